@@ -1,0 +1,98 @@
+"""Configuration of the AttnRes family: a Kimi Linear backbone and the residual connection that runs through its depth.
+
+The fields that every family member has (`residual_connection`, `attn_res_block_size`, `attn_res_scale`) are checked by
+`check_residual_fields`, so that a wrong value is refused when the configuration is made and again when a model is.
+"""
+
+from transformers import KimiLinearConfig, PreTrainedConfig
+
+RESIDUAL_CONNECTIONS = ("attn_res", "standard")
+ATTN_RES_SCALES = ("mean", "sum")
+
+
+class AttnResConfig(KimiLinearConfig):
+    r"""
+    Configuration of [`AttnResModel`] and its heads. All fields of [`KimiLinearConfig`], and:
+
+    Args:
+        residual_connection (`str`, defaults to `"attn_res"`):
+            What a sublayer reads and where its output goes. `"attn_res"`: softmax attention over the outputs of earlier
+            blocks. `"standard"`: the residual stream, which makes the model Kimi Linear itself.
+        attn_res_block_size (`int`, defaults to 6):
+            Block size S >= 1 in *sublayers* (a decoder layer holds two, attention and MLP). Each block is summed into
+            one source. `1` is Full AttnRes. S may be odd, and the last block may be shorter.
+        attn_res_scale (`str`, defaults to `"mean"`):
+            `"mean"`: the aggregate is the softmax average of the sources (the paper; for training from scratch).
+            `"sum"`: that average times the number of sources, which at zero pseudo-queries is the standard residual
+            stream (for retrofits).
+
+    Raises:
+        ValueError: a field has a value that is not allowed; the message names field, value and what is allowed.
+
+    ```python
+    >>> from attnres import AttnResConfig, AttnResForCausalLM
+
+    >>> config = AttnResConfig(num_hidden_layers=4, attn_res_block_size=2)
+    >>> model = AttnResForCausalLM(config)
+    ```
+    """
+
+    model_type = "attnres"
+    # A pipeline stage receives the finished blocks beside the partial sum, which a plan of named tensors cannot say.
+    base_model_pp_plan = None
+
+    residual_connection: str = "attn_res"
+    attn_res_block_size: int = 6
+    attn_res_scale: str = "mean"
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        check_residual_fields(self)
+        _check_backbone_fields(self)
+        self.validate()
+
+
+def _require(condition: bool, config: PreTrainedConfig, field: str, allowed: str) -> None:
+    if not condition:
+        raise ValueError(f"`{field}` is {getattr(config, field)!r}, but must be {allowed}.")
+
+
+def check_residual_fields(config: PreTrainedConfig) -> None:
+    """Check the fields that every member of the family has.
+
+    Raises:
+        ValueError: naming the field, its value and what is allowed.
+    """
+    block_size = config.attn_res_block_size
+    is_int = isinstance(block_size, int) and not isinstance(block_size, bool)
+    _require(is_int and block_size >= 1, config, "attn_res_block_size", "an integer >= 1 (block size in sublayers)")
+    for field, allowed in (("residual_connection", RESIDUAL_CONNECTIONS), ("attn_res_scale", ATTN_RES_SCALES)):
+        _require(getattr(config, field) in allowed, config, field, "one of " + ", ".join(map(repr, allowed)))
+
+
+def _check_backbone_fields(config: AttnResConfig) -> None:
+    """Check the Kimi Linear fields whose wrong values otherwise fail late, inside a layer and without a name."""
+    num_layers = config.num_hidden_layers
+    for field in ("layer_types", "mlp_layer_types"):
+        length = len(getattr(config, field))
+        allowed = f"a list of length {num_layers} (`num_hidden_layers`), not {length}"
+        _require(length == num_layers, config, field, allowed)
+    # The cache counts its tokens in a full-attention layer; with none, `use_cache=True` fails in `get_seq_length`.
+    has_full_attention = "full_attention" in config.layer_types
+    _require(has_full_attention, config, "layer_types", "a list with at least one 'full_attention' layer")
+
+    heads, experts, groups = config.num_attention_heads, config.num_local_experts, config.n_group
+    divides = f"a positive divisor of `num_attention_heads` ({heads})"
+    is_divisor = config.num_key_value_heads >= 1 and heads % config.num_key_value_heads == 0
+    _require(is_divisor, config, "num_key_value_heads", divides)
+    if "sparse" not in config.mlp_layer_types:
+        return
+    divides = f"a positive divisor of `num_local_experts` ({experts})"
+    _require(groups >= 1 and experts % groups == 0, config, "n_group", divides)
+    _require(1 <= config.topk_group <= groups, config, "topk_group", f"from 1 to `n_group` ({groups})")
+    reachable = experts // groups * config.topk_group
+    allowed = f"from 1 to the {reachable} experts that `topk_group` of `n_group` groups hold"
+    _require(1 <= config.num_experts_per_tok <= reachable, config, "num_experts_per_tok", allowed)
+
+
+__all__ = ["AttnResConfig", "check_residual_fields"]

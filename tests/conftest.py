@@ -1,0 +1,68 @@
+"""Shared fixtures: a small configuration that has every kind of layer, and models with non-trivial weights."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnres import AttnResConfig, AttnResForCausalLM
+from attnres.loading_attnres import attn_res_tensors
+
+# Every kind of sublayer: KDA and MLA, dense MLP and experts, over 4 layers = 8 sublayers.
+TINY = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "linear_head_dim": 16,
+    "linear_num_heads": 2,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture
+def tiny_config() -> Callable[..., AttnResConfig]:
+    """`tiny_config(**overrides)`: a small AttnRes configuration."""
+    return lambda **overrides: AttnResConfig(**{**TINY, **overrides})
+
+
+@pytest.fixture
+def tiny_model(tiny_config) -> Callable[..., AttnResForCausalLM]:
+    """`tiny_model(seed=0, **overrides)`: a small model, in eval mode, whose depth weights are far from uniform."""
+
+    def build(seed: int = 0, **overrides) -> AttnResForCausalLM:
+        torch.manual_seed(seed)
+        model = AttnResForCausalLM(tiny_config(**overrides)).eval()
+        for tensor in attn_res_tensors(model).values():
+            torch.nn.init.normal_(tensor, mean=1.0 if tensor.ndim == 1 else 0.0, std=0.5)
+        return model
+
+    return build
+
+
+@pytest.fixture
+def token_ids() -> torch.Tensor:
+    """Two sequences of 11 tokens without special tokens, `[2, 11]`."""
+    return torch.randint(3, TINY["vocab_size"], (2, 11), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="session")
+def assets() -> Path:
+    """The folder of real checkpoints and corpora that `ATTNRES_ASSETS` names."""
+    if "ATTNRES_ASSETS" not in os.environ:
+        pytest.skip("ATTNRES_ASSETS is not set: this test needs a real checkpoint or corpus")
+    return Path(os.environ["ATTNRES_ASSETS"])
