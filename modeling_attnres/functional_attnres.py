@@ -54,7 +54,7 @@ def depth_attention(
         sources: the `n >= 1` sources `s_i`, each `[..., D]`, all of one shape, any floating dtype.
         key_norm_weight: weight `g` of the key norm, `[D]`; ones if `None`.
         eps: epsilon of the key norm.
-        scale: `"mean"` as above; `"sum"` multiplies the result by `n`, which at `w = 0` is the plain sum of the sources.
+        scale: `"mean"` as above; `"sum"` multiplies the result by `n`: at `w = 0` the plain sum of the sources.
         return_weights: also return `a`, `[n, ...]` in the dtype of the statistics; it sums to one for either scale.
 
     Returns:
