@@ -1,4 +1,4 @@
-"""What a checkpoint must satisfy before an AttnRes model is made of it, with errors that name the tensor or the file."""
+"""What a checkpoint must satisfy to become an AttnRes model, with errors that name the tensor or the file."""
 
 import os
 from collections.abc import Collection, Iterator

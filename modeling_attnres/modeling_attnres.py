@@ -128,7 +128,7 @@ class AttnResPreTrainedModel(KimiLinearPreTrainedModel):
         """As in `transformers`; checkpoints without any AttnRes tensor (Kimi Linear) load with those initialised.
 
         Raises:
-            ValueError: some AttnRes tensors are missing from the checkpoint while others are there, or one is not finite.
+            ValueError: some AttnRes tensors are missing and others are not, or one is not finite.
             OSError: a safetensors file is truncated or damaged. Each message names the tensors or the file.
         """
         with explain_broken_shard(pretrained_model_name_or_path):
@@ -165,7 +165,7 @@ class AttnResModel(AttnResPreTrainedModel, KimiLinearModel):
         return super().forward(*args, read_output=self._read_output, **kwargs)
 
     def _read_output(self, state: DepthState) -> torch.Tensor:
-        """The input of the final norm, `[batch, seq, hidden]`: the aggregate over all blocks and the last partial sum."""
+        """The input of the final norm `[batch, seq, hidden]`: the aggregate over all blocks and the partial sum."""
         hidden_states, _ = self.output_attn_res_proj(state, self.output_attn_res_norm())
         return hidden_states
 

@@ -105,7 +105,7 @@ _CONNECTIONS: dict[str, type[ResidualConnection]] = {"standard": StandardResidua
 
 
 def add_residual_connection(module: nn.Module, name: str, config: PreTrainedConfig, sublayer: int) -> None:
-    """Register a connection on `module` as `{name}_proj` and its norm as `{name}_norm`, the names of the released weights.
+    """Register a connection as `{name}_proj` and its norm as `{name}_norm`: the names of the released weights.
 
     Raises:
         ValueError: a residual field of `config` has a value that is not allowed.
