@@ -1,0 +1,1 @@
+"""What a model does across its depth: measured depth attention, and figures of it."""

@@ -1,0 +1,37 @@
+# make demo   the main job on real text, no network once installed
+# make test   the test suite
+# Both create .venv and install by constraints.txt.
+
+PYTHON ?= python3
+PIP = .venv/bin/python -m pip --disable-pip-version-check --quiet
+INSTALL = $(PIP) install --constraint constraints.txt
+
+.PHONY: demo test lint clean
+demo: .venv/demo.installed
+	.venv/bin/attnres demo --overwrite
+
+test: .venv/test.installed
+	.venv/bin/python -m pytest -m "not slow"
+
+lint: .venv/test.installed
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+# torch first and by name: a range would take a build with CUDA where one for the CPU is at hand.
+.venv/torch.installed: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "attnres needs Python 3.11 or newer, not " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
+	@echo "Installing into .venv (takes some minutes the first time)"
+	$(PYTHON) -m venv .venv
+	$(INSTALL) $$(grep '^torch==' constraints.txt)
+	@touch $@
+
+.venv/demo.installed: .venv/torch.installed pyproject.toml
+	$(INSTALL) --editable .
+	@touch $@
+
+.venv/test.installed: .venv/torch.installed pyproject.toml
+	$(INSTALL) --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv .peer build *.egg-info

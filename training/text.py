@@ -1,0 +1,82 @@
+"""Text for small training runs: the Python installation's own sources, or a file; a tokenizer; packed token blocks."""
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def python_sources(max_bytes: int) -> list[str]:
+    """The standard library's modules, code and docstrings, one document each, in a fixed order, up to `max_bytes`."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = [p for p in root.rglob("*.py") if not {"site-packages", "test", "tests"} & set(p.relative_to(root).parts)]
+    # Ordered by a hash, so that a prefix is a fair sample of the library and the same on every run.
+    paths.sort(key=lambda path: hashlib.sha1(path.relative_to(root).as_posix().encode()).digest())
+    documents, size = [], 0
+    for path in paths:
+        if size >= max_bytes:
+            break
+        document = path.read_text(encoding="utf-8", errors="ignore").strip()
+        size += len(document)
+        if document:
+            documents.append(document)
+    return documents
+
+
+def read_documents(path: str | os.PathLike, max_bytes: int) -> list[str]:
+    """The documents of a text file: split at lines that hold only `<|endoftext|>`, else in paragraphs.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds no text.
+    """
+    with open(path, encoding="utf-8", errors="ignore") as file:
+        text = file.read(max_bytes)
+    separator = f"\n{END_OF_TEXT}\n" if f"\n{END_OF_TEXT}\n" in text else "\n\n"
+    documents = [document.strip() for document in text.split(separator)]
+    documents = [document for document in documents if document]
+    if not documents:
+        raise ValueError(f"{path} holds no text.")
+    return documents
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer whose one special token, `<|endoftext|>` with id 0, ends, starts and pads."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def pack(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int, max_blocks: int) -> Tensor:
+    """Tokenize documents, end each with the end-of-text token, and cut the stream into blocks.
+
+    Returns:
+        Token ids `[blocks, length]`, at most `max_blocks`; the last, incomplete block is dropped.
+    """
+    stream = _token_stream(documents, tokenizer)
+    ids = [token for _, token in zip(range(max_blocks * length), stream)]
+    blocks = len(ids) // length
+    return torch.tensor(ids[: blocks * length], dtype=torch.long).view(blocks, length)
+
+
+def _token_stream(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
+    for document in documents:
+        yield from tokenizer(document, add_special_tokens=False)["input_ids"]
+        yield tokenizer.eos_token_id
