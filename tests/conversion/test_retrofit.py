@@ -1,0 +1,140 @@
+"""A retrofitted model computes the same function as the model it was made from, with the same weights."""
+
+import pytest
+import torch
+from transformers import KimiLinearConfig, KimiLinearForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from attnres.conversion import retrofit
+from attnres.loading_attnres import attn_res_tensors
+
+BLOCKS = [{"full": True}, {"block_size": 2}, {"block_size": 3}, {"block_size": 6}, {"num_blocks": 2}]
+
+
+@pytest.fixture
+def kimi(tiny_config):
+    """`kimi(**overrides)`: a Kimi Linear model with norms away from one and logits of some size."""
+
+    def build(**overrides) -> KimiLinearForCausalLM:
+        fields = tiny_config(**overrides).to_dict()
+        config = KimiLinearConfig(**{k: v for k, v in fields.items() if "res" not in k and k != "model_type"})
+        torch.manual_seed(0)
+        model = KimiLinearForCausalLM(config).eval()
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+            elif parameter.ndim >= 2 and "conv" not in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+        return model
+
+    return build
+
+
+def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+@pytest.mark.parametrize("blocks", BLOCKS, ids=str)
+def test_logits_stay_the_same(kimi, token_ids, blocks):
+    model = kimi()
+    with torch.no_grad():
+        before, after = model(token_ids).logits, retrofit(model, **blocks)(token_ids).logits
+    assert before.abs().max() >= 5, "the comparison needs logits of some size"
+    assert relative_difference(after, before) <= 1e-4
+    assert torch.equal(after.argmax(-1), before.argmax(-1))
+
+
+@pytest.mark.parametrize("blocks", BLOCKS[:3], ids=str)
+def test_cached_generation_of_a_left_padded_batch_stays_the_same(kimi, token_ids, blocks):
+    model = kimi()
+    mask = torch.ones_like(token_ids)
+    mask[0, :4] = 0
+    inputs = {"input_ids": token_ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(model.generate(**inputs, **options), retrofit(model, **blocks).generate(**inputs, **options))
+
+
+@pytest.mark.parametrize("blocks", BLOCKS[:4], ids=str)
+def test_shared_weights_get_the_same_gradients(kimi, token_ids, blocks):
+    model = kimi()
+
+    def gradients(some_model) -> dict[str, torch.Tensor]:
+        some_model.zero_grad()
+        some_model(token_ids, labels=token_ids).loss.backward()
+        return {name: p.grad.clone() for name, p in some_model.named_parameters() if p.grad is not None}
+
+    before, after = gradients(model), gradients(retrofit(model, **blocks))
+    assert set(before) <= set(after)
+    for name, gradient in before.items():
+        assert torch.allclose(after[name], gradient, rtol=1e-4, atol=1e-4 * gradient.abs().max()), name
+
+
+def test_the_mean_scale_is_not_exact_which_is_why_sum_is_the_default(kimi, token_ids):
+    model = kimi()
+    with torch.no_grad():
+        before, after = model(token_ids).logits, retrofit(model, block_size=2, scale="mean")(token_ids).logits
+    assert relative_difference(after, before) > 1e-4
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_the_result_shares_every_backbone_tensor(kimi, tie):
+    model = kimi()
+    if tie:
+        model.config.tie_word_embeddings = True
+        model.lm_head.weight = model.model.embed_tokens.weight
+    result = retrofit(model)
+    shared, own = model.state_dict(keep_vars=True), result.state_dict(keep_vars=True)
+    assert all(own[name] is tensor for name, tensor in shared.items())
+    assert set(own) - set(shared) == set(attn_res_tensors(result))
+    assert not any(tensor.is_meta for tensor in own.values())
+    assert (result.lm_head.weight is result.model.embed_tokens.weight) == tie
+
+
+def test_mode_dtype_and_frozen_weights_are_kept(kimi):
+    model = kimi().to(torch.bfloat16).train()
+    model.model.embed_tokens.requires_grad_(False)
+    result = retrofit(model)
+    assert result.training
+    assert {p.dtype for p in result.parameters()} == {torch.bfloat16}
+    assert [n for n, p in result.named_parameters() if not p.requires_grad] == ["model.embed_tokens.weight"]
+    assert not model.model.embed_tokens.weight.requires_grad
+
+
+def test_a_standard_member_of_the_family_and_a_directory_are_taken(tiny_model, token_ids, tmp_path):
+    model = tiny_model(residual_connection="standard")
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = model(token_ids).logits
+        assert relative_difference(retrofit(model, full=True)(token_ids).logits, expected) <= 1e-4
+        assert relative_difference(retrofit(tmp_path, full=True)(token_ids).logits, expected) <= 1e-4
+
+
+def test_without_a_block_size_there_are_eight_blocks(kimi):
+    assert retrofit(kimi()).config.attn_res_block_size == 1  # 8 sublayers
+    deep = kimi(num_hidden_layers=9, layer_types=["full_attention"] * 9, mlp_layer_types=["dense"] * 9)
+    assert retrofit(deep).config.attn_res_block_size == 3  # 18 sublayers: 6 blocks
+
+
+def test_another_backbone_is_refused_with_the_list_of_supported_ones():
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=9, hidden_size=32, intermediate_size=8, num_hidden_layers=1))
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM.*'llama'.*supported.*'attnres', 'kimi_linear'"):
+        retrofit(llama)
+
+
+def test_a_model_that_has_attention_residuals_is_refused(tiny_model):
+    with pytest.raises(ValueError, match="residual_connection='attn_res' already"):
+        retrofit(tiny_model())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"block_size": 2, "full": True}, "block_size and full"),
+        ({"block_size": 2, "num_blocks": 2}, "block_size and num_blocks"),
+        ({"block_size": 0}, "`block_size` is 0"),
+        ({"num_blocks": -1}, "`num_blocks` is -1"),
+        ({"scale": "max"}, "`attn_res_scale` is 'max'.*'mean', 'sum'"),
+    ],
+)
+def test_bad_arguments_are_named(kimi, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        retrofit(kimi(), **arguments)
