@@ -1,0 +1,67 @@
+"""Fixtures of the model tests: the equations as straight lines, a model in which every term counts, memory."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from attnres import AttnResForCausalLM
+
+
+@pytest.fixture(scope="session")
+def straight_line() -> ModuleType:
+    """The module `straight_line.py` beside this file."""
+    spec = importlib.util.spec_from_file_location("straight_line", Path(__file__).with_name("straight_line.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def vivid_model(tiny_model) -> Callable[..., AttnResForCausalLM]:
+    """`vivid_model(seed=0, **overrides)`: as `tiny_model`, with weights so large that every term moves the logits.
+
+    At the usual initialisation sublayers hardly change the embedding, so that a wrong one would pass unseen.
+    """
+
+    def build(seed: int = 0, **overrides) -> AttnResForCausalLM:
+        model = tiny_model(seed, **overrides)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "_res_" in name or "forget_gate.A_log" in name or "dt_bias" in name:
+                    continue
+                if parameter.ndim == 1:  # norm weights
+                    parameter.normal_(1.0, 0.3)
+                elif "embed_tokens" in name:
+                    parameter.normal_()
+                else:
+                    parameter.normal_(std=parameter.shape[-1] ** -0.5)
+            for name, buffer in model.named_buffers():
+                if "e_score_correction_bias" in name:
+                    buffer.normal_(std=0.2)
+        return model
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def peak_bytes() -> Callable[[Callable[[], object]], int]:
+    """`peak_bytes(function)`: the most bytes that the call held at once beyond those held before, by the allocator."""
+
+    def measure(function: Callable[[], object]) -> int:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            result = function()
+        del result
+        events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+        held = peak = 0
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            held += event.nbytes()
+            peak = max(peak, held)
+        assert peak > 0, "the profiler saw no allocation"
+        return peak
+
+    return measure
