@@ -7,7 +7,11 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    help="Attention Residuals for Transformers.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+    help="Attention Residuals for Transformers.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
 
 
@@ -21,11 +25,13 @@ def demo(
     out: Annotated[Path, typer.Option(help="Directory to write the model, figures and results to.")] = Path(
         "attnres-demo"
     ),
-    minutes: Annotated[float, typer.Option(help="Training time to aim at, on 2 CPU cores.")] = 4.0,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Training time to aim at, on 2 CPU cores.")] = 4.0,
     checkpoint: Annotated[
         str | None, typer.Option(help="Start from this model (directory or Hub id) instead of training one.")
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="Train on this file instead of the Python sources.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Train on this file instead of the Python sources.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same numbers.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier demo wrote.")] = False,
 ) -> None:

@@ -50,7 +50,7 @@ import sys
 sys.modules["attnres"] = None  # `import attnres` fails here: the code that travels with the weights must do
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 path, prompt, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
-tokenizer = AutoTokenizer.from_pretrained(path)
+tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
 set_seed(seed)
 ids = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=60, do_sample=True, top_k=20)
@@ -79,10 +79,8 @@ def run_demo(
 
     Raises:
         FileExistsError: `out` exists and `overwrite` is not set, or it was not written by the demo.
-        ValueError: `minutes` is not positive, there is too little text, or the checkpoint cannot be retrofitted.
+        ValueError: there is too little text, or the checkpoint cannot be retrofitted.
     """
-    if minutes <= 0:
-        raise ValueError(f"--minutes is {minutes}, but must be positive.")
     _check_target(out, overwrite)
     with _quiet_transformers(), _directory_at_once(out) as target:
         results = _run(Console(), target, minutes, checkpoint, text, seed)
@@ -207,7 +205,7 @@ def _generate_without_attnres(path: Path, seed: int) -> str:
     with tempfile.TemporaryDirectory() as modules:
         environment = os.environ | {"HF_MODULES_CACHE": modules, "TRANSFORMERS_VERBOSITY": "error"}
         command = [sys.executable, "-c", _GENERATE, str(path), SAMPLE_PROMPT, str(seed)]
-        process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        process = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if process.returncode != 0:
         raise RuntimeError(f"the saved model does not load without attnres: {process.stderr.strip().splitlines()[-1]}")
     return process.stdout.strip()

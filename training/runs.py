@@ -52,6 +52,7 @@ def train(
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
+            dataloader_pin_memory=torch.cuda.is_available(),
             seed=run.seed,
             data_seed=run.seed,
         )

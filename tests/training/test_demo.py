@@ -1,0 +1,125 @@
+"""The demo through its command line, in processes of its own, on little text."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from attnres.training.text import python_sources, train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n<|endoftext|>\n".join(python_sources(150_000)))
+    return path
+
+
+def attnres(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "attnres", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+
+
+def error_line(process: subprocess.CompletedProcess) -> str:
+    """The one line that a failed command printed to stderr."""
+    assert process.returncode == 1, process.stderr
+    lines = process.stderr.strip().splitlines()
+    assert len(lines) == 1, process.stderr
+    return lines[0]
+
+
+@pytest.mark.slow
+def test_it_shows_the_same_function_trains_both_and_leaves_a_model_that_loads(text, tmp_path):
+    process = attnres("demo", "--out", "a", "--minutes", 0.07, "--text", text, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert os.listdir(tmp_path) == ["a"]
+    assert {p.name for p in (tmp_path / "a").iterdir()} == {
+        "model",
+        "results.json",
+        "loss_curves.png",
+        "depth_attention.png",
+    }
+    results = json.loads((tmp_path / "a" / "results.json").read_text())
+    same, losses = results["retrofit"], results["held_out_loss"]
+    assert same["max_abs_logit_difference"] <= 1e-4 * same["max_abs_logit"]
+    assert same["top1_agreement"] == 1.0
+    assert losses["standard"]["before"] == pytest.approx(losses["Block AttnRes"]["before"], abs=1e-5)
+    assert all(loss["after"] < loss["before"] for loss in losses.values())
+    difference = losses["Block AttnRes"]["after"] - losses["standard"]["after"]
+    assert results["difference_after"]["mean"] == pytest.approx(difference, abs=1e-9)
+    for name, loss in losses.items():
+        assert re.search(rf"{name}\W+{loss['before']:.4f}\W+{loss['after']:.4f}", process.stdout)
+    assert results["sample"] and results["sample"].splitlines()[0] in process.stdout
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "model")
+    assert model.config.residual_connection == "attn_res"
+
+    # The same seed gives the same numbers.
+    again = attnres("demo", "--out", "a", "--minutes", 0.07, "--text", text, "--overwrite", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert json.loads((tmp_path / "a" / "results.json").read_text()) == results
+
+
+@pytest.mark.slow
+def test_it_starts_from_a_checkpoint(text, tiny_model, tmp_path):
+    model = tiny_model(residual_connection="standard", vocab_size=600)
+    model.save_pretrained(tmp_path / "start")
+    train_tokenizer(python_sources(50_000), 600).save_pretrained(tmp_path / "start")
+    process = attnres("demo", "--checkpoint", "start", "--minutes", 0.07, "--text", text, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    results = json.loads((tmp_path / "attnres-demo" / "results.json").read_text())
+    assert results["steps"]["base"] == 0
+    assert results["retrofit"]["top1_agreement"] == 1.0
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "attnres-demo" / "model")
+    assert saved.config.hidden_size == model.config.hidden_size
+
+
+def test_bad_input_ends_in_one_line_and_loses_nothing(tmp_path):
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=9, hidden_size=32, intermediate_size=8, num_hidden_layers=1, bos_token_id=0, eos_token_id=0
+        )
+    ).save_pretrained(tmp_path / "llama")
+    line = error_line(attnres("demo", "--checkpoint", "llama", cwd=tmp_path))
+    assert "'llama'" in line and "supported" in line and "'kimi_linear'" in line
+
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    assert "--overwrite" in error_line(attnres("demo", "--out", "mine", cwd=tmp_path))
+    assert "not written by the demo" in error_line(attnres("demo", "--out", "mine", "--overwrite", cwd=tmp_path))
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+
+    (tmp_path / "short.txt").write_text("Too short.\n")
+    assert "longer --text" in error_line(attnres("demo", "--text", "short.txt", cwd=tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["llama", "mine", "short.txt"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--minutes", "0"), ("--minutes", "x"), ("--text", "absent.txt"), ("--no",)], ids=str
+)
+def test_bad_usage_exits_with_2(arguments, tmp_path):
+    process = attnres("demo", *arguments, cwd=tmp_path)
+    assert process.returncode == 2
+    assert arguments[0] in process.stderr
+
+
+@pytest.mark.slow
+def test_an_interrupt_leaves_nothing_behind(text, tmp_path):
+    command = [sys.executable, "-m", "attnres", "demo", "--text", str(text)]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not os.listdir(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert os.listdir(tmp_path), "the demo did not begin to write"
+    time.sleep(3)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Traceback" not in error
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,37 @@
+"""Training runs: the seed decides everything, and held-out losses are the model's own."""
+
+import copy
+
+import torch
+
+from attnres.training.runs import Run, sequence_losses, train
+
+
+def random_blocks(n: int) -> torch.Tensor:
+    return torch.randint(3, 20, (n, 16), generator=torch.Generator().manual_seed(0))
+
+
+def test_the_seed_alone_decides_a_run_and_the_loss_falls(tiny_model):
+    model, blocks = tiny_model(), random_blocks(16)
+    steps = []
+    runs = []
+    for seed in (0, 0, 1):
+        trained = copy.deepcopy(model)
+        run = Run(steps=12, batch_size=4, learning_rate=1e-2, warmup_steps=2, decay_steps=4, seed=seed)
+        runs.append((train(trained, blocks, run, on_step=lambda: steps.append(1)), trained))
+    assert len(steps) == 36
+    (first, model_a), (again, model_b), (other, _) = runs
+    assert first == again
+    assert first != other
+    assert all(torch.equal(a, b) for a, b in zip(model_a.parameters(), model_b.parameters()))
+    assert first[-1][1] < first[0][1] - 0.1
+    assert first[-1][0] == 12
+
+
+def test_sequence_losses_average_to_the_models_loss(tiny_model):
+    model, blocks = tiny_model().train(), random_blocks(5)
+    losses = sequence_losses(model, blocks, batch_size=2)
+    assert model.training
+    assert losses.shape == (5,)
+    with torch.no_grad():
+        assert torch.isclose(losses.mean().float(), model.eval()(blocks, labels=blocks).loss, rtol=1e-5)
