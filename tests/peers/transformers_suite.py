@@ -1,0 +1,131 @@
+"""Run `transformers`' own model tests on AttnRes, held against Kimi Linear under the same tests.
+
+    python tests/peers/transformers_suite.py [--cache DIR] [VARIANT ...]
+
+The tests come from the sdist of the installed `transformers`; pip fetches it once, into the cache. Exit status 0: in
+every variant every test passed that passed for Kimi Linear, and no test failed that did not fail there. 1: not so.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from xml.etree import ElementTree
+
+HERE = Path(__file__).resolve().parent
+YARDSTICK = "KimiLinear"
+VARIANTS = ("Standard", "Full", "BlocksOf4", "BlocksOf3")  # test classes of suite/model_testers.py
+FROM_SDIST = (
+    "test_modeling_common.py",
+    "test_training_mixin.py",
+    "test_tensor_parallel_mixin.py",
+    "test_expert_parallel_mixin.py",
+    "test_fsdp_mixin.py",
+)
+# What those import and the sdist lacks. With these empty classes, tests of export and of `generate` are left out.
+EMPTY_STAND_INS = {
+    "exporters/test_export.py": "class ExportTesterMixin:\n    pass\n",
+    "generation/test_utils.py": "class GenerationTesterMixin:\n    pass\n",
+}
+MAX_SECONDS_PER_RUN = 900
+
+
+def fetch_sdist(cache: Path) -> Path:
+    """Path of the sdist of the installed `transformers`, downloaded with pip unless it is in the cache."""
+    release = version("transformers")
+    sdist = cache / f"transformers-{release}.tar.gz"
+    if not sdist.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
+        subprocess.run([*command, f"transformers=={release}", "--dest", str(cache)], check=True)
+    return sdist
+
+
+def lay_out(sdist: Path, root: Path) -> None:
+    """Write the package `tests` under `root`: the suite's files, the stand-ins for what it lacks, and our testers."""
+    package = root / "tests"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    with tarfile.open(sdist) as archive:
+        for name in FROM_SDIST:
+            member = archive.extractfile(f"{sdist.name.removesuffix('.tar.gz')}/tests/{name}")
+            (package / name).write_bytes(member.read())
+    for name, text in EMPTY_STAND_INS.items():
+        (package / name).parent.mkdir()
+        (package / name).with_name("__init__.py").touch()
+        (package / name).write_text(text)
+    shutil.copy(HERE / "suite" / "distributed_testing_utils.py", package)
+    shutil.copy(HERE / "suite" / "model_testers.py", package / "test_variants.py")
+    (root / "pytest.ini").touch()  # keeps pytest from using another project's settings
+
+
+def run(variant: str, root: Path) -> dict[str, str]:
+    """Run one test class in a process of its own, print how it went; the outcome of each test by its name.
+
+    Of its own, because `transformers` remembers on the parent class what it found out about a model class.
+    """
+    report = root / f"{variant}.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-W", "ignore", "-p", "no:cacheprovider"]
+    command += ["-c", "pytest.ini", f"--junitxml={report}", f"tests/test_variants.py::{variant}"]
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    log = root / f"{variant}.log"
+    with log.open("w") as stream:
+        subprocess.run(command, cwd=root, env=env, stdout=stream, stderr=subprocess.STDOUT, timeout=MAX_SECONDS_PER_RUN)
+    if not report.exists():
+        raise RuntimeError(f"{variant}: pytest did not finish\n{log.read_text()}")
+    print(f"{variant}: {log.read_text().splitlines()[-1]}", flush=True)
+    return {case.get("name"): outcome(case) for case in ElementTree.parse(report).iter("testcase")}
+
+
+def outcome(case: ElementTree.Element) -> str:
+    """Of a test and its subtests the worst."""
+    kinds = {child.tag for child in case}
+    if kinds & {"failure", "error"}:
+        return "failed"
+    return "skipped" if "skipped" in kinds else "passed"
+
+
+def compare(variant: str, outcomes: dict[str, str], yardstick: dict[str, str]) -> list[str]:
+    """What the variant does worse than the yardstick, one line for each test."""
+    rank = ("missing", "failed", "skipped", "passed")
+    pairs = {name: (outcomes.get(name, "missing"), yardstick.get(name, "skipped")) for name in outcomes | yardstick}
+    return [
+        f"{variant}: {name} {found}, but {expected} for {YARDSTICK}"
+        for name, (found, expected) in pairs.items()
+        if rank.index(found) < rank.index(expected)
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("variants", nargs="*", metavar="VARIANT", help=f"of {', '.join(VARIANTS)}; default: all")
+    parser.add_argument("--cache", type=Path, default=HERE.parents[1] / ".peer", help="where the sdist is kept")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.variants) - set(VARIANTS):
+        parser.error(f"unknown variant {', '.join(sorted(unknown))}; choose from {', '.join(VARIANTS)}")
+
+    started = time.monotonic()
+    worse = []
+    with tempfile.TemporaryDirectory() as root:
+        lay_out(fetch_sdist(arguments.cache), Path(root))
+        yardstick = run(YARDSTICK, Path(root))
+        failing = [name for name, result in yardstick.items() if result == "failed"]
+        print(f"    fails for {YARDSTICK} itself: {', '.join(failing) or 'nothing'}")
+        for variant in arguments.variants or VARIANTS:
+            found = compare(variant, run(variant, Path(root)), yardstick)
+            worse += found
+            if found:
+                print(*found, (Path(root) / f"{variant}.log").read_text(), sep="\n")
+    print(f"{len(worse)} tests went worse than for {YARDSTICK} ({time.monotonic() - started:.0f} s)", *worse, sep="\n")
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
