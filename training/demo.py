@@ -41,7 +41,7 @@ HELD_OUT_BLOCKS = 128
 STEPS_PER_MINUTE = 130
 LEARNING_RATE = 3e-3
 RESIDUAL_LR_FACTOR = 3.0
-MAX_TEXT_BYTES = 6_000_000
+MAX_TEXT_BYTES = 4_000_000
 SAMPLE_PROMPT = "def "
 RESULTS = "results.json"
 
@@ -109,6 +109,8 @@ def _run(
         else:
             config = load(CONFIGURATION, residual_connection="standard")
             tokenizer = train_tokenizer(documents, config.vocab_size)
+            for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                setattr(config, field, getattr(tokenizer, field))
             standard = AttnResForCausalLM(config)
         data = _data(documents, tokenizer, base_steps, continue_steps)
         source = str(text) if text else "the Python standard library"
@@ -169,19 +171,22 @@ def _load_checkpoint(checkpoint: str) -> tuple[PreTrainedModel, PreTrainedTokeni
 
 
 def _data(documents: list[str], tokenizer: PreTrainedTokenizerBase, base_steps: int, continue_steps: int) -> Data:
-    """Every tenth document is held out; the others are cut into the blocks of the two stages, each used once."""
-    train_documents = [document for i, document in enumerate(documents) if i % 10]
-    wanted = BATCH_SIZE * base_steps, BATCH_SIZE * continue_steps
-    blocks = pack(train_documents, tokenizer, LENGTH, sum(wanted))
-    held_out = pack(documents[::10], tokenizer, LENGTH, HELD_OUT_BLOCKS)
+    """Every tenth document is held out; the blocks of the others are shuffled, and each stage takes what it needs."""
+    shuffled = []
+    for part in ([d for i, d in enumerate(documents) if i % 10], documents[::10]):
+        blocks = pack(part, tokenizer, LENGTH)
+        shuffled.append(blocks[torch.randperm(len(blocks))])
+    blocks, held_out = shuffled[0], shuffled[1][:HELD_OUT_BLOCKS]
     if len(blocks) < 2 * BATCH_SIZE or len(held_out) < 2:
         raise ValueError(
             f"the text gives {len(blocks)} training and {len(held_out)} held-out blocks of {LENGTH} tokens, "
             f"but the demo needs at least {2 * BATCH_SIZE} and 2. Give a longer --text."
         )
-    # With less text than the run could use, each stage takes its share and repeats it.
-    split = len(blocks) * wanted[0] // sum(wanted)
-    return Data(blocks[:split], blocks[split:], held_out)
+    # A text shorter than that is divided in the same proportion, and each stage repeats its part.
+    wanted = base_steps * BATCH_SIZE, continue_steps * BATCH_SIZE
+    share = min(1.0, len(blocks) / sum(wanted))
+    split, end = round(share * wanted[0]), round(share * sum(wanted))
+    return Data(blocks[:split], blocks[split:end], held_out)
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -11,13 +11,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"
 
 
 def python_sources(max_bytes: int) -> list[str]:
     """The standard library's modules, code and docstrings, one document each, in a fixed order, up to `max_bytes`."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = [p for p in root.rglob("*.py") if not {"site-packages", "test", "tests"} & set(p.relative_to(root).parts)]
+    left_out = {"site-packages", "test", "tests", "encodings"}  # the last: tables of characters
+    paths = [path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)]
     # Ordered by a hash, so that a prefix is a fair sample of the library and the same on every run.
     paths.sort(key=lambda path: hashlib.sha1(path.relative_to(root).as_posix().encode()).digest())
     documents, size = [], 0
@@ -49,34 +50,28 @@ def read_documents(path: str | os.PathLike, max_bytes: int) -> list[str]:
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer whose one special token, `<|endoftext|>` with id 0, ends, starts and pads."""
+    """Train a byte-level BPE tokenizer; its special tokens are `<|pad|>` (0) and `<|endoftext|>` (1, end and start)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[PADDING, END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents, trainer)
-    special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
+    special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": PADDING}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-def pack(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int, max_blocks: int) -> Tensor:
+def pack(documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int) -> Tensor:
     """Tokenize documents, end each with the end-of-text token, and cut the stream into blocks.
 
     Returns:
-        Token ids `[blocks, length]`, at most `max_blocks`; the last, incomplete block is dropped.
+        Token ids `[blocks, length]`; the last, incomplete block is dropped.
     """
-    stream = _token_stream(documents, tokenizer)
-    ids = [token for _, token in zip(range(max_blocks * length), stream)]
+    tokenized = tokenizer(list(documents), add_special_tokens=False, verbose=False)["input_ids"]
+    ids = [token for document in tokenized for token in [*document, tokenizer.eos_token_id]]
     blocks = len(ids) // length
     return torch.tensor(ids[: blocks * length], dtype=torch.long).view(blocks, length)
-
-
-def _token_stream(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
-    for document in documents:
-        yield from tokenizer(document, add_special_tokens=False)["input_ids"]
-        yield tokenizer.eos_token_id

@@ -13,7 +13,9 @@ def test_rows_are_mean_weights_and_sum_to_one(tiny_model, token_ids):
     assert weights.shape == (9, 4)  # 8 sublayers and the output; embedding and 3 blocks
     assert torch.allclose(weights.nansum(1), torch.ones(9))
     with torch.no_grad():
-        recorded = [model(ids, output_depth_attentions=True).depth_attentions for ids in (token_ids[:1], token_ids[1:, :5])]
+        recorded = [
+            model(ids, output_depth_attentions=True).depth_attentions for ids in (token_ids[:1], token_ids[1:, :5])
+        ]
     for sublayer in range(9):
         tokens = torch.cat([r[sublayer].flatten(1) for r in recorded], dim=1)
         row = weights[sublayer]

@@ -29,10 +29,9 @@ def test_packing_loses_no_token_and_marks_every_end():
     documents = ["def f(): return 1", "ünïcode too", "x"]
     tokenizer = train_tokenizer(documents, 300)
     assert len(tokenizer) <= 300
-    blocks = pack(documents, tokenizer, length=4, max_blocks=100)
+    blocks = pack(documents, tokenizer, length=4)
     stream = [t for document in documents for t in [*tokenizer(document)["input_ids"], tokenizer.eos_token_id]]
     assert torch.equal(blocks.flatten(), torch.tensor(stream)[: blocks.numel()])
     assert len(stream) - blocks.numel() < 4
     text = tokenizer.decode(stream)
     assert text == END_OF_TEXT.join(documents) + END_OF_TEXT
-    assert pack(documents, tokenizer, length=4, max_blocks=2).shape == (2, 4)
