@@ -1,0 +1,71 @@
+"""Named configurations: ready `config.json` directories, and the loader for them.
+
+Each directory is one model: `attnres-tiny` for tests and demos, the five models of the paper's scaling table, and
+`attnres-48b-a3b`. The README beside this file tabulates them. Their `standard` baselines are one override away.
+"""
+
+import json
+from dataclasses import fields
+from difflib import get_close_matches
+from importlib.resources import files
+
+from attnres import AttnResConfig
+
+from .counting import ParameterCount, count_parameters
+
+# Accepted by the configuration, though not fields of it.
+_SETTINGS = ("num_labels", "attn_implementation", "experts_implementation")
+_PER_LAYER_FIELDS = ("layer_types", "mlp_layer_types")
+
+
+def names() -> tuple[str, ...]:
+    """The names that [`load`] knows, in alphabetical order."""
+    directories = (entry for entry in files(__name__).iterdir() if entry.is_dir())
+    return tuple(sorted(entry.name for entry in directories if entry.joinpath("config.json").is_file()))
+
+
+def load(name: str, **overrides) -> AttnResConfig:
+    """The configuration of that name, with some of its fields replaced.
+
+    Args:
+        name: one of [`names`].
+        overrides: fields of [`AttnResConfig`] and their values. A smaller `num_hidden_layers` keeps the first layers:
+            it also cuts `layer_types` and `mlp_layer_types`, unless they are overridden too. A larger one needs both
+            lists, since how the pattern goes on is for the caller to say. No other field follows from an override.
+
+    Raises:
+        ValueError: unknown name, unknown field (a misspelt one would otherwise be stored and have no effect), or a
+            value that `AttnResConfig` refuses.
+
+    ```python
+    >>> from attnres.configuration import load
+
+    >>> baseline = load("attnres-194m", residual_connection="standard")
+    ```
+    """
+    known_names = names()
+    if name not in known_names:
+        raise ValueError(f"There is no configuration {name!r}, but there is {', '.join(known_names)}.")
+    _check_fields(overrides)
+    config = json.loads(files(__name__).joinpath(name, "config.json").read_text(encoding="utf-8"))
+    if "num_hidden_layers" in overrides:
+        for field in _PER_LAYER_FIELDS:
+            config[field] = config[field][: overrides["num_hidden_layers"]]
+    return AttnResConfig(**{**config, **overrides})
+
+
+def _check_fields(overrides: dict) -> None:
+    """Check that overrides are fields of the configuration.
+
+    Raises:
+        ValueError: naming those that are not, and fields spelt alike.
+    """
+    known_fields = {field.name for field in fields(AttnResConfig)} | {*_SETTINGS}
+    for field in overrides:
+        if field not in known_fields:
+            similar = get_close_matches(field, sorted(known_fields), n=1)
+            hint = f"did you mean `{similar[0]}`?" if similar else f"there are {', '.join(sorted(known_fields))}."
+            raise ValueError(f"`{field}` is not a field of `AttnResConfig`: {hint}")
+
+
+__all__ = ["ParameterCount", "count_parameters", "load", "names"]

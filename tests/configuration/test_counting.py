@@ -1,0 +1,69 @@
+"""`count_parameters` counts what it says, on the meta device, for AttnRes and for plain Kimi Linear."""
+
+import pytest
+import torch
+from transformers import KimiLinearConfig
+
+from attnres import AttnResForCausalLM
+from attnres.configuration import count_parameters, load
+from attnres.loading_attnres import attn_res_tensors
+
+
+def test_counts_of_a_model_that_is_allocated(tiny_config):
+    model = AttnResForCausalLM(tiny_config())
+    count = count_parameters(model.config)
+    assert count.total == sum(parameter.numel() for parameter in model.parameters())
+    embeddings = model.model.embed_tokens.weight.numel() + model.lm_head.weight.numel()
+    assert count.non_embedding == count.total - embeddings
+
+
+def test_activated_parameters_are_those_of_a_model_with_only_the_top_k_experts(tiny_config):
+    config = tiny_config(num_local_experts=8, num_experts_per_tok=3)
+    without_idle_experts = count_parameters(tiny_config(num_local_experts=3, num_experts_per_tok=3))
+    router_rows = (8 - 3) * config.hidden_size * config.mlp_layer_types.count("sparse")
+    assert count_parameters(config).activated_non_embedding == without_idle_experts.non_embedding + router_rows
+
+
+def test_without_experts_every_parameter_is_activated(tiny_config):
+    count = count_parameters(tiny_config(mlp_layer_types=["dense"] * 4))
+    assert count.activated_non_embedding == count.non_embedding
+
+
+def test_a_tied_embedding_counts_once(tiny_config):
+    tied, untied = (count_parameters(tiny_config(tie_word_embeddings=tie)) for tie in (True, False))
+    config = tiny_config()
+    assert untied.total - tied.total == config.vocab_size * config.hidden_size
+    assert tied.non_embedding == untied.non_embedding
+
+
+def test_attn_res_adds_its_tensors_to_every_count(tiny_config):
+    added = sum(tensor.numel() for tensor in attn_res_tensors(AttnResForCausalLM(tiny_config())).values())
+    attn_res, standard = (count_parameters(tiny_config(residual_connection=name)) for name in ("attn_res", "standard"))
+    assert added > 0
+    assert attn_res.total - standard.total == added
+    assert attn_res.non_embedding - standard.non_embedding == added
+    assert attn_res.activated_non_embedding - standard.activated_non_embedding == added
+
+
+def test_plain_kimi_linear_counts_as_the_standard_baseline():
+    standard = load("attnres-48b-a3b", residual_connection="standard")
+    assert count_parameters(KimiLinearConfig(layer_types=standard.layer_types)) == count_parameters(standard)
+
+
+def test_nothing_is_allocated(monkeypatch):
+    devices = set()
+    register_parameter = torch.nn.Module.register_parameter
+
+    def record_device(module, name, parameter):
+        if parameter is not None:
+            devices.add(parameter.device.type)
+        register_parameter(module, name, parameter)
+
+    monkeypatch.setattr(torch.nn.Module, "register_parameter", record_device)
+    count_parameters(load("attnres-tiny"))
+    assert devices == {"meta"}
+
+
+def test_counts_cannot_be_changed(tiny_config):
+    with pytest.raises(AttributeError):
+        count_parameters(tiny_config()).total = 0
