@@ -17,9 +17,9 @@ from .modeling_attnres import (
 
 __version__ = "0.1.0"
 
-transformers.AutoConfig.register(AttnResConfig.model_type, AttnResConfig)
+transformers.AutoConfig.register(AttnResConfig.model_type, AttnResConfig, exist_ok=True)
 for _auto_class, _model_class in AUTO_CLASSES.items():
-    getattr(transformers, _auto_class).register(AttnResConfig, _model_class)
+    getattr(transformers, _auto_class).register(AttnResConfig, _model_class, exist_ok=True)
 
 __all__ = [
     "AttnResConfig",

@@ -120,6 +120,12 @@ class AttnResPreTrainedModel(KimiLinearPreTrainedModel):
         elif isinstance(module, ResidualNorm) and module.weight is not None:
             init.ones_(module.weight)
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        # `transformers` looks for the decorator `@use_experts_implementation` in this file; Kimi Linear's experts, which
+        # the family uses, carry it in theirs.
+        return True
+
     def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=checkpoint, **kwargs):
         super()._set_gradient_checkpointing(enable, _with_flat_state(gradient_checkpointing_func), **kwargs)
 
