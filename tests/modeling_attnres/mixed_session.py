@@ -1,0 +1,27 @@
+"""A process that loads remote code first and imports the installed `attnres` later; run by `test_remote_code.py`.
+
+mixed_session.py MODELS OUT        `MODELS` holds the saved models; results go to the file `OUT`
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+models, out = Path(sys.argv[1]), Path(sys.argv[2])
+ids = torch.load(models / "ids.pt")
+
+remote = AutoModelForCausalLM.from_pretrained(models / "causal", trust_remote_code=True)
+seen = {"imported_by_loading": "attnres" in sys.modules}
+
+import attnres  # noqa: E402, F401
+
+local = AutoModelForCausalLM.from_pretrained(models / "causal", trust_remote_code=True)
+seen["classes"] = [f"{type(model).__module__}.{type(model).__name__}" for model in (remote, local)]
+seen["logits"] = [model(ids).logits for model in (remote, local)]
+
+remote.save_pretrained(models / "by-remote")
+local.save_pretrained(models / "by-local")
+seen["saved"] = [AutoModelForCausalLM.from_pretrained(models / f"by-{by}")(ids).logits for by in ("remote", "local")]
+torch.save(seen, out)

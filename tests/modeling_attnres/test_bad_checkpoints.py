@@ -1,0 +1,189 @@
+"""A damaged checkpoint is reported by the name of the tensor or the file, and never loaded silently."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM
+
+from attnres import AttnResForCausalLM, AttnResForSequenceClassification
+from attnres.loading_attnres import attn_res_tensors
+
+QUERY = "model.layers.1.mlp_res_proj.weight"
+NORM = "model.layers.2.self_attention_res_norm.weight"
+OUTPUT_QUERY = "model.output_attn_res_proj.weight"
+
+
+@pytest.fixture(params=[AttnResForCausalLM, AutoModelForCausalLM], ids=lambda loader: loader.__name__)
+def loader(request) -> type:
+    return request.param
+
+
+@pytest.fixture
+def whole(tiny_model, tmp_path) -> Path:
+    """A good checkpoint in one file."""
+    tiny_model().save_pretrained(tmp_path / "whole")
+    return tmp_path / "whole"
+
+
+@pytest.fixture
+def sharded(tiny_model, tmp_path) -> Path:
+    """A good checkpoint in about ten shards."""
+    tiny_model().save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
+    return tmp_path / "sharded"
+
+
+@pytest.fixture(params=["whole", "sharded"])
+def checkpoint(request) -> Path:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def change(checkpoint) -> Callable[..., Path]:
+    """`change(name=tensor, ...)`: the checkpoint with these tensors changed, or removed if `None`."""
+
+    def edit(changes: dict[str, torch.Tensor | None]) -> Path:
+        for path in checkpoint.glob("*.safetensors"):
+            tensors = load_file(path)
+            for name in changes.keys() & tensors.keys():
+                del tensors[name]
+                if changes[name] is not None:
+                    tensors[name] = changes[name]
+            save_file(tensors, path, metadata={"format": "pt"})
+        return checkpoint
+
+    return edit
+
+
+@pytest.mark.parametrize("missing", [[QUERY], [NORM], [OUTPUT_QUERY], [QUERY, NORM, OUTPUT_QUERY]])
+def test_missing_tensors_are_named(change, loader, missing):
+    folder = change(dict.fromkeys(missing))
+    with pytest.raises(ValueError, match="missing: ") as error:
+        loader.from_pretrained(folder)
+    assert f"missing: {', '.join(sorted(missing))}." in str(error.value)
+    assert f"{folder} holds {18 - len(missing)} of the 18 AttnRes tensors" in str(error.value)
+
+
+@pytest.mark.parametrize("head", [AutoModel, AttnResForSequenceClassification])
+def test_missing_tensors_are_named_by_the_other_heads(change, head):
+    folder = change({QUERY: None})
+    with pytest.raises(ValueError, match="missing: ") as error:
+        head.from_pretrained(folder)
+    assert QUERY.removeprefix("model.") in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        (QUERY, torch.zeros(1, 31)),
+        (QUERY, torch.zeros(2, 32)),
+        (QUERY, torch.zeros(32)),
+        (NORM, torch.ones(33)),
+        (NORM, torch.ones(1, 32)),
+        (NORM, torch.ones(1)),
+        (OUTPUT_QUERY, torch.zeros(32, 1)),
+    ],
+    ids=lambda value: str(tuple(value.shape)) if isinstance(value, torch.Tensor) else value,
+)
+def test_a_misshapen_tensor_is_refused_and_the_report_names_it(change, loader, caplog, name, tensor):
+    folder = change({name: tensor})
+    with pytest.raises(RuntimeError):
+        loader.from_pretrained(folder)
+    rows = [line for line in caplog.text.splitlines() if line.startswith(name)]
+    assert len(rows) == 1
+    assert "MISMATCH" in rows[0]
+    assert f"ckpt: {tensor.shape}" in rows[0]
+
+
+@pytest.mark.parametrize("name", [QUERY, NORM, OUTPUT_QUERY])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_tensor_that_is_not_finite_is_named(change, loader, name, value):
+    tensor = torch.zeros(1, 32) if name != NORM else torch.ones(32)
+    tensor.view(-1)[5] = value
+    folder = change({name: tensor})
+    with pytest.raises(ValueError, match="NaN or infinite") as error:
+        loader.from_pretrained(folder)
+    assert str(folder) in str(error.value)
+    assert f"`{name}`" in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_nan_in_half_precision_is_named(tiny_model, tmp_path, dtype):
+    model = tiny_model().to(dtype)
+    attn_res_tensors(model)[QUERY].data[0, 3] = torch.nan
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=QUERY):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "value", [None, torch.full((1, 32), torch.nan), torch.zeros(1, 31)], ids=["missing", "nan", "misshapen"]
+)
+def test_a_bad_tensor_is_named_when_it_is_offloaded_to_disk(change, loader, tmp_path, caplog, value):
+    folder = change({QUERY: value})
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        loader.from_pretrained(
+            folder, device_map="auto", max_memory={"cpu": "40KB"}, offload_folder=tmp_path / "offload"
+        )
+    assert QUERY in str(error.value) + caplog.text
+
+
+def truncate(path: Path, size: int) -> Path:
+    """Cut the file to its first `size` bytes, or if negative, by that many."""
+    content = path.read_bytes()
+    path.write_bytes(content[:size])
+    assert path.stat().st_size < len(content)
+    return path
+
+
+# In the header's length, in the header, in the last tensor, in all tensors but a few.
+SIZES = [0, 4, 8, 300, -1, -20_000]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_truncated_file_is_named(checkpoint, loader, size):
+    path = truncate(sorted(checkpoint.glob("*.safetensors"))[len(list(checkpoint.glob("*.safetensors"))) // 2], size)
+    with pytest.raises(OSError, match="truncated or damaged") as error:
+        loader.from_pretrained(checkpoint)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("size", [300, -1])
+def test_a_truncated_shard_is_named_when_it_would_be_offloaded_to_disk(sharded, loader, tmp_path, size):
+    path = truncate(sorted(sharded.glob("*.safetensors"))[3], size)
+    with pytest.raises(OSError, match="truncated or damaged") as error:
+        loader.from_pretrained(
+            sharded, device_map="auto", max_memory={"cpu": "40KB"}, offload_folder=tmp_path / "offload"
+        )
+    assert str(path) in str(error.value)
+
+
+def test_a_truncated_file_in_a_subfolder_is_named(whole, tmp_path):
+    path = truncate(whole / "model.safetensors", -1)
+    with pytest.raises(OSError, match="truncated or damaged") as error:
+        AttnResForCausalLM.from_pretrained(tmp_path, subfolder="whole")
+    assert str(path) in str(error.value)
+
+
+def test_a_missing_shard_is_named(sharded, loader):
+    path = sorted(sharded.glob("*.safetensors"))[4]
+    path.unlink()
+    with pytest.raises(OSError, match=path.name):
+        loader.from_pretrained(sharded)
+
+
+def test_attn_res_tensors_that_a_standard_model_has_no_place_for_are_reported(checkpoint, loader, tiny_model, caplog):
+    model, report = loader.from_pretrained(checkpoint, residual_connection="standard", output_loading_info=True)
+    assert set(report["unexpected_keys"]) == set(attn_res_tensors(tiny_model()))
+    assert not attn_res_tensors(model)
+    assert "UNEXPECTED" in caplog.text
+
+
+def test_a_good_checkpoint_is_loaded_without_a_report(change, loader, caplog):
+    folder = change({})
+    model, report = loader.from_pretrained(folder, output_loading_info=True)
+    assert type(model) is AttnResForCausalLM
+    assert not report["missing_keys"]
+    assert "LOAD REPORT" not in caplog.text

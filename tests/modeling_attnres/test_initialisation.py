@@ -1,0 +1,90 @@
+"""Pseudo-queries start at zero and key norms at one, however a model comes into being."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from attnres import AttnResForCausalLM, AttnResForSequenceClassification, AttnResModel
+from attnres.loading_attnres import attn_res_tensors
+
+HEADS = [AttnResModel, AttnResForCausalLM, AttnResForSequenceClassification]
+
+
+def assert_attn_res_tensors_are_initial(model: torch.nn.Module) -> None:
+    """Every pseudo-query is zero and every key norm one: 2 of each per layer, and the output's."""
+    tensors = attn_res_tensors(model)
+    queries = [tensor for name, tensor in tensors.items() if name.endswith("_proj.weight")]
+    norms = [tensor for name, tensor in tensors.items() if name.endswith("_norm.weight")]
+    assert len(queries) == len(norms) == 2 * model.config.num_hidden_layers + 1
+    hidden = model.config.hidden_size
+    assert all(torch.equal(query, torch.zeros(1, hidden)) for query in queries)
+    assert all(torch.equal(norm, torch.ones(hidden)) for norm in norms)
+
+
+@pytest.fixture(params=HEADS)
+def head(request) -> type:
+    return request.param
+
+
+def test_a_new_model_is_initial(head, tiny_config):
+    assert_attn_res_tensors_are_initial(head(tiny_config()))
+
+
+def test_a_model_made_from_its_configuration_in_half_precision_is_initial(head, tiny_config):
+    model = head._from_config(tiny_config(), dtype=torch.bfloat16)
+    assert {tensor.dtype for tensor in attn_res_tensors(model).values()} == {torch.bfloat16}
+    assert_attn_res_tensors_are_initial(model.float())
+
+
+@pytest.mark.parametrize("initialise", ["init_weights", "initialize_weights"])
+def test_a_model_materialised_from_the_meta_device_is_initial(head, tiny_config, initialise):
+    with torch.device("meta"):
+        model = head(tiny_config())
+    assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
+
+    model.to_empty(device="cpu")
+    for tensor in model.state_dict().values():
+        tensor.fill_(torch.nan)
+    getattr(model, initialise)()
+
+    assert_attn_res_tensors_are_initial(model)
+    assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
+
+
+def test_a_checkpoint_without_attn_res_tensors_loads_with_those_initial_and_all_others_as_saved(
+    head, tiny_config, tmp_path
+):
+    saved = head(tiny_config())
+    saved.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(path).items() if "_res_" not in name}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+    loaded, report = head.from_pretrained(tmp_path, output_loading_info=True)
+
+    assert set(report["missing_keys"]) == set(attn_res_tensors(loaded))
+    assert_attn_res_tensors_are_initial(loaded)
+    for name, tensor in saved.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+def test_loaded_attn_res_tensors_are_kept(tiny_model, tmp_path):
+    saved = tiny_model()
+    saved.save_pretrained(tmp_path)
+    loaded = attn_res_tensors(AttnResForCausalLM.from_pretrained(tmp_path))
+    for name, tensor in attn_res_tensors(saved).items():
+        assert torch.equal(loaded[name], tensor), name
+        assert tensor.std() > 0.1, name
+
+
+def test_only_missing_heads_are_initialised_beside_loaded_attn_res_tensors(tiny_model, tmp_path):
+    saved = tiny_model()
+    saved.save_pretrained(tmp_path)
+    loaded, report = AttnResForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert set(report["missing_keys"]) == {"score.weight"}
+    for name, tensor in attn_res_tensors(saved).items():
+        assert torch.equal(attn_res_tensors(loaded)[name], tensor), name
+
+
+def test_the_standard_connection_has_nothing_to_initialise(tiny_config):
+    assert attn_res_tensors(AttnResForCausalLM(tiny_config(residual_connection="standard"))) == {}

@@ -1,0 +1,219 @@
+"""The package as it is installed: one import name, all of its data, a light import, model files that can travel."""
+
+import ast
+import importlib.metadata
+import json
+import os
+import shutil
+import site
+import subprocess
+import sys
+import tomllib
+from pathlib import Path, PurePosixPath
+from zipfile import ZipFile
+
+import pytest
+
+import attnres
+
+ROOT = Path(__file__).parents[1]
+MODEL_FOLDER = ROOT / "modeling_attnres"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+# Where each package lies in the tree: {"attnres.conversion": "conversion", ...}
+PACKAGE_DIR = PROJECT["tool"]["setuptools"]["package-dir"]
+
+
+def python(code: str, cwd: Path, *options: str) -> dict:
+    """Run code that sets `seen` in a Python process of its own, in the folder `cwd`; return `seen`."""
+    code += "\nimport json\nprint(json.dumps(seen))"
+    done = subprocess.run(
+        [sys.executable, *options, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# What `import attnres` does in a process that has imported the model of `transformers` before. The time it takes there
+# is what it takes more than that import alone, without the noise of the seconds that the import itself takes.
+IMPORT = f"""
+import sys, time, importlib.util
+from transformers import KimiLinearForCausalLM
+before, start, cpu_start = set(sys.modules), time.perf_counter(), time.process_time()
+import attnres
+times = dict(seconds=time.perf_counter() - start, cpu_seconds=time.process_time() - cpu_start)
+specs = [importlib.util.find_spec(name) for name in {[*PACKAGE_DIR.values(), "eval", "benchmarks", "notebooks"]}]
+origins = [str(spec.origin or list(spec.submodule_search_locations)) for spec in specs if spec]
+seen = dict(modules=sorted(sys.modules), new=sorted(set(sys.modules) - before), origins=origins, **times)
+"""
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory) -> dict:
+    """What one process saw of the import, in a folder that is not the project's."""
+    return python(IMPORT, tmp_path_factory.mktemp("elsewhere"))
+
+
+def test_import_costs_little_processor_time_beside_that_of_kimi_linear(imported):
+    assert "attnres.modeling_attnres" in imported["new"]
+    assert imported["cpu_seconds"] < 0.3
+
+
+@pytest.mark.slow
+def test_import_takes_at_most_three_tenths_of_a_second_more_than_that_of_kimi_linear(tmp_path):
+    # The fastest of three: whatever else the machine does only ever adds to a run.
+    assert min(python(IMPORT, tmp_path)["seconds"] for _ in range(3)) < 0.3
+
+
+@pytest.mark.parametrize("heavy", ["lm_eval", "peft", "matplotlib", "datasets", "typer", "rich", "fla", "triton"])
+def test_import_pulls_in_nothing_heavy_of_its_own(imported, heavy):
+    assert heavy not in {name.split(".")[0] for name in imported["new"]}
+    if heavy in ("lm_eval", "peft", "matplotlib"):
+        assert heavy not in imported["modules"]
+
+
+def test_import_reads_no_other_room_of_the_package(imported):
+    rooms = {f"attnres.{name}" for name in ("analysis", "configuration", "conversion", "training", "eval", "cli")}
+    assert not rooms & set(imported["new"])
+
+
+def test_no_folder_of_the_project_is_a_top_level_import_name(imported):
+    assert not [origin for origin in imported["origins"] if str(ROOT) in origin]
+
+
+def test_the_version_is_the_same_everywhere():
+    assert importlib.metadata.version("attnres") == attnres.__version__
+
+
+def test_every_exported_name_exists():
+    assert [name for name in attnres.__all__ if not hasattr(attnres, name)] == []
+
+
+def test_the_extras_are_those_of_the_project():
+    assert set(PROJECT["project"]["optional-dependencies"]) == {"gpu", "eval", "train", "dev"}
+
+
+def imports_of(path: Path) -> set[str]:
+    """All modules that a file imports, wherever in it; relative ones with their dots."""
+    modules = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules.add("." * node.level + (node.module or ""))
+    return modules
+
+
+def model_files() -> set[str]:
+    """`modeling_attnres.py` and every file that it needs, by following the relative imports."""
+    files, found = set(), {"modeling_attnres"}
+    while found:
+        files |= found
+        found = {
+            module.lstrip(".")
+            for name in found
+            for module in imports_of(MODEL_FOLDER / f"{name}.py")
+            if module.startswith(".")
+        } - files
+    return {f"{name}.py" for name in files}
+
+
+def test_model_files_import_torch_transformers_safetensors_and_their_own_folder_only():
+    allowed = {"torch", "transformers", "safetensors", *sys.stdlib_module_names}
+    for name in model_files():
+        for module in imports_of(MODEL_FOLDER / name):
+            if module.startswith("."):
+                # Single dot, with a name: `transformers` finds the files to ship by this form.
+                assert (MODEL_FOLDER / f"{module[1:]}.py").is_file(), f"{name} imports {module}"
+            else:
+                assert module.split(".")[0] in allowed, f"{name} imports {module}"
+
+
+def test_the_files_saved_beside_the_weights_are_the_model_files(tiny_model, tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.glob("*.py")} == model_files()
+    assert all((tmp_path / name).read_text() == (MODEL_FOLDER / name).read_text() for name in model_files())
+
+
+def test_dependencies_never_point_back_to_the_rooms_above():
+    command_line = {"cli.py", "__main__.py"}
+    for path in MODEL_FOLDER.glob("*.py"):
+        if path.name not in command_line:
+            assert not [module for module in imports_of(path) if module.split(".")[0] == "attnres"], path.name
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel, built from a copy of the tree."""
+    folder = tmp_path_factory.mktemp("wheel")
+    ignored = shutil.ignore_patterns(
+        ".*", "__pycache__", "build", "dist", "*.egg-info", "tests", "notebooks", "attnres-demo"
+    )
+    shutil.copytree(ROOT, folder / "tree", ignore=ignored)
+    # The build backend is a dependency of torch, so it is here, and nothing is fetched.
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(folder), str(folder / "tree")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_the_wheel_installs_one_import_name(wheel):
+    names = {PurePosixPath(name).parts[0] for name in ZipFile(wheel).namelist()}
+    assert names == {"attnres", f"attnres-{attnres.__version__}.dist-info"}
+
+
+def test_every_python_json_and_yaml_file_of_the_package_is_in_the_wheel(wheel):
+    expected = {
+        PurePosixPath(*package.split("."), *path.relative_to(ROOT / folder).parts).as_posix()
+        for package, folder in PACKAGE_DIR.items()
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".py", ".json", ".yaml"}
+    }
+    assert "attnres/configuration/attnres-tiny/config.json" in expected
+    assert {name for name in ZipFile(wheel).namelist() if not name.startswith("attnres-")} == expected
+
+
+def test_every_room_with_code_is_a_package_of_the_wheel():
+    rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
+    assert rooms == set(PACKAGE_DIR.values())
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == set(PACKAGE_DIR)
+
+
+@pytest.mark.slow
+def test_the_wheel_works_when_installed(wheel, tmp_path):
+    target = tmp_path / "installed"
+    options = ["--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, "--target", target, wheel], check=True)
+
+    # No .pth files (-S), so that the editable install is out of sight, and no other path than these.
+    paths = [str(target), *site.getsitepackages()]
+    seen = python(
+        f"""
+import sys
+sys.path += {paths}
+import attnres, torch
+from attnres.configuration import load
+model = attnres.AttnResForCausalLM(load("attnres-tiny")).eval()
+model.save_pretrained("saved")
+loaded = attnres.AttnResForCausalLM.from_pretrained("saved")
+ids = torch.arange(9)[None]
+same = torch.equal(model(ids).logits, loaded(ids).logits)
+seen = dict(file=attnres.__file__, same=same, modules=sorted(sys.modules))
+""",
+        tmp_path,
+        "-I",
+        "-S",
+    )
+    assert seen["file"] == str(target / "attnres" / "__init__.py")
+    assert seen["same"]
+    assert {path.name for path in (tmp_path / "saved").glob("*.py")} == model_files()
+
+    environment = os.environ | {"PYTHONPATH": str(target)}
+    for command in (
+        [sys.executable, "-m", "attnres", "--help"],
+        [sys.executable, target / "bin" / "attnres", "--help"],
+    ):
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "demo" in done.stdout
