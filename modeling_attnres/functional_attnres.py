@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.utils.generic import maybe_autocast
 
 
 def depth_attention_reference(
@@ -68,7 +69,7 @@ def depth_attention(
     if key_norm_weight is not None:
         scaled_query = scaled_query * key_norm_weight.to(stat_dtype)
     # Under autocast the products below would fall to half precision.
-    with torch.autocast(scaled_query.device.type, enabled=False):
+    with maybe_autocast(scaled_query.device.type, enabled=False):
         result, weights = _DepthAttention.apply(scaled_query, eps, scale == "sum", *sources)
     return (result.to(dtype), weights) if return_weights else result.to(dtype)
 
@@ -90,8 +91,8 @@ class _DepthAttention(torch.autograd.Function):
         exp = (logits - logits.amax(0)).exp()
         normaliser = exp.sum(0)
         weights = exp / normaliser
-        # Not `weights * n`: at zero queries this is exactly one, so that `sum` is the plain sum of the sources.
-        mixing = exp * (len(sources) / normaliser) if is_sum else weights
+        # Not `weights * n`: in this order it is exactly one at zero queries, and `sum` is the plain sum of the sources.
+        mixing = exp * len(sources) / normaliser if is_sum else weights
         result = mixing[0].unsqueeze(-1) * sources[0].to(query.dtype)
         for coefficient, source in zip(mixing[1:], sources[1:]):
             result.addcmul_(coefficient.unsqueeze(-1), source)
@@ -105,7 +106,7 @@ class _DepthAttention(torch.autograd.Function):
         query, logits, inverse_rms, weights, mixing, *sources = ctx.saved_tensors
         if grad is None:
             grad = torch.zeros_like(sources[0], dtype=query.dtype)
-        with torch.autocast(grad.device.type, enabled=False):
+        with maybe_autocast(grad.device.type, enabled=False):
             # The incoming gradients, contracted with d h / d l_i and d a_i / d l_i: (n, ...)
             similarity = torch.stack([(grad * source).sum(-1) for source in sources])
             grad_logits = mixing * (similarity - (weights * similarity).sum(0))
@@ -145,8 +146,9 @@ def _check(
         raise ValueError(f"`scale` is {scale!r}, but must be one of 'mean', 'sum'.")
     if len(sources) == 0:
         raise ValueError("`sources` is empty, but depth attention needs at least one source (the embedding).")
-    shape = sources[0].shape
-    dtype = sources[0].dtype
+    shape, dtype = sources[0].shape, sources[0].dtype
+    if not shape:
+        raise ValueError("source 0 has shape (), but a source must be [..., D].")
     for i, source in enumerate(sources):
         if source.shape != shape:
             raise ValueError(f"source {i} has shape {tuple(source.shape)}, but source 0 has {tuple(shape)}.")
