@@ -46,10 +46,19 @@ class AttnResConfig(KimiLinearConfig):
     attn_res_scale: str = "mean"
 
     def __post_init__(self, **kwargs):
+        kwargs.pop("model_type", None)  # that of a Kimi Linear, which becomes a configuration of this family
         super().__post_init__(**kwargs)
         check_residual_fields(self)
-        _check_backbone_fields(self)
+        check_backbone_fields(self)
         self.validate()
+
+    @classmethod
+    def get_config_dict(cls, *args, **kwargs):
+        # A published Kimi Linear checkpoint loads as this family, so its model type is not worth a warning.
+        config_dict, kwargs = super().get_config_dict(*args, **kwargs)
+        if config_dict.get("model_type") == KimiLinearConfig.model_type:
+            config_dict["model_type"] = cls.model_type
+        return config_dict, kwargs
 
 
 def _require(condition: bool, config: PreTrainedConfig, field: str, allowed: str) -> None:
@@ -70,23 +79,32 @@ def check_residual_fields(config: PreTrainedConfig) -> None:
         _require(getattr(config, field) in allowed, config, field, "one of " + ", ".join(map(repr, allowed)))
 
 
-def _check_backbone_fields(config: AttnResConfig) -> None:
+def check_backbone_fields(config: AttnResConfig) -> None:
     """Check the Kimi Linear fields whose wrong values otherwise fail late, inside a layer and without a name."""
     num_layers = config.num_hidden_layers
-    for field in ("layer_types", "mlp_layer_types"):
+    for field, kinds in (
+        ("layer_types", ("linear_attention", "full_attention")),
+        ("mlp_layer_types", ("dense", "sparse")),
+    ):
         length = len(getattr(config, field))
         allowed = f"a list of length {num_layers} (`num_hidden_layers`), not {length}"
         _require(length == num_layers, config, field, allowed)
+        allowed = "a list of " + " and ".join(map(repr, kinds))
+        _require(set(getattr(config, field)) <= set(kinds), config, field, allowed)
     # The cache counts its tokens in a full-attention layer; with none, `use_cache=True` fails in `get_seq_length`.
     has_full_attention = "full_attention" in config.layer_types
     _require(has_full_attention, config, "layer_types", "a list with at least one 'full_attention' layer")
 
+    for field in ("num_attention_heads", "linear_num_heads"):
+        _require(getattr(config, field) >= 1, config, field, "an integer >= 1")
     heads, experts, groups = config.num_attention_heads, config.num_local_experts, config.n_group
     divides = f"a positive divisor of `num_attention_heads` ({heads})"
     is_divisor = config.num_key_value_heads >= 1 and heads % config.num_key_value_heads == 0
     _require(is_divisor, config, "num_key_value_heads", divides)
     if "sparse" not in config.mlp_layer_types:
         return
+    for field in ("n_group", "topk_group", "num_experts_per_tok"):
+        _require(isinstance(getattr(config, field), int), config, field, "an integer >= 1")
     divides = f"a positive divisor of `num_local_experts` ({experts})"
     _require(groups >= 1 and experts % groups == 0, config, "n_group", divides)
     _require(1 <= config.topk_group <= groups, config, "topk_group", f"from 1 to `n_group` ({groups})")
@@ -95,4 +113,4 @@ def _check_backbone_fields(config: AttnResConfig) -> None:
     _require(1 <= config.num_experts_per_tok <= reachable, config, "num_experts_per_tok", allowed)
 
 
-__all__ = ["AttnResConfig", "check_residual_fields"]
+__all__ = ["AttnResConfig", "check_backbone_fields", "check_residual_fields"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from transformers.integrations.accelerate import load_offloaded_parameter
 
 from .residual_attnres import ResidualConnection, ResidualNorm
 
@@ -28,7 +29,8 @@ def check_attn_res_tensors(model: nn.Module, missing: Collection[str], source: s
     All of them missing is a backbone's checkpoint: they are initialised, and `transformers` reports them as new.
 
     Raises:
-        ValueError: some are missing and others are not, or one holds NaN or infinity.
+        ValueError: some are missing and others are not, or one that is offloaded to disk has another shape than the
+            model's (`transformers` checks the others), or one holds NaN or infinity.
     """
     tensors = attn_res_tensors(model)
     absent = sorted(set(tensors) & set(missing))
@@ -38,21 +40,25 @@ def check_attn_res_tensors(model: nn.Module, missing: Collection[str], source: s
             f"missing: {', '.join(absent)}. Restore them, or remove all AttnRes tensors to start from initial ones."
         )
     for name, tensor in tensors.items():
-        if not tensor.is_meta and not torch.isfinite(tensor).all():  # meta: offloaded to disk
+        if tensor.is_meta and hasattr(model, "hf_device_map"):  # offloaded
+            shape, tensor = tensor.shape, load_offloaded_parameter(model, name)
+            if tensor.shape != shape:
+                raise ValueError(f"{source}: `{name}` has shape {list(tensor.shape)}, but must be {list(shape)}.")
+        if not tensor.is_meta and not torch.isfinite(tensor).all():
             raise ValueError(f"{source}: `{name}` holds NaN or infinite values. Use an earlier checkpoint.")
 
 
 @contextmanager
-def explain_broken_shard(source: str | os.PathLike) -> Iterator[None]:
+def explain_broken_shard(source: str | os.PathLike, subfolder: str = "") -> Iterator[None]:
     """Turn a safetensors error, which names no file, into one that names the file.
 
     Raises:
-        OSError: a safetensors file of the directory `source` cannot be read.
+        OSError: a safetensors file in `subfolder` of the directory `source` cannot be read.
     """
     try:
         yield
     except SafetensorError as error:
-        for path in sorted(Path(source).glob("*.safetensors")):
+        for path in sorted(Path(source, subfolder).glob("*.safetensors")):
             try:
                 with safe_open(path, framework="pt"):
                     pass

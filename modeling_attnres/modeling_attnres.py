@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import (
+    WeightRenaming,
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
@@ -38,7 +39,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
 
-from .configuration_attnres import AttnResConfig
+from .configuration_attnres import AttnResConfig, check_backbone_fields
 from .loading_attnres import check_attn_res_tensors, explain_broken_shard
 from .residual_attnres import AttnRes, DepthState, ResidualConnection, ResidualNorm, add_residual_connection
 
@@ -122,8 +123,8 @@ class AttnResPreTrainedModel(KimiLinearPreTrainedModel):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        # `transformers` looks for the decorator `@use_experts_implementation` in this file; Kimi Linear's experts, which
-        # the family uses, carry it in theirs.
+        # `transformers` looks for the decorator `@use_experts_implementation` in this file. The experts of the family
+        # are Kimi Linear's, which carry it in theirs.
         return True
 
     def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=checkpoint, **kwargs):
@@ -137,7 +138,7 @@ class AttnResPreTrainedModel(KimiLinearPreTrainedModel):
             ValueError: some AttnRes tensors are missing and others are not, or one is not finite.
             OSError: a safetensors file is truncated or damaged. Each message names the tensors or the file.
         """
-        with explain_broken_shard(pretrained_model_name_or_path):
+        with explain_broken_shard(pretrained_model_name_or_path, kwargs.get("subfolder", "")):
             model, info = super().from_pretrained(
                 pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
             )
@@ -156,6 +157,7 @@ class AttnResModel(AttnResPreTrainedModel, KimiLinearModel):
     """Kimi Linear's decoder with residual connections through the depth; see the module docstring."""
 
     def __init__(self, config: AttnResConfig):
+        check_backbone_fields(config)  # again: a field may have changed since the configuration was made
         super(KimiLinearModel, self).__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList([AttnResDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
@@ -257,10 +259,15 @@ AUTO_CLASSES = {
 AttnResConfig.register_for_auto_class()
 for _auto_class, _model_class in AUTO_CLASSES.items():
     _model_class.register_for_auto_class(_auto_class)
-# The published Kimi Linear layout loads, and is written, as it is for `kimi_linear`. Loaded as remote code beside an
-# installed `attnres`, this file runs twice, with the same mapping.
-register_checkpoint_conversion_mapping(
-    AttnResConfig.model_type, get_checkpoint_conversion_mapping("kimi_linear"), overwrite=True
-)
+# The published Kimi Linear layout loads and is written. `transformers`' mapping for it reads that layout, but writes a
+# dense MLP as `block_sparse_moe` too. Reversed, on saving, these come last and give that one its published name; on
+# loading they cancel out, and both names load.
+_DENSE_MLP = [
+    WeightRenaming(source_patterns=rf"\.mlp\.{part}\.", target_patterns=rf"\.block_sparse_moe\.{part}\.")
+    for part in ("gate_proj", "up_proj", "down_proj")
+]
+_LAYOUT = _DENSE_MLP + get_checkpoint_conversion_mapping("kimi_linear")
+# Loaded as remote code beside an installed `attnres`, this file runs twice, with the same mapping.
+register_checkpoint_conversion_mapping(AttnResConfig.model_type, _LAYOUT, overwrite=True)
 
 __all__ = ["AttnResForCausalLM", "AttnResForSequenceClassification", "AttnResModel", "AttnResPreTrainedModel"]

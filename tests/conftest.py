@@ -34,13 +34,13 @@ TINY = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny_config() -> Callable[..., AttnResConfig]:
     """`tiny_config(**overrides)`: a small AttnRes configuration."""
     return lambda **overrides: AttnResConfig(**{**TINY, **overrides})
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny_model(tiny_config) -> Callable[..., AttnResForCausalLM]:
     """`tiny_model(seed=0, **overrides)`: a small model, in eval mode, whose depth weights are far from uniform."""
 

@@ -12,8 +12,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, KimiLinearForCausalLM
+from transformers.utils import logging
 
-from attnres import AttnResForCausalLM, AttnResModel
+from attnres import AttnResConfig, AttnResForCausalLM, AttnResModel
 from attnres.loading_attnres import attn_res_tensors
 
 # The fields of the published config.json, with smaller numbers. Layers are counted from one.
@@ -289,3 +290,21 @@ def test_a_published_checkpoint_in_bfloat16_loads_in_bfloat16(published, tmp_pat
     expected = KimiLinearForCausalLM.from_pretrained(tmp_path)
     assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.bfloat16}
     assert torch.equal(model(token_ids).logits, expected(token_ids).logits)
+
+
+def test_a_directory_that_kimi_linear_saved_loads_too(kimi, tmp_path, token_ids):
+    """`transformers` writes a dense MLP under `block_sparse_moe`, where a published checkpoint says `mlp`."""
+    kimi.save_pretrained(tmp_path)
+    assert "model.layers.0.block_sparse_moe.gate_proj.weight" in load_file(tmp_path / "model.safetensors")
+    model, info = AttnResForCausalLM.from_pretrained(tmp_path, attn_res_scale="sum", output_loading_info=True)
+    assert set(info["missing_keys"]) == set(attn_res_tensors(model)) and not info["unexpected_keys"]
+    with torch.no_grad():
+        torch.testing.assert_close(model(token_ids).logits, kimi(token_ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_loading_does_not_warn_of_another_model_type(published, caplog):
+    with caplog.at_level("WARNING", logger="transformers"):
+        logging.enable_propagation()
+        assert AttnResConfig.from_pretrained(published).model_type == "attnres"
+        logging.disable_propagation()
+    assert "kimi_linear" not in caplog.text
