@@ -82,7 +82,10 @@ class _DepthAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query: Tensor, eps: float, is_sum: bool, *sources: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx, *arguments: Tensor | float | bool) -> tuple[Tensor, Tensor]:
+        # Not in the signature: `torch.compile` counts parameters to see whether `ctx` is one of them, and with
+        # `(ctx, query, eps, is_sum, *sources)` two sources make it think not.
+        query, eps, is_sum, *sources = arguments
         logits, inverse_rms = [], []
         for source in sources:
             inverse_rms.append(_inverse_rms(source, eps, query.dtype))
@@ -93,9 +96,10 @@ class _DepthAttention(torch.autograd.Function):
         weights = exp / normaliser
         # Not `weights * n`: in this order it is exactly one at zero queries, and `sum` is the plain sum of the sources.
         mixing = exp * len(sources) / normaliser if is_sum else weights
-        result = mixing[0].unsqueeze(-1) * sources[0].to(query.dtype)
-        for coefficient, source in zip(mixing[1:], sources[1:]):
-            result.addcmul_(coefficient.unsqueeze(-1), source)
+        coefficients = mixing.unsqueeze(-1).unbind()  # n of (..., 1)
+        result = coefficients[0] * sources[0].to(query.dtype)
+        for coefficient, source in zip(coefficients[1:], sources[1:]):
+            result.addcmul_(coefficient, source)
         ctx.save_for_backward(query, logits, inverse_rms, weights, mixing, *sources)
         ctx.set_materialize_grads(False)
         return result, weights

@@ -40,7 +40,7 @@ HELD_OUT_BLOCKS = 128
 # Fixed, not measured, so that the same seed gives the same numbers: about what 2 CPU cores do.
 STEPS_PER_MINUTE = 130
 LEARNING_RATE = 3e-3
-RESIDUAL_LR_FACTOR = 3.0
+RESIDUAL_LR_FACTOR = 0.3
 MAX_TEXT_BYTES = 4_000_000
 SAMPLE_PROMPT = "def "
 RESULTS = "results.json"
