@@ -58,7 +58,11 @@ def test_checkpointing_gives_the_same_gradients(model, token_ids, use_reentrant,
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_lowers_peak_memory(model, peak_bytes, use_reentrant):
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
+def test_checkpointing_lowers_peak_memory(vivid_model, peak_bytes, fields, use_reentrant):
+    # A layer that is recomputed needs its memory again: with six of them, under a third of the whole remains.
+    layer_types = ["linear_attention"] * 5 + ["full_attention"]
+    model = vivid_model(num_hidden_layers=6, layer_types=layer_types, **fields).train()
     token_ids = torch.arange(3, 67).reshape(1, 64)
 
     def step() -> None:
@@ -67,8 +71,7 @@ def test_checkpointing_lowers_peak_memory(model, peak_bytes, use_reentrant):
     step()  # the gradients are there from here on
     plain = peak_bytes(step)
     model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
-    checkpointed = peak_bytes(step)
-    assert checkpointed < 0.6 * plain
+    assert peak_bytes(step) < 0.4 * plain
 
 
 def test_checkpointing_keeps_states_and_not_what_is_inside_the_layers(model):
