@@ -98,15 +98,15 @@ def check_backbone_fields(config: AttnResConfig) -> None:
     for field in ("num_attention_heads", "linear_num_heads"):
         _require(getattr(config, field) >= 1, config, field, "an integer >= 1")
     heads, experts, groups = config.num_attention_heads, config.num_local_experts, config.n_group
-    divides = f"a positive divisor of `num_attention_heads` ({heads})"
-    is_divisor = config.num_key_value_heads >= 1 and heads % config.num_key_value_heads == 0
-    _require(is_divisor, config, "num_key_value_heads", divides)
+    allowed = f"`num_attention_heads` ({heads}): MLA expands a key and a value for every head"
+    _require(config.num_key_value_heads == heads, config, "num_key_value_heads", allowed)
     if "sparse" not in config.mlp_layer_types:
         return
     for field in ("n_group", "topk_group", "num_experts_per_tok"):
         _require(isinstance(getattr(config, field), int), config, field, "an integer >= 1")
-    divides = f"a positive divisor of `num_local_experts` ({experts})"
-    _require(groups >= 1 and experts % groups == 0, config, "n_group", divides)
+    # The router ranks groups by their two best experts.
+    allowed = f"a positive divisor of `num_local_experts` ({experts}) that leaves two or more to a group"
+    _require(groups >= 1 and experts % groups == 0 and experts // groups >= 2, config, "n_group", allowed)
     _require(1 <= config.topk_group <= groups, config, "topk_group", f"from 1 to `n_group` ({groups})")
     reachable = experts // groups * config.topk_group
     allowed = f"from 1 to the {reachable} experts that `topk_group` of `n_group` groups hold"

@@ -227,6 +227,8 @@ class AttnResForCausalLM(AttnResPreTrainedModel, KimiLinearForCausalLM):
 
 
 class AttnResForSequenceClassification(GenericForSequenceClassification, AttnResPreTrainedModel):
+    """Kimi Linear with a classification head. Depth attentions are recorded by its `model`, not by the head."""
+
     def __init__(self, config: AttnResConfig):
         super(GenericForSequenceClassification, self).__init__(config)
         self.num_labels = config.num_labels

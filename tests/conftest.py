@@ -10,6 +10,9 @@ import torch
 from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.loading_attnres import attn_res_tensors
 
+# The models here are so small that a second thread gains nothing, and where cores are busy costs much.
+torch.set_num_threads(1)
+
 # Every kind of sublayer: KDA and MLA, dense MLP and experts, over 4 layers = 8 sublayers.
 TINY = {
     "vocab_size": 99,

@@ -11,7 +11,13 @@ BLOCK_SIZE = "`attn_res_block_size` is {!r}, but must be an integer >= 1 (block 
 SCALE = "`attn_res_scale` is {!r}, but must be one of 'mean', 'sum'."
 CONNECTION = "`residual_connection` is {!r}, but must be one of 'attn_res', 'standard'."
 LENGTH = "`{}` is {!r}, but must be a list of length 4 (`num_hidden_layers`), not {}."
-HEADS = "`num_key_value_heads` is {!r}, but must be a positive divisor of `num_attention_heads` (4)."
+HEADS = (
+    "`num_key_value_heads` is {!r}, but must be `num_attention_heads` (4): "
+    "MLA expands a key and a value for every head."
+)
+GROUPS = (
+    "`n_group` is {!r}, but must be a positive divisor of `num_local_experts` (8) that leaves two or more to a group."
+)
 
 RESIDUAL_FIELDS = [
     *[("attn_res_block_size", value, BLOCK_SIZE.format(value)) for value in (0, -1, 2.0, 2.5, "6", True, None, [2])],
@@ -19,9 +25,8 @@ RESIDUAL_FIELDS = [
     *[("residual_connection", value, CONNECTION.format(value)) for value in ("hyper", "", None, 0, False)],
 ]
 BACKBONE_FIELDS = [
-    *[("num_key_value_heads", value, HEADS.format(value)) for value in (3, 8, 0, -2)],
-    ("n_group", 3, "`n_group` is 3, but must be a positive divisor of `num_local_experts` (8)."),
-    ("n_group", 0, "`n_group` is 0, but must be a positive divisor of `num_local_experts` (8)."),
+    *[("num_key_value_heads", value, HEADS.format(value)) for value in (2, 3, 8, 0, -2)],
+    *[("n_group", value, GROUPS.format(value)) for value in (3, 0, 8)],
     ("num_attention_heads", 0, "`num_attention_heads` is 0, but must be an integer >= 1."),
     ("topk_group", None, "`topk_group` is None, but must be an integer >= 1."),
     ("topk_group", 2, "`topk_group` is 2, but must be from 1 to `n_group` (1)."),
