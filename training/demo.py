@@ -154,7 +154,8 @@ def _run(
     console.print(_table(results))
     depth_map = depth_attention_map(attn_res, data.held_out.split(16))
     plot_depth_attention(depth_map, target / "depth_attention.png", attn_res.config.attn_res_block_size)
-    plot_loss_curves(curves, target / "loss_curves.png")
+    compare = "Block AttnRes, continued", "standard, continued"
+    plot_loss_curves(curves, target / "loss_curves.png", compare)
     attn_res.save_pretrained(target / "model")
     tokenizer.save_pretrained(target / "model")
     results["sample"] = _generate_without_attnres(target / "model", seed)

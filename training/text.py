@@ -71,7 +71,8 @@ def pack(documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: i
     Returns:
         Token ids `[blocks, length]`; the last, incomplete block is dropped.
     """
-    tokenized = tokenizer(list(documents), add_special_tokens=False, verbose=False)["input_ids"]
+    documents = list(documents)
+    tokenized = tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"] if documents else []
     ids = [token for document in tokenized for token in [*document, tokenizer.eos_token_id]]
     blocks = len(ids) // length
     return torch.tensor(ids[: blocks * length], dtype=torch.long).view(blocks, length)

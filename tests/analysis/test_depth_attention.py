@@ -40,6 +40,8 @@ def test_a_model_without_depth_attention_is_refused(tiny_model, token_ids):
 
 def test_figures_are_png_files(tiny_model, token_ids, tmp_path):
     plot_depth_attention(depth_attention_map(tiny_model(attn_res_block_size=2), [token_ids]), tmp_path / "map.png", 2)
-    plot_loss_curves({"a": [(1, 3.0), (2, 2.5)], "b": [(2, 2.6)]}, tmp_path / "loss.png")
-    for name in ("map.png", "loss.png"):
+    curves = {"a": [(1, 3.0), (2, 2.5)], "b": [(2, 2.6)], "c": [(2, 2.5)]}
+    plot_loss_curves(curves, tmp_path / "loss.png")
+    plot_loss_curves(curves, tmp_path / "difference.png", compare=("b", "c"))
+    for name in ("map.png", "loss.png", "difference.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
