@@ -1,4 +1,4 @@
-"""The command line, `attnres COMMAND`. Exit status: 0 done, 1 failed (one line on stderr), 2 bad usage."""
+"""The command line, `attnres COMMAND`. Exit status: 0 done, 1 failed (one line on stderr), 2 bad usage, 130 interrupted."""
 
 import sys
 from pathlib import Path

@@ -120,6 +120,6 @@ def test_an_interrupt_leaves_nothing_behind(text, tmp_path):
     time.sleep(3)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == 128 + signal.SIGINT
     assert "Traceback" not in error
     assert os.listdir(tmp_path) == []
