@@ -1,4 +1,4 @@
-"""The command line, `attnres COMMAND`. Exit status: 0 done, 1 failed (one line on stderr), 2 bad usage, 130 interrupted."""
+"""The command line, `attnres COMMAND`. Exit status: 0 done, 1 failed (one line on stderr), 2 bad usage, 130 stopped."""
 
 import sys
 from pathlib import Path
