@@ -46,8 +46,8 @@ def retrofit(
         The AttnRes model. It **shares** its backbone weights with the given model: training one changes the other.
 
     Raises:
-        ValueError: the backbone is not supported, has another residual connection already, or the block size is given
-            more than once or is not positive.
+        ValueError: the backbone is not supported, has another residual connection already or is offloaded, or the block
+            size is given more than once or is not positive.
     """
     source = model_or_path
     if not isinstance(source, PreTrainedModel):
@@ -84,6 +84,9 @@ def _check_supported(source: PreTrainedModel) -> None:
     connection = getattr(source.config, "residual_connection", "standard")
     if connection != "standard":
         raise ValueError(f"the model has residual_connection={connection!r} already; retrofit takes a 'standard' one.")
+    offloaded = [name for name, parameter in source.named_parameters() if parameter.is_meta]
+    if offloaded:
+        raise ValueError(f"`{offloaded[0]}` is offloaded or on the meta device; load the model without `device_map`.")
 
 
 def _block_size(config: PreTrainedConfig, block_size: int | None, num_blocks: int | None, full: bool) -> int:

@@ -125,6 +125,13 @@ def test_a_model_that_has_attention_residuals_is_refused(tiny_model):
         retrofit(tiny_model())
 
 
+def test_an_offloaded_model_is_refused(tiny_model):
+    model = tiny_model(residual_connection="standard")
+    model.lm_head.to("meta")
+    with pytest.raises(ValueError, match=r"`lm_head.weight` is offloaded.*without `device_map`"):
+        retrofit(model)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
