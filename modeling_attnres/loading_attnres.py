@@ -1,7 +1,7 @@
 """What a checkpoint must satisfy to become an AttnRes model, with errors that name the tensor or the file."""
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,6 +48,19 @@ def check_attn_res_tensors(model: nn.Module, missing: Collection[str], source: s
             raise ValueError(f"{source}: `{name}` holds NaN or infinite values. Use an earlier checkpoint.")
 
 
+def check_shapes(mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]], source: str | os.PathLike) -> None:
+    """Check that no tensor was `mismatched`: its name, its shape in the checkpoint `source`, and that in the model.
+
+    Raises:
+        RuntimeError: naming each of them, the type that `transformers` raises for it.
+    """
+    if mismatched:
+        tensors = (
+            f"`{name}` has shape {list(found)}, but must be {list(shape)}" for name, found, shape in sorted(mismatched)
+        )
+        raise RuntimeError(f"{source}: {'; '.join(tensors)}. Use the checkpoint's own config.json.")
+
+
 @contextmanager
 def explain_broken_shard(source: str | os.PathLike, subfolder: str = "") -> Iterator[None]:
     """Turn a safetensors error, which names no file, into one that names the file.
@@ -67,4 +80,4 @@ def explain_broken_shard(source: str | os.PathLike, subfolder: str = "") -> Iter
         raise
 
 
-__all__ = ["attn_res_tensors", "check_attn_res_tensors", "explain_broken_shard"]
+__all__ = ["attn_res_tensors", "check_attn_res_tensors", "check_shapes", "explain_broken_shard"]

@@ -40,7 +40,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_attnres import AttnResConfig, check_backbone_fields
-from .loading_attnres import check_attn_res_tensors, explain_broken_shard
+from .loading_attnres import check_attn_res_tensors, check_shapes, explain_broken_shard
 from .residual_attnres import AttnRes, DepthState, ResidualConnection, ResidualNorm, add_residual_connection
 
 
@@ -131,17 +131,31 @@ class AttnResPreTrainedModel(KimiLinearPreTrainedModel):
         super()._set_gradient_checkpointing(enable, _with_flat_state(gradient_checkpointing_func), **kwargs)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path,
+        *args,
+        output_loading_info: bool = False,
+        ignore_mismatched_sizes: bool = False,
+        **kwargs,
+    ):
         """As in `transformers`; checkpoints without any AttnRes tensor (Kimi Linear) load with those initialised.
 
         Raises:
             ValueError: some AttnRes tensors are missing and others are not, or one is not finite.
+            RuntimeError: a tensor has another shape than the model's, unless `ignore_mismatched_sizes`.
             OSError: a safetensors file is truncated or damaged. Each message names the tensors or the file.
         """
         with explain_broken_shard(pretrained_model_name_or_path, kwargs.get("subfolder", "")):
             model, info = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+                pretrained_model_name_or_path,
+                *args,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, with the names in the error
+                **kwargs,
             )
+        if not ignore_mismatched_sizes:
+            check_shapes(info["mismatched_keys"], pretrained_model_name_or_path)
         check_attn_res_tensors(model, info["missing_keys"], pretrained_model_name_or_path)
         return (model, info) if output_loading_info else model
 

@@ -87,10 +87,12 @@ def test_missing_tensors_are_named_by_the_other_heads(change, head):
     ],
     ids=lambda value: str(tuple(value.shape)) if isinstance(value, torch.Tensor) else value,
 )
-def test_a_misshapen_tensor_is_refused_and_the_report_names_it(change, loader, caplog, name, tensor):
+def test_a_misshapen_tensor_is_refused_and_named(change, loader, caplog, name, tensor):
     folder = change({name: tensor})
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError) as error:
         loader.from_pretrained(folder)
+    assert str(folder) in str(error.value)
+    assert f"`{name}` has shape {list(tensor.shape)}, but must be" in str(error.value)
     rows = [line for line in caplog.text.splitlines() if line.startswith(name)]
     assert len(rows) == 1
     assert "MISMATCH" in rows[0]
@@ -187,3 +189,9 @@ def test_a_good_checkpoint_is_loaded_without_a_report(change, loader, caplog):
     assert type(model) is AttnResForCausalLM
     assert not report["missing_keys"]
     assert "LOAD REPORT" not in caplog.text
+
+
+def test_a_misshapen_tensor_is_initialised_anew_where_that_is_asked_for(change, loader):
+    folder = change({NORM: torch.full((31,), 2.0)})
+    model = loader.from_pretrained(folder, ignore_mismatched_sizes=True)
+    assert torch.equal(attn_res_tensors(model)[NORM], torch.ones(32))
