@@ -7,13 +7,14 @@ whichever model wins.
 import contextlib
 import copy
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
 from transformers.utils import logging
 
 from attnres import AttnResForCausalLM
 from attnres.analysis.depth_attention import depth_attention_map
-from attnres.analysis.figures import plot_depth_attention, plot_loss_curves
+from attnres.analysis.figures import Points, plot_depth_attention, plot_loss_curves
 from attnres.configuration import load
 from attnres.conversion import retrofit
 
@@ -39,7 +47,7 @@ LENGTH, BATCH_SIZE = 128, 8
 HELD_OUT_BLOCKS = 128
 # Fixed, not measured, so that the same seed gives the same numbers: about what a CPU core does.
 STEPS_PER_MINUTE = 130
-LEARNING_RATE = 3e-3
+LEARNING_RATE, CHECKPOINT_LEARNING_RATE = 3e-3, 3e-4
 RESIDUAL_LR_FACTOR = 0.3
 MAX_TEXT_BYTES = 4_000_000
 SAMPLE_PROMPT = "def "
@@ -99,46 +107,35 @@ def _run(
     steps = max(8, round(minutes * STEPS_PER_MINUTE))
     continue_steps = steps // 4
     base_steps = 0 if checkpoint else steps - 2 * continue_steps
-    runs = dict(batch_size=BATCH_SIZE, learning_rate=LEARNING_RATE, seed=seed)
+    rate = CHECKPOINT_LEARNING_RATE if checkpoint else LEARNING_RATE
+    run = Run(continue_steps, BATCH_SIZE, rate, residual_lr_factor=RESIDUAL_LR_FACTOR, seed=seed)
 
     with _progress(console) as progress:
         bar = progress.add_task("tokenizing", total=base_steps + 2 * continue_steps)
 
-        def advance() -> None:
-            progress.advance(bar)
+        def train_with_bar(description: str, model: PreTrainedModel, blocks: Tensor, run: Run) -> Points:
+            progress.update(bar, description=description)
+            return train(model, blocks, run, on_step=lambda: progress.advance(bar))
 
-        if checkpoint:
-            standard, tokenizer = _load_checkpoint(checkpoint)
-        else:
-            config = load(CONFIGURATION, residual_connection="standard")
-            tokenizer = train_tokenizer(documents, config.vocab_size)
-            for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
-                setattr(config, field, getattr(tokenizer, field))
-            standard = AttnResForCausalLM(config)
+        standard, tokenizer = _load_checkpoint(checkpoint) if checkpoint else _new_model(documents)
         data = _data(documents, tokenizer, base_steps, continue_steps)
         source = str(text) if text else "the Python standard library"
         console.print(f"Text: {source}, {len(documents)} documents; tokens: {_tokens(data)}.")
 
         curves = {}
         if base_steps:
-            progress.update(bar, description="training a standard model")
-            run = Run(base_steps, warmup_steps=base_steps // 10, **runs)
-            curves["standard, from scratch"] = train(standard, data.base, run, advance)
-
+            base_run = replace(run, steps=base_steps, warmup_steps=base_steps // 10)
+            points = train_with_bar("training a standard model", standard, data.base, base_run)
+            curves["standard, from scratch"] = points
         attn_res = retrofit(copy.deepcopy(standard))
         same = _compare_functions(standard, attn_res, data.held_out)
-        blocks = -(-2 * attn_res.config.num_hidden_layers // attn_res.config.attn_res_block_size)
-        console.print(
-            f"Retrofit into {blocks} blocks of {attn_res.config.attn_res_block_size} sublayers: max |logit difference| "
-            f"[bold]{same['max_abs_logit_difference']:.1e}[/] at logits up to {same['max_abs_logit']:.1f}, "
-            f"top-1 agreement [bold]{same['top1_agreement']:.2%}[/]."
-        )
+        console.print(_retrofit_line(attn_res.config, same))
+
         models = {"standard": standard, "Block AttnRes": attn_res}
         before = {name: sequence_losses(model, data.held_out) for name, model in models.items()}
         for name, model in models.items():
-            progress.update(bar, description=f"continuing {name}")
-            run = Run(continue_steps, decay_steps=continue_steps // 2, residual_lr_factor=RESIDUAL_LR_FACTOR, **runs)
-            points = train(model, data.continued, run, advance)
+            decaying = replace(run, decay_steps=continue_steps // 2)
+            points = train_with_bar(f"continuing {name}", model, data.continued, decaying)
             curves[f"{name}, continued"] = [(base_steps + step, loss) for step, loss in points]
         after = {name: sequence_losses(model, data.held_out) for name, model in models.items()}
         progress.update(bar, description="done")
@@ -152,10 +149,7 @@ def _run(
         "difference_after": _paired(after["Block AttnRes"] - after["standard"]),
     }
     console.print(_table(results))
-    depth_map = depth_attention_map(attn_res, data.held_out.split(16))
-    plot_depth_attention(depth_map, target / "depth_attention.png", attn_res.config.attn_res_block_size)
-    compare = "Block AttnRes, continued", "standard, continued"
-    plot_loss_curves(curves, target / "loss_curves.png", compare)
+    _write_figures(target, attn_res, data.held_out, curves)
     attn_res.save_pretrained(target / "model")
     tokenizer.save_pretrained(target / "model")
     results["sample"] = _generate_without_attnres(target / "model", seed)
@@ -163,6 +157,14 @@ def _run(
     console.print(results["sample"], markup=False, highlight=False)
     (target / RESULTS).write_text(json.dumps(results, indent=2) + "\n")
     return results
+
+
+def _new_model(documents: list[str]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    config = load(CONFIGURATION, residual_connection="standard")
+    tokenizer = train_tokenizer(documents, config.vocab_size)
+    for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, field, getattr(tokenizer, field))
+    return AttnResForCausalLM(config), tokenizer
 
 
 def _load_checkpoint(checkpoint: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -218,6 +220,23 @@ def _generate_without_attnres(path: Path, seed: int) -> str:
     if process.returncode != 0:
         raise RuntimeError(f"the saved model does not load without attnres: {process.stderr.strip().splitlines()[-1]}")
     return process.stdout.strip()
+
+
+def _write_figures(target: Path, model: PreTrainedModel, blocks: Tensor, curves: dict[str, Points]) -> None:
+    depth_map = depth_attention_map(model, blocks.split(16))
+    plot_depth_attention(depth_map, target / "depth_attention.png", model.config.attn_res_block_size)
+    compare = "Block AttnRes, continued", "standard, continued"
+    plot_loss_curves(curves, target / "loss_curves.png", compare)
+
+
+def _retrofit_line(config: PreTrainedConfig, same: dict[str, float]) -> str:
+    size = config.attn_res_block_size
+    blocks = math.ceil(2 * config.num_hidden_layers / size)
+    return (
+        f"Retrofit into {blocks} blocks of {size} sublayers: max |logit difference| "
+        f"[bold]{same['max_abs_logit_difference']:.1e}[/] at logits up to {same['max_abs_logit']:.1f}, "
+        f"top-1 agreement [bold]{same['top1_agreement']:.2%}[/]."
+    )
 
 
 def _table(results: dict[str, Any]) -> Table:
