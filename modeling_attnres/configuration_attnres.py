@@ -48,9 +48,17 @@ class AttnResConfig(KimiLinearConfig):
     def __post_init__(self, **kwargs):
         kwargs.pop("model_type", None)  # that of a Kimi Linear, which becomes a configuration of this family
         super().__post_init__(**kwargs)
-        check_residual_fields(self)
-        check_backbone_fields(self)
+        self.check_fields()
         self.validate()
+
+    def check_fields(self) -> None:
+        """Check the fields together; models do so again, since a field may have changed since.
+
+        Raises:
+            ValueError: naming the field, its value and what is allowed.
+        """
+        check_residual_fields(self)
+        _check_backbone_fields(self)
 
     @classmethod
     def get_config_dict(cls, *args, **kwargs):
@@ -79,7 +87,7 @@ def check_residual_fields(config: PreTrainedConfig) -> None:
         _require(getattr(config, field) in allowed, config, field, "one of " + ", ".join(map(repr, allowed)))
 
 
-def check_backbone_fields(config: AttnResConfig) -> None:
+def _check_backbone_fields(config: AttnResConfig) -> None:
     """Check the Kimi Linear fields whose wrong values otherwise fail late, inside a layer and without a name."""
     num_layers = config.num_hidden_layers
     for field, kinds in (
@@ -113,4 +121,4 @@ def check_backbone_fields(config: AttnResConfig) -> None:
     _require(1 <= config.num_experts_per_tok <= reachable, config, "num_experts_per_tok", allowed)
 
 
-__all__ = ["AttnResConfig", "check_backbone_fields", "check_residual_fields"]
+__all__ = ["AttnResConfig", "check_residual_fields"]

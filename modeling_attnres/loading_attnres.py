@@ -29,8 +29,8 @@ def check_attn_res_tensors(model: nn.Module, missing: Collection[str], source: s
     All of them missing is a backbone's checkpoint: they are initialised, and `transformers` reports them as new.
 
     Raises:
-        ValueError: some are missing and others are not, or one that is offloaded to disk has another shape than the
-            model's (`transformers` checks the others), or one holds NaN or infinity.
+        ValueError: some are missing and others are not, or one holds NaN or infinity.
+        RuntimeError: one that is offloaded to disk has another shape than the model's.
     """
     tensors = attn_res_tensors(model)
     absent = sorted(set(tensors) & set(missing))
@@ -43,7 +43,7 @@ def check_attn_res_tensors(model: nn.Module, missing: Collection[str], source: s
         if tensor.is_meta and hasattr(model, "hf_device_map"):  # offloaded
             shape, tensor = tensor.shape, load_offloaded_parameter(model, name)
             if tensor.shape != shape:
-                raise ValueError(f"{source}: `{name}` has shape {list(tensor.shape)}, but must be {list(shape)}.")
+                check_shapes([(name, tensor.shape, shape)], source)
         if not tensor.is_meta and not torch.isfinite(tensor).all():
             raise ValueError(f"{source}: `{name}` holds NaN or infinite values. Use an earlier checkpoint.")
 

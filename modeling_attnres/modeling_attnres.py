@@ -39,7 +39,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
 
-from .configuration_attnres import AttnResConfig, check_backbone_fields
+from .configuration_attnres import AttnResConfig
 from .loading_attnres import check_attn_res_tensors, check_shapes, explain_broken_shard
 from .residual_attnres import AttnRes, DepthState, ResidualConnection, ResidualNorm, add_residual_connection
 
@@ -171,7 +171,7 @@ class AttnResModel(AttnResPreTrainedModel, KimiLinearModel):
     """Kimi Linear's decoder with residual connections through the depth; see the module docstring."""
 
     def __init__(self, config: AttnResConfig):
-        check_backbone_fields(config)  # again: a field may have changed since the configuration was made
+        config.check_fields()
         super(KimiLinearModel, self).__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList([AttnResDecoderLayer(config, i) for i in range(config.num_hidden_layers)])

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from .configuration_attnres import check_residual_fields
 from .functional_attnres import depth_attention
 
 # The embedding `[batch, seq, hidden]` before the first sublayer; after it, what the connection's `write` returned:
@@ -105,12 +104,7 @@ _CONNECTIONS: dict[str, type[ResidualConnection]] = {"standard": StandardResidua
 
 
 def add_residual_connection(module: nn.Module, name: str, config: PreTrainedConfig, sublayer: int) -> None:
-    """Register a connection as `{name}_proj` and its norm as `{name}_norm`: the names of the released weights.
-
-    Raises:
-        ValueError: a residual field of `config` has a value that is not allowed.
-    """
-    check_residual_fields(config)
+    """Register a connection as `{name}_proj` and its norm as `{name}_norm`: the names of the released weights."""
     connection = _CONNECTIONS[config.residual_connection](config, sublayer)
     module.add_module(f"{name}_proj", connection)
     module.add_module(f"{name}_norm", ResidualNorm(config.hidden_size, connection.has_norm))

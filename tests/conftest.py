@@ -1,6 +1,9 @@
 """Shared fixtures: a small configuration that has every kind of layer, and models with non-trivial weights."""
 
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import torch
 from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.loading_attnres import attn_res_tensors
 
+ROOT = Path(__file__).parents[1]
 # The models here are so small that a second thread gains nothing, and where cores are busy costs much.
 torch.set_num_threads(1)
 
@@ -69,3 +73,20 @@ def assets() -> Path:
     if "ATTNRES_ASSETS" not in os.environ:
         pytest.skip("ATTNRES_ASSETS is not set: this test needs a real checkpoint or corpus")
     return Path(os.environ["ATTNRES_ASSETS"])
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel, built from a copy of the tree."""
+    folder = tmp_path_factory.mktemp("wheel")
+    ignored = shutil.ignore_patterns(
+        ".*", "__pycache__", "build", "dist", "*.egg-info", "tests", "notebooks", "attnres-demo"
+    )
+    shutil.copytree(ROOT, folder / "tree", ignore=ignored)
+    # The build backend is a dependency of torch, so it is here, and nothing is fetched.
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(folder), str(folder / "tree")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (path,) = folder.glob("*.whl")
+    return path

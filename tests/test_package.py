@@ -4,7 +4,6 @@ import ast
 import importlib.metadata
 import json
 import os
-import shutil
 import site
 import subprocess
 import sys
@@ -139,23 +138,6 @@ def test_dependencies_never_point_back_to_the_rooms_above():
     for path in MODEL_FOLDER.glob("*.py"):
         if path.name not in command_line:
             assert not [module for module in imports_of(path) if module.split(".")[0] == "attnres"], path.name
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """The wheel, built from a copy of the tree."""
-    folder = tmp_path_factory.mktemp("wheel")
-    ignored = shutil.ignore_patterns(
-        ".*", "__pycache__", "build", "dist", "*.egg-info", "tests", "notebooks", "attnres-demo"
-    )
-    shutil.copytree(ROOT, folder / "tree", ignore=ignored)
-    # The build backend is a dependency of torch, so it is here, and nothing is fetched.
-    options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(folder), str(folder / "tree")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    (path,) = folder.glob("*.whl")
-    return path
 
 
 def test_the_wheel_installs_one_import_name(wheel):

@@ -49,7 +49,7 @@ HELD_OUT_BLOCKS = 128
 STEPS_PER_MINUTE = 130
 LEARNING_RATE, CHECKPOINT_LEARNING_RATE = 3e-3, 3e-4
 RESIDUAL_LR_FACTOR = 0.3
-MAX_TEXT_BYTES = 4_000_000
+MAX_TEXT_CHARACTERS = 4_000_000
 SAMPLE_PROMPT = "def "
 RESULTS = "results.json"
 
@@ -103,7 +103,7 @@ def _run(
     console: Console, target: Path, minutes: float, checkpoint: str | None, text: Path | None, seed: int
 ) -> dict[str, Any]:
     set_seed(seed)
-    documents = read_documents(text, MAX_TEXT_BYTES) if text else python_sources(MAX_TEXT_BYTES)
+    documents = read_documents(text, MAX_TEXT_CHARACTERS) if text else python_sources(MAX_TEXT_CHARACTERS)
     steps = max(8, round(minutes * STEPS_PER_MINUTE))
     continue_steps = steps // 4
     base_steps = 0 if checkpoint else steps - 2 * continue_steps

@@ -2,8 +2,9 @@
 
 import hashlib
 import os
+import re
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -14,8 +15,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"
 
 
-def python_sources(max_bytes: int) -> list[str]:
-    """The standard library's modules, code and docstrings, one document each, in a fixed order, up to `max_bytes`."""
+def python_sources(max_characters: int) -> list[str]:
+    """The standard library's modules, code and docstrings, a document each, in a fixed order."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "test", "tests", "encodings"}  # the last: tables of characters
     paths = [path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)]
@@ -23,7 +24,7 @@ def python_sources(max_bytes: int) -> list[str]:
     paths.sort(key=lambda path: hashlib.sha1(path.relative_to(root).as_posix().encode()).digest())
     documents, size = [], 0
     for path in paths:
-        if size >= max_bytes:
+        if size >= max_characters:
             break
         document = path.read_text(encoding="utf-8", errors="ignore").strip()
         size += len(document)
@@ -32,7 +33,7 @@ def python_sources(max_bytes: int) -> list[str]:
     return documents
 
 
-def read_documents(path: str | os.PathLike, max_bytes: int) -> list[str]:
+def read_documents(path: str | os.PathLike, max_characters: int) -> list[str]:
     """The documents of a text file: split at lines that hold only `<|endoftext|>`, else in paragraphs.
 
     Raises:
@@ -40,10 +41,10 @@ def read_documents(path: str | os.PathLike, max_bytes: int) -> list[str]:
         ValueError: it holds no text.
     """
     with open(path, encoding="utf-8", errors="ignore") as file:
-        text = file.read(max_bytes)
-    separator = f"\n{END_OF_TEXT}\n" if f"\n{END_OF_TEXT}\n" in text else "\n\n"
-    documents = [document.strip() for document in text.split(separator)]
-    documents = [document for document in documents if document]
+        text = file.read(max_characters)
+    at_marks = re.split(rf"^{re.escape(END_OF_TEXT)}$", text, flags=re.MULTILINE)
+    parts = at_marks if len(at_marks) > 1 else text.split("\n\n")
+    documents = [part.strip() for part in parts if part.strip()]
     if not documents:
         raise ValueError(f"{path} holds no text.")
     return documents
@@ -65,13 +66,12 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-def pack(documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int) -> Tensor:
+def pack(documents: list[str], tokenizer: PreTrainedTokenizerBase, length: int) -> Tensor:
     """Tokenize documents, end each with the end-of-text token, and cut the stream into blocks.
 
     Returns:
         Token ids `[blocks, length]`; the last, incomplete block is dropped.
     """
-    documents = list(documents)
     tokenized = tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"] if documents else []
     ids = [token for document in tokenized for token in [*document, tokenizer.eos_token_id]]
     blocks = len(ids) // length

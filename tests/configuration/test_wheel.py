@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -11,21 +10,6 @@ from pathlib import Path
 import pytest
 
 from attnres.configuration import load, names
-
-REPOSITORY = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """A wheel of this checkout, built from a copy: a build leaves its folders beside the sources."""
-    pytest.importorskip("setuptools", minversion="77", reason="builds a wheel without the network: needs setuptools")
-    folder = tmp_path_factory.mktemp("wheel")
-    ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "tests", "attnres-demo")
-    shutil.copytree(REPOSITORY, folder / "sources", ignore=ignored)
-    pip_wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*pip_wheel, "-w", folder, folder / "sources"], check=True)
-    (path,) = folder.glob("attnres-*.whl")
-    return path
 
 
 @pytest.mark.slow
