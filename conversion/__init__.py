@@ -1,5 +1,5 @@
 """Retrofit: turn a pretrained standard-residual decoder into an AttnRes model that computes the same function."""
 
-from .retrofit import SUPPORTED, retrofit
+from .retrofit import retrofit
 
-__all__ = ["SUPPORTED", "retrofit"]
+__all__ = ["retrofit"]

@@ -5,28 +5,55 @@ Importing this package registers the model family with the Auto classes of `tran
 
 import transformers
 
-from .configuration_attnres import AttnResConfig
+from . import backbones_attnres
+from .configuration_attnres import AttnResConfig, ResidualConfig
 from .functional_attnres import depth_attention, depth_attention_reference
 from .modeling_attnres import (
-    AUTO_CLASSES,
     AttnResForCausalLM,
     AttnResForSequenceClassification,
     AttnResModel,
     AttnResPreTrainedModel,
 )
+from .sublayers_attnres import BACKBONES, Sublayer, Sublayers
 
 __version__ = "0.1.0"
 
+
+def add_backbone(model_type: str, sublayers: Sublayers) -> None:
+    """Bring the family to another decoder of `transformers`: afterwards `attnres_{model_type}` is a model type.
+
+    Args:
+        model_type: that of the backbone, known to `AutoConfig`.
+        sublayers: what a layer of it computes; see [`Sublayer`] and, for the usual forms, `attnres.sublayers_attnres`.
+    """
+    BACKBONES[model_type] = sublayers
+    config_class = backbones_attnres.config_on(model_type)
+    transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+
+
 transformers.AutoConfig.register(AttnResConfig.model_type, AttnResConfig, exist_ok=True)
-for _auto_class, _model_class in AUTO_CLASSES.items():
-    getattr(transformers, _auto_class).register(AttnResConfig, _model_class, exist_ok=True)
+for _auto_class, _name in AttnResPreTrainedModel.auto_classes.items():
+    getattr(transformers, _auto_class).register(AttnResConfig, globals()[_name], exist_ok=True)
+for _backbone, _sublayers in BACKBONES.items():
+    if _backbone != AttnResConfig.backbone:
+        add_backbone(_backbone, _sublayers)
+
+
+def __getattr__(name: str) -> type:
+    """The classes on other backbones, such as `AttnResLlamaForCausalLM`, when they are first asked for."""
+    return getattr(backbones_attnres, name)
+
 
 __all__ = [
+    "BACKBONES",
     "AttnResConfig",
     "AttnResForCausalLM",
     "AttnResForSequenceClassification",
     "AttnResModel",
     "AttnResPreTrainedModel",
+    "ResidualConfig",
+    "Sublayer",
+    "add_backbone",
     "depth_attention",
     "depth_attention_reference",
 ]

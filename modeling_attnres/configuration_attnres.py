@@ -1,23 +1,25 @@
-"""Configuration of the AttnRes family: a Kimi Linear backbone and the residual connection that runs through its depth.
+"""Configuration of the AttnRes family: a backbone and the residual connection that runs through its depth.
 
-The fields that every family member has (`residual_connection`, `attn_res_block_size`, `attn_res_scale`) are checked by
-`check_residual_fields`, so that a wrong value is refused when the configuration is made and again when a model is.
+`ResidualConfig` is what every member has, `AttnResConfig` the flagship on a Kimi Linear backbone. A wrong value is
+refused when a configuration is made and again when a model is.
 """
 
 from transformers import KimiLinearConfig, PreTrainedConfig
+
+from .sublayers_attnres import BACKBONES, Sublayers
 
 RESIDUAL_CONNECTIONS = ("attn_res", "standard")
 ATTN_RES_SCALES = ("mean", "sum")
 
 
-class AttnResConfig(KimiLinearConfig):
+class ResidualConfig(PreTrainedConfig):
     r"""
-    Configuration of [`AttnResModel`] and its heads. All fields of [`KimiLinearConfig`], and:
+    What the configuration of every family member has beside the fields of its backbone:
 
     Args:
         residual_connection (`str`, defaults to `"attn_res"`):
             What a sublayer reads and where its output goes. `"attn_res"`: softmax attention over the outputs of earlier
-            blocks. `"standard"`: the residual stream, which makes the model Kimi Linear itself.
+            blocks. `"standard"`: the residual stream, which makes the model the backbone itself.
         attn_res_block_size (`int`, defaults to 6):
             Block size S >= 1 in *sublayers* (a decoder layer holds two, attention and MLP). Each block is summed into
             one source. `1` is Full AttnRes. S may be odd, and the last block may be shorter.
@@ -28,16 +30,9 @@ class AttnResConfig(KimiLinearConfig):
 
     Raises:
         ValueError: a field has a value that is not allowed; the message names field, value and what is allowed.
-
-    ```python
-    >>> from attnres import AttnResConfig, AttnResForCausalLM
-
-    >>> config = AttnResConfig(num_hidden_layers=4, attn_res_block_size=2)
-    >>> model = AttnResForCausalLM(config)
-    ```
     """
 
-    model_type = "attnres"
+    backbone = ""  # model type of the backbone, a key of `BACKBONES`
     # A pipeline stage receives the finished blocks beside the partial sum, which a plan of named tensors cannot say.
     base_model_pp_plan = None
 
@@ -46,7 +41,7 @@ class AttnResConfig(KimiLinearConfig):
     attn_res_scale: str = "mean"
 
     def __post_init__(self, **kwargs):
-        kwargs.pop("model_type", None)  # that of a Kimi Linear, which becomes a configuration of this family
+        kwargs.pop("model_type", None)  # that of a backbone's checkpoint, which becomes a configuration of this family
         super().__post_init__(**kwargs)
         self.check_fields()
         self.validate()
@@ -57,16 +52,50 @@ class AttnResConfig(KimiLinearConfig):
         Raises:
             ValueError: naming the field, its value and what is allowed.
         """
-        check_residual_fields(self)
-        _check_backbone_fields(self)
+        block_size = self.attn_res_block_size
+        is_int = isinstance(block_size, int) and not isinstance(block_size, bool)
+        _require(is_int and block_size >= 1, self, "attn_res_block_size", "an integer >= 1 (block size in sublayers)")
+        for field, allowed in (("residual_connection", RESIDUAL_CONNECTIONS), ("attn_res_scale", ATTN_RES_SCALES)):
+            _require(getattr(self, field) in allowed, self, field, "one of " + ", ".join(map(repr, allowed)))
+
+    @property
+    def sublayers(self) -> Sublayers:
+        """The sublayers of one decoder layer."""
+        declared = BACKBONES[self.backbone]
+        return declared if isinstance(declared, tuple) else declared(self)
+
+    @property
+    def num_sublayers(self) -> int:
+        """How many sublayers the decoder has: two for each layer, or one where attention and MLP are parallel."""
+        return self.num_hidden_layers * len(self.sublayers)
 
     @classmethod
     def get_config_dict(cls, *args, **kwargs):
-        # A published Kimi Linear checkpoint loads as this family, so its model type is not worth a warning.
+        # The checkpoint of a backbone loads as this family, so its model type is not worth a warning.
         config_dict, kwargs = super().get_config_dict(*args, **kwargs)
-        if config_dict.get("model_type") == KimiLinearConfig.model_type:
+        if config_dict.get("model_type") == cls.backbone:
             config_dict["model_type"] = cls.model_type
         return config_dict, kwargs
+
+
+class AttnResConfig(ResidualConfig, KimiLinearConfig):
+    r"""
+    Configuration of [`AttnResModel`] and its heads: all fields of [`KimiLinearConfig`] and of [`ResidualConfig`].
+
+    ```python
+    >>> from attnres import AttnResConfig, AttnResForCausalLM
+
+    >>> config = AttnResConfig(num_hidden_layers=4, attn_res_block_size=2)
+    >>> model = AttnResForCausalLM(config)
+    ```
+    """
+
+    model_type = "attnres"
+    backbone = "kimi_linear"
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        _check_kimi_linear_fields(self)
 
 
 def _require(condition: bool, config: PreTrainedConfig, field: str, allowed: str) -> None:
@@ -74,20 +103,7 @@ def _require(condition: bool, config: PreTrainedConfig, field: str, allowed: str
         raise ValueError(f"`{field}` is {getattr(config, field)!r}, but must be {allowed}.")
 
 
-def check_residual_fields(config: PreTrainedConfig) -> None:
-    """Check the fields that every member of the family has.
-
-    Raises:
-        ValueError: naming the field, its value and what is allowed.
-    """
-    block_size = config.attn_res_block_size
-    is_int = isinstance(block_size, int) and not isinstance(block_size, bool)
-    _require(is_int and block_size >= 1, config, "attn_res_block_size", "an integer >= 1 (block size in sublayers)")
-    for field, allowed in (("residual_connection", RESIDUAL_CONNECTIONS), ("attn_res_scale", ATTN_RES_SCALES)):
-        _require(getattr(config, field) in allowed, config, field, "one of " + ", ".join(map(repr, allowed)))
-
-
-def _check_backbone_fields(config: AttnResConfig) -> None:
+def _check_kimi_linear_fields(config: AttnResConfig) -> None:
     """Check the Kimi Linear fields whose wrong values otherwise fail late, inside a layer and without a name."""
     num_layers = config.num_hidden_layers
     for field, kinds in (
@@ -121,4 +137,4 @@ def _check_backbone_fields(config: AttnResConfig) -> None:
     _require(1 <= config.num_experts_per_tok <= reachable, config, "num_experts_per_tok", allowed)
 
 
-__all__ = ["AttnResConfig", "check_residual_fields"]
+__all__ = ["AttnResConfig", "ResidualConfig"]

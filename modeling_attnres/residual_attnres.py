@@ -20,7 +20,7 @@ DepthState = Tensor | tuple[Tensor, ...]
 
 
 class ResidualConnection(nn.Module):
-    """One sublayer's residual connection; `sublayer` counts attention and MLP sublayers from 0."""
+    """One sublayer's residual connection; `sublayer` counts the sublayers of the decoder from 0."""
 
     has_norm: bool
 
@@ -65,7 +65,7 @@ class AttnRes(ResidualConnection):
         super().__init__(config, sublayer)
         self.block_size = config.attn_res_block_size
         self.scale = config.attn_res_scale
-        self.eps = config.rms_norm_eps
+        self.eps = getattr(config, "rms_norm_eps", None) or config.layer_norm_eps
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size))
 
     def forward(self, state: DepthState, norm_weight: Tensor) -> tuple[Tensor, Tensor]:

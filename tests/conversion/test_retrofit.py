@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import KimiLinearConfig, KimiLinearForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, KimiLinearConfig, KimiLinearForCausalLM
 
 from attnres.conversion import retrofit
 from attnres.loading_attnres import attn_res_tensors
@@ -115,9 +115,9 @@ def test_without_a_block_size_there_are_eight_blocks(kimi):
 
 
 def test_another_backbone_is_refused_with_the_list_of_supported_ones():
-    llama = LlamaForCausalLM(LlamaConfig(vocab_size=9, hidden_size=32, intermediate_size=8, num_hidden_layers=1))
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM.*'llama'.*supported.*'attnres', 'kimi_linear'"):
-        retrofit(llama)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=32, n_layer=1, n_head=2))
+    with pytest.raises(ValueError, match=r"model type 'gpt2'. Supported are .*'kimi_linear', 'llama', .*add_backbone"):
+        retrofit(model)
 
 
 def test_a_model_that_has_attention_residuals_is_refused(tiny_model):

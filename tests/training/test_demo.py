@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from attnres.training.text import python_sources, train_tokenizer
 
@@ -81,13 +81,10 @@ def test_it_starts_from_a_checkpoint(text, tiny_model, tmp_path):
 
 
 def test_bad_input_ends_in_one_line_and_loses_nothing(tmp_path):
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=9, hidden_size=32, intermediate_size=8, num_hidden_layers=1, bos_token_id=0, eos_token_id=0
-        )
-    ).save_pretrained(tmp_path / "llama")
-    line = error_line(attnres("demo", "--checkpoint", "llama", cwd=tmp_path))
-    assert "'llama'" in line and "supported" in line and "'kimi_linear'" in line
+    config = GPT2Config(vocab_size=9, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    line = error_line(attnres("demo", "--checkpoint", "gpt2", cwd=tmp_path))
+    assert "'gpt2'" in line and "Supported" in line and "'kimi_linear'" in line
 
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
@@ -97,7 +94,7 @@ def test_bad_input_ends_in_one_line_and_loses_nothing(tmp_path):
 
     (tmp_path / "short.txt").write_text("Too short.\n")
     assert "longer --text" in error_line(attnres("demo", "--text", "short.txt", cwd=tmp_path))
-    assert sorted(os.listdir(tmp_path)) == ["llama", "mine", "short.txt"]
+    assert sorted(os.listdir(tmp_path)) == ["gpt2", "mine", "short.txt"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,271 @@
+"""Residual connections on any decoder of `transformers`: mixins for its layer, its model and its heads.
+
+- A layer runs its declared sublayers (`sublayers_attnres`). Each reads its input from the depth state and writes its
+  output to it (`residual_attnres`); the final norm reads the aggregate over all of it.
+- The state passes through the backbone's own forward loop in place of `hidden_states`: one explicit value, no hooks.
+- The backbone's own constructors build everything else, so that no line of a backbone is repeated here.
+
+The files of this folder travel with the weights, so they need only `torch` and `transformers`, and import each other by
+single-dot relative imports.
+"""
+
+import os
+from collections.abc import Callable
+from functools import partial, wraps
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.modeling_outputs import ModelOutput
+from transformers.utils import can_return_tuple
+from transformers.utils.output_capturing import OutputRecorder
+
+from .configuration_attnres import ResidualConfig
+from .loading_attnres import check_attn_res_tensors, check_shapes, explain_broken_shard
+from .residual_attnres import AttnRes, DepthState, ResidualConnection, ResidualNorm, add_residual_connection
+from .sublayers_attnres import Sublayers
+
+# Modules that mix tokens: they take the keyword arguments of the layer and return a tuple, output first.
+_ATTENTION = ("attention", "self_attn")
+
+
+class ResidualDecoderLayer:
+    """Mixin of a backbone's decoder layer: its sublayers, each behind a residual connection."""
+
+    sublayers: Sublayers
+    is_last: bool
+
+    def connect(self, config: ResidualConfig, sublayers: Sublayers, layer_idx: int) -> None:
+        """Add a residual connection for each of the `sublayers` to a layer that its backbone has built."""
+        self.sublayers = sublayers
+        self.is_last = layer_idx == config.num_hidden_layers - 1
+        for i, sublayer in enumerate(sublayers):
+            add_residual_connection(self, sublayer.name, config, sublayer=layer_idx * len(sublayers) + i)
+
+    def forward(
+        self, hidden_states: DepthState, *, read_output: Callable[[DepthState], Tensor] | None = None, **kwargs
+    ) -> DepthState:
+        """State in, state out; the last layer returns what `read_output` makes of the state, if given."""
+        state = hidden_states
+        for sublayer in self.sublayers:
+            connection = getattr(self, f"{sublayer.name}_proj")
+            norm_weight = getattr(self, f"{sublayer.name}_norm")()
+            inputs, _ = connection(state, norm_weight)
+            output = self._run(sublayer.branches[0], inputs, kwargs)
+            for branch in sublayer.branches[1:]:
+                output = output + self._run(branch, inputs, kwargs)
+            if sublayer.multiplier is not None:
+                output = output * getattr(self, sublayer.multiplier)
+            state = connection.write(state, output)
+        return read_output(state) if self.is_last and read_output is not None else state
+
+    def _run(self, branch: tuple[str, ...], hidden_states: Tensor, kwargs: dict) -> Tensor:
+        for name in branch:
+            module = getattr(self, name)
+            hidden_states = (
+                self.attend(module, hidden_states, **kwargs) if name in _ATTENTION else module(hidden_states)
+            )
+        return hidden_states
+
+    def attend(self, attention: nn.Module, hidden_states: Tensor, **kwargs) -> Tensor:
+        """The output `[batch, seq, hidden]` of the attention, called as the backbone calls it."""
+        return attention(hidden_states, **kwargs)[0]
+
+
+class ResidualPreTrainedModel:
+    """Mixin of a backbone's `PreTrainedModel`: what is recorded, initialised, checked on loading and saved."""
+
+    config: ResidualConfig
+    auto_classes: dict[str, str]  # Auto class -> name of the class, in the same file, that loads there
+
+    def __init_subclass__(cls, **kwargs) -> None:
+        super().__init_subclass__(**kwargs)
+        if not issubclass(cls, PreTrainedModel):
+            return  # another mixin
+        _show_backbone_signature(cls)
+        # The input of every decoder layer, then that of the final norm (whose output takes the place of the latter).
+        reads = [
+            OutputRecorder(ResidualConnection, index=0, layer_name=name, capture_initial_hidden_state=False)
+            for name in ("self_attention_res_proj", "parallel_res_proj", "output_attn_res_proj")
+        ]
+        depth_attentions = OutputRecorder(ResidualConnection, index=1)
+        recorded = getattr(cls, "_can_record_outputs", None) or {}
+        cls._can_record_outputs = recorded | {"hidden_states": reads, "depth_attentions": depth_attentions}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, AttnRes):
+            init.zeros_(module.weight)  # uniform depth weights
+        elif isinstance(module, ResidualNorm) and module.weight is not None:
+            init.ones_(module.weight)
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        # `transformers` looks for the decorator `@use_experts_implementation` in the file of the class. The experts of
+        # the family are those of the backbones, which carry it in theirs.
+        backbone = next(c for c in cls.__mro__ if c.__module__.startswith("transformers.models."))
+        return backbone._can_set_experts_implementation()
+
+    def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=checkpoint, **kwargs):
+        super()._set_gradient_checkpointing(enable, _with_flat_state(gradient_checkpointing_func), **kwargs)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path,
+        *args,
+        output_loading_info: bool = False,
+        ignore_mismatched_sizes: bool = False,
+        **kwargs,
+    ):
+        """As in `transformers`; a backbone's checkpoint, without any AttnRes tensor, loads with those initialised.
+
+        Raises:
+            ValueError: some AttnRes tensors are missing and others are not, or one is not finite.
+            RuntimeError: a tensor has another shape than the model's, unless `ignore_mismatched_sizes`.
+            OSError: a safetensors file is truncated or damaged. Each message names the tensors or the file.
+        """
+        with explain_broken_shard(pretrained_model_name_or_path, kwargs.get("subfolder", "")):
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path,
+                *args,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, with the names in the error
+                **kwargs,
+            )
+        if not ignore_mismatched_sizes:
+            check_shapes(info["mismatched_keys"], pretrained_model_name_or_path)
+        check_attn_res_tensors(model, info["missing_keys"], pretrained_model_name_or_path)
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs):
+        # The code travels with the weights: every head of the family loads from it, not only the one that is saved.
+        self.config.auto_map = auto_map(type(self))
+        super().save_pretrained(save_directory, **kwargs)
+
+
+class ResidualModel(ResidualPreTrainedModel):
+    """Mixin of a backbone's decoder without a head."""
+
+    layer_class: type[ResidualDecoderLayer]
+
+    def __init__(self, config: ResidualConfig):
+        config.check_fields()
+        super().__init__(config)
+        self._connect()
+
+    @classmethod
+    def from_backbone(cls, backbone: PreTrainedModel) -> "ResidualModel":
+        """This model, made of the modules of a `backbone` that was just built from a configuration of the family."""
+        model = cls.__new__(cls)
+        PreTrainedModel.__init__(model, backbone.config)
+        vars(model).update(vars(backbone))
+        model._connect()
+        return model
+
+    def _connect(self) -> None:
+        sublayers = self.config.sublayers
+        for i, layer in enumerate(self.layers):
+            layer.__class__ = self.layer_class
+            layer.connect(self.config, sublayers, i)
+        add_residual_connection(self, "output_attn_res", self.config, sublayer=self.config.num_sublayers)
+        self.post_init()
+
+    def forward(self, *args, record_depth_attentions: Callable[[tuple[Tensor, ...]], None] | None = None, **kwargs):
+        """As the backbone's. `record_depth_attentions` is called with the depth attentions, if they are recorded."""
+        # The backbone's own loop runs the layers. Between the last of them and the final norm the output is read, which
+        # needs tensors of this model: the last layer is told how.
+        outputs = super().forward(*args, read_output=self._read_output, **kwargs)
+        if record_depth_attentions is not None and "depth_attentions" in outputs:
+            record_depth_attentions(outputs["depth_attentions"])
+        return outputs
+
+    def _read_output(self, state: DepthState) -> Tensor:
+        """The input of the final norm `[batch, seq, hidden]`: the aggregate over all blocks and the partial sum."""
+        hidden_states, _ = self.output_attn_res_proj(state, self.output_attn_res_norm())
+        return hidden_states
+
+
+class ResidualHead(ResidualPreTrainedModel):
+    """Mixin of a model with a head: passes on what its decoder recorded, which a backbone's head knows nothing of."""
+
+    @can_return_tuple
+    def forward(self, *args, **kwargs) -> ModelOutput:
+        """As the backbone's. With `output_depth_attentions` the output has `depth_attentions`: for each sublayer in
+        turn and then for the output, the weights `[sources, batch, seq]`."""
+        recorded = []
+        outputs = super().forward(*args, record_depth_attentions=recorded.append, **kwargs | {"return_dict": True})
+        outputs.depth_attentions = None
+        if recorded:
+            (outputs["depth_attentions"],) = recorded
+        return outputs
+
+
+class ResidualForCausalLM(ResidualHead):
+    """Mixin of a backbone's causal language model."""
+
+    model_class: type[ResidualModel]
+
+    def __init__(self, config: ResidualConfig):
+        config.check_fields()
+        super().__init__(config)
+        setattr(self, self.base_model_prefix, self.model_class.from_backbone(self.base_model))
+        self.post_init()
+
+
+class ResidualForSequenceClassification(ResidualHead, GenericForSequenceClassification):
+    """Mixin of a backbone with a classification head."""
+
+    model_class: type[ResidualModel]
+
+    def __init__(self, config: ResidualConfig):
+        super(GenericForSequenceClassification, self).__init__(config)
+        self.num_labels = config.num_labels
+        # Not through `AutoModel`: loaded as remote code, a file's classes are not registered there.
+        setattr(self, self.base_model_prefix, self.model_class(config))
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
+        self.post_init()
+
+
+def auto_map(model_class: type[ResidualPreTrainedModel]) -> dict[str, str]:
+    """`auto_map` of a configuration: the classes that the Auto classes load from the code beside the weights."""
+
+    def reference(module: str, name: str) -> str:
+        return f"{module.rpartition('.')[2]}.{name}"
+
+    config_class, module = model_class.config_class, model_class.__module__
+    heads = {auto_class: reference(module, name) for auto_class, name in model_class.auto_classes.items()}
+    return {"AutoConfig": reference(config_class.__module__, config_class.__name__)} | heads
+
+
+def _show_backbone_signature(model_class: type[ResidualPreTrainedModel]) -> None:
+    """Give `forward` of a mixin the backbone's signature and documentation: `generate` and `Trainer` read them."""
+    inherited = [c.__dict__["forward"] for c in model_class.__mro__ if "forward" in c.__dict__]
+    if inherited[0].__module__ != __name__ or len(inherited) == 1:
+        return
+    forward = inherited[0]
+    backbone_forward = next(f for f in inherited if f.__module__ != __name__)
+
+    @wraps(backbone_forward)
+    def forward_with_signature(self, *args, **kwargs):
+        return forward(self, *args, **kwargs)
+
+    model_class.forward = forward_with_signature
+
+
+def _with_flat_state(checkpoint_func: Callable) -> Callable:
+    """Let a checkpointing function see the tensors of the state, which is a layer's one positional argument.
+
+    Reentrant checkpointing differentiates only with respect to tensors that are themselves positional arguments.
+    """
+
+    def checkpoint_layer(forward: partial, state: DepthState) -> DepthState:
+        if isinstance(state, tuple):
+            return checkpoint_func(lambda *tensors: forward(tensors), *state)
+        return checkpoint_func(forward, state)
+
+    return checkpoint_layer
