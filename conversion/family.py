@@ -1,7 +1,9 @@
-"""Which member of the AttnRes family a standard decoder becomes, and back: a matter of configurations alone."""
+"""Which member of the AttnRes family a standard decoder becomes, and back, and what tensors it begins with."""
 
 import math
 
+import torch
+from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from attnres import BACKBONES, AttnResConfig, ResidualConfig
@@ -67,4 +69,10 @@ def pick_block_size(
     return block_size or math.ceil(config.num_sublayers / (num_blocks or DEFAULT_NUM_BLOCKS))
 
 
-__all__ = ["backbone_config", "member_config", "member_type", "pick_block_size"]
+def initial_tensor(name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """The AttnRes tensor `name` as a retrofit begins with it: a zero pseudo-query, or a key norm of ones."""
+    start = torch.ones if name.endswith("_norm.weight") else torch.zeros
+    return start(shape, dtype=dtype, device=device)
+
+
+__all__ = ["backbone_config", "initial_tensor", "member_config", "member_type", "pick_block_size"]

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnres.loading_attnres import attn_res_tensors
 
-from .family import member_config, pick_block_size
+from .family import initial_tensor, member_config, pick_block_size
 
 
 def retrofit(
@@ -55,8 +55,7 @@ def retrofit(
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=source.dtype)
     _share_tensors(model, source)
     for name, tensor in attn_res_tensors(model).items():
-        start = torch.ones if name.endswith("_norm.weight") else torch.zeros
-        value = start(tensor.shape, dtype=source.dtype, device=_device_beside(source, name))
+        value = initial_tensor(name, tensor.shape, source.dtype, _device_beside(source, name))
         model.get_submodule(name.rpartition(".")[0]).weight = nn.Parameter(value)
     model.tie_weights()
     model.generation_config = source.generation_config

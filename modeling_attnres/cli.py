@@ -1,6 +1,8 @@
 """The command line, `attnres COMMAND`. Exit status: 0 done, 1 failed (one line on stderr), 2 bad usage, 130 stopped."""
 
 import sys
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -13,11 +15,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-
-
-@app.callback()
-def _commands() -> None:
-    """Makes typer keep the name of a single command."""
 
 
 @app.command()
@@ -39,6 +36,74 @@ def demo(
     from attnres.training.demo import run_demo
 
     run_demo(out, minutes=minutes, checkpoint=checkpoint, text=text, seed=seed, overwrite=overwrite)
+
+
+class Scale(StrEnum):
+    """`attn_res_scale` of a retrofit."""
+
+    sum = "sum"
+    mean = "mean"
+
+
+class Residual(StrEnum):
+    """The residual connection that a conversion leads to."""
+
+    attn_res = "attn_res"
+    standard = "standard"
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Directory or Hub id of the model.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Directory to write.")],
+    block_size: Annotated[int | None, typer.Option(min=1, help="Block size S in sublayers.")] = None,
+    num_blocks: Annotated[int | None, typer.Option(min=1, help="Number of blocks.  [default: about 8]")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Full AttnRes: every sublayer a block.")] = False,
+    scale: Annotated[Scale, typer.Option(help="`sum` is exact; `mean` only up to the norms' epsilons.")] = Scale.sum,
+    to: Annotated[Residual, typer.Option(help="`standard` undoes a retrofit that is not trained yet.")] = (
+        Residual.attn_res
+    ),
+    set_block_size: Annotated[
+        int | None, typer.Option(min=1, help="Regroup an AttnRes model, where its function stays the same.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
+    verify: Annotated[
+        bool | None,
+        typer.Option(
+            "--verify/--no-verify", help="Compare the logits of both.  [default: if the model fits in memory]"
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Compare on this file, not on built-in prompts.")
+    ] = None,
+    hard_link: Annotated[bool, typer.Option("--hard-link", help="Link the weights instead of copying them.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model at DST.")] = False,
+) -> None:
+    """Retrofit a pretrained decoder into an AttnRes model that computes the same function; or the way back."""
+    from attnres.conversion.command import run_convert
+    from attnres.conversion.convert import plan_block_size, plan_retrofit, plan_standard
+
+    blocks = {"--block-size": block_size, "--num-blocks": num_blocks, "--full": full or None}
+    kinds = {"--set-block-size": set_block_size, "--to standard": to == Residual.standard or None}
+    given = [name for name, value in (blocks | kinds).items() if value is not None]
+    if len(given) > 1:
+        raise typer.BadParameter(f"{' and '.join(given)} exclude each other.")
+    if set_block_size is not None:
+        plan = partial(plan_block_size, block_size=set_block_size)
+    elif to == Residual.standard:
+        plan = plan_standard
+    else:
+        plan = partial(plan_retrofit, block_size=block_size, num_blocks=num_blocks, full=full, scale=scale)
+    run_convert(
+        source,
+        target,
+        plan,
+        revision=revision,
+        verify=verify,
+        text=text,
+        hard_link=hard_link,
+        overwrite=overwrite,
+    )
 
 
 def main() -> None:

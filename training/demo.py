@@ -9,7 +9,6 @@ import copy
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,11 +30,11 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
-from transformers.utils import logging
 
 from attnres import AttnResForCausalLM
 from attnres.analysis.depth_attention import depth_attention_map
 from attnres.analysis.figures import Points, plot_depth_attention, plot_loss_curves
+from attnres.cli_support import directory_at_once, quiet_transformers
 from attnres.configuration import load
 from attnres.conversion import retrofit
 
@@ -89,11 +88,14 @@ def run_demo(
         FileExistsError: `out` exists and `overwrite` is not set, or it was not written by the demo.
         ValueError: there is too little text, or the checkpoint cannot be retrofitted.
     """
-    _check_target(out, overwrite)
     # For so small a model a second thread saves a fifth where cores are idle, and costs a lot where they are busy; and
     # with one the numbers do not depend on the number of cores.
     threads = torch.get_num_threads() if checkpoint else 1
-    with _quiet_transformers(), _torch_threads(threads), _directory_at_once(out) as target:
+    with (
+        quiet_transformers(),
+        _torch_threads(threads),
+        directory_at_once(out, overwrite=overwrite, marker=RESULTS) as target,
+    ):
         results = _run(Console(), target, minutes, checkpoint, text, seed)
     Console().print(f"Written to [bold]{out}[/]: the model, its figures, {RESULTS}.", soft_wrap=True)
     return results
@@ -231,7 +233,7 @@ def _write_figures(target: Path, model: PreTrainedModel, blocks: Tensor, curves:
 
 def _retrofit_line(config: PreTrainedConfig, same: dict[str, float]) -> str:
     size = config.attn_res_block_size
-    blocks = math.ceil(2 * config.num_hidden_layers / size)
+    blocks = math.ceil(config.num_sublayers / size)
     return (
         f"Retrofit into {blocks} blocks of {size} sublayers: max |logit difference| "
         f"[bold]{same['max_abs_logit_difference']:.1e}[/] at logits up to {same['max_abs_logit']:.1f}, "
@@ -274,30 +276,6 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, *times, console=console)
 
 
-def _check_target(out: Path, overwrite: bool) -> None:
-    if not out.exists():
-        return
-    if not overwrite:
-        raise FileExistsError(f"{out} exists. Choose another --out, or give --overwrite to replace it.")
-    if not (out / RESULTS).is_file():
-        raise FileExistsError(f"{out} was not written by the demo (it has no {RESULTS}). Choose another --out.")
-
-
-@contextlib.contextmanager
-def _directory_at_once(out: Path) -> Iterator[Path]:
-    """A temporary sibling of `out` that takes its place at the end, and is removed if anything goes wrong."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    target = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
-        yield target
-        if out.exists():
-            shutil.rmtree(out)
-        target.chmod(0o755)
-        target.rename(out)
-    finally:
-        shutil.rmtree(target, ignore_errors=True)
-
-
 @contextlib.contextmanager
 def _torch_threads(threads: int) -> Iterator[None]:
     before = torch.get_num_threads()
@@ -306,17 +284,3 @@ def _torch_threads(threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Without the notes on missing GPU kernels and the bars of loading and saving: the demo has a bar of its own."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()

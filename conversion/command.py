@@ -1,0 +1,97 @@
+"""`attnres convert`: plan, write beside the target, verify, and only then give the result its name."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from attnres import ResidualConfig
+from attnres.cli_support import directory_at_once
+
+from .checkpoint import Checkpoint, find, open_checkpoint
+from .convert import Plan, write
+from .verify import PROMPTS, compare, missing_memory
+
+
+def run_convert(
+    source: str,
+    target: Path,
+    make_plan: Callable[[Checkpoint], Plan],
+    *,
+    revision: str | None = None,
+    verify: bool | None = None,
+    text: Path | None = None,
+    hard_link: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """Convert the directory or Hub repository `source` into the directory `target`.
+
+    Args:
+        make_plan: one of the `plan_*` functions of `conversion.convert`, with its other arguments bound.
+        verify: compare the two models' logits; by default, if one of them fits in memory at float32.
+        text: compare on this file instead of the built-in prompts.
+
+    Raises:
+        OSError, RuntimeError, ValueError: nothing is left behind, and the message names the file, tensor or value.
+    """
+    console = Console()
+    folder = find(source, revision)
+    for one, other in ((folder, target), (target, folder)):
+        if one.resolve().is_relative_to(other.resolve()):
+            raise ValueError(f"{target} and {source} lie in each other. Choose another directory for the result.")
+    with directory_at_once(target, overwrite=overwrite, marker="config.json") as stage:
+        checkpoint = open_checkpoint(folder, stage)
+        plan = make_plan(checkpoint)
+        console.print(_describe(plan), soft_wrap=True, highlight=False)
+        with _progress(console) as progress:
+            task = progress.add_task("linking" if hard_link else "copying", total=plan.num_bytes)
+            write(plan, stage, hard_link=hard_link, on_bytes=lambda n: progress.advance(task, n))
+        _verify(console, plan, stage, verify, text)
+    console.print(f"Written to [bold]{target}[/].", soft_wrap=True, highlight=False)
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return Progress(*columns, TextColumn("left:"), TimeRemainingColumn(), console=console)
+
+
+def _describe(plan: Plan) -> str:
+    entries, config = plan.checkpoint.entries, plan.config
+    parts = [
+        f"{len(entries)} tensors in {len(plan.checkpoint.shards)} files, {plan.checkpoint.num_bytes / 1e6:,.1f} MB"
+    ]
+    if isinstance(config, ResidualConfig):
+        size, sublayers = config.attn_res_block_size, config.num_sublayers
+        kind = "Full AttnRes" if size == 1 else f"Block AttnRes, {-(-sublayers // size)} blocks of {size} sublayers"
+        parts.append(f"{config.model_type}: {kind} ({sublayers} sublayers), scale {config.attn_res_scale}")
+    else:
+        parts.append(f"{config.model_type}: standard residual connections")
+    if plan.added:
+        parts.append(f"{len(plan.added)} tensors added, {sum(t.nbytes for t in plan.added.values()) / 1e6:,.2f} MB")
+    if plan.dropped:
+        parts.append(f"{len(plan.dropped)} tensors left out")
+    return "\n".join(parts)
+
+
+def _verify(console: Console, plan: Plan, stage: Path, verify: bool | None, text: Path | None) -> None:
+    """Compare source and result and print how far they are apart.
+
+    Raises:
+        RuntimeError: they compute different functions.
+    """
+    if verify is False:
+        return
+    lacking = missing_memory(sum(math.prod(entry.shape) for entry in plan.checkpoint.entries.values()))
+    if verify is None and lacking:
+        console.print(f"Not verified: {lacking / 1e9:.1f} GB more memory are needed. --verify tries all the same.")
+        return
+    texts: Sequence[str] = PROMPTS if text is None else [text.read_text(encoding="utf-8")]
+    with console.status("Comparing the two models on text ..."):
+        comparison = compare(plan.checkpoint.folder, stage, texts)
+    console.print(f"Verified: {comparison}", soft_wrap=True, highlight=False)
+    if not plan.exact:
+        console.print('The scale "mean" equals the standard residual stream only up to the epsilons of the norms.')
+    elif not comparison.is_same:
+        raise RuntimeError(f"the result computes another function: {comparison}.")

@@ -1,0 +1,115 @@
+"""Do two checkpoints compute the same function? Their logits on text, one model in memory at a time."""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from attnres.cli_support import quiet_transformers
+
+RELATIVE_TOLERANCE = 1e-4  # of the largest logit, in float32
+MIN_AGREEMENT = 0.999  # two tokens whose logits differ by less than the tolerance may change places
+MAX_LENGTH, MAX_LOGITS = 512, 2**26  # tokens of a sequence; logits held of one model
+PROMPTS = (
+    "Once upon a time there was a lighthouse keeper who could not sleep.",
+    "The derivative of sin(x) is cos(x), and the integral of 1/x is",
+    "def fibonacci(n: int) -> int:\n    return n if n < 2 else",
+    '{"name": "Ada", "born": 1815, "languages": ["English", "French"]}',
+    "Der Zug nach Basel fährt heute von Gleis 7, nicht von Gleis 4.",
+    "水は摂氏百度で沸騰し、零度で凍る。",
+    "Q: Which planet has the most moons?\nA:",
+    "1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144,",
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a result's logits are from its source's, over all tokens; `kl` in nats per token, source to result."""
+
+    tokens: int
+    max_logit: float
+    max_difference: float
+    kl: float
+    agreement: float
+
+    @property
+    def is_same(self) -> bool:
+        """Equal to rounding. Not so if a logit is NaN."""
+        return self.max_difference <= RELATIVE_TOLERANCE * self.max_logit and self.agreement >= MIN_AGREEMENT
+
+    def __str__(self) -> str:
+        return (
+            f"max |logit difference| {self.max_difference:.1e} at logits up to {self.max_logit:.1f}, "
+            f"mean KL {self.kl:.1e}, top-1 agreement {self.agreement:.2%} ({self.tokens:,} tokens)"
+        )
+
+
+def compare(source: str | os.PathLike, result: str | os.PathLike, texts: Sequence[str] = PROMPTS) -> Comparison:
+    """Run both on the texts, or on random tokens where there is no tokenizer, in float32 (quantised ones as they are).
+
+    Raises:
+        ValueError: the two tokenizers give different tokens, or the texts have none.
+    """
+    with quiet_transformers():
+        sequences = _token_ids(source, texts)
+        if sequences is None:
+            vocab_size = AutoConfig.from_pretrained(source).vocab_size
+            sequences = list(torch.randint(vocab_size, (4, 64), generator=torch.Generator().manual_seed(0)))
+        elif _token_ids(result, texts) is None or not all(map(torch.equal, sequences, _token_ids(result, texts))):
+            raise ValueError(f"the tokenizers of {source} and {result} differ.")
+        expected, found = _logits(source, sequences), _logits(result, sequences)
+    # In float64 for the logarithms, and a sequence at a time; a NaN stays one in the maximum.
+    divergences, matches = [], []
+    for a, b in zip(expected, found):
+        log_p, log_q = a.double().log_softmax(-1), b.double().log_softmax(-1)
+        divergences.append(F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1))
+        matches.append(a.argmax(-1) == b.argmax(-1))
+    return Comparison(
+        tokens=sum(map(len, expected)),
+        max_logit=torch.stack([a.abs().max() for a in expected]).max().item(),
+        max_difference=torch.stack([(a - b).abs().max() for a, b in zip(expected, found)]).max().item(),
+        kl=torch.cat(divergences).mean().item(),
+        agreement=torch.cat(matches).double().mean().item(),
+    )
+
+
+def missing_memory(num_parameters: int) -> int:
+    """The bytes of memory that a comparison of models of this size in float32 lacks, or 0."""
+    return max(0, 4 * num_parameters + 16 * MAX_LOGITS - psutil.virtual_memory().available)
+
+
+def _token_ids(folder: str | os.PathLike, texts: Sequence[str]) -> list[Tensor] | None:
+    """The texts as token ids `[length]`, each cut into pieces of `MAX_LENGTH`; `None` without a tokenizer."""
+    if not any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = [torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long) for text in texts]
+    pieces = [piece for text in ids for piece in text.split(MAX_LENGTH) if len(piece) > 1]
+    if not pieces:
+        raise ValueError("the text has no two tokens to compare the models on.")
+    return pieces
+
+
+@torch.no_grad()
+def _logits(folder: str | os.PathLike, sequences: Sequence[Tensor]) -> list[Tensor]:
+    """The logits of each sequence, `[length, vocab]` in float32 on the CPU."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="auto").eval()
+    limit = math.ceil(MAX_LOGITS / model.config.vocab_size)
+    logits = []
+    for sequence in sequences:
+        sequence = sequence[:limit]
+        if len(sequence) == 0:
+            break
+        logits.append(model(sequence[None].to(model.device), use_cache=False).logits[0].float().cpu())
+        limit -= len(sequence)
+    return logits
+
+
+__all__ = ["PROMPTS", "Comparison", "compare", "missing_memory"]
