@@ -21,7 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from attnres.loading_attnres import explain_broken_shard
 
-CHUNK = 16 * 2**20
+CHUNK = 2**20  # stays in the cache between reading, checking and writing
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
