@@ -108,7 +108,7 @@ def find(source: str | os.PathLike, revision: str | None = None) -> Path:
     """The local directory of a model: `source` itself, or a snapshot of the Hub's repository of that name.
 
     Raises:
-        FileNotFoundError: it is neither.
+        FileNotFoundError: it is neither, or the Hub cannot be reached.
     """
     folder = Path(source)
     if folder.is_dir():
@@ -116,9 +116,13 @@ def find(source: str | os.PathLike, revision: str | None = None) -> Path:
     if folder.is_absolute() or str(source).startswith(".") or len(folder.parts) > 2:
         raise FileNotFoundError(f"{source} is not a directory.")
     small = ["config.json", "*.py", *SIDE_FILES]
-    folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=[*small, "model*.safetensors*"]))
-    if not any(folder.glob("model*.safetensors")):
-        snapshot_download(str(source), revision=revision, allow_patterns=["pytorch_model*.bin*"])
+    try:
+        folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=[*small, "model*.safetensors*"]))
+        if not any(folder.glob("model*.safetensors")):
+            snapshot_download(str(source), revision=revision, allow_patterns=["pytorch_model*.bin*"])
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise FileNotFoundError(f"{source} is not a directory, and the Hub does not give it: {reason}") from error
     return folder
 
 

@@ -58,10 +58,9 @@ def _progress(console: Console) -> Progress:
 
 
 def _describe(plan: Plan) -> str:
-    entries, config = plan.checkpoint.entries, plan.config
-    parts = [
-        f"{len(entries)} tensors in {len(plan.checkpoint.shards)} files, {plan.checkpoint.num_bytes / 1e6:,.1f} MB"
-    ]
+    checkpoint, config = plan.checkpoint, plan.config
+    files = "1 file" if len(checkpoint.shards) == 1 else f"{len(checkpoint.shards)} files"
+    parts = [f"{len(checkpoint.entries)} tensors in {files}, {checkpoint.num_bytes / 1e6:,.1f} MB"]
     if isinstance(config, ResidualConfig):
         size, sublayers = config.attn_res_block_size, config.num_sublayers
         kind = "Full AttnRes" if size == 1 else f"Block AttnRes, {-(-sublayers // size)} blocks of {size} sublayers"
@@ -92,6 +91,7 @@ def _verify(console: Console, plan: Plan, stage: Path, verify: bool | None, text
         comparison = compare(plan.checkpoint.folder, stage, texts)
     console.print(f"Verified: {comparison}", soft_wrap=True, highlight=False)
     if not plan.exact:
-        console.print('The scale "mean" equals the standard residual stream only up to the epsilons of the norms.')
+        note = 'The scale "mean" equals the standard residual stream only up to the epsilons of the norms.'
+        console.print(note, soft_wrap=True)
     elif not comparison.is_same:
         raise RuntimeError(f"the result computes another function: {comparison}.")
