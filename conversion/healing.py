@@ -1,0 +1,348 @@
+"""Does healing pay? A pretrained model continued for equal tokens, as it is and with attention residuals.
+
+    python -m attnres.conversion.healing --checkpoint DIR --corpus DIR
+
+Each run is stored as it ends, and runs already stored are not repeated. The settings were chosen by the runs of
+`SWEEPS`, on one seed and on a tenth of the training text; `REPORT` holds what is measured with other seeds on the
+validation text. What came out: `conversion/RESULTS.md`.
+"""
+
+import argparse
+import copy
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from attnres.analysis.depth_attention import depth_attention_map
+from attnres.conversion import retrofit
+from attnres.loading_attnres import attn_res_tensors
+from attnres.training.runs import Run, sequence_losses, train
+from attnres.training.text import read_documents
+
+LENGTH, HELD_OUT_LENGTH = 256, 512
+SELECTION_SEED = 10
+DECAY_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one model is continued. Rates are absolute; `attnres_rate` is that of pseudo-queries and key norms."""
+
+    block_size: int | None = None  # None: the standard model; 1: Full
+    trained: str = "all"
+    rate: float = 1e-3
+    attnres_rate: float = 1e-3
+    warmup: float = 0.1  # share of the steps
+    scale: str = "sum"
+    alone: float = 0.0  # share of the steps that trains the AttnRes tensors alone, before the rest joins
+    tokens: float = 1.0  # times the steps of --steps
+
+    @property
+    def is_standard(self) -> bool:
+        return self.block_size is None
+
+
+# What `trained` means, by (name of the tensor, is it one of the AttnRes tensors).
+TRAINED: dict[str, Callable[[str, bool], bool]] = {
+    "all": lambda name, attnres: True,
+    "all but key norms": lambda name, attnres: not (attnres and name.endswith("_norm.weight")),
+    "AttnRes": lambda name, attnres: attnres,
+    "queries": lambda name, attnres: attnres and not name.endswith("_norm.weight"),
+    "norms": lambda name, attnres: not attnres and "norm" in name,
+}
+
+SHORT_FULL = Recipe(1, rate=3e-4, attnres_rate=3e-4, tokens=0.5)
+SWEEPS: dict[str, dict[str, Recipe]] = {
+    "standard: rate": {f"{rate:g}": Recipe(rate=rate, tokens=0.5) for rate in (3e-5, 1e-4, 2e-4, 3e-4, 1e-3)},
+    "Full: rate of the backbone": {f"{rate:g}": replace(SHORT_FULL, rate=rate) for rate in (2e-4, 3e-4)},
+    "Full: rate of the AttnRes tensors": {
+        f"{rate:g}": replace(SHORT_FULL, attnres_rate=rate) for rate in (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+    },
+    "Full, AttnRes tensors only: their rate": {
+        f"{rate:g}": replace(SHORT_FULL, trained="AttnRes", attnres_rate=rate) for rate in (3e-3, 1e-2, 1e-3, 3e-2)
+    },
+    "Full: changes of the schedule": {
+        "none": SHORT_FULL,
+        "first quarter AttnRes tensors only, at 1e-3": replace(SHORT_FULL, alone=0.25, attnres_rate=1e-3),
+        "`mean` for `sum`": replace(SHORT_FULL, scale="mean"),
+        "key norms not trained": replace(SHORT_FULL, trained="all but key norms"),
+        "no warm-up": replace(SHORT_FULL, warmup=0.0),
+        "warm-up over 30% of the steps": replace(SHORT_FULL, warmup=0.3),
+    },
+}
+REPORT: dict[str, Recipe] = {
+    "standard": Recipe(rate=3e-4),
+    "Full": Recipe(1),
+}
+
+
+@dataclass(frozen=True)
+class Data:
+    """Packed tokens: `[n, LENGTH]` to train on; `[n, HELD_OUT_LENGTH]` to select settings by, and to report."""
+
+    train: Tensor
+    selection: Tensor
+    valid: Tensor
+
+
+def pack(documents: list[str], tokenizer: PreTrainedTokenizerBase, length: int) -> Tensor:
+    """Token ids `[blocks, length]` of the documents in one stream, each after the beginning-of-text token.
+
+    That is how the stories models were trained; `attnres.training.text.pack` ends documents instead.
+    """
+    tokenized = tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = [token for document in tokenized for token in (tokenizer.bos_token_id, *document)]
+    blocks = len(ids) // length
+    if blocks == 0:
+        raise ValueError(f"{len(ids)} tokens are less than one block of {length}. Give a longer text.")
+    return torch.tensor(ids[: blocks * length], dtype=torch.long).view(blocks, length)
+
+
+def load_data(corpus: Path, tokenizer: PreTrainedTokenizerBase) -> Data:
+    """`train.txt` of the folder, every tenth document of it kept for selection, and `valid.txt`."""
+    train_documents, valid = (read_documents(corpus / f"{name}.txt", 10**9) for name in ("train", "valid"))
+    return Data(
+        pack([d for i, d in enumerate(train_documents) if i % 10], tokenizer, LENGTH),
+        pack(train_documents[::10], tokenizer, HELD_OUT_LENGTH),
+        pack(valid, tokenizer, HELD_OUT_LENGTH),
+    )
+
+
+def prepare(start: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
+    """A copy of the pretrained model under the recipe's residual connection, at the same function for `sum`."""
+    model = copy.deepcopy(start)
+    if not recipe.is_standard:
+        model = retrofit(model, block_size=recipe.block_size, scale=recipe.scale)
+    return model
+
+
+def continue_training(
+    model: PreTrainedModel, blocks: Tensor, recipe: Recipe, steps: int, batch_size: int, seed: int, on_step: Callable
+) -> None:
+    """Train in place. The seed alone decides which blocks are seen; the recipe only how."""
+    order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(seed))
+    wanted = steps * batch_size
+    blocks = blocks[order.repeat(-(-wanted // len(blocks)))[:wanted]]
+    alone = round(recipe.alone * steps)
+    for first, last, trained in ((0, alone, "AttnRes"), (alone, steps, recipe.trained)):
+        if first == last:
+            continue
+        attnres = attn_res_tensors(model)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(TRAINED[trained](name, name in attnres))
+        run = Run(
+            last - first,
+            batch_size,
+            recipe.rate,
+            warmup_steps=round(recipe.warmup * (last - first)),
+            decay_steps=round(DECAY_SHARE * steps) if last == steps else 0,
+            residual_lr_factor=recipe.attnres_rate / recipe.rate,
+            seed=seed,
+        )
+        train(model, blocks[first * batch_size : last * batch_size], run, on_step)
+
+
+def measure(
+    start: PreTrainedModel, data: Data, recipe: Recipe, seed: int, steps: int, batch_size: int, on_step: Callable
+) -> dict[str, Any]:
+    """One run: held-out loss (nats/token) after it, and the depth attention."""
+    began = time.monotonic()
+    steps = round(recipe.tokens * steps)
+    held_out = data.selection if seed == SELECTION_SEED else data.valid
+    model = prepare(start, recipe)
+    continue_training(model, data.train, recipe, steps, batch_size, seed, on_step)
+    result = {
+        "recipe": asdict(recipe),
+        "seed": seed,
+        "tokens": steps * batch_size * LENGTH,
+        "after": mean_loss(model, held_out),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    if not recipe.is_standard:
+        weights = depth_attention_map(model.eval(), held_out[:32].split(16))
+        result["depth_attention"] = [[round(w, 4) for w in row[~row.isnan()].tolist()] for row in weights]
+    return result
+
+
+def mean_loss(model: PreTrainedModel, blocks: Tensor) -> float:
+    return round(sequence_losses(model, blocks).mean().item(), 6)
+
+
+class Store:
+    """The runs in a JSON file, rewritten at once after each."""
+
+    def __init__(self, path: Path, setting: dict[str, Any]):
+        self.path, self.content = path, {"setting": setting, "runs": []}
+        if path.exists():
+            self.content = json.loads(path.read_text())
+            if self.content["setting"] != setting:
+                raise ValueError(
+                    f"{path} holds runs of another setting, {self.content['setting']}; this one is {setting}. "
+                    "Choose another --results."
+                )
+
+    def find(self, recipe: Recipe, seed: int) -> dict[str, Any] | None:
+        wanted = asdict(recipe), seed
+        return next((run for run in self.content["runs"] if (run["recipe"], run["seed"]) == wanted), None)
+
+    def add(self, run: dict[str, Any]) -> None:
+        self.content["runs"].append(run)
+        lines = ",\n".join(json.dumps(run) for run in self.content["runs"])  # a line for each
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_at_once(self.path, f'{{"setting": {json.dumps(self.content["setting"])}, "runs": [\n{lines}\n]}}\n')
+
+
+def write_at_once(path: Path, text: str) -> None:
+    """Write a file so that whoever reads it finds the old text or the new one."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+        file.write(text)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+
+
+def run_all(start: PreTrainedModel, data: Data, store: Store, wanted: list[tuple[str, Recipe, int]]) -> None:
+    """Run what the store lacks of (label, recipe, seed)."""
+    steps, batch_size = store.content["setting"]["steps"], store.content["setting"]["batch_size"]
+    missing = {(recipe, seed): label for label, recipe, seed in wanted if not store.find(recipe, seed)}
+    console = Console()
+    console.print(f"{len(wanted)} runs, of which {len(wanted) - len(missing)} are stored.")
+
+    @cache
+    def loss_at_step_0(block_size: int | None, scale: str, selecting: bool) -> float:
+        model = prepare(start, Recipe(block_size=block_size, scale=scale))
+        return mean_loss(model, data.selection if selecting else data.valid)
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
+    times = (TimeElapsedColumn(), TextColumn("elapsed, left:"), TimeRemainingColumn(elapsed_when_finished=False))
+    with Progress(*columns, *times, console=console) as progress:
+        total = sum(round(r.tokens * steps) for r, _ in missing)
+        bar = progress.add_task("", total=total)
+        for (recipe, seed), label in missing.items():
+            progress.update(bar, description=f"{label}, seed {seed}")
+            run = measure(start, data, recipe, seed, steps, batch_size, lambda: progress.advance(bar))
+            run["before"] = loss_at_step_0(recipe.block_size, recipe.scale, seed == SELECTION_SEED)
+            store.add(run)
+            console.print(f"{label}, seed {seed}: {run['before']:.4f} -> {run['after']:.4f}, {run['seconds']:.0f} s")
+        progress.update(bar, description="done")
+
+
+def report_table(store: Store, seeds: list[int]) -> str:
+    """Held-out loss of the reported recipes, mean and standard deviation over the seeds, paired with `standard`."""
+    rows = [
+        "| model | trained | tokens | held-out loss | minus standard | minus start |",
+        "|---|---|---|---|---|---|",
+    ]
+    for label, recipe in REPORT.items():
+        baseline = replace(REPORT["standard"], tokens=recipe.tokens)
+        runs = [(store.find(recipe, seed), store.find(baseline, seed)) for seed in seeds]
+        runs = [(run, standard) for run, standard in runs if run and standard]
+        if not runs:
+            continue
+        against_standard = [run["after"] - standard["after"] for run, standard in runs]
+        against_start = [run["after"] - standard["before"] for run, standard in runs]
+        cells = (
+            label,
+            recipe.trained,
+            f"{runs[0][0]['tokens']:,}",
+            spread([run["after"] for run, _ in runs]),
+            "" if recipe == baseline else spread(against_standard, sign="+"),
+            spread(against_start, sign="+"),
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def sweep_table(store: Store, title: str) -> str:
+    """The recipes of one sweep, each on the selection seed and text."""
+    rows = [f"| {title} | loss at step 0 | loss | minus standard |", "|---|---|---|---|"]
+    for label, recipe in SWEEPS[title].items():
+        run = store.find(recipe, SELECTION_SEED)
+        standard = store.find(replace(REPORT["standard"], tokens=recipe.tokens), SELECTION_SEED)
+        if run:
+            difference = f"{run['after'] - standard['after']:+.4f}" if standard else ""
+            rows.append(f"| {label} | {run['before']:.4f} | {run['after']:.4f} | {difference} |")
+    return "\n".join(rows)
+
+
+def spread(values: list[float], sign: str = "") -> str:
+    deviation = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{mean(values):{sign}.4f}{deviation}"
+
+
+def update_tables(path: Path, tables: dict[str, str]) -> None:
+    """Write each table between the marks `<!-- NAME -->` and `<!-- end -->` of a Markdown file, or to a new file."""
+    text = path.read_text() if path.exists() else ""
+    for name, table in tables.items():
+        begin, end = f"<!-- {name} -->\n", "\n<!-- end -->"
+        if begin not in text:
+            text += f"\n{begin}{end}\n"
+        head, _, rest = text.partition(begin)
+        text = head + begin + table + end + rest.partition(end)[2]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_at_once(path, text)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    groups = ["report", *SWEEPS]
+    parser = argparse.ArgumentParser(prog="python -m attnres.conversion.healing", description=__doc__.split("\n")[0])
+    parser.add_argument("--checkpoint", type=Path, required=True, help="directory of the pretrained model")
+    parser.add_argument("--corpus", type=Path, required=True, help="directory with train.txt and valid.txt")
+    parser.add_argument("--groups", nargs="+", choices=groups, default=groups, metavar="GROUP", help=f"of {groups}")
+    parser.add_argument(
+        "--recipes",
+        nargs="+",
+        choices=REPORT,
+        default=list(REPORT),
+        metavar="NAME",
+        help=f"of the group report, of {list(REPORT)}",
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the group report")
+    parser.add_argument("--steps", type=int, default=512)
+    parser.add_argument("--batch-size", type=int, default=4, help=f"sequences of {LENGTH} tokens")
+    parser.add_argument("--results", type=Path, default=Path("conversion/results/healing.json"))
+    parser.add_argument("--tables", type=Path, default=Path("conversion/RESULTS.md"), help="Markdown file to update")
+    options = parser.parse_args(arguments)
+    if SELECTION_SEED in options.seeds:
+        parser.error(f"--seeds: seed {SELECTION_SEED} is the one that settings were chosen by")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)  # for so small a model more gain little, and the numbers would depend on the machine
+    store = Store(options.results, {"steps": options.steps, "batch_size": options.batch_size})
+    start = AutoModelForCausalLM.from_pretrained(options.checkpoint)
+    data = load_data(options.corpus, AutoTokenizer.from_pretrained(options.checkpoint))
+    wanted = []
+    for group in options.groups:
+        if group == "report":
+            wanted += [(name, REPORT[name], seed) for seed in options.seeds for name in options.recipes]
+        else:
+            wanted += [(f"{group}: {label}", recipe, SELECTION_SEED) for label, recipe in SWEEPS[group].items()]
+    run_all(start, data, store, wanted)
+    tables = {"report": report_table(store, options.seeds)}
+    update_tables(options.tables, tables | {title: sweep_table(store, title) for title in SWEEPS})
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
