@@ -16,7 +16,7 @@ def depth_attention_map(model: PreTrainedModel, batches: Iterable[Tensor]) -> Te
         batches: token ids, each `[batch, seq]`.
 
     Returns:
-        `[2 * layers + 1, sources]` in float32: a row for each sublayer in turn and one for the output. Rows sum to one;
+        `[sublayers + 1, sources]` in float32: a row for each sublayer in turn and one for the output. Rows sum to one;
         sources that a sublayer does not have are NaN.
 
     Raises:

@@ -20,7 +20,7 @@ def plot_depth_attention(weights: Tensor, path: str | os.PathLike, block_size: i
     A cell shows the weight; its colour how that compares with uniform weights, which every row starts from.
 
     Args:
-        weights: `[2 * layers + 1, sources]`, NaN where a sublayer lacks a source.
+        weights: `[sublayers + 1, sources]`, NaN where a sublayer lacks a source.
         path: the PNG file to write.
         block_size: block size S in sublayers, which names the sources.
     """

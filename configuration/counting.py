@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
-from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearExperts
 
 
 @dataclass(frozen=True)
@@ -29,16 +28,16 @@ class ParameterCount:
 
 
 def count_parameters(config: PreTrainedConfig) -> ParameterCount:
-    """Count the parameters of the causal language model of a configuration, AttnRes or plain Kimi Linear."""
+    """Count the parameters of the causal language model of a configuration, of the family or of `transformers`."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     # `parameters()` of the whole names a tied parameter once; the set does so for the two embeddings.
     embeddings = {*model.get_input_embeddings().parameters(), *model.get_output_embeddings().parameters()}
-    routed_experts = [module for module in model.modules() if isinstance(module, KimiLinearExperts)]
+    # `MixtralExperts`, `KimiLinearExperts`, ...: all of a layer's routed experts, stacked along the first axis.
+    routed_experts = [module for module in model.modules() if type(module).__name__.endswith("Experts")]
 
     total = _size(model.parameters())
     non_embedding = total - _size(embeddings)
-    # The experts of a layer are stacked along the first axis, so each has an equal share of it.
     idle = sum(
         _size(experts.parameters()) // experts.num_experts * (experts.num_experts - config.num_experts_per_tok)
         for experts in routed_experts

@@ -65,7 +65,7 @@ class AttnRes(ResidualConnection):
         super().__init__(config, sublayer)
         self.block_size = config.attn_res_block_size
         self.scale = config.attn_res_scale
-        self.eps = getattr(config, "rms_norm_eps", None) or config.layer_norm_eps
+        self.eps = _norm_eps(config)
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size))
 
     def forward(self, state: DepthState, norm_weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,6 +98,12 @@ class ResidualNorm(nn.Module):
 
     def forward(self) -> Tensor | None:
         return self.weight
+
+
+def _norm_eps(config: PreTrainedConfig) -> float:
+    """Epsilon of the key norm: that of the backbone's own norms, whatever it calls it."""
+    names = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")
+    return next((getattr(config, name) for name in names if hasattr(config, name)), 1e-6)
 
 
 _CONNECTIONS: dict[str, type[ResidualConnection]] = {"standard": StandardResidual, "attn_res": AttnRes}

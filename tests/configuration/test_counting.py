@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import KimiLinearConfig
+from transformers import AutoConfig, KimiLinearConfig
 
 from attnres import AttnResForCausalLM
 from attnres.configuration import count_parameters, load
@@ -22,6 +22,21 @@ def test_activated_parameters_are_those_of_a_model_with_only_the_top_k_experts(t
     without_idle_experts = count_parameters(tiny_config(num_local_experts=3, num_experts_per_tok=3))
     router_rows = (8 - 3) * config.hidden_size * config.mlp_layer_types.count("sparse")
     assert count_parameters(config).activated_non_embedding == without_idle_experts.non_embedding + router_rows
+
+
+@pytest.mark.parametrize(
+    ("model_type", "experts_field"),
+    [("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts"), ("attnres_deepseek_v3", "n_routed_experts")],
+)
+def test_the_experts_of_other_backbones_count_alike(model_type, experts_field):
+    shape = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "n_group": 1}
+
+    def count(num_experts: int):
+        fields = {**shape, experts_field: num_experts, "num_experts_per_tok": 2, "topk_group": 1}
+        return count_parameters(AutoConfig.for_model(model_type, first_k_dense_replace=0, **fields))
+
+    router_rows = (8 - 2) * 32 * 2
+    assert count(8).activated_non_embedding == count(2).non_embedding + router_rows
 
 
 def test_without_experts_every_parameter_is_activated(tiny_config):
