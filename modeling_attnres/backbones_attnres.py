@@ -4,12 +4,17 @@ Each class is the backbone's own behind a mixin of `decoder_attnres`. They are m
 a configuration, so that a backbone that nobody uses costs no import.
 """
 
+import re
 import sys
 from functools import cache
 
 import transformers
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.conversion_mapping import (
+    WeightRenaming,
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .configuration_attnres import ResidualConfig
@@ -73,10 +78,23 @@ def models_on(backbone: str) -> dict[str, type[ResidualPreTrainedModel]]:
     for auto_class, a_class in classes.items():
         a_class.auto_classes = {key: value.__name__ for key, value in classes.items()}
         a_class.register_for_auto_class(auto_class)
-    # Checkpoints have the layout of the backbone's. `transformers` knows those that differ by their model type.
-    if mapping := get_checkpoint_conversion_mapping(backbone):
-        register_checkpoint_conversion_mapping(config_class.model_type, mapping, overwrite=True)
+    # Checkpoints have the layout of the backbone's. `transformers` knows those that differ by model type or class name.
+    _take_layout(backbone, config_class.model_type)
+    for parent, a_class in ((model, model_class), (causal_lm, classes["AutoModelForCausalLM"])):
+        _take_layout(parent.__name__, a_class.__name__)
     return classes
+
+
+def _take_layout(backbone: str, member: str) -> None:
+    """Register the layout that checkpoints of a `backbone`, a model type or class name, have for a `member` as well."""
+    mapping = get_checkpoint_conversion_mapping(backbone)
+    if mapping is None:
+        return
+    # Reversed, on saving, a target like `.mlp.` is a regular expression, which `.mlp_res_proj` would match as well.
+    for i, rule in enumerate(mapping):
+        if type(rule) is WeightRenaming and all(re.fullmatch(r"\.[\w.]+\.", name) for name in rule.target_patterns):
+            mapping[i] = WeightRenaming(rule.source_patterns, [re.escape(name) for name in rule.target_patterns])
+    register_checkpoint_conversion_mapping(member, mapping, overwrite=True)
 
 
 def _make(parent: type, mixin: type, name: str | None = None, **members) -> type:

@@ -11,13 +11,24 @@ import torch
 from attnres import AttnResForCausalLM
 
 
-@pytest.fixture(scope="session")
-def straight_line() -> ModuleType:
-    """The module `straight_line.py` beside this file."""
-    spec = importlib.util.spec_from_file_location("straight_line", Path(__file__).with_name("straight_line.py"))
+def load(path: Path) -> ModuleType:
+    """The module in a file that is no test."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def straight_line() -> ModuleType:
+    """The module `straight_line.py` beside this file."""
+    return load(Path(__file__).with_name("straight_line.py"))
+
+
+@pytest.fixture(scope="session")
+def backbones() -> ModuleType:
+    """The module `tests/conversion/backbones.py`."""
+    return load(Path(__file__).parents[1] / "conversion" / "backbones.py")
 
 
 @pytest.fixture

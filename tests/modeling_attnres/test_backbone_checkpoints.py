@@ -1,0 +1,166 @@
+"""Checkpoints on every backbone: the layout is the backbone's own plus the AttnRes tensors, and what is saved loads."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from attnres import BACKBONES
+from attnres.loading_attnres import attn_res_tensors
+
+CASES = [*sorted(BACKBONES), "gpt_neox, sequential", "llama, tied"]
+SHARD_SIZE = "20KB"  # of models of about 200 KB
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+
+
+def on_disk(folder: Path) -> dict[str, Tensor]:
+    """All tensors in the safetensors files of a directory."""
+    tensors = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return tensors
+
+
+@pytest.fixture
+def save(tmp_path) -> Callable[..., Path]:
+    """`save(model, dtype)`: the directory of shards that a model is saved to, in this dtype."""
+
+    def to_disk(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> Path:
+        folder = tmp_path / type(model).__name__
+        model.to(dtype).save_pretrained(folder, max_shard_size=SHARD_SIZE)
+        assert len(list(folder.glob("*.safetensors"))) > 3
+        return folder
+
+    return to_disk
+
+
+@torch.no_grad()
+@DTYPES
+@pytest.mark.parametrize("case", CASES)
+def test_a_saved_model_loads_back_from_shards(backbones, save, case, dtype):
+    model, token_ids = backbones.build_member(case, attn_res_block_size=3), backbones.token_ids()
+    expected = model(token_ids).logits
+    folder = save(model, dtype)
+    loaded, report = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert type(loaded) is type(model)
+    assert not any(report.values())
+    assert {tensor.dtype for tensor in loaded.parameters()} == {dtype}
+    tensors = model.state_dict()
+    assert all(torch.equal(tensor, tensors[name].to(tensor.dtype)) for name, tensor in loaded.state_dict().items())
+    if dtype == torch.float32:
+        assert torch.equal(loaded(token_ids).logits, expected)
+
+
+@torch.no_grad()
+@DTYPES
+@pytest.mark.parametrize("case", CASES)
+def test_the_checkpoint_of_a_backbone_loads_with_only_attn_res_tensors_new(backbones, save, case, dtype):
+    token_ids, member = backbones.token_ids(), backbones.build_member(case)
+    folder = save(backbones.build(case), dtype)
+    fields = {"attn_res_scale": "sum", "attn_res_block_size": 3, "dtype": "auto"}
+    model, report = type(member).from_pretrained(folder, **fields, output_loading_info=True)
+    new = attn_res_tensors(model)
+    assert set(report.pop("missing_keys")) == set(new) == set(attn_res_tensors(member))
+    assert not any(report.values())
+    for name, tensor in new.items():
+        assert torch.equal(tensor, torch.zeros_like(tensor) if "_proj" in name else torch.ones_like(tensor))
+    standard = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in standard.state_dict().items())
+    if dtype == torch.float32:
+        expected = standard(token_ids).logits
+        assert (model(token_ids).logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "kimi_linear"])  # see test_published_layout.py
+def test_the_names_on_disk_are_those_of_the_backbone_and_the_attn_res_tensors(backbones, save, case):
+    member = backbones.build_member(case)
+    theirs, ours = on_disk(save(backbones.build(case))), on_disk(save(member))
+    assert set(ours) == set(theirs) | set(attn_res_tensors(member))
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    for name, tensor in attn_res_tensors(member).items():
+        assert torch.equal(ours[name], tensor)
+
+
+def test_the_names_of_the_attn_res_tensors_are_those_of_the_released_weights(backbones):
+    def suffixes(case: str) -> set[str]:
+        names = attn_res_tensors(backbones.build_member(case, num_hidden_layers=2 if case == "llama" else 1))
+        assert len({name.split(".")[0] for name in names}) == 1
+        return {name.partition(".")[2].removesuffix(".weight") for name in names}
+
+    output = {"output_attn_res_proj", "output_attn_res_norm"}
+    assert suffixes("llama") == output | {
+        f"layers.{i}.{sublayer}_res_{kind}"
+        for i in (0, 1)
+        for sublayer in ("self_attention", "mlp")
+        for kind in ("proj", "norm")
+    }
+    assert suffixes("gpt_neox") == output | {"layers.0.parallel_res_proj", "layers.0.parallel_res_norm"}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["llama", "gemma3_text", "gpt_neox", "mixtral"])
+def test_what_one_head_saved_loads_into_the_others(backbones, save, case):
+    model, token_ids = backbones.build_member(case, attn_res_block_size=3), backbones.token_ids()
+    folder = save(model)
+    base = AutoModel.from_pretrained(folder)
+    assert torch.equal(base(token_ids).last_hidden_state, model.base_model(token_ids).last_hidden_state)
+    classifier, report = AutoModelForSequenceClassification.from_pretrained(
+        folder, num_labels=3, output_loading_info=True
+    )
+    assert report["missing_keys"] == {"score.weight"}
+    again = AutoModelForSequenceClassification.from_pretrained(save(classifier))
+    assert torch.equal(again(token_ids).logits, classifier(token_ids).logits)
+    assert torch.equal(again.base_model(token_ids).last_hidden_state, base(token_ids).last_hidden_state)
+
+
+def test_router_biases_stay_in_float32_as_they_do_in_the_backbone(backbones, save):
+    folder = save(backbones.build_member("deepseek_v3"))
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    kept = {name for name, tensor in loaded.state_dict().items() if tensor.dtype == torch.float32}
+    assert kept == {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (2, 3, 4)}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["llama", "gemma3_text", "gpt_neox", "mixtral"])
+def test_wherever_its_parts_are_placed_the_model_computes_the_same(backbones, save, case, tmp_path):
+    model, token_ids = backbones.build_member(case, attn_res_block_size=3), backbones.token_ids()
+    expected, folder = model(token_ids).logits, save(model)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(folder, device_map="cpu")(token_ids).logits, expected)
+
+    room = {"cpu": sum(tensor.nbytes for tensor in model.parameters()) * 6 // 10}
+    offloaded = AutoModelForCausalLM.from_pretrained(
+        folder, device_map="auto", max_memory=room, offload_folder=tmp_path / "offload"
+    )
+    assert "disk" in offloaded.hf_device_map.values()
+    assert any(tensor.is_meta for tensor in attn_res_tensors(offloaded).values())
+    layers = [name for name in offloaded.hf_device_map if ".layers." in name]
+    assert layers and not [name for name in layers if not name.rpartition(".")[2].isdigit()], "a layer is split"
+    assert torch.equal(offloaded(token_ids).logits, expected)
+
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    cpu_offload(loaded, execution_device="cpu")
+    assert torch.equal(loaded(token_ids).logits, expected)
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt_neox"])
+def test_a_checkpoint_that_lacks_some_attn_res_tensors_is_refused_by_name(backbones, tmp_path, case):
+    model = backbones.build_member(case)
+    lost = sorted(attn_res_tensors(model))[0]
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != lost}
+    model.save_pretrained(tmp_path, state_dict=tensors)
+    with pytest.raises(ValueError, match=f"missing: {lost}. Restore"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_the_code_beside_the_weights_holds_every_class_that_the_configuration_names(backbones, save):
+    folder = save(backbones.build_member("llama"))
+    references = AutoConfig.from_pretrained(folder).auto_map
+    assert set(references) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"}
+    assert {reference.partition(".")[0] for reference in references.values()} == {"backbones_attnres"}
+    assert {path.stem for path in folder.glob("*.py")} >= {"backbones_attnres", "decoder_attnres", "sublayers_attnres"}
