@@ -1,0 +1,82 @@
+"""Fixtures of the conversion tests: a standard model of every backbone, and what it computes."""
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+_spec = importlib.util.spec_from_file_location("backbones", Path(__file__).with_name("backbones.py"))
+_backbones = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_backbones)
+
+
+@dataclass
+class Original:
+    """A standard model and what it computed before anything was made of it."""
+
+    case: str
+    model: PreTrainedModel
+    token_ids: Tensor  # [2, 11]
+    logits: Tensor
+    sequences: Tensor
+    step_logits: Tensor  # [step, batch, vocab]
+    gradients: dict[str, Tensor]
+
+
+@pytest.fixture(scope="session")
+def backbones():
+    """The module `backbones.py` beside this file."""
+    return _backbones
+
+
+@pytest.fixture(scope="session")
+def generate():
+    """`generate(model, token_ids)`: 8 greedy tokens for a batch whose first row is padded on the left.
+
+    Returns the sequences, and the logits of every step, `[step, batch, vocab]`.
+    """
+
+    def run(model: PreTrainedModel, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        mask = torch.ones_like(token_ids)
+        mask[0, :4] = 0
+        found = model.generate(
+            token_ids.masked_fill(mask == 0, 0),
+            attention_mask=mask,
+            max_new_tokens=8,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        return found.sequences, torch.stack(found.logits)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def gradients():
+    """`gradients(model, token_ids)`: of the language modelling loss, by parameter, for those that have one."""
+
+    def run(model: PreTrainedModel, token_ids: Tensor) -> dict[str, Tensor]:
+        model.zero_grad()
+        model(token_ids, labels=token_ids).loss.backward()
+        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        return found
+
+    return run
+
+
+@pytest.fixture(scope="session", params=_backbones.CASES)
+def original(request, generate, gradients) -> Original:
+    """Every case of `backbones.py` in turn, one at a time."""
+    model, token_ids = _backbones.build(request.param), _backbones.token_ids()
+    with torch.no_grad():
+        logits = model(token_ids).logits
+    sequences, step_logits = generate(model, token_ids)
+    return Original(request.param, model, token_ids, logits, sequences, step_logits, gradients(model, token_ids))

@@ -1,0 +1,90 @@
+"""On every backbone a retrofitted model computes the function of the model it was made from."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnres import BACKBONES
+from attnres.conversion import retrofit
+
+BLOCK_SIZES = {"full": 1, "S=2": 2, "S=3": 3, "S=6": 6}
+EVERY_BLOCK_SIZE = pytest.mark.parametrize("block_size", BLOCK_SIZES.values(), ids=BLOCK_SIZES)
+
+
+def relative_difference(a: Tensor, b: Tensor) -> float:
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+def test_every_backbone_of_the_family_is_tested(backbones):
+    assert {model_type for model_type, _ in backbones.CASES.values()} == set(BACKBONES)
+
+
+@EVERY_BLOCK_SIZE
+def test_logits_stay_the_same(original, block_size):
+    model = retrofit(original.model, block_size=block_size)
+    assert (model.config.residual_connection, model.config.attn_res_scale) == ("attn_res", "sum")
+    with torch.no_grad():
+        logits = model(original.token_ids).logits
+    assert original.logits.abs().max() >= 5, "the comparison needs logits of some size"
+    assert relative_difference(logits, original.logits) <= 1e-4
+    assert torch.equal(logits.argmax(-1), original.logits.argmax(-1))
+
+
+@pytest.mark.parametrize(
+    "block_size",
+    # Generation takes longest; what S = 2 and S = 6 could add to the other two is in the tests of logits already.
+    [
+        pytest.param(size, id=name, marks=[pytest.mark.slow] if size in (2, 6) else [])
+        for name, size in BLOCK_SIZES.items()
+    ],
+)
+def test_cached_generation_under_left_padding_stays_the_same(original, block_size, generate):
+    sequences, step_logits = generate(retrofit(original.model, block_size=block_size), original.token_ids)
+    assert torch.equal(sequences, original.sequences)
+    assert relative_difference(step_logits, original.step_logits) <= 1e-4
+
+
+@EVERY_BLOCK_SIZE
+def test_shared_weights_get_the_same_gradients(original, block_size, gradients):
+    found = gradients(retrofit(original.model, block_size=block_size), original.token_ids)
+    assert set(original.gradients) <= set(found)
+    # A softmax cancels some biases of its keys: their gradients are rounding, far below those of the whole model.
+    scale = max(gradient.abs().max() for gradient in original.gradients.values())
+    for name, expected in original.gradients.items():
+        difference = (found[name] - expected).abs().max()
+        assert difference <= 1e-4 * max(expected.abs().max(), 1e-3 * scale), name
+
+
+def test_in_bf16_it_differs_no_more_than_two_evaluation_orders_of_the_original(original, backbones):
+    """The orders: the terms of the residual stream added from the last to the first, or the embedding last; or eager
+    attention, which rounds in other places. Depth attention is another such order: it adds blocks, in float32.
+
+    Differences are those of the median token: where rounding changes a token's experts, or its neighbours', it moves by
+    whole experts in any order. The medians of 264 tokens scatter by some percent.
+    """
+    model = copy.deepcopy(original.model)
+    for (
+        parameter
+    ) in model.parameters():  # not the buffers: as loaded in bf16, frequencies and router biases stay float32
+        parameter.data = parameter.to(torch.bfloat16)
+    token_ids = torch.randint(3, backbones.VOCABULARY, (24, 11), generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        expected = model(token_ids).logits.float()
+
+    def difference(logits: Tensor) -> float:
+        return (logits.float() - expected).square().mean(-1).sqrt().median().item()
+
+    last_to_first = backbones.straight_line(model, token_ids, lambda v: sum(reversed(v[:-1]), v[-1]))
+    embedding_last = backbones.straight_line(model, token_ids, lambda v: sum(v[2:], v[1]) + v[0] if v[1:] else v[0])
+    with torch.no_grad():
+        attention = model.config._attn_implementation
+        model.set_attn_implementation("eager")
+        eager = model(token_ids).logits
+        model.set_attn_implementation(attention)
+        for block_size in BLOCK_SIZES.values():
+            logits = retrofit(model, block_size=block_size)(token_ids).logits
+            assert logits.dtype == torch.bfloat16
+            largest = max(map(difference, (last_to_first, embedding_last, eager)))
+            assert 0 < difference(logits) <= 1.05 * largest
