@@ -82,6 +82,9 @@ def _verify(console: Console, plan: Plan, stage: Path, verify: bool | None, text
     """
     if verify is False:
         return
+    if verify is None and getattr(plan.config, "quantization_config", None) is not None:
+        console.print("Not verified: quantised weights need packages of their own. --verify tries all the same.")
+        return
     lacking = missing_memory(sum(math.prod(entry.shape) for entry in plan.checkpoint.entries.values()))
     if verify is None and lacking:
         console.print(f"Not verified: {lacking / 1e9:.1f} GB more memory are needed. --verify tries all the same.")

@@ -110,6 +110,6 @@ def main() -> None:
     """Run the command line; errors of the work itself end in one line."""
     try:
         app()
-    except (OSError, RuntimeError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"attnres: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(1)
