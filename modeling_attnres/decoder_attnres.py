@@ -30,6 +30,8 @@ from .sublayers_attnres import Sublayers
 
 # Modules that mix tokens: they take the keyword arguments of the layer and return a tuple, output first.
 _ATTENTION = ("attention", "self_attn")
+# Names that the first sublayer of a layer may have: what it reads is what is recorded as the layer's input.
+_FIRST_SUBLAYER = ("self_attention_res", "parallel_res")
 
 
 class ResidualDecoderLayer:
@@ -39,7 +41,12 @@ class ResidualDecoderLayer:
     is_last: bool
 
     def connect(self, config: ResidualConfig, sublayers: Sublayers, layer_idx: int) -> None:
-        """Add a residual connection for each of the `sublayers` to a layer that its backbone has built."""
+        """Add a residual connection for each of the `sublayers` to a layer that its backbone has built.
+
+        Raises:
+            ValueError: a declared sublayer does not fit the layer.
+        """
+        _check_declaration(self, config.backbone, sublayers)
         self.sublayers = sublayers
         self.is_last = layer_idx == config.num_hidden_layers - 1
         for i, sublayer in enumerate(sublayers):
@@ -89,7 +96,7 @@ class ResidualPreTrainedModel:
         # The input of every decoder layer, then that of the final norm (whose output takes the place of the latter).
         reads = [
             OutputRecorder(ResidualConnection, index=0, layer_name=name, capture_initial_hidden_state=False)
-            for name in ("self_attention_res_proj", "parallel_res_proj", "output_attn_res_proj")
+            for name in (*(f"{first}_proj" for first in _FIRST_SUBLAYER), "output_attn_res_proj")
         ]
         depth_attentions = OutputRecorder(ResidualConnection, index=1)
         recorded = getattr(cls, "_can_record_outputs", None) or {}
@@ -169,6 +176,8 @@ class ResidualModel(ResidualPreTrainedModel):
 
     def _connect(self) -> None:
         sublayers = self.config.sublayers
+        if not isinstance(getattr(self, "layers", None), nn.ModuleList):
+            raise ValueError(f"the decoder of {self.config.backbone!r} does not keep its layers in `layers`.")
         for i, layer in enumerate(self.layers):
             layer.__class__ = self.layer_class
             layer.connect(self.config, sublayers, i)
@@ -229,6 +238,33 @@ class ResidualForSequenceClassification(ResidualHead, GenericForSequenceClassifi
         setattr(self, self.base_model_prefix, self.model_class(config))
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
+
+
+def _check_declaration(layer: nn.Module, backbone: str, sublayers: Sublayers) -> None:
+    """Check that the `sublayers` declared for a backbone fit a layer of it.
+
+    Raises:
+        ValueError: naming the backbone, the sublayer and what does not fit.
+    """
+    names = [sublayer.name for sublayer in sublayers]
+    if names[0] not in _FIRST_SUBLAYER or len(set(names)) < len(names):
+        raise ValueError(
+            f"the sublayers declared for {backbone!r} are named {', '.join(map(repr, names))}; names must differ, and "
+            f"the first must be {' or '.join(map(repr, _FIRST_SUBLAYER))}."
+        )
+    children = dict(layer.named_children())
+    for sublayer in sublayers:
+        for name in (name for branch in sublayer.branches for name in branch):
+            if name not in children:
+                raise ValueError(
+                    f"the sublayer {sublayer.name!r} declared for {backbone!r} runs `{name}`, but a layer of it has "
+                    f"{', '.join(f'`{child}`' for child in children)}."
+                )
+        if sublayer.multiplier is not None and not hasattr(layer, sublayer.multiplier):
+            raise ValueError(
+                f"the sublayer {sublayer.name!r} declared for {backbone!r} is multiplied by `{sublayer.multiplier}`, "
+                "which a layer of it does not have."
+            )
 
 
 def auto_map(model_class: type[ResidualPreTrainedModel]) -> dict[str, str]:
