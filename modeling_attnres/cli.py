@@ -1,5 +1,9 @@
-"""The command line, `attnres COMMAND`. Exit status: 0 done, 1 failed (one line on stderr), 2 bad usage, 130 stopped."""
+"""The command line, `attnres COMMAND`.
 
+Exit status: 0 done, 1 failed (one line on stderr), 2 bad usage, 130 interrupted, 143 terminated.
+"""
+
+import signal
 import sys
 from enum import StrEnum
 from functools import partial
@@ -88,6 +92,8 @@ def convert(
     given = [name for name, value in (blocks | kinds).items() if value is not None]
     if len(given) > 1:
         raise typer.BadParameter(f"{' and '.join(given)} exclude each other.")
+    if scale != Scale.sum and kinds.keys() & given:
+        raise typer.BadParameter(f"--scale and {given[0]} exclude each other.")
     if set_block_size is not None:
         plan = partial(plan_block_size, block_size=set_block_size)
     elif to == Residual.standard:
@@ -108,6 +114,8 @@ def convert(
 
 def main() -> None:
     """Run the command line; errors of the work itself end in one line."""
+    # As an exception, so that what a command has begun to write goes.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         app()
     except (ImportError, OSError, RuntimeError, ValueError) as error:
