@@ -21,6 +21,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from attnres.loading_attnres import explain_broken_shard
 
+from .side_files import SIDE_FILES
+
 CHUNK = 2**20  # stays in the cache between reading, checking and writing
 DTYPES = {
     "F64": torch.float64,
@@ -29,30 +31,18 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-# What goes along with the weights of a model: all but them, its configuration, and code.
-SIDE_FILES = (
-    "generation_config.json",
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "tekken.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "*.jinja",
-    "chat_template*",
-    "additional_chat_templates/*",
-    "LICENSE*",
-    "NOTICE*",
-)
 
 
 @dataclass(frozen=True)
@@ -109,11 +99,14 @@ def find(source: str | os.PathLike, revision: str | None = None) -> Path:
 
     Raises:
         FileNotFoundError: it is neither, or the Hub cannot be reached.
+        ValueError: a `revision` of a directory.
     """
     folder = Path(source)
     if folder.is_dir():
+        if revision is not None:
+            raise ValueError(f"{source} is a directory, which has no revisions. Leave out --revision.")
         return folder
-    if folder.is_absolute() or str(source).startswith(".") or len(folder.parts) > 2:
+    if folder.exists() or folder.is_absolute() or str(source).startswith(".") or len(folder.parts) > 2:
         raise FileNotFoundError(f"{source} is not a directory.")
     small = ["config.json", "*.py", *SIDE_FILES]
     try:
@@ -145,13 +138,15 @@ def open_checkpoint(folder: Path, scratch: Path) -> Checkpoint:
         else:
             continue
         for file in files:
+            if Path(file).name != file:
+                raise ValueError(f"{folder / index} names {file}, which does not lie beside it. Move it there.")
             if not (folder / file).exists():
                 raise FileNotFoundError(f"{folder} is incomplete: {index} names {file}, which is not there.")
         if single == WEIGHTS_NAME:
             check_space(scratch, sum((folder / file).stat().st_size for file in files))
             names = [f"{Path(file).stem.removeprefix('pytorch_')}.safetensors" for file in files]
             shards = [_read_pickle(folder / file, scratch / name) for file, name in zip(files, names)]
-            return _checkpoint(folder, shards, None)
+            return _checkpoint(folder, shards, None, is_temporary=True)
         with explain_broken_shard(folder):
             shards = [read_shard(folder / file) for file in files]
         return _checkpoint(folder, shards, weight_map)
@@ -176,11 +171,18 @@ def read_shard(path: Path) -> Shard:
     return Shard(path, tuple(sorted(entries, key=lambda entry: (entry.start, entry.end))), data_start, header.metadata)
 
 
-def copy_shard(shard: Shard, target: Path | None, dropped: Collection[str], on_bytes: Callable[[int], None]) -> None:
+def copy_shard(
+    shard: Shard,
+    target: Path | None,
+    *,
+    dropped: Collection[str] = (),
+    unused: Collection[str] = (),
+    on_bytes: Callable[[int], None] = lambda n: None,
+) -> None:
     """Copy a shard byte for byte, or without the tensors that are `dropped`; to no `target`, only check it.
 
     Raises:
-        ValueError: a tensor holds NaN or infinite values.
+        ValueError: a tensor holds NaN or infinite values, and is not `unused` by the model.
         OSError: the shard ends early, or the target cannot be written.
     """
     kept = [entry for entry in shard.entries if entry.name not in dropped]
@@ -191,7 +193,8 @@ def copy_shard(shard: Shard, target: Path | None, dropped: Collection[str], on_b
             _write_header(sink, kept, shard.metadata)
         for entry in kept:
             for chunk in _read(source, entry, shard.path):
-                _check_finite(chunk, entry, shard.path)
+                if entry.name not in unused:
+                    _check_finite(chunk, entry, shard.path)
                 sink.write(chunk)
                 on_bytes(len(chunk))
 
@@ -208,12 +211,15 @@ def check_space(folder: Path, needed: int) -> None:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        return json.loads(path.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        weight_map = json.loads(path.read_text())["weight_map"]
+        return {str(name): os.fspath(file) for name, file in weight_map.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise OSError(f"{path} is not an index of weights ({error!r}). Copy it again.") from error
 
 
-def _checkpoint(folder: Path, shards: list[Shard], weight_map: dict[str, str] | None) -> Checkpoint:
+def _checkpoint(
+    folder: Path, shards: list[Shard], weight_map: dict[str, str] | None, is_temporary: bool = False
+) -> Checkpoint:
     by_file = {shard.path.name: shard for shard in shards}
     held = {(shard.path.name, entry.name) for shard in shards for entry in shard.entries}
     if weight_map is None:
@@ -221,7 +227,6 @@ def _checkpoint(folder: Path, shards: list[Shard], weight_map: dict[str, str] | 
     for name, file in weight_map.items():
         if (file, name) not in held:
             raise FileNotFoundError(f"{folder} is incomplete: {file} lacks `{name}`, which the index says it holds.")
-    is_temporary = any(shard.path.parent != folder for shard in shards)
     return Checkpoint(folder, tuple(shards), {name: by_file[file] for name, file in weight_map.items()}, is_temporary)
 
 
@@ -234,14 +239,17 @@ def _read_pickle(path: Path, target: Path) -> Shard:
             if "mmap" not in str(error):  # written by a PyTorch before 1.6
                 raise
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(f"{path} needs code to be loaded, which may do anything: it is refused.") from error
-    except (RuntimeError, EOFError) as error:
-        raise OSError(f"{path} is truncated or damaged ({error}). Copy it again.") from error
+    except Exception as error:  # a damaged pickle fails in any way
+        if isinstance(error, pickle.UnpicklingError) and "Unsupported operand" not in str(error):
+            raise ValueError(f"{path} needs code to be loaded, which may do anything: it is refused.") from error
+        reason = str(error).strip() or type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "it is not a pickle"
+        raise OSError(f"{path} is truncated or damaged ({reason}). Copy it again.") from error
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise ValueError(f"{path} is not a dictionary of tensors.")
     # Tied tensors share their memory, which safetensors does not write: the first name keeps it.
-    first = {(tensor.data_ptr(), tensor.shape): name for name, tensor in reversed(state.items())}
+    first = {(t.data_ptr(), t.shape, t.stride()): name for name, t in reversed(state.items())}
     save_file({name: state[name].contiguous() for name in first.values()}, target, {"format": "pt"})
     return read_shard(target)
 
@@ -276,7 +284,7 @@ def _check_finite(chunk: memoryview, entry: Entry, path: Path) -> None:
         return
     values = torch.frombuffer(chunk, dtype=dtype)
     if dtype.itemsize == 1:
-        values = values.half()
+        values = values.float()
     # One pass; both are NaN if any value is.
     low, high = values.aminmax()
     if not (torch.isfinite(low) and torch.isfinite(high)):
@@ -285,7 +293,6 @@ def _check_finite(chunk: memoryview, entry: Entry, path: Path) -> None:
 
 __all__ = [
     "DTYPES",
-    "SIDE_FILES",
     "Checkpoint",
     "Entry",
     "Shard",

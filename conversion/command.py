@@ -3,16 +3,19 @@
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from transformers.utils import CONFIG_NAME
 
 from attnres import ResidualConfig
 from attnres.cli_support import directory_at_once
 
 from .checkpoint import Checkpoint, find, open_checkpoint
 from .convert import Plan, write
-from .verify import PROMPTS, compare, missing_memory
+from .verify import MAX_CHARACTERS, PROMPTS, compare, missing_memory
 
 
 def run_convert(
@@ -41,15 +44,17 @@ def run_convert(
     for one, other in ((folder, target), (target, folder)):
         if one.resolve().is_relative_to(other.resolve()):
             raise ValueError(f"{target} and {source} lie in each other. Choose another directory for the result.")
-    with directory_at_once(target, overwrite=overwrite, marker="config.json") as stage:
-        checkpoint = open_checkpoint(folder, stage)
-        plan = make_plan(checkpoint)
-        console.print(_describe(plan), soft_wrap=True, highlight=False)
-        with _progress(console) as progress:
-            task = progress.add_task("linking" if hard_link else "copying", total=plan.num_bytes)
-            write(plan, stage, hard_link=hard_link, on_bytes=lambda n: progress.advance(task, n))
-        _verify(console, plan, stage, verify, text)
-    console.print(f"Written to [bold]{target}[/].", soft_wrap=True, highlight=False)
+    texts = PROMPTS if text is None else [_read_text(text)]
+    with directory_at_once(target, overwrite=overwrite, marker=CONFIG_NAME, content='"model_type"') as stage:
+        with TemporaryDirectory(dir=stage) as scratch:
+            checkpoint = open_checkpoint(folder, Path(scratch))
+            plan = make_plan(checkpoint)
+            console.print(_describe(plan), soft_wrap=True, highlight=False)
+            with _progress(console) as progress:
+                task = progress.add_task("linking" if hard_link else "copying", total=plan.num_bytes)
+                write(plan, stage, hard_link=hard_link, on_bytes=lambda n: progress.advance(task, n))
+        _verify(console, plan, stage, verify, texts)
+    console.print(f"Written to [bold]{escape(str(target))}[/].", soft_wrap=True, highlight=False)
 
 
 def _progress(console: Console) -> Progress:
@@ -74,7 +79,19 @@ def _describe(plan: Plan) -> str:
     return "\n".join(parts)
 
 
-def _verify(console: Console, plan: Plan, stage: Path, verify: bool | None, text: Path | None) -> None:
+def _read_text(path: Path) -> str:
+    """The beginning of a text file, as much as a comparison may need."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text in UTF-8 ({error}).") from error
+    if not text.strip():
+        raise ValueError(f"{path} holds no text to compare the models on.")
+    return text
+
+
+def _verify(console: Console, plan: Plan, stage: Path, verify: bool | None, texts: Sequence[str]) -> None:
     """Compare source and result and print how far they are apart.
 
     Raises:
@@ -89,7 +106,6 @@ def _verify(console: Console, plan: Plan, stage: Path, verify: bool | None, text
     if verify is None and lacking:
         console.print(f"Not verified: {lacking / 1e9:.1f} GB more memory are needed. --verify tries all the same.")
         return
-    texts: Sequence[str] = PROMPTS if text is None else [text.read_text(encoding="utf-8")]
     with console.status("Comparing the two models on text ..."):
         comparison = compare(plan.checkpoint.folder, stage, texts)
     console.print(f"Verified: {comparison}", soft_wrap=True, highlight=False)

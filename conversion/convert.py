@@ -9,24 +9,24 @@ import os
 import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
-from transformers.dynamic_module_utils import custom_object_save, get_relative_import_files
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers import PreTrainedConfig
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from attnres import ResidualConfig
-from attnres.cli_support import quiet_transformers
 from attnres.decoder_attnres import auto_map
-from attnres.loading_attnres import attn_res_tensors, check_shapes
+from attnres.loading_attnres import attn_res_tensors
 
-from .checkpoint import DTYPES, SIDE_FILES, Checkpoint, Shard, check_space, copy_shard
+from .checkpoint import DTYPES, Checkpoint, Shard, check_space, copy_shard
+from .complete import check_complete, empty_model, explain_config, read_config
 from .family import backbone_config, initial_tensor, member_config, pick_block_size
+from .side_files import copy_side_files
 
 ADDED_SHARD = "model-attn-res.safetensors"
 
@@ -35,13 +35,15 @@ ADDED_SHARD = "model-attn-res.safetensors"
 class Plan:
     """What to write: the `checkpoint` under `config`, with the tensors `added` and without those `dropped`.
 
-    `exact`: the result computes the same function as the source, to rounding.
+    `unused`: what the model does not read, and may hold anything. `exact`: the result computes the same function as the
+    source, to rounding.
     """
 
     checkpoint: Checkpoint
     config: PreTrainedConfig
     added: dict[str, Tensor] = field(default_factory=dict)
     dropped: frozenset[str] = frozenset()
+    unused: frozenset[str] = frozenset()
     exact: bool = True
 
     @property
@@ -65,26 +67,29 @@ def plan_retrofit(
         ValueError: the backbone is not supported or has attention residuals already, or the block size is not valid.
         FileNotFoundError, RuntimeError: a tensor is missing or has another shape than the configuration says.
     """
-    config = member_config(_read_config(checkpoint.folder))
-    config.residual_connection, config.attn_res_scale = "attn_res", scale
-    config.attn_res_block_size = pick_block_size(config, block_size, num_blocks, full)
-    config.check_fields()
-    model = _empty_model(config)
+    with explain_config(checkpoint.folder):
+        config = member_config(read_config(checkpoint.folder))
+        config.residual_connection, config.attn_res_scale = "attn_res", scale
+        config.attn_res_block_size = pick_block_size(config, block_size, num_blocks, full)
+        config.check_fields()
+        model = empty_model(config)
     dtype = config.dtype or _stored_dtype(checkpoint)
     added = {name: initial_tensor(name, t.shape, dtype) for name, t in attn_res_tensors(model).items()}
-    _check_complete(checkpoint, config, added)
-    return Plan(checkpoint, config, added=added, exact=scale == "sum")
+    unused = check_complete(checkpoint, config, added)
+    # A standard member of the family may have kept trained AttnRes tensors, which it does not read.
+    dropped = frozenset(added.keys() & checkpoint.entries)
+    return Plan(checkpoint, config, added, dropped, unused, exact=scale == "sum")
 
 
 def plan_standard(checkpoint: Checkpoint) -> Plan:
     """Plan to undo a retrofit: the backbone's own checkpoint, without the AttnRes tensors.
 
     Raises:
-        ValueError: it is not an AttnRes checkpoint, or a pseudo-query is not zero, so that there is no standard decoder
-            of the same function.
+        ValueError: it is not an AttnRes checkpoint, or a pseudo-query is not zero or not finite, so that there is no
+            standard decoder of the same function.
         FileNotFoundError, RuntimeError: a tensor is missing or has another shape than the configuration says.
     """
-    config, model = _read_attn_res(checkpoint)
+    config, model, unused = _read_attn_res(checkpoint)
     largest, name = max((query.abs().max().item(), name) for name, query in _queries(checkpoint, model).items())
     if largest > 0:
         raise ValueError(
@@ -92,7 +97,8 @@ def plan_standard(checkpoint: Checkpoint) -> Plan:
             "No standard decoder computes the same function."
         )
     dropped = frozenset(attn_res_tensors(model))
-    return Plan(checkpoint, backbone_config(config), dropped=dropped, exact=config.attn_res_scale == "sum")
+    exact = config.attn_res_scale == "sum"
+    return Plan(checkpoint, backbone_config(config), dropped=dropped, unused=unused, exact=exact)
 
 
 def plan_block_size(checkpoint: Checkpoint, block_size: int) -> Plan:
@@ -105,7 +111,7 @@ def plan_block_size(checkpoint: Checkpoint, block_size: int) -> Plan:
         ValueError: it is not an AttnRes checkpoint, or the function would change.
         FileNotFoundError, RuntimeError: a tensor is missing or has another shape than the configuration says.
     """
-    config, model = _read_attn_res(checkpoint)
+    config, model, unused = _read_attn_res(checkpoint)
     same_until = min(config.attn_res_block_size, block_size)
     if block_size == config.attn_res_block_size:
         same_until = config.num_sublayers
@@ -123,7 +129,7 @@ def plan_block_size(checkpoint: Checkpoint, block_size: int) -> Plan:
             )
     config.attn_res_block_size = block_size
     config.check_fields()
-    return Plan(checkpoint, config)
+    return Plan(checkpoint, config, unused=unused)
 
 
 def write(
@@ -139,24 +145,27 @@ def write(
         ValueError: a tensor holds NaN or infinite values.
     """
     checkpoint = plan.checkpoint
-    hard_link |= checkpoint.is_temporary
-    linked = {shard.path for shard in checkpoint.shards if hard_link and not _drops(shard, plan.dropped)}
-    check_space(target, sum(shard.path.stat().st_size for shard in checkpoint.shards if shard.path not in linked))
     kept = [shard for shard in checkpoint.shards if any(entry.name not in plan.dropped for entry in shard.entries)]
+    copied = [s for s in kept if _drops(s, plan.dropped) or not (hard_link or checkpoint.is_temporary)]
+    check_space(target, sum(shard.path.stat().st_size for shard in copied))
+    _write_configuration(plan.config, target)
+    copy_side_files(checkpoint.folder, target)
     names = _file_names([shard.path.name for shard in kept], bool(plan.added))
     weight_map = {}
     for shard, name in zip(kept, names):
-        if shard.path in linked:
-            copy_shard(shard, None, (), on_bytes)
+        sink = target / name if shard in copied else None
+        copy_shard(shard, sink, dropped=plan.dropped, unused=plan.unused, on_bytes=on_bytes)
+        if checkpoint.is_temporary and sink is None:
+            shard.path.rename(target / name)
+        elif sink is None:
             _link(shard.path, target / name)
-        else:
-            copy_shard(shard, target / name, plan.dropped, on_bytes)
         held = (e.name for e in shard.entries if e.name not in plan.dropped)
         weight_map |= {tensor: name for tensor in held if checkpoint.where.get(tensor) is shard}
     if plan.added:
         save_file(plan.added, target / names[-1], {"format": "pt"})
-        shutil.copymode(checkpoint.shards[0].path, target / names[-1])  # it is written for its owner alone
         weight_map |= dict.fromkeys(plan.added, names[-1])
+    for name in names if checkpoint.is_temporary else names[len(kept) :]:
+        shutil.copymode(target / CONFIG_NAME, target / name)  # `save_file` lets its owner alone read them
     if names != [SAFE_WEIGHTS_NAME]:
         sizes = {e.name: e.end - e.start for e in checkpoint.entries.values()}
         sizes |= {name: tensor.nbytes for name, tensor in plan.added.items()}
@@ -165,34 +174,25 @@ def write(
             "weight_map": dict(sorted(weight_map.items())),
         }
         (target / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
-    _write_configuration(plan.config, target)
-    _copy_side_files(checkpoint.folder, target)
 
 
-def _read_config(folder: Path) -> PreTrainedConfig:
-    # Code that came with the checkpoint is not needed: a supported backbone is one of `transformers`.
-    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-
-
-def _read_attn_res(checkpoint: Checkpoint) -> tuple[ResidualConfig, nn.Module]:
-    """The configuration of a complete AttnRes checkpoint, and its model on the meta device."""
-    config = _read_config(checkpoint.folder)
-    if not isinstance(config, ResidualConfig) or config.residual_connection != "attn_res":
-        raise ValueError(f"{checkpoint.folder} is of model type {config.model_type!r} and has no attention residuals.")
-    model = _empty_model(config)
-    _check_complete(checkpoint, config, {})
-    return config, model
-
-
-def _empty_model(config: PreTrainedConfig) -> nn.Module:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+def _read_attn_res(checkpoint: Checkpoint) -> tuple[ResidualConfig, nn.Module, frozenset[str]]:
+    """The configuration of a complete AttnRes checkpoint, its model on the meta device, and what that does not use."""
+    with explain_config(checkpoint.folder):
+        config = read_config(checkpoint.folder)
+        if not isinstance(config, ResidualConfig) or config.residual_connection != "attn_res":
+            raise ValueError(
+                f"{checkpoint.folder} is of model type {config.model_type!r} and has no attention residuals."
+            )
+        model = empty_model(config)
+    return config, model, check_complete(checkpoint, config, {})
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The first floating dtype of a checkpoint, where the configuration names none."""
+    """The first dtype of a checkpoint that is not a quantised one, where the configuration names none."""
     dtypes = (DTYPES.get(entry.dtype) for entry in checkpoint.entries.values())
-    return next(dtype for dtype in dtypes if dtype is not None and dtype.is_floating_point)
+    wide = (d for d in dtypes if d is not None and d.is_floating_point and d.itemsize > 1)
+    return next(wide, torch.float32)
 
 
 def _queries(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
@@ -200,35 +200,12 @@ def _queries(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
     queries = {}
     for name in attn_res_tensors(model):
         if name.endswith("_proj.weight"):
-            with safe_open(checkpoint.where[name].path, framework="pt") as file:
+            path = checkpoint.where[name].path
+            with safe_open(path, framework="pt") as file:
                 queries[name] = file.get_tensor(name).float()
+            if not torch.isfinite(queries[name]).all():
+                raise ValueError(f"`{name}` in {path} holds NaN or infinite values. Use an earlier checkpoint.")
     return queries
-
-
-def _check_complete(checkpoint: Checkpoint, config: PreTrainedConfig, added: dict[str, Tensor]) -> None:
-    """Load the names, dtypes and shapes alone, as `transformers` would the weights, and see that they fit.
-
-    Quantised weights have other names and shapes than their model's, and are left to their quantiser.
-    """
-    if getattr(config, "quantization_config", None) is not None:
-        return
-    state = {e.name: torch.empty(e.shape, dtype=DTYPES[e.dtype], device="meta") for e in checkpoint.entries.values()}
-    state |= {name: tensor.to("meta") for name, tensor in added.items()}
-    model_class = type(_empty_model(config))
-    with quiet_transformers():
-        _, info = model_class.from_pretrained(
-            None,
-            config=config,
-            state_dict=state,
-            device_map="meta",
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    if info["missing_keys"]:
-        missing = ", ".join(f"`{name}`" for name in sorted(info["missing_keys"]))
-        raise FileNotFoundError(f"{checkpoint.folder} is incomplete: it lacks {missing}.")
-    if info["mismatched_keys"]:
-        check_shapes(info["mismatched_keys"], checkpoint.file_of(min(info["mismatched_keys"])[0]))
 
 
 def _drops(shard: Shard, dropped: Collection[str]) -> bool:
@@ -253,49 +230,12 @@ def _link(source: Path, target: Path) -> None:
 
 def _write_configuration(config: PreTrainedConfig, target: Path) -> None:
     """Write `config.json` and, for a member of the family, the code that loads it."""
-    model = _empty_model(config)
+    model = empty_model(config)
     config.architectures = [type(model).__name__]
     if isinstance(config, ResidualConfig):
         config.auto_map = auto_map(type(model))
         custom_object_save(model, target)
     config.save_pretrained(target)
-
-
-def _copy_side_files(folder: Path, target: Path) -> None:
-    """Copy tokenizer, chat template, generation configuration and licences."""
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and any(fnmatch(path.name, pattern) for pattern in SIDE_FILES):
-            shutil.copyfile(path, target / path.name)
-    templates = folder / "additional_chat_templates"
-    if templates.is_dir():
-        shutil.copytree(templates, target / templates.name)
-    path = target / "tokenizer_config.json"
-    if not path.exists():
-        return
-    tokenizer = json.loads(path.read_text())
-    if "auto_map" in tokenizer:
-        _copy_tokenizer_code(tokenizer["auto_map"], folder, target)
-    else:
-        _name_tokenizer_class(tokenizer, folder, path)
-
-
-def _copy_tokenizer_code(auto_map: dict | list, folder: Path, target: Path) -> None:
-    references = auto_map["AutoTokenizer"] if isinstance(auto_map, dict) else auto_map
-    for reference in [references] if isinstance(references, str) else references:
-        if reference and "--" not in reference:  # otherwise the code is in another repository
-            code = folder / f"{reference.partition('.')[0]}.py"
-            for path in (code, *map(Path, get_relative_import_files(code))):
-                shutil.copyfile(path, target / path.name)
-
-
-def _name_tokenizer_class(tokenizer: dict, folder: Path, path: Path) -> None:
-    """Name the class that `AutoTokenizer` takes for the source: it also goes by the model type, which changes."""
-    try:
-        name = type(AutoTokenizer.from_pretrained(folder, trust_remote_code=False)).__name__
-    except (ImportError, OSError, ValueError):  # it needs a package that is not here
-        return
-    if tokenizer.get("tokenizer_class") != name:
-        path.write_text(json.dumps(tokenizer | {"tokenizer_class": name}, indent=2, ensure_ascii=False) + "\n")
 
 
 __all__ = ["Plan", "plan_block_size", "plan_retrofit", "plan_standard", "write"]

@@ -14,9 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from attnres.cli_support import quiet_transformers
 
+from .side_files import TOKENIZER_FILES
+
 RELATIVE_TOLERANCE = 1e-4  # of the largest logit, in float32
 MIN_AGREEMENT = 0.999  # two tokens whose logits differ by less than the tolerance may change places
 MAX_LENGTH, MAX_LOGITS = 512, 2**26  # tokens of a sequence; logits held of one model
+MAX_CHARACTERS = 2**20  # of a text; more than MAX_LOGITS leaves room for
 PROMPTS = (
     "Once upon a time there was a lighthouse keeper who could not sleep.",
     "The derivative of sin(x) is cos(x), and the integral of 1/x is",
@@ -55,15 +58,23 @@ def compare(source: str | os.PathLike, result: str | os.PathLike, texts: Sequenc
     """Run both on the texts, or on random tokens where there is no tokenizer, in float32 (quantised ones as they are).
 
     Raises:
-        ValueError: the two tokenizers give different tokens, or the texts have none.
+        ValueError: the two tokenizers give different tokens, or the texts have none; or there is no tokenizer for texts
+            that are not the built-in prompts.
     """
     with quiet_transformers():
-        sequences = _token_ids(source, texts)
+        vocab_size = AutoConfig.from_pretrained(source).vocab_size
+        sequences, again = _token_ids(source, texts), _token_ids(result, texts)
+        if sequences is None and texts is not PROMPTS:
+            raise ValueError(f"{source} has no tokenizer that loads here, so that no text can be compared on.")
         if sequences is None:
-            vocab_size = AutoConfig.from_pretrained(source).vocab_size
             sequences = list(torch.randint(vocab_size, (4, 64), generator=torch.Generator().manual_seed(0)))
-        elif _token_ids(result, texts) is None or not all(map(torch.equal, sequences, _token_ids(result, texts))):
+        elif again is None or len(again) != len(sequences) or not all(map(torch.equal, sequences, again)):
             raise ValueError(f"the tokenizers of {source} and {result} differ.")
+        largest = max(sequence.max().item() for sequence in sequences)
+        if largest >= vocab_size:
+            raise ValueError(
+                f"the tokenizer of {source} gives token {largest}, but the model has {vocab_size} of them."
+            )
         expected, found = _logits(source, sequences), _logits(result, sequences)
     # In float64 for the logarithms, and a sequence at a time; a NaN stays one in the maximum.
     divergences, matches = [], []
@@ -87,9 +98,12 @@ def missing_memory(num_parameters: int) -> int:
 
 def _token_ids(folder: str | os.PathLike, texts: Sequence[str]) -> list[Tensor] | None:
     """The texts as token ids `[length]`, each cut into pieces of `MAX_LENGTH`; `None` without a tokenizer."""
-    if not any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+    if not any((Path(folder) / name).exists() for name in TOKENIZER_FILES):
         return None
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (ImportError, OSError, ValueError):  # it needs a package that is not here, or code, which is not run
+        return None
     ids = [torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long) for text in texts]
     pieces = [piece for text in ids for piece in text.split(MAX_LENGTH) if len(piece) > 1]
     if not pieces:
@@ -112,4 +126,4 @@ def _logits(folder: str | os.PathLike, sequences: Sequence[Tensor]) -> list[Tens
     return logits
 
 
-__all__ = ["PROMPTS", "Comparison", "compare", "missing_memory"]
+__all__ = ["MAX_CHARACTERS", "PROMPTS", "Comparison", "compare", "missing_memory"]
