@@ -19,7 +19,7 @@ from .side_files import TOKENIZER_FILES
 RELATIVE_TOLERANCE = 1e-4  # of the largest logit, in float32
 MIN_AGREEMENT = 0.999  # two tokens whose logits differ by less than the tolerance may change places
 MAX_LENGTH, MAX_LOGITS = 512, 2**26  # tokens of a sequence; logits held of one model
-MAX_CHARACTERS = 2**20  # of a text; more than MAX_LOGITS leaves room for
+MAX_CHARACTERS = 2**18  # of a text; more than MAX_LOGITS leaves room for
 PROMPTS = (
     "Once upon a time there was a lighthouse keeper who could not sleep.",
     "The derivative of sin(x) is cos(x), and the integral of 1/x is",
