@@ -1,33 +1,66 @@
-"""AttnRes and Kimi Linear as subjects of `transformers`' own model tests, one test class for each.
+"""AttnRes and its backbones as subjects of `transformers`' own model tests, one test class for each.
 
 `transformers_suite.py` places this file among the suite's mixins, as `test_variants.py`, and runs it there.
 """
 
+import inspect
 import unittest
+from unittest import mock
 
 import torch
-from transformers import KimiLinearForCausalLM, KimiLinearModel, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    KimiLinearForCausalLM,
+    KimiLinearModel,
+    LlamaForCausalLM,
+    LlamaModel,
+    MixtralForCausalLM,
+    MixtralModel,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto import modeling_auto
 
-from attnres import AttnResConfig, AttnResForCausalLM, AttnResModel
+import attnres
 
 from . import test_expert_parallel_mixin, test_fsdp_mixin, test_modeling_common, test_tensor_parallel_mixin
 from .test_training_mixin import TrainingTesterMixin
 
 # The suite decides by these names which inputs a class takes; those of `transformers` itself are in them.
-modeling_auto.MODEL_MAPPING_NAMES[AttnResConfig.model_type] = AttnResModel.__name__
-modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnResConfig.model_type] = AttnResForCausalLM.__name__
+for _prefix in ("AttnRes", "AttnResLlama", "AttnResMixtral"):
+    _model_type = getattr(attnres, f"{_prefix}Config").model_type
+    modeling_auto.MODEL_MAPPING_NAMES[_model_type] = f"{_prefix}Model"
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_model_type] = f"{_prefix}ForCausalLM"
 # To save time it runs ranks for a few model types only, neither of ours among them. `None`: for every type.
 test_tensor_parallel_mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES = None
 test_expert_parallel_mixin.EP_DISTRIBUTED_TEST_MODEL_TYPES = None
 test_fsdp_mixin.FSDP_DISTRIBUTED_TEST_MODEL_TYPES = None
 
 
-class ModelTester:
-    """What the mixins ask for: a small configuration, inputs for it, their sizes, and the class with a loss.
+# What a configuration has beside the sizes in `ModelTester`. In Kimi Linear two layers, the most that the suite allows,
+# hold every kind of sublayer: KDA and dense MLP, MLA and experts.
+KIMI_LINEAR = {
+    "intermediate_size": 37,
+    "layer_types": ["linear_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+    "num_key_value_heads": 2,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "linear_conv_kernel_dim": 2,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "moe_intermediate_size": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+LLAMA = {"intermediate_size": 37, "num_key_value_heads": 2}
+# The product over experts wants rows of a multiple of 16 bytes, in half precision too.
+MIXTRAL = {"intermediate_size": 40, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2}
 
-    Two layers, the most that the suite allows, hold every kind of sublayer: KDA and dense MLP, MLA and experts.
-    """
+
+class ModelTester:
+    """What the mixins ask for: a small configuration, inputs for it, their sizes, and the class with a loss."""
 
     batch_size = 13
     seq_length = 7
@@ -36,35 +69,21 @@ class ModelTester:
     num_attention_heads = 2
     hidden_size = 32
 
-    def __init__(self, causal_lm_class: type[PreTrainedModel], overrides: dict):
+    def __init__(self, causal_lm_class: type[PreTrainedModel], fields: dict):
         self.causal_lm_class = causal_lm_class
-        self.overrides = overrides
+        self.fields = fields
 
     def get_config(self) -> PreTrainedConfig:
         return self.causal_lm_class.config_class(
             vocab_size=99,
             hidden_size=self.hidden_size,
-            intermediate_size=37,
             num_hidden_layers=self.num_hidden_layers,
-            layer_types=["linear_attention", "full_attention"],
-            mlp_layer_types=["dense", "sparse"],
             num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=self.num_attention_heads,
-            kv_lora_rank=16,
-            qk_nope_head_dim=32,
-            qk_rope_head_dim=16,
-            v_head_dim=32,
-            linear_conv_kernel_dim=2,
-            linear_head_dim=16,
-            linear_num_heads=4,
-            moe_intermediate_size=16,
-            num_local_experts=8,
-            num_experts_per_tok=2,
             max_position_embeddings=512,
             pad_token_id=0,
             bos_token_id=1,
             eos_token_id=2,
-            **self.overrides,
+            **self.fields,
         )
 
     def prepare_config_and_inputs_for_common(self) -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
@@ -86,27 +105,19 @@ class Suite(
     """Every mixin of the sdist that concerns a language model; a subclass says which model."""
 
     all_model_classes: tuple[type[PreTrainedModel], type[PreTrainedModel]]
-    config_overrides = {}
+    config_fields: dict
     model_tester = None  # abstract in most of the mixins
     # By default only for models whose configuration file carries a copyright line of 2023 or later.
     test_can_init_all_missing_weights_before_2023 = True
 
     def setUp(self):
-        self.model_tester = ModelTester(self.all_model_classes[1], self.config_overrides)
+        self.model_tester = ModelTester(self.all_model_classes[1], self.config_fields)
         # The same weights and inputs in every run, and for every model.
         torch.manual_seed(0)
         test_modeling_common.global_rng.seed(0)
 
 
-class KimiLinear(Suite, unittest.TestCase):
-    """The yardstick."""
-
-    all_model_classes = (KimiLinearModel, KimiLinearForCausalLM)
-
-
 class AttnResSuite(Suite):
-    all_model_classes = (AttnResModel, AttnResForCausalLM)
-
     def test_can_capture_specific_layers_hidden_states(self):
         """In place of the suite's test, which passes over models that record hidden states from two kinds of place."""
         for model_class in self.all_model_classes:
@@ -124,17 +135,59 @@ class AttnResSuite(Suite):
                 torch.testing.assert_close(selected, expected)
 
 
-class Standard(AttnResSuite, unittest.TestCase):
-    config_overrides = {"residual_connection": "standard"}
+class KimiLinear(Suite, unittest.TestCase):
+    """The yardstick of the variants on Kimi Linear."""
+
+    all_model_classes = (KimiLinearModel, KimiLinearForCausalLM)
+    config_fields = KIMI_LINEAR
 
 
-class Full(AttnResSuite, unittest.TestCase):
-    config_overrides = {"attn_res_block_size": 1}
+class OnKimiLinear(AttnResSuite):
+    all_model_classes = (attnres.AttnResModel, attnres.AttnResForCausalLM)
 
 
-class BlocksOf4(AttnResSuite, unittest.TestCase):
-    config_overrides = {"attn_res_block_size": 4}
+class Standard(OnKimiLinear, unittest.TestCase):
+    config_fields = KIMI_LINEAR | {"residual_connection": "standard"}
 
 
-class BlocksOf3(AttnResSuite, unittest.TestCase):
-    config_overrides = {"attn_res_block_size": 3}
+class Full(OnKimiLinear, unittest.TestCase):
+    config_fields = KIMI_LINEAR | {"attn_res_block_size": 1}
+
+
+class BlocksOf4(OnKimiLinear, unittest.TestCase):
+    config_fields = KIMI_LINEAR | {"attn_res_block_size": 4}
+
+
+class BlocksOf3(OnKimiLinear, unittest.TestCase):
+    config_fields = KIMI_LINEAR | {"attn_res_block_size": 3}
+
+
+class Llama(Suite, unittest.TestCase):
+    """The yardstick of the variant on Llama."""
+
+    all_model_classes = (LlamaModel, LlamaForCausalLM)
+    config_fields = LLAMA
+
+
+class OnLlama(AttnResSuite, unittest.TestCase):
+    all_model_classes = (attnres.AttnResLlamaModel, attnres.AttnResLlamaForCausalLM)
+    config_fields = LLAMA | {"attn_res_block_size": 3}
+
+
+class Mixtral(Suite, unittest.TestCase):
+    """The yardstick of the variant on Mixtral."""
+
+    all_model_classes = (MixtralModel, MixtralForCausalLM)
+    config_fields = MIXTRAL
+
+
+class OnMixtral(AttnResSuite, unittest.TestCase):
+    all_model_classes = (attnres.AttnResMixtralModel, attnres.AttnResMixtralForCausalLM)
+    config_fields = MIXTRAL | {"attn_res_block_size": 3}
+
+    def test_moe_models_record_router_logits(self):
+        """The suite looks for experts in the file of the class: for ours, in that of its backbone."""
+        getmodule = inspect.getmodule
+        ours = {model_class: MixtralModel for model_class in self.all_model_classes}
+        with mock.patch.object(inspect, "getmodule", lambda thing, *rest: getmodule(ours.get(thing, thing), *rest)):
+            super().test_moe_models_record_router_logits()
