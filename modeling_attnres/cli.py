@@ -36,7 +36,10 @@ def demo(
     seed: Annotated[int, typer.Option(help="The same seed gives the same numbers.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier demo wrote.")] = False,
 ) -> None:
-    """Train a small standard model, retrofit it into Block AttnRes exactly, continue both, and compare."""
+    """Train, retrofit, continue and compare a small model.
+
+    A standard model is trained for a moment, retrofitted into Block AttnRes exactly, and both are continued.
+    """
     from attnres.training.demo import run_demo
 
     run_demo(out, minutes=minutes, checkpoint=checkpoint, text=text, seed=seed, overwrite=overwrite)
@@ -83,7 +86,10 @@ def convert(
     hard_link: Annotated[bool, typer.Option("--hard-link", help="Link the weights instead of copying them.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model at DST.")] = False,
 ) -> None:
-    """Retrofit a pretrained decoder into an AttnRes model that computes the same function; or the way back."""
+    """Retrofit a pretrained decoder exactly, or the way back.
+
+    The AttnRes model computes the same function as the decoder, from the same weights, and is ready to be trained.
+    """
     from attnres.conversion.command import run_convert
     from attnres.conversion.convert import plan_block_size, plan_retrofit, plan_standard
 
