@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from attnres.cli_support import quiet_transformers
@@ -48,18 +48,19 @@ def explain_config(folder: Path) -> Iterator[None]:
         raise ValueError(f"{folder / CONFIG_NAME} holds a wrong value ({type(error).__name__}: {error}).") from error
 
 
-def empty_model(config: PreTrainedConfig) -> nn.Module:
+def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
     """The causal language model of a configuration, on the meta device."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
 
-def check_complete(checkpoint: Checkpoint, config: PreTrainedConfig, added: dict[str, Tensor]) -> frozenset[str]:
+def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, added: dict[str, Tensor]) -> frozenset[str]:
     """Load the names, dtypes and shapes alone, as `transformers` would the weights, and see that they fit.
 
     Quantised weights have other names and shapes than their model's, and are left to their quantiser.
 
     Args:
+        model: one of the checkpoint's configuration.
         added: what is to be written beside the checkpoint.
 
     Returns:
@@ -68,9 +69,8 @@ def check_complete(checkpoint: Checkpoint, config: PreTrainedConfig, added: dict
     Raises:
         FileNotFoundError, RuntimeError: naming the tensors that are missing or have another shape, and where.
     """
-    entries = checkpoint.entries
-    model = empty_model(config)
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    entries, config = checkpoint.entries, model.config
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
     unused = {name for name in entries if any(re.search(pattern, name) for pattern in ignored)}
     _check_present(checkpoint, set(attn_res_tensors(model)) - entries.keys() - added.keys())
     if getattr(config, "quantization_config", None) is not None:

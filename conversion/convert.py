@@ -75,7 +75,7 @@ def plan_retrofit(
         model = empty_model(config)
     dtype = config.dtype or _stored_dtype(checkpoint)
     added = {name: initial_tensor(name, t.shape, dtype) for name, t in attn_res_tensors(model).items()}
-    unused = check_complete(checkpoint, config, added)
+    unused = check_complete(checkpoint, model, added)
     # A standard member of the family may have kept trained AttnRes tensors, which it does not read.
     dropped = frozenset(added.keys() & checkpoint.entries)
     return Plan(checkpoint, config, added, dropped, unused, exact=scale == "sum")
@@ -185,7 +185,7 @@ def _read_attn_res(checkpoint: Checkpoint) -> tuple[ResidualConfig, nn.Module, f
                 f"{checkpoint.folder} is of model type {config.model_type!r} and has no attention residuals."
             )
         model = empty_model(config)
-    return config, model, check_complete(checkpoint, config, {})
+    return config, model, check_complete(checkpoint, model, {})
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
