@@ -76,6 +76,7 @@ def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, added: dict[s
     if getattr(config, "quantization_config", None) is not None:
         return frozenset(unused)
     _check_experts(checkpoint)
+    # A dtype that is not known here is none of a weight: of the others, names and shapes are enough.
     state = {name: torch.empty(e.shape, dtype=DTYPES.get(e.dtype), device="meta") for name, e in entries.items()}
     state |= {name: tensor.to("meta") for name, tensor in added.items()}
     try:
