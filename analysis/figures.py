@@ -11,10 +11,12 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from torch import Tensor
 
+from attnres import ResidualConfig
+
 Points = Sequence[tuple[int, float]]  # (step, loss in nats per token)
 
 
-def plot_depth_attention(weights: Tensor, path: str | os.PathLike, block_size: int) -> None:
+def plot_depth_attention(weights: Tensor, path: str | os.PathLike, config: ResidualConfig) -> None:
     """Draw a map from [`attnres.analysis.depth_attention.depth_attention_map`].
 
     A cell shows the weight; its colour how that compares with uniform weights, which every row starts from.
@@ -22,8 +24,9 @@ def plot_depth_attention(weights: Tensor, path: str | os.PathLike, block_size: i
     Args:
         weights: `[sublayers + 1, sources]`, NaN where a sublayer lacks a source.
         path: the PNG file to write.
-        block_size: block size S in sublayers, which names the sources.
+        config: that of the model, which names the sublayers and the sources.
     """
+    block_size = config.attn_res_block_size
     rows, columns = weights.shape
     relative = (weights * weights.isfinite().sum(1, keepdim=True)).log2()
     # At least a factor of 2, so that rounding in a map of uniform rows is not drawn as structure.
@@ -35,7 +38,7 @@ def plot_depth_attention(weights: Tensor, path: str | os.PathLike, block_size: i
         for column in range(columns):
             if not weights[row, column].isnan():
                 axes.text(column, row, f"{weights[row, column]:.2f}", ha="center", va="center", fontsize=7)
-    names = [f"{'attention' if row % 2 == 0 else 'MLP'} {row // 2}" for row in range(rows - 1)]
+    names = sublayer_names(config)
     axes.set_yticks(range(rows), [*names, "output"], fontsize=8)
     blocks = ["embedding"] + [str(b) if block_size > 1 else names[b - 1] for b in range(1, columns)]
     axes.set_xticks(range(columns), blocks, fontsize=8, rotation=45, ha="right")
@@ -46,6 +49,13 @@ def plot_depth_attention(weights: Tensor, path: str | os.PathLike, block_size: i
     bar = figure.colorbar(image, ax=axes, label="weight / uniform weight", ticks=list(ticks))
     bar.ax.set_yticklabels([f"{2.0**tick:g}" for tick in ticks])
     _write(figure, path)
+
+
+def sublayer_names(config: ResidualConfig) -> list[str]:
+    """A name for each sublayer in turn: `attention 0`, `MLP 0`, ..., or `layer 0`, ... where the two are parallel."""
+    kinds = {"self_attention_res": "attention", "mlp_res": "MLP", "parallel_res": "layer"}
+    layers, sublayers = range(config.num_hidden_layers), config.sublayers
+    return [f"{kinds.get(sublayer.name, sublayer.name)} {layer}" for layer in layers for sublayer in sublayers]
 
 
 def plot_loss_curves(

@@ -226,7 +226,7 @@ def _generate_without_attnres(path: Path, seed: int) -> str:
 
 def _write_figures(target: Path, model: PreTrainedModel, blocks: Tensor, curves: dict[str, Points]) -> None:
     depth_map = depth_attention_map(model, blocks.split(16))
-    plot_depth_attention(depth_map, target / "depth_attention.png", model.config.attn_res_block_size)
+    plot_depth_attention(depth_map, target / "depth_attention.png", model.config)
     compare = "Block AttnRes, continued", "standard, continued"
     plot_loss_curves(curves, target / "loss_curves.png", compare)
 

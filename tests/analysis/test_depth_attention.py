@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from attnres.analysis.depth_attention import depth_attention_map
-from attnres.analysis.figures import plot_depth_attention, plot_loss_curves
+from attnres.analysis.figures import plot_depth_attention, plot_loss_curves, sublayer_names
 
 
 def test_rows_are_mean_weights_and_sum_to_one(tiny_model, token_ids):
@@ -38,8 +39,25 @@ def test_a_model_without_depth_attention_is_refused(tiny_model, token_ids):
         depth_attention_map(tiny_model(), [])
 
 
+@pytest.mark.parametrize(
+    ("model_type", "names"),
+    [
+        ("attnres_llama", ["attention 0", "MLP 0", "attention 1", "MLP 1"]),
+        ("attnres_gpt_neox", ["layer 0", "layer 1"]),  # parallel residual
+    ],
+)
+def test_every_row_of_a_map_has_the_name_of_its_sublayer(model_type, names, token_ids, tmp_path):
+    shape = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = AutoConfig.for_model(model_type, **shape, attn_res_block_size=1)
+    weights = depth_attention_map(AutoModelForCausalLM.from_config(config).eval(), [token_ids])
+    assert sublayer_names(config) == names
+    assert len(weights) == len(names) + 1
+    plot_depth_attention(weights, tmp_path / "map.png", config)
+
+
 def test_figures_are_png_files(tiny_model, token_ids, tmp_path):
-    plot_depth_attention(depth_attention_map(tiny_model(attn_res_block_size=2), [token_ids]), tmp_path / "map.png", 2)
+    model = tiny_model(attn_res_block_size=2)
+    plot_depth_attention(depth_attention_map(model, [token_ids]), tmp_path / "map.png", model.config)
     curves = {"a": [(1, 3.0), (2, 2.5)], "b": [(2, 2.6)], "c": [(2, 2.5)]}
     plot_loss_curves(curves, tmp_path / "loss.png")
     plot_loss_curves(curves, tmp_path / "difference.png", compare=("b", "c"))

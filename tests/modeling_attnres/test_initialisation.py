@@ -3,8 +3,10 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from attnres import AttnResForCausalLM, AttnResForSequenceClassification, AttnResModel
+from attnres.conversion.family import backbone_config
 from attnres.loading_attnres import attn_res_tensors
 
 HEADS = [AttnResModel, AttnResForCausalLM, AttnResForSequenceClassification]
@@ -34,6 +36,19 @@ def test_a_model_made_from_its_configuration_in_half_precision_is_initial(head, 
     model = head._from_config(tiny_config(), dtype=torch.bfloat16)
     assert {tensor.dtype for tensor in attn_res_tensors(model).values()} == {torch.bfloat16}
     assert_attn_res_tensors_are_initial(model.float())
+
+
+@pytest.mark.parametrize("member", ["attnres", "attnres_llama"])
+def test_the_same_seed_gives_the_weights_of_the_backbone_itself(member, tiny_config):
+    shape = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = tiny_config() if member == "attnres" else AutoConfig.for_model(member, **shape)
+
+    def state(some_config) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(some_config).state_dict()
+
+    backbone, ours = state(backbone_config(config)), state(config)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in backbone.items())
 
 
 @pytest.mark.parametrize("initialise", ["init_weights", "initialize_weights"])
