@@ -109,7 +109,7 @@ def find(source: str | os.PathLike, revision: str | None = None) -> Path:
         if not any(folder.glob("model*.safetensors")):
             snapshot_download(str(source), revision=revision, allow_patterns=["pytorch_model*.bin*"])
     except OSError as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = " ".join(str(error).split())  # the first line alone may be "404 Client Error."
         raise FileNotFoundError(f"{source} is not a directory, and the Hub does not give it: {reason}") from error
     return folder
 

@@ -51,12 +51,14 @@ class Hub(BaseHTTPRequestHandler):
             return 404, {"X-Error-Code": "RepoNotFound"}, b""
         if commit not in COMMITS:
             return 404, {"X-Error-Code": "RevisionNotFound"}, b""
-        files = sorted(file for file in COMMITS[commit].iterdir() if file.is_file())
+        files = sorted(file for file in COMMITS[commit].rglob("*") if file.is_file())
+        names = [file.relative_to(COMMITS[commit]).as_posix() for file in files]
         if api.startswith("/tree/"):
-            tree = [{"type": "file", "path": file.name, "size": file.stat().st_size, "oid": "0" * 40} for file in files]
+            sizes = [file.stat().st_size for file in files]
+            tree = [{"type": "file", "path": n, "size": size, "oid": "0" * 40} for n, size in zip(names, sizes)]
             return 200, {"Content-Type": "application/json"}, json.dumps(tree).encode()
         if not resolve:
-            info = {"id": REPOSITORY, "sha": commit, "siblings": [{"rfilename": file.name} for file in files]}
+            info = {"id": REPOSITORY, "sha": commit, "siblings": [{"rfilename": name} for name in names]}
             return 200, {"Content-Type": "application/json"}, json.dumps(info).encode()
         file = COMMITS[commit] / resolve.partition("/")[2]
         if file not in files:

@@ -1,0 +1,44 @@
+"""`attnres convert` from a Hub, with one cache; run by `test_convert_hub.py`, which judges what was seen.
+
+hub_session.py SERVER FOLDER        `SERVER` is the process id of the Hub; results go to `FOLDER`
+"""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from attnres.cli import main
+
+server, folder = int(sys.argv[1]), Path(sys.argv[2])
+
+
+def convert(name: str, *arguments: str) -> dict:
+    """A conversion to the folder `name`: exit status, standard output and error."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    sys.argv = ["attnres", "convert", *arguments, str(folder / name)]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            main()
+    except SystemExit as stop:
+        code = stop.code or 0
+    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+
+
+seen = {
+    "main": convert("main", "lab/model"),
+    "v1": convert("v1", "lab/model", "--revision", "v1", "--block-size", "2"),
+    "pickled": convert("pickled", "lab/model", "--revision", "pickled"),
+    "linked": convert("linked", "lab/model", "--hard-link"),
+    "no revision": convert("x", "lab/model", "--revision", "absent"),
+    "no weights": convert("x", "lab/model", "--revision", "bare"),
+    "no repository": convert("x", "lab/absent"),
+    "no name": convert("x", "lab/mo del"),
+}
+os.kill(server, signal.SIGTERM)
+seen["v1 from the cache"] = convert("cached", "lab/model", "--revision", "v1", "--block-size", "2")
+seen["no Hub"] = convert("x", "lab/other")
+(folder / "seen.json").write_text(json.dumps(seen))

@@ -1,0 +1,99 @@
+"""`attnres convert` of a repository on the Hub, which is a server of this machine; a process of its own reads from it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from .checkpoints import assert_same_function, logits_of, save_tokenizer, standard_model
+
+HERE = Path(__file__).parent
+SERVER = HERE.parent / "modeling_attnres" / "hub_server.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """What the session wrote, and `seen.json`; the revisions of `lab/model` are in `hub`."""
+    folder = tmp_path_factory.mktemp("hub")
+    hub = folder / "hub"
+    standard_model().save_pretrained(hub / "main", max_shard_size="20KB")
+    save_tokenizer(hub / "main")
+    (hub / "main" / "additional_chat_templates").mkdir()
+    (hub / "main" / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
+    (hub / "main" / "training_log.txt").write_text("not needed")
+    standard_model(num_hidden_layers=2).save_pretrained(hub / "v1")
+    for name in ("bare", "pickled"):
+        shutil.copytree(hub / "v1", hub / name, ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.save(standard_model(num_hidden_layers=2).state_dict(), hub / "pickled" / "pytorch_model.bin")
+
+    server = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(SERVER), str(hub)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with server:
+        address = server.stdout.readline().strip()
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        environment |= {"HF_ENDPOINT": address, "HF_HOME": str(folder / "home")}
+        environment |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+        command = [sys.executable, HERE / "hub_session.py", str(server.pid), folder]
+        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(folder) -> dict:
+    return json.loads((folder / "seen.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "revision"),
+    [("main", "main"), ("v1", "v1"), ("pickled", "v1"), ("linked", "main"), ("v1 from the cache", "v1")],
+)
+def test_a_revision_is_converted(seen, folder, name, revision):
+    assert seen[name]["code"] == 0, seen[name]["err"]
+    assert "Verified: " in seen[name]["out"]
+    result = folder / ("cached" if "cache" in name else name)
+    assert_same_function(logits_of(result), logits_of(folder / "hub" / revision))
+
+
+def test_what_belongs_to_the_model_comes_along(folder):
+    result = folder / "main"
+    tokenizer, expected = (AutoTokenizer.from_pretrained(path) for path in (result, folder / "hub" / "main"))
+    assert tokenizer("Grüße")["input_ids"] == expected("Grüße")["input_ids"]
+    assert (result / "additional_chat_templates" / "tool.jinja").read_text() == "{{ messages }}"
+    assert not (result / "training_log.txt").exists()
+    assert not [path for path in result.rglob("*") if path.is_symlink()]
+
+
+def test_pickles_are_fetched_only_where_there_is_nothing_else(folder):
+    cached = {path.name for path in (folder / "home").rglob("*.bin")}
+    assert cached == {"pytorch_model.bin"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no revision", "Revision Not Found"),
+        ("no repository", "lab/absent is not a directory, and the Hub does not give it"),
+        ("no Hub", "lab/other is not a directory, and the Hub does not give it"),
+        ("no weights", "has no weights"),
+        ("no name", "lab/mo del"),
+    ],
+)
+def test_what_cannot_be_had_is_named_in_one_line(seen, folder, name, message):
+    run = seen[name]
+    lines = [line for line in run["err"].splitlines() if line.startswith("attnres: ")]
+    assert run["code"] == 1 and len(lines) == 1, run["err"]
+    assert message in lines[0]
+    assert "Traceback" not in run["err"]
+    assert sorted(path.name for path in folder.iterdir() if path.name.startswith((".", "x"))) == []
+
+
+def test_the_result_of_one_revision_is_not_that_of_another(folder):
+    assert (logits_of(folder / "main") - logits_of(folder / "v1")).abs().max() > 1
