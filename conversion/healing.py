@@ -50,7 +50,6 @@ class Recipe:
     warmup: float = 0.1  # share of the steps
     scale: str = "sum"
     alone: float = 0.0  # share of the steps that trains the AttnRes tensors alone, before the rest joins
-    tokens: float = 1.0  # times the steps of --steps
 
     @property
     def is_standard(self) -> bool:
@@ -66,28 +65,39 @@ TRAINED: dict[str, Callable[[str, bool], bool]] = {
     "norms": lambda name, attnres: not attnres and "norm" in name,
 }
 
-SHORT_FULL = Recipe(1, rate=3e-4, attnres_rate=3e-4, tokens=0.5)
+STANDARD = Recipe(rate=3e-4)
+FULL = Recipe(1, rate=3e-4, attnres_rate=3e-4)
 SWEEPS: dict[str, dict[str, Recipe]] = {
-    "standard: rate": {f"{rate:g}": Recipe(rate=rate, tokens=0.5) for rate in (3e-5, 1e-4, 2e-4, 3e-4, 1e-3)},
-    "Full: rate of the backbone": {f"{rate:g}": replace(SHORT_FULL, rate=rate) for rate in (2e-4, 3e-4)},
+    "standard: rate": {f"{rate:g}": replace(STANDARD, rate=rate) for rate in (3e-5, 1e-4, 2e-4, 3e-4, 1e-3)},
     "Full: rate of the AttnRes tensors": {
-        f"{rate:g}": replace(SHORT_FULL, attnres_rate=rate) for rate in (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+        f"{rate:g}": replace(FULL, attnres_rate=rate) for rate in (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
     },
     "Full, AttnRes tensors only: their rate": {
-        f"{rate:g}": replace(SHORT_FULL, trained="AttnRes", attnres_rate=rate) for rate in (3e-3, 1e-2, 1e-3, 3e-2)
+        f"{rate:g}": replace(FULL, trained="AttnRes", attnres_rate=rate) for rate in (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
     },
-    "Full: changes of the schedule": {
-        "none": SHORT_FULL,
-        "first quarter AttnRes tensors only, at 1e-3": replace(SHORT_FULL, alone=0.25, attnres_rate=1e-3),
-        "`mean` for `sum`": replace(SHORT_FULL, scale="mean"),
-        "key norms not trained": replace(SHORT_FULL, trained="all but key norms"),
-        "no warm-up": replace(SHORT_FULL, warmup=0.0),
-        "warm-up over 30% of the steps": replace(SHORT_FULL, warmup=0.3),
+    "changes of the schedule": {
+        "standard: none": STANDARD,
+        "standard: no warm-up": replace(STANDARD, warmup=0.0),
+        "Full: none": FULL,
+        "Full: no warm-up": replace(FULL, warmup=0.0),
+        "Full: `mean` for `sum`": replace(FULL, scale="mean"),
+        "Full: key norms not trained": replace(FULL, trained="all but key norms"),
+        "Full: first quarter AttnRes tensors only, at 1e-3": replace(FULL, alone=0.25, attnres_rate=1e-3),
+    },
+    "standard, its norms only: their rate": {
+        f"{rate:g}": replace(STANDARD, trained="norms", rate=rate) for rate in (1e-3, 3e-3, 1e-2, 3e-2)
     },
 }
+REPORTED = {"Full": 1, "Block, S=2": 2, "Block, S=4": 4}
 REPORT: dict[str, Recipe] = {
-    "standard": Recipe(rate=3e-4),
-    "Full": Recipe(1),
+    "standard": replace(STANDARD, warmup=0.0),
+    **{name: replace(FULL, block_size=size, warmup=0.0) for name, size in REPORTED.items()},
+    **{
+        f"{name}, AttnRes only": replace(FULL, block_size=size, warmup=0.0, trained="AttnRes", attnres_rate=1e-3)
+        for name, size in REPORTED.items()
+    },
+    # The control of the last three: as many steps for the few vectors that the standard model has anyway.
+    "standard, its norms only": replace(STANDARD, warmup=0.0, trained="norms", rate=1e-2),
 }
 
 
@@ -162,7 +172,6 @@ def measure(
 ) -> dict[str, Any]:
     """One run: held-out loss (nats/token) after it, and the depth attention."""
     began = time.monotonic()
-    steps = round(recipe.tokens * steps)
     held_out = data.selection if seed == SELECTION_SEED else data.valid
     model = prepare(start, recipe)
     continue_training(model, data.train, recipe, steps, batch_size, seed, on_step)
@@ -176,7 +185,25 @@ def measure(
     if not recipe.is_standard:
         weights = depth_attention_map(model.eval(), held_out[:32].split(16))
         result["depth_attention"] = [[round(w, 4) for w in row[~row.isnan()].tolist()] for row in weights]
+        result["distance_from_uniform"] = round(distance_from_uniform(model, held_out[:32]), 5)
     return result
+
+
+@torch.no_grad()
+def distance_from_uniform(model: PreTrainedModel, blocks: Tensor) -> float:
+    """`1/2 sum_i |a_i - 1/n|`, mean over tokens and readers with n > 1 sources: 0 is uniform, 1 - 1/n one source.
+
+    A mean of the weights over tokens says less: what one token weighs up and the next down cancels in it.
+    """
+    distances = []
+    for batch in blocks.split(16):
+        attentions = model(batch, use_cache=False, output_depth_attentions=True).depth_attentions
+        distances += [half_absolute(a - 1 / len(a)).mean().item() for a in attentions if len(a) > 1]
+    return mean(distances)
+
+
+def half_absolute(difference: Tensor) -> Tensor:
+    return difference.float().abs().sum(0) / 2
 
 
 def mean_loss(model: PreTrainedModel, blocks: Tensor) -> float:
@@ -230,8 +257,7 @@ def run_all(start: PreTrainedModel, data: Data, store: Store, wanted: list[tuple
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
     times = (TimeElapsedColumn(), TextColumn("elapsed, left:"), TimeRemainingColumn(elapsed_when_finished=False))
     with Progress(*columns, *times, console=console) as progress:
-        total = sum(round(r.tokens * steps) for r, _ in missing)
-        bar = progress.add_task("", total=total)
+        bar = progress.add_task("", total=steps * len(missing))
         for (recipe, seed), label in missing.items():
             progress.update(bar, description=f"{label}, seed {seed}")
             run = measure(start, data, recipe, seed, steps, batch_size, lambda: progress.advance(bar))
@@ -248,8 +274,7 @@ def report_table(store: Store, seeds: list[int]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for label, recipe in REPORT.items():
-        baseline = replace(REPORT["standard"], tokens=recipe.tokens)
-        runs = [(store.find(recipe, seed), store.find(baseline, seed)) for seed in seeds]
+        runs = [(store.find(recipe, seed), store.find(REPORT["standard"], seed)) for seed in seeds]
         runs = [(run, standard) for run, standard in runs if run and standard]
         if not runs:
             continue
@@ -260,7 +285,7 @@ def report_table(store: Store, seeds: list[int]) -> str:
             recipe.trained,
             f"{runs[0][0]['tokens']:,}",
             spread([run["after"] for run, _ in runs]),
-            "" if recipe == baseline else spread(against_standard, sign="+"),
+            "" if recipe == REPORT["standard"] else spread(against_standard, sign="+"),
             spread(against_start, sign="+"),
         )
         rows.append(f"| {' | '.join(cells)} |")
@@ -269,13 +294,28 @@ def report_table(store: Store, seeds: list[int]) -> str:
 
 def sweep_table(store: Store, title: str) -> str:
     """The recipes of one sweep, each on the selection seed and text."""
-    rows = [f"| {title} | loss at step 0 | loss | minus standard |", "|---|---|---|---|"]
+    rows = [f"| {title} | loss at step 0 | loss | minus best standard |", "|---|---|---|---|"]
+    standard = store.find(REPORT["standard"], SELECTION_SEED)
     for label, recipe in SWEEPS[title].items():
         run = store.find(recipe, SELECTION_SEED)
-        standard = store.find(replace(REPORT["standard"], tokens=recipe.tokens), SELECTION_SEED)
         if run:
             difference = f"{run['after'] - standard['after']:+.4f}" if standard else ""
             rows.append(f"| {label} | {run['before']:.4f} | {run['after']:.4f} | {difference} |")
+    return "\n".join(rows)
+
+
+def depth_table(store: Store, seeds: list[int]) -> str:
+    """How far the depth attention moved from uniform: as seen by each token, and of the weights' mean over tokens."""
+    rows = ["| model | distance from uniform, mean over tokens | distance of the mean weights |", "|---|---|---|"]
+    for label, recipe in REPORT.items():
+        runs = [run for seed in seeds if (run := store.find(recipe, seed)) and "distance_from_uniform" in run]
+        if not runs:
+            continue
+        of_means = []
+        for run in runs:
+            readers = [torch.tensor(row) for row in run["depth_attention"] if len(row) > 1]
+            of_means.append(mean(half_absolute(row - 1 / len(row)).item() for row in readers))
+        rows.append(f"| {label} | {spread([run['distance_from_uniform'] for run in runs])} | {spread(of_means)} |")
     return "\n".join(rows)
 
 
@@ -285,14 +325,21 @@ def spread(values: list[float], sign: str = "") -> str:
 
 
 def update_tables(path: Path, tables: dict[str, str]) -> None:
-    """Write each table between the marks `<!-- NAME -->` and `<!-- end -->` of a Markdown file, or to a new file."""
+    """Write each table between the marks `<!-- NAME -->` and `<!-- end -->` of a Markdown file, or at its end.
+
+    Raises:
+        ValueError: a mark has no end, or another mark before it; the file is left as it is.
+    """
     text = path.read_text() if path.exists() else ""
     for name, table in tables.items():
-        begin, end = f"<!-- {name} -->\n", "\n<!-- end -->"
+        begin, end = f"<!-- {name} -->", "<!-- end -->"
         if begin not in text:
-            text += f"\n{begin}{end}\n"
+            text += f"\n{begin}\n{end}\n"
         head, _, rest = text.partition(begin)
-        text = head + begin + table + end + rest.partition(end)[2]
+        old, found, tail = rest.partition(end)
+        if not found or "<!--" in old:
+            raise ValueError(f"{path}: the table of `{begin}` does not end with `{end}`.")
+        text = f"{head}{begin}\n{table}\n{end}{tail}"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_at_once(path, text)
 
@@ -312,7 +359,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help=f"of the group report, of {list(REPORT)}",
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the group report")
-    parser.add_argument("--steps", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=4, help=f"sequences of {LENGTH} tokens")
     parser.add_argument("--results", type=Path, default=Path("conversion/results/healing.json"))
     parser.add_argument("--tables", type=Path, default=Path("conversion/RESULTS.md"), help="Markdown file to update")
@@ -337,7 +384,7 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             wanted += [(f"{group}: {label}", recipe, SELECTION_SEED) for label, recipe in SWEEPS[group].items()]
     run_all(start, data, store, wanted)
-    tables = {"report": report_table(store, options.seeds)}
+    tables = {"report": report_table(store, options.seeds), "depth attention": depth_table(store, options.seeds)}
     update_tables(options.tables, tables | {title: sweep_table(store, title) for title in SWEEPS})
 
 
