@@ -58,8 +58,8 @@ def compare(source: str | os.PathLike, result: str | os.PathLike, texts: Sequenc
     """Run both on the texts, or on random tokens where there is no tokenizer, in float32 (quantised ones as they are).
 
     Raises:
-        ValueError: the two tokenizers give different tokens, or the texts have none; or there is no tokenizer for texts
-            that are not the built-in prompts.
+        ValueError: a tokenizer fails, or the two give different tokens, or the texts have none; or there is no
+            tokenizer for texts that are not the built-in prompts.
     """
     with quiet_transformers():
         vocab_size = AutoConfig.from_pretrained(source).vocab_size
@@ -104,7 +104,10 @@ def _token_ids(folder: str | os.PathLike, texts: Sequence[str]) -> list[Tensor] 
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (ImportError, OSError, ValueError):  # it needs a package that is not here, or code, which is not run
         return None
-    ids = [torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long) for text in texts]
+    try:
+        ids = [torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long) for text in texts]
+    except Exception as error:  # `tokenizers` raises nothing more special
+        raise ValueError(f"the tokenizer of {folder} fails: {error}. --no-verify leaves out what needs it.") from error
     pieces = [piece for text in ids for piece in text.split(MAX_LENGTH) if len(piece) > 1]
     if not pieces:
         raise ValueError("the text has no two tokens to compare the models on.")

@@ -49,7 +49,7 @@ def standard_model(model_type: str = "llama", **fields) -> PreTrainedModel:
 def save_tokenizer(folder: Path) -> None:
     """A tokenizer of one token for each byte, so that every text has tokens."""
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {c: i + 3 for i, c in enumerate(characters)}
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {c: i + 3 for i, c in enumerate([*characters, "<unk>"])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

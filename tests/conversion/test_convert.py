@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, KimiLinearForCausalLM
 from transformers.integrations.bitnet import pack_weights
 
 from attnres import AttnResForCausalLM
 from attnres.loading_attnres import attn_res_tensors
 
+from ..modeling_attnres import test_published_layout
 from .checkpoints import (
     IDS,
     INDEX,
@@ -38,6 +39,9 @@ BACKBONES = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
 }
+
+
+published = test_published_layout.published  # a fixture: Kimi Linear's own layout, written by hand
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +116,8 @@ def test_the_configuration_is_the_old_one_with_the_new_fields(copy, tmp_path):
     assert changed == {"model_type", "architectures", "auto_map", *fields}
     assert (new["model_type"], new["architectures"]) == ("attnres_llama", ["AttnResLlamaForCausalLM"])
     assert [new[field] for field in sorted(fields)] == [4, "sum", "attn_res"]
+    heads = {f"AutoModel{head}" for head in ("", "ForCausalLM", "ForSequenceClassification")}
+    assert new["auto_map"].keys() == {"AutoConfig", *heads}
     for reference in new["auto_map"].values():
         assert (tmp_path / "result" / f"{reference.split('.')[0]}.py").is_file()
 
@@ -237,8 +243,8 @@ def test_a_standard_member_of_the_family_is_taken_and_old_attn_res_tensors_in_it
     change_json(tmp_path / "trained" / "config.json", residual_connection="standard")
     convert_well(tmp_path / "trained", tmp_path / "result")
     assert_same_function(logits_of(tmp_path / "result"), logits_of(whole))
-    tensors = tensors_of(tmp_path / "result")
-    assert {name for name in attn_res_tensors(model) if tensors[name].std() > 0} == set()
+    held = [name for path in (tmp_path / "result").glob("*.safetensors") for name in load_file(path)]
+    assert len(held) == len(set(held)), "the trained ones are not left in another file"
 
 
 def test_kimi_linear_as_transformers_saves_it_becomes_the_flagship(tiny_config, tmp_path):
@@ -251,6 +257,22 @@ def test_kimi_linear_as_transformers_saves_it_becomes_the_flagship(tiny_config, 
     ids = IDS % kimi.config.vocab_size
     with torch.no_grad():
         assert_same_function(model(ids).logits, kimi(ids).logits)
+
+
+def test_kimi_linear_as_it_was_published_becomes_the_flagship(published, tmp_path):
+    convert_well(published, tmp_path / "result", "--block-size", "3")
+    assert {path.name for path in published.glob("*.safetensors")} < files_of(tmp_path / "result").keys()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
+    assert type(model) is AttnResForCausalLM
+    kimi = KimiLinearForCausalLM.from_pretrained(published)
+    ids = IDS % kimi.config.vocab_size
+    with torch.no_grad():
+        assert_same_function(model(ids).logits, kimi(ids).logits)
+    convert_well(tmp_path / "result", tmp_path / "back", "--to", "standard")
+    before, after = tensors_of(published), tensors_of(tmp_path / "back")
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    with torch.no_grad():
+        assert torch.equal(KimiLinearForCausalLM.from_pretrained(tmp_path / "back")(ids).logits, kimi(ids).logits)
 
 
 def test_a_model_without_generation_config_keeps_what_its_configuration_says_of_generation(copy, tmp_path):

@@ -1,4 +1,4 @@
-"""`attnres convert` of a repository on the Hub, which is a server of this machine; a process of its own reads from it."""
+"""`attnres convert` of a repository on the Hub, here a server on this machine; a process of its own reads from it."""
 
 import json
 import os

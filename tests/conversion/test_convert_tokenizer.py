@@ -1,0 +1,174 @@
+"""A tokenizer follows its model: the same class, the same tokens, the same templates, though the model type changes."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from .checkpoints import change_json, convert, convert_well, save_tokenizer, standard_model
+
+TEXTS = ["Once upon a time, there was", "  two  spaces\n\n\tand a tab", "Grüße, 水は1234", "<s> a </s>", ""]
+CONFIG = "tokenizer_config.json"
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    standard_model(num_hidden_layers=1).save_pretrained(tmp_path / "source")
+    save_tokenizer(tmp_path / "source")
+    return tmp_path / "source"
+
+
+def of_type(source: Path, model_type: str) -> Path:
+    """The same tokenizer beside another model."""
+    fields = {"head_dim": 8} if "gemma" in model_type else {}
+    for path in source.glob("*model*"):
+        path.unlink()
+    standard_model(model_type, num_hidden_layers=1, **fields).save_pretrained(source)
+    return source
+
+
+def loaded(folder: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def assert_same_tokenizer(source: Path, result: Path) -> None:
+    before, after = loaded(source), loaded(result)
+    assert type(after) is type(before)
+    for text in TEXTS:
+        assert after(text)["input_ids"] == before(text)["input_ids"]
+        assert after.decode(after(text)["input_ids"]) == before.decode(before(text)["input_ids"])
+    assert after.special_tokens_map == before.special_tokens_map
+    assert after.chat_template == before.chat_template
+    assert after.model_max_length == before.model_max_length
+
+
+# What `AutoTokenizer` takes depends on the model type where no class is named, and for some types where one is.
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        *[(model_type, None) for model_type in ("llama", "phi3", "qwen2", "gemma2", "gpt_neox", "mistral")],
+        *[(model_type, "LlamaTokenizer") for model_type in ("llama", "phi3", "qwen2", "qwen3", "mistral")],
+        ("qwen3", "Qwen2TokenizerFast"),
+        ("llama", "PreTrainedTokenizerFast"),
+        ("llama", "NoSuchTokenizer"),
+    ],
+)
+def test_the_class_is_the_same(source, tmp_path, model_type, name):
+    of_type(source, model_type)
+    change_json(source / CONFIG, "tokenizer_class", **({"tokenizer_class": name} if name else {}), model_max_length=77)
+    convert_well(source, tmp_path / "result", "--no-verify")
+    assert_same_tokenizer(source, tmp_path / "result")
+    convert_well(tmp_path / "result", tmp_path / "back", "--to", "standard", "--no-verify")
+    assert_same_tokenizer(source, tmp_path / "back")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2", "gpt_neox"])
+def test_so_it_is_for_a_tokenizer_without_configuration(source, tmp_path, model_type):
+    of_type(source, model_type)
+    (source / CONFIG).unlink()
+    convert_well(source, tmp_path / "result")
+    assert_same_tokenizer(source, tmp_path / "result")
+
+
+def test_a_configuration_that_names_the_class_is_not_rewritten(source, tmp_path):
+    change_json(source / CONFIG, tokenizer_class=type(loaded(source)).__name__)
+    before = (source / CONFIG).read_text()
+    convert_well(source, tmp_path / "result", "--no-verify")
+    assert (tmp_path / "result" / CONFIG).read_text() == before
+
+
+def test_chat_templates_follow(source, tmp_path):
+    (source / "chat_template.jinja").write_text("{{ messages[0]['content'] }} of {{ bos_token }}")
+    folder = source / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool.jinja").write_text("{{ 'a tool' }}")
+    folder.chmod(0o555)
+    convert_well(source, tmp_path / "result")
+    (tmp_path / "result" / folder.name / "mine.jinja").write_text("")  # the folder can be written to
+    chat = [{"role": "user", "content": "Grüße"}]
+    for name, expected in ((None, "Grüße of <s>"), ("tool", "a tool")):
+        found = loaded(tmp_path / "result").apply_chat_template(chat, tokenize=False, chat_template=name)
+        assert found == expected
+
+
+def test_a_chat_template_in_the_configuration_follows(source, tmp_path):
+    change_json(source / CONFIG, "tokenizer_class", chat_template="{{ messages[0]['role'] }}")
+    convert_well(source, tmp_path / "result")
+    chat = [{"role": "user", "content": ""}]
+    assert loaded(tmp_path / "result").apply_chat_template(chat, tokenize=False) == "user"
+
+
+def test_licences_follow_and_what_is_of_the_training_does_not(source, tmp_path):
+    for name in ("LICENSE", "NOTICE.txt", "README.md", "optimizer.pt", "trainer_state.json", "modeling_mine.py"):
+        (source / name).write_text(name)
+    convert_well(source, tmp_path / "result")
+    names = {path.name for path in (tmp_path / "result").iterdir()}
+    assert names >= {"LICENSE", "NOTICE.txt"}
+    assert not names & {"README.md", "optimizer.pt", "trainer_state.json", "modeling_mine.py"}
+
+
+@pytest.fixture
+def with_code(source) -> Path:
+    """A model whose tokenizer has code of its own, in three files."""
+    (source / "tokenization_mine.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\nfrom .helper import SIGN\n\n\n"
+        "class MyTokenizer(PreTrainedTokenizerFast):\n    sign = SIGN\n"
+    )
+    (source / "helper.py").write_text("from .deeper import SIGN\n")
+    (source / "deeper.py").write_text("SIGN = 'made of code'\n")
+    (source / "unrelated.py").write_text("1 / 0\n")
+    reference = ["tokenization_mine.MyTokenizer", None]
+    change_json(source / CONFIG, auto_map={"AutoTokenizer": reference}, tokenizer_class="MyTokenizer")
+    return source
+
+
+def test_code_of_a_tokenizer_follows_with_what_it_imports(with_code, tmp_path):
+    convert_well(with_code, tmp_path / "result")
+    names = {path.name for path in (tmp_path / "result").glob("*.py")}
+    assert names >= {"tokenization_mine.py", "helper.py", "deeper.py"} and "unrelated.py" not in names
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "result", trust_remote_code=True)
+    assert tokenizer.sign == "made of code"
+
+
+def test_verifying_neither_runs_it_nor_asks_and_takes_other_tokens(with_code, tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *args: pytest.fail("the user is asked"))
+    (with_code / "tokenization_mine.py").write_text("raise SystemExit('run')\n")
+    (with_code / "helper.py").unlink()
+    assert "(256 tokens)" in convert_well(with_code, tmp_path / "result").out
+    (tmp_path / "text").write_text("Some text.")
+    assert "no tokenizer" in convert(with_code, tmp_path / "again", "--text", tmp_path / "text").error
+
+
+def test_code_in_another_repository_stays_there(source, tmp_path):
+    reference = "lab/tokenizer--tokenization_mine.MyTokenizer"
+    change_json(source / CONFIG, auto_map={"AutoTokenizer": [reference, None]})
+    convert_well(source, tmp_path / "result", "--no-verify")
+    auto_map = json.loads((tmp_path / "result" / CONFIG).read_text())["auto_map"]
+    assert auto_map == {"AutoTokenizer": [reference, None]}
+
+
+def test_a_tokenizer_that_needs_a_missing_package_is_copied_as_it_is(source, tmp_path):
+    for path in source.glob("*token*"):
+        path.unlink()
+    (source / "tokenizer.model").write_bytes(b"\x0a\x0e\x0a\x05<unk>")
+    convert_well(source, tmp_path / "result")
+    assert (tmp_path / "result" / "tokenizer.model").read_bytes() == (source / "tokenizer.model").read_bytes()
+
+
+def test_a_tokenizer_that_loads_but_fails_is_reported(source, tmp_path):
+    of_type(source, "gemma2")
+    (source / CONFIG).unlink()
+    path = source / "tokenizer.json"
+    path.write_text(path.read_text().replace("<unk>", "<other>"))  # Gemma's class cannot do without
+    assert f"the tokenizer of {source} fails" in convert(source, tmp_path / "result").error
+
+
+def test_a_real_tokenizer_gives_the_same_tokens(assets, tmp_path):
+    shutil.copytree(assets / "checkpoints" / "stories260K-hf", tmp_path / "source", copy_function=shutil.copyfile)
+    (tmp_path / "source").chmod(0o755)
+    for name in ("LlamaTokenizer", "TokenizersBackend"):
+        change_json(tmp_path / "source" / CONFIG, tokenizer_class=name)
+        convert_well(tmp_path / "source", tmp_path / name)
+        assert_same_tokenizer(tmp_path / "source", tmp_path / name)
