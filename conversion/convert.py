@@ -153,12 +153,12 @@ def write(
     names = _file_names([shard.path.name for shard in kept], bool(plan.added))
     weight_map = {}
     for shard, name in zip(kept, names):
+        if shard not in copied and not checkpoint.is_temporary:
+            _link(shard.path, target / name)  # first: where it is not possible, nothing needs to be read
         sink = target / name if shard in copied else None
         copy_shard(shard, sink, dropped=plan.dropped, unused=plan.unused, on_bytes=on_bytes)
-        if checkpoint.is_temporary and sink is None:
+        if shard not in copied and checkpoint.is_temporary:
             shard.path.rename(target / name)
-        elif sink is None:
-            _link(shard.path, target / name)
         held = (e.name for e in shard.entries if e.name not in plan.dropped)
         weight_map |= {tensor: name for tensor in held if checkpoint.where.get(tensor) is shard}
     if plan.added:

@@ -60,6 +60,14 @@ def test_the_numbers_are_those_of_the_two_models(source, tmp_path):
     assert found == pytest.approx(expected, rel=0.05)
 
 
+def test_the_divergence_is_that_of_the_result_from_the_source(source, copy):
+    weight = AutoModelForCausalLM.from_pretrained(source).lm_head.weight.detach()
+    change_tensors(copy, {"lm_head.weight": weight * 3})
+    expected, reverse = direct_comparison(source, copy, PROMPTS)[2], direct_comparison(copy, source, PROMPTS)[2]
+    assert abs(reverse - expected) > 0.1 * expected
+    assert compare(source, copy).kl == pytest.approx(expected, rel=1e-4)
+
+
 def test_verifying_is_the_default_and_finds_an_exact_retrofit_equal(source, tmp_path):
     difference, largest, kl, agreement, tokens = numbers_in(convert_well(source, tmp_path / "result").out)
     assert difference <= 1e-5 * largest and abs(kl) < 1e-9 and agreement == 100
