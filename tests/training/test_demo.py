@@ -89,7 +89,7 @@ def test_bad_input_ends_in_one_line_and_loses_nothing(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     assert "--overwrite" in error_line(attnres("demo", "--out", "mine", cwd=tmp_path))
-    assert "not written by the demo" in error_line(attnres("demo", "--out", "mine", "--overwrite", cwd=tmp_path))
+    assert "not written by this command" in error_line(attnres("demo", "--out", "mine", "--overwrite", cwd=tmp_path))
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
 
     (tmp_path / "short.txt").write_text("Too short.\n")
