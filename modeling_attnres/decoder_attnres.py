@@ -38,7 +38,7 @@ class ResidualDecoderLayer:
     """Mixin of a backbone's decoder layer: its sublayers, each behind a residual connection."""
 
     sublayers: Sublayers
-    is_last: bool
+    layer_idx: int
 
     def connect(self, config: ResidualConfig, sublayers: Sublayers, layer_idx: int) -> None:
         """Add a residual connection for each of the `sublayers` to a layer that its backbone has built.
@@ -48,14 +48,19 @@ class ResidualDecoderLayer:
         """
         _check_declaration(self, config.backbone, sublayers)
         self.sublayers = sublayers
-        self.is_last = layer_idx == config.num_hidden_layers - 1
+        self.layer_idx = layer_idx
         for i, sublayer in enumerate(sublayers):
             add_residual_connection(self, sublayer.name, config, sublayer=layer_idx * len(sublayers) + i)
 
     def forward(
-        self, hidden_states: DepthState, *, read_output: Callable[[DepthState], Tensor] | None = None, **kwargs
+        self,
+        hidden_states: DepthState,
+        *,
+        last_layer: int | None = None,
+        read_output: Callable[[DepthState], Tensor] | None = None,
+        **kwargs,
     ) -> DepthState:
-        """State in, state out; the last layer returns what `read_output` makes of the state, if given."""
+        """State in, state out; the layer with the index `last_layer` returns what `read_output` makes of the state."""
         state = hidden_states
         for sublayer in self.sublayers:
             connection = getattr(self, f"{sublayer.name}_proj")
@@ -67,7 +72,7 @@ class ResidualDecoderLayer:
             if sublayer.multiplier is not None:
                 output = output * getattr(self, sublayer.multiplier)
             state = connection.write(state, output)
-        return read_output(state) if self.is_last and read_output is not None else state
+        return read_output(state) if self.layer_idx == last_layer else state
 
     def _run(self, branch: tuple[str, ...], hidden_states: Tensor, kwargs: dict) -> Tensor:
         for name in branch:
@@ -187,8 +192,9 @@ class ResidualModel(ResidualPreTrainedModel):
     def forward(self, *args, record_depth_attentions: Callable[[tuple[Tensor, ...]], None] | None = None, **kwargs):
         """As the backbone's. `record_depth_attentions` is called with the depth attentions, if they are recorded."""
         # The backbone's own loop runs the layers. Between the last of them and the final norm the output is read, which
-        # needs tensors of this model: the last layer is told how.
-        outputs = super().forward(*args, read_output=self._read_output, **kwargs)
+        # needs tensors of this model: the last layer is told how. Early exit, in generation, runs fewer than there are.
+        last_layer = min(self.config.num_hidden_layers, len(self.layers)) - 1
+        outputs = super().forward(*args, last_layer=last_layer, read_output=self._read_output, **kwargs)
         if record_depth_attentions is not None and "depth_attentions" in outputs:
             record_depth_attentions(outputs["depth_attentions"])
         return outputs
@@ -207,7 +213,10 @@ class ResidualHead(ResidualPreTrainedModel):
         """As the backbone's. With `output_depth_attentions` the output has `depth_attentions`: for each sublayer in
         turn and then for the output, the weights `[sources, batch, seq]`."""
         recorded = []
-        outputs = super().forward(*args, record_depth_attentions=recorded.append, **kwargs | {"return_dict": True})
+        # Only if asked for: what a head is called with goes on to the loss function too.
+        if kwargs.get("output_depth_attentions", getattr(self.config, "output_depth_attentions", False)):
+            kwargs["record_depth_attentions"] = recorded.append
+        outputs = super().forward(*args, **kwargs | {"return_dict": True})
         outputs.depth_attentions = None
         if recorded:
             (outputs["depth_attentions"],) = recorded

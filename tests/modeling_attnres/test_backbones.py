@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.utils import logging
 
 import attnres
 from attnres import BACKBONES
@@ -190,6 +191,28 @@ def test_a_misspelt_argument_of_generate_is_refused(backbones, case):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("case", ["llama", "olmo2", "gemma3_text", "granite", "mixtral"])
+def test_the_first_layers_alone_can_draft_what_the_whole_model_verifies(backbones, case):
+    """`transformers` runs fewer layers for it, by a smaller `num_hidden_layers` of the configuration."""
+    model, token_ids = backbones.build_member(case, attn_res_block_size=3), backbones.token_ids()[:1]
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(token_ids, **options)
+    first_two = backbones.build_member(case, attn_res_block_size=3)
+    first_two.config.num_hidden_layers = 2
+    shallow = copy.deepcopy(first_two)
+    shallow.base_model.layers = shallow.base_model.layers[:2]
+    assert torch.equal(first_two(token_ids).logits, shallow(token_ids).logits)
+    assert torch.equal(model.generate(token_ids, assistant_early_exit=2, **options), expected)
+
+
+def test_a_loss_function_of_ones_own_is_called_as_for_a_backbone(backbones):
+    model, token_ids = backbones.build_member("llama"), backbones.token_ids()
+    model.loss_function = lambda logits, labels, vocab_size: logits.sum()
+    outputs = model(token_ids, labels=token_ids)
+    assert torch.equal(outputs.loss, outputs.logits.sum())
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("case", FORMS)
 def test_the_implementation_of_attention_can_be_chosen(backbones, case, monkeypatch):
     calls = []
@@ -251,10 +274,14 @@ def test_a_configuration_reads_back_equal(backbones, case, tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_configuration_of_the_backbone_is_read_whole(backbones, case, tmp_path):
+def test_a_configuration_of_the_backbone_is_read_whole_and_without_a_warning(backbones, case, tmp_path, caplog):
     standard = backbones.build(case).config
     standard.save_pretrained(tmp_path)
-    config = type(backbones.member_config(case)).from_pretrained(tmp_path, attn_res_scale="sum")
+    config_class = type(backbones.member_config(case))
+    logging.enable_propagation()
+    config = config_class.from_pretrained(tmp_path, attn_res_scale="sum")
+    logging.disable_propagation()
+    assert "a model of type" not in caplog.text
     assert config.model_type.startswith("attnres")
     assert config.attn_res_scale == "sum"
     identity = ("model_type", "transformers_version")
