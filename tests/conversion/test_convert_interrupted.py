@@ -10,6 +10,8 @@ import torch
 
 from .checkpoints import change_tensors, standard_model
 
+pytestmark = pytest.mark.slow  # thirty conversions, one after the other
+
 MOMENTS = ["reading", "copying", "adding", "verifying", "renaming"]
 SIGNALS = {"SIGINT": 130, "SIGTERM": 143, "SIGKILL": -9}
 
@@ -24,7 +26,7 @@ def session(tmp_path_factory) -> dict:
     (folder / "runs").mkdir()
     script = Path(__file__).with_name("interrupted_session.py")
     command = [sys.executable, script, folder / "source", folder / "damaged", folder / "runs"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((folder / "runs" / "seen.json").read_text())
 
