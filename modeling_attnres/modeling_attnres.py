@@ -4,8 +4,8 @@
 - the final norm reads the aggregate over all blocks and the last partial sum, with a pseudo-query of its own;
 - the published layout of Kimi Linear checkpoints loads and is written.
 
-How, for this and any other backbone, stands in `decoder_attnres`. The experts are Kimi Linear's; tools that look in this
-file for the name of their decorator, `@use_experts_implementation`, find it here.
+How, for this and any other backbone, stands in `decoder_attnres`. The experts are Kimi Linear's; tools that look in
+this file for the name of their decorator, `@use_experts_implementation`, find it here.
 """
 
 from torch import Tensor, nn

@@ -150,7 +150,8 @@ def test_every_python_json_and_yaml_file_of_the_package_is_in_the_wheel(wheel):
         PurePosixPath(*package.split("."), *path.relative_to(ROOT / folder).parts).as_posix()
         for package, folder in PACKAGE_DIR.items()
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in {".py", ".json", ".yaml"} and path.parent.name != "results"  # measurements stay in the project
+        # Stored measurements, in `results`, stay in the project.
+        if path.suffix in {".py", ".json", ".yaml"} and path.parent.name != "results"
     }
     assert "attnres/configuration/attnres-tiny/config.json" in expected
     assert {name for name in ZipFile(wheel).namelist() if not name.startswith("attnres-")} == expected
