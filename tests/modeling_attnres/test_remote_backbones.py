@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 HERE = Path(__file__).parent
 CASES = ["llama", "gemma3_text", "mixtral", "gpt_neox"]
-pytestmark = pytest.mark.slow  # a process that imports torch and loads 24 models takes ten seconds and more
 
 
 @pytest.fixture(scope="module")
