@@ -1,6 +1,9 @@
-"""Fixtures of the conversion tests: a standard model of every backbone, and what it computes."""
+"""Fixtures of the conversion tests: a standard model of every backbone and what it computes, and small checkpoints."""
 
 import importlib.util
+import os
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from .checkpoints import convert, standard_model
 
 _spec = importlib.util.spec_from_file_location("backbones", Path(__file__).with_name("backbones.py"))
 _backbones = importlib.util.module_from_spec(_spec)
@@ -80,3 +85,38 @@ def original(request, generate, gradients) -> Original:
         logits = model(token_ids).logits
     sequences, step_logits = generate(model, token_ids)
     return Original(request.param, model, token_ids, logits, sequences, step_logits, gradients(model, token_ids))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """`llama` in shards, `whole` in one file, `mixtral` in shards; not to be changed."""
+    folder = tmp_path_factory.mktemp("models")
+    standard_model().save_pretrained(folder / "llama", max_shard_size="20KB")
+    standard_model().save_pretrained(folder / "whole")
+    model = standard_model("mixtral", num_local_experts=4, num_experts_per_tok=2)
+    model.save_pretrained(folder / "mixtral", max_shard_size="20KB")
+    return folder
+
+
+@pytest.fixture
+def copy_of(models, tmp_path) -> Callable[[str], Path]:
+    """`copy_of(name)`: a copy of a model at `source`, to be damaged."""
+    return lambda name: Path(shutil.copytree(models / name, tmp_path / "source"))
+
+
+@pytest.fixture
+def copy(copy_of) -> Path:
+    return copy_of("llama")
+
+
+@pytest.fixture
+def refusal(tmp_path) -> Callable[..., str]:
+    """`refusal(*options)`: the line with which converting `source` fails, having left nothing behind."""
+
+    def run(*options: str) -> str:
+        before = sorted(os.listdir(tmp_path))
+        error = convert(tmp_path / "source", tmp_path / "result", *options).error
+        assert sorted(os.listdir(tmp_path)) == before
+        return error
+
+    return run

@@ -14,7 +14,6 @@ from .checkpoints import (
     QUERY,
     change_json,
     change_tensors,
-    convert,
     convert_well,
     forget,
     save_tokenizer,
@@ -25,41 +24,6 @@ from .checkpoints import (
 WEIGHT = "model.layers.1.self_attn.q_proj.weight"
 EXPERT = "model.layers.1.block_sparse_moe.experts.2"
 Refusal = Callable[..., str]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> Path:
-    """`llama` in shards, `whole` in one file, `mixtral` in shards; not to be changed."""
-    folder = tmp_path_factory.mktemp("models")
-    standard_model().save_pretrained(folder / "llama", max_shard_size="20KB")
-    standard_model().save_pretrained(folder / "whole")
-    model = standard_model("mixtral", num_local_experts=4, num_experts_per_tok=2)
-    model.save_pretrained(folder / "mixtral", max_shard_size="20KB")
-    return folder
-
-
-@pytest.fixture
-def copy_of(models, tmp_path) -> Callable[[str], Path]:
-    """`copy_of(name)`: a copy of a model at `source`, to be damaged."""
-    return lambda name: Path(shutil.copytree(models / name, tmp_path / "source"))
-
-
-@pytest.fixture
-def copy(copy_of) -> Path:
-    return copy_of("llama")
-
-
-@pytest.fixture
-def refusal(tmp_path) -> Refusal:
-    """`refusal(*options)`: the line with which converting `source` fails, having left nothing behind."""
-
-    def run(*options: str) -> str:
-        before = sorted(os.listdir(tmp_path))
-        error = convert(tmp_path / "source", tmp_path / "result", *options).error
-        assert sorted(os.listdir(tmp_path)) == before
-        return error
-
-    return run
 
 
 def file_of(folder: Path, name: str) -> Path:
