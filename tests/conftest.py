@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.loading_attnres import attn_res_tensors
 
 ROOT = Path(__file__).parents[1]
+# Started in the background, by a shell without job control, this process ignores SIGINT, and so would those it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # The models here are so small that a second thread gains nothing, and where cores are busy costs much.
 torch.set_num_threads(1)
 
