@@ -10,7 +10,7 @@ the standard residual stream, term by term and for every block size.
 import os
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnres.loading_attnres import attn_res_tensors
@@ -49,10 +49,13 @@ def retrofit(
     _check_loaded(source)
     config.residual_connection, config.attn_res_scale = "attn_res", scale
     config.attn_res_block_size = pick_block_size(config, block_size, num_blocks, full)
-    attention = source.config._attn_implementation
+    implementations = {
+        "attn_implementation": source.config._attn_implementation,
+        "experts_implementation": source.config._experts_implementation,
+    }
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=source.dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=source.dtype, **implementations)
     _share_tensors(model, source)
     for name, tensor in attn_res_tensors(model).items():
         value = initial_tensor(name, tensor.shape, source.dtype, _device_beside(source, name))
@@ -89,6 +92,13 @@ def _share_tensors(model: nn.Module, source: nn.Module) -> None:
         if name not in shared:  # not persistent: frequencies of the rotary embedding, scale of the token embedding
             owner, _, key = name.rpartition(".")
             model.get_submodule(owner).register_buffer(key, buffer, persistent=False)
+            # Dynamic rotary embeddings keep beside their frequencies the length that those are for.
+            numbers = {key: value for key, value in vars(source.get_submodule(owner)).items() if _is_number(value)}
+            vars(model.get_submodule(owner)).update(numbers)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
 
 
 def _device_beside(source: PreTrainedModel, name: str) -> torch.device:

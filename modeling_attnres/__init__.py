@@ -25,8 +25,15 @@ def add_backbone(model_type: str, sublayers: Sublayers) -> None:
     Args:
         model_type: that of the backbone, known to `AutoConfig`.
         sublayers: what a layer of it computes; see [`Sublayer`] and, for the usual forms, `attnres.sublayers_attnres`.
+
+    Raises:
+        ValueError: `AutoConfig` does not know the model type.
     """
-    BACKBONES[model_type] = sublayers
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise ValueError(
+            f"{model_type!r} is no model type of `transformers`. Register its configuration with AutoConfig."
+        )
+    BACKBONES[model_type] = sublayers if callable(sublayers) else tuple(sublayers)
     config_class = backbones_attnres.config_on(model_type)
     transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
 

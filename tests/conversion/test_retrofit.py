@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, KimiLinearConfig, KimiLinearForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from attnres.conversion import retrofit
 from attnres.loading_attnres import attn_res_tensors
@@ -106,6 +113,29 @@ def test_a_standard_member_of_the_family_and_a_directory_are_taken(tiny_model, t
         expected = model(token_ids).logits
         assert relative_difference(retrofit(model, full=True)(token_ids).logits, expected) <= 1e-4
         assert relative_difference(retrofit(tmp_path, full=True)(token_ids).logits, expected) <= 1e-4
+
+
+def test_a_model_that_has_outgrown_its_rotary_embedding_stays_the_same():
+    shape = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    config = LlamaConfig(**shape, intermediate_size=64, max_position_embeddings=16, rope_parameters=rope)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    ids = torch.randint(99, (1, 40))
+    with torch.no_grad():
+        model(ids)  # longer than its positions: the frequencies are those of 40 now
+        result = retrofit(model, full=True)
+        for length in (8, 40):
+            expected = model(ids[:, :length]).logits
+            assert relative_difference(result(ids[:, :length]).logits, expected) <= 1e-4
+
+
+def test_the_implementation_of_attention_and_experts_is_kept(kimi):
+    model = kimi()
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")
+    config = retrofit(model).config
+    assert (config._attn_implementation, config._experts_implementation) == ("eager", "eager")
 
 
 def test_without_a_block_size_there_are_eight_blocks(kimi):
