@@ -68,7 +68,8 @@ def _describe(plan: Plan) -> str:
     parts = [f"{len(checkpoint.entries)} tensors in {files}, {checkpoint.num_bytes / 1e6:,.1f} MB"]
     if isinstance(config, ResidualConfig):
         size, sublayers = config.attn_res_block_size, config.num_sublayers
-        kind = "Full AttnRes" if size == 1 else f"Block AttnRes, {-(-sublayers // size)} blocks of {size} sublayers"
+        blocks = f"Block AttnRes, {config.num_attn_res_blocks} blocks of {size} sublayers"
+        kind = "Full AttnRes" if size == 1 else blocks
         parts.append(f"{config.model_type}: {kind} ({sublayers} sublayers), scale {config.attn_res_scale}")
     else:
         parts.append(f"{config.model_type}: standard residual connections")

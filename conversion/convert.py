@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -25,7 +25,7 @@ from attnres.loading_attnres import attn_res_tensors
 
 from .checkpoint import DTYPES, Checkpoint, Shard, check_space, copy_shard
 from .complete import check_complete, empty_model, explain_config, read_config
-from .family import backbone_config, initial_tensor, member_config, pick_block_size
+from .family import backbone_config, initial_tensor, retrofit_config
 from .side_files import copy_side_files
 
 ADDED_SHARD = "model-attn-res.safetensors"
@@ -68,10 +68,8 @@ def plan_retrofit(
         FileNotFoundError, RuntimeError: a tensor is missing or has another shape than the configuration says.
     """
     with explain_config(checkpoint.folder):
-        config = member_config(read_config(checkpoint.folder))
-        config.residual_connection, config.attn_res_scale = "attn_res", scale
-        config.attn_res_block_size = pick_block_size(config, block_size, num_blocks, full)
-        config.check_fields()
+        config = read_config(checkpoint.folder)
+        config = retrofit_config(config, block_size=block_size, num_blocks=num_blocks, full=full, scale=scale)
         model = empty_model(config)
     dtype = config.dtype or _stored_dtype(checkpoint)
     added = {name: initial_tensor(name, t.shape, dtype) for name, t in attn_res_tensors(model).items()}
@@ -230,11 +228,11 @@ def _link(source: Path, target: Path) -> None:
 
 def _write_configuration(config: PreTrainedConfig, target: Path) -> None:
     """Write `config.json` and, for a member of the family, the code that loads it."""
-    model = empty_model(config)
-    config.architectures = [type(model).__name__]
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    config.architectures = [model_class.__name__]
     if isinstance(config, ResidualConfig):
-        config.auto_map = auto_map(type(model))
-        custom_object_save(model, target)
+        config.auto_map = auto_map(model_class)
+        custom_object_save(model_class, target)
     config.save_pretrained(target)
 
 

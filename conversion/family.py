@@ -47,15 +47,25 @@ def backbone_config(config: ResidualConfig) -> PreTrainedConfig:
     return CONFIG_MAPPING[config.backbone].from_dict(fields)
 
 
-def pick_block_size(
-    config: ResidualConfig, block_size: int | None = None, num_blocks: int | None = None, full: bool = False
-) -> int:
+def retrofit_config(
+    config: PreTrainedConfig, *, block_size: int | None, num_blocks: int | None, full: bool, scale: str
+) -> ResidualConfig:
+    """The configuration that a retrofit gives a standard decoder; the arguments as in [`attnres.conversion.retrofit`].
+
+    Raises:
+        ValueError: the decoder cannot be retrofitted, or one of the arguments is not valid.
+    """
+    config = member_config(config)
+    config.residual_connection, config.attn_res_scale = "attn_res", scale
+    config.attn_res_block_size = _pick_block_size(config, block_size, num_blocks, full)
+    config.check_fields()
+    return config
+
+
+def _pick_block_size(config: ResidualConfig, block_size: int | None, num_blocks: int | None, full: bool) -> int:
     """The block size S in sublayers that is asked for: as such, by the number of blocks, or as Full AttnRes (1).
 
     With none of the three there are about 8 blocks.
-
-    Raises:
-        ValueError: more than one is given, or one is not positive.
     """
     given = {"block_size": block_size, "num_blocks": num_blocks, "full": full or None}
     given = {name: value for name, value in given.items() if value is not None}
@@ -75,4 +85,4 @@ def initial_tensor(name: str, shape: torch.Size, dtype: torch.dtype, device: tor
     return start(shape, dtype=dtype, device=device)
 
 
-__all__ = ["backbone_config", "initial_tensor", "member_config", "member_type", "pick_block_size"]
+__all__ = ["backbone_config", "initial_tensor", "member_config", "member_type", "retrofit_config"]

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnres.loading_attnres import attn_res_tensors
 
-from .family import initial_tensor, member_config, pick_block_size
+from .family import initial_tensor, retrofit_config
 
 
 def retrofit(
@@ -45,10 +45,8 @@ def retrofit(
     source = model_or_path
     if not isinstance(source, PreTrainedModel):
         source = AutoModelForCausalLM.from_pretrained(model_or_path, dtype="auto")
-    config = member_config(source.config)
+    config = retrofit_config(source.config, block_size=block_size, num_blocks=num_blocks, full=full, scale=scale)
     _check_loaded(source)
-    config.residual_connection, config.attn_res_scale = "attn_res", scale
-    config.attn_res_block_size = pick_block_size(config, block_size, num_blocks, full)
     implementations = {
         "attn_implementation": source.config._attn_implementation,
         "experts_implementation": source.config._experts_implementation,

@@ -4,6 +4,8 @@
 refused when a configuration is made and again when a model is.
 """
 
+import math
+
 from transformers import KimiLinearConfig, PreTrainedConfig
 
 from .sublayers_attnres import BACKBONES, Sublayers
@@ -68,6 +70,11 @@ class ResidualConfig(PreTrainedConfig):
     def num_sublayers(self) -> int:
         """How many sublayers the decoder has: two for each layer, or one where attention and MLP are parallel."""
         return self.num_hidden_layers * len(self.sublayers)
+
+    @property
+    def num_attn_res_blocks(self) -> int:
+        """How many blocks the sublayers are grouped into; the last may be shorter."""
+        return math.ceil(self.num_sublayers / self.attn_res_block_size)
 
     @classmethod
     def get_config_dict(cls, *args, **kwargs):

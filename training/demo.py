@@ -7,7 +7,6 @@ whichever model wins.
 import contextlib
 import copy
 import json
-import math
 import os
 import subprocess
 import sys
@@ -232,11 +231,10 @@ def _write_figures(target: Path, model: PreTrainedModel, blocks: Tensor, curves:
 
 
 def _retrofit_line(config: PreTrainedConfig, same: dict[str, float]) -> str:
-    size = config.attn_res_block_size
-    blocks = math.ceil(config.num_sublayers / size)
     return (
-        f"Retrofit into {blocks} blocks of {size} sublayers: max |logit difference| "
-        f"[bold]{same['max_abs_logit_difference']:.1e}[/] at logits up to {same['max_abs_logit']:.1f}, "
+        f"Retrofit into {config.num_attn_res_blocks} blocks of {config.attn_res_block_size} sublayers: "
+        f"max |logit difference| [bold]{same['max_abs_logit_difference']:.1e}[/] "
+        f"at logits up to {same['max_abs_logit']:.1f}, "
         f"top-1 agreement [bold]{same['top1_agreement']:.2%}[/]."
     )
 

@@ -1,6 +1,10 @@
 """Fixtures of the model tests: the equations as straight lines, a model in which every term counts, memory."""
 
 import importlib.util
+import os
+import site
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -9,6 +13,8 @@ import pytest
 import torch
 
 from attnres import AttnResForCausalLM
+
+HERE = Path(__file__).parent
 
 
 def load(path: Path) -> ModuleType:
@@ -76,3 +82,27 @@ def peak_bytes() -> Callable[[Callable[[], object]], int]:
         return peak
 
     return measure
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory) -> Callable[..., None]:
+    """`run(script, *arguments, with_attnres=False, **environment)`: a script in a process with caches of its own."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+
+    def run_script(script: str, *arguments: object, with_attnres: bool = False, **environment: str) -> None:
+        command = [sys.executable]
+        if not with_attnres:
+            command += ["-I", "-S", str(HERE / "without_attnres.py"), os.pathsep.join(site.getsitepackages())]
+        environment = inherited | {"HF_HOME": str(tmp_path_factory.mktemp("home"))} | environment
+        done = subprocess.run(
+            [*command, str(HERE / script), *map(str, arguments)],
+            env=environment,
+            cwd=tmp_path_factory.mktemp("cwd"),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+
+    return run_script

@@ -1,9 +1,5 @@
 """On other backbones too the code travels with the weights: a process without `attnres` loads the same models."""
 
-import os
-import site
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,21 +26,9 @@ def folders(tmp_path_factory, backbones, originals) -> Path:
 
 
 @pytest.fixture(scope="module")
-def remote(folders, tmp_path_factory) -> dict:
+def remote(folders, run) -> dict:
     """What a process without `attnres` saw."""
-    command = [sys.executable, "-I", "-S", HERE / "without_attnres.py", os.pathsep.join(site.getsitepackages())]
-    command += [HERE / "remote_backbones_session.py", folders, folders / "seen.pt"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
-    done = subprocess.run(
-        command,
-        env=environment | {"HF_HOME": str(tmp_path_factory.mktemp("home"))},
-        cwd=tmp_path_factory.mktemp("cwd"),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run("remote_backbones_session.py", folders, folders / "seen.pt")
     return torch.load(folders / "seen.pt")
 
 

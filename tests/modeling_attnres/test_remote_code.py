@@ -7,10 +7,9 @@ cannot import `attnres`. The tests compare what they saw with the models of this
 import json
 import os
 import shutil
-import site
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -64,30 +63,6 @@ def models(tmp_path_factory, tiny_model, ids) -> Path:
     fields = json.loads((folder / "whole" / "config.json").read_text())
     (folder / "bad-config" / "config.json").write_text(json.dumps(fields | {"attn_res_block_size": 0}))
     return folder
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Callable[..., None]:
-    """`run(script, *arguments, with_attnres=False, **environment)`: a script in a process with caches of its own."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
-
-    def run_script(script: str, *arguments: object, with_attnres: bool = False, **environment: str) -> None:
-        command = [sys.executable]
-        if not with_attnres:
-            command += ["-I", "-S", str(HERE / "without_attnres.py"), os.pathsep.join(site.getsitepackages())]
-        environment = inherited | {"HF_HOME": str(tmp_path_factory.mktemp("home"))} | environment
-        done = subprocess.run(
-            [*command, str(HERE / script), *map(str, arguments)],
-            env=environment,
-            cwd=tmp_path_factory.mktemp("cwd"),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-
-    return run_script
 
 
 @pytest.fixture(scope="module")
