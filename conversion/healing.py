@@ -10,9 +10,7 @@ validation text. What came out: `conversion/RESULTS.md`.
 import argparse
 import copy
 import json
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging
 
 from attnres.analysis.depth_attention import depth_attention_map
+from attnres.cli_support import write_at_once
 from attnres.conversion import retrofit
 from attnres.loading_attnres import attn_res_tensors
 from attnres.training.runs import Run, sequence_losses, train
@@ -232,14 +231,6 @@ class Store:
         lines = ",\n".join(json.dumps(run) for run in self.content["runs"])  # a line for each
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_at_once(self.path, f'{{"setting": {json.dumps(self.content["setting"])}, "runs": [\n{lines}\n]}}\n')
-
-
-def write_at_once(path: Path, text: str) -> None:
-    """Write a file so that whoever reads it finds the old text or the new one."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
 
 
 def run_all(start: PreTrainedModel, data: Data, store: Store, wanted: list[tuple[str, Recipe, int]]) -> None:

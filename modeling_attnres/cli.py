@@ -118,6 +118,59 @@ def convert(
     )
 
 
+@app.command(name="eval")
+def evaluate(
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Directory or Hub id of the model.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for results; a run that was stopped goes on there.")] = (
+        None
+    ),
+    baseline: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="A second model, compared with the first item by item.")
+    ] = None,
+    tasks: Annotated[
+        str, typer.Option(metavar="paper|NAME,...", help="`paper` for all 15, or some of them: mmlu,gsm8k.")
+    ] = "paper",
+    data: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Read the data sets from DIR/ORG/NAME, not from the Hub.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many items of each task.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences at a time; halved when memory runs out.")] = 8,
+    allow_code_execution: Annotated[
+        bool, typer.Option("--allow-code-execution", help="Run the programs that HumanEval and MBPP ask for.")
+    ] = False,
+    print_task_path: Annotated[
+        bool, typer.Option("--print-task-path", help="Print the directory for lm_eval's --include_path, and exit.")
+    ] = False,
+) -> None:
+    """Evaluate on the paper's 15 benchmarks.
+
+    With lm-evaluation-harness, which runs the same tasks by itself as well: `--print-task-path`.
+    """
+    if print_task_path:
+        from attnres.eval.benchmarks import task_path
+
+        print(task_path())
+        return
+    missing = [name for name, value in (("MODEL", model), ("--out", out)) if value is None]
+    if missing:
+        raise typer.BadParameter(f"{' and '.join(missing)} is missing.")
+    try:
+        from attnres.eval.command import run_eval
+    except ModuleNotFoundError as error:
+        raise RuntimeError(f"attnres eval needs the package {error.name}: pip install 'attnres[eval]'.") from error
+
+    run_eval(
+        model,
+        out,
+        baseline=baseline,
+        tasks=tasks,
+        data=data,
+        limit=limit,
+        batch_size=batch_size,
+        allow_code_execution=allow_code_execution,
+    )
+
+
 def main() -> None:
     """Run the command line; errors of the work itself end in one line."""
     # As an exception, so that what a command has begun to write goes.

@@ -1,4 +1,4 @@
-"""What the commands share: an output directory that appears whole or not at all, and a quiet `transformers`."""
+"""What the commands share: files and directories that appear whole or not at all, and a quiet `transformers`."""
 
 import contextlib
 import os
@@ -9,6 +9,16 @@ from tempfile import TemporaryFile
 
 from filelock import FileLock, Timeout
 from transformers.utils import logging
+
+
+def write_at_once(path: Path, text: str) -> None:
+    """Write a file so that whoever reads it finds the old text or the new one."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

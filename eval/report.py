@@ -1,0 +1,160 @@
+"""What a run says: one headline number for each benchmark, beside the paper's, and pairs with a baseline.
+
+As a table on the screen, in Markdown, and as a bar chart.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from lm_eval.tasks.manager import TaskDict
+from rich.markup import escape
+from rich.table import Table
+
+from .benchmarks import Benchmark
+from .paired import Paired, compare_pairs
+from .store import Store
+
+ItemScores = dict[tuple[str, int, str], float]  # (task, number of the item, hash of the prompt) -> 0 or 1
+
+
+@dataclass(frozen=True)
+class Score:
+    """A headline number in percent, with its standard error (None for a single item)."""
+
+    value: float
+    stderr: float | None
+
+    def __str__(self) -> str:
+        return f"{self.value:.1f}" if self.stderr is None else f"{self.value:.1f} ± {self.stderr:.1f}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One benchmark of a report; `baseline` and `pair` where there is a second model."""
+
+    benchmark: Benchmark
+    items: int
+    shots: int
+    score: Score
+    baseline: Score | None = None
+    pair: Paired | None = None
+
+
+def make_row(
+    benchmark: Benchmark,
+    tasks: TaskDict,
+    results: Mapping[str, Any],
+    store: Store,
+    baseline: tuple[Mapping[str, Any], Store] | None = None,
+) -> Row:
+    """The row of a benchmark from [`attnres.eval.suite.collect`]'s results and the stores of the items.
+
+    Raises:
+        RuntimeError: the two models did not see the same prompts.
+    """
+    names = list(tasks["tasks"])
+    items = _item_scores(benchmark, names, store)
+    shots = max(results["n-shot"][name] for name in names)
+    score = _score(benchmark, results)
+    if baseline is None:
+        return Row(benchmark, len(items), shots, score)
+    other = _item_scores(benchmark, names, baseline[1])
+    if items.keys() != other.keys():
+        raise RuntimeError(f"{benchmark.title}: the two models were not scored on the same prompts.")
+    pair = compare_pairs(list(items.values()), [other[item] for item in items])
+    return Row(benchmark, len(items), shots, score, _score(benchmark, baseline[0]), pair)
+
+
+def _score(benchmark: Benchmark, results: Mapping[str, Any]) -> Score:
+    metrics = results["results"][benchmark.group]
+    metric, scoring = benchmark.metric.split(",")
+    stderr = metrics[f"{metric}_stderr,{scoring}"]
+    return Score(100 * metrics[benchmark.metric], None if stderr == "N/A" else 100 * stderr)
+
+
+def _item_scores(benchmark: Benchmark, tasks: Sequence[str], store: Store) -> ItemScores:
+    metric, scoring = benchmark.metric.split(",")
+    return {
+        (task, sample["doc_id"], sample["prompt_hash"]): float(sample[metric])
+        for task in tasks
+        for sample in store.read(task)["samples"]
+        if sample["filter"] == scoring
+    }
+
+
+def markdown(
+    rows: Sequence[Row], failures: Sequence[str], model: str, baseline: str | None, settings: Mapping[str, Any]
+) -> str:
+    """The report as Markdown. Numbers are percent."""
+    columns = [*_columns(model, baseline), "paper: baseline", "paper: AttnRes"]
+    lines = [f"# {model} on the paper's benchmarks", "", _line(columns), "|---|" + "---:|" * (len(columns) - 1)]
+    for row in rows:
+        paper = [f"{row.benchmark.baseline:.1f}", f"{row.benchmark.attn_res:.1f}"]
+        lines.append(_line([*_cells(row), *paper]))
+    lines += ["", "Percent, ± one standard error. The paper's columns are its 48B-A3B models (Table 3)."]
+    if baseline:
+        lines += [
+            "",
+            "Both models answer the same prompts. The difference is paired, item by item: its interval that of Agresti "
+            f"and Min, p that of McNemar's exact test. Of {len(rows)} tests at 5%, {0.05 * len(rows):.1f} would come "
+            "out significant if the models were equal.",
+        ]
+    if failures:
+        lines += ["", "Without a result:", "", *(f"- {failure}" for failure in failures)]
+    shown = {key: value for key, value in settings.items() if isinstance(value, int | float | str)}
+    return "\n".join([*lines, "", "; ".join(f"{key} {value}" for key, value in shown.items()) + ".", ""])
+
+
+def _columns(model: str, baseline: str | None) -> list[str]:
+    return ["benchmark", "items", "shots", model, *([baseline, "difference [95%]", "p"] if baseline else [])]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def _cells(row: Row) -> list[str]:
+    cells = [row.benchmark.title, f"{row.items:,}", str(row.shots), str(row.score)]
+    if pair := row.pair:
+        interval = f"{100 * pair.difference:+.1f} [{100 * pair.low:+.1f}, {100 * pair.high:+.1f}]"
+        cells += [str(row.baseline), interval, f"{pair.p_value:.2g}"]
+    return cells
+
+
+def screen(rows: Sequence[Row], model: str, baseline: str | None) -> Table:
+    """The report as a table for the terminal."""
+    table = Table(title="Percent, ± one standard error")
+    for column in _columns(model, baseline):
+        table.add_column(escape(column), justify="left" if column == "benchmark" else "right")
+    for row in rows:
+        table.add_row(*map(escape, _cells(row)))
+    return table
+
+
+def plot(rows: Sequence[Row], path: str | os.PathLike, model: str, baseline: str | None) -> None:
+    """Draw the scores as bars with their standard errors, a group for each benchmark, to a PNG file."""
+    series = {model: [row.score for row in rows]}
+    if baseline:
+        series = {baseline: [row.baseline for row in rows], **series}
+    width = 0.8 / len(series)
+    figure, axes = plt.subplots(figsize=(2 + 0.75 * len(rows), 4), layout="constrained")
+    for i, (label, scores) in enumerate(series.items()):
+        places = [row + (i - (len(series) - 1) / 2) * width for row in range(len(rows))]
+        errors = [score.stderr or 0 for score in scores]
+        color = "tab:gray" if len(series) > 1 and i == 0 else "tab:blue"
+        axes.bar(places, [score.value for score in scores], width, yerr=errors, capsize=2, label=label, color=color)
+    axes.set_xticks(range(len(rows)), [row.benchmark.title for row in rows], rotation=35, ha="right")
+    axes.set_ylabel("score (%), ± one standard error")
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,171 @@
+"""Models through the benchmarks, with lm-evaluation-harness: task by task, each result stored as it ends."""
+
+import contextlib
+import importlib.metadata
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lm_eval.api.task
+from lm_eval.api.task import Task
+from lm_eval.evaluator import evaluate
+from lm_eval.tasks.manager import TaskDict
+from tqdm import tqdm
+from transformers import set_seed
+
+from .benchmarks import Benchmark, load
+from .shared_prefix import SharedPrefixLM
+from .store import Store
+
+Loaded = dict[Benchmark, TaskDict]
+Failures = dict[Benchmark, str]  # why a benchmark has no result, in one line
+
+# What the harness says of each task in its results, beside the samples.
+PARTS = ("results", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
+# An answer of many tokens takes longer than a choice: in the time left, so many tokens count like one choice.
+TOKENS_LIKE_A_CHOICE = 32
+DEFAULT_GENERATED_TOKENS = 256  # the harness's
+
+
+def load_all(
+    chosen: Sequence[Benchmark], data: Path | None, allow_code_execution: bool, on_load: Callable[[Benchmark], None]
+) -> tuple[Loaded, Failures]:
+    """Load the data of every benchmark, before any model runs; `on_load` hears of each before it begins."""
+    loaded, failures = {}, {}
+    for benchmark in chosen:
+        on_load(benchmark)
+        if benchmark.runs_code and not allow_code_execution:
+            failures[benchmark] = (
+                f"{benchmark.title} runs programs that the model writes; --allow-code-execution allows it."
+            )
+            continue
+        try:
+            loaded[benchmark] = load(benchmark, data)
+        except FileNotFoundError as error:
+            failures[benchmark] = str(error)
+    return loaded, failures
+
+
+def num_items(task: Task, limit: int | None) -> int:
+    return min(len(task.task_docs), limit or len(task.task_docs))
+
+
+def work(task: Task, limit: int | None) -> float:
+    """What a task costs, in choices; only for the estimate of the time left."""
+    if task.OUTPUT_TYPE != "generate_until":
+        return num_items(task, limit)
+    tokens = (task.config.generation_kwargs or {}).get("max_gen_toks", DEFAULT_GENERATED_TOKENS)
+    return num_items(task, limit) * (1 + tokens / TOKENS_LIKE_A_CHOICE)
+
+
+def unfinished(loaded: Loaded, store: Store) -> list[tuple[Benchmark, Task]]:
+    """The tasks that the store has no result of, in order."""
+    return [(b, task) for b, tasks in loaded.items() for name, task in tasks["tasks"].items() if name not in store]
+
+
+def run_tasks(
+    lm: SharedPrefixLM,
+    tasks: Sequence[tuple[Benchmark, Task]],
+    store: Store,
+    *,
+    limit: int | None,
+    seed: int,
+    on_work: Callable[[Benchmark, float], None],
+) -> Failures:
+    """Evaluate a model on tasks and store each result.
+
+    Args:
+        limit: the first so many items of each task.
+        on_work: hears how much of the [`work`] of a benchmark is done now.
+
+    Returns:
+        The benchmarks that ran out of memory even with one sequence at a time, and why; the others go on.
+    """
+    failures: Failures = {}
+    for benchmark, task in tasks:
+        if benchmark in failures:
+            continue
+        amount = work(task, limit)
+        lm.progress = lambda done, task=task, b=benchmark, a=amount: on_work(b, a * done / len(task.instances))
+        try:
+            store.write(task.task_name, _evaluate(lm, task, limit, seed))
+        except RuntimeError as error:
+            failures[benchmark] = f"{benchmark.title}: {' '.join(str(error).split())}"
+    return failures
+
+
+def _evaluate(lm: SharedPrefixLM, task: Task, limit: int | None, seed: int) -> dict[str, Any]:
+    """One task: what the harness returns, with what its items add to a comparison, and without their texts."""
+    set_seed(seed)
+    task.set_fewshot_seed(seed)
+    if task.config.num_fewshot is None:
+        task.set_config("num_fewshot", 0)
+    _fit_generation(task, lm.max_length)
+    with _quiet():
+        outputs = evaluate(
+            lm, {"tasks": {task.task_name: task}, "groups": {}}, limit=limit, confirm_run_unsafe_code=True
+        )
+    (samples,) = outputs["samples"].values()
+    task._instances = None  # prompts of thousands of items, which the next tasks need not keep in memory
+    dropped = ("doc", "arguments")
+    return {
+        **{part: outputs[part] for part in PARTS},
+        "samples": [{key: value for key, value in sample.items() if key not in dropped} for sample in samples],
+        "model": lm.get_model_info(),
+    }
+
+
+def _fit_generation(task: Task, max_length: int) -> None:
+    """Leave at least half of a short context to the prompt, where a benchmark reserves more for the answer."""
+    asked = (task.config.generation_kwargs or {}).get("max_gen_toks", DEFAULT_GENERATED_TOKENS)
+    if task.OUTPUT_TYPE == "generate_until" and asked > max_length // 2:
+        task.set_config("generation_kwargs", {"max_gen_toks": max_length // 2}, update=True)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the harness's own bars and notes for each task."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    lm_eval.api.task.tqdm = partial(tqdm, disable=True)
+    try:
+        yield
+    finally:
+        lm_eval.api.task.tqdm = tqdm
+        logger.setLevel(level)
+
+
+def collect(loaded: Loaded, store: Store) -> dict[str, Any]:
+    """The stored results of all benchmarks in the format of the harness's `results.json`."""
+    setup = store.setup
+    combined: dict[str, Any] = {part: {} for part in PARTS} | {"groups": {}, "group_subtasks": {}}
+    model: dict[str, Any] = {}
+    for tasks in loaded.values():
+        for name in tasks["tasks"]:
+            stored = store.read(name)
+            model = stored["model"]
+            for part in PARTS:
+                combined[part] |= stored[part]
+        for name, group in tasks["groups"].items():
+            aggregated = group.aggregate(combined["results"])
+            combined["results"][name] = aggregated
+            combined["group_subtasks"][name] = group.child_names
+            if group.has_aggregation:
+                combined["groups"][name] = aggregated
+    for config in combined["configs"].values():
+        (config.get("metadata") or {}).pop("config_source", None)  # a path of the machine
+    config = {"model": "hf", "model_args": {"pretrained": setup["model"], "dtype": "auto"}, **model}
+    return combined | {
+        "config": config | {"limit": setup["limit"], "random_seed": setup["seed"], "fewshot_seed": setup["seed"]},
+        "date": time.time(),
+        "software": setup["software"],
+    }
+
+
+def software() -> dict[str, str]:
+    """The versions that numbers may depend on."""
+    return {name: importlib.metadata.version(name) for name in ("attnres", "lm_eval", "torch", "transformers")}

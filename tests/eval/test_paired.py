@@ -1,0 +1,61 @@
+"""Paired comparisons: the test is McNemar's exact one, the interval holds the truth as often as it says."""
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnres.eval.paired import compare_pairs
+
+SCORES = st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 1.0])), min_size=1, max_size=60)
+
+
+@given(SCORES)
+def test_the_difference_is_that_of_the_means_and_changes_sign_with_the_order(pairs):
+    first, second = zip(*pairs)
+    forth, back = compare_pairs(first, second), compare_pairs(second, first)
+    assert forth.difference == pytest.approx(np.mean(first) - np.mean(second))
+    assert (back.difference, back.low, back.high) == pytest.approx((-forth.difference, -forth.high, -forth.low))
+    assert forth.p_value == pytest.approx(back.p_value)
+    assert -1 <= forth.low <= forth.difference <= forth.high <= 1
+    assert (forth.wins, forth.losses, forth.items) == (back.losses, back.wins, len(pairs))
+
+
+@pytest.mark.parametrize("wins, losses", list(product([0, 1, 5, 12], [0, 3, 7])))
+def test_p_is_the_chance_of_a_split_of_the_discordant_items_as_uneven_as_this_one(wins, losses):
+    discordant = wins + losses
+    chance = [math.comb(discordant, k) / 2**discordant for k in range(discordant + 1)]
+    expected = sum(p for p in chance if p <= chance[wins] * (1 + 1e-9))
+    scores = [(1, 0)] * wins + [(0, 1)] * losses + [(1, 1)] * 4
+    assert compare_pairs(*zip(*scores)).p_value == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("first, second, agreement", [(0.5, 0.5, 0.9), (0.3, 0.25, 0.5), (0.02, 0.01, 0.2)])
+def test_95_of_100_intervals_hold_the_true_difference(first, second, agreement):
+    """`agreement` is the share of items on which both draw the same luck."""
+    random, trials, n, held = np.random.default_rng(0), 2000, 80, 0
+    for _ in range(trials):
+        luck = random.random((2, n))
+        luck[1] = np.where(random.random(n) < agreement, luck[0], luck[1])
+        pair = compare_pairs((luck[0] < first).astype(float).tolist(), (luck[1] < second).astype(float).tolist())
+        held += pair.low <= first - second <= pair.high
+    assert held / trials > 0.94
+
+
+def test_models_that_agree_everywhere_are_not_proven_equal():
+    pair = compare_pairs([1.0, 0.0] * 50, [1.0, 0.0] * 50)
+    assert (pair.difference, pair.p_value) == (0, 1)
+    assert pair.low == pytest.approx(-pair.high)
+    assert 0.01 < pair.high < 0.03
+
+
+@pytest.mark.parametrize(
+    "scores, baseline, message",
+    [([1.0], [1.0, 0.0], "1 and 2 scores"), ([], [], "0 and 0 scores"), ([0.5], [1.0], "0.5 is neither")],
+)
+def test_what_are_no_pairs_is_refused(scores, baseline, message):
+    with pytest.raises(ValueError, match=message):
+        compare_pairs(scores, baseline)
