@@ -1,0 +1,177 @@
+"""The 15 benchmarks of the paper: what they are called, what the paper reports, and their data as lm_eval tasks.
+
+The YAML files in `tasks/` say all of it once; this module reads them. Describing the benchmarks needs no lm_eval;
+`load` does.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks.manager import TaskDict
+
+_PAPER_GROUP = "attnres_paper"
+_PREFIX = "attnres_"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One of the paper's benchmarks, and the one number of it that counts.
+
+    Attributes:
+        name: what `--tasks` takes, as `mmlu`.
+        title: the paper's name, as `MMLU`.
+        group: the lm_eval group, as `attnres_mmlu`.
+        metric: key of the headline number in the group's results, as `acc,none`.
+        category: `General`, `Math & code` or `Chinese`.
+        dataset: its id on the Hub, as `cais/mmlu`.
+        shots: examples in the prompt.
+        baseline: what the paper reports for the standard model, in percent.
+        attn_res: what it reports for Block AttnRes, in percent.
+        runs_code: scoring runs programs that the model wrote.
+        gated: the Hub gives it only to those who accepted its terms.
+    """
+
+    name: str
+    title: str
+    group: str
+    metric: str
+    category: str
+    dataset: str
+    shots: int
+    baseline: float
+    attn_res: float
+    runs_code: bool = False
+    gated: bool = False
+
+
+class _DescriptionLoader(yaml.SafeLoader):
+    """Reads task files without importing what their `!function` tags name."""
+
+
+_DescriptionLoader.add_multi_constructor("!", lambda loader, tag, node: f"!{tag} {node.value}")
+
+
+def task_path() -> Path:
+    """The folder of task files, for `lm_eval run --include_path`."""
+    return Path(__file__).parent / "tasks"
+
+
+@cache
+def benchmarks() -> dict[str, Benchmark]:
+    """The benchmarks by name, in the paper's order."""
+    groups = _read(f"{_PAPER_GROUP}.yaml")["task"]
+    return {name: _describe(name) for name in (group.removeprefix(_PREFIX) for group in groups)}
+
+
+def _read(name: str) -> dict:
+    return yaml.load((task_path() / name).read_text(encoding="utf-8"), Loader=_DescriptionLoader)
+
+
+def _describe(name: str) -> Benchmark:
+    group = _read(f"{name}.yaml")
+    (headline,) = group["aggregate_metric_list"]
+    (filter_name,) = headline["filter_list"]
+    metadata = group["metadata"]
+    return Benchmark(
+        name=name,
+        title=group["group_alias"],
+        group=group["group"],
+        metric=f"{headline['metric']},{filter_name}",
+        **{key: metadata[key] for key in metadata if key in Benchmark.__dataclass_fields__},
+    )
+
+
+def pick(tasks: str) -> list[Benchmark]:
+    """The benchmarks that `tasks` names, in the paper's order: `paper` for all, or names with commas between.
+
+    Raises:
+        ValueError: a name that is none, or no name at all.
+    """
+    known = benchmarks()
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    for name in names:
+        if name not in known and name != "paper":
+            similar = get_close_matches(name, known, n=1)
+            hint = f" Did you mean {similar[0]}?" if similar else ""
+            raise ValueError(f"There is no benchmark {name!r}.{hint} There is paper (all), {', '.join(known)}.")
+    if not names:
+        raise ValueError(f"No benchmark is named. There is paper (all), {', '.join(known)}.")
+    return [benchmark for name, benchmark in known.items() if name in names or "paper" in names]
+
+
+def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
+    """The benchmark's tasks with their data, for `lm_eval.evaluator.evaluate`.
+
+    Args:
+        benchmark: one of [`benchmarks`].
+        data: a folder with `ORG/NAME` inside, laid out as on the Hub; nothing is then read from the network. Without it
+            the data set comes from the Hub or its cache.
+
+    Raises:
+        FileNotFoundError: the data set, or a part of it that the benchmark needs, is missing, in one line with what
+            to do about it.
+    """
+    overrides = {}
+    if data is not None:
+        folder = Path(data).absolute() / benchmark.dataset
+        if not folder.is_dir():
+            raise _missing(benchmark, data, f"there is no folder {folder}")
+        overrides["dataset_path"] = str(folder)
+    manager = task_manager()
+    from datasets.exceptions import DatasetsError
+
+    try:
+        with _no_progress_bars():
+            # `TaskManager.load` takes no overrides for a group, and what it builds with is not public.
+            group = manager._factory.build(
+                manager.task_index[benchmark.group], overrides=overrides, registry=manager.task_index
+            )
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        raise _missing(benchmark, data, f"{type(error).__name__}, {error}") from error
+    except KeyError as error:
+        raise _missing(benchmark, data, f"it has no split or column {error}") from error
+    return manager.load(group)
+
+
+@cache
+def task_manager() -> "TaskManager":
+    """The index of lm_eval's tasks and ours; building it takes seconds, so it is built once."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=task_path())
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    import datasets
+
+    enabled = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if enabled:
+            datasets.enable_progress_bars()
+
+
+def _missing(benchmark: Benchmark, data: Path | None, reason: str) -> FileNotFoundError:
+    """The error that names the benchmark, its data set, what is wrong and the remedy, in one line."""
+    folder = Path(data or "DATA") / benchmark.dataset
+    steps = [f"`hf download --repo-type dataset {benchmark.dataset} --local-dir {folder}`"]
+    if benchmark.gated:
+        page = f"https://huggingface.co/datasets/{benchmark.dataset}"
+        steps = [f"accept the terms at {page}", "`hf auth login`", *(steps if data else [])]
+    elif data is None:
+        steps = ["go online once", f"or where there is a network run {steps[0]} and give --data DATA"]
+    source = "on the Hub" if data is None else f"in {data}"
+    line = f"{benchmark.title}: cannot read the data set {benchmark.dataset} {source} ({reason}). To get it: "
+    return FileNotFoundError(" ".join((line + ", ".join(steps) + ".").split()))
