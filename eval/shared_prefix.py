@@ -1,0 +1,351 @@
+"""A model for lm-evaluation-harness that computes once what its requests have in common.
+
+`SharedPrefixLM` is the harness's `HFLM` with the same results. The examples before the questions run through the model
+once, and so does a question before its choices: what the cache holds after them (keys and values, the latents of MLA,
+the states of linear attention) is copied for every sequence that goes on from there. A batch that does not fit in
+memory is halved.
+
+    log p(continuation | context) = sum_i log softmax(logits(context, continuation[:i]))[continuation[i]]
+"""
+
+import copy
+import inspect
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+from tqdm import tqdm
+from transformers import Cache, PretrainedConfig, PreTrainedModel
+
+from attnres.eval.prefix_tree import PASS, Node, Row, make_rows, make_tree
+
+logger = logging.getLogger(__name__)
+
+Answer = tuple[float, bool]  # log-likelihood of the continuation; is it what greedy decoding gives?
+Finish = Callable[[dict[int, Answer]], None]  # takes the answers of some requests, by their index
+
+
+class Abilities(NamedTuple):
+    """What a model can do: see `SharedPrefixLM.abilities`."""
+
+    keep_logits: bool = False  # compute the logits of given positions only
+    share_prefix: bool = False  # go on from a copy of its cache
+
+
+@register_model("attnres")
+class SharedPrefixLM(HFLM):
+    """`HFLM` that shares prefixes, and halves its batches when memory runs out.
+
+    A batch size of `"auto"` is tried from `max_batch_size` down. A batch size once halved stays so. With
+    `logits_cache=False`, and for encoder-decoder models, each request is computed on its own, by `HFLM`.
+
+    Args:
+        pretrained: as in `HFLM`: a directory, a Hub id or a model.
+        progress: called with the number of requests of the current call that are done, instead of a progress bar.
+        hflm_arguments: the other arguments of `HFLM`.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | PreTrainedModel,
+        *,
+        progress: Callable[[int], None] | None = None,
+        **hflm_arguments,
+    ) -> None:
+        super().__init__(pretrained, **hflm_arguments)
+        self._progress = progress
+        if self.batch_size == "auto":
+            self.batch_size_per_gpu = self.max_batch_size
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Answer]:
+        """As in `HFLM`."""
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm or self._progress is not None)
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """As in `HFLM`, in the same batches unless memory runs out.
+
+        Raises:
+            RuntimeError: one sequence alone does not fit in memory.
+        """
+        texts: dict[int, str] = {}
+        groups: dict[str, list[int]] = {}  # a batch has one set of generation arguments
+        for index, request in enumerate(requests):
+            groups.setdefault(repr(sorted(request.args[1].items())), []).append(index)
+        lengths = [len(self.tok_encode(request.args[0])) for request in requests]
+        generate = partial(super().generate_until, disable_tqdm=True)
+        with self._report(len(requests), "generate_until", disable_tqdm) as report:
+
+            def run(batch: Sequence[int]) -> None:
+                texts.update(zip(batch, generate([requests[index] for index in batch])))
+                report(len(texts))
+
+            for group in groups.values():
+                group.sort(key=lambda index: (-lengths[index], requests[index].args[0]))
+                with _explained(lengths[group[0]]):
+                    self._in_batches(group, run)
+        return [texts[index] for index in range(len(requests))]
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[tuple[str, str] | None, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[Answer]:
+        """The answers to requests (texts, context, continuation).
+
+        Raises:
+            RuntimeError: one sequence alone does not fit in memory.
+        """
+        answers: dict[int, Answer] = {}
+        lengths = [len(context) + len(continuation) - 1 for _, context, continuation in requests]
+        longest = min(max(lengths, default=0), self.max_length)
+        if too_long := sum(length > self.max_length for length in lengths):
+            message = "%d of %d requests lose their beginning: the model reads %d tokens."
+            logger.warning(message, too_long, len(requests), self.max_length)
+        # The harness gives a batch size of its own for the windows of a long text: parts of a call, not reported.
+        inner = override_bs is not None
+        with self._report(len(requests), "loglikelihood", disable_tqdm, inner) as report, _explained(longest):
+
+            def finish(scored: dict[int, Answer]) -> None:
+                answers.update(scored)
+                for index in scored:
+                    if (texts := requests[index][0]) is not None:
+                        self.cache_hook.add_partial("loglikelihood", texts, scored[index])
+                report(len(answers))
+
+            if self.backend == "causal" and self.logits_cache:
+                rows = make_rows([(context, continuation) for _, context, continuation in requests], self.max_length)
+                share = len(rows) > 1 and longest <= _fixed_positions(self.config) and self.abilities.share_prefix
+                self._score_node(make_tree(rows) if share else Node([], rows), share, None, finish)
+            else:
+                stock = partial(super()._loglikelihood_tokens, disable_tqdm=True)
+
+                def run(batch: Sequence[int]) -> None:
+                    finish(dict(zip(batch, stock([requests[i] for i in batch], override_bs=len(batch)))))
+
+                self._in_batches(sorted(range(len(requests)), key=lambda i: -lengths[i]), run)
+        return [answers[index] for index in range(len(requests))]
+
+    def _score_node(self, node: Node, share: bool, cache: Cache | None, finish: Finish) -> None:
+        """Score the rows of a node and of the nodes below it; the `cache` holds its prefix, at batch size 1."""
+        depth = len(node.prefix)
+
+        def score(rows: Sequence[Row]) -> None:
+            finish(self._score_rows(rows, [0] * len(rows), depth, cache))
+
+        def score_questions(questions: Sequence[list[Row]]) -> None:
+            rows = [row for choices in questions for row in choices]
+            # Cut to the length of the shortest, which is nearly that of the others, they need no padding.
+            length = questions[-1][0].first
+            if (len(rows) - len(questions)) * (length - depth) < PASS:
+                return self._in_batches(rows, score)
+            shared = self._read([choices[0].tokens[depth:length] for choices in questions], cache)
+            parents = {id(row): parent for parent, choices in enumerate(questions) for row in choices}
+
+            def score_choices(rows: Sequence[Row]) -> None:
+                finish(self._score_rows(rows, [parents[id(row)] for row in rows], length, shared))
+
+            self._in_batches(rows, score_choices)
+
+        questions, alone = [], []
+        for _, group in groupby(node.rows, key=lambda row: row.context):
+            choices = list(group)
+            if share and len(choices) > 1:
+                questions.append(choices)
+            else:
+                alone += choices
+        self._in_batches(sorted(questions, key=lambda choices: -choices[0].first), score_questions)
+        self._in_batches(sorted(alone, key=lambda row: -len(row.tokens)), score)
+        for child in node.children:
+
+            def score_child(children: Sequence[Node]) -> None:
+                (child,) = children
+                self._score_node(child, share, self._read([child.prefix[depth:]], cache), finish)
+
+            self._in_batches([child], score_child)
+
+    def _read(self, tokens: list[list[int]], cache: Cache | None) -> Cache:
+        """The cache after the `tokens`, rows of equal length that all go on from the `cache`, of batch size 1."""
+        last = [[len(row) - 1] for row in tokens]
+        return self._forward(tokens, last, self.abilities, _copies(cache, [0] * len(tokens)), use_cache=True)[1]
+
+    def _score_rows(
+        self, rows: Sequence[Row], parents: list[int], depth: int, cache: Cache | None
+    ) -> dict[int, Answer]:
+        """The answers to all requests of `rows`; each goes on after `depth` tokens, from its parent in the `cache`."""
+        tokens = [row.tokens[depth:] for row in rows]
+        positions = [list(range(row.first - depth, len(row.tokens) - depth)) for row in rows]
+        logits, _ = self._forward(
+            tokens, positions, self.abilities, _copies(cache, parents), use_cache=cache is not None
+        )
+        # The dtype of the harness's computation, so that also rounding is the same.
+        log_probs = F.log_softmax(logits, dim=-1, dtype=self.softmax_dtype)  # [rows, positions, vocabulary]
+        greedy = logits.argmax(dim=-1).tolist()
+        indices, sums, matches = [], [], []
+        for i, row in enumerate(rows):
+            for index, continuation in row.continuations:
+                targets = torch.tensor(continuation, device=log_probs.device)
+                sums.append(log_probs[i, torch.arange(len(continuation)), targets].sum())
+                matches.append(greedy[i][: len(continuation)] == continuation)
+                indices.append(index)
+        return dict(zip(indices, zip(torch.stack(sums).tolist(), matches)))
+
+    @torch.no_grad()
+    def _forward(
+        self,
+        tokens: Sequence[list[int]],
+        positions: Sequence[list[int]],
+        abilities: Abilities,
+        cache: Cache | None = None,
+        use_cache: bool = False,
+    ) -> tuple[Tensor, Cache | None]:
+        """Logits `[rows, positions, vocabulary]` at the `positions` of each row, and the cache after it.
+
+        Rows are padded on the right, where a causal model does not look; positions with the last of each row.
+        """
+        width = max(len(row) for row in tokens)
+        kept = max(len(row) for row in positions)
+        ids = torch.tensor([row + [0] * (width - len(row)) for row in tokens], device=self.device)
+        keep = torch.tensor([row + row[-1:] * (kept - len(row)) for row in positions], device=self.device)
+        arguments = {"logits_to_keep": keep} if abilities.keep_logits else {}
+        if use_cache:
+            arguments |= {"past_key_values": cache, "use_cache": True}
+        elif abilities.share_prefix:
+            arguments |= {"use_cache": False}
+        dtype = self.mixed_precision_dtype
+        with torch.autocast(device_type=self.device.type, dtype=dtype, enabled=dtype is not None):
+            outputs = self.model(ids, **arguments)
+        logits = outputs.logits
+        if not abilities.keep_logits:
+            # A prompt that was tuned comes before the tokens, and has logits too.
+            logits = torch.take_along_dim(logits[:, -width:], keep[..., None].to(logits.device), dim=1)
+        return logits, outputs.get("past_key_values")
+
+    @cached_property
+    def abilities(self) -> Abilities:
+        """What the model can do, found out with a few tokens: it must compute the same in either way.
+
+        Not by its name or by the type of its cache: some layers, for example, compute several tokens at once as if
+        nothing came before them.
+        """
+        forward = getattr(self.model, "get_base_model", lambda: self.model)().forward  # of the model in an adapter
+        accepted = inspect.signature(forward).parameters.keys()
+        vocab_size = self.config.get_text_config().vocab_size
+        tokens = torch.randint(vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
+        tokens[1, :7] = tokens[0, :7]
+        end = [list(range(7, 12))] * 2
+        expected, _ = self._forward(tokens.tolist(), end, Abilities())
+
+        def agrees(compute: Callable[[], Tensor]) -> bool:
+            try:
+                error = (compute() - expected).float().abs().mean() / expected.float().std()
+            except Exception as error:  # whatever a model raises that cannot do it
+                logger.debug("%s: %s: %s", type(self.model).__name__, type(error).__name__, error)
+                return False
+            # Half the digits of the dtype. Whoever leaves out a part of the sequence is further away.
+            return error.item() <= torch.finfo(expected.dtype).eps ** 0.5
+
+        abilities = Abilities(
+            keep_logits="logits_to_keep" in accepted
+            and agrees(lambda: self._forward(tokens.tolist(), end, Abilities(keep_logits=True))[0])
+        )
+
+        def go_on() -> Tensor:
+            _, cache = self._forward(tokens[:1, :7].tolist(), [[6]], abilities, use_cache=True)
+            # A single token, then several, from one cache: the first must not change what the second goes on from.
+            one, _ = self._forward(tokens[:, 7:8].tolist(), [[0]] * 2, abilities, _copies(cache, [0, 0]), True)
+            more, _ = self._forward(
+                tokens[:, 7:].tolist(), [list(range(5))] * 2, abilities, _copies(cache, [0, 0]), True
+            )
+            return torch.cat([one, more[:, 1:]], dim=1)
+
+        share = {"past_key_values", "use_cache"} <= accepted and agrees(go_on)
+        if not share:
+            logger.warning(
+                "%s cannot go on from a copy of its cache: prefixes are not shared.", type(self.model).__name__
+            )
+        return abilities._replace(share_prefix=share)
+
+    def _in_batches(self, items: Sequence, run: Callable[[Sequence], None]) -> None:
+        """`run` all items in batches. What does not fit in memory is run again in halves.
+
+        Raises:
+            RuntimeError: of the device, if one item alone does not fit.
+        """
+        start = 0
+        while start < len(items):
+            batch = items[start : start + self.batch_size]
+            try:
+                run(batch)
+            except RuntimeError as error:
+                if len(batch) == 1 or not _out_of_memory(error):
+                    raise
+            else:
+                start += len(batch)
+                continue
+            # Out of the `except` clause: the error holds on to the tensors of the frames that it came through.
+            self.batch_size_per_gpu = min(self.batch_size, len(batch) // 2)
+            clear_device_cache(garbage_collection=True)
+            logger.warning("Out of memory at batch size %d: going on with %d.", len(batch), self.batch_size)
+
+    @contextmanager
+    def _report(self, total: int, kind: str, silent: bool, inner: bool = False) -> Iterator[Callable[[int], None]]:
+        """Gives a function that takes how many requests are done, and shows it."""
+        if self._progress is not None and not inner:
+            yield self._progress
+            return
+        with tqdm(total=total, desc=f"Running {kind} requests", disable=silent or inner or self.rank != 0) as bar:
+            yield lambda done: bar.update(done - bar.n)
+
+
+def _copies(cache: Cache | None, parents: list[int]) -> Cache | None:
+    """A cache of its own for each sequence: copy of the entry `parents[i]` of the `cache`, which stays as it is."""
+    if cache is None:
+        return None
+    copies = copy.deepcopy(cache)
+    # What beam search does to every kind of layer; `batch_select_indices` leaves out linear attention.
+    copies.reorder_cache(torch.tensor(parents))
+    return copies
+
+
+def _fixed_positions(config: PretrainedConfig) -> float:
+    """Up to which length of a sequence its positions are encoded in the same way, whatever its length."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [
+        rope,
+        *(value for value in rope.values() if isinstance(value, dict)),
+    ]  # there may be some for each layer type
+    lengths = [
+        kind.get("original_max_position_embeddings", config.get_text_config().max_position_embeddings)
+        for kind in kinds
+        if kind.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(lengths, default=math.inf)
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
+
+
+@contextmanager
+def _explained(longest: int) -> Iterator[None]:
+    """An error for lack of memory says so in one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _out_of_memory(error):
+            raise
+        raise RuntimeError(
+            f"Out of memory at batch size 1; the longest sequence has {longest} tokens. Try a smaller dtype or max_length."
+        ) from None
