@@ -144,10 +144,19 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
 
 @cache
 def task_manager() -> "TaskManager":
-    """The index of lm_eval's tasks and ours; building it takes seconds, so it is built once."""
-    from lm_eval.tasks import TaskManager
+    """The index of our tasks and of those of lm_eval that they are built on.
 
-    return TaskManager(include_path=task_path())
+    To index all that lm_eval has takes seconds, so only the folders that the task files name are read, where they are.
+    """
+    import lm_eval.tasks
+
+    stock = Path(lm_eval.tasks.__file__).parent
+    names = [_read(f"{name}.yaml")["metadata"].get("stock_tasks") for name in benchmarks()]
+    folders = [stock / name for name in names if name]
+    found = all(folder.is_dir() for folder in folders)
+    return lm_eval.tasks.TaskManager(
+        include_path=[*(folders if found else []), task_path()], include_defaults=not found
+    )
 
 
 @contextmanager

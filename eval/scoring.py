@@ -19,7 +19,6 @@ _GROUPED_BY_POINTS = re.compile(r"[+-]?\d{1,3}(\.\d{3})+")
 _CHINESE_FRACTION = re.compile(r"(\d+)分之(\d+)")
 # ASCII punctuation and typographic quotes.
 _PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation + "\u2018\u2019\u00b4", " "))
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
 _CMATH_TOLERANCE = Fraction(1, 100)
 
 
@@ -94,8 +93,8 @@ def triviaqa(doc: dict, results: list[str]) -> dict[str, float]:
 
 
 def _name(text: str) -> str:
-    text = unicodedata.normalize("NFC", text).lower().translate(_PUNCTUATION)
-    return " ".join(_ARTICLES.sub(" ", text).split())
+    words = unicodedata.normalize("NFC", text).lower().translate(_PUNCTUATION).split()
+    return " ".join([word for word in words if word not in ("a", "an", "the")] or words)
 
 
 def gpqa(dataset: datasets.Dataset) -> datasets.Dataset:
