@@ -1,0 +1,78 @@
+"""Scorers of HumanEval and MBPP: one completion is one program, run in the sandbox against the tests of its task.
+
+The task files name these functions as `process_results`; lm_eval calls them only if running generated code was allowed.
+"""
+
+import ast
+import builtins
+import re
+
+from attnres.eval import sandbox
+
+_FENCED = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+def humaneval(doc: dict, results: list) -> dict[str, float]:
+    """pass@1 of one completion: 1.0 if `check(entry_point)` of the task passes.
+
+    The program is the prompt followed by the completion, which may be the rest of the function or the function once more. The
+    prompt's own helpers, which some tests call, are the prompt's: the program cannot replace them.
+    """
+    name = doc["entry_point"]
+    program = doc["prompt"] + strip_fences(_only(results))
+    tests = f"{doc['test']}\ncheck({name})"
+    return _score(sandbox.run(program, tests, names=[name], helpers=doc["prompt"]))
+
+
+def mbpp(doc: dict, results: list) -> dict[str, float]:
+    """pass@1 of one completion: 1.0 if all statements of `test_list` hold.
+
+    The program is the completion up to `[DONE]`, out of its code fence if it has one. The set-up code of the task, if any, runs after
+    it (two tasks of the data set build a tree of the program's own nodes; without it they fail whatever the program).
+    """
+    program = strip_fences(_only(results).split("[DONE]")[0].removeprefix("[BEGIN]"))
+    tests = "\n".join(doc["test_list"])
+    names = tested_names(tests, doc.get("code", ""))
+    return _score(sandbox.run(program, tests, names=names, setup=doc.get("test_setup_code") or ""))
+
+
+def strip_fences(completion: str) -> str:
+    """The code of the first Markdown code fence; the completion itself if it has none.
+
+    A fence that is only closed (the prompt has opened it) ends the code.
+    """
+    if fenced := _FENCED.search(completion):
+        return fenced[1]
+    return completion.split("```")[0]
+
+
+def tested_names(tests: str, reference: str) -> list[str]:
+    """The names that `tests` read and that are the program's to define, in alphabetical order.
+
+    A built-in name counts only if the reference solution defines it: a program must not bring its own `len` to the tests.
+    """
+    nodes = [node for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)]
+    read = {node.id for node in nodes if isinstance(node.ctx, ast.Load)}
+    own = {node.id for node in nodes if not isinstance(node.ctx, ast.Load)}
+    return sorted(read - own - (set(dir(builtins)) - _defined(reference)))
+
+
+def _defined(source: str) -> set[str]:
+    try:
+        body = ast.parse(source).body
+    except SyntaxError:
+        return set()
+    return {node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+
+
+def _only(results: list) -> str:
+    """The one completion in what lm_eval hands over: `[text]`, or `[[text]]` where no filter has taken the first."""
+    while isinstance(results, list):
+        if len(results) != 1:
+            raise ValueError(f"pass@1 needs one completion per task, got {len(results)}: set `repeats: 1`")
+        (results,) = results
+    return results
+
+
+def _score(outcome: sandbox.Outcome) -> dict[str, float]:
+    return {"pass@1": float(outcome.passed)}

@@ -1,0 +1,279 @@
+"""The trusted child process: restricts itself, starts the program in a child of its own, and checks its answers.
+
+    caller  --(1) program, (2) tests-->  guard  --questions-->  candidate
+            <--------verdict-----------         <--plain data--
+
+The tests run here, never in the candidate, which is forked before the tests are read: it holds no copy of them. The functions that
+they test are `Remote` objects: every call is a question over a pipe, every answer plain data (see `wire`).
+Run as `python -c "... import guard; guard.main()"`, without the package and without site-packages.
+"""
+
+import builtins
+import contextlib
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from importlib import import_module
+from typing import Any, NoReturn
+
+import candidate
+import wire
+
+if sys.platform == "linux":
+    import linux
+
+
+class Stopped(BaseException):
+    """The program under test is done for: no `except Exception` of a test may hide that."""
+
+
+class Remote:
+    """An object of the candidate. It can be called, read and passed on; it equals only itself."""
+
+    def __init__(self, channel: "Channel", number: int):
+        self.__dict__.update(_channel=channel, _number=number)
+
+    def __call__(self, *args, **kwargs):
+        return self._channel.operate("call", self, args, kwargs)
+
+    def __getattr__(self, name):
+        return self._channel.operate("getattr", self, (name,))
+
+    def __getitem__(self, key):
+        return self._channel.operate("getitem", self, (key,))
+
+    def __contains__(self, item):
+        return self._channel.operate("contains", self, (item,))
+
+    def __iter__(self):
+        return self._channel.operate("iter", self)
+
+    def __next__(self):
+        return self._channel.operate("next", self)
+
+    def __len__(self):
+        return self._channel.operate("len", self)
+
+    def __bool__(self):
+        return self._channel.operate("bool", self)
+
+    def __str__(self):
+        return self._channel.operate("str", self)
+
+    def __repr__(self):
+        return self._channel.operate("repr", self)
+
+
+class Channel:
+    """Questions to the candidate. Once it has failed (`ended` says how), every further question fails."""
+
+    def __init__(self, read: int, write: int):
+        self.read, self.write = read, write
+        self.ended: str | None = None
+        self.objects: dict[int, Remote] = {}
+
+    def end(self, reason: str) -> NoReturn:
+        self.ended = self.ended or reason
+        raise Stopped(self.ended)
+
+    def ask(self, question: dict | None) -> dict:
+        """Send a question (None: wait for what the candidate sends by itself) and return the answer."""
+        if self.ended:
+            raise Stopped(self.ended)
+        try:
+            if question is not None:
+                wire.send(self.write, question)
+            answer = wire.receive(self.read)
+        except (EOFError, BrokenPipeError):
+            self.end("")  # how it ended, its exit status will tell
+        except (ValueError, RecursionError, MemoryError) as error:
+            self.end(f"sent what is no answer: {error}")
+        if not isinstance(answer, dict):
+            self.end("sent what is no answer")
+        if "end" in answer:
+            self.end(str(answer["end"])[:1000])
+        if "error" in answer:
+            kind, text = answer["error"]
+            kind = vars(builtins).get(kind)
+            raise (kind if isinstance(kind, type) and issubclass(kind, Exception) else Exception)(str(text))
+        return answer
+
+    def look_up(self, name: str, namespace: dict) -> None:
+        """Give the tests what the program calls `name`: a plain value, a `Remote`, or nothing if it has no such name."""
+        answer = self.ask({"name": name})
+        if "module" in answer and name in sys.stdlib_module_names:
+            namespace[name] = import_module(name)  # our own: the program only had to import it
+        elif "value" in answer:
+            namespace[name] = self.decode(answer["value"])
+
+    def operate(self, operation: str, on: Remote, args: tuple = (), kwargs: dict | None = None) -> Any:
+        sent = [wire.encode(part, self.number) for part in ([*args], kwargs or {})]
+        answer = self.ask(dict(operation=operation, on=on._number, args=sent[0], kwargs=sent[1]))
+        for old, new in zip(args, self.decode(answer.get("args", []))):  # what the call did to its arguments
+            if type(old) is type(new) and hasattr(old, "clear") and old != new:
+                old.clear()
+                (old.extend if hasattr(old, "extend") else old.update)(new)
+        return self.decode(answer.get("value"))
+
+    def decode(self, data: Any) -> Any:
+        try:
+            return wire.decode(data, lambda number: self.objects.setdefault(number, Remote(self, number)))
+        except Exception as error:
+            self.end(f"sent what is no value: {error}")
+
+    def number(self, value: Any) -> int:
+        if not isinstance(value, Remote):
+            raise TypeError(f"a {type(value).__name__} of the tests cannot be passed to the program")
+        return value._number
+
+
+def main() -> None:
+    """Take one job from standard input, write one verdict {"passed", "reason"} or {"error"} to standard output."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    verdict = os.dup(1)
+    job = wire.receive(0)
+    children = None
+    if sys.platform == "linux":
+        linux.die_with_parent(job["caller"])
+        linux.adopt_orphans()
+        with contextlib.suppress(OSError):  # a kernel may lack it; opened here, before /proc is out of reach
+            children = os.open(f"/proc/self/task/{os.getpid()}/children", os.O_RDONLY)
+    try:
+        pid, channel = start(job)
+    except (Exception, Stopped) as error:
+        wire.send(verdict, {"error": f"{type(error).__name__}: {error}"})
+        return
+    passed, reason = False, None
+    try:
+        signal.signal(signal.SIGALRM, lambda *_: channel.end(f"ran longer than {job['seconds']:g} s"))
+        signal.setitimer(signal.ITIMER_REAL, job["seconds"])
+        passed, reason = check(wire.receive(0), channel)
+    except Stopped:
+        pass
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    status = finish(pid, children, 0.2 if channel.ended == "" else 0)
+    if channel.ended is not None:
+        passed, reason = False, channel.ended or describe(status)
+    wire.send(verdict, {"passed": passed, "reason": reason})
+
+
+def check(job: dict, channel: Channel) -> tuple[bool, str]:
+    """Run the tests against the candidate: (passed, why not)."""
+    namespace: dict[str, Any] = {"__name__": "tests"}
+    try:
+        exec(compile(job["helpers"], "<helpers>", "exec", dont_inherit=True), namespace)
+        channel.ask(None)  # the program is loaded
+        for name in job["names"]:
+            namespace.pop(name, None)
+            channel.look_up(name, namespace)
+        exec(compile(job["tests"], "<tests>", "exec", dont_inherit=True), namespace)
+    except Stopped:
+        raise
+    except BaseException as error:
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == "<tests>"]
+        where = f" in: {job['tests'].splitlines()[lines[-1] - 1].strip()}" if lines and lines[-1] else ""
+        return False, f"{type(error).__name__}: {error}{where}"[:500]
+    return True, "passed"
+
+
+def start(job: dict) -> tuple[int, Channel]:
+    """Restrict this process as the job says and fork the candidate, restricted further. OSError: a layer is not to be had."""
+    layers, folder = job["layers"], job["folder"]
+    limit(job)
+    if "namespaces" in layers:
+        linux.namespaces(folder, job["disk"], job["files"])
+    os.chdir(folder)
+    output = os.open("output", os.O_RDWR | os.O_CREAT | os.O_APPEND)  # counted by the limit on file size
+    os.unlink("output")
+    if "landlock" in layers:
+        linux.landlock(folder, job["readable"])
+    if sys.platform == "linux":
+        linux.drop_privileges()
+        linux.hide_memory()
+    for descriptor in 1, 2:
+        os.dup2(output, descriptor)
+    questions, answers = os.pipe(), os.pipe()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        os.close(questions[0])
+        os.close(answers[1])
+        channel = Channel(answers[0], questions[1])
+        channel.ask(None)  # its restrictions hold
+        return pid, channel
+    try:
+        become_candidate(job, questions[0], answers[1], parent)
+    except BaseException as error:
+        if isinstance(error, OSError):
+            wire.send(answers[1], {"error": ["OSError", str(error)]})
+    os._exit(1)
+
+
+def become_candidate(job: dict, read: int, write: int, parent: int) -> None:
+    """In the forked process: keep nothing but the two pipes, take the last restrictions, serve."""
+    layers = job["layers"]
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    low = sorted({read, write})
+    for first, last in zip((3, low[0] + 1, low[1] + 1), (low[0], low[1], 1 << 10)):
+        os.closerange(first, last)
+    sys.path[:] = [path for path in sys.path if os.path.exists(path)] + job["packages"]
+    sys.argv[:] = ["program"]
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+    if sys.platform == "linux":
+        linux.die_with_parent(0 if "namespaces" in layers else parent)
+    if "seccomp" in layers:
+        linux.seccomp()
+    if "hook" in layers:
+        candidate.fence(job["folder"], job["readable"], job["files"])
+    for name in "guard", "linux", "wire", "candidate":
+        sys.modules.pop(name, None)
+    wire.send(write, {"value": None})
+    candidate.serve(read, write, job["program"], job["setup"])
+
+
+def limit(job: dict) -> None:
+    """The resource limits of this process and its children, as far as the platform has them."""
+    seconds = int(job["seconds"]) + 2
+    for name, value in dict(CPU=seconds, AS=job["memory"], FSIZE=job["file"], NOFILE=job["open_files"], CORE=0).items():
+        kind = getattr(resource, f"RLIMIT_{name}")
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        try:
+            resource.setrlimit(kind, (value, value))
+        except (ValueError, OSError):
+            if name != "AS" or sys.platform == "linux":  # macOS does not limit address space
+                raise
+
+
+def finish(pid: int, children: int | None, patience: float) -> int | None:
+    """Kill the candidate and all that it started; its wait status if it ended by itself within `patience` seconds."""
+    end = time.monotonic() + patience
+    done, status = os.waitpid(pid, os.WNOHANG)
+    while not done and time.monotonic() < end:
+        time.sleep(0.002)
+        done, status = os.waitpid(pid, os.WNOHANG)
+    if not done:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    end = time.monotonic() + 2
+    while children is not None and time.monotonic() < end:  # orphans have become our children
+        for orphan in os.pread(children, 1 << 16, 0).split():
+            os.kill(int(orphan), signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            break
+    return status if done else None
+
+
+def describe(status: int | None) -> str:
+    """How the candidate ended."""
+    if status is None:
+        return "closed its pipe"
+    if os.WIFSIGNALED(status):
+        return f"killed by signal {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"ended with status {os.WEXITSTATUS(status)} before the tests were done"
