@@ -1,8 +1,8 @@
 """Sequences that begin alike, and which of their beginnings are worth computing once.
 
-The prompts of a benchmark share an instruction, its examples, a passage or a question. Sorted, they form a tree. A node is
-a beginning that several rows have in common; a model computes it once and goes on from there. Since a forward pass has a
-cost of its own, a beginning is a node only if that saves `PASS` tokens.
+The prompts of a benchmark share an instruction, its examples, a passage or a question. Sorted, they form a tree. A node
+is a beginning that several rows have in common; a model computes it once and goes on from there. Since a forward pass
+has a cost of its own, a beginning is a node only if that saves `PASS` tokens.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,11 @@ from itertools import groupby, takewhile
 # What one more forward pass must save, in tokens. Over fewer than about this a pass costs the same: it is bound by the
 # reading of the weights (accelerators) or by the overhead of its operations (CPU).
 PASS = 128
+
+
+def pays(saved: int) -> bool:
+    """Is one more forward pass worth `saved` tokens?"""
+    return saved >= PASS
 
 
 @dataclass
@@ -77,7 +82,7 @@ def make_tree(rows: list[Row], prefix: Sequence[int] = ()) -> Node:
             node.rows += group
             continue
         shared = [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last))]
-        if (len(group) - 1) * (len(shared) - len(prefix)) >= PASS:
+        if pays((len(group) - 1) * (len(shared) - len(prefix))):
             node.children.append(make_tree(group, shared))
         else:
             depth = len(shared)

@@ -28,7 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
-from attnres.eval.prefix_tree import PASS, Node, Row, make_rows, make_tree
+from attnres.eval.prefix_tree import Node, Row, make_rows, make_tree, pays
 
 logger = logging.getLogger(__name__)
 
@@ -64,13 +64,13 @@ class SharedPrefixLM(HFLM):
         **hflm_arguments,
     ) -> None:
         super().__init__(pretrained, **hflm_arguments)
-        self._progress = progress
+        self.progress = progress
         if self.batch_size == "auto":
             self.batch_size_per_gpu = self.max_batch_size
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Answer]:
         """As in `HFLM`."""
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm or self._progress is not None)
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm or self.progress is not None)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """As in `HFLM`, in the same batches unless memory runs out.
@@ -126,8 +126,11 @@ class SharedPrefixLM(HFLM):
 
             if self.backend == "causal" and self.logits_cache:
                 rows = make_rows([(context, continuation) for _, context, continuation in requests], self.max_length)
-                share = len(rows) > 1 and longest <= _fixed_positions(self.config) and self.abilities.share_prefix
-                self._score_node(make_tree(rows) if share else Node([], rows), share, None, finish)
+                limit = _fixed_positions(self.config)
+                shareable = [row for row in rows if len(row.tokens) <= limit and self.abilities.share_prefix]
+                others = [row for row in rows if len(row.tokens) > limit or not self.abilities.share_prefix]
+                self._score_node(make_tree(shareable), True, None, finish)
+                self._score_node(Node([], others), False, None, finish)
             else:
                 stock = partial(super()._loglikelihood_tokens, disable_tqdm=True)
 
@@ -148,7 +151,7 @@ class SharedPrefixLM(HFLM):
             rows = [row for choices in questions for row in choices]
             # Cut to the length of the shortest, which is nearly that of the others, they need no padding.
             length = questions[-1][0].first
-            if (len(rows) - len(questions)) * (length - depth) < PASS:
+            if not pays((len(rows) - len(questions)) * (length - depth)):
                 return self._in_batches(rows, score)
             shared = self._read([choices[0].tokens[depth:length] for choices in questions], cache)
             parents = {id(row): parent for parent, choices in enumerate(questions) for row in choices}
@@ -302,8 +305,8 @@ class SharedPrefixLM(HFLM):
     @contextmanager
     def _report(self, total: int, kind: str, silent: bool, inner: bool = False) -> Iterator[Callable[[int], None]]:
         """Gives a function that takes how many requests are done, and shows it."""
-        if self._progress is not None and not inner:
-            yield self._progress
+        if self.progress is not None and not inner:
+            yield self.progress
             return
         with tqdm(total=total, desc=f"Running {kind} requests", disable=silent or inner or self.rank != 0) as bar:
             yield lambda done: bar.update(done - bar.n)
@@ -347,5 +350,5 @@ def _explained(longest: int) -> Iterator[None]:
         if not _out_of_memory(error):
             raise
         raise RuntimeError(
-            f"Out of memory at batch size 1; the longest sequence has {longest} tokens. Try a smaller dtype or max_length."
+            f"Out of memory at batch size 1; the longest sequence has {longest} tokens: try a smaller dtype or length."
         ) from None
