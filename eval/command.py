@@ -16,11 +16,11 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from attnres.cli_support import quiet_transformers, write_at_once
 from attnres.conversion.checkpoint import find
 
-from .benchmarks import pick
+from .benchmarks import Benchmark
 from .report import make_row, markdown, plot, screen
 from .shared_prefix import SharedPrefixLM
 from .store import Store, to_json
-from .suite import Failures, Loaded, collect, load_all, run_tasks, software, unfinished, work
+from .suite import Failures, Loaded, collect, load_all, run_jobs, software, unfinished
 
 RESULTS, BASELINE_RESULTS, REPORT, CHART = "results.json", "baseline.json", "report.md", "scores.png"
 
@@ -39,7 +39,7 @@ def run_eval(
     out: Path,
     *,
     baseline: str | None = None,
-    tasks: str = "paper",
+    benchmarks: Sequence[Benchmark],
     data: Path | None = None,
     limit: int | None = None,
     batch_size: int = 8,
@@ -52,17 +52,16 @@ def run_eval(
     them.
 
     Args:
-        tasks: `paper` for all of the paper's benchmarks, or names with commas between.
+        benchmarks: as from [`attnres.eval.benchmarks.pick`].
         data: a folder that holds the data sets as `ORG/NAME`, read instead of the Hub.
         limit: the first so many items of each task.
 
     Raises:
         FileExistsError: `out` holds something else.
-        FileNotFoundError, OSError, ValueError: a model, task or data folder is not there.
+        FileNotFoundError, OSError, ValueError: a model or the data folder is not there.
         RuntimeError: some benchmarks have no result; the others are reported.
     """
     console = Console()
-    chosen = pick(tasks)
     if baseline == model:
         raise ValueError(f"MODEL and --baseline are both {model}. Compare two models, or leave out --baseline.")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -78,7 +77,7 @@ def run_eval(
         ]
         with console.status("") as status:
             loaded, failures = load_all(
-                chosen, data, allow_code_execution, lambda b: status.update(f"Loading the data of {b.title} ...")
+                benchmarks, data, allow_code_execution, lambda b: status.update(f"Loading the data of {b.title} ...")
             )
         for failure in failures.values():
             console.print(f"[red]Left out:[/] {escape(failure)}", soft_wrap=True, highlight=False)
@@ -93,7 +92,7 @@ def run_eval(
         if loaded:
             _report(console, out, subjects, loaded, list(failures.values()))
     if failures:
-        raise RuntimeError(f"{len(failures)} of {len(chosen)} benchmarks have no result (see above).")
+        raise RuntimeError(f"{len(failures)} of {len(benchmarks)} benchmarks have no result (see above).")
 
 
 @contextlib.contextmanager
@@ -134,23 +133,26 @@ def _run_all(
     console: Console, subjects: Sequence[Subject], loaded: Loaded, limit: int | None, batch_size: int, seed: int
 ) -> Failures:
     failures: Failures = {}
-    todo = {subject.name: unfinished(loaded, subject.store) for subject in subjects}
-    total = sum(work(task, limit) for tasks in todo.values() for _, task in tasks)
+    todo = {subject.name: unfinished(loaded, subject.store, limit) for subject in subjects}
+    total = sum(job.work for jobs in todo.values() for job in jobs)
     order = {benchmark: number for number, benchmark in enumerate(loaded, 1)}
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("left:"), TimeRemainingColumn(), console=console) as progress:
         bar = progress.add_task("loading", total=total)
+        before = 0.0
         for subject in subjects:
-            tasks = [(benchmark, task) for benchmark, task in todo[subject.name] if benchmark not in failures]
-            if not tasks:
+            jobs = todo[subject.name]
+            if not jobs:
                 continue
 
-            def on_work(benchmark, amount, name=subject.name):
-                where = f"{escape(name)}: {benchmark.title} ({order[benchmark]} of {len(loaded)})"
-                progress.update(bar, description=where, advance=amount)
+            def on_work(benchmark: Benchmark, done: float, name: str = subject.name, before: float = before) -> None:
+                what = f"{escape(name)}: {benchmark.title} ({order[benchmark]} of {len(order)})"
+                progress.update(bar, description=what, completed=before + done)
 
-            lm = _load_model(subject.folder, batch_size, console)
-            failures |= run_tasks(lm, tasks, subject.store, limit=limit, seed=seed, on_work=on_work)
+            progress.update(bar, description=f"loading {escape(subject.name)}")
+            lm = _load_model(subject.folder, batch_size)
+            failures |= run_jobs(lm, jobs, subject.store, limit=limit, seed=seed, on_work=on_work)
+            before += sum(job.work for job in jobs)
             del lm
             torch.cuda.empty_cache()
     for failure in failures.values():
@@ -158,7 +160,7 @@ def _run_all(
     return failures
 
 
-def _load_model(folder: Path, batch_size: int, console: Console) -> SharedPrefixLM:
+def _load_model(folder: Path, batch_size: int) -> SharedPrefixLM:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     several = torch.cuda.device_count() > 1
@@ -173,7 +175,7 @@ def _report(console: Console, out: Path, subjects: Sequence[Subject], loaded: Lo
     other = (results[0], baseline.store) if baseline else None
     rows = [make_row(benchmark, tasks, results[-1], model.store, other) for benchmark, tasks in loaded.items()]
     names = model.name, baseline.name if baseline else None
-    write_at_once(out / REPORT, markdown(rows, failures, *names, settings=results[-1]["config"] | software()))
+    write_at_once(out / REPORT, markdown(rows, failures, *names, results=results[-1]))
     plot(rows, out / CHART, *names)
     console.print(screen(rows, *names))
     console.print(f"Written to [bold]{escape(str(out))}[/]: {REPORT}, {CHART}, {RESULTS}.", soft_wrap=True)

@@ -14,6 +14,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 from lm_eval.tasks.manager import TaskDict
+from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
@@ -90,7 +91,7 @@ def _item_scores(benchmark: Benchmark, tasks: Sequence[str], store: Store) -> It
 
 
 def markdown(
-    rows: Sequence[Row], failures: Sequence[str], model: str, baseline: str | None, settings: Mapping[str, Any]
+    rows: Sequence[Row], failures: Sequence[str], model: str, baseline: str | None, results: Mapping[str, Any]
 ) -> str:
     """The report as Markdown. Numbers are percent."""
     columns = [*_columns(model, baseline), "paper: baseline", "paper: AttnRes"]
@@ -108,8 +109,12 @@ def markdown(
         ]
     if failures:
         lines += ["", "Without a result:", "", *(f"- {failure}" for failure in failures)]
-    shown = {key: value for key, value in settings.items() if isinstance(value, int | float | str)}
-    return "\n".join([*lines, "", "; ".join(f"{key} {value}" for key, value in shown.items()) + ".", ""])
+    config = results["config"]
+    limit = f"the first {config['limit']} items of each task" if config["limit"] else "all items"
+    software = ", ".join(f"{name} {version}" for name, version in results["software"].items())
+    parameters = f"{config['model_num_parameters']:,} parameters, {config['model_dtype'].removeprefix('torch.')}"
+    lines += ["", f"{model}: {parameters}; {limit}; seed {config['random_seed']}; {software}.", ""]
+    return "\n".join(lines)
 
 
 def _columns(model: str, baseline: str | None) -> list[str]:
@@ -129,12 +134,14 @@ def _cells(row: Row) -> list[str]:
 
 
 def screen(rows: Sequence[Row], model: str, baseline: str | None) -> Table:
-    """The report as a table for the terminal."""
-    table = Table(title="Percent, ± one standard error")
-    for column in _columns(model, baseline):
-        table.add_column(escape(column), justify="left" if column == "benchmark" else "right")
+    """The report as a table for the terminal, narrower: without the shots."""
+    table = Table(title="Percent, ± one standard error", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    shots = _columns(model, baseline).index("shots")
+    for i, column in enumerate(_columns(model, baseline)):
+        if i != shots:
+            table.add_column(escape(column), justify="left" if i == 0 else "right")
     for row in rows:
-        table.add_row(*map(escape, _cells(row)))
+        table.add_row(*(escape(cell) for i, cell in enumerate(_cells(row)) if i != shots))
     return table
 
 

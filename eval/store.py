@@ -56,6 +56,5 @@ def _check_same(folder: Path, stored: Mapping[str, Any], setup: Mapping[str, Any
     for key, value in setup.items():
         if stored.get(key) == value:
             continue
-        short = len(repr(value)) < 80
-        what = f"{key} {stored.get(key)!r}, not {value!r}" if short else f"other {key}"
+        what = f"other {key}" if isinstance(value, dict) else f"{key} {stored.get(key)!r}, not {value!r}"
         raise FileExistsError(f"{folder} holds results with {what}. Choose another --out, or remove the folder.")

@@ -5,6 +5,7 @@ import importlib.metadata
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,14 +62,24 @@ def work(task: Task, limit: int | None) -> float:
     return num_items(task, limit) * (1 + tokens / TOKENS_LIKE_A_CHOICE)
 
 
-def unfinished(loaded: Loaded, store: Store) -> list[tuple[Benchmark, Task]]:
-    """The tasks that the store has no result of, in order."""
-    return [(b, task) for b, tasks in loaded.items() for name, task in tasks["tasks"].items() if name not in store]
+@dataclass(frozen=True)
+class Job:
+    """A task to run on a model, and how much of all the [`work`] it is."""
+
+    benchmark: Benchmark
+    task: Task
+    work: float
 
 
-def run_tasks(
+def unfinished(loaded: Loaded, store: Store, limit: int | None) -> list[Job]:
+    """What the store has no result of, in order."""
+    tasks = [(benchmark, task) for benchmark, found in loaded.items() for task in found["tasks"].values()]
+    return [Job(benchmark, task, work(task, limit)) for benchmark, task in tasks if task.task_name not in store]
+
+
+def run_jobs(
     lm: SharedPrefixLM,
-    tasks: Sequence[tuple[Benchmark, Task]],
+    jobs: Sequence[Job],
     store: Store,
     *,
     limit: int | None,
@@ -79,21 +90,25 @@ def run_tasks(
 
     Args:
         limit: the first so many items of each task.
-        on_work: hears how much of the [`work`] of a benchmark is done now.
+        on_work: hears which benchmark is running, and how much work is done since the beginning.
 
     Returns:
         The benchmarks that ran out of memory even with one sequence at a time, and why; the others go on.
     """
     failures: Failures = {}
-    for benchmark, task in tasks:
-        if benchmark in failures:
-            continue
-        amount = work(task, limit)
-        lm.progress = lambda done, task=task, b=benchmark, a=amount: on_work(b, a * done / len(task.instances))
-        try:
-            store.write(task.task_name, _evaluate(lm, task, limit, seed))
-        except RuntimeError as error:
-            failures[benchmark] = f"{benchmark.title}: {' '.join(str(error).split())}"
+    before = 0.0
+    for job in jobs:
+        on_work(job.benchmark, before)
+        lm.progress = lambda done, job=job, before=before: on_work(
+            job.benchmark, before + job.work * done / len(job.task.instances)
+        )
+        if job.benchmark not in failures:
+            try:
+                store.write(job.task.task_name, _evaluate(lm, job.task, limit, seed))
+            except RuntimeError as error:
+                failures[job.benchmark] = f"{job.benchmark.title}: {' '.join(str(error).split())}"
+        before += job.work
+        on_work(job.benchmark, before)
     return failures
 
 
@@ -144,20 +159,21 @@ def collect(loaded: Loaded, store: Store) -> dict[str, Any]:
     setup = store.setup
     combined: dict[str, Any] = {part: {} for part in PARTS} | {"groups": {}, "group_subtasks": {}}
     model: dict[str, Any] = {}
-    for tasks in loaded.values():
+    for benchmark, tasks in loaded.items():
         for name in tasks["tasks"]:
             stored = store.read(name)
             model = stored["model"]
             for part in PARTS:
                 combined[part] |= stored[part]
+            # Where this machine has the files is nobody's business.
+            combined["configs"][name]["dataset_path"] = benchmark.dataset
+            (combined["configs"][name].get("metadata") or {}).pop("config_source", None)
         for name, group in tasks["groups"].items():
             aggregated = group.aggregate(combined["results"])
             combined["results"][name] = aggregated
             combined["group_subtasks"][name] = group.child_names
             if group.has_aggregation:
                 combined["groups"][name] = aggregated
-    for config in combined["configs"].values():
-        (config.get("metadata") or {}).pop("config_source", None)  # a path of the machine
     config = {"model": "hf", "model_args": {"pretrained": setup["model"], "dtype": "auto"}, **model}
     return combined | {
         "config": config | {"limit": setup["limit"], "random_seed": setup["seed"], "fewshot_seed": setup["seed"]},

@@ -146,24 +146,27 @@ def evaluate(
 
     With lm-evaluation-harness, which runs the same tasks by itself as well: `--print-task-path`.
     """
-    if print_task_path:
-        from attnres.eval.benchmarks import task_path
+    from attnres.eval.benchmarks import pick, task_path
 
+    if print_task_path:
         print(task_path())
         return
-    missing = [name for name, value in (("MODEL", model), ("--out", out)) if value is None]
-    if missing:
-        raise typer.BadParameter(f"{' and '.join(missing)} is missing.")
+    if missing := " and ".join(name for name, value in (("MODEL", model), ("--out", out)) if value is None):
+        raise typer.BadParameter(f"{missing} missing.")
+    try:
+        benchmarks = pick(tasks)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     try:
         from attnres.eval.command import run_eval
     except ModuleNotFoundError as error:
-        raise RuntimeError(f"attnres eval needs the package {error.name}: pip install 'attnres[eval]'.") from error
+        raise RuntimeError(f"attnres eval needs the package {error.name.partition(".")[0]}: pip install 'attnres[eval]'.") from error
 
     run_eval(
         model,
         out,
         baseline=baseline,
-        tasks=tasks,
+        benchmarks=benchmarks,
         data=data,
         limit=limit,
         batch_size=batch_size,

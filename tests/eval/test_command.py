@@ -1,0 +1,267 @@
+"""`attnres eval` from end to end: a real checkpoint and its retrofit on real questions."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from attnres.conversion import retrofit
+from attnres.eval.benchmarks import benchmarks, pick, task_path
+from attnres.eval.command import run_eval
+
+LIMIT = 6
+SOME = "arc_challenge,gsm8k,cmath"
+TASKS = {"arc_challenge", "gsm8k_cot", "attnres_cmath_validation", "attnres_cmath_test"}
+
+
+@pytest.fixture(scope="module")
+def models(assets, tmp_path_factory) -> Path:
+    """A folder with the pretrained model `source`, its retrofit, and `other`, which answers differently."""
+    folder = tmp_path_factory.mktemp("models")
+    source = assets / "checkpoints" / "stories260K-hf"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(source), AutoTokenizer.from_pretrained(source)
+    retrofitted = retrofit(model, block_size=2)
+    for name in ("source", "retrofit", "other"):
+        if name == "other":
+            model.model.layers[2].self_attn.v_proj.weight.data.mul_(-3)
+        (retrofitted if name == "retrofit" else model).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def evaluated(models, assets, tmp_path_factory) -> Path:
+    """What a run of the retrofit beside its source wrote."""
+    out = tmp_path_factory.mktemp("evaluated") / "out"
+    arguments = {"baseline": str(models / "source"), "benchmarks": pick(SOME), "data": assets / "hub", "limit": LIMIT}
+    run_eval(str(models / "retrofit"), out, **arguments)
+    return out
+
+
+@pytest.fixture
+def evaluate(models, assets, monkeypatch) -> Callable:
+    """`evaluate(model, out, **arguments)` of `run_eval`, in the folder of the models."""
+    monkeypatch.chdir(models)
+
+    def run(model: str, out: Path, tasks: str = SOME, **arguments) -> None:
+        run_eval(model, out, **{"benchmarks": pick(tasks), "data": assets / "hub", "limit": LIMIT} | arguments)
+
+    return run
+
+
+def answers(folder: Path, task: str) -> list:
+    samples = json.loads((folder / f"{task}.json").read_text())["samples"]
+    return [(sample["doc_id"], sample["prompt_hash"], sample["filtered_resps"], sample["filter"]) for sample in samples]
+
+
+def test_a_retrofit_scores_what_its_source_scores(evaluated):
+    model, baseline = (json.loads((evaluated / name).read_text()) for name in ("results.json", "baseline.json"))
+    for benchmark in pick(SOME):
+        assert model["results"][benchmark.group] == baseline["results"][benchmark.group]
+    assert answers(evaluated / "model", "gsm8k_cot") == answers(evaluated / "baseline", "gsm8k_cot")
+
+
+def test_results_json_is_the_harness_s(evaluated):
+    results = json.loads((evaluated / "results.json").read_text())
+    assert results["results"].keys() >= TASKS
+    assert set(results["group_subtasks"]["attnres_cmath"]) == {"attnres_cmath_validation", "attnres_cmath_test"}
+    assert results["groups"]["attnres_cmath"]["sample_len"] == 2 * LIMIT
+    assert results["n-shot"]["gsm8k_cot"] == 8
+    assert results["n-samples"]["arc_challenge"] == {"original": 1172, "effective": LIMIT}
+    assert results["config"]["limit"] == LIMIT
+    assert results["config"]["model_num_parameters"] > 260_000
+
+
+def test_the_report_has_a_line_for_each_benchmark_beside_the_papers_numbers(evaluated):
+    report = (evaluated / "report.md").read_text()
+    rows = [line.split("|")[1:-1] for line in report.splitlines() if line.startswith("|")]
+    header, _, *body = [[cell.strip() for cell in row] for row in rows]
+    assert [row[0] for row in body] == [benchmark.title for benchmark in pick(SOME)]
+    assert header[-2:] == ["paper: baseline", "paper: AttnRes"]
+    assert [row[-2:] for row in body] == [[str(b.baseline), str(b.attn_res)] for b in pick(SOME)]
+    assert [int(row[1]) for row in body] == [LIMIT, LIMIT, 2 * LIMIT]
+    assert all(row[5].startswith("+0.0 [-") and row[6] == "1" for row in body)
+    assert Image.open(evaluated / "scores.png").size[0] > 300
+
+
+def test_no_file_to_publish_names_a_folder_of_this_machine(evaluate, tmp_path, models, assets):
+    """With names as a user gives them, from the folder where the models and the data are."""
+    (models / "hub").symlink_to(assets / "hub")
+    with pytest.raises(RuntimeError, match="1 of 2 benchmarks"):
+        evaluate("source", tmp_path / "out", "arc_challenge,ceval", data=Path("hub"))
+    for name in ("results.json", "report.md"):
+        text = (tmp_path / "out" / name).read_text()
+        assert str(models) not in text
+        assert str(assets) not in text
+        assert sys.prefix not in text
+
+
+def test_a_model_that_answers_differently_is_compared_item_by_item(evaluate, tmp_path):
+    evaluate("other", tmp_path / "out", "arc_challenge", baseline="source", limit=40)
+    scores = [
+        {sample["doc_id"]: sample["acc_norm"] for sample in json.loads(path.read_text())["samples"]}
+        for path in (tmp_path / "out" / role / "arc_challenge.json" for role in ("model", "baseline"))
+    ]
+    difference = sum(scores[0][item] - scores[1][item] for item in scores[1]) / 40
+    assert difference != 0
+    assert f"| {100 * difference:+.1f} [" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_finished_tasks_are_not_computed_again(evaluate, evaluated, models, tmp_path, monkeypatch):
+    """The run of another process, by its absolute names, goes on from there; it needs no model."""
+    monkeypatch.setattr("attnres.eval.command._load_model", lambda *_: pytest.fail("a model was loaded"))
+    before = (evaluated / "model" / "gsm8k_cot.json").stat().st_mtime_ns
+    evaluate(str(models / "retrofit"), evaluated, "gsm8k,cmath", baseline=str(models / "source"))
+    assert (evaluated / "model" / "gsm8k_cot.json").stat().st_mtime_ns == before
+    report = (evaluated / "report.md").read_text()
+    assert "GSM8K" in report
+    assert "ARC" not in report
+
+
+def test_a_missing_data_set_is_told_before_a_model_runs_and_the_others_go_on(evaluate, tmp_path, capsys):
+    with pytest.raises(RuntimeError, match="2 of 3 benchmarks have no result"):
+        evaluate("source", tmp_path / "out", "arc_challenge,mbpp,ceval")
+    first, *_ = output = capsys.readouterr().out.splitlines()
+    assert "MBPP runs programs that the model writes; --allow-code-execution allows it." in first
+    assert sum("ceval/ceval-exam" in line and "hf download" in line for line in output) == 1
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "| ARC-Challenge | 6 |" in report
+    assert "C-Eval" in report.partition("Without a result:")[2]
+
+
+def test_results_of_another_model_or_limit_are_not_mixed(evaluate, evaluated, models):
+    with pytest.raises(FileExistsError, match="with limit 6, not 7"):
+        evaluate(str(models / "retrofit"), evaluated, limit=7)
+    with pytest.raises(FileExistsError, match="retrofit', not 'source'"):
+        evaluate("source", evaluated)
+
+
+def test_a_folder_of_other_things_is_left_alone(evaluate, tmp_path):
+    (tmp_path / "thesis.tex").write_text("five years")
+    with pytest.raises(FileExistsError, match="holds other files"):
+        evaluate("source", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"baseline": "source"}, ValueError, "MODEL and --baseline are both source"),
+        ({"data": Path("nowhere")}, FileNotFoundError, "--data nowhere is not a directory"),
+        ({"baseline": "./missing"}, FileNotFoundError, "missing is not a directory"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line_and_leaves_nothing(evaluate, tmp_path, arguments, error, message):
+    with pytest.raises(error, match=message) as caught:
+        evaluate("source", tmp_path / "out", **arguments)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+# In processes of their own
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "attnres", "eval", *map(str, arguments)]
+
+
+def run(arguments: list[str], **options) -> subprocess.CompletedProcess:
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL, **options)
+
+
+def test_the_task_path_is_printed_for_the_harness():
+    assert run(command("--print-task-path")).stdout == f"{task_path()}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["model", "--out", "out", "--tasks", "mmlu,gsm9k"], "There is no benchmark 'gsm9k'. Did you mean gsm8k?"),
+        (["model"], "--out missing"),
+        (["--out", "out"], "MODEL missing"),
+        (["model", "--out", "out", "--limit", "0"], "--limit"),
+    ],
+)
+def test_bad_usage_ends_with_status_2(arguments, message, tmp_path):
+    done = run(command(*arguments), cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+    assert not any(tmp_path.iterdir())
+
+
+def test_without_the_harness_one_line_says_what_to_install(tmp_path):
+    """`sys.modules` holds None for a package that cannot be imported."""
+    code = "import sys; sys.modules['lm_eval'] = None; from attnres.cli import main; main()"
+    done = run([sys.executable, "-c", code, "eval", "model", "--out", "out"], cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == "attnres: attnres eval needs the package lm_eval: pip install 'attnres[eval]'.\n"
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_and_ends_with_the_same_numbers(models, assets, evaluated, tmp_path):
+    out = tmp_path / "out"
+    baseline = ["--baseline", models / "source", "--tasks", SOME, "--data", assets / "hub", "--limit", LIMIT]
+    arguments = command(models / "retrofit", *baseline, "--out", out)
+    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        finished = out / "baseline" / "gsm8k_cot.json"
+        while not finished.exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.kill()
+    written = finished.stat().st_mtime_ns
+    assert not (out / "results.json").exists()
+    done = run(arguments)
+    assert done.returncode == 0, done.stderr
+    assert finished.stat().st_mtime_ns == written
+    for name in ("results.json", "baseline.json"):
+        resumed, uninterrupted = (json.loads((folder / name).read_text())["results"] for folder in (out, evaluated))
+        assert resumed.keys() == uninterrupted.keys()
+        assert resumed == uninterrupted
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_says_that_it_can_go_on(models, assets, tmp_path):
+    out = tmp_path / "out"
+    arguments = command(models / "source", "--tasks", "bbh", "--data", assets / "hub", "--out", out, "--limit", LIMIT)
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while not list(out.glob("model/bbh*.json")):
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.terminate()
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "The same command goes on from the tasks that are finished." in output
+    assert not (out / ".lock").exists()
+
+
+@pytest.mark.slow
+def test_the_plain_harness_gives_the_same_scores(models, assets, evaluated, tmp_path):
+    """In the folder of the data, where `load_dataset("allenai/ai2_arc")` finds that folder first."""
+    arguments = [
+        "--model",
+        "hf",
+        "--model_args",
+        f"pretrained={models / 'source'}",
+        "--device",
+        "cpu",
+        "--limit",
+        LIMIT,
+    ]
+    arguments += ["--include_path", task_path(), "--tasks", "attnres_arc_challenge,attnres_gsm8k"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    arguments += ["--output_path", tmp_path / "out", "--batch_size", 8]
+    done = run([sys.executable, "-m", "lm_eval", "run", *map(str, arguments)], cwd=assets / "hub", env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (path,) = (tmp_path / "out").rglob("results_*.json")
+    theirs = json.loads(path.read_text())["results"]
+    ours = json.loads((evaluated / "baseline.json").read_text())["results"]
+    for name in ("attnres_arc_challenge", "attnres_gsm8k"):
+        metric = benchmarks()[name.removeprefix("attnres_")].metric
+        assert theirs[name][metric] == ours[name][metric]
