@@ -160,7 +160,8 @@ def evaluate(
     try:
         from attnres.eval.command import run_eval
     except ModuleNotFoundError as error:
-        raise RuntimeError(f"attnres eval needs the package {error.name.partition(".")[0]}: pip install 'attnres[eval]'.") from error
+        package = error.name.partition(".")[0]
+        raise RuntimeError(f"attnres eval needs the package {package}: pip install 'attnres[eval]'.") from error
 
     run_eval(
         model,
