@@ -15,8 +15,8 @@ _FENCED = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 def humaneval(doc: dict, results: list) -> dict[str, float]:
     """pass@1 of one completion: 1.0 if `check(entry_point)` of the task passes.
 
-    The program is the prompt followed by the completion, which may be the rest of the function or the function once more. The
-    prompt's own helpers, which some tests call, are the prompt's: the program cannot replace them.
+    The program is the prompt followed by the completion, which may be the rest of the function or the function once
+    more. The prompt's own helpers, which some tests call, are the prompt's: the program cannot replace them.
     """
     name = doc["entry_point"]
     program = doc["prompt"] + strip_fences(_only(results))
@@ -27,8 +27,8 @@ def humaneval(doc: dict, results: list) -> dict[str, float]:
 def mbpp(doc: dict, results: list) -> dict[str, float]:
     """pass@1 of one completion: 1.0 if all statements of `test_list` hold.
 
-    The program is the completion up to `[DONE]`, out of its code fence if it has one. The set-up code of the task, if any, runs after
-    it (two tasks of the data set build a tree of the program's own nodes; without it they fail whatever the program).
+    The program is the completion up to `[DONE]`, out of its code fence if it has one. The set-up code of the task, if
+    any, runs after it (two tasks of the data set build trees of the program's own nodes; without it no program passes).
     """
     program = strip_fences(_only(results).split("[DONE]")[0].removeprefix("[BEGIN]"))
     tests = "\n".join(doc["test_list"])
@@ -49,7 +49,7 @@ def strip_fences(completion: str) -> str:
 def tested_names(tests: str, reference: str) -> list[str]:
     """The names that `tests` read and that are the program's to define, in alphabetical order.
 
-    A built-in name counts only if the reference solution defines it: a program must not bring its own `len` to the tests.
+    A built-in name counts only if the reference solution defines it: a program brings no `len` of its own to the tests.
     """
     nodes = [node for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)]
     read = {node.id for node in nodes if isinstance(node.ctx, ast.Load)}

@@ -1,18 +1,20 @@
 """Running generated programs: each in a child process of its own, restricted as far as the operating system allows.
 
-    layer        what it adds (limits are always on)
+    layer        what it adds
     namespaces   Linux: no network, no other process in sight, a read-only file system, the folder in memory
-    landlock     Linux 5.13: no reading outside Python's own files and the system's libraries, no writing outside the folder
-    seccomp      Linux, x86-64 and ARM64: no processes, no threads, no programs, no signals, no sockets
-    hook         every platform: the same refusals by Python's audit hook, a fence for programs that do not attack Python itself
-    limits       time, processor time, memory, file size, open files, processes; no privileges; a stripped environment
+    landlock     Linux 5.13: no reading but of Python's own files and the system's libraries, no writing outside the
+                 folder, no programs; Linux 6.7: no TCP; Linux 6.12: no signals to others
+    seccomp      Linux on x86-64 and ARM64: no processes, threads, programs, signals, sockets
+    hook         everywhere: the same refusals by Python's audit hook, enough for programs that do not attack Python
+    limits       always: time, processor time, memory, file size, open files, processes; no privileges; no environment
 
-The verdict is not the program's to give: its tests run in a second process that sees only plain data of it (see `guard`).
+The verdict is not the program's to give: its tests run in a second process that sees only plain data of it (`guard`).
 
-What stays open: without `landlock` a program that gets past the hook reads what the user can read; without `namespaces`, `landlock`
-and `seccomp` (macOS) it also writes, connects and signals as the user can, and macOS does not limit memory. The kernel itself and
-side channels (timing, load) are open at every level. Values that cannot cross as plain data (a function of the tests given to the
-program, an object of the program compared with `==`) make a test fail.
+What stays open. Without `landlock`, a program that gets past the hook reads what the user can read. Without any of the
+first three (macOS) it also writes, connects and signals as the user can, and macOS does not limit memory. The kernel
+itself and side channels (timing, load) are open everywhere. A call's effect on nested arguments does not reach the
+tests, only that on a list, set or dictionary passed itself. What does not cross as plain data (a function of the tests
+given to the program, an object of the program compared with `==`) makes a test fail.
 """
 
 import functools
@@ -37,8 +39,8 @@ LAYERS = ("namespaces", "landlock", "seccomp", "hook")
 class Limits:
     """What one program with its tests may use."""
 
-    # The slowest reference solution of MBPP takes well under a second; 3 s, the usual choice, was set for an idle machine. Ten seconds
-    # leave room for one that evaluates several models at once; only programs that do not end take that long.
+    # Reference solutions of MBPP take milliseconds, the slowest two seconds: the usual limit of 3 s would make its
+    # score a matter of the machine's load. Only programs that do not end take as long as this.
     seconds: float = 10.0
     memory: int = 1 << 30  # bytes of address space, for each of the two processes
     file: int = 16 << 20  # bytes of one file; also of what it prints
@@ -79,13 +81,14 @@ def run(
     Raises:
         RuntimeError: the restrictions cannot be had here; nothing has run.
     """
-    if importlib.util.find_spec("resource") is None:
-        raise RuntimeError("running generated programs needs resource limits: use Linux or macOS")
-    return _run(program, tests, [*names], helpers, setup, limits, available() if layers is None else (*layers,))
+    if unknown := [layer for layer in layers or () if layer not in LAYERS]:
+        raise ValueError(f"unknown layer {unknown[0]!r}: choose from {', '.join(LAYERS)}")
+    chosen = available() if layers is None else (*layers,)
+    return _run(program, tests, [*names], helpers, setup, limits, chosen)
 
 
 def level(layers: Collection[str] | None = None) -> str:
-    """The restrictions in one line, for the report: those of `layers`, by default the strongest that this machine has."""
+    """The restrictions in one line, for the report: those of `layers`, by default the strongest that work here."""
     titles = {
         "namespaces": "namespaces (user, process, network, IPC, mount)",
         "landlock": "Landlock",
@@ -98,7 +101,12 @@ def level(layers: Collection[str] | None = None) -> str:
 
 @functools.cache
 def available() -> tuple[str, ...]:
-    """The layers that work here: under each of them alone a small program has passed that imports and computes."""
+    """The layers that work here: under each of them alone a small program has passed that imports and computes.
+
+    RuntimeError: not even resource limits exist (Windows).
+    """
+    if importlib.util.find_spec("resource") is None:
+        raise RuntimeError("running generated programs needs resource limits: use Linux, macOS or WSL")
     program = "import fractions\ndef half(x):\n    return fractions.Fraction(x, 2)"
     test = "assert half(3) * 2 == 3"
 
@@ -125,7 +133,7 @@ def _run(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=folder,
-            env=_ENVIRONMENT,
+            env=_ENVIRONMENT | {name: os.environ[name] for name in _KEPT if name in os.environ},
             start_new_session=True,
         )
         try:
@@ -137,9 +145,12 @@ def _run(
             if guard.poll() is None:
                 os.killpg(guard.pid, signal.SIGKILL)  # and with it all that it started
             guard.communicate()
-    if errors:
-        raise RuntimeError(f"the sandbox did not start: {errors.decode(errors='replace').strip().splitlines()[-1]}")
-    verdict = wire.unframe(answer) if answer else dict(passed=False, reason="the checker did not end")
+    if answer:
+        verdict = wire.unframe(answer)
+    elif errors:  # the guard itself failed: afterwards it writes to the program's output
+        verdict = dict(error=errors.decode(errors="replace").strip().splitlines()[-1])
+    else:
+        verdict = dict(passed=False, reason="the checker did not end")
     if "error" in verdict:
         raise RuntimeError(f"the sandbox ({level(layers)}) did not start: {verdict['error']}")
     return Outcome(verdict["passed"], verdict["reason"], time.monotonic() - start)
@@ -154,6 +165,7 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
+_KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # without it some interpreters do not start
 
 
 @functools.cache
@@ -166,8 +178,6 @@ def _packages() -> list[str]:
 def _readable() -> list[str]:
     """What a program may read: Python's own files, installed packages, the system's libraries and time zones."""
     python = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.join(sys.base_prefix, "lib")}
-    system = (
-        "/lib /lib64 /usr/lib /usr/lib64 /usr/local/lib /nix/store /usr/share/zoneinfo /etc/localtime /etc/ld.so.cache"
-    )
-    devices = "/dev/null /dev/zero /dev/random /dev/urandom"
-    return [*sorted(python), *_packages(), *system.split(), *devices.split()]
+    libraries = "/lib /lib64 /usr/lib /usr/lib64 /usr/local/lib /nix/store /etc/ld.so.cache"
+    others = "/usr/share/zoneinfo /etc/localtime /dev/null /dev/zero /dev/random /dev/urandom"
+    return [*sorted(python), *_packages(), *libraries.split(), *others.split()]

@@ -30,7 +30,7 @@ OPERATIONS: dict[str, Callable] = {
 
 
 def serve(read: int, write: int, program: str, setup: str) -> None:
-    """Load the program and the tests' set-up code in its namespace; answer questions until the checker closes the pipe."""
+    """Load the program, then the tests' set-up code in its namespace; answer questions as long as there are any."""
     kept: dict[int, Any] = {}  # what the checker holds references to
 
     def keep(value: Any) -> int:
@@ -80,23 +80,23 @@ def _text(error: Exception) -> str:
         return ""
 
 
-# Events of Python's audit hooks (PEP 578) that no solution needs, and those whose first argument is a path to be read or removed.
+# Events of Python's audit hooks (PEP 578) that no solution needs; those about a path that is read or removed.
 _REFUSED = (
-    "socket.", "subprocess.", "pty.", "os.fork", "os.posix_spawn", "os.spawn", "os.exec", "os.system", "os.startfile", "os.kill",
-    "os.mkdir", "os.rmdir", "os.rename", "os.link", "os.symlink", "os.chmod", "os.chown", "os.chflags", "os.truncate", "os.utime",
-    "os.setxattr", "os.removexattr", "os.lockf", "signal.", "resource.setrlimit", "resource.prlimit", "sqlite3.", "syslog.",
-    "webbrowser.", "ctypes.dlsym", "ctypes.call_function", "ctypes.cdata", "ctypes.string_at", "ctypes.wstring_at", "sys._current",
-    "gc.get_",
+    "socket.", "subprocess.", "pty.", "os.fork", "os.posix_spawn", "os.spawn", "os.exec", "os.system", "os.startfile",
+    "os.kill", "os.mkdir", "os.rmdir", "os.rename", "os.link", "os.symlink", "os.chmod", "os.chown", "os.chflags",
+    "os.truncate", "os.utime", "os.setxattr", "os.removexattr", "os.lockf", "signal.", "resource.setrlimit",
+    "resource.prlimit", "sqlite3.", "syslog.", "webbrowser.", "ctypes.dlsym", "ctypes.call_function", "ctypes.cdata",
+    "ctypes.string_at", "ctypes.wstring_at", "sys._current", "gc.get_",
 )  # fmt: skip
 _READING, _REMOVING = ("os.listdir", "os.scandir", "os.chdir", "os.walk"), ("os.remove",)
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def fence(folder: str, readable: list[str], most_files: int) -> None:
-    """Refuse, by an audit hook, what the system levels refuse too: a fence, not a wall, but one that every platform has.
+    """Refuse, by an audit hook, what the system's layers refuse too: a fence, not a wall, but every platform has it.
 
-    Reads stay under `readable` and `folder`, writes in `folder`, at most `most_files` of them. Extension modules that open files
-    by themselves and a program that works on the interpreter's memory get past it.
+    Reads stay under `readable` and `folder`, writes in `folder`, at most `most_files` of them. Extension modules that
+    open files by themselves get past it, and so does a program that works on the interpreter itself.
     """
     realpath, separator, opened = os.path.realpath, os.sep, 0
     inside = (realpath(folder),)

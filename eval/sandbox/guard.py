@@ -3,8 +3,9 @@
     caller  --(1) program, (2) tests-->  guard  --questions-->  candidate
             <--------verdict-----------         <--plain data--
 
-The tests run here, never in the candidate, which is forked before the tests are read: it holds no copy of them. The functions that
-they test are `Remote` objects: every call is a question over a pipe, every answer plain data (see `wire`).
+The tests run here, never in the candidate, which is forked before the tests are read: it holds no copy of them. The
+functions that they test are `Remote` objects: every call is a question over a pipe, every answer plain data (see
+`wire`).
 Run as `python -c "... import guard; guard.main()"`, without the package and without site-packages.
 """
 
@@ -15,7 +16,6 @@ import resource
 import signal
 import sys
 import time
-import traceback
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -102,7 +102,7 @@ class Channel:
         return answer
 
     def look_up(self, name: str, namespace: dict) -> None:
-        """Give the tests what the program calls `name`: a plain value, a `Remote`, or nothing if it has no such name."""
+        """Give the tests what the program calls `name`: a plain value, a `Remote`, nothing if it has no such name."""
         answer = self.ask({"name": name})
         if "module" in answer and name in sys.stdlib_module_names:
             namespace[name] = import_module(name)  # our own: the program only had to import it
@@ -146,14 +146,14 @@ def main() -> None:
     except (Exception, Stopped) as error:
         wire.send(verdict, {"error": f"{type(error).__name__}: {error}"})
         return
-    passed, reason = False, None
+    passed, reason, late = False, None, f"ran longer than {job['seconds']:g} s"
     try:
-        signal.signal(signal.SIGALRM, lambda *_: channel.end(f"ran longer than {job['seconds']:g} s"))
+        signal.signal(signal.SIGALRM, lambda *_: None if channel.ended is not None else channel.end(late))
         signal.setitimer(signal.ITIMER_REAL, job["seconds"])
         passed, reason = check(wire.receive(0), channel)
+        signal.setitimer(signal.ITIMER_REAL, 0)
     except Stopped:
         pass
-    signal.setitimer(signal.ITIMER_REAL, 0)
     status = finish(pid, children, 0.2 if channel.ended == "" else 0)
     if channel.ended is not None:
         passed, reason = False, channel.ended or describe(status)
@@ -163,6 +163,7 @@ def main() -> None:
 def check(job: dict, channel: Channel) -> tuple[bool, str]:
     """Run the tests against the candidate: (passed, why not)."""
     namespace: dict[str, Any] = {"__name__": "tests"}
+    settle_chance(job["helpers"] + job["tests"])
     try:
         exec(compile(job["helpers"], "<helpers>", "exec", dont_inherit=True), namespace)
         channel.ask(None)  # the program is loaded
@@ -173,14 +174,23 @@ def check(job: dict, channel: Channel) -> tuple[bool, str]:
     except Stopped:
         raise
     except BaseException as error:
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == "<tests>"]
-        where = f" in: {job['tests'].splitlines()[lines[-1] - 1].strip()}" if lines and lines[-1] else ""
-        return False, f"{type(error).__name__}: {error}{where}"[:500]
+        where, trace = "", error.__traceback__
+        while trace:  # the innermost line of the tests
+            if trace.tb_frame.f_code.co_filename == "<tests>":
+                where = f" in: {job['tests'].splitlines()[trace.tb_lineno - 1]}"
+            trace = trace.tb_next
+        return False, " ".join(f"{type(error).__name__}: {str(error)[:300]}{where}".split())[:500]
     return True, "passed"
 
 
+def settle_chance(code: str) -> None:
+    """Let code that draws from `random` draw the same numbers in every run."""
+    if "random" in code:
+        import_module("random").seed(0)
+
+
 def start(job: dict) -> tuple[int, Channel]:
-    """Restrict this process as the job says and fork the candidate, restricted further. OSError: a layer is not to be had."""
+    """Restrict this process as the job says and fork the candidate, restricted further. OSError: a layer fails."""
     layers, folder = job["layers"], job["folder"]
     limit(job)
     if "namespaces" in layers:
@@ -206,10 +216,10 @@ def start(job: dict) -> tuple[int, Channel]:
         return pid, channel
     try:
         become_candidate(job, questions[0], answers[1], parent)
-    except BaseException as error:
-        if isinstance(error, OSError):
-            wire.send(answers[1], {"error": ["OSError", str(error)]})
-    os._exit(1)
+    except OSError as error:
+        wire.send(answers[1], {"error": ["OSError", str(error)]})
+    finally:
+        os._exit(1)
 
 
 def become_candidate(job: dict, read: int, write: int, parent: int) -> None:
@@ -222,6 +232,7 @@ def become_candidate(job: dict, read: int, write: int, parent: int) -> None:
         os.closerange(first, last)
     sys.path[:] = [path for path in sys.path if os.path.exists(path)] + job["packages"]
     sys.argv[:] = ["program"]
+    settle_chance(job["program"])
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     if sys.platform == "linux":
         linux.die_with_parent(0 if "namespaces" in layers else parent)
@@ -275,5 +286,5 @@ def describe(status: int | None) -> str:
     if status is None:
         return "closed its pipe"
     if os.WIFSIGNALED(status):
-        return f"killed by signal {signal.Signals(os.WTERMSIG(status)).name}"
+        return f"ended by a signal: {signal.strsignal(os.WTERMSIG(status))}"
     return f"ended with status {os.WEXITSTATUS(status)} before the tests were done"

@@ -1,8 +1,8 @@
 """What Linux offers against a hostile process, by system calls through ctypes: namespaces, Landlock, seccomp.
 
-Each function restricts the calling process for good, or raises OSError where this kernel or container does not offer it.
-Sources: the kernel's documentation (userspace-api/landlock, userspace-api/seccomp_filter) and the man pages of unshare(2),
-mount_setattr(2), prctl(2), capset(2).
+Each function restricts the calling process for good, or raises OSError where this kernel or container lacks it.
+Sources: the kernel's documentation (userspace-api/landlock, userspace-api/seccomp_filter) and the man pages of
+unshare(2), mount_setattr(2), prctl(2), capset(2).
 This module stands alone: the child process loads it by itself, without the package.
 """
 
@@ -67,7 +67,7 @@ def drop_privileges() -> None:
 def namespaces(folder: str, size: int, files: int) -> None:
     """Own user, process, network, IPC and mount namespaces: no network, no other process, a read-only file system.
 
-    `folder` becomes a file system in memory with room for `size` bytes in `files` files; it disappears with the last process.
+    `folder` becomes a file system in memory with room for `size` bytes in `files` files; it goes with the last process.
     The process namespace starts with the next child, which is its process 1: when it ends, all in it end.
     """
     user, group = os.geteuid(), os.getegid()
@@ -92,7 +92,7 @@ def landlock_version() -> int:
 
 
 def landlock(folder: str, readable: list[str]) -> None:
-    """Read files only under `readable` and `folder`, create and write files only in `folder`, execute none, make no folders.
+    """Read files only under `readable` and `folder`, create and write them only in `folder`; execute none, no folders.
 
     Version 4 and later: no TCP; version 6 and later: no signals to processes outside, no abstract Unix sockets.
     """
@@ -171,7 +171,8 @@ def seccomp() -> None:
         (load, 0, 0, 4), (equal, 0, n + 6, audit_arch), (load, 0, 0, 0), (at_least, n + 4, 0, 0x40000000),
         (equal, n + 2, 0, _CLONE3),
         *((equal, n - i, 0, number) for i, number in enumerate(numbers)),
-        (give, 0, 0, allow), (give, 0, 0, refuse | errno.EPERM), (give, 0, 0, refuse | errno.ENOSYS), (give, 0, 0, kill),
+        (give, 0, 0, allow), (give, 0, 0, refuse | errno.EPERM), (give, 0, 0, refuse | errno.ENOSYS),
+        (give, 0, 0, kill),
     ]  # fmt: skip
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)

@@ -4,8 +4,8 @@
     value   = None, bool, int, float, str, list as in JSON; {TYPE: [ARGUMENTS]} for what TYPE(*ARGUMENTS) builds again,
               TYPE one of `PLAIN`; {"type": NAME} for a built-in type; {"ref": N} for an object that stays where it is
 
-Reading a message runs no code of the other side, so an object whose `__eq__` says yes to everything arrives as a reference
-that equals nothing.
+Reading a message runs no code of the other side: an object whose `__eq__` says yes to everything arrives as a
+reference, which equals nothing.
 This module stands alone: the child process loads it by itself, without the package.
 """
 
