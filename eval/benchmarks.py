@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 import yaml
@@ -125,9 +127,10 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
         folder = Path(data).absolute() / benchmark.dataset
         if not folder.is_dir():
             raise _missing(benchmark, data, f"there is no folder {folder}")
-        overrides["dataset_path"] = str(folder)
+        overrides = {"dataset_path": str(folder), "dataset_kwargs": {"cache_dir": str(_cache_of(folder))}}
     manager = task_manager()
     from datasets.exceptions import DatasetsError
+    from jinja2 import UndefinedError
 
     try:
         with _no_progress_bars():
@@ -135,10 +138,12 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
             group = manager._factory.build(
                 manager.task_index[benchmark.group], overrides=overrides, registry=manager.task_index
             )
-    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        raise _missing(benchmark, data, f"{type(error).__name__}, {error}") from error
     except KeyError as error:
         raise _missing(benchmark, data, f"it has no split or column {error}") from error
+    except (OSError, ValueError, RuntimeError, UndefinedError) as error:
+        raise _missing(benchmark, data, str(error)) from error
+    except DatasetsError as error:
+        raise _missing(benchmark, data, f"{error}: {error.__cause__}") from error
     return manager.load(group)
 
 
@@ -172,15 +177,31 @@ def _no_progress_bars() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
+def _cache_of(folder: Path) -> Path:
+    """Where `datasets` keeps its form of a folder's data.
+
+    Its own choice depends on the folder's README alone, so that it serves the data of one folder for those of another
+    with the same README, and after a file is replaced what was in it before.
+    """
+    import datasets
+
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    state = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return Path(datasets.config.HF_DATASETS_CACHE) / "attnres" / sha256(repr(state).encode()).hexdigest()[:16]
+
+
 def _missing(benchmark: Benchmark, data: Path | None, reason: str) -> FileNotFoundError:
     """The error that names the benchmark, its data set, what is wrong and the remedy, in one line."""
-    folder = Path(data or "DATA") / benchmark.dataset
-    steps = [f"`hf download --repo-type dataset {benchmark.dataset} --local-dir {folder}`"]
+    reason = reason.partition(" with any supported extension")[0]  # and a list of 150
+    source = "on the Hub" if data is None else f"in {data}"
+    folder = Path("DATA" if data is None else data) / benchmark.dataset
+    remedy = f"`hf download --repo-type dataset {benchmark.dataset} --local-dir {folder}`"
+    if data is None:
+        remedy = f"be online, or where you are run {remedy} and give `--data DATA`"
     if benchmark.gated:
         page = f"https://huggingface.co/datasets/{benchmark.dataset}"
-        steps = [f"accept the terms at {page}", "`hf auth login`", *(steps if data else [])]
-    elif data is None:
-        steps = ["go online once", f"or where there is a network run {steps[0]} and give --data DATA"]
-    source = "on the Hub" if data is None else f"in {data}"
-    line = f"{benchmark.title}: cannot read the data set {benchmark.dataset} {source} ({reason}). To get it: "
-    return FileNotFoundError(" ".join((line + ", ".join(steps) + ".").split()))
+        remedy = f"accept the terms at {page}, run `hf auth login`, then {remedy}"
+    return FileNotFoundError(
+        f"{benchmark.title}: cannot read the data set {benchmark.dataset} {source}: "
+        f"{shorten(reason, 240, placeholder=' ...').rstrip('.')}. To get it: {remedy}."
+    )

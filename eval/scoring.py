@@ -69,6 +69,17 @@ def mgsm_target(doc: dict) -> str:
     return re.split("[:\N{FULLWIDTH COLON}]", doc["answer"], maxsplit=1)[1].strip()
 
 
+def math(doc: dict, results: list[str]) -> dict[str, float]:
+    """1 if either judge of lm_eval's `minerva_math` says so.
+
+    math-verify compares with all that the reference solution has in boxes at its end, also where any one of them is
+    right; Minerva's own rule compares with the last box, and knows fewer forms of one answer.
+    """
+    from lm_eval.tasks.minerva_math.utils import process_results
+
+    return {"exact_match": float(max(process_results(doc, results).values()))}
+
+
 def cmath(doc: dict, results: list[str]) -> dict[str, float]:
     """1 if the answer agrees with the gold one as the authors' evaluation script has it (XiaoMi/cmath on GitHub).
 

@@ -1,0 +1,51 @@
+"""Fixtures of the evaluation tests: data, real and synthetic, and loaded benchmarks."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_harness(tmp_path_factory):
+    """Data sets are prepared in a temporary folder, and lm_eval compiles the template of a prompt only once."""
+    import datasets
+    from lm_eval import utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+        patch.setattr(utils.env, "from_string", cache(utils.env.from_string))
+        yield
+
+
+@pytest.fixture(scope="session")
+def hub(assets) -> Path:
+    """Real data sets as `ORG/NAME` folders: 11 of the 15 benchmarks."""
+    return assets / "hub"
+
+
+@pytest.fixture(scope="session")
+def synthetic_hub(tmp_path_factory) -> Path:
+    """Small data sets in the form of the other four: GPQA, HumanEval, CMMLU, C-Eval."""
+    from .synthetic import write_all
+
+    folder = tmp_path_factory.mktemp("hub")
+    write_all(folder)
+    return folder
+
+
+SYNTHETIC = ("gpqa_diamond", "humaneval", "cmmlu", "ceval")
+
+
+@pytest.fixture(scope="session")
+def loaded(request) -> Callable[[str], dict]:
+    """`loaded(name)`: the tasks of a benchmark with real data, or synthetic where there is none; each loaded once."""
+    from attnres.eval.benchmarks import benchmarks, load
+
+    @cache
+    def tasks(name: str) -> dict:
+        folder = request.getfixturevalue("synthetic_hub" if name in SYNTHETIC else "hub")
+        return load(benchmarks()[name], folder)
+
+    return tasks
