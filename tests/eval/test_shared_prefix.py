@@ -1,7 +1,11 @@
 """`SharedPrefixLM` gives what the harness's own model gives, for fewer tokens, and survives a lack of memory."""
 
 import functools
+import json
+import os
 import random
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +17,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from attnres.conversion import retrofit
 from attnres.eval import prefix_tree
+from attnres.eval.benchmarks import benchmarks, load
 from attnres.eval.shared_prefix import SharedPrefixLM
 
 lm_eval = pytest.importorskip("lm_eval")
@@ -434,3 +439,38 @@ def test_an_automatic_batch_size_starts_at_the_maximum(model, tokenizer):
 
 def test_the_harness_knows_the_model_by_name():
     assert get_model("attnres") is SharedPrefixLM
+
+
+@pytest.fixture(scope="module")
+def source(assets) -> Path:
+    return assets / "checkpoints" / "stories260K-hf"
+
+
+def evaluate(lm: HFLM, name: str, data: Path, limit: int) -> dict:
+    return lm_eval.evaluate(lm, load(benchmarks()[name], data), limit=limit, bootstrap_iters=0)["results"]
+
+
+@pytest.mark.parametrize("name", ["hellaswag", "arc_challenge"])
+def test_real_questions_have_the_results_of_the_stock_harness(name, source, assets):
+    """Prompts of ARC are longer than the model reads: their beginning is cut off."""
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source).eval()
+    results = [
+        evaluate(lm(made, tokenizer=tokenizer, batch_size=8), name, assets / "hub", limit=10)
+        for lm, made in ((HFLM, model), (SharedPrefixLM, model), (SharedPrefixLM, retrofit(model, block_size=2)))
+    ]
+    assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.slow
+def test_several_processes_share_the_questions(source, assets, tmp_path):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launch, HERE / "shared_prefix_session.py", source, assets / "hub", tmp_path / "results.json"]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["processes"] == 2
+    assert found["requests"] == 16  # four of the seven questions
+    expected = evaluate(HFLM(str(source), device="cpu", batch_size=4), "hellaswag", assets / "hub", limit=7)
+    assert found["results"] == expected
