@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from attnres.cli_support import quiet_transformers, write_at_once
 from attnres.conversion.checkpoint import find
 
+from . import sandbox
 from .benchmarks import Benchmark
 from .report import make_row, markdown, plot, screen
 from .shared_prefix import SharedPrefixLM
@@ -81,6 +82,8 @@ def run_eval(
             )
         for failure in failures.values():
             console.print(f"[red]Left out:[/] {escape(failure)}", soft_wrap=True, highlight=False)
+        if any(benchmark.runs_code for benchmark in loaded):
+            console.print(f"Generated programs run with: {sandbox.level()}.", soft_wrap=True, highlight=False)
         if loaded:
             try:
                 failures |= _run_all(console, subjects, loaded, limit, batch_size, seed)

@@ -110,6 +110,8 @@ def markdown(
     if failures:
         lines += ["", "Without a result:", "", *(f"- {failure}" for failure in failures)]
     config = results["config"]
+    if "code_execution" in config:
+        lines += ["", f"Generated programs ran with: {config['code_execution']}."]
     limit = f"the first {config['limit']} items of each task" if config["limit"] else "all items"
     software = ", ".join(f"{name} {version}" for name, version in results["software"].items())
     parameters = f"{config['model_num_parameters']:,} parameters, {config['model_dtype'].removeprefix('torch.')}"

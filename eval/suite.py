@@ -17,6 +17,7 @@ from lm_eval.tasks.manager import TaskDict
 from tqdm import tqdm
 from transformers import set_seed
 
+from . import sandbox
 from .benchmarks import Benchmark, load
 from .shared_prefix import SharedPrefixLM
 from .store import Store
@@ -129,7 +130,7 @@ def _evaluate(lm: SharedPrefixLM, task: Task, limit: int | None, seed: int) -> d
     return {
         **{part: outputs[part] for part in PARTS},
         "samples": [{key: value for key, value in sample.items() if key not in dropped} for sample in samples],
-        "model": lm.get_model_info(),
+        "model": lm.get_model_info() | ({"code_execution": sandbox.level()} if task.config.unsafe_code else {}),
     }
 
 
@@ -162,7 +163,7 @@ def collect(loaded: Loaded, store: Store) -> dict[str, Any]:
     for benchmark, tasks in loaded.items():
         for name in tasks["tasks"]:
             stored = store.read(name)
-            model = stored["model"]
+            model |= stored["model"]
             for part in PARTS:
                 combined[part] |= stored[part]
             # Where this machine has the files is nobody's business.

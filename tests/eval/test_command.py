@@ -13,6 +13,7 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres.conversion import retrofit
+from attnres.eval import sandbox
 from attnres.eval.benchmarks import benchmarks, pick, task_path
 from attnres.eval.command import run_eval
 
@@ -134,6 +135,15 @@ def test_a_missing_data_set_is_told_before_a_model_runs_and_the_others_go_on(eva
     report = (tmp_path / "out" / "report.md").read_text()
     assert "| ARC-Challenge | 6 |" in report
     assert "C-Eval" in report.partition("Without a result:")[2]
+
+
+def test_programs_run_where_that_is_allowed_and_the_report_says_how(evaluate, tmp_path, capsys):
+    evaluate("source", tmp_path / "out", "mbpp", allow_code_execution=True, limit=2)
+    line = f"with: {sandbox.level()}."
+    assert f"Generated programs run {line}" in capsys.readouterr().out
+    assert f"Generated programs ran {line}" in (tmp_path / "out" / "report.md").read_text()
+    (reply,) = answers(tmp_path / "out" / "model", "attnres_mbpp_test")[0][2]
+    assert isinstance(reply, str)
 
 
 def test_results_of_another_model_or_limit_are_not_mixed(evaluate, evaluated, models):
