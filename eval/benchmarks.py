@@ -4,6 +4,7 @@ The YAML files in `tasks/` say all of it once; this module reads them. Describin
 `load` does.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -159,9 +160,16 @@ def task_manager() -> "TaskManager":
     names = [_read(f"{name}.yaml")["metadata"].get("stock_tasks") for name in benchmarks()]
     folders = [stock / name for name in names if name]
     found = all(folder.is_dir() for folder in folders)
-    return lm_eval.tasks.TaskManager(
-        include_path=[*(folders if found else []), task_path()], include_defaults=not found
-    )
+    # Folders share tags, such as `math_word_problems`, of which the index warns; nothing here goes by tag.
+    log = logging.getLogger("lm_eval.tasks._index")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        return lm_eval.tasks.TaskManager(
+            include_path=[*(folders if found else []), task_path()], include_defaults=not found
+        )
+    finally:
+        log.setLevel(level)
 
 
 @contextmanager

@@ -1,0 +1,152 @@
+"""Describing, picking and loading the benchmarks, and what is said when their data is missing."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from attnres.eval.benchmarks import benchmarks, load, pick, task_path
+
+from .models import Oracle, evaluate
+from .synthetic import gpqa, write_data_set
+
+
+def test_the_task_path_holds_the_group():
+    assert (task_path() / "attnres_paper.yaml").is_file()
+
+
+def test_describing_the_benchmarks_does_not_import_the_harness():
+    code = "import sys; from attnres.eval.benchmarks import pick; pick('paper'); print('lm_eval' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_paper_picks_all_and_names_pick_themselves_in_the_papers_order():
+    assert pick("paper") == list(benchmarks().values())
+    assert [benchmark.name for benchmark in pick("gsm8k, mmlu,gsm8k")] == ["mmlu", "gsm8k"]
+    assert [benchmark.name for benchmark in benchmarks().values() if benchmark.runs_code] == ["humaneval", "mbpp"]
+
+
+def test_an_unknown_name_is_refused_in_one_line_that_lists_the_known_ones():
+    with pytest.raises(ValueError) as error:
+        pick("mmlu,hellaswga")
+    message = str(error.value)
+    assert "'hellaswga'" in message and "Did you mean hellaswag?" in message and "\n" not in message
+    assert all(name in message for name in benchmarks())
+    with pytest.raises(ValueError, match="No benchmark is named"):
+        pick(" , ")
+
+
+def test_every_task_of_a_benchmark_reads_the_folder(hub, loaded):
+    tasks = loaded("mgsm")["tasks"].values()
+    assert {task.DATASET_PATH for task in tasks} == {str(hub / "juletxara/mgsm")}
+    assert loaded("mgsm")["groups"]["attnres_mgsm"].alias == "MGSM"
+
+
+def test_a_folder_given_relative_to_the_working_directory_is_read(hub, monkeypatch):
+    monkeypatch.chdir(hub.parent)
+    assert len(load(benchmarks()["gsm8k"], Path("hub"))["tasks"]) == 1
+
+
+def test_another_folder_and_changed_files_are_read_anew(tmp_path):
+    """`datasets` alone goes by the README, and would serve the first folder's data for all three."""
+    benchmark, questions = benchmarks()["gpqa_diamond"], []
+    for folder, count in (("one", 6), ("two", 7), ("one", 8)):
+        write_data_set(tmp_path / folder / benchmark.dataset, {"gpqa_diamond": {"train": gpqa(count)}}, suffix="csv")
+        (task,) = load(benchmark, tmp_path / folder)["tasks"].values()
+        questions.append(len(task.eval_docs))
+    assert questions == [6, 7, 8]
+
+
+def copied(hub: Path, folder: Path, name: str) -> Path:
+    """A copy of the data set of that benchmark, to be damaged."""
+    dataset = benchmarks()[name].dataset
+    return Path(shutil.copytree(hub / dataset, folder / dataset))
+
+
+def without_train_split(copy: Path) -> None:
+    lines = (copy / "README.md").read_text().splitlines()
+    train = lines.index("  - split: train")
+    (copy / "README.md").write_text("\n".join(lines[:train] + lines[train + 2 :]) + "\n")
+
+
+def with_another_column(copy: Path) -> None:
+    for path in copy.rglob("*.parquet"):
+        pd.read_parquet(path).rename(columns={"question": "frage"}).to_parquet(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "reason"),
+    [
+        ("gsm8k", shutil.rmtree, "there is no folder"),
+        ("triviaqa", without_train_split, "no split or column 'train'"),
+        ("gsm8k", with_another_column, "'question' is undefined"),
+        ("mgsm", lambda copy: (copy / "README.md").unlink(), "BuilderConfig 'bn' not found"),
+        ("mgsm", lambda copy: shutil.rmtree(copy / "te"), "te/train.parquet"),
+        ("gsm8k", lambda copy: (copy / "main/test.parquet").write_bytes(b"PAR1 broken"), "Parquet"),
+    ],
+    ids=["folder", "split", "column", "configuration", "file", "content"],
+)
+def test_what_is_missing_of_a_folder_is_said_in_one_line_with_the_remedy(name, damage, reason, hub, tmp_path):
+    copy = copied(hub, tmp_path, name)
+    damage(copy)
+    benchmark = benchmarks()[name]
+    with pytest.raises(FileNotFoundError) as error:
+        load(benchmark, tmp_path)
+    message = str(error.value)
+    assert message.startswith(f"{benchmark.title}: cannot read the data set {benchmark.dataset} in {tmp_path}")
+    assert reason in message and "\n" not in message and len(message) < 800
+    assert f"`hf download --repo-type dataset {benchmark.dataset} --local-dir {copy}`" in message
+
+
+def test_the_remedy_for_a_gated_data_set_says_to_accept_its_terms(tmp_path):
+    with pytest.raises(
+        FileNotFoundError, match=r"accept the terms at https://huggingface\.co/datasets/Idavidrein/gpqa"
+    ):
+        load(benchmarks()["gpqa_diamond"], tmp_path)
+
+
+@pytest.mark.slow
+def test_without_a_network_the_hub_is_refused_in_one_line(tmp_path):
+    code = "from attnres.eval.benchmarks import *\nfor name in ('gsm8k', 'gpqa_diamond'):\n"
+    code += "    try: load(benchmarks()[name])\n    except FileNotFoundError as error: print(error)"
+    offline = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, timeout=120)
+    gsm8k, gpqa_diamond = done.stdout.splitlines()
+    assert gsm8k.startswith("GSM8K: cannot read the data set openai/gsm8k on the Hub")
+    assert "be online" in gsm8k and "give `--data DATA`" in gsm8k
+    assert "accept the terms" in gpqa_diamond and "hf auth login" in gpqa_diamond
+
+
+def test_loading_shows_no_progress_bars_and_leaves_them_as_they_were(hub, tmp_path, capfd):
+    import datasets
+
+    copied(hub, tmp_path, "gsm8k")
+    load(benchmarks()["gsm8k"], tmp_path)
+    assert "examples/s" not in capfd.readouterr().err
+    assert not datasets.are_progress_bars_disabled()
+
+
+@pytest.mark.parametrize("name", ["gpqa_diamond", "humaneval"])
+def test_data_in_the_hubs_layout_is_read_and_scored(name, loaded):
+    benchmark = benchmarks()[name]
+    assert evaluate(Oracle(benchmark), benchmark, loaded(name))["headline"] == 1.0
+
+
+def test_the_order_of_gpqas_choices_depends_on_the_question_alone(loaded, tmp_path):
+    (task,) = loaded("gpqa_diamond")["tasks"].values()
+    answers = [doc["answer"] for doc in task.eval_docs]
+    assert len(set(answers)) > 1
+    again = [doc["answer"] for doc in task.eval_docs]  # the stock task shuffles on
+    benchmark = benchmarks()["gpqa_diamond"]
+    write_data_set(tmp_path / benchmark.dataset, {"gpqa_diamond": {"train": gpqa()[::-1]}}, suffix="csv")
+    (reversed_task,) = load(benchmark, tmp_path)["tasks"].values()
+    assert answers == again == [doc["answer"] for doc in reversed_task.eval_docs][::-1]
+    for doc in task.eval_docs:
+        places = [doc["choice1"], doc["choice2"], doc["choice3"], doc["choice4"]]
+        assert sorted(places) == sorted([doc["Correct Answer"], *(doc[f"Incorrect Answer {n}"] for n in (1, 2, 3))])
+        assert places["ABCD".index(doc["answer"][1])] == doc["Correct Answer"]

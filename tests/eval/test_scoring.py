@@ -1,0 +1,166 @@
+"""What counts as a right answer, from the text that a model writes to the score."""
+
+from fractions import Fraction
+
+import pytest
+
+from attnres.eval import scoring
+from attnres.eval.benchmarks import benchmarks
+
+from .models import GOLD_TEXT, Says, evaluate
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("72", 72),
+        ("-5", -5),
+        ("\N{MINUS SIGN}5", -5),
+        ("1,000", 1000),
+        ("1,234,567.5", Fraction("1234567.5")),
+        ("1,00,000", 100000),
+        ("276 000", 276000),
+        ("276\N{NO-BREAK SPACE}000", 276000),
+        ("$18.", 18),
+        ("2.50", Fraction(5, 2)),
+        ("2,5", Fraction(5, 2)),
+        ("3.125", Fraction(25, 8)),
+        ("3/4", Fraction(3, 4)),
+        ("4分之3", Fraction(3, 4)),
+        ("12%", Fraction(12, 100)),
+        ("27.3\N{FULLWIDTH PERCENT SIGN}", Fraction(273, 1000)),
+        ("١٨", 18),
+        ("3/0", None),
+        ("[invalid]", None),
+        ("", None),
+        ("-", None),
+        ("eleven", None),
+    ],
+)
+def test_numbers_are_read_as_written(text, value):
+    assert scoring.number(text) == value
+
+
+def test_cmath_has_the_tolerance_of_its_authors():
+    def score(answer: str, gold: str) -> float:
+        return scoring.cmath({"golden": gold}, [answer])["exact_match"]
+
+    assert score("14", "14") == 1
+    assert score("100", "101") == 0  # whole numbers have to be equal, although they differ by less than a hundredth
+    assert score("10.09", "10") == 1
+    assert score("10.11", "10") == 0
+    assert score("0.33", "1/3") == 0  # off by 1/99 of the smaller one
+    assert score("0.333", "1/3") == 1
+    assert score("3分之1", "2/6") == 1
+    assert score("12", "12%") == 0
+    assert score("0.12", "12%") == 1
+    assert score("-14", "14") == 0
+    assert score("[invalid]", "14") == 0
+    assert score("0", "0.001") == 0
+
+
+def test_triviaqa_accepts_any_of_the_names():
+    doc = {"answer": {"value": "St. Louis", "aliases": ["Saint Louis, MO", "The Gateway City", "(A"]}}
+    for text in ("St. Louis", "st louis", "Saint Louis,  MO.", "gateway city", "the Gateway-City", "A"):
+        assert scoring.triviaqa(doc, [text])["exact_match"] == 1, text
+    for text in ("Louis", "St. Louis or Chicago", "", ".", "the", "B"):
+        assert scoring.triviaqa(doc, [text])["exact_match"] == 0, text
+
+
+def test_math_accepts_what_either_judge_accepts():
+    solution = r"The answers are $\boxed{-2}$ and $\boxed{1}$."
+    doc = {"solution": solution, "answer": "1"}
+    ending = "Final Answer: The final answer is ${}$. I hope it is correct."
+    for answer, score in ((r"-2, 1", 1), ("1", 1), ("2", 0), ("", 0)):
+        assert scoring.math(doc, [ending.format(answer)])["exact_match"] == score, answer
+
+
+# For the first item of each benchmark, with GOLD for its answer: what a model may write, and whether that is right.
+WRITTEN = [
+    ("gsm8k", "So it is 3 * 6 = 18 dollars. The answer is GOLD.", 1),
+    ("gsm8k", "The answer is $GOLD", 1),
+    ("gsm8k", "The answer is GOLD.00 dollars a day.", 1),
+    ("gsm8k", "The answer is: GOLD", 1),
+    ("gsm8k", "The answer is GOLD.\n\nQ: Another?\nA: The answer is 7.", 1),
+    ("gsm8k", "The answer is 7. The answer is GOLD.", 0),
+    ("gsm8k", "It is GOLD.", 0),
+    ("gsm8k", "The answer is GOLD5.", 0),
+    ("gsm8k", "The answer is -GOLD.", 0),
+    ("mgsm", "3 + 4 = 7. The answer is GOLD.", 1),
+    ("mgsm", "So she earns GOLD dollars, that is GOLD,00.", 1),
+    ("mgsm", "16-3-4=9, 9*2=GOLD", 1),
+    ("mgsm", "The answer is GOLD.\n\nQuestion: 5 and 6?", 1),
+    ("mgsm", "GOLD, or 7", 0),
+    ("mgsm", "no idea", 0),
+    ("cmath", "4+5=9。答案是GOLD。", 1),
+    ("cmath", "答案为 GOLD 支", 1),
+    ("cmath", "答案是GOLD.0", 1),
+    ("cmath", "答案是GOLD。\n\n问题", 1),
+    ("cmath", "一共是GOLD。", 0),
+    ("cmath", "答案是7。答案是GOLD。", 0),
+    ("triviaqa", " GOLD", 1),
+    ("triviaqa", " the GOLD.\nQuestion: And?", 1),
+    ("triviaqa", " I think GOLD", 0),
+    ("bbh", "Quite so. So the answer is GOLD.", 1),
+    ("bbh", "So the answer is GOLD", 1),
+    ("bbh", "So the answer is GOLD.\n\nQ: And\nA: So the answer is maybe.", 1),
+    ("bbh", "So the answer is not GOLD.", 0),
+    ("bbh", "GOLD", 0),
+    ("mmlu_pro", "It has to be so. The answer is (GOLD).", 1),
+    ("mmlu_pro", "the answer is GOLD", 1),
+    ("mmlu_pro", "The answer is (GOLD).\n\nQuestion:\nThe answer is (J).", 1),
+    ("mmlu_pro", "(GOLD)", 0),
+]
+GOLD = {
+    "gsm8k": lambda doc: doc["answer"].split("####")[1].strip(),
+    "mgsm": lambda doc: str(doc["answer_number"]),
+    "cmath": lambda doc: doc["golden"],
+    "triviaqa": lambda doc: doc["answer"]["value"],
+    "bbh": lambda doc: doc["target"],
+    "mmlu_pro": lambda doc: doc["answer"],
+}
+
+
+@pytest.mark.parametrize(("name", "text", "score"), WRITTEN)
+def test_an_answer_is_found_in_what_the_model_writes(name, text, score, loaded):
+    task = next(iter(loaded(name)["tasks"].values()))
+    doc = task.eval_docs[0]
+    model = Says(benchmarks()[name], text.replace("GOLD", GOLD[name](doc)))
+    request = task.construct_requests(doc, "", metadata=(task.task_name, 0, 1))
+    request.resps = model.generate_until([request])
+    task._instances = [request]
+    task.apply_filters()
+    results = [[request.filtered_resps[filter_name]] for filter_name in request.filtered_resps]
+    assert [task.process_results(doc, result) for result in results] == [{"exact_match": score}]
+
+
+@pytest.mark.parametrize("name", GOLD_TEXT)
+def test_saying_nothing_scores_nothing(name, loaded):
+    benchmark = benchmarks()[name]
+    assert evaluate(Says(benchmark, ""), benchmark, loaded(name), limit=2)["headline"] == 0.0
+
+
+def test_programs_that_do_nothing_fail(loaded):
+    for name in ("humaneval", "mbpp"):
+        benchmark = benchmarks()[name]
+        assert evaluate(Says(benchmark, "    pass\n"), benchmark, loaded(name), limit=3)["headline"] == 0.0
+
+
+def test_the_shots_of_mgsm_are_whole(loaded):
+    """The stock targets cut one letter too many off in Japanese and Chinese."""
+    for name, task in loaded("mgsm")["tasks"].items():
+        prompt = task.fewshot_context(task.eval_docs[0], 8)
+        for shot in task.dataset["train"]:
+            label, answer = shot["answer"].replace("\N{FULLWIDTH COLON}", ":", 1).split(":", maxsplit=1)
+            assert answer.strip() in prompt, name
+            assert "".join(label.split()) in "".join(prompt.split()), name
+
+
+def test_the_shots_of_mbpp_are_those_of_its_authors(loaded):
+    (task,) = loaded("mbpp")["tasks"].values()
+    assert [doc["task_id"] for doc in task.sampler.sample(3)] == [2, 3, 4]
+    prompt = task.fewshot_context(task.eval_docs[0], 3)
+    assert prompt.count("[BEGIN]\n") == 4 and prompt.count("\n[DONE]\n\n") == 3 and "\r" not in prompt
+    for shot in prompt.split("[BEGIN]\n")[1:-1]:
+        compile(shot.split("[DONE]")[0], "shot", "exec")
+    assert prompt.endswith("[BEGIN]\n")
