@@ -164,3 +164,15 @@ def test_the_shots_of_mbpp_are_those_of_its_authors(loaded):
     for shot in prompt.split("[BEGIN]\n")[1:-1]:
         compile(shot.split("[DONE]")[0], "shot", "exec")
     assert prompt.endswith("[BEGIN]\n")
+
+
+@pytest.mark.parametrize("name", GOLD_TEXT)
+def test_an_answer_written_like_the_shots_is_not_cut_and_is_found(name, loaded):
+    for task in loaded(name)["tasks"].values():
+        for shot in task.sampler.sample(benchmarks()[name].shots):
+            text = task.doc_to_target(shot, task.fewshot_cfg.doc_to_target).removesuffix("[DONE]")
+            assert not [stop for stop in task.config.generation_kwargs["until"] if stop in text], task.task_name
+            request = task.construct_requests(shot, "", metadata=(task.task_name, 0, 1))
+            request.resps, task._instances = [text], [request]
+            task.apply_filters()
+            assert "[invalid]" not in request.filtered_resps.values(), (task.task_name, text)
