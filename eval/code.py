@@ -6,10 +6,12 @@ The task files name these functions as `process_results`; lm_eval calls them onl
 import ast
 import builtins
 import re
+import warnings
 
 from attnres.eval import sandbox
 
 _FENCED = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_CODE = re.compile(r"\A\s*?^[ \t]{2,}\S|^(?:(?:def|class|import) |from \S+ import |@)", re.MULTILINE)
 
 
 def humaneval(doc: dict, results: list) -> dict[str, float]:
@@ -18,8 +20,10 @@ def humaneval(doc: dict, results: list) -> dict[str, float]:
     The program is the prompt followed by the completion, which may be the rest of the function or the function once
     more. The prompt's own helpers, which some tests call, are the prompt's: the program cannot replace them.
     """
-    name = doc["entry_point"]
-    program = doc["prompt"] + strip_fences(_only(results))
+    name, completion = doc["entry_point"], strip_fences(_only(results))
+    if re.match(r" {3}\S", completion):  # some tokenizers drop a leading space; three cannot follow the prompt's four
+        completion = f" {completion}"
+    program = doc["prompt"] + completion
     tests = f"{doc['test']}\ncheck({name})"
     return _score(sandbox.run(program, tests, names=[name], helpers=doc["prompt"]))
 
@@ -30,20 +34,17 @@ def mbpp(doc: dict, results: list) -> dict[str, float]:
     The program is the completion up to `[DONE]`, out of its code fence if it has one. The set-up code of the task, if
     any, runs after it (two tasks of the data set build trees of the program's own nodes; without it no program passes).
     """
-    program = strip_fences(_only(results).split("[DONE]")[0].removeprefix("[BEGIN]"))
+    program = strip_fences(_only(results).split("[DONE]")[0].lstrip().removeprefix("[BEGIN]")).lstrip()
     tests = "\n".join(doc["test_list"])
     names = tested_names(tests, doc.get("code", ""))
     return _score(sandbox.run(program, tests, names=names, setup=doc.get("test_setup_code") or ""))
 
 
 def strip_fences(completion: str) -> str:
-    """The code of the first Markdown code fence; the completion itself if it has none.
-
-    A fence that is only closed (the prompt has opened it) ends the code.
-    """
-    if fenced := _FENCED.search(completion):
-        return fenced[1]
-    return completion.split("```")[0]
+    """The code in the first Markdown fence; what stands before it, if that is code or if the fence only closes."""
+    before = completion.split("```")[0]
+    fenced = _FENCED.search(completion)
+    return fenced[1] if fenced and not _CODE.search(before) else before
 
 
 def tested_names(tests: str, reference: str) -> list[str]:
@@ -59,7 +60,8 @@ def tested_names(tests: str, reference: str) -> list[str]:
 
 def _defined(source: str) -> set[str]:
     try:
-        body = ast.parse(source).body
+        with warnings.catch_warnings(action="ignore"):  # of regular expressions that are no raw strings
+            body = ast.parse(source).body
     except SyntaxError:
         return set()
     return {node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}

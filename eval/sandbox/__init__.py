@@ -10,11 +10,14 @@
 
 The verdict is not the program's to give: its tests run in a second process that sees only plain data of it (`guard`).
 
-What stays open. Without `landlock`, a program that gets past the hook reads what the user can read. Without any of the
-first three (macOS) it also writes, connects and signals as the user can, and macOS does not limit memory. The kernel
-itself and side channels (timing, load) are open everywhere. A call's effect on nested arguments does not reach the
-tests, only that on a list, set or dictionary passed itself. What does not cross as plain data (a function of the tests
-given to the program, an object of the program compared with `==`) makes a test fail.
+What stays open. Without `landlock`, a program that gets past the hook reads what the user can read; without
+`namespaces`, it can write many files until its time is over. Without any of the first three (macOS) it also writes
+outside, connects and signals as the user can, and macOS does not limit memory. The kernel itself and side channels
+(timing, load) are open everywhere.
+
+What does not cross as plain data makes a test fail: a function of the tests given to the program, an object of the
+program compared with `==`. What a call does to a list, set or dictionary that it is given reaches the tests; what it
+does to those nested in tuples and objects does not.
 """
 
 import functools
@@ -137,8 +140,8 @@ def _run(
             start_new_session=True,
         )
         try:
-            # The guard keeps the time; the second margin is for one that is itself stuck, in a comparison, say.
-            answer, errors = guard.communicate(job, timeout=limits.seconds + 5)
+            # The guard keeps the time; the margin is for one that is itself stuck, in a comparison, say.
+            answer, errors = guard.communicate(job, timeout=limits.seconds + _MARGIN)
         except subprocess.TimeoutExpired:
             answer, errors = b"", b""
         finally:
@@ -156,6 +159,7 @@ def _run(
     return Outcome(verdict["passed"], verdict["reason"], time.monotonic() - start)
 
 
+_MARGIN = 5.0
 _START = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import guard; del sys.path[0]; guard.main()"
 _ENVIRONMENT = {
     "LC_ALL": "C.UTF-8",
