@@ -19,6 +19,7 @@ def test_the_task_path_holds_the_group():
     assert (task_path() / "attnres_paper.yaml").is_file()
 
 
+@pytest.mark.slow
 def test_describing_the_benchmarks_does_not_import_the_harness():
     code = "import sys; from attnres.eval.benchmarks import pick; pick('paper'); print('lm_eval' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
