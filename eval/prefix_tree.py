@@ -5,6 +5,7 @@ is a beginning that several rows have in common; a model computes it once and go
 has a cost of its own, a beginning is a node only if that saves `PASS` tokens.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
@@ -56,7 +57,8 @@ def make_rows(pairs: Sequence[tuple[list[int], list[int]]], max_length: int) -> 
     for index, (context, continuation) in enumerate(pairs):
         tokens = (context + continuation)[-(max_length + 1) :][:-1]
         rows.append(Row(tokens, len(tokens) - len(continuation), [(index, continuation)]))
-    rows.sort(key=lambda row: (row.context, row.tokens))
+    # Bytes compare much faster than lists do, and keep alike beginnings together just as well.
+    rows.sort(key=lambda row: (array("I", row.context).tobytes(), array("I", row.tokens[row.first :]).tobytes()))
     distinct = rows[:1]
     for row in rows[1:]:
         last = distinct[-1]
