@@ -125,22 +125,29 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
     """
     overrides = {}
     if data is not None:
-        folder = Path(data).absolute() / benchmark.dataset
+        folder = Path(data) / benchmark.dataset
         if not folder.is_dir():
             raise _missing(benchmark, data, f"there is no folder {folder}")
+        folder = folder.absolute()
         overrides = {"dataset_path": str(folder), "dataset_kwargs": {"cache_dir": str(_cache_of(folder))}}
     manager = task_manager()
+    import datasets
+    import huggingface_hub.constants
     from datasets.exceptions import DatasetsError
     from jinja2 import UndefinedError
 
     try:
-        with _no_progress_bars():
+        with _quiet_hub():
             # `TaskManager.load` takes no overrides for a group, and what it builds with is not public.
             group = manager._factory.build(
                 manager.task_index[benchmark.group], overrides=overrides, registry=manager.task_index
             )
     except KeyError as error:
         raise _missing(benchmark, data, f"it has no split or column {error}") from error
+    except ConnectionError as error:
+        # Each attempt takes half a minute. What is in the cache loads without.
+        datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
+        raise _missing(benchmark, data, str(error)) from error
     except (OSError, ValueError, RuntimeError, UndefinedError) as error:
         raise _missing(benchmark, data, str(error)) from error
     except DatasetsError as error:
@@ -173,14 +180,18 @@ def task_manager() -> "TaskManager":
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def _quiet_hub() -> Iterator[None]:
+    """Without progress bars, and without a line for each attempt at a request."""
     import datasets
+    from huggingface_hub.utils import logging as hub_logging
 
-    enabled = not datasets.are_progress_bars_disabled()
+    enabled, verbosity = not datasets.are_progress_bars_disabled(), hub_logging.get_verbosity()
     datasets.disable_progress_bars()
+    hub_logging.set_verbosity_error()
     try:
         yield
     finally:
+        hub_logging.set_verbosity(verbosity)
         if enabled:
             datasets.enable_progress_bars()
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
+import huggingface_hub.constants
 import pandas as pd
 import pytest
 
@@ -121,6 +123,23 @@ def test_without_a_network_the_hub_is_refused_in_one_line(tmp_path):
     assert gsm8k.startswith("GSM8K: cannot read the data set openai/gsm8k on the Hub")
     assert "be online" in gsm8k and "give `--data DATA`" in gsm8k
     assert "accept the terms" in gpqa_diamond and "hf auth login" in gpqa_diamond
+
+
+def test_only_the_first_data_set_waits_for_a_network_that_is_not_there(monkeypatch):
+    """Each attempt takes half a minute."""
+    tries = []
+
+    def load_dataset(path, **options):
+        tries.append(path)
+        raise ConnectionError(f"Couldn't reach {path}, offline: {datasets.config.HF_HUB_OFFLINE}")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    for name, offline in (("gsm8k", False), ("triviaqa", True)):
+        with pytest.raises(FileNotFoundError, match=f"offline: {offline}"):
+            load(benchmarks()[name])
+    assert tries == ["openai/gsm8k", "mandarjoshi/trivia_qa"]
 
 
 def test_loading_shows_no_progress_bars_and_leaves_them_as_they_were(hub, tmp_path, capfd):
