@@ -12,7 +12,7 @@ import copy
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import groupby
@@ -52,7 +52,8 @@ class SharedPrefixLM(HFLM):
 
     Args:
         pretrained: as in `HFLM`: a directory, a Hub id or a model.
-        progress: called with the number of requests of the current call that are done, instead of a progress bar.
+        progress: called with the number of requests of the current call that are done, instead of a progress bar; an
+            attribute that may change between calls.
         hflm_arguments: the other arguments of `HFLM`.
     """
 
@@ -224,7 +225,7 @@ class SharedPrefixLM(HFLM):
         arguments = {"logits_to_keep": keep} if abilities.keep_logits else {}
         if use_cache:
             arguments |= {"past_key_values": cache, "use_cache": True}
-        elif abilities.share_prefix:
+        elif "use_cache" in self._accepted:
             arguments |= {"use_cache": False}
         dtype = self.mixed_precision_dtype
         with torch.autocast(device_type=self.device.type, dtype=dtype, enabled=dtype is not None):
@@ -236,14 +237,18 @@ class SharedPrefixLM(HFLM):
         return logits, outputs.get("past_key_values")
 
     @cached_property
+    def _accepted(self) -> Set[str]:
+        """The names of the arguments that the model takes, or the model inside an adapter."""
+        forward = getattr(self.model, "get_base_model", lambda: self.model)().forward
+        return inspect.signature(forward).parameters.keys()
+
+    @cached_property
     def abilities(self) -> Abilities:
         """What the model can do, found out with a few tokens: it must compute the same in either way.
 
         Not by its name or by the type of its cache: some layers, for example, compute several tokens at once as if
         nothing came before them.
         """
-        forward = getattr(self.model, "get_base_model", lambda: self.model)().forward  # of the model in an adapter
-        accepted = inspect.signature(forward).parameters.keys()
         vocab_size = self.config.get_text_config().vocab_size
         tokens = torch.randint(vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
         tokens[1, :7] = tokens[0, :7]
@@ -260,7 +265,7 @@ class SharedPrefixLM(HFLM):
             return error.item() <= torch.finfo(expected.dtype).eps ** 0.5
 
         abilities = Abilities(
-            keep_logits="logits_to_keep" in accepted
+            keep_logits="logits_to_keep" in self._accepted
             and agrees(lambda: self._forward(tokens.tolist(), end, Abilities(keep_logits=True))[0])
         )
 
@@ -273,7 +278,7 @@ class SharedPrefixLM(HFLM):
             )
             return torch.cat([one, more[:, 1:]], dim=1)
 
-        share = {"past_key_values", "use_cache"} <= accepted and agrees(go_on)
+        share = {"past_key_values", "use_cache"} <= self._accepted and agrees(go_on)
         if not share:
             logger.warning(
                 "%s cannot go on from a copy of its cache: prefixes are not shared.", type(self.model).__name__

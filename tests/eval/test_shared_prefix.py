@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    KimiLinearConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from attnres.conversion import retrofit
 from attnres.eval import prefix_tree
@@ -261,6 +269,19 @@ def test_a_model_that_cannot_go_on_from_its_cache_is_computed_whole(name, overri
     assert_same(found, scored(HFLM, model, requests))
 
 
+def test_a_model_that_fails_with_a_cache_is_computed_without_one(tiny_config, scored):
+    """Kimi Linear of KDA layers alone does: no layer of its cache knows how many tokens there are."""
+    fields = tiny_config().to_dict() | {"model_type": "kimi_linear", "layer_types": ["linear_attention"] * 4}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(KimiLinearConfig(**fields)).eval()
+    requests = questions(random.Random(0), examples=150, items=2, question=9, choice=3)
+    with pytest.raises(ValueError, match="only contain LinearAttention layers"):
+        scored(HFLM, model, requests)
+    found = scored(SharedPrefixLM, model, requests)
+    model.config.use_cache = False
+    assert_same(found, scored(HFLM, model, requests))
+
+
 def test_in_bfloat16_the_choices_are_those_of_the_stock_harness(make_model, scored):
     model = AutoModelForCausalLM.from_config(make_model("llama").config).eval().bfloat16()
     requests = questions(random.Random(0), examples=100, items=12, question=9, choice=2)
@@ -433,6 +454,23 @@ def test_without_the_logits_cache_requests_are_computed_by_the_stock_harness(mod
     shapes = calls(model)
     assert_same(scored(SharedPrefixLM, model, requests, logits_cache=False), scored(HFLM, model, requests))
     assert [rows for rows, _ in shapes[:2]] == [4, 4]
+
+
+def test_an_encoder_decoder_is_computed_by_the_stock_harness(scored):
+    fields = {
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "vocab_size": 99,
+        "n_positions": 64,
+    }
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("t5", **fields, pad_token_id=0, eos_token_id=2, decoder_start_token_id=0)
+    model = AutoModelForSeq2SeqLM.from_config(config).eval()
+    requests = questions(random.Random(0), examples=20, items=3, question=9, choice=3)
+    assert_same(scored(SharedPrefixLM, model, requests), scored(HFLM, model, requests))
 
 
 def test_an_automatic_batch_size_starts_at_the_maximum(model, tokenizer):
