@@ -238,6 +238,8 @@ def become_candidate(job: dict, read: int, write: int, parent: int) -> None:
         linux.die_with_parent(0 if "namespaces" in layers else parent)
     if "seccomp" in layers:
         linux.seccomp()
+    if sys.platform == "linux":
+        vars(linux).clear()  # its handle on the C library would be a way past the hook
     if "hook" in layers:
         candidate.fence(job["folder"], job["readable"], job["files"])
     for name in "guard", "linux", "wire", "candidate":

@@ -235,3 +235,8 @@ def test_helpers_are_those_of_the_tests_and_setup_is_run_with_the_program():
         setup="root = Node()\nroot.value = 3",
     )
     assert outcome.passed
+
+
+def test_helper_does_not_stand_in_for_what_the_program_lacks():
+    outcome = sandbox.run("def g(x): return 1", "assert f(0) == 1", names=["f"], helpers="def f(x): return 1")
+    assert outcome.reason == "NameError: name 'f' is not defined in: assert f(0) == 1"
