@@ -1,16 +1,75 @@
-"""Parameter groups for AttnRes models: what decays, what does not, and at which learning rate."""
+"""Optimizers and schedules: AdamW for all, or Muon for the hidden matrices with AdamW for the rest.
+
+    Muon     B <- mu B + (1 - mu) G,   W <- (1 - lr wd) W - lr 0.2 sqrt(max(W.shape)) NewtonSchulz((1 - mu) G + mu B)
+
+The factor `0.2 sqrt(max(W.shape))` is Moonshot's: a step is as large as one of AdamW, so one learning rate serves both.
+"""
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, _adjust_lr, _zeropower_via_newtonschulz
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_cosine_with_min_lr_schedule_with_warmup, get_wsd_schedule
 
 from attnres.loading_attnres import attn_res_tensors
+
+OPTIMIZERS = ("adamw", "muon")
+SCHEDULES = ("cosine", "wsd")
+
+
+def build_optimizer(
+    model: nn.Module,
+    *,
+    name: str = "adamw",
+    learning_rate: float,
+    weight_decay: float = 0.1,
+    attn_res_lr_factor: float = 1.0,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    momentum: float = 0.95,
+) -> torch.optim.Optimizer:
+    """The optimizer of a model's trainable parameters, in groups: matrices, vectors, AttnRes tensors.
+
+    Args:
+        model: any model; only parameters that require a gradient are taken, tied ones once.
+        name: `"adamw"`, or `"muon"`: Muon for the matrices inside the decoder (routers included, and each expert's by
+            itself), AdamW for embeddings, the output head, convolution kernels and vectors.
+        learning_rate: of the backbone.
+        weight_decay: of matrices and kernels. Vectors (norms, biases, KDA's decay rates) and AttnRes tensors none.
+        attn_res_lr_factor: times `learning_rate`, the rate of the pseudo-queries and key norms.
+        betas, eps: AdamW's.
+        momentum: Muon's `mu`.
+
+    Raises:
+        ValueError: unknown name; nothing to train; or Muon on parameters that DeepSpeed has partitioned.
+    """
+    if name not in OPTIMIZERS:
+        raise ValueError(f"the optimizer is {name!r}, but must be {' or '.join(map(repr, OPTIMIZERS))}.")
+    kinds = _by_kind(model)
+    if not any(kinds.values()):
+        raise ValueError("no parameter of the model requires a gradient: there is nothing to train.")
+    if name == "adamw":
+        groups = parameter_groups(model, learning_rate, weight_decay, attn_res_lr_factor)
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, weight_decay=weight_decay)
+    if any(hasattr(parameter, "ds_shape") for parameter in kinds["matrices"]):
+        raise ValueError("Muon needs whole matrices, which DeepSpeed ZeRO-3 has cut up: set the optimizer to 'adamw'.")
+    rules = {
+        "matrices": {"lr": learning_rate, "weight_decay": weight_decay, "method": "muon"},
+        "others": {"lr": learning_rate, "weight_decay": weight_decay},
+        "vectors": {"lr": learning_rate, "weight_decay": 0.0},
+        "attn_res": {"lr": learning_rate * attn_res_lr_factor, "weight_decay": 0.0},
+    }
+    groups = [{"params": kinds[kind], **rule} for kind, rule in rules.items() if kinds[kind]]
+    return MuonAdamW(groups, lr=learning_rate, weight_decay=weight_decay, betas=betas, eps=eps, momentum=momentum)
 
 
 def parameter_groups(
     model: nn.Module, learning_rate: float, weight_decay: float, residual_lr_factor: float = 1.0
 ) -> list[dict[str, Any]]:
-    """Groups for a PyTorch optimizer: matrices with weight decay, vectors without, and the AttnRes tensors apart.
+    """Groups for one PyTorch optimizer: matrices with weight decay, vectors without, and the AttnRes tensors apart.
 
     Args:
         model: any model; only parameters that require a gradient are taken.
@@ -18,16 +77,173 @@ def parameter_groups(
         weight_decay: of matrices. Vectors (norms, biases) and AttnRes tensors do not decay.
         residual_lr_factor: times `learning_rate`, the rate of the pseudo-queries and key norms.
     """
-    residual = set(attn_res_tensors(model))
-    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    backbone = [parameter for name, parameter in trainable if name not in residual]
+    kinds = _by_kind(model)
     groups = [
-        {"params": [p for p in backbone if p.ndim > 1], "lr": learning_rate, "weight_decay": weight_decay},
-        {"params": [p for p in backbone if p.ndim <= 1], "lr": learning_rate, "weight_decay": 0.0},
-        {
-            "params": [parameter for name, parameter in trainable if name in residual],
-            "lr": learning_rate * residual_lr_factor,
-            "weight_decay": 0.0,
-        },
+        {"params": kinds["matrices"] + kinds["others"], "lr": learning_rate, "weight_decay": weight_decay},
+        {"params": kinds["vectors"], "lr": learning_rate, "weight_decay": 0.0},
+        {"params": kinds["attn_res"], "lr": learning_rate * residual_lr_factor, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon for groups with `method="muon"`, AdamW for the others: one optimizer, one state, one checkpoint.
+
+    On a matrix it computes, bit for bit, what `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")` does. That one refuses
+    the stacked weights of experts, `[experts, out, in]`; here each expert's matrix is updated by itself, all of them in
+    one batched call. A matrix is what the model stores as one: gate and up projections that it fuses stay so.
+
+    Sharded parameters (FSDP2, tensor parallel): each matrix is gathered for its update, one at a time, and every
+    process computes it whole; experts that are divided among processes, each whole, are updated where they are.
+    Parameters that an engine has flattened (FSDP1, DeepSpeed) have no matrices left, and are refused.
+
+    Raises:
+        ValueError: a parameter of a Muon group is neither a matrix nor a stack of matrices.
+    """
+
+    def __init__(
+        self,
+        params: list[dict[str, Any]],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        momentum: float = 0.95,
+    ):
+        # PyTorch's AdamW does its groups' step. It owns no parameters: `step` lends it those that are ours at the time,
+        # since `load_state_dict` and FSDP2 put others in their place.
+        self._adamw = torch.optim.AdamW([{"params": []}], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, self._adamw.defaults | {"momentum": momentum, "method": "adamw"})
+        for group in self.param_groups:
+            _check_matrices(group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_adamw": self._adamw}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Take one step, as any PyTorch optimizer does."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._adamw.state = self.state
+        self._adamw.param_groups = [group for group in self.param_groups if group["method"] == "adamw"]
+        self._adamw.step()
+        self._adamw.param_groups = []
+        for group in self.param_groups:
+            if group["method"] == "muon":
+                self._muon_step(group)
+        return loss
+
+    def _muon_step(self, group: dict[str, Any]) -> None:
+        _check_matrices(group)
+        lr, momentum = group["lr"], group["momentum"]
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            state = self.state[parameter]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
+            average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+            update = _orthogonal(gradient.lerp(average, momentum))
+            parameter.mul_(1 - lr * group["weight_decay"])
+            parameter.add_(update, alpha=-_adjust_lr(lr, "match_rms_adamw", parameter.shape[-2:]))
+
+
+def build_schedule(
+    optimizer: torch.optim.Optimizer,
+    name: str = "cosine",
+    *,
+    steps: int,
+    warmup_steps: int = 0,
+    decay_steps: int = 0,
+    min_rate: float = 0.0,
+    decay_type: str = "linear",
+) -> LambdaLR:
+    """A schedule of `transformers` that multiplies every group's rate by the same factor.
+
+    Args:
+        name: `"cosine"`: after the warm-up, half a cosine over all remaining steps (`decay_steps` has no effect);
+            `"wsd"`: after the warm-up stable, then a decay over the last `decay_steps`.
+        steps: all steps of the run.
+        warmup_steps: over which the rate grows linearly.
+        min_rate: the factor at the end, in [0, 1].
+        decay_type: of `"wsd"`: `"linear"`, `"cosine"` or `"1-sqrt"`.
+
+    Raises:
+        ValueError: unknown name, or lengths that do not fit into `steps`.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"the schedule is {name!r}, but must be {' or '.join(map(repr, SCHEDULES))}.")
+    if not 0 <= min_rate <= 1:
+        raise ValueError(f"min_rate is {min_rate}, but must be between 0 and 1: it is a factor of the learning rate.")
+    decay = decay_steps if name == "wsd" else 0
+    if min(warmup_steps, decay) < 0 or warmup_steps + decay > steps:
+        raise ValueError(
+            f"warmup_steps ({warmup_steps}) and decay_steps ({decay_steps}) must not be negative, and must fit into "
+            f"the {steps} steps of the run."
+        )
+    if name == "cosine":
+        return get_cosine_with_min_lr_schedule_with_warmup(optimizer, warmup_steps, steps, min_lr_rate=min_rate)
+    return get_wsd_schedule(
+        optimizer, warmup_steps, decay_steps, num_training_steps=steps, decay_type=decay_type, min_lr_ratio=min_rate
+    )
+
+
+def _by_kind(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """The trainable parameters: the decoder's `matrices`; `others` that decay; `vectors`; and `attn_res`."""
+    kinds = {"matrices": [], "others": [], "vectors": [], "attn_res": []}
+    residual = {id(parameter) for parameter in attn_res_tensors(model).values()}
+    whole = model.get_base_model() if hasattr(model, "get_base_model") else model  # without PEFT's wrapper
+    decoder = {id(parameter) for parameter in getattr(whole, "base_model", whole).parameters()}
+    seen = set()
+    for module in model.modules():
+        # `MixtralExperts`, `KimiLinearExperts`, ...: every tensor is stacked along a first axis of experts.
+        experts = type(module).__name__.endswith("Experts")
+        for parameter in module.parameters(recurse=False):
+            if not parameter.requires_grad or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # DeepSpeed ZeRO-3 keeps the whole shape there
+            if id(parameter) in residual:
+                kind = "attn_res"
+            elif shape.numel() == max(shape, default=1) or (experts and len(shape) == 2):
+                kind = "vectors"
+            elif len(shape) != 2 + experts or isinstance(module, nn.Embedding) or id(parameter) not in decoder:
+                kind = "others"
+            else:
+                kind = "matrices"
+            kinds[kind].append(parameter)
+    return kinds
+
+
+def _check_matrices(group: dict[str, Any]) -> None:
+    for parameter in group["params"] if group["method"] == "muon" else ():
+        if parameter.ndim not in (2, 3):
+            raise ValueError(
+                f"Muon needs whole matrices, but was given a tensor of shape {list(parameter.shape)}, as engines that "
+                "flatten parameters do (FSDP1, DeepSpeed): use FSDP2, or set the optimizer to 'adamw'."
+            )
+
+
+def _orthogonal(update: Tensor) -> Tensor:
+    """Newton-Schulz (PyTorch's) of a matrix `[out, in]`, or of each of a stack `[experts, out, in]`; stays sharded."""
+    if isinstance(update, DTensor):
+        mesh, placements = update.device_mesh, update.placements
+        if update.ndim == 3 and all(p in (Replicate(), Shard(0)) for p in placements):
+            local = _orthogonal(update.to_local())
+            return DTensor.from_local(local, mesh, placements, shape=update.shape, stride=update.stride())
+        whole = DTensor.from_local(_orthogonal(update.full_tensor()), mesh, [Replicate()] * mesh.ndim)
+        return whole.redistribute(placements=placements)
+
+    def newton_schulz(matrix: Tensor) -> Tensor:
+        return _zeropower_via_newtonschulz(matrix, (DEFAULT_A, DEFAULT_B, DEFAULT_C), ns_steps=5, eps=1e-7)
+
+    if update.ndim == 2:
+        return newton_schulz(update)
+    return torch.vmap(newton_schulz)(update) if len(update) else update
+
+
+__all__ = ["MuonAdamW", "build_optimizer", "build_schedule", "parameter_groups"]
