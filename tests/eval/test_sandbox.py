@@ -259,7 +259,7 @@ def test_processes_in_the_background_end_with_the_program(layers, folders):
         "    os.wait()",
     )
     before = processes()
-    assert attack(program, layers).passed
+    assert attack(program, layers).passed == (os.geteuid() == 0)  # users other than root may not even start them
     assert gone(processes() - before)
     assert not list(folders.iterdir())
 
