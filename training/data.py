@@ -1,0 +1,200 @@
+"""Data sets as blocks of tokens: tokenise, shuffle the documents, cut their stream into blocks, shuffle the blocks.
+
+Tokens and blocks are kept in a cache, named by what they were made from, and memory-mapped from there.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
+from transformers import PreTrainedTokenizerBase
+
+from .cache import built_once
+from .documents import DataSpec, Documents, Skipped
+from .encoding import Encode, Encoder, key_of
+from .packing import Place, Tokens, pack
+
+SHUFFLE_BUFFER = 2048  # blocks in memory, among which a stream is shuffled
+
+_VERSION = 1  # of what the cache holds
+_TOKENS, _BLOCKS, _SKIPPED = "tokens.arrow", "blocks.arrow", "skipped.json"
+_TOKENS_AT_ONCE = 1 << 22
+
+logger = logging.getLogger(__name__)
+
+
+def load_blocks(
+    spec: DataSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    *,
+    seed: int | None,
+    encode: Encode | None = None,
+    cache: Path | None = None,
+) -> Dataset | IterableDataset:
+    """Blocks of `length` tokens from the documents of a [`DataSpec`].
+
+    Each document is tokenised with the tokenizer's own special tokens and ends with its end-of-text token. The
+    documents are joined in a shuffled order, the stream is cut into blocks, and the blocks are shuffled. Blocks cross
+    the ends of documents, and attention is not kept from doing so. The incomplete block at the end is dropped.
+
+    The order depends on data and `seed` alone: not on the process, nor on the number of processes or workers.
+
+    A stream (`spec.streaming`) takes the documents in order, and shuffles blocks by `seed` and epoch in a buffer of
+    [`SHUFFLE_BUFFER`]. It is one shard: one worker reads it all. Skipping batches resumes it exactly; so does its
+    `load_state_dict` if it is not shuffled. Both read and tokenise anew up to that place.
+
+    Args:
+        length: tokens in a block.
+        seed: of the order; `None` keeps that of the files.
+        encode: gives a row's `input_ids` and `labels` instead, the document's end included, and raises `ValueError` for
+            a row that it cannot use. The cache knows it by its code and what it holds.
+        cache: a folder for tokens and blocks; by default within that of `datasets`.
+
+    Returns:
+        Rows `{"input_ids": [length], "labels": [length], "documents": "train.jsonl:17-19"}`: tensors, and the lines or
+        rows that the block was made from. Labels are the tokens (models shift them), unless `encode` gives others.
+
+    Raises:
+        OSError: a file is absent or cannot be read, or the cache cannot be written.
+        ValueError: a data set, file or row cannot be used (see [`DataSpec`]), there are too few tokens for one block,
+            or the tokenizer has no end-of-text token.
+    """
+    if length < 2:
+        raise ValueError(f"`length` is {length}, but a block needs at least 2 tokens.")
+    encoder = Encoder(tokenizer, encode)
+    documents = Documents(spec, whole_rows=encode is not None)
+    if spec.streaming:
+        return _stream(documents, encoder, length, seed)
+
+    cache = Path(cache or Path(datasets.config.HF_DATASETS_CACHE) / "attnres")
+    identities = documents.identities()
+    key = key_of(_VERSION, identities, spec.column, spec.bad_rows, spec.limit, encoder.key())
+
+    def build_tokens(folder: Path) -> None:
+        _write_tokens(documents, encoder, folder)
+        if documents.identities() != identities:
+            raise ValueError(f"{' '.join(spec.paths)} changed while it was read. Start again.")
+
+    def build_blocks(folder: Path) -> None:
+        tokens = built_once(cache / f"tokens-{key}", build_tokens)
+        _write_blocks(tokens, length, seed, folder, name=" ".join(spec.paths))
+
+    folder = built_once(cache / f"blocks-{key_of(key, length, seed)}", build_blocks)
+    skipped = _read_skipped(folder)
+    if skipped:
+        logger.warning("%s", skipped)
+    return _open_blocks(folder, seed)
+
+
+def _stream(documents: Documents, encoder: Encoder, length: int, seed: int | None) -> IterableDataset:
+    if next(iter(documents), None) is None:  # what is wrong with all of the data shows now, not when training begins
+        raise ValueError(_too_few(" ".join(documents.spec.paths), 0, 0, length, documents.skipped))
+    block = List(Value("int32"), length=length)
+    stream = IterableDataset.from_generator(
+        _generate,
+        features=Features({"input_ids": block, "labels": block, "documents": Value("string")}),
+        # No lists: their parts would be shards, divided among the workers, which changes the order.
+        gen_kwargs={"documents": documents, "encoder": encoder, "length": length},
+    )
+    if seed is not None:
+        stream = stream.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
+    return stream.with_format("torch")
+
+
+def _generate(documents: Documents, encoder: Encoder, length: int) -> Iterator[dict[str, Any]]:
+    counts = {"documents": 0, "tokens": 0}
+
+    def counted() -> Iterator[Tokens]:
+        for tokens in encoder.batches(documents):
+            counts["documents"] += len(tokens.places)
+            counts["tokens"] += len(tokens.ids)
+            yield tokens
+
+    for ids, labels, sources in pack(counted(), length):
+        for block in zip(ids, ids if labels is None else labels, sources):
+            yield dict(zip(("input_ids", "labels", "documents"), block))
+    if counts["tokens"] < length:
+        raise ValueError(_too_few(" ".join(documents.spec.paths), **counts, length=length, skipped=documents.skipped))
+    if documents.skipped:
+        logger.warning("%s", documents.skipped)
+
+
+def _write_tokens(documents: Documents, encoder: Encoder, folder: Path) -> None:
+    """`tokens.arrow`, a row for each document in the order of the files, and what was skipped."""
+    tokens = pa.list_(pa.int32())
+    columns = {"input_ids": tokens} | ({"labels": tokens} if encoder.encode else {})
+    schema = pa.schema(columns | {"source": pa.string(), "first": pa.int64(), "last": pa.int64()})
+    bar = datasets.utils.tqdm(desc="Tokenising", unit=" tokens", unit_scale=True, leave=False)
+    with pa.ipc.new_stream(str(folder / _TOKENS), schema) as file, bar:
+        for batch in encoder.batches(documents):
+            offsets = np.concatenate([[0], batch.lengths.cumsum()]).astype(np.int32)
+            parts = [part for part in (batch.ids, batch.labels) if part is not None]
+            lists = [pa.ListArray.from_arrays(offsets, part) for part in parts]
+            places = [pa.array(values) for values in zip(*batch.places)]
+            file.write_batch(pa.record_batch([*lists, *places], schema=schema))
+            bar.update(len(batch.ids))
+    (folder / _SKIPPED).write_text(json.dumps(vars(documents.skipped)))
+
+
+def _write_blocks(tokens: Path, length: int, seed: int | None, folder: Path, name: str) -> None:
+    """`blocks.arrow`, the stream of the documents in the order of `seed`, and what was skipped."""
+    documents = Dataset.from_file(str(tokens / _TOKENS))
+    skipped = _read_skipped(tokens)
+    if seed is not None:
+        documents = documents.select(_order(seed, 0, len(documents)))
+    block = pa.list_(pa.int32(), length)
+    labels = {"labels": block} if "labels" in documents.column_names else {}
+    schema = pa.schema({"input_ids": block} | labels | {"documents": pa.string()})
+    count = 0
+    with pa.ipc.new_stream(str(folder / _BLOCKS), schema) as file:
+        for blocks in pack(_read_tokens(documents), length):
+            parts = [part.ravel() for part in (blocks.ids, blocks.labels) if part is not None]
+            lists = [pa.FixedSizeListArray.from_arrays(part, length) for part in parts]
+            file.write_batch(pa.record_batch([*lists, pa.array(blocks.documents)], schema=schema))
+            count += len(blocks.documents)
+    if not count:
+        total = sum(len(batch.ids) for batch in _read_tokens(documents))
+        raise ValueError(_too_few(name, len(documents), total, length, skipped))
+    (folder / _SKIPPED).write_text(json.dumps(vars(skipped)))
+
+
+def _read_tokens(documents: Dataset) -> Iterator[Tokens]:
+    """The documents in batches of about [`_TOKENS_AT_ONCE`]."""
+    average = documents.data.nbytes / 4 / max(1, documents.data.num_rows)
+    at_once = int(min(max(1, _TOKENS_AT_ONCE / max(1, average)), 4096))
+    for table in documents.with_format("arrow").iter(at_once):
+        lists = table["input_ids"].combine_chunks()
+        labels = table["labels"].combine_chunks().flatten().to_numpy() if "labels" in table.column_names else None
+        places = zip(*(table[column].to_pylist() for column in Place._fields))
+        lengths = lists.value_lengths().to_numpy().astype(np.int64)
+        yield Tokens(lists.flatten().to_numpy(), labels, lengths, [Place(*place) for place in places])
+
+
+def _open_blocks(folder: Path, seed: int | None) -> Dataset:
+    blocks = Dataset.from_file(str(folder / _BLOCKS))
+    if "labels" not in blocks.column_names:  # then they are the tokens: the same file, seen twice
+        labels = blocks.select_columns("input_ids").rename_column("input_ids", "labels")
+        blocks = concatenate_datasets([blocks, labels], axis=1)
+    if seed is not None:
+        blocks = blocks.select(_order(seed, 1, len(blocks)))
+    return blocks.with_format("torch")
+
+
+def _order(seed: int, stage: int, count: int) -> np.ndarray:
+    return np.random.default_rng([seed, stage]).permutation(count)
+
+
+def _read_skipped(folder: Path) -> Skipped:
+    return Skipped(**json.loads((folder / _SKIPPED).read_text()))
+
+
+def _too_few(name: str, documents: int, tokens: int, length: int, skipped: Skipped) -> str:
+    found = f"{name}: {documents} documents with {tokens} tokens are too few for one block of {length}."
+    return f"{found} {skipped}" if skipped else found

@@ -1,0 +1,260 @@
+"""Which documents a data set holds, in order, and what becomes of rows and files that cannot be used."""
+
+import glob
+import itertools
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from datasets import Dataset, IterableDataset, load_dataset
+from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
+from huggingface_hub import DatasetCard
+from pyarrow import ArrowException
+
+from .readers import READERS, ROWS_AT_ONCE, TEXT_COLUMN, Document, check_column, kind_of, no_column
+
+_HUB_ID = re.compile(r"(?P<id>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[^/:]+))?")
+_SUFFIXES = ", ".join(list(READERS)[:-1]) + f" or {list(READERS)[-1]}"
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """Which documents to read.
+
+    Args:
+        paths: Hub data set ids (`org/name` or `org/name:config`); `.jsonl`, `.json`, `.parquet` and `.txt` files; glob
+            patterns of files; folders of files, or laid out as on the Hub (a README that names `configs`). They follow
+            each other in the order given.
+        split: of Hub data sets and of folders, whose files belong to splits by their names, as `datasets` has it.
+        column: holds the text, or the messages of chat data. That of a `.txt` file is `text`.
+        streaming: read while training, without a tokenised copy on disk.
+        bad_rows: `"error"`, or `"skip"`: rows and files that cannot be used are left out, counted, and reported.
+        limit: read only so many documents.
+
+    Raises:
+        ValueError: a field has a value that is not allowed.
+    """
+
+    paths: tuple[str, ...]
+    split: str = "train"
+    column: str = TEXT_COLUMN
+    streaming: bool = False
+    bad_rows: str = "error"
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        paths = (self.paths,) if isinstance(self.paths, str | Path) else self.paths
+        object.__setattr__(self, "paths", tuple(str(path) for path in paths))
+        if not self.paths:
+            raise ValueError("`paths` is empty: name at least one data set or file.")
+        if self.bad_rows not in ("error", "skip"):
+            raise ValueError(f"`bad_rows` is {self.bad_rows!r}, but can be 'error' or 'skip'.")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"`limit` is {self.limit}, but must be at least 1.")
+
+
+@dataclass
+class Skipped:
+    """What was left out, and why the first of it was."""
+
+    rows: int = 0
+    sources: int = 0
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.reason)
+
+    def __str__(self) -> str:
+        counts = [f"{n} {word}{'s' * (n > 1)}" for n, word in ((self.rows, "row"), (self.sources, "file")) if n]
+        return f"Skipped {' and '.join(counts)}, the first because: {self.reason}" if self else "Skipped nothing."
+
+
+class Source(Protocol):
+    name: str
+
+    def identity(self) -> tuple:
+        """Changes when the content does."""
+
+    def read(self, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
+        """A document for each row, or what is wrong with the row; raises what is wrong with all of it."""
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """A local file; `name` is its path as the user wrote it."""
+
+    name: str
+
+    def identity(self) -> tuple:
+        status = os.stat(self.name)
+        return self.name, str(Path(self.name).resolve()), status.st_size, status.st_mtime_ns
+
+    def read(self, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
+        return READERS[Path(self.name).suffix.lower()](self.name, column, whole_rows)
+
+
+@dataclass(frozen=True)
+class DatasetSource:
+    """A data set that `datasets` has loaded."""
+
+    name: str
+    data: Dataset | IterableDataset
+
+    def identity(self) -> tuple:
+        return self.name, self.data._fingerprint
+
+    def read(self, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
+        data = self.data
+        if data.column_names is not None:  # a stream may not know them
+            check_column(self.name, column, data.column_names)
+            data = data if whole_rows else data.select_columns([column])
+        rows = (dict(zip(batch, values)) for batch in data.iter(ROWS_AT_ONCE) for values in zip(*batch.values()))
+        for number, row in enumerate(rows, 1):
+            yield Document(row, self.name, number, number)
+
+
+@dataclass
+class Documents(Iterable[Document]):
+    """The documents of a [`DataSpec`], in order; iterating anew reads them anew.
+
+    Args:
+        whole_rows: give all columns, for an encoder of rows; else only the text. Documents without a visible character
+            are left out then.
+
+    Raises (when made, or when read):
+        OSError: a file is absent or cannot be read.
+        ValueError: a data set, file or row cannot be used. With `bad_rows="skip"` both are counted in `skipped`.
+    """
+
+    spec: DataSpec
+    whole_rows: bool = False
+    skipped: Skipped = field(default_factory=Skipped)
+
+    def __post_init__(self) -> None:
+        self.sources: list[Source] = []
+        for path in self.spec.paths:
+            try:
+                self.sources += find_sources(path, self.spec)
+            except (OSError, ValueError) as error:
+                self._skip_source(path, error)
+        self._absent = self.skipped
+
+    def __iter__(self) -> Iterator[Document]:
+        self.skipped = replace(self._absent)
+        return itertools.islice(itertools.chain.from_iterable(map(self._read, self.sources)), self.spec.limit)
+
+    def identities(self) -> list[tuple]:
+        """Changes when the documents may."""
+        return [source.identity() for source in self.sources]
+
+    def skip_row(self, problem: ValueError) -> None:
+        """Raise `problem`, or count it if such rows are to be skipped."""
+        if self.spec.bad_rows == "error":
+            raise problem
+        self.skipped.rows += 1
+        self.skipped.reason = self.skipped.reason or str(problem)
+
+    def _read(self, source: Source) -> Iterator[Document]:
+        found = False
+        try:
+            for item in source.read(self.spec.column, self.whole_rows):
+                found = True
+                problem = item if isinstance(item, ValueError) else self._problem(item)
+                if problem:
+                    self.skip_row(problem)
+                elif self.whole_rows or item.row[self.spec.column].strip():
+                    yield item
+            if not found:
+                raise ValueError(f"{source.name} holds no documents.")
+        except (OSError, ValueError, ArrowException) as error:
+            self._skip_source(source.name, error)
+
+    def _skip_source(self, name: str, error: Exception) -> None:
+        if isinstance(error, OSError) and error.strerror:
+            error = type(error)(f"{name} cannot be read: {error.strerror}.")
+        elif isinstance(error, ArrowException):
+            error = ValueError(f"{name} cannot be read: {_one_line(error)}")
+        if self.spec.bad_rows == "error":
+            raise error
+        self.skipped.sources += 1
+        self.skipped.reason = self.skipped.reason or str(error)
+
+    def _problem(self, document: Document) -> ValueError | None:
+        """Why the document is none: it lacks the column, or its text is not one."""
+        column = self.spec.column
+        if column not in document.row:
+            return ValueError(no_column(f"{document.source}:{document.first}", column, document.row))
+        value = document.row[column]
+        if self.whole_rows or isinstance(value, str):
+            return None
+        return ValueError(
+            f"{document.source}:{document.first}: column `{column}` holds {kind_of(value)}, not a string."
+        )
+
+
+def find_sources(path: str, spec: DataSpec) -> list[Source]:
+    """The files or the data set that `path` names.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is of no kind that can be read, or has not that split or configuration.
+    """
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return _folder(local, None, spec)
+    if local.exists():
+        return [_file(local)]
+    if glob.has_magic(path):
+        files = sorted(glob.glob(str(local), recursive=True))
+        if not files:
+            raise FileNotFoundError(f"{path} matches no file.")
+        return [_file(Path(file)) for file in files]
+    folder, _, config = str(local).rpartition(":")
+    if folder and Path(folder).is_dir():
+        return _folder(Path(folder), config, spec)
+    hub_id = _HUB_ID.fullmatch(path)
+    if hub_id is None or local.suffix.lower() in READERS:
+        raise FileNotFoundError(f"{path} does not exist.")
+    return [_load(path, hub_id["id"], hub_id["config"], spec)]
+
+
+def _file(path: Path) -> Source:
+    if path.suffix.lower() not in READERS:
+        raise ValueError(f"{path} is of no kind that can be read, which are {_SUFFIXES}.")
+    return FileSource(str(path))
+
+
+def _folder(path: Path, config: str | None, spec: DataSpec) -> list[Source]:
+    readme = path / "README.md"
+    if readme.is_file() and DatasetCard.load(readme, ignore_metadata_errors=True).data.get("configs"):
+        return [_load(f"{path}:{config}" if config else str(path), str(path), config, spec)]
+    if config is not None:
+        raise ValueError(f"{path} has no configuration {config!r}, as no README.md in it names `configs`.")
+    try:
+        patterns = get_data_patterns(str(path))
+    except EmptyDatasetError:
+        patterns = {spec.split: []}
+    if spec.split not in patterns:
+        raise ValueError(f"{path} has no split {spec.split!r}, but {', '.join(map(repr, patterns))}.")
+    chosen = DataFilesDict.from_patterns(
+        {spec.split: patterns[spec.split]}, base_path=str(path), allowed_extensions=list(READERS)
+    )
+    files = sorted(chosen.get(spec.split, []))
+    if not files:
+        raise FileNotFoundError(f"{path} holds no {_SUFFIXES} file.")
+    return [_file(path / os.path.relpath(file, path.resolve())) for file in files]
+
+
+def _load(name: str, path: str, config: str | None, spec: DataSpec) -> Source:
+    try:
+        return DatasetSource(name, load_dataset(path, config, split=spec.split, streaming=spec.streaming))
+    except Exception as error:  # of the Hub, the network, a reader of one of its many formats
+        cause = error.__cause__ if "error occurred while generating" in str(error) and error.__cause__ else error
+        raise ValueError(f"{name} cannot be loaded: {_one_line(cause)}") from error
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

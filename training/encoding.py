@@ -1,0 +1,115 @@
+"""Documents to tokens, in batches: text with its end-of-text token, or rows through an encoder of the caller's."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from datasets.fingerprint import Hasher
+from transformers import PreTrainedTokenizerBase
+
+from .documents import Documents
+from .packing import Place, Tokens
+from .readers import Document
+
+Encode = Callable[[dict[str, Any]], dict[str, Any]]
+
+_CHARACTERS_AT_ONCE, _DOCUMENTS_AT_ONCE = 1 << 20, 1024
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns documents into tokens.
+
+    Args:
+        encode: gives a row's `input_ids` and `labels`; without it, text is tokenised with the tokenizer's own special
+            tokens, and ends with its end-of-text token.
+
+    Raises:
+        ValueError: the tokenizer has no end-of-text token, and no `encode` does without.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    encode: Encode | None = None
+
+    def __post_init__(self) -> None:
+        if self.encode is None and self.tokenizer.eos_token_id is None:
+            raise ValueError("The tokenizer has no end-of-text token: set its `eos_token`.")
+
+    def key(self) -> str:
+        """Changes when the same documents may become other tokens."""
+        if self.encode is not None:
+            return Hasher.hash((self.tokenizer.chat_template, self.encode))
+        if not self.tokenizer.is_fast:
+            return Hasher.hash(self.tokenizer)
+        state = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        for setting_of_a_call in ("padding", "truncation"):
+            state.pop(setting_of_a_call, None)
+        return key_of(state, self.tokenizer.eos_token_id, self.tokenizer.split_special_tokens)
+
+    def batches(self, documents: Documents) -> Iterator[Tokens]:
+        """The tokens of all documents. Rows that cannot be encoded are for `documents` to raise or to count."""
+        for batch in _batched(documents, documents.spec.column):
+            tokens = self._encode_rows(batch, documents) if self.encode else self._encode_texts(batch, documents)
+            if tokens.places:
+                yield tokens
+
+    def _encode_texts(self, batch: list[Document], documents: Documents) -> Tokens:
+        texts = [document.row[documents.spec.column] for document in batch]
+        if self.tokenizer.is_fast:
+            self.tokenizer("")  # sets the backend as a call without options does
+            # The same tokens as from a call, but without their offsets: that takes half the time.
+            ids = [encoding.ids for encoding in self.tokenizer.backend_tokenizer.encode_batch_fast(texts)]
+        else:
+            ids = self.tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
+        end = self.tokenizer.eos_token_id
+        return _join([text if text[-1:] == [end] else [*text, end] for text in ids], None, batch)
+
+    def _encode_rows(self, batch: list[Document], documents: Documents) -> Tokens:
+        ids, labels, encoded = [], [], []
+        for document in batch:
+            try:
+                row = self.encode(document.row)
+                if len(row["input_ids"]) != len(row["labels"]):
+                    raise ValueError(f"{len(row['input_ids'])} tokens, but {len(row['labels'])} labels.")
+            except ValueError as error:
+                documents.skip_row(ValueError(f"{document.source}:{document.first}: {error}"))
+                continue
+            if len(row["input_ids"]):
+                ids.append(row["input_ids"])
+                labels.append(row["labels"])
+                encoded.append(document)
+        return _join(ids, labels, encoded)
+
+
+def key_of(*parts: Any) -> str:
+    """A name for what JSON can hold, the same in every process."""
+    text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def _batched(documents: Iterable[Document], column: str) -> Iterator[list[Document]]:
+    """Batches that bound what is in memory, whether documents are many or long."""
+    batch, characters = [], 0
+    for document in documents:
+        batch.append(document)
+        value = document.row[column]
+        characters += len(value) if isinstance(value, str) else 0
+        if characters >= _CHARACTERS_AT_ONCE or len(batch) >= _DOCUMENTS_AT_ONCE:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _join(ids: list, labels: list | None, batch: list[Document]) -> Tokens:
+    lengths = np.array([len(document) for document in ids], dtype=np.int64)
+
+    def flat(part: list) -> np.ndarray:
+        return np.fromiter(chain.from_iterable(part), np.int32, lengths.sum())
+
+    places = [Place(document.source, document.first, document.last) for document in batch]
+    return Tokens(flat(ids), None if labels is None else flat(labels), lengths, places)

@@ -1,0 +1,100 @@
+"""Documents in a row, cut into blocks of equal length: `block[b] = stream[b * length : (b + 1) * length]`."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Place(NamedTuple):
+    """Where a document comes from: lines or rows `first` to `last` of `source`."""
+
+    source: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Documents, joined: their tokens and labels `[tokens]`, their lengths `[documents]`, and their places.
+
+    `labels` is `None` where they are the tokens themselves.
+    """
+
+    ids: np.ndarray
+    labels: np.ndarray | None
+    lengths: np.ndarray
+    places: list[Place]
+
+    def __add__(self, other: "Tokens") -> "Tokens":
+        labels = None if other.labels is None else np.concatenate([self.labels, other.labels])
+        return Tokens(
+            np.concatenate([self.ids, other.ids]),
+            labels,
+            np.concatenate([self.lengths, other.lengths]),
+            self.places + other.places,
+        )
+
+    def after(self, start: int) -> "Tokens":
+        """What follows the first `start` tokens."""
+        ends = self.lengths.cumsum()
+        first = int(np.searchsorted(ends, start, side="right"))
+        lengths = self.lengths[first:].copy()
+        lengths[:1] = ends[first : first + 1] - start  # the document that is cut, if any
+        labels = None if self.labels is None else self.labels[start:]
+        return Tokens(self.ids[start:], labels, lengths, self.places[first:])
+
+
+class Blocks(NamedTuple):
+    """Tokens and labels `[blocks, length]` (`None` as in [`Tokens`]), and the places of each block's documents."""
+
+    ids: np.ndarray
+    labels: np.ndarray | None
+    documents: list[str]
+
+
+def pack(batches: Iterable[Tokens], length: int) -> Iterator[Blocks]:
+    """Cut the stream of all documents into blocks; the last, incomplete block is dropped.
+
+    A document may begin in one block and end in another, and attention sees across documents within a block.
+    """
+    rest = None
+    for batch in batches:
+        stream = batch if rest is None else rest + batch
+        count = len(stream.ids) // length
+        if count:
+            yield _cut(stream, length, count)
+        rest = stream.after(count * length)
+
+
+def _cut(stream: Tokens, length: int, count: int) -> Blocks:
+    shape = (count, length)
+    labels = None if stream.labels is None else stream.labels[: count * length].reshape(shape)
+    starts = np.arange(count) * length
+    ends = stream.lengths.cumsum()
+    firsts = np.searchsorted(ends, starts, side="right")  # the document that a block's first token belongs to
+    lasts = np.searchsorted(ends, starts + length - 1, side="right")
+    documents = [describe(stream.places[first : last + 1]) for first, last in zip(firsts, lasts)]
+    return Blocks(stream.ids[: count * length].reshape(shape), labels, documents)
+
+
+def describe(places: Iterable[Place]) -> str:
+    """Places in one line: `train.jsonl:17-19,40 other.jsonl:3`; what follows each other is joined.
+
+    ```python
+    >>> describe([Place("a.jsonl", 1, 1), Place("a.jsonl", 2, 2), Place("a.jsonl", 7, 7)])
+    'a.jsonl:1-2,7'
+    ```
+    """
+    parts = []
+    for source, group in groupby(places, key=lambda place: place.source):
+        ranges: list[list[int]] = []
+        for place in group:
+            if ranges and place.first == ranges[-1][1] + 1:
+                ranges[-1][1] = place.last
+            else:
+                ranges.append([place.first, place.last])
+        parts.append(f"{source}:" + ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in ranges))
+    return " ".join(parts)

@@ -1,0 +1,177 @@
+"""Rows of local files, each with its place, so that an error can name file and line.
+
+`datasets` reads these formats too, but does not know which line a row comes from or which is broken, takes each line of
+a text for a row or holds the file in memory, and copies what it reads.
+"""
+
+import io
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from .text import END_OF_TEXT
+
+ROWS_AT_ONCE = 512
+TEXT_COLUMN = "text"  # the one column of a text file
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_KINDS = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
+
+
+class Document(NamedTuple):
+    """A row and its place: lines `first` to `last` of a text file, one line of JSON, else a row; all count from 1."""
+
+    row: dict[str, Any]
+    source: str
+    first: int
+    last: int
+
+
+def read_text(name: str, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
+    """Documents end at lines that hold only `<|endoftext|>`; if there is none, at empty lines, as in `read_documents`.
+
+    One document at a time is in memory.
+    """
+    check_column(name, column, [TEXT_COLUMN])
+    with _open(name) as file:
+        separator = END_OF_TEXT if any(line.rstrip("\n") == END_OF_TEXT for line in file) else ""
+    lines, first, last = [], 0, 0
+    with _open(name) as file:
+        for number, line in enumerate(file, 1):
+            if line.rstrip("\n") == separator:
+                yield from _text_document(name, lines, first, last)
+                lines = []
+            elif lines or line.strip():
+                first = first if lines else number
+                last = number if line.strip() else last
+                lines.append(line)
+    yield from _text_document(name, lines, first, last)
+
+
+def read_json_lines(name: str, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
+    with _open(name) as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield _json_document(name, number, line)
+
+
+def read_json(name: str, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
+    """A list of objects, which is read whole; else JSON lines."""
+    with _open(name) as file:
+        if not file.read(1024).lstrip().startswith("["):
+            yield from read_json_lines(name, column, whole_rows)
+            return
+        file.seek(0)
+        text = file.read()
+    if problem := _not_utf8(name, 1, text):
+        raise problem
+    try:
+        rows = json.loads(text.removeprefix("\ufeff"))
+    except (ValueError, RecursionError) as error:
+        raise _broken_json(name, 1, error) from None
+    for number, row in enumerate(rows, 1):
+        yield _row_document(name, number, row)
+
+
+def read_parquet(name: str, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
+    with pq.ParquetFile(name) as file:
+        check_column(name, column, file.schema_arrow.names)
+        batches = file.iter_batches(ROWS_AT_ONCE, columns=None if whole_rows else [column])
+        for number, row in enumerate((row for batch in batches for row in _rows(batch)), 1):
+            if isinstance(row, UnicodeDecodeError):
+                yield ValueError(f"{name}:{number}: not UTF-8 text (byte {row.object[row.start]:#04x}).")
+            else:
+                yield Document(row, name, number, number)
+
+
+READERS: dict[str, Callable[[str, str, bool], Iterator[Document | ValueError]]] = {
+    ".jsonl": read_json_lines,
+    ".json": read_json,
+    ".parquet": read_parquet,
+    ".txt": read_text,
+}
+
+
+def check_column(name: str, column: str, columns: Iterable[str]) -> None:
+    """Raises ValueError, naming the columns that exist, if `column` is none of them."""
+    columns = list(columns)
+    if column not in columns:
+        raise ValueError(no_column(name, column, columns))
+
+
+def no_column(place: str, column: str, columns: Iterable[str]) -> str:
+    there_are = ", ".join(f"`{name}`" for name in columns)
+    return f"{place} has no column `{column}`, but {there_are or 'none at all'}."
+
+
+def kind_of(value: Any) -> str:
+    return _KINDS.get(type(value), "an object")
+
+
+def _open(name: str) -> io.TextIOWrapper:
+    # Bytes that are not UTF-8 become lone surrogates, so that reading goes on and `_not_utf8` can name the line.
+    return open(name, encoding="utf-8-sig", errors="surrogateescape")
+
+
+def _not_utf8(name: str, first: int, text: str) -> ValueError | None:
+    """What is wrong with a text that begins at line `first`, if it is not Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        line, byte = first + text.count("\n", 0, error.start), ord(text[error.start]) - 0xDC00
+        return ValueError(f"{name}:{line}: not UTF-8 text (byte {byte:#04x}).")
+    return None
+
+
+def _text_document(name: str, lines: list[str], first: int, last: int) -> Iterator[Document | ValueError]:
+    text = "".join(lines).strip()
+    if text:
+        yield _not_utf8(name, first, text) or Document({TEXT_COLUMN: text}, name, first, last)
+
+
+def _json_document(name: str, number: int, line: str) -> Document | ValueError:
+    if problem := _not_utf8(name, number, line):
+        return problem
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return _broken_json(name, number, error)
+    # JSON can spell half a character, which no tokenizer can take.
+    if _SURROGATE.search(line) and _has_lone_surrogate(row):
+        return ValueError(f"{name}:{number}: not Unicode text (a lone surrogate).")
+    return _row_document(name, number, row)
+
+
+def _has_lone_surrogate(row: Any) -> bool:
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _row_document(name: str, number: int, row: Any) -> Document | ValueError:
+    if not isinstance(row, dict):
+        return ValueError(f"{name}:{number}: holds {kind_of(row)}, not a JSON object.")
+    return Document(row, name, number, number)
+
+
+def _broken_json(name: str, first: int, error: Exception) -> ValueError:
+    if isinstance(error, json.JSONDecodeError):
+        return ValueError(f"{name}:{first + error.lineno - 1}: broken JSON at column {error.colno}: {error.msg}.")
+    reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+    return ValueError(f"{name}:{first}: broken JSON: {reason}.")
+
+
+def _rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | UnicodeDecodeError]:
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError as error:
+        if len(batch) == 1:
+            yield error
+        else:
+            for number in range(len(batch)):
+                yield from _rows(batch.slice(number, 1))
