@@ -44,6 +44,7 @@ class Row:
     items: int
     shots: int
     score: Score
+    cut: float  # share of the prompts that lost their beginning, being longer than the model's context
     baseline: Score | None = None
     pair: Paired | None = None
 
@@ -63,14 +64,16 @@ def make_row(
     names = list(tasks["tasks"])
     items = _item_scores(benchmark, names, store)
     shots = max(results["n-shot"][name] for name in names)
+    sizes = {name: results["n-samples"][name]["effective"] for name in names}
+    cut = sum(store.read(name)["cut"] * size for name, size in sizes.items()) / sum(sizes.values())
     score = _score(benchmark, results)
     if baseline is None:
-        return Row(benchmark, len(items), shots, score)
+        return Row(benchmark, len(items), shots, score, cut)
     other = _item_scores(benchmark, names, baseline[1])
     if items.keys() != other.keys():
         raise RuntimeError(f"{benchmark.title}: the two models were not scored on the same prompts.")
     pair = compare_pairs(list(items.values()), [other[item] for item in items])
-    return Row(benchmark, len(items), shots, score, _score(benchmark, baseline[0]), pair)
+    return Row(benchmark, len(items), shots, score, cut, _score(benchmark, baseline[0]), pair)
 
 
 def _score(benchmark: Benchmark, results: Mapping[str, Any]) -> Score:
@@ -107,6 +110,8 @@ def markdown(
             f"and Min, p that of McNemar's exact test. Of {len(rows)} tests at 5%, {0.05 * len(rows):.1f} would come "
             "out significant if the models were equal.",
         ]
+    if cut := [f"{row.benchmark.title} {row.cut:.0%}" for row in rows if row.cut]:
+        lines += ["", f"Prompts longer than the context of {model} lost their beginning: {', '.join(cut)} of them."]
     if failures:
         lines += ["", "Without a result:", "", *(f"- {failure}" for failure in failures)]
     config = results["config"]

@@ -66,6 +66,7 @@ class SharedPrefixLM(HFLM):
     ) -> None:
         super().__init__(pretrained, **hflm_arguments)
         self.progress = progress
+        self.cut_requests = 0  # so far, those longer than the model's context
         if self.batch_size == "auto":
             self.batch_size_per_gpu = self.max_batch_size
 
@@ -84,6 +85,8 @@ class SharedPrefixLM(HFLM):
         for index, request in enumerate(requests):
             groups.setdefault(repr(sorted(request.args[1].items())), []).append(index)
         lengths = [len(self.tok_encode(request.args[0])) for request in requests]
+        rooms = [self.max_length - request.args[1].get("max_gen_toks", self.max_gen_toks) for request in requests]
+        self._count_cut(sum(length > room for length, room in zip(lengths, rooms)), len(requests))
         generate = partial(super().generate_until, disable_tqdm=True)
         with self._report(len(requests), "generate_until", disable_tqdm) as report:
 
@@ -111,9 +114,7 @@ class SharedPrefixLM(HFLM):
         answers: dict[int, Answer] = {}
         lengths = [len(context) + len(continuation) - 1 for _, context, continuation in requests]
         longest = min(max(lengths, default=0), self.max_length)
-        if too_long := sum(length > self.max_length for length in lengths):
-            message = "%d of %d requests lose their beginning: the model reads %d tokens."
-            logger.warning(message, too_long, len(requests), self.max_length)
+        self._count_cut(sum(length > self.max_length for length in lengths), len(requests))
         # The harness gives a batch size of its own for the windows of a long text: parts of a call, not reported.
         inner = override_bs is not None
         with self._report(len(requests), "loglikelihood", disable_tqdm, inner) as report, _explained(longest):
@@ -140,6 +141,13 @@ class SharedPrefixLM(HFLM):
 
                 self._in_batches(sorted(range(len(requests)), key=lambda i: -lengths[i]), run)
         return [answers[index] for index in range(len(requests))]
+
+    def _count_cut(self, cut: int, total: int) -> None:
+        """Say of how many requests the model does not see the beginning."""
+        self.cut_requests += cut
+        if cut:
+            message = "%d of %d requests lose their beginning: the model reads %d tokens."
+            logger.log(logging.INFO if self.progress else logging.WARNING, message, cut, total, self.max_length)
 
     def _score_node(self, node: Node, share: bool, cache: Cache | None, finish: Finish) -> None:
         """Score the rows of a node and of the nodes below it; the `cache` holds its prefix, at batch size 1."""

@@ -121,15 +121,18 @@ def _evaluate(lm: SharedPrefixLM, task: Task, limit: int | None, seed: int) -> d
     if task.config.num_fewshot is None:
         task.set_config("num_fewshot", 0)
     _fit_generation(task, lm.max_length)
+    cut_before = lm.cut_requests
     with _quiet_and_quick():
         outputs = evaluate(
             lm, {"tasks": {task.task_name: task}, "groups": {}}, limit=limit, confirm_run_unsafe_code=True
         )
     (samples,) = outputs["samples"].values()
+    cut = (lm.cut_requests - cut_before) / len(task.instances)
     task._instances = None  # prompts of thousands of items, which the next tasks need not keep in memory
     dropped = ("doc", "arguments")
     return {
         **{part: outputs[part] for part in PARTS},
+        "cut": cut,
         "samples": [{key: value for key, value in sample.items() if key not in dropped} for sample in samples],
         "model": lm.get_model_info() | ({"code_execution": sandbox.level()} if task.config.unsafe_code else {}),
     }

@@ -89,6 +89,7 @@ def test_the_report_has_a_line_for_each_benchmark_beside_the_papers_numbers(eval
     assert [row[-2:] for row in body] == [[str(b.baseline), str(b.attn_res)] for b in pick(SOME)]
     assert [int(row[1]) for row in body] == [LIMIT, LIMIT, 2 * LIMIT]
     assert all(row[5].startswith("+0.0 [-") and row[6] == "1" for row in body)
+    assert "lost their beginning: ARC-Challenge 100%, GSM8K 100%" in report  # 25 and 8 shots in 512 tokens
     assert Image.open(evaluated / "scores.png").size[0] > 300
 
 
