@@ -2,6 +2,7 @@
 
 - each sublayer (attention, MLP) reads its input from the depth state and writes its output to it (`residual_attnres`);
 - the final norm reads the aggregate over all blocks and the last partial sum, with a pseudo-query of its own;
+- the delta attention is an exact and faster one where no GPU kernel applies (`kda_attnres`);
 - the published layout of Kimi Linear checkpoints loads and is written.
 
 How, for this and any other backbone, stands in `decoder_attnres`. The experts are Kimi Linear's; tools that look in
@@ -29,10 +30,17 @@ from .decoder_attnres import (
     ResidualModel,
     ResidualPreTrainedModel,
 )
+from .kda_attnres import AttnResDeltaAttention
+from .sublayers_attnres import Sublayers
 
 
 class AttnResDecoderLayer(ResidualDecoderLayer, KimiLinearDecoderLayer):
     """Attention and MLP of Kimi Linear, each behind a residual connection."""
+
+    def connect(self, config: AttnResConfig, sublayers: Sublayers, layer_idx: int) -> None:
+        super().connect(config, sublayers, layer_idx)
+        if self.block_type != "full_attention":
+            self.self_attn.__class__ = AttnResDeltaAttention  # the same weights, faster where there is no GPU kernel
 
     def attend(self, attention: nn.Module, hidden_states: Tensor, **kwargs) -> Tensor:
         if self.block_type == "full_attention":

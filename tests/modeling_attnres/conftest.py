@@ -11,10 +11,22 @@ from types import ModuleType
 
 import pytest
 import torch
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
-from attnres import AttnResForCausalLM
+from attnres import AttnResForCausalLM, kda_attnres
 
 HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def same_delta_attention():
+    """Kimi Linear with the family's form of delta attention, so that all the rest can be equal to the last bit.
+
+    `test_kda.py` holds one form against the other.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kimi_linear, "chunk_kimi_delta_attention", kda_attnres.FUNCTIONS["chunk_kimi_delta_attention"])
+        yield
 
 
 def load(path: Path) -> ModuleType:
