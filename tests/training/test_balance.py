@@ -163,7 +163,7 @@ def test_the_bias_has_no_gradient_and_is_float32_in_a_bfloat16_model(tiny_model,
 
 
 def test_compiled_models_are_counted_too(tiny_model, tmp_path):
-    model = tiny_model(layer_types=["full_attention"] * 4)
+    model = tiny_model(num_hidden_layers=2, layer_types=["full_attention"] * 2)
     expected = expected_biases(model, 0.25)
     torch._dynamo.reset()
     train(model, tmp_path, ExpertBalance(0.25), torch_compile=True, torch_compile_backend="eager")
