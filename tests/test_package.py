@@ -158,7 +158,8 @@ def test_every_python_json_and_yaml_file_of_the_package_is_in_the_wheel(wheel):
 
 
 def test_every_room_with_code_is_a_package_of_the_wheel():
-    rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
+    rooms = [path.parent.relative_to(ROOT) for path in ROOT.glob("[a-z]*/**/__init__.py")]
+    rooms = {room.as_posix() for room in rooms if room.parts[0] not in ("build", "tests")}
     assert rooms == set(PACKAGE_DIR.values())
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == set(PACKAGE_DIR)
 
