@@ -1,0 +1,278 @@
+"""Pre-training, healing and fine-tuning by a recipe, in one process or under `accelerate launch`.
+
+attnres train RECIPE [key=value ...]
+accelerate launch [--config_file FILE] -m attnres.training.train RECIPE [key=value ...]
+"""
+
+import contextlib
+import json
+import math
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset, IterableDataset
+from tqdm import tqdm
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+import attnres
+from attnres.analysis.figures import plot_loss_curves
+from attnres.cli_support import quiet_transformers, write_at_once
+from attnres.configuration import load, names
+from attnres.conversion import retrofit
+
+from .data import DataSpec, load_blocks
+from .recipe import Recipe, read_recipe, write_recipe
+from .trainer import AttnResTrainer
+
+RECIPE, MODEL, ADAPTER, RESULTS, CURVE = "recipe.yaml", "model", "adapter", "results.json", "loss.png"
+# What two runs of one training may differ in.
+FREE = ("log_every", "save_every", "keep", "micro_batch_size")
+
+
+def run_train(recipe: Recipe) -> dict[str, Any]:
+    """Train by the recipe into its folder `out`; what a run there was stopped at is continued.
+
+    Returns:
+        What is written to `results.json`.
+
+    Raises:
+        FileExistsError: `out` holds something else, or the run of another recipe.
+        FloatingPointError: the loss is not finite.
+        OSError, ValueError: a model, data set or value that cannot be used; a checkpoint that cannot be written.
+        SystemExit: the run was terminated; its checkpoint is written.
+    """
+    state, out = PartialState(), Path(recipe.out)
+    with state.main_process_first():
+        if state.is_main_process:
+            _claim(out, recipe)
+    set_seed(recipe.seed)
+    with quiet_transformers(), state.main_process_first():
+        tokenizer = _tokenizer(recipe)
+        train, held_out = _data(recipe, tokenizer)
+    with quiet_transformers():
+        model = _model(recipe, tokenizer)
+        trainer = _trainer(model, recipe, state, train, held_out, tokenizer)
+        last = get_last_checkpoint(str(out))
+        if last and state.is_main_process:
+            print(f"Going on from {last}.")
+        trainer.train(resume_from_checkpoint=last)
+        if trainer.stopping.received:
+            if state.is_main_process:
+                print(f"Stopped after step {trainer.state.global_step}. The same command goes on from there.")
+            sys.exit(143)
+        results = _results(trainer, recipe)
+        _write(trainer, tokenizer, recipe, results)
+    if state.is_main_process:
+        print(
+            f"Held-out loss {results['held_out_loss']:.4f}, perplexity {results['perplexity']:.2f}. Written to {out}."
+        )
+    return results
+
+
+def _claim(out: Path, recipe: Recipe) -> None:
+    if (out / RESULTS).exists():
+        raise FileExistsError(f"{out} holds a finished run. Choose another `out`.")
+    if (out / RECIPE).exists():
+        before = read_recipe(out / RECIPE)
+        differing = [name for name in vars(recipe) if getattr(before, name) != getattr(recipe, name)]
+        if differing := [name for name in differing if name not in FREE]:
+            name = differing[0]
+            raise FileExistsError(
+                f"{out} holds a run with {name} {getattr(before, name)!r}, not {getattr(recipe, name)!r}. "
+                "Choose another `out`, or go on with the recipe as it was."
+            )
+    elif out.exists() and any(out.iterdir()):
+        raise FileExistsError(f"{out} holds other files. Choose another `out`.")
+    out.mkdir(parents=True, exist_ok=True)
+    write_at_once(out / RECIPE, write_recipe(recipe))
+
+
+def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    if recipe.tokenizer is None and recipe.model in names():
+        raise ValueError(f"{recipe.model} starts from scratch: the recipe needs a `tokenizer`, a directory or Hub id.")
+    source = recipe.tokenizer or recipe.model
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer of {source} has no end-of-text token; set its `eos_token`.")
+    return tokenizer
+
+
+def _data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset | IterableDataset, Dataset]:
+    spec = DataSpec(tuple(recipe.train), recipe.split, recipe.column, recipe.streaming, recipe.bad_rows)
+    encode = encode_chat(tokenizer, recipe.column) if recipe.chat else None
+    train = load_blocks(spec, tokenizer, recipe.length, seed=recipe.seed, encode=encode)
+    if recipe.held_out:
+        spec = replace(spec, paths=tuple(recipe.held_out), streaming=False)
+        return train, load_blocks(spec, tokenizer, recipe.length, seed=None, encode=encode)
+    if recipe.streaming:
+        raise ValueError("A stream has no end to take `held_out_sequences` from: give `held_out`.")
+    size = len(train) - recipe.held_out_sequences
+    if size < recipe.batch_size:
+        raise ValueError(
+            f"the data has {len(train)} sequences of {recipe.length} tokens, {recipe.held_out_sequences} of them held "
+            f"out: less than one batch of {recipe.batch_size}. Give more data, or smaller `length` or `batch_size`."
+        )
+    return train.select(range(size)), train.select(range(size, len(train)))
+
+
+def _model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    if recipe.model in names():
+        special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        config = load(recipe.model, **{"vocab_size": len(tokenizer), **special, **recipe.config})
+        model = AutoModelForCausalLM.from_config(config)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(recipe.model, **recipe.config)
+    if recipe.retrofit is not None:
+        model = retrofit(model, **recipe.retrofit)
+    if recipe.lora is not None:
+        from .lora import add_adapters  # needs peft, an extra
+
+        model = add_adapters(model, **recipe.lora)
+    return model
+
+
+def _trainer(model, recipe: Recipe, state: PartialState, train, held_out, tokenizer) -> AttnResTrainer:
+    micro = min(recipe.micro_batch_size, max(1, recipe.batch_size // state.num_processes))
+    accumulated, rest = divmod(recipe.batch_size, micro * state.num_processes)
+    if rest:
+        raise ValueError(
+            f"`batch_size` {recipe.batch_size} is not a multiple of `micro_batch_size` {micro} times "
+            f"{state.num_processes} processes."
+        )
+    arguments = {
+        "output_dir": recipe.out,
+        "max_steps": recipe.num_steps,
+        "per_device_train_batch_size": micro,
+        "per_device_eval_batch_size": micro,
+        "gradient_accumulation_steps": accumulated,
+        "max_grad_norm": recipe.max_grad_norm,
+        "logging_steps": recipe.log_every,
+        "logging_nan_inf_filter": False,
+        "save_steps": recipe.save_every,
+        "save_total_limit": recipe.keep,
+        "eval_strategy": "steps",
+        "eval_steps": recipe.save_every,
+        "report_to": "none",
+        "seed": recipe.seed,
+        "remove_unused_columns": False,
+        "label_names": ["labels"],
+        "dataloader_pin_memory": torch.cuda.is_available(),
+    }
+    arguments = TrainingArguments(**arguments | recipe.trainer)
+    trainer = AttnResTrainer(
+        model, recipe, arguments, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(Display(recipe))
+    return trainer
+
+
+class Display(TrainerCallback):
+    """A bar with the time left, and a line for each log; on the first process."""
+
+    SHOWN = {
+        "loss": ("loss", ".4f"),
+        "eval_loss": ("held-out loss", ".4f"),
+        "learning_rate": ("rate", ".2e"),
+        "grad_norm": ("gradient norm", ".2f"),
+        "tokens_per_second": ("tokens/s", ",.0f"),
+    }
+
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
+        self.bar: tqdm | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit=" steps", dynamic_ncols=True)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.bar is None or not {"loss", "eval_loss"} & logs.keys():
+            return
+        parts = [f"{self.SHOWN[name][0]} {logs[name]:{self.SHOWN[name][1]}}" for name in self.SHOWN if name in logs]
+        others = [f"{name} {value:.4g}" for name, value in logs.items() if name not in self.SHOWN and "/" in name]
+        self.bar.write(f"step {state.global_step}: {', '.join(parts + others)}", file=sys.stdout)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.close()
+
+
+def _results(trainer: AttnResTrainer, recipe: Recipe) -> dict[str, Any]:
+    loss = trainer.evaluate()["eval_loss"]
+    history = trainer.state.log_history
+    return {
+        "held_out_loss": loss,
+        "perplexity": math.exp(min(loss, 700.0)),
+        "steps": trainer.state.global_step,
+        "tokens": trainer.state.global_step * recipe.batch_size * recipe.length,
+        "training_loss": [[entry["step"], entry["loss"]] for entry in history if "loss" in entry],
+        "held_out_losses": [[entry["step"], entry["eval_loss"]] for entry in history if "eval_loss" in entry],
+        "software": {"attnres": attnres.__version__, "torch": torch.__version__},
+    }
+
+
+def _write(
+    trainer: AttnResTrainer, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, results: dict[str, Any]
+) -> None:
+    """The model, or the adapter; the loss curve; last the results, which say that the run is finished."""
+    out, main = Path(recipe.out), trainer.is_world_process_zero()
+    name = ADAPTER if recipe.lora is not None else MODEL
+    stage = out / f".{name}.partial"
+    trainer.save_model(str(stage))
+    trainer.accelerator.wait_for_everyone()
+    if main:
+        (stage / "training_args.bin").unlink(missing_ok=True)
+        tokenizer.save_pretrained(stage)
+        shutil.rmtree(out / name, ignore_errors=True)
+        stage.rename(out / name)
+        if recipe.lora is not None and recipe.merge:
+            merged = trainer.model.merge_and_unload()
+            merged.save_pretrained(out / MODEL)
+            tokenizer.save_pretrained(out / MODEL)
+        curves = {"training": results["training_loss"], "held out": results["held_out_losses"]}
+        plot_loss_curves({label: points for label, points in curves.items() if points}, out / CURVE)
+        write_at_once(out / RESULTS, json.dumps(results, indent=2) + "\n")
+    trainer.accelerator.wait_for_everyone()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train by the recipe and changes on the command line; what fails ends in one line."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        sys.exit(0 if arguments else 2)
+    try:
+        run_train(read_recipe(arguments[0], arguments[1:]))
+    except (ImportError, OSError, RuntimeError, ValueError, ArithmeticError) as error:
+        print(f"attnres: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(1)
+    finally:
+        with contextlib.suppress(Exception):
+            torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

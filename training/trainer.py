@@ -1,0 +1,174 @@
+"""`transformers.Trainer` with the optimizer of a recipe, and checkpoints that are whole or not there.
+
+What it adds: a checkpoint is written beside its place and renamed; SIGTERM saves and stops; a loss that is not finite
+stops the run and names the documents; the log has the expert load, tokens/s and the depth attention.
+"""
+
+import os
+import shutil
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+
+from attnres.loading_attnres import attn_res_tensors
+
+from .balance import ExpertBalance
+from .monitor import Monitor
+from .optimizer import build_optimizer, build_schedule
+from .recipe import Recipe
+
+PARTIAL = ".partial"
+
+
+def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Rows of [`attnres.training.data.load_blocks`] as a batch `[rows, length]`."""
+    batch = {name: torch.stack([row[name] for row in rows]).long() for name in ("input_ids", "labels")}
+    return batch | {"documents": [row["documents"] for row in rows]}
+
+
+class AttnResTrainer(Trainer):
+    """Trains `model` by a [`Recipe`].
+
+    Raises:
+        FloatingPointError: from `train`: the loss is not finite.
+        OSError: from `train`: a checkpoint cannot be written; the one before is whole.
+    """
+
+    def __init__(self, model: PreTrainedModel, recipe: Recipe, arguments: TrainingArguments, **options):
+        super().__init__(model, arguments, data_collator=collate, **options)
+        self.recipe = recipe
+        self.stopping = StopOnSignal(self)
+        self.measured = [Monitor(), *([ExpertBalance(recipe.expert_balancing)] if recipe.expert_balancing else [])]
+        for callback in (*self.measured, self.stopping):
+            self.add_callback(callback)
+        self._saving_in: str | None = None
+
+    def create_optimizer(self, model: PreTrainedModel | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            recipe = self.recipe
+            self.optimizer = build_optimizer(
+                self.model if model is None else model,
+                name=recipe.optimizer,
+                learning_rate=recipe.learning_rate,
+                weight_decay=recipe.weight_decay,
+                attn_res_lr_factor=recipe.attn_res_lr_factor,
+            )
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
+        if self.lr_scheduler is None:
+            recipe, steps = self.recipe, num_training_steps
+            optimizer = self.optimizer if optimizer is None else optimizer
+            warmup = round(recipe.warmup * steps)
+            self.lr_scheduler = build_schedule(
+                optimizer,
+                recipe.schedule,
+                steps=steps,
+                warmup_steps=warmup,
+                decay_steps=min(round(recipe.decay * steps), steps - warmup),
+                min_rate=recipe.min_rate,
+            )
+            self._hold_back(optimizer, round(recipe.attn_res_alone * steps))
+        return self.lr_scheduler
+
+    def _hold_back(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        """A rate of zero for all but the AttnRes vectors in the first `steps`: every engine can do that."""
+        if not steps:
+            return
+        vectors = {id(tensor) for tensor in attn_res_tensors(self.model).values()}
+        for i, group in enumerate(optimizer.param_groups):
+            if not any(id(parameter) in vectors for parameter in group["params"]):
+                factor = self.lr_scheduler.lr_lambdas[i]
+                self.lr_scheduler.lr_lambdas[i] = lambda step, factor=factor: 0.0 if step < steps else factor(step)
+                group["lr"] = 0.0
+
+    def compute_loss(self, model, inputs: dict[str, Any], return_outputs: bool = False, **kwargs):
+        documents = inputs.pop("documents", None)
+        result = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+        loss: Tensor = result[0] if return_outputs else result
+        if model.training and not torch.isfinite(loss.detach()):
+            last = get_last_checkpoint(self.args.output_dir)
+            raise FloatingPointError(
+                f"the loss is {loss.item()} in step {self.state.global_step + 1}, on {'; '.join(documents)}. "
+                f"The last good checkpoint is {last or 'none'}."
+            )
+        return result
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            for callback in self.measured:
+                logs |= callback.metrics()
+        super().log(logs, start_time)
+
+    # Checkpoints
+
+    def _get_output_dir(self, trial=None) -> str:
+        return self._saving_in or super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model, trial) -> None:
+        run = Path(self.args.output_dir)
+        self._saving_in = str(run / PARTIAL)
+        try:
+            if self.args.should_save:
+                shutil.rmtree(self._saving_in, ignore_errors=True)
+            self.accelerator.wait_for_everyone()
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                (written,) = Path(self._saving_in).iterdir()
+                shutil.rmtree(run / written.name, ignore_errors=True)
+                _flush(written)
+                written.rename(run / written.name)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            last = get_last_checkpoint(str(run))
+            raise OSError(
+                f"the checkpoint of step {self.state.global_step} could not be written: {error}. "
+                f"The last one is {last or 'none'}."
+            ) from error
+        finally:
+            if self.args.should_save:
+                shutil.rmtree(self._saving_in, ignore_errors=True)
+            self._saving_in = None
+        if self.args.should_save:
+            rotate_checkpoints(str(run), save_total_limit=self.args.save_total_limit)
+        self.accelerator.wait_for_everyone()
+
+
+def _flush(folder: Path) -> None:
+    """What is written is on the disk before it gets its name, also if the machine goes down."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+class StopOnSignal(TrainerCallback):
+    """SIGTERM, to any of the processes, lets the step end, saves a checkpoint and ends training."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+        self.received = False
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._before = signal.signal(signal.SIGTERM, self._receive)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+
+    def on_step_end(self, args, state, control, **kwargs):
+        flag = torch.tensor(int(self.received), device=args.device)
+        self.received = bool(self.trainer.accelerator.reduce(flag, "sum"))
+        if self.received:
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args, state, control, **kwargs):
+        signal.signal(signal.SIGTERM, self._before)
