@@ -11,8 +11,9 @@ from typing import Protocol
 
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
-from huggingface_hub import DatasetCard
+from huggingface_hub import metadata_load
 from pyarrow import ArrowException
+from yaml import YAMLError
 
 from .readers import READERS, ROWS_AT_ONCE, TEXT_COLUMN, Document, check_column, kind_of, no_column
 
@@ -202,7 +203,7 @@ def find_sources(path: str, spec: DataSpec) -> list[Source]:
         FileNotFoundError: there is none.
         ValueError: it is of no kind that can be read, or has not that split or configuration.
     """
-    local = Path(path).expanduser()
+    local = Path(os.path.expanduser(path))
     if local.is_dir():
         return _folder(local, None, spec)
     if local.exists():
@@ -228,24 +229,31 @@ def _file(path: Path) -> Source:
 
 
 def _folder(path: Path, config: str | None, spec: DataSpec) -> list[Source]:
-    readme = path / "README.md"
-    if readme.is_file() and DatasetCard.load(readme, ignore_metadata_errors=True).data.get("configs"):
+    if _names_configurations(path / "README.md"):
         return [_load(f"{path}:{config}" if config else str(path), str(path), config, spec)]
     if config is not None:
         raise ValueError(f"{path} has no configuration {config!r}, as no README.md in it names `configs`.")
+    base = glob.escape(str(path))
     try:
-        patterns = get_data_patterns(str(path))
+        patterns = get_data_patterns(base)
     except EmptyDatasetError:
         patterns = {spec.split: []}
     if spec.split not in patterns:
-        raise ValueError(f"{path} has no split {spec.split!r}, but {', '.join(map(repr, patterns))}.")
+        raise ValueError(f"{path} has no split {spec.split!r}, but {', '.join(repr(str(name)) for name in patterns)}.")
     chosen = DataFilesDict.from_patterns(
-        {spec.split: patterns[spec.split]}, base_path=str(path), allowed_extensions=list(READERS)
+        {spec.split: patterns[spec.split]}, base_path=base, allowed_extensions=list(READERS)
     )
     files = sorted(chosen.get(spec.split, []))
     if not files:
         raise FileNotFoundError(f"{path} holds no {_SUFFIXES} file.")
-    return [_file(path / os.path.relpath(file, path.resolve())) for file in files]
+    return [_file(path / os.path.relpath(file, os.path.abspath(path))) for file in files]
+
+
+def _names_configurations(readme: Path) -> bool:
+    try:
+        return readme.is_file() and "configs" in (metadata_load(readme) or {})
+    except (ValueError, YAMLError) as error:
+        raise ValueError(f"{readme} begins with metadata that cannot be read: {_one_line(error)}") from error
 
 
 def _load(name: str, path: str, config: str | None, spec: DataSpec) -> Source:

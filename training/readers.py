@@ -136,7 +136,7 @@ def _json_document(name: str, number: int, line: str) -> Document | ValueError:
     if problem := _not_utf8(name, number, line):
         return problem
     try:
-        row = json.loads(line)
+        row = json.loads(line.rstrip("\n"))
     except (ValueError, RecursionError) as error:
         return _broken_json(name, number, error)
     # JSON can spell half a character, which no tokenizer can take.

@@ -1,0 +1,38 @@
+"""A process that loads blocks, for the tests of what processes share: `data_session.py FILE TOKENIZER CACHE LOG HOW`.
+
+It notes in LOG that it tokenises, and prints a digest of the blocks. HOW is `slow`, to take its time over tokenising,
+or `die`, to be killed in the middle of it.
+"""
+
+import hashlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from attnres.training.data import DataSpec, load_blocks
+from attnres.training.encoding import Encoder
+
+
+def main(path: str, tokenizer: str, cache: str, log: str, how: str) -> None:
+    batches = Encoder.batches
+
+    def noted(self, documents):
+        with open(log, "a") as file:
+            file.write("tokenised\n")
+        for tokens in batches(self, documents):
+            yield tokens
+            if how == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(1)
+
+    Encoder.batches = noted
+    blocks = load_blocks(DataSpec(path), AutoTokenizer.from_pretrained(tokenizer), 32, seed=5, cache=Path(cache))
+    print(hashlib.sha256(blocks[:]["input_ids"].numpy().tobytes()).hexdigest())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,56 @@
+"""Packing: no token is lost, moved or invented, and each block says which documents it holds."""
+
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnres.training.packing import Place, Tokens, describe, pack
+
+LENGTHS = st.lists(st.integers(1, 9), max_size=40)
+
+
+def tokens(lengths: list[int], first_document: int = 0, first_token: int = 0) -> Tokens:
+    """Documents of those lengths; tokens are numbered through, labels are 1000 more."""
+    ids = np.arange(first_token, first_token + sum(lengths), dtype=np.int32)
+    places = [Place("a", number, number) for number in range(first_document, first_document + len(lengths))]
+    return Tokens(ids, ids + 1000, np.array(lengths, dtype=np.int64), places)
+
+
+def in_batches(lengths: list[int], at: list[int]) -> list[Tokens]:
+    """The same documents in batches that end before the documents `at`."""
+    bounds = [0, *sorted(at), len(lengths)]
+    return [tokens(lengths[a:b], a, sum(lengths[:a])) for a, b in pairwise(bounds) if b > a]
+
+
+@given(LENGTHS, st.integers(1, 20), st.data())
+def test_blocks_are_the_stream_of_all_documents_without_an_incomplete_end(lengths, length, data):
+    at = data.draw(st.lists(st.integers(0, len(lengths)), max_size=5))
+    blocks = list(pack(in_batches(lengths, at), length))
+    ids = np.concatenate([np.empty(0), *(block.ids.ravel() for block in blocks)])
+    labels = np.concatenate([np.empty(0), *(block.labels.ravel() for block in blocks)])
+    whole = sum(lengths) // length * length
+    assert ids.tolist() == list(range(whole))
+    assert labels.tolist() == list(range(1000, 1000 + whole))
+    assert all(block.ids.shape == (len(block.documents), length) for block in blocks)
+
+
+@given(LENGTHS, st.integers(1, 20), st.data())
+def test_a_block_names_the_documents_that_its_tokens_are_from(lengths, length, data):
+    at = data.draw(st.lists(st.integers(0, len(lengths)), max_size=5))
+    document_of = np.repeat(np.arange(len(lengths)), lengths)
+    for blocks in pack(in_batches(lengths, at), length):
+        for ids, documents in zip(blocks.ids, blocks.documents):
+            assert documents == describe(Place("a", n, n) for n in sorted(set(document_of[ids].tolist())))
+
+
+def test_places_that_follow_each_other_are_written_as_a_range():
+    places = [
+        Place("a.txt", 1, 4),
+        Place("a.txt", 5, 9),
+        Place("a.txt", 3, 3),
+        Place("b.txt", 4, 4),
+        Place("a.txt", 5, 6),
+    ]
+    assert describe(places) == "a.txt:1-9,3 b.txt:4 a.txt:5-6"
