@@ -33,7 +33,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, column: str = "messages") ->
     """
     if not tokenizer.chat_template:
         raise ValueError(
-            "The tokenizer has no chat template: set `tokenizer.chat_template`, or add a `chat_template.jinja` to its files."
+            "The tokenizer has no chat template: set its `chat_template`, or add a `chat_template.jinja` to its files."
         )
     return _ChatEncoder(tokenizer, column, frozenset([*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids]))
 
@@ -82,7 +82,7 @@ class _ChatEncoder:
                 end += 1
             spans.append((start, end))
         ends_turn = self.added_tokens - {self._opening(messages, tools)}
-        return ids, [(start, end + (ids[end : end + 1] != [] and ids[end] in ends_turn)) for start, end in spans]
+        return ids, [(start, end + (not ends_turn.isdisjoint(ids[end : end + 1]))) for start, end in spans]
 
     def _rendered(self, messages: list[dict], tools: list | None) -> tuple[list[int], list[tuple[int, int]]]:
         """All tokens, and the spans between the prompt of each of the assistant's turns and its end."""
