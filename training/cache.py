@@ -21,27 +21,35 @@ def built_once(folder: Path, build: Callable[[Path], None]) -> Path:
 
     Raises:
         OSError: nothing can be written there.
-        Exception: what `build` raises; nothing is left of the folder then.
+        Exception: what `build` raises; nothing is left of the folder then. Its own `OSError`s have no `errno`.
     """
     if _is_whole(folder):
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f"{folder.name}.partial")
-    with FileLock(folder.with_name(f"{folder.name}.lock")):
-        if _is_whole(folder):
-            return folder
-        for left_over in (folder, partial):
-            if left_over.exists():
-                shutil.rmtree(left_over)
-        partial.mkdir()
-        try:
-            build(partial)
-            manifest = {path.name: _checksum(path) for path in sorted(partial.iterdir())}
-            (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-            partial.rename(folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f"{folder.name}.lock")):
+            if not _is_whole(folder):
+                _build(folder, build)
+    except OSError as error:
+        if error.errno is None:  # of what is read, not of what is written
+            raise
+        raise OSError(f"The cache {folder.parent} cannot be written: {os.strerror(error.errno)}.") from error
     return folder
+
+
+def _build(folder: Path, build: Callable[[Path], None]) -> None:
+    partial = folder.with_name(f"{folder.name}.partial")
+    for left_over in (folder, partial):
+        if left_over.exists():
+            shutil.rmtree(left_over)
+    partial.mkdir()
+    try:
+        build(partial)
+        manifest = {path.name: _checksum(path) for path in sorted(partial.iterdir())}
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _is_whole(folder: Path) -> bool:

@@ -90,7 +90,10 @@ class FileSource:
     name: str
 
     def identity(self) -> tuple:
-        status = os.stat(self.name)
+        try:
+            status = os.stat(self.name)
+        except OSError as error:
+            raise type(error)(f"{self.name} cannot be read: {error.strerror}.") from error
         return self.name, str(Path(self.name).resolve()), status.st_size, status.st_mtime_ns
 
     def read(self, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:

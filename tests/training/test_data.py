@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -344,6 +345,39 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tokenizer, monkeypatch)
 
     monkeypatch.setattr(Encoder, "batches", appended_to)
     with pytest.raises(ValueError, match=r"^a.jsonl changed while it was read. Start again.$"):
+        load("a.jsonl", tokenizer)
+
+
+@pytest.mark.parametrize("size", [10_000, 240_000], ids=["tokens", "blocks"])
+def test_a_full_disk_is_an_error_in_one_line_and_leaves_nothing(tokenizer, size):
+    write("a.jsonl", [text * 10 for text in some_texts(200, seed=3)])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))  # as near to a full disk as a test can come
+    try:
+        with pytest.raises(OSError, match=r"^The cache cache cannot be written: File too large.$"):
+            load("a.jsonl", tokenizer, 3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert {path.suffix for path in Path("cache").iterdir()} == {".lock"} | ({""} if size == 240_000 else set())
+    load("a.jsonl", tokenizer, 3)
+
+
+def test_a_cache_that_cannot_be_written_is_an_error_in_one_line(tokenizer):
+    write("a.jsonl", some_texts(20))
+    with pytest.raises(OSError, match=r"^The cache a.jsonl cannot be written: File exists.$"):
+        load("a.jsonl", tokenizer, cache="a.jsonl")
+
+
+def test_a_file_that_goes_while_it_is_read_is_named(tokenizer, monkeypatch):
+    write("a.jsonl", some_texts(20))
+    batches = Encoder.batches
+
+    def removed(self, documents):
+        yield from batches(self, documents)
+        os.remove("a.jsonl")
+
+    monkeypatch.setattr(Encoder, "batches", removed)
+    with pytest.raises(FileNotFoundError, match=r"^a.jsonl cannot be read: No such file or directory.$"):
         load("a.jsonl", tokenizer)
 
 
