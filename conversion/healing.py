@@ -9,14 +9,13 @@ validation text. What came out: `conversion/RESULTS.md`.
 
 import argparse
 import copy
-import json
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import torch
@@ -27,10 +26,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging
 
 from attnres.analysis.depth_attention import depth_attention_map
-from attnres.cli_support import write_at_once
 from attnres.conversion import retrofit
 from attnres.loading_attnres import attn_res_tensors
 from attnres.training.runs import Run, sequence_losses, train
+from attnres.training.stored_runs import Store, spread, update_tables
 from attnres.training.text import read_documents
 
 LENGTH, HELD_OUT_LENGTH = 256, 512
@@ -209,30 +208,6 @@ def mean_loss(model: PreTrainedModel, blocks: Tensor) -> float:
     return round(sequence_losses(model, blocks).mean().item(), 6)
 
 
-class Store:
-    """The runs in a JSON file, rewritten at once after each."""
-
-    def __init__(self, path: Path, setting: dict[str, Any]):
-        self.path, self.content = path, {"setting": setting, "runs": []}
-        if path.exists():
-            self.content = json.loads(path.read_text())
-            if self.content["setting"] != setting:
-                raise ValueError(
-                    f"{path} holds runs of another setting, {self.content['setting']}; this one is {setting}. "
-                    "Choose another --results."
-                )
-
-    def find(self, recipe: Recipe, seed: int) -> dict[str, Any] | None:
-        wanted = asdict(recipe), seed
-        return next((run for run in self.content["runs"] if (run["recipe"], run["seed"]) == wanted), None)
-
-    def add(self, run: dict[str, Any]) -> None:
-        self.content["runs"].append(run)
-        lines = ",\n".join(json.dumps(run) for run in self.content["runs"])  # a line for each
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_at_once(self.path, f'{{"setting": {json.dumps(self.content["setting"])}, "runs": [\n{lines}\n]}}\n')
-
-
 def run_all(start: PreTrainedModel, data: Data, store: Store, wanted: list[tuple[str, Recipe, int]]) -> None:
     """Run what the store lacks of (label, recipe, seed)."""
     steps, batch_size = store.content["setting"]["steps"], store.content["setting"]["batch_size"]
@@ -308,31 +283,6 @@ def depth_table(store: Store, seeds: list[int]) -> str:
             of_means.append(mean(half_absolute(row - 1 / len(row)).item() for row in readers))
         rows.append(f"| {label} | {spread([run['distance_from_uniform'] for run in runs])} | {spread(of_means)} |")
     return "\n".join(rows)
-
-
-def spread(values: list[float], sign: str = "") -> str:
-    deviation = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{mean(values):{sign}.4f}{deviation}"
-
-
-def update_tables(path: Path, tables: dict[str, str]) -> None:
-    """Write each table between the marks `<!-- NAME -->` and `<!-- end -->` of a Markdown file, or at its end.
-
-    Raises:
-        ValueError: a mark has no end, or another mark before it; the file is left as it is.
-    """
-    text = path.read_text() if path.exists() else ""
-    for name, table in tables.items():
-        begin, end = f"<!-- {name} -->", "<!-- end -->"
-        if begin not in text:
-            text += f"\n{begin}\n{end}\n"
-        head, _, rest = text.partition(begin)
-        old, found, tail = rest.partition(end)
-        if not found or "<!--" in old:
-            raise ValueError(f"{path}: the table of `{begin}` does not end with `{end}`.")
-        text = f"{head}{begin}\n{table}\n{end}{tail}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_at_once(path, text)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
