@@ -1,0 +1,64 @@
+"""Two processes do what one does: the load of the experts is that of both, and Muon steps on whole matrices."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnres.training.balance import balance_step, routers
+from attnres.training.optimizer import build_optimizer
+
+BLOCKS = torch.randint(3, 90, (8, 12), generator=torch.Generator().manual_seed(0))
+
+
+def two_processes(name: str, model, folder: Path) -> list[dict]:
+    """Run a session of `two_processes_session.py`; what its processes return."""
+    start = {"config": model.config, "weights": model.state_dict(), "blocks": BLOCKS}
+    torch.save(start, folder / "start.pt")
+    session = Path(__file__).with_name("two_processes_session.py")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run([*launcher, session, name, folder], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.slow
+def test_the_load_and_the_tokens_are_those_of_both_processes(tiny_model, tmp_path):
+    model = tiny_model()
+    results = two_processes("balance", model, tmp_path)
+    with torch.no_grad():
+        logits = model(BLOCKS, output_router_logits=True).router_logits
+    for router, scores in zip(routers(model), logits):
+        load = scores.topk(router.top_k).indices.flatten().bincount(minlength=router.num_experts)
+        balance_step(router.e_score_correction_bias, load, 0.25)
+    expected = torch.stack([router.e_score_correction_bias for router in routers(model)])
+    assert expected.any()
+    assert all(torch.equal(result["biases"], expected) for result in results)
+    # A step of half a second on all of the blocks.
+    assert [result["metrics"]["tokens_per_second"] for result in results] == [BLOCKS.numel() / 0.5] * 2
+    assert results[0]["metrics"] == results[1]["metrics"]
+    assert 0 < results[0]["metrics"]["depth_entropy"] < 1
+
+
+@pytest.mark.slow
+def test_muon_under_fsdp2_steps_as_on_one_process_also_after_a_resume(tiny_model, tmp_path):
+    model = tiny_model()
+    results = two_processes("fsdp2", model, tmp_path)
+    assert [result["local_experts"] for result in results] == [4, 4]  # of 8: they are divided, and stay so
+
+    start = copy.deepcopy(model.state_dict())
+    optimizer = build_optimizer(model.train(), name="muon", learning_rate=0.02, attn_res_lr_factor=0.5)
+    for _ in range(3):
+        model(BLOCKS, labels=BLOCKS).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        both = [result["weights"][name] for result in results]
+        assert torch.equal(*both), name
+        moved = (parameter - start[name]).norm()
+        # Gradients are summed in another order, and Newton-Schulz in bfloat16 amplifies their last bits.
+        assert (both[0] - parameter).norm() <= 0.1 * moved, name
