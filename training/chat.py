@@ -11,6 +11,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 IGNORED = -100  # the label that the loss leaves out
 
@@ -50,55 +51,75 @@ class _ChatEncoder:
         messages, tools = _messages(row, self.column), _tools(row)
         try:
             template = self.tokenizer.get_chat_template(tools=tools)
-            if self.tokenizer.is_fast and _GENERATION.search(template):
-                ids, spans = self._marked(messages, tools)
-            else:
-                ids, spans = self._rendered(messages, tools)
+            marked = _GENERATION.search(template) is not None
+            text, parts = (self._marked if marked else self._between_prompts)(template, messages, tools)
+            opening = self._opening(messages, tools) if marked else None
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template refuses the conversation: {' '.join(str(error).split())}") from error
+        ids = self._tokens(text)
         labels = [IGNORED] * len(ids)
-        for start, end in spans:
+        for part in parts:
+            start, end = self._token_span(text, ids, *part)
+            if marked and ids[end : end + 1] != [opening] and not self.added_tokens.isdisjoint(ids[end : end + 1]):
+                end += 1
+            else:
+                end = self._without_trailing_space(ids, start, end)
             labels[start:end] = ids[start:end]
-        if not any(label != IGNORED for label in labels):
-            raise ValueError("the assistant's turns are empty in what the chat template makes of them.")
+        if all(label == IGNORED for label in labels):
+            raise ValueError("the chat template leaves nothing of the assistant's turns.")
         return {"input_ids": ids, "labels": labels}
 
-    def _marked(self, messages: list[dict], tools: list | None) -> tuple[list[int], list[tuple[int, int]]]:
-        """All tokens, and the spans that the template marks."""
-        encoding = self.tokenizer.apply_chat_template(
-            messages,
+    def _marked(self, template: str, messages: list[dict], tools: list | None) -> tuple[str, list[tuple[int, int]]]:
+        """The conversation as text, and the parts of it that the template marks."""
+        # `apply_chat_template` finds the tokens of a part by their offsets. Many tokenizers have none for a space, and
+        # at a part that begins with one it ends the search.
+        messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        (text,), (parts,) = render_jinja_template(
+            [messages],
             tools=tools,
-            return_dict=True,
+            chat_template=template,
             return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"return_offsets_mapping": True},
+            **self.tokenizer.special_tokens_map,
         )
-        ids, mask, offsets = list(encoding["input_ids"]), encoding["assistant_masks"], encoding["offset_mapping"]
-        spans, end = [], 0
-        while 1 in mask[end:]:
-            start = mask.index(1, end)
-            end = mask.index(0, start) if 0 in mask[start:] else len(ids)
-            # The mask ends with the first token of the last character, which may have more.
-            while end < len(ids) and offsets[end][0] < offsets[end - 1][1]:
-                end += 1
-            spans.append((start, end))
-        ends_turn = self.added_tokens - {self._opening(messages, tools)}
-        return ids, [(start, end + (not ends_turn.isdisjoint(ids[end : end + 1]))) for start, end in spans]
+        return text, [(start, end) for start, end in parts if start < end]
 
-    def _rendered(self, messages: list[dict], tools: list | None) -> tuple[list[int], list[tuple[int, int]]]:
-        """All tokens, and the spans between the prompt of each of the assistant's turns and its end."""
-        text = self._render(messages, tools)
-        ids, spans = self._tokens(text), []
+    def _between_prompts(
+        self, template: str, messages: list[dict], tools: list | None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The conversation as text, and what each of the assistant's turns adds to the prompt for it."""
+        text, parts = self._render(messages, tools), []
         for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            prompt = self._render(messages[:i], tools, add_generation_prompt=True)
-            turn = self._without_trailing_space(self._tokens(self._render(messages[: i + 1], tools)))
-            start, end = _shared(self._tokens(prompt), ids), _shared(turn, ids)
-            # At the end one token may be merged with what follows. Anything more is another rendering.
-            if not text.startswith(prompt) or end < len(turn) - 1:
-                raise ValueError(_UNSTABLE)
-            spans.append((start, end))
-        return ids, spans
+            if message["role"] == "assistant":
+                prompt = self._render(messages[:i], tools, add_generation_prompt=True)
+                turn = self._render(messages[: i + 1], tools)
+                if not (turn.startswith(prompt) and text.startswith(turn)):
+                    raise ValueError(_UNSTABLE)
+                parts.append((len(prompt), len(turn)))
+        return text, parts
+
+    def _token_span(self, text: str, ids: list[int], start: int, end: int) -> tuple[int, int]:
+        """The tokens of `text[start:end]`, with those that reach beyond it.
+
+        Not by the tokens' offsets: see `_marked`.
+        """
+        first = _shared(self._tokens(text[:start]), ids)
+        until = self._tokens(text[:end])
+        last = _shared(until, ids)
+        if last < len(until):  # the text up to there ends in other tokens than where the rest follows
+            last = max(last, len(ids) - _shared(self._tokens(text[end:])[::-1], ids[::-1]))
+        return first, last
+
+    def _without_trailing_space(self, ids: list[int], start: int, end: int) -> int:
+        """The end without white space after the token that ends the turn."""
+        last = next((i for i in range(end - 1, start - 1, -1) if ids[i] in self.added_tokens), None)
+        return end if last is None or self.tokenizer.decode(ids[last + 1 : end]).strip() else last + 1
+
+    def _opening(self, messages: list[dict], tools: list | None) -> int | None:
+        """The token that opens a turn: it may follow a mark as well, where no token ends turns."""
+        before = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        prompt = self._render(messages[:before], tools, add_generation_prompt=True)
+        tokens = self._tokens(prompt.removeprefix(self._render(messages[:before], tools)))
+        return next(iter(tokens), None)
 
     def _render(self, messages: list[dict], tools: list | None, add_generation_prompt: bool = False) -> str:
         return self.tokenizer.apply_chat_template(
@@ -107,20 +128,6 @@ class _ChatEncoder:
 
     def _tokens(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-
-    def _opening(self, messages: list[dict], tools: list | None) -> int | None:
-        """The token that opens a turn, which the next turn may begin with where none ends the one before."""
-        first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-        prompt = self._tokens(self._render(messages[:first], tools, add_generation_prompt=True))
-        before = self._tokens(self._render(messages[:first], tools))
-        return next(iter(prompt[_shared(prompt, before) :]), None)
-
-    def _without_trailing_space(self, ids: list[int]) -> list[int]:
-        """Up to the last added token, which ends the turn, if only white space follows it."""
-        last = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] in self.added_tokens), None)
-        if last is None or self.tokenizer.decode(ids[last + 1 :]).strip():
-            return ids
-        return ids[: last + 1]
 
 
 _UNSTABLE = (

@@ -1,0 +1,305 @@
+"""Chat data: the loss falls on what the assistant wrote and on the end of its turns, with any kind of template."""
+
+import copy
+import json
+
+import pytest
+from datasets.fingerprint import Hasher
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from attnres.training.chat import IGNORED, encode_chat
+from attnres.training.data import DataSpec, load_blocks
+from attnres.training.text import python_sources, train_tokenizer
+
+CHATML = r"""
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+CHATML_MARKED = r"""
+{%- for message in messages %}
+{%- if message['role'] == 'assistant' %}
+{{- '<|im_start|>assistant\n' }}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}
+{%- else %}
+{{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+# The mark ends before the end-of-turn token.
+CHATML_MARKED_TEXT = CHATML_MARKED.replace(
+    "message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}",
+    "message['content'] }}{% endgeneration %}{{ '<|im_end|>\\n' }}",
+)
+
+LLAMA3 = r"""
+{{- '<|endoftext|>' }}
+{%- for message in messages %}
+{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
+
+# No header for the assistant: its turn begins where the user's ends. Only alternating turns.
+INSTRUCT = r"""
+{%- for message in messages %}
+{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('Roles must alternate:\n user, assistant, ...') }}
+{%- endif %}
+{%- if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}
+{%- else %}{{ message['content'] + '<|eot_id|>' }}{% endif %}
+{%- endfor %}"""
+
+# No control tokens at all.
+PLAIN = r"""
+{%- for message in messages %}{{ '### ' + message['role'] + ': ' + message['content'] + '\n\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '### assistant: ' }}{% endif %}"""
+
+# Thinking is shown in the last message only.
+THINKING = r"""
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\n' }}
+{%- if message['role'] == 'assistant' and loop.last %}
+{{- '<think>' + message['reasoning_content'] + '</think>' }}
+{%- endif %}
+{{- message['content'] + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+TOOLS = r"""
+{%- if tools %}{{ '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}
+{%- for call in message['tool_calls'] or [] %}{{ '<call>' + (call['function'] | tojson) }}{% endfor %}
+{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+# Template -> the token that ends a turn.
+TEMPLATES = {
+    "chatml": (CHATML, "<|im_end|>"),
+    "chatml, marked": (CHATML_MARKED, "<|im_end|>"),
+    "chatml, text marked": (CHATML_MARKED_TEXT, "<|im_end|>"),
+    "llama 3": (LLAMA3, "<|eot_id|>"),
+    "instruct": (INSTRUCT, "<|eot_id|>"),
+}
+CONTROL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = train_tokenizer(python_sources(100_000), 500)
+    tokenizer.add_special_tokens({"extra_special_tokens": CONTROL})
+    return tokenizer
+
+
+def with_template(tokenizer: PreTrainedTokenizerFast, template: str) -> PreTrainedTokenizerFast:
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def conversation(*turns: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+
+
+def parts(tokenizer, encoded: dict) -> list[str]:
+    """The runs of tokens that have a label, decoded."""
+    assert len(encoded["input_ids"]) == len(encoded["labels"])
+    runs, before = [], IGNORED
+    for token, label in zip(encoded["input_ids"], encoded["labels"]):
+        assert label in (token, IGNORED)
+        if label != IGNORED:
+            if before == IGNORED:
+                runs.append([])
+            runs[-1].append(label)
+        before = label
+    return [tokenizer.decode(run) for run in runs]
+
+
+# Any text but control tokens: spaces at the ends, characters of several tokens, empty turns.
+TEXTS = st.lists(st.text(st.characters(codec="utf-8"), max_size=12), min_size=2, max_size=6).filter(
+    lambda turns: not any("<|" in turn for turn in turns)
+)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=60, deadline=None)
+@given(turns=TEXTS)
+def test_labels_are_the_assistants_texts_and_the_ends_of_its_turns(tokenizer, name, turns):
+    template, end = TEMPLATES[name]
+    with_template(tokenizer, template)
+    messages = conversation(*turns)
+    assume(name != "chatml, text marked" or any(turns[1::2]))
+    encoded = encode_chat(tokenizer)({"messages": messages})
+    assert encoded["input_ids"] == tokenizer.apply_chat_template(messages)["input_ids"]
+    # A mark around nothing marks nothing.
+    expected = [answer + end for answer in turns[1::2] if answer or name != "chatml, text marked"]
+    assert parts(tokenizer, encoded) == expected
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, CHATML_MARKED_TEXT])
+def test_spaces_are_learned_where_a_tokenizer_gives_them_no_offsets(tokenizer, template):
+    """As those of GPT-2 and Llama 3, which trim offsets."""
+    trimmed = copy.deepcopy(with_template(tokenizer, template))
+    trimmed.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    messages = conversation("a", "  two", "b", "\n\nthree 😀 ", "c", " ")
+    assert parts(trimmed, encode_chat(trimmed)({"messages": messages})) == [
+        "  two<|im_end|>",
+        "\n\nthree 😀 <|im_end|>",
+        " <|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, CHATML_MARKED_TEXT])
+def test_a_tokenizer_that_puts_spaces_before_words_learns_the_same_parts(template):
+    """As SentencePiece's, those of Llama 2, Mistral and Gemma: white space is part of the word after it."""
+    backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
+    backend.train_from_iterator(
+        python_sources(100_000),
+        trainers.BpeTrainer(vocab_size=800, special_tokens=["<unk>", *CONTROL, *alphabet], show_progress=False),
+    )
+    words = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", extra_special_tokens=CONTROL)
+    with_template(words, template)
+    encoded = encode_chat(words)({"messages": conversation("a b", "import os", "and", "sys 😀\n")})
+    assert [part.lstrip() for part in parts(words, encoded)] == ["import os<|im_end|>", "sys 😀\n<|im_end|>"]
+
+
+def test_a_template_without_control_tokens_has_the_text_and_what_ends_it(tokenizer):
+    with_template(tokenizer, PLAIN)
+    encoded = encode_chat(tokenizer)({"messages": conversation("add 1 and 2", "that is 3", "why", "because")})
+    # A token that is merged with the space of the prompt belongs to the answer.
+    assert [part.lstrip(" ") for part in parts(tokenizer, encoded)] == ["that is 3\n\n", "because\n\n"]
+
+
+def test_system_messages_come_before_and_are_not_learned(tokenizer):
+    with_template(tokenizer, CHATML)
+    messages = [{"role": "system", "content": "be brief"}, *conversation("hi", "hello"), *conversation("bye")]
+    encoded = encode_chat(tokenizer)({"messages": messages})
+    assert parts(tokenizer, encoded) == ["hello<|im_end|>"]
+    text = tokenizer.decode(encoded["input_ids"])
+    assert text.startswith("<|im_start|>system\nbe brief<|im_end|>") and text.endswith("bye<|im_end|>\n")
+
+
+def test_tools_and_tool_calls_pass_through(tokenizer):
+    with_template(tokenizer, TOOLS)
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "sum"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_calls": None},
+        {"role": "assistant", "content": "3.", "tool_calls": None},
+    ]
+    encode = encode_chat(tokenizer)
+    encoded = encode({"messages": messages, "tools": [tool]})
+    assert parts(tokenizer, encoded) == ['<call>{"name": "add", "arguments": {"a": 1}}<|im_end|>', "3.<|im_end|>"]
+    assert '<|im_start|>tools\n[{"type": "function"' in tokenizer.decode(encoded["input_ids"])
+    as_text = '[{"type": "function", "function": {"name": "add", "parameters": {}}}]'
+    assert encode({"messages": messages, "tools": as_text}) == encoded
+    assert "tools" not in tokenizer.decode(encode({"messages": messages, "tools": None})["input_ids"])
+    with pytest.raises(ValueError, match="`tools` is broken JSON"):
+        encode({"messages": messages, "tools": "[{"})
+
+
+def test_a_template_that_renders_earlier_turns_differently_is_an_error_with_the_remedy(tokenizer):
+    with_template(tokenizer, THINKING)
+    encode = encode_chat(tokenizer)
+    messages = conversation("one", "1", "two", "2")
+    for message in messages[1::2]:
+        message["reasoning_content"] = "easy"
+    with pytest.raises(ValueError, match=r"renders earlier messages differently.*\{% generation %\}") as raised:
+        encode({"messages": messages})
+    assert "\n" not in str(raised.value)
+    # Where the rendering differs only before the last turn, there is nothing to lose.
+    assert parts(tokenizer, encode({"messages": messages[:2]})) == ["<think>easy</think>1<|im_end|>"]
+
+
+def test_marked_turns_are_found_where_thinking_is_dropped(tokenizer):
+    marked = THINKING.replace("{{- message['content'] + '<|im_end|>\\n' }}", MARK)
+    assert marked != THINKING
+    with_template(tokenizer, marked)
+    messages = conversation("one", "1", "two", "2")
+    for message in messages[1::2]:
+        message["reasoning_content"] = "easy"
+    assert parts(tokenizer, encode_chat(tokenizer)({"messages": messages})) == ["1<|im_end|>", "2<|im_end|>"]
+
+
+MARK = (
+    "{%- if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}"
+)
+
+
+def test_a_mark_that_no_end_of_turn_follows_does_not_take_in_the_next_turn(tokenizer):
+    template = CHATML_MARKED_TEXT.replace("{% endgeneration %}{{ '<|im_end|>\\n' }}", "{% endgeneration %}")
+    assert template != CHATML_MARKED_TEXT
+    with_template(tokenizer, template)
+    assert parts(tokenizer, encode_chat(tokenizer)({"messages": conversation("a", "b", "c", "d")})) == ["b", "d"]
+
+
+def test_a_tokenizer_without_a_template_is_refused_at_once(tokenizer):
+    with_template(tokenizer, None)
+    with pytest.raises(ValueError, match=r"no chat template: set its `chat_template`"):
+        encode_chat(tokenizer)
+
+
+@pytest.mark.parametrize(
+    "messages, reason",
+    [
+        (None, "`messages` holds no messages"),
+        ([], "`messages` holds no messages"),
+        ("hello", "`messages` holds no messages"),
+        ([{"from": "human", "value": "hi"}], "message 0 of `messages` is no object with a `role`"),
+        (conversation("hi"), "no turn of the assistant's, only of user"),
+        ([{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}], "only of human, gpt"),
+        (conversation("a", "b")[1:], "begins with a turn of the assistant's"),
+        (conversation("a") + conversation("b", "c"), "the chat template refuses .*: Roles must alternate: user, "),
+        ([*conversation("a"), {"role": "assistant", "content": 3}], "the chat template refuses the conversation"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_an_error_of_one_line(tokenizer, messages, reason):
+    with_template(tokenizer, INSTRUCT)
+    with pytest.raises(ValueError, match=reason) as raised:
+        encode_chat(tokenizer)({"messages": messages})
+    assert "\n" not in str(raised.value)
+
+
+def test_an_absent_column_is_an_error_and_another_name_is_read(tokenizer):
+    with_template(tokenizer, CHATML)
+    row = {"chat": conversation("hi", "hello")}
+    assert parts(tokenizer, encode_chat(tokenizer, "chat")(row)) == ["hello<|im_end|>"]
+    with pytest.raises(ValueError, match="`messages` holds no messages"):
+        encode_chat(tokenizer)(row)
+
+
+def test_chat_files_become_blocks_whose_labels_are_the_assistants(tokenizer, tmp_path):
+    with_template(tokenizer, CHATML)
+    rows = [{"messages": conversation(f"question {i}", f"answer {i}")} for i in range(20)]
+    rows.insert(3, {"messages": conversation("nobody answers")})
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    spec = DataSpec((str(tmp_path / "chat.jsonl"),), column="messages", bad_rows="skip")
+    encode = encode_chat(tokenizer)
+    blocks = load_blocks(spec, tokenizer, 16, seed=None, encode=encode, cache=tmp_path / "cache")
+    learned = [label for block in blocks["labels"] for label in block.tolist() if label != IGNORED]
+    answers = "".join(f"answer {i}<|im_end|>" for i in range(20))
+    assert tokenizer.decode(learned) == answers[: len(tokenizer.decode(learned))]
+    assert len(tokenizer.decode(learned)) > 0.8 * len(answers)
+
+
+def test_the_encoder_hashes_alike_before_and_after_use(tokenizer):
+    """The cache of blocks finds them by it."""
+    with_template(tokenizer, CHATML)
+    encode = encode_chat(tokenizer)
+    before = Hasher.hash(encode)
+    encode({"messages": conversation("hi", "hello")})
+    assert Hasher.hash(encode) == before == Hasher.hash(encode_chat(tokenizer))
+    with_template(tokenizer, LLAMA3)
+    assert Hasher.hash(encode_chat(tokenizer)) != before
