@@ -175,12 +175,32 @@ def evaluate(
     )
 
 
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A YAML file, or one of: finetune, heal, lora, pretrain, sft.")],
+    changes: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Changes to it.")] = None,
+) -> None:
+    """Pre-train, heal or fine-tune by a recipe.
+
+    In one process; over several: accelerate launch -m attnres.training.train RECIPE [key=value]...
+    """
+    from attnres.training.recipe import read_recipe
+
+    try:
+        read = read_recipe(recipe, changes or ())
+    except (FileNotFoundError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    from attnres.training.train import run_train
+
+    run_train(read)
+
+
 def main() -> None:
     """Run the command line; errors of the work itself end in one line."""
     # As an exception, so that what a command has begun to write goes.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         app()
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
+    except (ArithmeticError, ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"attnres: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(1)

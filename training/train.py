@@ -37,6 +37,7 @@ from attnres.cli_support import quiet_transformers, write_at_once
 from attnres.configuration import load, names
 from attnres.conversion import retrofit
 
+from .chat import encode_chat
 from .data import DataSpec, load_blocks
 from .recipe import Recipe, read_recipe, write_recipe
 from .trainer import AttnResTrainer
@@ -194,6 +195,9 @@ class Display(TrainerCallback):
         "learning_rate": ("rate", ".2e"),
         "grad_norm": ("gradient norm", ".2f"),
         "tokens_per_second": ("tokens/s", ",.0f"),
+        "model_flop_use": ("FLOP use", ".1%"),
+        "expert_max_violation": ("expert overload", ".2f"),
+        "depth_entropy": ("depth entropy", ".3f"),
     }
 
     def __init__(self, recipe: Recipe):
@@ -212,8 +216,7 @@ class Display(TrainerCallback):
         if self.bar is None or not {"loss", "eval_loss"} & logs.keys():
             return
         parts = [f"{self.SHOWN[name][0]} {logs[name]:{self.SHOWN[name][1]}}" for name in self.SHOWN if name in logs]
-        others = [f"{name} {value:.4g}" for name, value in logs.items() if name not in self.SHOWN and "/" in name]
-        self.bar.write(f"step {state.global_step}: {', '.join(parts + others)}", file=sys.stdout)
+        self.bar.write(f"step {state.global_step}: {', '.join(parts)}", file=sys.stdout)
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.bar is not None:
@@ -221,8 +224,10 @@ class Display(TrainerCallback):
 
 
 def _results(trainer: AttnResTrainer, recipe: Recipe) -> dict[str, Any]:
-    loss = trainer.evaluate()["eval_loss"]
     history = trainer.state.log_history
+    if not any(entry.get("step") == trainer.state.global_step for entry in history if "eval_loss" in entry):
+        trainer.evaluate()
+    loss = next(entry["eval_loss"] for entry in reversed(history) if "eval_loss" in entry)
     return {
         "held_out_loss": loss,
         "perplexity": math.exp(min(loss, 700.0)),
@@ -266,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(0 if arguments else 2)
     try:
         run_train(read_recipe(arguments[0], arguments[1:]))
-    except (ImportError, OSError, RuntimeError, ValueError, ArithmeticError) as error:
+    except (ArithmeticError, ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"attnres: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(1)
     finally:

@@ -1,0 +1,255 @@
+"""`attnres train` from end to end, in processes of its own: a real checkpoint on real text."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from attnres import AttnResLlamaForCausalLM
+from attnres.conversion import retrofit
+from attnres.training.data import DataSpec, load_blocks
+
+pytestmark = pytest.mark.slow
+
+SIZES = ("length=64", "batch_size=4", "micro_batch_size=2", "tokens=null", "steps=12", "save_every=4", "log_every=2")
+# A hybrid with experts, from scratch: Muon, balanced experts. Then a checkpoint of a dense model: AdamW.
+RUNS = {
+    "pretrain": ("pretrain", "model=attnres-tiny", "config={num_hidden_layers: 4}", "tokenizer={source}"),
+    "heal": ("heal", "model={retrofit}", "attn_res_alone=0.5"),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(assets, tmp_path_factory) -> dict[str, Path]:
+    """The checkpoint, its retrofit, and a folder for what the tests share."""
+    source, shared = assets / "checkpoints" / "stories260K-hf", tmp_path_factory.mktemp("training")
+    retrofit(source, block_size=2).save_pretrained(shared / "retrofit")
+    AutoTokenizer.from_pretrained(source).save_pretrained(shared / "retrofit")
+    return {"source": source, "retrofit": shared / "retrofit", "shared": shared}
+
+
+@pytest.fixture(scope="module")
+def command(folders, assets) -> Callable[..., list[str]]:
+    """`command(run, out, *changes)`: the command line of one of `RUNS`."""
+    text = assets / "corpora" / "tinystories" / "valid.txt"
+
+    def build(run: str, out: Path, *changes: str) -> list[str]:
+        recipe = [part.format(**folders) if "{source}" in part or "{retrofit}" in part else part for part in RUNS[run]]
+        return [sys.executable, "-m", "attnres", "train", *recipe, f"train={text}", f"out={out}", *SIZES, *changes]
+
+    return build
+
+
+def run(arguments: list[str], **options) -> subprocess.CompletedProcess:
+    return subprocess.run(arguments, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300, **options)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folders, command) -> dict[str, Path]:
+    """What the runs wrote that nothing disturbed."""
+    outs = {name: folders["shared"] / name for name in RUNS}
+    for name, out in outs.items():
+        done = run(command(name, out))
+        assert done.returncode == 0, done.stderr[-3000:]
+        (out / "screen.txt").write_text(done.stdout)
+    return outs
+
+
+def results(out: Path) -> dict:
+    return json.loads((out / "results.json").read_text())
+
+
+def wait_for(path: Path, process: subprocess.Popen) -> None:
+    while not path.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+
+
+def assert_same_run(out: Path, expected: Path) -> None:
+    """The loss curve bit for bit, and the weights."""
+    assert results(out)["training_loss"] == results(expected)["training_loss"]
+    found, weights = (load_file(folder / "model" / "model.safetensors") for folder in (out, expected))
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_a_run_leaves_a_model_its_curve_and_its_held_out_loss(uninterrupted, folders, assets):
+    out = uninterrupted["heal"]
+    model = AutoModelForCausalLM.from_pretrained(out / "model")
+    assert isinstance(model, AttnResLlamaForCausalLM)
+    tokenizer = AutoTokenizer.from_pretrained(out / "model")
+    spec = DataSpec((str(assets / "corpora" / "tinystories" / "valid.txt"),))
+    blocks = load_blocks(spec, tokenizer, 64, seed=0)
+    held_out = torch.stack([blocks[i]["input_ids"] for i in range(len(blocks) - 64, len(blocks))]).long()
+    with torch.no_grad():
+        loss = model(held_out, labels=held_out).loss.item()
+    assert results(out)["held_out_loss"] == pytest.approx(loss, abs=1e-4)
+    assert (out / "loss.png").stat().st_size > 10_000
+    assert [step for step, _ in results(out)["training_loss"]] == [2, 4, 6, 8, 10, 12]
+
+
+def test_what_the_screen_shows(uninterrupted):
+    for out in uninterrupted.values():
+        screen = (out / "screen.txt").read_text()
+        assert "step 2: loss " in screen
+        assert "gradient norm" in screen and "tokens/s" in screen
+        assert f"Written to {out}" in screen
+        assert "depth entropy 1.000" in screen
+    assert "expert overload" in (uninterrupted["pretrain"] / "screen.txt").read_text()
+
+
+def test_in_the_first_stage_only_the_attn_res_vectors_move(uninterrupted, folders):
+    start = load_file(folders["retrofit"] / "model.safetensors")
+    before, after = (load_file(uninterrupted["heal"] / f"checkpoint-{n}" / "model.safetensors") for n in (8, 12))
+    moved = {name for name in start if not torch.equal(start[name], after[name])}
+    assert {name for name in moved if "_res_" not in name}
+    assert before.keys() == after.keys()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_killed_run_goes_on_bit_for_bit(name, uninterrupted, command, tmp_path):
+    out = tmp_path / "out"
+    for checkpoint in ("checkpoint-4", "checkpoint-8"):
+        with subprocess.Popen(command(name, out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            wait_for(out / checkpoint, process)
+            process.kill()
+        assert not (out / "results.json").exists()
+    done = run(command(name, out))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Going on from" in done.stdout
+    assert_same_run(out, uninterrupted[name])
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        path.name for path in uninterrupted[name].iterdir() if path.name != "screen.txt"
+    )
+
+
+def test_a_terminated_run_saves_where_it_is_and_goes_on(uninterrupted, command, tmp_path):
+    out = tmp_path / "out"
+    arguments = command("heal", out, "save_every=100", "trainer.eval_steps=4")
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        while not (line := process.stdout.readline()).startswith("step 2:"):
+            assert line
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 143
+    assert "The same command goes on from there." in output
+    (checkpoint,) = out.glob("checkpoint-*")
+    assert int(checkpoint.name.removeprefix("checkpoint-")) < 12
+    assert run(arguments).returncode == 0
+    assert_same_run(out, uninterrupted["heal"])
+
+
+def test_a_loss_that_is_not_finite_names_the_step_the_documents_and_the_checkpoint(command, tmp_path):
+    done = run(command("heal", tmp_path / "out", "attn_res_alone=0", "learning_rate=1e18", "save_every=1"))
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("attnres:")]
+    assert "the loss is nan in step " in line or "the loss is inf in step " in line
+    assert "valid.txt:" in line
+    assert "checkpoint-" in line
+
+
+def test_a_disk_that_is_full_leaves_the_last_checkpoint_whole(command, uninterrupted, tmp_path):
+    """A limit of the size of files stands for it: the first checkpoint is written without."""
+    out = tmp_path / "out"
+    with subprocess.Popen(command("heal", out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        wait_for(out / "checkpoint-4", process)
+        process.kill()
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
+
+    done = run(command("heal", out), preexec_fn=limit)
+    assert done.returncode == 1
+    assert "the checkpoint of step 8 could not be written" in done.stderr
+    assert f"The last one is {out / 'checkpoint-4'}." in done.stderr
+    assert not list(out.glob(".*"))
+    assert run(command("heal", out)).returncode == 0
+    assert_same_run(out, uninterrupted["heal"])
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (("learning_rate=1",), "holds a finished run. Choose another `out`."),
+        (("model=./absent",), "absent"),
+    ],
+)
+def test_bad_input_ends_in_one_line(changes, message, command, uninterrupted, tmp_path):
+    out = uninterrupted["heal"] if "learning_rate=1" in changes else tmp_path / "out"
+    done = run(command("heal", out, *changes))
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line.startswith("attnres:")]
+    assert len(lines) == 1 and message in lines[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_the_run_of_another_recipe_is_not_continued(command, tmp_path):
+    out = tmp_path / "out"
+    with subprocess.Popen(command("heal", out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        wait_for(out / "checkpoint-4", process)
+        process.kill()
+    done = run(command("heal", out, "learning_rate=1e-5"))
+    assert done.returncode == 1
+    assert "holds a run with learning_rate 0.0003, not 1e-05" in done.stderr
+
+
+def test_adapters_are_saved_small_and_merge_into_the_same_model(command, folders, tmp_path):
+    from peft import PeftModel
+
+    out = tmp_path / "out"
+    changes = ("lora={rank: 2}", "merge=true", "attn_res_alone=0", "steps=4")
+    done = run(command("heal", out, *changes))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (out / "adapter" / "adapter_model.safetensors").stat().st_size < 200_000
+    base = AutoModelForCausalLM.from_pretrained(folders["retrofit"])
+    adapted = PeftModel.from_pretrained(base, out / "adapter").eval()
+    merged = AutoModelForCausalLM.from_pretrained(out / "model")
+    ids = torch.arange(3, 60)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=0, atol=1e-4)
+        untrained = AutoModelForCausalLM.from_pretrained(folders["retrofit"])(ids).logits
+    assert (merged(ids).logits - untrained).abs().max() > 1e-3
+
+
+def test_conversations_train_the_assistants_part(command, folders, tmp_path):
+    model = folders["shared"] / "chat"
+    tokenizer = AutoTokenizer.from_pretrained(folders["retrofit"])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '\n' }}"
+        "{% endgeneration %}{% else %}{{ m.content + '\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    AutoModelForCausalLM.from_pretrained(folders["retrofit"]).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    rows = [
+        {"messages": [{"role": "user", "content": f"Say {i}."}, {"role": "assistant", "content": f"I say {i}. " * 5}]}
+        for i in range(400)
+    ]
+    data = tmp_path / "chats.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    arguments = [sys.executable, "-m", "attnres", "train", "sft", f"model={model}", f"train={data}"]
+    arguments += [f"out={tmp_path / 'out'}", "learning_rate=1e-3", "held_out_sequences=16", *SIZES, "steps=30"]
+    done = run(arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [loss for _, loss in results(tmp_path / "out")["training_loss"]]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+# Several processes
+
+
+def launch(processes: int, config: str | None, arguments: list[str]) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(processes)]
+    command += ["--config_file", config] if config else ["--num_machines", "1", "--mixed_precision", "no"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "1"}
+    return run([*command, "-m", "attnres.training.train", *arguments[4:]], env=environment)
