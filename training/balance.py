@@ -49,13 +49,15 @@ class ExpertBalance(TrainerCallback):
     training count: not those of evaluation, and not those that gradient checkpointing repeats. [`metrics`] has the
     load balance.
 
-    The biases are made float32, before a checkpoint is read: a step of 0.001 would be lost in bfloat16.
+    The biases are made float32: a step of 0.001 would be lost in bfloat16. Pass this callback to the constructor of the
+    `Trainer`, so that a checkpoint is read into float32 too.
 
     Args:
         rate: of the update, the published 0.001 by default; 0 only measures.
 
     Raises:
-        ValueError: the rate is negative; or a module with a correction bias does not return which experts it chose.
+        ValueError: the rate is negative; a module with a correction bias does not return which experts it chose; or the
+            biases of a model with adapters are to be changed, which an adapter's file does not hold.
         RuntimeError: no router ran in the first step.
     """
 
@@ -72,8 +74,11 @@ class ExpertBalance(TrainerCallback):
             bias.data = bias.data.float()
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.on_init_end(args, state, control, model)
         self.on_train_end(args, state, control)
         self._routers = routers(model)
+        if self._routers and self.rate and hasattr(model, "peft_config"):
+            raise ValueError("an adapter does not hold the routers' correction biases: set the balancing rate to 0.")
         self._counting = self._measured = False
         self._violation = self._entropy = None
         self._steps = 0

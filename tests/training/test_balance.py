@@ -1,5 +1,6 @@
 """Expert balancing: the update, what is counted and what is not, and that the load evens out."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -99,8 +100,8 @@ def test_a_negative_rate_is_refused():
     "options",
     [
         {},
-        {"gradient_checkpointing": True},
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"activation_checkpointing": True},
+        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
         {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True},
         {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
     ],
@@ -141,6 +142,32 @@ def test_a_dense_model_is_left_alone(tiny_model, tmp_path):
     balance = ExpertBalance()
     train(model, tmp_path, balance)
     assert balance.metrics() == {}
+
+
+def test_adapters_are_refused_as_their_file_holds_no_biases(tiny_model, tmp_path):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny_model(), peft.LoraConfig(target_modules=["o_proj"]))
+    with pytest.raises(ValueError, match="set the balancing rate to 0"):
+        train(model, tmp_path, ExpertBalance())
+    balance = ExpertBalance(0.0)
+    train(model, tmp_path, balance)
+    assert balance.metrics()["expert_max_violation"] > 0
+
+
+def test_a_module_that_does_not_return_the_experts_it_chose_is_named(tiny_model, tmp_path):
+    model = tiny_model()
+    model.model.norm.e_score_correction_bias = torch.nn.Buffer(torch.zeros(EXPERTS))
+    with pytest.raises(ValueError, match=r"KimiLinearRMSNorm .* does not return which experts it chose"):
+        train(model, tmp_path, ExpertBalance())
+
+
+def test_a_model_whose_routers_do_not_run_is_an_error(tiny_model, tmp_path):
+    model = tiny_model()
+    model.unused = copy.deepcopy(model.model.layers[1].mlp.gate)
+    for layer in model.model.layers[1:]:
+        layer.mlp = copy.deepcopy(model.model.layers[0].mlp)
+    with pytest.raises(RuntimeError, match="no router ran"):
+        train(model, tmp_path, ExpertBalance())
 
 
 def test_a_rate_of_zero_only_measures(tiny_model, tmp_path):
