@@ -4,13 +4,13 @@ import glob
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from datasets import Dataset, IterableDataset, load_dataset
-from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
+from datasets import Dataset, IterableDataset, load_dataset, load_dataset_builder
+from datasets.data_files import DataFilesDict, get_data_patterns
 from huggingface_hub import metadata_load
 from pyarrow import ArrowException
 from yaml import YAMLError
@@ -102,7 +102,7 @@ class FileSource:
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """A data set that `datasets` has loaded."""
+    """A data set of the Hub, as `datasets` has loaded it."""
 
     name: str
     data: Dataset | IterableDataset
@@ -232,24 +232,28 @@ def _file(path: Path) -> Source:
 
 
 def _folder(path: Path, config: str | None, spec: DataSpec) -> list[Source]:
+    name = f"{path}:{config}" if config else str(path)
     if _names_configurations(path / "README.md"):
-        return [_load(f"{path}:{config}" if config else str(path), str(path), config, spec)]
-    if config is not None:
+        # Only the files' names are taken from `datasets`: its copies of their content are known by the folder's name
+        # alone, and outlive a change of the content.
+        files = _explained(name, load_dataset_builder, str(path), config).config.data_files
+    elif config is None:
+        files = _files_by_split(path)
+    else:
         raise ValueError(f"{path} has no configuration {config!r}, as no README.md in it names `configs`.")
-    base = glob.escape(str(path))
-    try:
-        patterns = get_data_patterns(base)
-    except EmptyDatasetError:
-        patterns = {spec.split: []}
-    if spec.split not in patterns:
-        raise ValueError(f"{path} has no split {spec.split!r}, but {', '.join(repr(str(name)) for name in patterns)}.")
-    chosen = DataFilesDict.from_patterns(
-        {spec.split: patterns[spec.split]}, base_path=base, allowed_extensions=list(READERS)
-    )
-    files = sorted(chosen.get(spec.split, []))
     if not files:
         raise FileNotFoundError(f"{path} holds no {_SUFFIXES} file.")
-    return [_file(path / os.path.relpath(file, os.path.abspath(path))) for file in files]
+    if spec.split not in files:
+        raise ValueError(f"{name} has no split {spec.split!r}, but {', '.join(repr(str(split)) for split in files)}.")
+    return [_file(path / os.path.relpath(file, os.path.abspath(path))) for file in sorted(files[spec.split])]
+
+
+def _files_by_split(path: Path) -> DataFilesDict:
+    base = glob.escape(str(path))
+    try:
+        return DataFilesDict.from_patterns(get_data_patterns(base), base_path=base, allowed_extensions=list(READERS))
+    except FileNotFoundError:  # none at all
+        return DataFilesDict()
 
 
 def _names_configurations(readme: Path) -> bool:
@@ -260,9 +264,14 @@ def _names_configurations(readme: Path) -> bool:
 
 
 def _load(name: str, path: str, config: str | None, spec: DataSpec) -> Source:
+    return DatasetSource(name, _explained(name, load_dataset, path, config, split=spec.split, streaming=spec.streaming))
+
+
+def _explained(name: str, load: Callable, *arguments: Any, **options: Any) -> Any:
+    """`load(*arguments, **options)`; any error, of the Hub, the network, or one of its many formats, in one line."""
     try:
-        return DatasetSource(name, load_dataset(path, config, split=spec.split, streaming=spec.streaming))
-    except Exception as error:  # of the Hub, the network, a reader of one of its many formats
+        return load(*arguments, **options)
+    except Exception as error:
         cause = error.__cause__ if "error occurred while generating" in str(error) and error.__cause__ else error
         raise ValueError(f"{name} cannot be loaded: {_one_line(cause)}") from error
 

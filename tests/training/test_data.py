@@ -156,9 +156,10 @@ def test_a_document_begins_as_the_tokenizer_begins_it_and_ends_once(assets):
     assert expected[0] == tokenizer.bos_token_id == 1
     assert stream == expected[: len(expected) // 2 * 2]
 
-    write("b.jsonl", ["The end</s>"])
-    (row,) = rows(load("b.jsonl", tokenizer, len(tokenizer("The end</s>")["input_ids"]), seed=None))
-    assert row.count(2) == 1
+    write("b.jsonl", ["The end</s>"] * 2)
+    ended = tokenizer("The end</s>")["input_ids"]
+    assert ended[-1] == 2
+    assert rows(load("b.jsonl", tokenizer, 2 * len(ended), seed=None)) == [ended * 2]
 
 
 def test_what_an_earlier_call_has_set_in_the_tokenizer_changes_nothing(tokenizer, tokenised):
@@ -294,6 +295,19 @@ def test_the_cache_is_for_that_content_tokenizer_column_and_length_only(tokenize
     assert rows(encoded) == [[7] * 16] * 6
     encoded = load("b.jsonl", tokenizer, seed=None, encode=lambda row: {"input_ids": [8], "labels": [-100]})
     assert rows(encoded) == [[8] * 16] * 6
+
+
+def test_the_cache_of_a_folder_laid_out_as_on_the_hub_is_for_its_content(tokenizer, tokenised):
+    Path("org/name").mkdir(parents=True)
+    Path("org/name/README.md").write_text("---\nconfigs:\n- config_name: one\n  data_files: a.jsonl\n---\n")
+    for seed in (1, 2):
+        texts = some_texts(100, seed)
+        write("org/name/a.jsonl", texts)
+        for _ in range(2):
+            blocks = load("org/name:one", tokenizer, seed=None)
+            assert rows(blocks) == cut(stream_of(texts, tokenizer), 16)
+            assert blocks[0]["documents"].startswith("org/name/a.jsonl:1")
+    assert len(tokenised) == 2
 
 
 def _flip_a_bit(path: Path) -> None:

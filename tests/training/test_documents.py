@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -108,24 +109,19 @@ def test_a_tilde_is_the_home_folder(monkeypatch, tmp_path):
     assert texts("~.jsonl", "./~.jsonl") == ["a"] * 2
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_folder_laid_out_as_on_the_hub_is_one_of_its_data_sets(streaming, monkeypatch, tmp_path):
+def test_a_folder_laid_out_as_on_the_hub_gives_the_files_of_a_configuration():
     Path("org/name").mkdir(parents=True)
     for config in ("old", "new"):
         write_parquet(f"org/name/{config}.parquet", {"text": [f"{config} {n}" for n in range(1000)], "n": range(1000)})
-    card = "---\nconfigs:\n" + "".join(
-        f"- config_name: {config}\n  data_files:\n  - split: train\n    path: {config}.parquet\n"
-        for config in ("old", "new")
-    )
-    Path("org/name/README.md").write_text(f"{card}---\n")
-    assert texts("org/name:new", streaming=streaming) == [f"new {n}" for n in range(1000)]
-    assert places("org/name:old", streaming=streaming)[-1] == "org/name:old:1000-1000"
+    files = "  data_files:\n  - split: train\n    path: {}.parquet\n"
+    configs = "".join(f"- config_name: {config}\n{files.format(config)}" for config in ("old", "new"))
+    Path("org/name/README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    assert texts("org/name:new") == [f"new {n}" for n in range(1000)]
+    assert places("org/name:old")[-1] == "org/name/old.parquet:1000-1000"
     with pytest.raises(ValueError, match=r"^org/name cannot be loaded: Config name is missing\. .*'old', 'new'"):
-        texts("org/name", streaming=streaming)
-    with pytest.raises(ValueError, match=r'^org/name:new cannot be loaded: (Unknown|Bad) split[:]? "?test'):
-        texts("org/name:new", split="test", streaming=streaming)
-    with pytest.raises(ValueError, match=r"^org/name:new has no column `body`, but `text`, `n`.$"):
-        texts("org/name:new", column="body", streaming=streaming)
+        texts("org/name")
+    with pytest.raises(ValueError, match=r"^org/name:new has no split 'test', but 'train'.$"):
+        texts("org/name:new", split="test")
 
 
 def test_a_benchmark_laid_out_as_on_the_hub_can_be_read(assets):
@@ -133,6 +129,28 @@ def test_a_benchmark_laid_out_as_on_the_hub_can_be_read(assets):
     questions = [document.row["question"] for document in Documents(DataSpec((f"{path}:main",), column="question"))]
     assert len(questions) == 7473
     assert questions[0].startswith("Natalia sold clips")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_other_names_are_data_sets_of_the_hub(streaming, monkeypatch):
+    asked = []
+
+    def load_dataset(path, config, *, split, streaming):
+        asked.append((path, config, split, streaming))
+        data = Dataset.from_dict({"text": [f"row {n}" for n in range(1000)], "n": range(1000)})
+        return data.to_iterable_dataset() if streaming else data
+
+    monkeypatch.setattr("attnres.training.documents.load_dataset", load_dataset)
+    assert texts("org/name:config", split="test", streaming=streaming) == [f"row {n}" for n in range(1000)]
+    assert places("org.1/na-me", streaming=streaming)[-1] == "org.1/na-me:1000-1000"
+    assert asked == [("org/name", "config", "test", streaming), ("org.1/na-me", None, "train", streaming)]
+    with pytest.raises(ValueError, match=r"^org/name has no column `body`, but `text`, `n`.$"):
+        texts("org/name", column="body", streaming=streaming)
+    rows = [document.row for document in Documents(DataSpec("name", column="n", streaming=streaming), whole_rows=True)]
+    assert rows[7] == {"text": "row 7", "n": 7}
+    for path in ("org/name/file", "/org/name", "org name", "org/name.jsonl", "org/name:a:b"):
+        with pytest.raises(FileNotFoundError, match=f"^{path} does not exist.$"):
+            texts(path, streaming=streaming)
 
 
 @given(st.lists(LINES, max_size=12), st.sampled_from(["\n", "\r\n"]))
