@@ -78,6 +78,19 @@ TOOLS = r"""
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
+TOOLS_MARKED = r"""
+{%- if tools %}{{ '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\n' }}
+{%- if message['role'] == 'assistant' %}
+{%- generation %}{{ message['content'] }}
+{%- for call in message['tool_calls'] or [] %}{{ '<call>' + (call['function'] | tojson) }}{% endfor %}
+{{- '<|im_end|>' }}{% endgeneration %}
+{%- else %}{{ message['content'] + '<|im_end|>' }}{% endif %}
+{{- '\n' }}
+{%- endfor %}{{ eos_token }}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
 # Template -> the token that ends a turn.
 TEMPLATES = {
     "chatml": (CHATML, "<|im_end|>"),
@@ -144,9 +157,17 @@ def test_labels_are_the_assistants_texts_and_the_ends_of_its_turns(tokenizer, na
 def test_spaces_are_learned_where_a_tokenizer_gives_them_no_offsets(tokenizer, template):
     """As those of GPT-2 and Llama 3, which trim offsets."""
     trimmed = copy.deepcopy(with_template(tokenizer, template))
-    trimmed.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    begin = ("<|endoftext|>", trimmed.bos_token_id)
+    trimmed.backend_tokenizer.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=True),
+            processors.TemplateProcessing(single=f"{begin[0]} $A", special_tokens=[begin]),
+        ]
+    )
     messages = conversation("a", "  two", "b", "\n\nthree 😀 ", "c", " ")
-    assert parts(trimmed, encode_chat(trimmed)({"messages": messages})) == [
+    encoded = encode_chat(trimmed)({"messages": messages})
+    assert encoded["input_ids"] == trimmed.apply_chat_template(messages)["input_ids"]
+    assert parts(trimmed, encoded) == [
         "  two<|im_end|>",
         "\n\nthree 😀 <|im_end|>",
         " <|im_end|>",
@@ -172,11 +193,22 @@ def test_a_tokenizer_that_puts_spaces_before_words_learns_the_same_parts(templat
     assert [part.lstrip() for part in parts(words, encoded)] == ["import os<|im_end|>", "sys 😀\n<|im_end|>"]
 
 
-def test_a_template_without_control_tokens_has_the_text_and_what_ends_it(tokenizer):
-    with_template(tokenizer, PLAIN)
-    encoded = encode_chat(tokenizer)({"messages": conversation("add 1 and 2", "that is 3", "why", "because")})
+def test_a_template_without_control_tokens_has_the_text_and_what_ends_it():
+    # Two line breaks are one token at the end of the text, and two before the next turn.
+    plain = with_template(train_tokenizer([*python_sources(20_000), *["\n\n"] * 1000], 400), PLAIN)
+    assert len(plain("\n\n").input_ids) == 1 and len(plain("\n\n#").input_ids) == 3
+    encoded = encode_chat(plain)({"messages": conversation("add 1 and 2", "that is 3", "why", "because")})
     # A token that is merged with the space of the prompt belongs to the answer.
-    assert [part.lstrip(" ") for part in parts(tokenizer, encoded)] == ["that is 3\n\n", "because\n\n"]
+    assert [part.lstrip(" ") for part in parts(plain, encoded)] == ["that is 3\n\n", "because\n\n"]
+    about_itself = conversation("which token?", "<|endoftext|> is it.", "sure?", "yes")
+    encoded = encode_chat(plain)({"messages": about_itself})
+    assert [part.lstrip(" ") for part in parts(plain, encoded)] == ["<|endoftext|> is it.\n\n", "yes\n\n"]
+
+
+def test_nothing_to_learn_is_an_error(tokenizer):
+    with_template(tokenizer, CHATML_MARKED_TEXT)
+    with pytest.raises(ValueError, match="leaves nothing of the assistant's turns"):
+        encode_chat(tokenizer)({"messages": conversation("hi", "")})
 
 
 def test_system_messages_come_before_and_are_not_learned(tokenizer):
@@ -188,8 +220,9 @@ def test_system_messages_come_before_and_are_not_learned(tokenizer):
     assert text.startswith("<|im_start|>system\nbe brief<|im_end|>") and text.endswith("bye<|im_end|>\n")
 
 
-def test_tools_and_tool_calls_pass_through(tokenizer):
-    with_template(tokenizer, TOOLS)
+@pytest.mark.parametrize("template", [TOOLS, TOOLS_MARKED])
+def test_tools_and_tool_calls_pass_through(tokenizer, template):
+    with_template(tokenizer, template)
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     messages = [
@@ -202,6 +235,7 @@ def test_tools_and_tool_calls_pass_through(tokenizer):
     encoded = encode({"messages": messages, "tools": [tool]})
     assert parts(tokenizer, encoded) == ['<call>{"name": "add", "arguments": {"a": 1}}<|im_end|>', "3.<|im_end|>"]
     assert '<|im_start|>tools\n[{"type": "function"' in tokenizer.decode(encoded["input_ids"])
+    assert encoded["input_ids"] == tokenizer.apply_chat_template(messages, tools=[tool])["input_ids"]
     as_text = '[{"type": "function", "function": {"name": "add", "parameters": {}}}]'
     assert encode({"messages": messages, "tools": as_text}) == encoded
     assert "tools" not in tokenizer.decode(encode({"messages": messages, "tools": None})["input_ids"])
