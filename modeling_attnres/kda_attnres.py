@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
+from transformers.models.kimi_linear.modeling_kimi_linear import apply_mask_to_padding_states  # noqa: F401  in forward
 
 # Below this length pairs of tokens are multiplied channel by channel: smaller matrix products cost more than they save.
 LEAF = 4
@@ -140,29 +141,25 @@ def _where_no_kernel_applies(name: str, package: str, plain: Callable | None = N
     return function
 
 
-FUNCTIONS = {
-    "chunk_kimi_delta_attention": _where_no_kernel_applies("chunk_kimi_delta_attention", "fla", chunk_kda),
-    "recurrent_kimi_delta_attention": _where_no_kernel_applies("recurrent_kimi_delta_attention", "fla"),
-    "causal_conv1d_fn": _where_no_kernel_applies("causal_conv1d_fn", "causal_conv1d"),
-    "causal_conv1d_update": _where_no_kernel_applies("causal_conv1d_update", "causal_conv1d"),
-}
+chunk_kimi_delta_attention = _where_no_kernel_applies("chunk_kimi_delta_attention", "fla", chunk_kda)
+recurrent_kimi_delta_attention = _where_no_kernel_applies("recurrent_kimi_delta_attention", "fla")
+causal_conv1d_fn = _where_no_kernel_applies("causal_conv1d_fn", "causal_conv1d")
+causal_conv1d_update = _where_no_kernel_applies("causal_conv1d_update", "causal_conv1d")
+
+
+def _in_this_file(method: Callable) -> Callable:
+    """A method of Kimi Linear, line by line, that finds under its names what they are in this file."""
+    method = inspect.unwrap(method)
+    # The names of a real module: `torch.compile` looks them up there.
+    here = FunctionType(method.__code__, globals(), method.__name__, method.__defaults__, method.__closure__)
+    here.__kwdefaults__, here.__annotations__ = method.__kwdefaults__, method.__annotations__
+    return here
 
 
 class AttnResDeltaAttention(kimi_linear.KimiLinearDeltaAttention):
     """Kimi Linear's delta attention, with the functions above where no GPU kernel applies."""
 
-
-def _bound_to(functions: dict[str, Callable], method: Callable) -> Callable:
-    """A method of Kimi Linear, line by line, that finds other functions under their names."""
-    method = inspect.unwrap(method)
-    names = vars(kimi_linear) | functions
-    bound = FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
-    bound.__kwdefaults__, bound.__annotations__ = method.__kwdefaults__, method.__annotations__
-    return bound
+    forward = force_accelerate_hooks("conv1d")(_in_this_file(kimi_linear.KimiLinearDeltaAttention.forward))
 
 
-AttnResDeltaAttention.forward = force_accelerate_hooks("conv1d")(
-    _bound_to(FUNCTIONS, kimi_linear.KimiLinearDeltaAttention.forward)
-)
-
-__all__ = ["FUNCTIONS", "AttnResDeltaAttention", "chunk_kda", "decayed_products"]
+__all__ = ["AttnResDeltaAttention", "chunk_kda", "chunk_kimi_delta_attention", "decayed_products"]

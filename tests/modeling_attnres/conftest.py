@@ -25,7 +25,7 @@ def same_delta_attention():
     `test_kda.py` holds one form against the other.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kimi_linear, "chunk_kimi_delta_attention", kda_attnres.FUNCTIONS["chunk_kimi_delta_attention"])
+        patch.setattr(kimi_linear, "chunk_kimi_delta_attention", kda_attnres.chunk_kimi_delta_attention)
         yield
 
 
