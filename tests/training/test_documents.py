@@ -101,6 +101,14 @@ def test_a_folder_gives_the_files_of_the_split_and_no_others():
         assert places(name)[-1] == f"{name}/train-01.jsonl:1-1"
 
 
+def test_of_a_folder_without_splits_every_file_of_a_known_kind_is_read():
+    write_json_lines("data/part/2.jsonl", [{"text": "2"}])
+    Path("data/1.txt").write_text("1")
+    for name in ("README.md", "LICENSE", ".hidden.txt", "table.csv"):
+        Path(f"data/{name}").write_text("no")
+    assert texts("data") == ["1", "2"]
+
+
 def test_a_tilde_is_the_home_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     path = write_json_lines("home/data/a.jsonl", [{"text": "a"}])
@@ -164,7 +172,9 @@ def test_a_text_file_is_split_as_for_the_demo(lines, newline):
     else:
         assert texts("some.txt") == expected
         for document in Documents(DataSpec(("some.txt",))):
-            assert "\n".join(lines[document.first - 1 : document.last]).strip() == document.row["text"]
+            of_document = lines[document.first - 1 : document.last]
+            assert "\n".join(of_document).strip() == document.row["text"]
+            assert of_document[0].strip() and of_document[-1].strip()
 
 
 def test_a_text_file_is_not_read_whole():
