@@ -135,11 +135,15 @@ def _data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset |
 
 def _model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     if recipe.model in names():
+        if recipe.lora is not None:
+            raise ValueError(f"{recipe.model} starts from scratch: an adapter would have no base. Leave out `lora`.")
         special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         config = load(recipe.model, **{"vocab_size": len(tokenizer), **special, **recipe.config})
         model = AutoModelForCausalLM.from_config(config)
     else:
-        model = AutoModelForCausalLM.from_pretrained(recipe.model, **recipe.config)
+        # An adapter names its base by this path.
+        source = str(Path(recipe.model).absolute()) if Path(recipe.model).is_dir() else recipe.model
+        model = AutoModelForCausalLM.from_pretrained(source, **recipe.config)
     if recipe.retrofit is not None:
         model = retrofit(model, **recipe.retrofit)
     if recipe.lora is not None:

@@ -44,13 +44,12 @@ class AttnResTrainer(Trainer):
     """
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe, arguments: TrainingArguments, **options):
-        super().__init__(model, arguments, data_collator=collate, **options)
         self.recipe = recipe
         self.stopping = StopOnSignal(self)
-        self.measured = [Monitor(), *([ExpertBalance(recipe.expert_balancing)] if recipe.expert_balancing else [])]
-        for callback in (*self.measured, self.stopping):
-            self.add_callback(callback)
+        self.measured = [Monitor(), ExpertBalance(recipe.expert_balancing)]
         self._saving_in: str | None = None
+        callbacks = [*self.measured, self.stopping]
+        super().__init__(model, arguments, data_collator=collate, callbacks=callbacks, **options)
 
     def create_optimizer(self, model: PreTrainedModel | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -113,6 +112,15 @@ class AttnResTrainer(Trainer):
 
     def _get_output_dir(self, trial=None) -> str:
         return self._saving_in or super()._get_output_dir(trial)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        if self._saving_in is None or not isinstance(model, PreTrainedModel):
+            return super()._save(output_dir, state_dict)
+        # Resuming reads the model's own names of tensors, not those of a published layout.
+        model.save_pretrained(
+            output_dir, state_dict=state_dict, is_main_process=self.args.should_save, save_original_format=False
+        )
 
     def _save_checkpoint(self, model, trial) -> None:
         run = Path(self.args.output_dir)

@@ -56,6 +56,7 @@ def test_tokens_are_rounded_up_to_steps():
         (("steps=1.5",), "`steps` of the recipe is 1.5, which is not int."),
         (("chat=perhaps",), "`chat` of the recipe is 'perhaps', which is not bool."),
         (("steps=5", "tokens=5"), "Give the recipe either `steps` or `tokens`."),
+        (("lora={rank: 2}", "retrofit={block_size: 2}"), "An adapter's base has to be on disk"),
         (("length=0",), "`length` of the recipe is 0, but must be at least 1."),
         (("warmup=100",), "`warmup` of the recipe is 100.0, but must be a share from 0 to 1."),
     ],

@@ -1,7 +1,6 @@
 """`attnres train` from end to end, in processes of its own: a real checkpoint on real text."""
 
 import json
-import os
 import resource
 import signal
 import subprocess
@@ -104,7 +103,7 @@ def test_what_the_screen_shows(uninterrupted):
         assert "step 2: loss " in screen
         assert "gradient norm" in screen and "tokens/s" in screen
         assert f"Written to {out}" in screen
-        assert "depth entropy 1.000" in screen
+        assert "depth entropy " in screen
     assert "expert overload" in (uninterrupted["pretrain"] / "screen.txt").read_text()
 
 
@@ -243,13 +242,3 @@ def test_conversations_train_the_assistants_part(command, folders, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [loss for _, loss in results(tmp_path / "out")["training_loss"]]
     assert losses[-1] < 0.8 * losses[0]
-
-
-# Several processes
-
-
-def launch(processes: int, config: str | None, arguments: list[str]) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(processes)]
-    command += ["--config_file", config] if config else ["--num_machines", "1", "--mixed_precision", "no"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "1"}
-    return run([*command, "-m", "attnres.training.train", *arguments[4:]], env=environment)
