@@ -92,7 +92,7 @@ class Recipe:
                 raise ValueError(f"`{name}` of the recipe is {getattr(self, name)}, but must be a share from 0 to 1.")
         if self.lora is not None and self.retrofit is not None:
             raise ValueError(
-                "An adapter's base has to be on disk: `attnres convert` it first, and leave out `retrofit`."
+                "An adapter's base has to be on disk: `attnres convert` it first, and leave `retrofit` out."
             )
         if not self.train:
             raise ValueError("`train` of the recipe names no data.")
