@@ -1,15 +1,8 @@
 """Blocks of tokens: what they hold, in which order, from the cache or as a stream."""
 
-import hashlib
 import itertools
 import json
 import logging
-import os
-import random
-import resource
-import shutil
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -22,63 +15,12 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
 from attnres.training import data
-from attnres.training.data import DataSpec, load_blocks
-from attnres.training.encoding import Encoder
 from attnres.training.text import END_OF_TEXT, pack, read_documents, train_tokenizer
 
-SESSION = Path(__file__).with_name("data_session.py")
-WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+from .blocks import WORDS, cut, load, rows, some_texts, stream_of, write
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 NAMES = {"input_ids", "labels", "documents"}
-
-
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer([" ".join(WORDS)] * 5, 300)
-
-
-@pytest.fixture
-def tokenised(monkeypatch) -> list[str]:
-    """An entry for each time that documents are tokenised."""
-    calls, batches = [], Encoder.batches
-
-    def noted(self, documents):
-        calls.append("tokenised")
-        return batches(self, documents)
-
-    monkeypatch.setattr(Encoder, "batches", noted)
-    return calls
-
-
-def write(path: str, texts: list[str]) -> str:
-    Path(path).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
-
-
-def some_texts(count: int, seed: int = 0) -> list[str]:
-    generator = random.Random(seed)
-    return [" ".join(generator.choices(WORDS, k=generator.randint(1, 30))) for _ in range(count)]
-
-
-def load(paths, tokenizer, length=16, *, seed=0, cache="cache", encode=None, **fields):
-    spec = DataSpec(paths, **fields)
-    return load_blocks(spec, tokenizer, length, seed=seed, encode=encode, cache=Path(cache))
-
-
-def rows(blocks) -> list[list[int]]:
-    return [row["input_ids"].tolist() for row in blocks]
-
-
-def stream_of(texts: list[str], tokenizer) -> list[int]:
-    return [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
-
-
-def cut(stream: list, length: int) -> list[list[int]]:
-    return [stream[start : start + length] for start in range(0, len(stream) - length + 1, length)]
 
 
 # What the blocks hold
@@ -248,184 +190,6 @@ def test_neither_documents_nor_the_blocks_of_a_document_stay_together(tokenizer)
     neighbours = {tuple(_expand(row["documents"])) for row in blocks if len(_expand(row["documents"])) == 2}
     assert len(neighbours) > 5
     assert neighbours - {(f"a.jsonl:{n}", f"a.jsonl:{n + 1}") for n in range(1, 10)}
-
-
-# The cache
-
-
-def test_a_second_start_tokenises_nothing_and_another_order_only_packs(tokenizer, tokenised):
-    write("a.jsonl", some_texts(100))
-    first = load("a.jsonl", tokenizer)
-    assert rows(load("a.jsonl", tokenizer)) == rows(first)
-    assert first[:]["documents"] == load("a.jsonl", tokenizer)[:]["documents"]
-    load("a.jsonl", tokenizer, seed=1)
-    load("a.jsonl", tokenizer, 32)
-    load("a.jsonl", train_tokenizer([" ".join(WORDS)] * 5, 300))  # the same content
-    assert len(tokenised) == 1
-
-
-def test_the_cache_is_for_that_content_tokenizer_column_and_length_only(tokenizer, tokenised):
-    texts = some_texts(100)
-    write("a.jsonl", texts)
-    load("a.jsonl", tokenizer)
-
-    texts[50] = "one more"
-    write("a.jsonl", texts)
-    assert Counter(map(tuple, rows(load("a.jsonl", tokenizer, seed=None)))) == Counter(
-        map(tuple, cut(stream_of(texts, tokenizer), 16))
-    )
-    status = os.stat("a.jsonl")
-    os.utime("a.jsonl", ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-    load("a.jsonl", tokenizer)
-    assert len(tokenised) == 3
-
-    other = train_tokenizer(["seven eight nine ten"] * 5, 290)
-    assert rows(load("a.jsonl", other, seed=None)) == cut(stream_of(texts, other), 16)
-    assert {len(row) for row in rows(load("a.jsonl", tokenizer, 17))} == {17}
-    assert len(tokenised) == 4
-
-    other_end = train_tokenizer([" ".join(WORDS)] * 5, 300)
-    other_end.eos_token = "<|pad|>"
-    assert rows(load("a.jsonl", other_end, seed=None)) == cut(stream_of(texts, other_end), 16)
-
-    Path("b.jsonl").write_text("".join(json.dumps({"text": text, "body": text[::-1]}) + "\n" for text in texts))
-    assert rows(load("b.jsonl", tokenizer)) != rows(load("b.jsonl", tokenizer, column="body"))
-    assert len(load("b.jsonl", tokenizer, limit=9)) < len(load("b.jsonl", tokenizer))
-    encoded = load("b.jsonl", tokenizer, seed=None, encode=lambda row: {"input_ids": [7], "labels": [-100]})
-    assert rows(encoded) == [[7] * 16] * 6
-    encoded = load("b.jsonl", tokenizer, seed=None, encode=lambda row: {"input_ids": [8], "labels": [-100]})
-    assert rows(encoded) == [[8] * 16] * 6
-
-
-def test_the_cache_of_a_folder_laid_out_as_on_the_hub_is_for_its_content(tokenizer, tokenised):
-    Path("org/name").mkdir(parents=True)
-    Path("org/name/README.md").write_text("---\nconfigs:\n- config_name: one\n  data_files: a.jsonl\n---\n")
-    for seed in (1, 2):
-        texts = some_texts(100, seed)
-        write("org/name/a.jsonl", texts)
-        for _ in range(2):
-            blocks = load("org/name:one", tokenizer, seed=None)
-            assert rows(blocks) == cut(stream_of(texts, tokenizer), 16)
-            assert blocks[0]["documents"].startswith("org/name/a.jsonl:1")
-    assert len(tokenised) == 2
-
-
-def _flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-HARM = {
-    "a bit flipped": _flip_a_bit,
-    "cut short": lambda path: os.truncate(path, path.stat().st_size // 2),
-    "emptied": lambda path: os.truncate(path, 0),
-    "removed": lambda path: path.unlink(),
-    "without its manifest": lambda path: (path.parent / "manifest.json").unlink(),
-    "with half a manifest": lambda path: os.truncate(path.parent / "manifest.json", 9),
-    "with an empty manifest": lambda path: (path.parent / "manifest.json").write_text("{}"),
-    "with another manifest": lambda path: (path.parent / "manifest.json").write_text("[]"),
-}
-
-
-@pytest.mark.parametrize("stage", ["tokens", "blocks"])
-@pytest.mark.parametrize("harm", HARM.values(), ids=HARM)
-def test_a_harmed_cache_is_built_again(tokenizer, harm, stage):
-    write("a.jsonl", some_texts(100))
-    expected = rows(load("a.jsonl", tokenizer))
-    (path,) = Path("cache").glob(f"{stage}-*/{stage}.arrow")
-    harm(path)
-    if stage == "tokens":
-        (blocks,) = Path("cache").glob("blocks-*[!k]")
-        shutil.rmtree(blocks)
-    assert rows(load("a.jsonl", tokenizer)) == expected
-
-
-def test_a_failed_start_leaves_nothing_in_the_cache(tokenizer):
-    write("a.jsonl", [*some_texts(2000), 7])
-    with pytest.raises(ValueError, match=r"^a.jsonl:2001: column `text` holds a number, not a string.$"):
-        load("a.jsonl", tokenizer)
-    assert not [path for path in Path("cache").iterdir() if path.is_dir()]
-
-
-def test_a_file_that_changes_while_it_is_read_is_noticed(tokenizer, monkeypatch):
-    write("a.jsonl", some_texts(100))
-    batches = Encoder.batches
-
-    def appended_to(self, documents):
-        yield from batches(self, documents)
-        with open("a.jsonl", "a") as file:
-            file.write('{"text": "more"}\n')
-
-    monkeypatch.setattr(Encoder, "batches", appended_to)
-    with pytest.raises(ValueError, match=r"^a.jsonl changed while it was read. Start again.$"):
-        load("a.jsonl", tokenizer)
-
-
-@pytest.mark.parametrize("size", [10_000, 240_000], ids=["tokens", "blocks"])
-def test_a_full_disk_is_an_error_in_one_line_and_leaves_nothing(tokenizer, size):
-    write("a.jsonl", [text * 10 for text in some_texts(200, seed=3)])
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))  # as near to a full disk as a test can come
-    try:
-        with pytest.raises(OSError, match=r"^The cache cache cannot be written: File too large.$"):
-            load("a.jsonl", tokenizer, 3)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert {path.suffix for path in Path("cache").iterdir()} == {".lock"} | ({""} if size == 240_000 else set())
-    load("a.jsonl", tokenizer, 3)
-
-
-def test_a_cache_that_cannot_be_written_is_an_error_in_one_line(tokenizer):
-    write("a.jsonl", some_texts(20))
-    with pytest.raises(OSError, match=r"^The cache a.jsonl cannot be written: File exists.$"):
-        load("a.jsonl", tokenizer, cache="a.jsonl")
-
-
-def test_a_file_that_goes_while_it_is_read_is_named(tokenizer, monkeypatch):
-    write("a.jsonl", some_texts(20))
-    batches = Encoder.batches
-
-    def removed(self, documents):
-        yield from batches(self, documents)
-        os.remove("a.jsonl")
-
-    monkeypatch.setattr(Encoder, "batches", removed)
-    with pytest.raises(FileNotFoundError, match=r"^a.jsonl cannot be read: No such file or directory.$"):
-        load("a.jsonl", tokenizer)
-
-
-def _start(tokenizer, how: str) -> subprocess.Popen:
-    tokenizer.save_pretrained("tokenizer")
-    command = [sys.executable, str(SESSION), "a.jsonl", "tokenizer", "cache", "log", how]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def _digest(blocks) -> str:
-    return hashlib.sha256(blocks[:]["input_ids"].numpy().tobytes()).hexdigest()
-
-
-@pytest.mark.slow
-def test_of_two_processes_one_builds_the_cache_and_both_have_the_same_blocks(tokenizer):
-    write("a.jsonl", some_texts(2000))
-    processes = [_start(tokenizer, "slow") for _ in range(2)]
-    outputs = [process.communicate(timeout=300) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    assert Path("log").read_text() == "tokenised\n"
-    expected = _digest(load("a.jsonl", tokenizer, 32, seed=5, cache="cache of its own"))
-    assert [output for output, _ in outputs] == [f"{expected}\n"] * 2
-
-
-@pytest.mark.slow
-def test_what_a_killed_process_has_begun_is_never_used(tokenizer):
-    write("a.jsonl", some_texts(2000))
-    killed = _start(tokenizer, "die")
-    killed.communicate(timeout=300)
-    assert killed.returncode == -9
-    assert list(Path("cache").glob("tokens-*.partial/tokens.arrow"))
-    expected = _digest(load("a.jsonl", tokenizer, 32, seed=5, cache="cache of its own"))
-    assert _digest(load("a.jsonl", tokenizer, 32, seed=5)) == expected
-    assert not list(Path("cache").glob("*.partial"))
 
 
 # Streams

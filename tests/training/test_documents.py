@@ -16,13 +16,10 @@ from hypothesis import strategies as st
 from attnres.training.documents import DataSpec, Documents
 from attnres.training.text import END_OF_TEXT, read_documents
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
 LINES = st.sampled_from([END_OF_TEXT, f"{END_OF_TEXT} ", "", " ", "\x0c", "a", " b", "c ", "ü"])
 TEXTS = ["One.", "Two,\nof two lines.", "Drei: ü."]
-
-
-@pytest.fixture(autouse=True)
-def in_tmp_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def texts(*paths, **fields) -> list[str]:

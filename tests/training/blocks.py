@@ -1,0 +1,36 @@
+"""What the tests of blocks share: texts, how they are loaded, and what the blocks should be."""
+
+import json
+import random
+from pathlib import Path
+
+from attnres.training.data import DataSpec, load_blocks
+
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+
+
+def write(path: str, texts: list[str]) -> str:
+    Path(path).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def some_texts(count: int, seed: int = 0) -> list[str]:
+    generator = random.Random(seed)
+    return [" ".join(generator.choices(WORDS, k=generator.randint(1, 30))) for _ in range(count)]
+
+
+def load(paths, tokenizer, length=16, *, seed=0, cache="cache", encode=None, **fields):
+    spec = DataSpec(paths, **fields)
+    return load_blocks(spec, tokenizer, length, seed=seed, encode=encode, cache=Path(cache))
+
+
+def rows(blocks) -> list[list[int]]:
+    return [row["input_ids"].tolist() for row in blocks]
+
+
+def stream_of(texts: list[str], tokenizer) -> list[int]:
+    return [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+
+
+def cut(stream: list, length: int) -> list[list[int]]:
+    return [stream[start : start + length] for start in range(0, len(stream) - length + 1, length)]
