@@ -22,6 +22,7 @@ class Recipe:
         tokenizer: a directory or Hub id; by default the model's. From scratch there must be one.
         train, held_out: data sets, see [`attnres.training.data.DataSpec`]. Without `held_out`, `held_out_sequences` are
             taken from the training data.
+        split, held_out_split: of data sets that have several; the second is the first by default.
         column: of the text; with `chat`, of the messages.
         chat: the data is conversations; only the assistant's part is learned.
         steps, tokens: the length of the run; one of them.
@@ -43,6 +44,7 @@ class Recipe:
     retrofit: dict[str, Any] | None = None
     tokenizer: str | None = None
     held_out: Sequence[str] = ()
+    held_out_split: str | None = None
     held_out_sequences: int = 64
     column: str = "text"
     split: str = "train"

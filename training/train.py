@@ -69,11 +69,13 @@ def run_train(recipe: Recipe) -> dict[str, Any]:
         train, held_out = _data(recipe, tokenizer)
     with quiet_transformers():
         model = _model(recipe, tokenizer)
-        trainer = _trainer(model, recipe, state, train, held_out, tokenizer)
+        display = Display()
+        trainer = _trainer(model, recipe, state, train, held_out, tokenizer, display)
         last = get_last_checkpoint(str(out))
         if last and state.is_main_process:
             print(f"Going on from {last}.")
-        trainer.train(resume_from_checkpoint=last)
+        with contextlib.closing(display):
+            trainer.train(resume_from_checkpoint=last)
         if trainer.stopping.received:
             if state.is_main_process:
                 print(f"Stopped after step {trainer.state.global_step}. The same command goes on from there.")
@@ -120,7 +122,8 @@ def _data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset |
     encode = encode_chat(tokenizer, recipe.column) if recipe.chat else None
     train = load_blocks(spec, tokenizer, recipe.length, seed=recipe.seed, encode=encode)
     if recipe.held_out:
-        spec = replace(spec, paths=tuple(recipe.held_out), streaming=False)
+        split = recipe.held_out_split or recipe.split
+        spec = replace(spec, paths=tuple(recipe.held_out), split=split, streaming=False)
         return train, load_blocks(spec, tokenizer, recipe.length, seed=None, encode=encode)
     if recipe.streaming:
         raise ValueError("A stream has no end to take `held_out_sequences` from: give `held_out`.")
@@ -153,7 +156,15 @@ def _model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedMode
     return model
 
 
-def _trainer(model, recipe: Recipe, state: PartialState, train, held_out, tokenizer) -> AttnResTrainer:
+def _trainer(
+    model: PreTrainedModel,
+    recipe: Recipe,
+    state: PartialState,
+    train: Dataset | IterableDataset,
+    held_out: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    display: TrainerCallback,
+) -> AttnResTrainer:
     micro = min(recipe.micro_batch_size, max(1, recipe.batch_size // state.num_processes))
     accumulated, rest = divmod(recipe.batch_size, micro * state.num_processes)
     if rest:
@@ -186,7 +197,7 @@ def _trainer(model, recipe: Recipe, state: PartialState, train, held_out, tokeni
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(Display(recipe))
+    trainer.add_callback(display)
     return trainer
 
 
@@ -204,8 +215,7 @@ class Display(TrainerCallback):
         "depth_entropy": ("depth entropy", ".3f"),
     }
 
-    def __init__(self, recipe: Recipe):
-        self.recipe = recipe
+    def __init__(self) -> None:
         self.bar: tqdm | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -222,7 +232,7 @@ class Display(TrainerCallback):
         parts = [f"{self.SHOWN[name][0]} {logs[name]:{self.SHOWN[name][1]}}" for name in self.SHOWN if name in logs]
         self.bar.write(f"step {state.global_step}: {', '.join(parts)}", file=sys.stdout)
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
 
