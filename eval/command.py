@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from attnres.cli_support import quiet_transformers, write_at_once
+from attnres.cli_support import locked, quiet_transformers, write_at_once
 from attnres.conversion.checkpoint import find
 
 from . import sandbox
@@ -105,20 +104,13 @@ def _only_run(out: Path) -> Iterator[None]:
     Raises:
         FileExistsError: it is something else, or another run is in it.
     """
-    known = {"model", "baseline", RESULTS, BASELINE_RESULTS, REPORT, CHART, ".lock"}
+    written = {RESULTS, BASELINE_RESULTS, REPORT, CHART}
+    known = {"model", "baseline", ".lock", *written, *(f".{name}.partial" for name in written)}
     if out.exists() and (not out.is_dir() or {path.name for path in out.iterdir()} - known):
         raise FileExistsError(f"{out} holds other files than those of this command. Choose another --out.")
     out.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(out / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise FileExistsError(f"Another run is writing to {out}. Wait for it, or choose another --out.") from None
-    try:
+    with locked(out / ".lock", out):
         yield
-    finally:
-        lock.release()
-        (out / ".lock").unlink(missing_ok=True)
 
 
 def _setup(name: str, folder: Path, data: Path | None, limit: int | None, seed: int) -> dict:

@@ -37,7 +37,7 @@ def directory_at_once(out: str | os.PathLike, *, overwrite: bool, marker: str, c
     out = Path(os.path.abspath(out))
     stage, replaced, lock = (out.with_name(f".{out.name}.{role}") for role in ("partial", "replaced", "lock"))
     _check_replaceable(out, overwrite, marker, content)
-    with _parents(out), _locked(lock, out):
+    with _parents(out), locked(lock, out):
         try:
             if os.path.lexists(replaced) and not os.path.lexists(out):
                 replaced.rename(out)  # a run was killed between the two renames below
@@ -85,7 +85,13 @@ def _parents(out: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, out: Path) -> Iterator[None]:
+def locked(path: Path, out: Path) -> Iterator[None]:
+    """Hold the lock file `path`, which says that this process writes to `out`; it goes at the end.
+
+    Raises:
+        FileExistsError: another process holds it.
+        OSError: nothing can be written beside it.
+    """
     TemporaryFile(dir=path.parent).close()  # fails where nothing can be written, and says why, which the lock does not
     lock = FileLock(path)
     try:

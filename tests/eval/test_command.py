@@ -119,6 +119,7 @@ def test_a_model_that_answers_differently_is_compared_item_by_item(evaluate, tmp
 def test_finished_tasks_are_not_computed_again(evaluate, evaluated, models, tmp_path, monkeypatch):
     """The run of another process, by its absolute names, goes on from there; it needs no model."""
     monkeypatch.setattr("attnres.eval.command._load_model", lambda *_: pytest.fail("a model was loaded"))
+    (evaluated / ".results.json.partial").write_text('{"resul')  # as of a process that was killed
     before = (evaluated / "model" / "gsm8k_cot.json").stat().st_mtime_ns
     evaluate(str(models / "retrofit"), evaluated, "gsm8k,cmath", baseline=str(models / "source"))
     assert (evaluated / "model" / "gsm8k_cot.json").stat().st_mtime_ns == before
