@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 import torch
 from huggingface_hub import parse_local_safetensors_file_metadata, snapshot_download
+from huggingface_hub.utils import httpx
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
@@ -108,7 +109,7 @@ def find(source: str | os.PathLike, revision: str | None = None) -> Path:
         folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=[*small, "model*.safetensors*"]))
         if not any(folder.glob("model*.safetensors")):
             snapshot_download(str(source), revision=revision, allow_patterns=["pytorch_model*.bin*"])
-    except OSError as error:
+    except (OSError, httpx.HTTPError) as error:  # a connection that breaks is no `OSError`
         reason = " ".join(str(error).split())  # the first line alone may be "404 Client Error."
         raise FileNotFoundError(f"{source} is not a directory, and the Hub does not give it: {reason}") from error
     return folder

@@ -54,8 +54,6 @@ class AttnResDecoderLayer(ResidualDecoderLayer, KimiLinearDecoderLayer):
 class AttnResPreTrainedModel(ResidualPreTrainedModel, KimiLinearPreTrainedModel):
     config: AttnResConfig
     _no_split_modules = ["AttnResDecoderLayer"]
-    # Moved by steps of 0.001 (expert balancing), which bfloat16 would round away.
-    _keep_in_fp32_modules_strict = ["e_score_correction_bias"]
     auto_classes = {
         "AutoModel": "AttnResModel",
         "AutoModelForCausalLM": "AttnResForCausalLM",

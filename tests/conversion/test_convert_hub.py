@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import httpx
 from transformers import AutoTokenizer
+
+from attnres.conversion import checkpoint
 
 from .checkpoints import assert_same_function, logits_of, save_tokenizer, standard_model
 
@@ -93,6 +96,15 @@ def test_what_cannot_be_had_is_named_in_one_line(seen, folder, name, message):
     assert message in lines[0]
     assert "Traceback" not in run["err"]
     assert sorted(path.name for path in folder.iterdir() if path.name.startswith((".", "x"))) == []
+
+
+def test_a_connection_that_breaks_is_told_in_one_line(monkeypatch):
+    def snapshot_download(*args, **kwargs):
+        raise httpx.ReadError("[Errno 104] Connection reset by peer")
+
+    monkeypatch.setattr(checkpoint, "snapshot_download", snapshot_download)
+    with pytest.raises(FileNotFoundError, match=r"the Hub does not give it: .* Connection reset by peer"):
+        checkpoint.find("lab/model")
 
 
 def test_the_result_of_one_revision_is_not_that_of_another(folder):
