@@ -151,7 +151,7 @@ def test_every_python_json_and_yaml_file_of_the_package_is_in_the_wheel(wheel):
         for package, folder in PACKAGE_DIR.items()
         for path in (ROOT / folder).rglob("*")
         # Stored measurements, in `results`, stay in the project.
-        if path.suffix in {".py", ".json", ".yaml"} and path.parent.name != "results"
+        if path.suffix in {".py", ".json", ".yaml"} and "results" not in path.parts
     }
     assert "attnres/configuration/attnres-tiny/config.json" in expected
     assert {name for name in ZipFile(wheel).namelist() if not name.startswith("attnres-")} == expected
