@@ -35,6 +35,7 @@ from .text import pack, read_documents, train_tokenizer
 
 LENGTH, BATCH_SIZE = 256, 8
 HELD_OUT = 256  # sequences
+CHARACTERS = 16_000_000  # of the training text: about five million tokens, of which each run sees a part
 SELECTION_SEED = 10
 WARMUP, DECAY = 0.05, 0.5  # shares of the steps
 # Four more experts than `attnres-tiny` has, for two million parameters beside the embeddings; 16 sublayers.
@@ -68,12 +69,10 @@ class Data:
     valid: Tensor
 
 
-def load_data(corpus: Path, tokens: int) -> Data:
-    """`train.txt` and `valid.txt` of a folder, by a tokenizer trained on the beginning of the former."""
-    vocab_size = load(CONFIGURATION).vocab_size
-    # About 3 characters for each token, and as much again for what is not read in one epoch.
-    documents, valid = read_documents(corpus / "train.txt", 6 * tokens), read_documents(corpus / "valid.txt", 10**9)
-    tokenizer = train_tokenizer(documents, vocab_size)
+def load_data(corpus: Path) -> Data:
+    """The beginning of `train.txt`, and `valid.txt`, of a folder, by a tokenizer trained on the former."""
+    documents, valid = read_documents(corpus / "train.txt", CHARACTERS), read_documents(corpus / "valid.txt", 10**9)
+    tokenizer = train_tokenizer(documents, load(CONFIGURATION).vocab_size)
     blocks, valid = pack(documents, tokenizer, LENGTH), pack(valid, tokenizer, LENGTH)
     if len(valid) < 2 * HELD_OUT:
         raise ValueError(f"{corpus / 'valid.txt'} gives {len(valid)} sequences of {LENGTH} tokens, not {2 * HELD_OUT}.")
@@ -201,9 +200,15 @@ def main(arguments: list[str] | None = None) -> None:
     logging.disable_progress_bar()
     torch.set_num_threads(1)  # for so small a model more gain little, and the numbers would depend on the machine
     count = count_parameters(Variant(4, 0.0, 0).config())
-    setting = {"configuration": CONFIGURATION, **CHANGES, "non_embedding": count.non_embedding, "length": LENGTH}
+    setting = {
+        "configuration": CONFIGURATION,
+        **CHANGES,
+        "non_embedding": count.non_embedding,
+        "length": LENGTH,
+        "characters": CHARACTERS,
+    }
     store = Store(options.results, setting | {"batch_size": BATCH_SIZE, "corpus": options.corpus.name})
-    data = load_data(options.corpus, options.tokens)
+    data = load_data(options.corpus)
     sweep = [
         (label, Variant(size, rate, options.sweep_tokens), SELECTION_SEED)
         for rate in RATES
