@@ -92,7 +92,7 @@ def run_train(recipe: Recipe) -> dict[str, Any]:
 def _claim(out: Path, recipe: Recipe) -> None:
     if (out / RESULTS).exists():
         raise FileExistsError(f"{out} holds a finished run. Choose another `out`.")
-    if (out / RECIPE).exists():
+    if (out / RECIPE).exists() and get_last_checkpoint(str(out)):
         before = read_recipe(out / RECIPE)
         differing = [name for name in vars(recipe) if getattr(before, name) != getattr(recipe, name)]
         if differing := [name for name in differing if name not in FREE]:
@@ -101,7 +101,7 @@ def _claim(out: Path, recipe: Recipe) -> None:
                 f"{out} holds a run with {name} {getattr(before, name)!r}, not {getattr(recipe, name)!r}. "
                 "Choose another `out`, or go on with the recipe as it was."
             )
-    elif out.exists() and any(out.iterdir()):
+    elif out.exists() and any(out.iterdir()) and not (out / RECIPE).exists():
         raise FileExistsError(f"{out} holds other files. Choose another `out`.")
     out.mkdir(parents=True, exist_ok=True)
     write_at_once(out / RECIPE, write_recipe(recipe))

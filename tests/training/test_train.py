@@ -197,7 +197,10 @@ def test_bad_input_ends_in_one_line(changes, message, command, uninterrupted, tm
 
 
 def test_the_run_of_another_recipe_is_not_continued(command, tmp_path):
+    """A start that failed is none: `model` may be corrected."""
     out = tmp_path / "out"
+    assert run(command("heal", out, "model=./absent")).returncode == 1
+    assert [path.name for path in out.iterdir()] == ["recipe.yaml"]
     with subprocess.Popen(command("heal", out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         wait_for(out / "checkpoint-4", process)
         process.kill()
