@@ -57,7 +57,7 @@ class Variant:
 
 
 VARIANTS = {"standard": None, "Block, S=4": 4, "Block, S=2": 2, "Full": 1}
-RATES = (2e-3, 4e-3, 8e-3)
+RATES = (1e-3, 2e-3, 4e-3)
 
 
 @dataclass(frozen=True)
