@@ -79,8 +79,7 @@ def run_eval(
             loaded, failures = load_all(
                 benchmarks, data, allow_code_execution, lambda b: status.update(f"Loading the data of {b.title} ...")
             )
-        for failure in failures.values():
-            console.print(f"[red]Left out:[/] {escape(failure)}", soft_wrap=True, highlight=False)
+        _tell(console, failures)
         if any(benchmark.runs_code for benchmark in loaded):
             console.print(f"Generated programs run with: {sandbox.level()}.", soft_wrap=True, highlight=False)
         if loaded:
@@ -150,9 +149,13 @@ def _run_all(
             before += sum(job.work for job in jobs)
             del lm
             torch.cuda.empty_cache()
+    _tell(console, failures)
+    return failures
+
+
+def _tell(console: Console, failures: Failures) -> None:
     for failure in failures.values():
         console.print(f"[red]Left out:[/] {escape(failure)}", soft_wrap=True, highlight=False)
-    return failures
 
 
 def _load_model(folder: Path, batch_size: int) -> SharedPrefixLM:

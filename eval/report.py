@@ -61,15 +61,15 @@ def make_row(
     Raises:
         RuntimeError: the two models did not see the same prompts.
     """
-    names = list(tasks["tasks"])
-    items = _item_scores(benchmark, names, store)
-    shots = max(results["n-shot"][name] for name in names)
-    sizes = {name: results["n-samples"][name]["effective"] for name in names}
-    cut = sum(store.read(name)["cut"] * size for name, size in sizes.items()) / sum(sizes.values())
+    stored = {name: store.read(name) for name in tasks["tasks"]}
+    items = _item_scores(benchmark, stored)
+    shots = max(results["n-shot"][name] for name in stored)
+    sizes = {name: results["n-samples"][name]["effective"] for name in stored}
+    cut = sum(stored[name]["cut"] * size for name, size in sizes.items()) / sum(sizes.values())
     score = _score(benchmark, results)
     if baseline is None:
         return Row(benchmark, len(items), shots, score, cut)
-    other = _item_scores(benchmark, names, baseline[1])
+    other = _item_scores(benchmark, {name: baseline[1].read(name) for name in stored})
     if items.keys() != other.keys():
         raise RuntimeError(f"{benchmark.title}: the two models were not scored on the same prompts.")
     pair = compare_pairs(list(items.values()), [other[item] for item in items])
@@ -83,12 +83,12 @@ def _score(benchmark: Benchmark, results: Mapping[str, Any]) -> Score:
     return Score(100 * metrics[benchmark.metric], None if stderr == "N/A" else 100 * stderr)
 
 
-def _item_scores(benchmark: Benchmark, tasks: Sequence[str], store: Store) -> ItemScores:
+def _item_scores(benchmark: Benchmark, stored: Mapping[str, Any]) -> ItemScores:
     metric, scoring = benchmark.metric.split(",")
     return {
         (task, sample["doc_id"], sample["prompt_hash"]): float(sample[metric])
-        for task in tasks
-        for sample in store.read(task)["samples"]
+        for task, result in stored.items()
+        for sample in result["samples"]
         if sample["filter"] == scoring
     }
 

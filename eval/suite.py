@@ -60,8 +60,12 @@ def work(task: Task, limit: int | None) -> float:
     """What a task costs, in choices; only for the estimate of the time left."""
     if task.OUTPUT_TYPE != "generate_until":
         return num_items(task, limit)
-    tokens = (task.config.generation_kwargs or {}).get("max_gen_toks", DEFAULT_GENERATED_TOKENS)
-    return num_items(task, limit) * (1 + tokens / TOKENS_LIKE_A_CHOICE)
+    return num_items(task, limit) * (1 + _longest_answer(task) / TOKENS_LIKE_A_CHOICE)
+
+
+def _longest_answer(task: Task) -> int:
+    """The tokens that a benchmark reserves for an answer."""
+    return (task.config.generation_kwargs or {}).get("max_gen_toks", DEFAULT_GENERATED_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -140,8 +144,7 @@ def _evaluate(lm: SharedPrefixLM, task: Task, limit: int | None, seed: int) -> d
 
 def _fit_generation(task: Task, max_length: int) -> None:
     """Leave at least half of a short context to the prompt, where a benchmark reserves more for the answer."""
-    asked = (task.config.generation_kwargs or {}).get("max_gen_toks", DEFAULT_GENERATED_TOKENS)
-    if task.OUTPUT_TYPE == "generate_until" and asked > max_length // 2:
+    if task.OUTPUT_TYPE == "generate_until" and _longest_answer(task) > max_length // 2:
         task.set_config("generation_kwargs", {"max_gen_toks": max_length // 2}, update=True)
 
 

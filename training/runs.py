@@ -13,10 +13,9 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainingArguments,
-    get_wsd_schedule,
 )
 
-from .optimizer import parameter_groups
+from .optimizer import build_schedule, parameter_groups
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,8 @@ def train(
         optimizer = torch.optim.AdamW(
             parameter_groups(model, run.learning_rate, run.weight_decay, run.residual_lr_factor), betas=(0.9, 0.95)
         )
-        schedule = get_wsd_schedule(
-            optimizer, run.warmup_steps, run.decay_steps, num_training_steps=run.steps, decay_type="linear"
+        schedule = build_schedule(
+            optimizer, "wsd", steps=run.steps, warmup_steps=run.warmup_steps, decay_steps=run.decay_steps
         )
         trainer = Trainer(
             model,
