@@ -29,6 +29,7 @@ from attnres.analysis.depth_attention import depth_attention_map
 from attnres.analysis.figures import plot_loss_curves
 from attnres.configuration import count_parameters, load
 
+from .balance import ExpertBalance
 from .runs import Run, sequence_losses, train
 from .stored_runs import Store, spread, update_tables
 from .text import pack, read_documents, train_tokenizer
@@ -38,6 +39,7 @@ HELD_OUT = 256  # sequences
 CHARACTERS = 16_000_000  # of the training text: about five million tokens, of which each run sees a part
 SELECTION_SEED = 10
 WARMUP, DECAY = 0.05, 0.5  # shares of the steps
+BALANCING = 0.001
 # Twice the experts of `attnres-tiny`, for more than two million parameters beside the embeddings; 16 sublayers.
 CONFIGURATION, CHANGES = "attnres-tiny", {"num_local_experts": 16}
 
@@ -104,12 +106,14 @@ def measure(variant: Variant, data: Data, seed: int, on_step: Callable[[], None]
         decay_steps=round(DECAY * steps),
         seed=seed,
     )
-    curve = train(model, data.train[order[: steps * BATCH_SIZE]], run, on_step)
+    balance = ExpertBalance(BALANCING)
+    curve = train(model, data.train[order[: steps * BATCH_SIZE]], run, on_step, [balance])
     held_out = data.selection if seed == SELECTION_SEED else data.valid
     result = {
         "recipe": asdict(variant),
         "seed": seed,
         "after": round(sequence_losses(model, held_out).mean().item(), 6),
+        "expert_load_entropy": round(balance.metrics()["expert_load_entropy"], 4),
         "curve": [[step, round(loss, 4)] for step, loss in curve],
         "seconds": round(time.monotonic() - began, 1),
     }
@@ -205,6 +209,7 @@ def main(arguments: list[str] | None = None) -> None:
         **CHANGES,
         "non_embedding": count.non_embedding,
         "length": LENGTH,
+        "expert_balancing": BALANCING,
         "characters": CHARACTERS,
     }
     store = Store(options.results, setting | {"batch_size": BATCH_SIZE, "corpus": options.corpus.name})

@@ -1,7 +1,7 @@
 """One training run on packed token blocks through `transformers.Trainer`, and held-out loss per sequence."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,11 @@ class Run:
 
 
 def train(
-    model: PreTrainedModel, blocks: Tensor, run: Run, on_step: Callable[[], None] = lambda: None
+    model: PreTrainedModel,
+    blocks: Tensor,
+    run: Run,
+    on_step: Callable[[], None] = lambda: None,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> list[tuple[int, float]]:
     """Train in place with AdamW on `blocks` `[n, length]`, in an order that the run's seed alone decides.
 
@@ -66,7 +70,7 @@ def train(
             arguments,
             train_dataset=[{"input_ids": block, "labels": block} for block in blocks],
             optimizers=(optimizer, schedule),
-            callbacks=[callback],
+            callbacks=[callback, *callbacks],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
