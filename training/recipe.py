@@ -17,7 +17,8 @@ class Recipe:
 
     Attributes:
         model: a directory or Hub id, to go on with; or a named configuration (`attnres-tiny`), to train from scratch.
-        config: fields of the model's configuration to set, such as `attn_res_block_size`.
+        config: fields of the model's configuration to set, such as `attn_res_block_size`; `dtype: float32` trains a
+            checkpoint of half precision in full.
         retrofit: arguments of [`attnres.conversion.retrofit`] for a standard model, such as `{block_size: 4}`.
         tokenizer: a directory or Hub id; by default the model's. From scratch there must be one.
         train, held_out: data sets, see [`attnres.training.data.DataSpec`]. Without `held_out`, `held_out_sequences` are
@@ -34,7 +35,10 @@ class Recipe:
         expert_balancing: the rate at which the routers' biases follow the load; 0 is off.
         lora: arguments of [`attnres.training.lora.add_adapters`]; only adapters and AttnRes vectors are trained then.
         merge: with `lora`, write the merged model beside the adapter.
-        trainer: any other field of `transformers.TrainingArguments`, such as `bf16` or `report_to`.
+        distributed: divides the model among processes: fields of `transformers`' `DistributedConfig`, such as
+            `{fsdp_size: 8}`; see `training/many_devices.md`.
+        trainer: any other field of `transformers.TrainingArguments`: `bf16`, `activation_checkpointing`,
+            `torch_compile`, `report_to` (`tensorboard`, `wandb`), and so on.
     """
 
     model: str
@@ -73,6 +77,7 @@ class Recipe:
     log_every: int = 10
     save_every: int = 200
     keep: int = 2
+    distributed: dict[str, Any] | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -96,6 +101,8 @@ class Recipe:
             raise ValueError(
                 "An adapter's base has to be on disk: `attnres convert` it first, and leave `retrofit` out."
             )
+        if self.lora is not None and self.distributed is not None:
+            raise ValueError("An adapter is trained on whole models: leave out `lora` or `distributed`.")
         if not self.train:
             raise ValueError("`train` of the recipe names no data.")
 

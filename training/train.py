@@ -11,11 +11,13 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from datasets import Dataset, IterableDataset
 from tqdm import tqdm
 from transformers import (
@@ -29,6 +31,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.distributed import DistributedConfig
 from transformers.trainer_utils import get_last_checkpoint
 
 import attnres
@@ -39,6 +42,7 @@ from attnres.conversion import retrofit
 
 from .chat import encode_chat
 from .data import DataSpec, load_blocks
+from .loading import load_divided, read_division
 from .recipe import Recipe, read_recipe, write_recipe
 from .trainer import AttnResTrainer
 
@@ -59,7 +63,10 @@ def run_train(recipe: Recipe) -> dict[str, Any]:
         OSError, ValueError: a model, data set or value that cannot be used; a checkpoint that cannot be written.
         SystemExit: the run was terminated; its checkpoint is written.
     """
-    state, out = PartialState(), Path(recipe.out)
+    # Without being told, accelerate does not join processes on CPUs.
+    cpu = not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
+    state, out = PartialState(cpu=cpu), Path(recipe.out)
+    division = read_division(recipe.distributed, state.num_processes)
     with state.main_process_first():
         if state.is_main_process:
             _claim(out, recipe)
@@ -68,10 +75,10 @@ def run_train(recipe: Recipe) -> dict[str, Any]:
         tokenizer = _tokenizer(recipe)
         train, held_out = _data(recipe, tokenizer)
     with quiet_transformers():
-        model = _model(recipe, tokenizer)
+        last = get_last_checkpoint(str(out))
+        model = _model(recipe, tokenizer) if division is None else _divided(recipe, tokenizer, division, last)
         display = Display()
         trainer = _trainer(model, recipe, state, train, held_out, tokenizer, display)
-        last = get_last_checkpoint(str(out))
         if last and state.is_main_process:
             print(f"Going on from {last}.")
         with contextlib.closing(display):
@@ -156,6 +163,17 @@ def _model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedMode
     return model
 
 
+def _divided(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, division: DistributedConfig, last: str | None
+) -> PreTrainedModel:
+    """The model of the recipe, or of the `last` checkpoint, divided among the processes."""
+    out, build = Path(recipe.out), partial(_model, recipe, tokenizer)
+    if last is not None:
+        return load_divided(last, division, out, build)
+    in_memory = recipe.model in names() or recipe.retrofit is not None
+    return load_divided(None if in_memory else recipe.model, division, out, build, **recipe.config)
+
+
 def _trainer(
     model: PreTrainedModel,
     recipe: Recipe,
@@ -165,12 +183,14 @@ def _trainer(
     tokenizer: PreTrainedTokenizerBase,
     display: TrainerCallback,
 ) -> AttnResTrainer:
-    micro = min(recipe.micro_batch_size, max(1, recipe.batch_size // state.num_processes))
-    accumulated, rest = divmod(recipe.batch_size, micro * state.num_processes)
+    # The processes of a tensor-parallel group share their batches.
+    readers = state.num_processes // (getattr(model, "tp_size", None) or 1)
+    micro = min(recipe.micro_batch_size, max(1, recipe.batch_size // readers))
+    accumulated, rest = divmod(recipe.batch_size, micro * readers)
     if rest:
         raise ValueError(
             f"`batch_size` {recipe.batch_size} is not a multiple of `micro_batch_size` {micro} times "
-            f"{state.num_processes} processes."
+            f"{readers} processes."
         )
     arguments = {
         "output_dir": recipe.out,
@@ -189,6 +209,7 @@ def _trainer(
         "seed": recipe.seed,
         "remove_unused_columns": False,
         "label_names": ["labels"],
+        "use_cpu": state.device.type == "cpu",
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
     arguments = TrainingArguments(**arguments | recipe.trainer)

@@ -22,10 +22,18 @@ from attnres.training.data import DataSpec, load_blocks
 pytestmark = pytest.mark.slow
 
 SIZES = ("length=64", "batch_size=4", "micro_batch_size=2", "tokens=null", "steps=12", "save_every=4", "log_every=2")
-# A hybrid with experts, from scratch: Muon, balanced experts. Then a checkpoint of a dense model: AdamW.
+# A hybrid with experts, from scratch: Muon, balanced experts. Then a checkpoint of a dense model: AdamW. Then what a
+# device with little memory takes, on a stream.
 RUNS = {
     "pretrain": ("pretrain", "model=attnres-tiny", "config={num_hidden_layers: 4}", "tokenizer={source}"),
     "heal": ("heal", "model={retrofit}", "attn_res_alone=0.5"),
+    "finetune": (
+        "finetune",
+        "model={retrofit}",
+        "streaming=true",
+        "held_out={held_out}",
+        "trainer={bf16: true, activation_checkpointing: true, report_to: tensorboard}",
+    ),
 }
 
 
@@ -35,7 +43,9 @@ def folders(assets, tmp_path_factory) -> dict[str, Path]:
     source, shared = assets / "checkpoints" / "stories260K-hf", tmp_path_factory.mktemp("training")
     retrofit(source, block_size=2).save_pretrained(shared / "retrofit")
     AutoTokenizer.from_pretrained(source).save_pretrained(shared / "retrofit")
-    return {"source": source, "retrofit": shared / "retrofit", "shared": shared}
+    text = (assets / "corpora" / "tinystories" / "valid.txt").read_text()
+    (shared / "held-out.txt").write_text(text[:20_000])
+    return {"source": source, "retrofit": shared / "retrofit", "held_out": shared / "held-out.txt", "shared": shared}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +54,7 @@ def command(folders, assets) -> Callable[..., list[str]]:
     text = assets / "corpora" / "tinystories" / "valid.txt"
 
     def build(run: str, out: Path, *changes: str) -> list[str]:
-        recipe = [part.format(**folders) if "{source}" in part or "{retrofit}" in part else part for part in RUNS[run]]
+        recipe = [part if ": " in part else part.format(**folders) for part in RUNS[run]]
         return [sys.executable, "-m", "attnres", "train", *recipe, f"train={text}", f"out={out}", *SIZES, *changes]
 
     return build
@@ -67,6 +77,17 @@ def uninterrupted(folders, command) -> dict[str, Path]:
 
 def results(out: Path) -> dict:
     return json.loads((out / "results.json").read_text())
+
+
+def logged(out: Path, name: str) -> dict[int, float]:
+    """What TensorBoard shows under this name, by step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    points = {}
+    for folder in sorted((out / "runs").iterdir()):
+        events = EventAccumulator(str(folder)).Reload()
+        points |= {event.step: event.value for event in events.Scalars(name)}
+    return points
 
 
 def wait_for(path: Path, process: subprocess.Popen) -> None:
@@ -107,6 +128,33 @@ def test_what_the_screen_shows(uninterrupted):
         assert f"Written to {out}" in screen
         assert "depth entropy " in screen
     assert "expert overload" in (uninterrupted["pretrain"] / "screen.txt").read_text()
+
+
+def test_tensorboard_shows_what_the_screen_does(uninterrupted):
+    out = uninterrupted["finetune"]
+    assert logged(out, "train/loss") == pytest.approx(dict(results(out)["training_loss"]), abs=1e-6)
+    assert logged(out, "eval/loss")[12] == pytest.approx(results(out)["held_out_loss"], abs=1e-6)
+    names = ("grad_norm", "tokens_per_second", "depth_entropy")
+    assert all(logged(out, f"train/{name}").keys() == {2, 4, 6, 8, 10, 12} for name in names)
+
+
+@pytest.mark.parametrize(
+    "options, least, most",
+    [
+        ("activation_checkpointing: true", 0, 1e-5),
+        ("torch_compile: true, torch_compile_backend: aot_eager", 0, 1e-4),
+        ("bf16: true", 1e-5, 0.05),
+    ],
+)
+def test_what_saves_memory_and_time_computes_the_same(options, least, most, command, uninterrupted, tmp_path):
+    """But for half precision, in which the weights stay whole."""
+    done = run(command("heal", tmp_path / "out", f"trainer={{{options}}}"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses, expected = (results(out)["training_loss"] for out in (tmp_path / "out", uninterrupted["heal"]))
+    difference = max(abs(loss - other) for (_, loss), (_, other) in zip(losses, expected, strict=True))
+    assert least <= difference <= most
+    weights = load_file(tmp_path / "out" / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
 
 
 def test_in_the_first_stage_only_the_attn_res_vectors_move(uninterrupted, folders):
