@@ -10,7 +10,8 @@ single-dot relative imports.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial, wraps
 
 import torch
@@ -156,8 +157,9 @@ class ResidualPreTrainedModel:
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs):
         # The code travels with the weights: every head of the family loads from it, not only the one that is saved.
-        self.config.auto_map = auto_map(type(self))
-        super().save_pretrained(save_directory, **kwargs)
+        with _under_own_name(type(self)) as own_class:
+            self.config.auto_map = auto_map(own_class)
+            super().save_pretrained(save_directory, **kwargs)
 
 
 class ResidualModel(ResidualPreTrainedModel):
@@ -285,6 +287,18 @@ def auto_map(model_class: type[ResidualPreTrainedModel]) -> dict[str, str]:
     config_class, module = model_class.config_class, model_class.__module__
     heads = {auto_class: reference(module, name) for auto_class, name in model_class.auto_classes.items()}
     return {"AutoConfig": reference(config_class.__module__, config_class.__name__)} | heads
+
+
+@contextmanager
+def _under_own_name(model_class: type[PreTrainedModel]) -> Iterator[type[PreTrainedModel]]:
+    """The class whose code is to be saved. FSDP2 makes a model one of a class in a file of torch's, derived from it."""
+    own_class = next(c for c in model_class.__mro__ if not c.__module__.startswith("torch."))
+    named = model_class.__module__, model_class.__name__
+    model_class.__module__, model_class.__name__ = own_class.__module__, own_class.__name__
+    try:
+        yield own_class
+    finally:
+        model_class.__module__, model_class.__name__ = named
 
 
 def _show_backbone_signature(model_class: type[ResidualPreTrainedModel]) -> None:

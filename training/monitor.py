@@ -157,6 +157,7 @@ class Monitor(TrainerCallback):
         if not self._tokens:
             return  # already ended, or a model without `input_ids`
         tokens = reduce(torch.tensor(self._tokens, device=self._device), "sum").item()  # waits for the device
+        tokens //= getattr(model, "tp_size", None) or 1  # the processes of a tensor-parallel group share their batches
         self._count_time()
         self._metrics = {"tokens_per_second": tokens / self._seconds}
         flops, peak = self._training_flops(model), peak_flops(_device_name(self._device))

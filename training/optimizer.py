@@ -5,6 +5,7 @@
 The factor `0.2 sqrt(max(W.shape))` is Moonshot's: a step is as large as one of AdamW, so one learning rate serves both.
 """
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def build_optimizer(
     if not any(kinds.values()):
         raise ValueError("no parameter of the model requires a gradient: there is nothing to train.")
     if name == "adamw":
-        groups = parameter_groups(model, learning_rate, weight_decay, attn_res_lr_factor)
+        groups = _by_mesh(parameter_groups(model, learning_rate, weight_decay, attn_res_lr_factor))
         return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, weight_decay=weight_decay)
     if any(hasattr(parameter, "ds_shape") for parameter in kinds["matrices"]):
         raise ValueError("Muon needs whole matrices, which DeepSpeed ZeRO-3 has cut up: set the optimizer to 'adamw'.")
@@ -62,7 +63,7 @@ def build_optimizer(
         "vectors": {"lr": learning_rate, "weight_decay": 0.0},
         "attn_res": {"lr": learning_rate * attn_res_lr_factor, "weight_decay": 0.0},
     }
-    groups = [{"params": kinds[kind], **rule} for kind, rule in rules.items() if kinds[kind]]
+    groups = _by_mesh([{"params": kinds[kind], **rule} for kind, rule in rules.items() if kinds[kind]])
     return MuonAdamW(groups, lr=learning_rate, weight_decay=weight_decay, betas=betas, eps=eps, momentum=momentum)
 
 
@@ -190,6 +191,17 @@ def build_schedule(
     return get_wsd_schedule(
         optimizer, warmup_steps, decay_steps, num_training_steps=steps, decay_type=decay_type, min_lr_ratio=min_rate
     )
+
+
+def _by_mesh(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups, split so that the parameters of each are divided alike: one kernel updates a group."""
+    split = []
+    for group in groups:
+        by_mesh = defaultdict(list)
+        for parameter in group["params"]:
+            by_mesh[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(parameter)
+        split += [{**group, "params": parameters} for parameters in by_mesh.values()]
+    return split
 
 
 def _by_kind(model: nn.Module) -> dict[str, list[nn.Parameter]]:

@@ -47,6 +47,7 @@ from .recipe import Recipe, read_recipe, write_recipe
 from .trainer import AttnResTrainer
 
 RECIPE, MODEL, ADAPTER, RESULTS, CURVE = "recipe.yaml", "model", "adapter", "results.json", "loss.png"
+START = ".start"
 # What two runs of one training may differ in.
 FREE = ("log_every", "save_every", "keep", "micro_batch_size")
 
@@ -167,11 +168,11 @@ def _divided(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, division: DistributedConfig, last: str | None
 ) -> PreTrainedModel:
     """The model of the recipe, or of the `last` checkpoint, divided among the processes."""
-    out, build = Path(recipe.out), partial(_model, recipe, tokenizer)
+    start, build = Path(recipe.out) / START, partial(_model, recipe, tokenizer)
     if last is not None:
-        return load_divided(last, division, out, build)
+        return load_divided(last, division, start, build)
     in_memory = recipe.model in names() or recipe.retrofit is not None
-    return load_divided(None if in_memory else recipe.model, division, out, build, **recipe.config)
+    return load_divided(None if in_memory else recipe.model, division, start, build, **recipe.config)
 
 
 def _trainer(

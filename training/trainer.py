@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+from transformers.distributed import load_optimizer_distributed, save_optimizer_distributed
+from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 
 from attnres.loading_attnres import attn_res_tensors
 
@@ -27,6 +30,7 @@ from .optimizer import build_optimizer, build_schedule
 from .recipe import Recipe
 
 PARTIAL = ".partial"
+OPTIMIZER = "optimizer"
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -49,6 +53,9 @@ class AttnResTrainer(Trainer):
         self.measured = [Monitor(), ExpertBalance(recipe.expert_balancing)]
         self._saving_in: str | None = None
         callbacks = [*self.measured, self.stopping]
+        self.divided: bool = getattr(model, "is_distributed_loading_by_transformers", False)
+        if self.divided:
+            arguments.save_only_model = True  # `Trainer` saves no divided optimizer; `_save_checkpoint` does
         super().__init__(model, arguments, data_collator=collate, callbacks=callbacks, **options)
 
     def create_optimizer(self, model: PreTrainedModel | None = None) -> torch.optim.Optimizer:
@@ -119,7 +126,11 @@ class AttnResTrainer(Trainer):
             return super()._save(output_dir, state_dict)
         # Resuming reads the model's own names of tensors, not those of a published layout.
         model.save_pretrained(
-            output_dir, state_dict=state_dict, is_main_process=self.args.should_save, save_original_format=False
+            output_dir,
+            state_dict=state_dict,
+            is_main_process=self.args.should_save,
+            save_original_format=False,
+            distributed_checkpoint=self.divided,
         )
 
     def _save_checkpoint(self, model, trial) -> None:
@@ -130,13 +141,17 @@ class AttnResTrainer(Trainer):
                 shutil.rmtree(self._saving_in, ignore_errors=True)
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
+            if self.divided:
+                folder = f"{self._saving_in}/{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+                self._save_optimizer_and_scheduler(folder)
+                self._save_rng_state(folder)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 (written,) = Path(self._saving_in).iterdir()
                 shutil.rmtree(run / written.name, ignore_errors=True)
                 _flush(written)
                 written.rename(run / written.name)
-        except (OSError, RuntimeError, SafetensorError) as error:
+        except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
             last = get_last_checkpoint(str(run))
             raise OSError(
                 f"the checkpoint of step {self.state.global_step} could not be written: {error}. "
@@ -149,6 +164,25 @@ class AttnResTrainer(Trainer):
         if self.args.should_save:
             rotate_checkpoints(str(run), save_total_limit=self.args.save_total_limit)
         self.accelerator.wait_for_everyone()
+
+    # Divided models: the weights are those that the model was loaded with; each process reads and writes its part.
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
+        if not self.divided:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.divided:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        save_optimizer_distributed(self.model, self.optimizer.optimizer, f"{output_dir}/{OPTIMIZER}")
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), f"{output_dir}/{SCHEDULER_NAME}")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self.divided or checkpoint is None:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        load_optimizer_distributed(self.model, self.optimizer.optimizer, f"{checkpoint}/{OPTIMIZER}")
+        self.lr_scheduler.load_state_dict(torch.load(f"{checkpoint}/{SCHEDULER_NAME}", weights_only=True))
 
 
 def _flush(folder: Path) -> None:
