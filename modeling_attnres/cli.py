@@ -195,6 +195,60 @@ def train(
     run_train(read)
 
 
+class Part(StrEnum):
+    """What `bench` measures."""
+
+    ops = "ops"
+    models = "models"
+    kda = "kda"
+    memory = "memory"
+    scaling = "scaling"
+
+
+class Device(StrEnum):
+    """Where `bench` measures."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@app.command()
+def bench(
+    only: Annotated[list[Part] | None, typer.Option(help="Measure this part; may be repeated.  [default: all]")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of PyTorch on the CPU.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Times that all ways take their turn.")] = 5,
+    device: Annotated[Device, typer.Option(help="Measure on the CPU or on a GPU.")] = Device.cpu,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for results.  [default: benchmarks/results; nowhere with --quick]")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes, to see that it runs; no measurement.")] = False,
+) -> None:
+    """Measure speed and memory against peers.
+
+    From a checkout of the repository, where `python -m benchmarks` is the same.
+    """
+    checkout = Path(__file__).resolve().parents[1]
+    if (checkout / "benchmarks" / "command.py").is_file():
+        sys.path.insert(0, str(checkout))
+    try:
+        from benchmarks.command import HERE, PARTS, run_bench
+        from benchmarks.timing import Setting
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "benchmarks":
+            raise
+        raise RuntimeError(
+            "attnres bench needs a checkout of the repository, installed with pip install -e, "
+            "because benchmarks are not part of the package."
+        ) from error
+    import torch
+
+    if device == Device.cuda and not torch.cuda.is_available():
+        raise RuntimeError("--device cuda, but PyTorch sees no GPU.")
+    if out is None and not quick:
+        out = HERE / "results"
+    run_bench([part for part in PARTS if not only or part in only], Setting(threads, repeats, quick, device.value), out)
+
+
 def main() -> None:
     """Run the command line; errors of the work itself end in one line."""
     # As an exception, so that what a command has begun to write goes.

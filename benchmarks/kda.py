@@ -1,0 +1,102 @@
+"""Delta attention without a GPU: ours (`attnres.kda_attnres`) against the fallback of transformers, at 512 tokens.
+
+Time and peak memory of forward and backward, and the error of each against the recurrence in float64.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from rich.table import Table
+from torch import Tensor
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
+
+from attnres.kda_attnres import chunk_kda
+
+from .memory import peak_bytes
+from .report import cell, make_table
+from .timing import Setting, compare, interleave
+
+UPSTREAM = inspect.unwrap(kimi_linear.chunk_kimi_delta_attention)
+WAYS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"ours": chunk_kda, "transformers": UPSTREAM}
+LEAST_GAIN = 4  # in time and in memory
+MOST_ERROR = 1e-5
+
+
+def measure(setting: Setting) -> Iterator[dict]:
+    """A row for each strength of the decay; heads as in attnres-194m."""
+    length, heads, size = (32, 2, 8) if setting.quick else (512, 12, 128)
+    for decay in (1.0,) if setting.quick else (0.1, 1.0, 10.0):
+        inputs = make_inputs(length, heads, size, decay, setting.device)
+        steps = {name: partial(gradients, compute, inputs) for name, compute in WAYS.items()}
+        expected = gradients(recurrence, {name: tensor.double() for name, tensor in inputs.items()})
+        errors = {name: largest_error(step(), expected) for name, step in steps.items()}
+        peaks = {name: peak_bytes(step, setting.device) for name, step in steps.items()}
+        times = compare(interleave(steps, setting), {"transformers / ours": ("transformers", "ours")})
+        shape = {"tokens": length, "heads": heads, "d_k": size, "decay": decay}
+        yield shape | times | {"errors": errors, "bytes": peaks, "bytes_ratio": peaks["transformers"] / peaks["ours"]}
+
+
+def make_inputs(length: int, heads: int, size: int, decay: float, device: str) -> dict[str, Tensor]:
+    """Random inputs; logarithms of the decay are uniform between `-decay` and 0."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 1, length, heads, size, generator=generator)
+    g = -decay * torch.rand(1, length, heads, size, generator=generator)
+    beta = torch.rand(1, length, heads, generator=generator)
+    inputs = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
+def recurrence(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options) -> tuple[Tensor, Tensor]:
+    """Kimi Delta Attention token by token, in the dtype of its inputs."""
+    query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
+    state, outputs = value.new_zeros(*value.shape[::2], key.shape[-1], value.shape[-1]), []
+    for t in range(query.shape[1]):
+        state = g[:, t].exp()[..., None] * state
+        delta = beta[:, t, :, None] * (value[:, t] - torch.einsum("bhkv,bhk->bhv", state, key[:, t]))
+        state = state + torch.einsum("bhk,bhv->bhkv", key[:, t], delta)
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, query[:, t]) * query.shape[-1] ** -0.5)
+    return torch.stack(outputs, 1), state
+
+
+def gradients(compute: Callable[..., tuple[Tensor, Tensor]], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One forward and backward pass: the output, and the gradient of the sum of its squares by each input."""
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
+    output, _ = compute(**leaves, output_final_state=True, use_qk_l2norm_in_kernel=True)
+    found = torch.autograd.grad(output.square().sum(), leaves.values())
+    return {"output": output.detach()} | dict(zip(leaves, found))
+
+
+def largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Of the output and all gradients, relative to the largest entry of each."""
+    return max(((found[name] - true).abs().max() / true.abs().max()).item() for name, true in expected.items())
+
+
+def tables(rows: list[dict]) -> dict[str, Table]:
+    def gain(value: float) -> str:
+        return f">= {LEAST_GAIN} {'met' if value >= LEAST_GAIN else 'missed'}"
+
+    def error(value: float) -> str:
+        return f"{value:.1e}"
+
+    columns = ["time, transformers / ours", "target", "memory", "target", "error, ours", "target", "transformers"]
+    return {
+        "kda": make_table(
+            f"Delta attention, forward and backward, {rows[0]['tokens']} tokens, {rows[0]['heads']} heads",
+            ["decay up to", *columns],
+            [
+                [
+                    f"exp(-{row['decay']:g})",
+                    cell(row, "transformers / ours"),
+                    gain(row["ratios"]["transformers / ours"]["median"]),
+                    f"{row['bytes_ratio']:.2f}",
+                    gain(row["bytes_ratio"]),
+                    error(row["errors"]["ours"]),
+                    f"<= {MOST_ERROR:.0e} {'met' if row['errors']['ours'] <= MOST_ERROR else 'missed'}",
+                    error(row["errors"]["transformers"]),
+                ]
+                for row in rows
+            ],
+        )
+    }

@@ -1,0 +1,138 @@
+"""How the cost of attention residuals grows with depth, block size, width and length, beside the paper's traffic model.
+
+Measured: prefill of a Llama shape, as a ratio to the standard model. Predicted, from Table 1 of the paper, in units of
+d values per token and sublayer, for N blocks of S sublayers:
+
+    residual 3        Block, two-phase N/S + 5        Full, two-phase S + N, for the best S
+
+The difference to the residual stream's, at the measured speed of `copy_`, is the time that is added.
+"""
+
+import gc
+import math
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.table import Table
+
+from .models import prefill
+from .report import cell, make_table
+from .shapes import STANDARD, build, connect, llama, token_ids
+from .timing import Setting, compare, interleave
+
+BASE = {"layers": 12, "block_size": 4, "width": 512, "tokens": 512}
+PANELS = {
+    "layers": (4, 8, 12, 16, 24),
+    "block_size": (1, 2, 4, 8, 24),
+    "width": (256, 512, 768, 1024),
+    "tokens": (64, 256, 512, 1024, 2048),
+}
+QUICK_BASE = {"layers": 2, "block_size": 2, "width": 64, "tokens": 16}
+QUICK_PANELS = {"layers": (1, 2), "block_size": (1, 2), "width": (64,), "tokens": (8, 16)}
+COPY = "copy"
+COPY_BYTES = 2**26
+RESIDUAL_TRAFFIC = 3
+
+
+def measure(setting: Setting) -> Iterator[dict]:
+    """A row for each panel, value and block size."""
+    base, panels = (QUICK_BASE, QUICK_PANELS) if setting.quick else (BASE, PANELS)
+    source = torch.zeros(COPY_BYTES // 4, device=setting.device)
+    target = torch.zeros_like(source)
+    for panel, values in panels.items():
+        # Models of one shape are measured together.
+        points = [base | {panel: value} for value in values]
+        shared = [points] if panel == "block_size" else [[point] for point in points]
+        for group in shared:
+            shape = group[0]
+            standard = build(llama(shape["width"], shape["layers"]), torch.float32, setting.device)
+            sizes = sorted({point["block_size"] for point in group} | (set() if len(group) > 1 else {1}))
+            models = {STANDARD: standard} | {str(size): connect(standard, block_size=size) for size in sizes}
+            ways = prefill(models, token_ids(standard.config, shape["tokens"], setting.device))
+            times = interleave({COPY: partial(target.copy_, source)} | dict(ways), setting)
+            for size in sizes:
+                own = {"standard": times[STANDARD], "ours": times[str(size)], COPY: times[COPY]}
+                row = {"panel": panel} | shape | {"block_size": size}
+                row |= compare(own, {"ours / standard": ("ours", "standard")})
+                yield row | {"predicted": predicted(row)}
+            del models, ways, standard
+            gc.collect()
+
+
+def traffic(sublayers: int, block_size: int) -> float:
+    """Values moved per token and sublayer, in units of the width."""
+    if block_size == 1:  # Full: computed in groups of the best size
+        return min(size + math.ceil(sublayers / size) for size in range(1, sublayers + 1))
+    return math.ceil(sublayers / block_size) / block_size + 5
+
+
+def predicted(row: dict) -> float:
+    """The ratio to the standard model that memory traffic alone would give."""
+    sublayers = 2 * row["layers"]
+    added = traffic(sublayers, row["block_size"]) - RESIDUAL_TRAFFIC
+    moved = added * sublayers * row["tokens"] * row["width"] * 4
+    bytes_per_second = 2 * COPY_BYTES / row["seconds"][COPY]["median"]
+    return 1 + moved / bytes_per_second / row["seconds"]["standard"]["median"]
+
+
+def tables(rows: list[dict]) -> dict[str, Table]:
+    keys = ["layers", "width", "tokens", "block_size"]
+    return {
+        "scaling": make_table(
+            "Prefill, as a ratio to the standard residual stream, beside the paper's traffic model",
+            ["panel", "layers", "width", "tokens", "S", "ours / standard", "predicted"],
+            [
+                [row["panel"], *(row[key] for key in keys), cell(row, "ours / standard", 3), f"{row['predicted']:.3f}"]
+                for row in rows
+            ],
+        )
+    }
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Draw a panel for each of the four, measured (with quartiles) and predicted."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    labels = {"layers": "decoder layers", "block_size": "block size S", "width": "hidden size", "tokens": "tokens"}
+    figure, panels = plt.subplots(1, 4, figsize=(14, 3.6), layout="constrained", sharey=True)
+    for axes, (panel, label) in zip(panels, labels.items()):
+        chosen = [row for row in rows if row["panel"] == panel]
+        sizes = sorted({row["block_size"] for row in chosen}) if panel != "block_size" else [None]
+        for size, colour in zip(sizes, ("C1", "C0")):
+            line = sorted((r for r in chosen if size in (None, r["block_size"])), key=lambda r: r[panel])
+            name = {None: "", 1: "Full, "}.get(size, f"Block S={size}, ")
+            x = [row[panel] for row in line]
+            ratios = [row["ratios"]["ours / standard"] for row in line]
+            y = [percent(ratio["median"]) for ratio in ratios]
+            spread = [
+                [(r["median"] - r["low"]) * 100 for r in ratios],
+                [(r["high"] - r["median"]) * 100 for r in ratios],
+            ]
+            axes.errorbar(x, y, spread, marker="o", capsize=3, color=colour, label=f"{name}measured")
+            expected = [percent(row["predicted"]) for row in line]
+            axes.plot(x, expected, "--", color=colour, label=f"{name}traffic model")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(FixedLocator(sorted({row[panel] for row in chosen})))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize=8)
+    panels[0].set_ylabel("time added to prefill (%)")
+    partial_path = path.with_name(f".{path.name}.partial")
+    try:
+        figure.savefig(partial_path, dpi=130, format="png")
+        partial_path.replace(path)
+    finally:
+        partial_path.unlink(missing_ok=True)
+        plt.close(figure)
+
+
+def percent(ratio: float) -> float:
+    return 100 * (ratio - 1)

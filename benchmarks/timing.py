@@ -1,0 +1,136 @@
+"""Times that can be compared: all ways in one process, in turn, and ratios of times that were taken together.
+
+    A B C A B C ...        ratio of A to B = median over repeats r of A_r / B_r
+
+What disturbs the machine for a while disturbs neighbours alike, and cancels in the ratio.
+"""
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from statistics import median, quantiles
+
+import torch
+
+Ways = Mapping[str, Callable[[], object]]
+MOST_CALLS = 1000
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How everything is measured; `quick` is for tiny sizes, which show that it runs and nothing else."""
+
+    threads: int = 2
+    repeats: int = 5
+    quick: bool = False
+    device: str = "cpu"
+
+
+@dataclass
+class Times:
+    """Seconds per call of one way, a value for each repeat: by the clock and of the processor (all threads)."""
+
+    calls: int  # in each repeat
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Median and quartiles of ratios."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, numerators: Sequence[float], denominators: Sequence[float]) -> "Ratio":
+        """Of values that were measured in the same repeat, pair by pair.
+
+        Raises:
+            ValueError: there are not as many of one as of the other, or none.
+        """
+        ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
+        if len(ratios) == 1:
+            return cls(*ratios * 3)
+        low, _, high = quantiles(ratios, n=4, method="inclusive")
+        return cls(median(ratios), low, high)
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def interleave(
+    ways: Ways, setting: Setting, *, calls: int | None = None, least_seconds: float = 0.01
+) -> dict[str, Times]:
+    """Run each way in turn, `setting.repeats` times, after a warm-up of each.
+
+    Args:
+        calls: of a way in each repeat; by default as many as take `least_seconds`, at least one.
+
+    Returns:
+        The times of each way, in the order of the repeats.
+    """
+    times = {}
+    for name, way in ways.items():
+        seconds, _ = _sample(way, 1, setting.device)
+        if not calls and seconds < 10 * least_seconds:  # the first call may be slow
+            seconds, _ = _sample(way, 1, setting.device)
+        times[name] = Times(calls or min(MOST_CALLS, math.ceil(least_seconds / seconds)))
+    with _collected_between() as collect:
+        for _ in range(setting.repeats):
+            collect()
+            for name, way in ways.items():
+                wall, cpu = _sample(way, times[name].calls, setting.device)
+                times[name].wall.append(wall)
+                times[name].cpu.append(cpu)
+    return times
+
+
+def compare(times: Mapping[str, Times], pairs: Mapping[str, tuple[str, str]]) -> dict[str, dict]:
+    """What is stored of a row: all times, and the ratios by the clock and of the processor.
+
+    Args:
+        pairs: name of a ratio -> the two ways, numerator first. Those of a way that has no times are left out.
+    """
+    pairs = {name: pair for name, pair in pairs.items() if times.keys() >= set(pair)}
+    return {
+        "ratios": {name: asdict(Ratio.of(times[a].wall, times[b].wall)) for name, (a, b) in pairs.items()},
+        "processor_ratios": {name: asdict(Ratio.of(times[a].cpu, times[b].cpu)) for name, (a, b) in pairs.items()},
+        "seconds": {name: asdict(value) | {"median": median(value.wall)} for name, value in times.items()},
+    }
+
+
+def _sample(way: Callable[[], object], calls: int, device: str) -> tuple[float, float]:
+    """Seconds per call: by the clock (on a GPU by its own events) and of the processor."""
+    if device != "cpu":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+    cpu, wall = time.process_time(), time.perf_counter()
+    for _ in range(calls):
+        way()
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    if device != "cpu":
+        end.record()
+        torch.cuda.synchronize()
+        wall = start.elapsed_time(end) / 1000
+    return wall / calls, cpu / calls
+
+
+@contextmanager
+def _collected_between() -> Iterator[Callable[[], object]]:
+    """Garbage is collected only when the function is called, and what exists now is not searched for it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    gc.collect()
+    gc.freeze()
+    try:
+        yield gc.collect
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
