@@ -59,7 +59,7 @@ class Variant:
 
 
 VARIANTS = {"standard": None, "Block, S=4": 4, "Block, S=2": 2, "Full": 1}
-RATES = (1e-3, 2e-3, 4e-3)
+RATES = (1e-3, 2e-3, 4e-3)  # the first ones
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,31 @@ def run_all(data: Data, store: Store, wanted: list[tuple[str, Variant, int]]) ->
             )
 
 
+def swept(store: Store, block_size: int | None, tokens: int) -> dict[float, float]:
+    """The loss on the selection text by rate, of the rates tried so far."""
+    runs = [run for run in store.content["runs"] if run["seed"] == SELECTION_SEED]
+    recipes = [(run["recipe"], run["after"]) for run in runs]
+    return {r["rate"]: loss for r, loss in recipes if (r["block_size"], r["tokens"]) == (block_size, tokens)}
+
+
 def best_rate(store: Store, block_size: int | None, tokens: int) -> float:
     """The rate of the sweep with the lowest loss on the selection text."""
-    runs = [store.find(Variant(block_size, rate, tokens), SELECTION_SEED) for rate in RATES]
-    return min((run["after"], run["recipe"]["rate"]) for run in runs if run)[1]
+    losses = swept(store, block_size, tokens)
+    return min(losses, key=losses.__getitem__)
+
+
+def sweep(data: Data, store: Store, tokens: int) -> dict[int | None, float]:
+    """Every variant's best rate by its block size: among `RATES`, and beyond while the best is the last one tried."""
+    rates = {size: list(RATES) for size in VARIANTS.values()}
+    while True:
+        labelled = [(label, size, rate) for label, size in VARIANTS.items() for rate in rates[size]]
+        run_all(data, store, [(label, Variant(size, rate, tokens), SELECTION_SEED) for label, size, rate in labelled])
+        best = {size: best_rate(store, size, tokens) for size in rates}
+        open_ended = [size for size in rates if best[size] in (min(rates[size]), max(rates[size]))]
+        if not open_ended:
+            return best
+        for size in open_ended:
+            rates[size].append(best[size] * (2 if best[size] == max(rates[size]) else 0.5))
 
 
 def report_table(store: Store, variants: dict[str, Variant], seeds: list[int]) -> str:
@@ -163,11 +184,11 @@ def report_table(store: Store, variants: dict[str, Variant], seeds: list[int]) -
 
 def sweep_table(store: Store, tokens: int) -> str:
     """The loss on the selection text by rate."""
-    rows = [f"| model | {' | '.join(f'{rate:g}' for rate in RATES)} |", "|---|" + "---:|" * len(RATES)]
-    for label, block_size in VARIANTS.items():
-        runs = [store.find(Variant(block_size, rate, tokens), SELECTION_SEED) for rate in RATES]
-        losses = " | ".join(f"{run['after']:.4f}" if run else "" for run in runs)
-        rows.append(f"| {label} | {losses} |")
+    losses = {label: swept(store, size, tokens) for label, size in VARIANTS.items()}
+    rates = sorted({rate for of_variant in losses.values() for rate in of_variant})
+    rows = [f"| model | {' | '.join(f'{rate:g}' for rate in rates)} |", "|---|" + "---:|" * len(rates)]
+    for label, found in losses.items():
+        rows.append(f"| {label} | {' | '.join(f'{found[rate]:.4f}' if rate in found else '' for rate in rates)} |")
     return "\n".join(rows)
 
 
@@ -214,13 +235,7 @@ def main(arguments: list[str] | None = None) -> None:
     }
     store = Store(options.results, setting | {"batch_size": BATCH_SIZE, "corpus": options.corpus.name})
     data = load_data(options.corpus)
-    sweep = [
-        (label, Variant(size, rate, options.sweep_tokens), SELECTION_SEED)
-        for rate in RATES
-        for label, size in VARIANTS.items()
-    ]
-    run_all(data, store, sweep)
-    rates = {size: best_rate(store, size, options.sweep_tokens) for size in VARIANTS.values()}
+    rates = sweep(data, store, options.sweep_tokens)
     variants = {label: Variant(size, rates[size], options.tokens) for label, size in VARIANTS.items()}
     for seed in options.seeds:
         run_all(data, store, [(label, variant, seed) for label, variant in variants.items()])

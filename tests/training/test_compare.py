@@ -1,6 +1,7 @@
 """The comparison from scratch: the same start and the same tokens for all, rates chosen apart, and honest tables."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -77,6 +78,26 @@ def test_the_rate_is_each_variants_best_of_the_sweep(tmp_path):
     assert compare.best_rate(store, None, 64) == 1e-3
 
 
+def test_the_sweep_goes_on_while_the_best_rate_is_the_last_one(tmp_path, monkeypatch):
+    """Upwards for one variant, downwards for another."""
+    best = {None: 8e-3, 4: 1e-3, 2: 2e-3, 1: 1.9e-3}
+    measured = []
+
+    def measure(variant: Variant, data, seed: int, on_step) -> dict:
+        measured.append((variant.block_size, variant.rate))
+        loss = abs(math.log(variant.rate / best[variant.block_size]))
+        return {"recipe": vars(variant), "seed": seed, "after": loss, "seconds": 0.0}
+
+    monkeypatch.setattr(compare, "measure", measure)
+    store = Store(tmp_path / "runs.json", {})
+    assert compare.sweep(None, store, 64) == {**best, 1: 2e-3}
+    assert measured[12:] == [(None, 8e-3), (4, 5e-4), (None, 16e-3)]
+    assert (
+        compare.sweep_table(store, 64).splitlines()[0] == "| model | 0.0005 | 0.001 | 0.002 | 0.004 | 0.008 | 0.016 |"
+    )
+    assert "| Block, S=2 |  | 0.6931 | 0.0000 | 0.6931 |  |  |" in compare.sweep_table(store, 64)
+
+
 def test_the_table_has_differences_within_seeds(tmp_path):
     variants = {"standard": Variant(None, 1e-3, 64), "Full": Variant(1, 2e-3, 64)}
     losses = {"standard": (5.0, 6.0, 7.0), "Full": (4.9, 5.8, 7.3)}
@@ -90,6 +111,7 @@ def test_the_command_trains_stores_and_goes_on(small, corpus, tmp_path, monkeypa
     """Twice the same command: the second finds everything, and the tables come out the same."""
     monkeypatch.setattr(compare, "VARIANTS", {"standard": None, "Full": 1})
     monkeypatch.setattr(compare, "RATES", (1e-3, 2e-3))
+    monkeypatch.setattr(compare, "best_rate", lambda store, size, tokens: 1.5e-3)  # within: the sweep ends
     results, tables = tmp_path / "out" / "compare.json", tmp_path / "out" / "RESULTS.md"
     arguments = ["--corpus", str(corpus), "--tokens", "256", "--sweep-tokens", "128", "--seeds", "0", "1"]
     arguments += ["--results", str(results), "--tables", str(tables)]
