@@ -122,16 +122,28 @@ class AttnResTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        if self._saving_in is None or not isinstance(model, PreTrainedModel):
+        if not isinstance(model, PreTrainedModel):
             return super()._save(output_dir, state_dict)
+        main, checkpoint = self.args.should_save, self._saving_in is not None
+        division = getattr(model.config, "distributed_config", None)
+        if self.divided and not checkpoint:
+            state_dict = model.gather_sharded_state_dict_for_save(
+                model, model.state_dict(), division, save_on_this_rank=main
+            )
+            model.config.distributed_config = None  # it is gathered
+        if state_dict is not None:
+            # Gathering makes copies of tied weights, which `save_pretrained` does not take for the same.
+            state_dict = {name: state_dict[name] for name in state_dict if name not in model.all_tied_weights_keys}
         # Resuming reads the model's own names of tensors, not those of a published layout.
         model.save_pretrained(
             output_dir,
             state_dict=state_dict,
-            is_main_process=self.args.should_save,
-            save_original_format=False,
-            distributed_checkpoint=self.divided,
+            is_main_process=main,
+            save_original_format=not checkpoint,
+            distributed_checkpoint=self.divided and checkpoint,
         )
+        if division is not None:
+            model.config.distributed_config = division
 
     def _save_checkpoint(self, model, trial) -> None:
         run = Path(self.args.output_dir)
