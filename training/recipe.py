@@ -1,14 +1,21 @@
 """A recipe: everything that decides a training run, as a YAML file and `key=value` changes to it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from importlib.resources import files
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers import TrainingArguments
+
+from attnres.conversion import retrofit
+
+from .optimizer import OPTIMIZERS, SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,16 @@ class Recipe:
         for name in ("warmup", "decay", "min_rate", "attn_res_alone"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"`{name}` of the recipe is {getattr(self, name)}, but must be a share from 0 to 1.")
+        for name, allowed in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES), ("bad_rows", ("error", "skip"))):
+            if getattr(self, name) not in allowed:
+                wanted = " or ".join(map(repr, allowed))
+                raise ValueError(f"`{name}` of the recipe is {getattr(self, name)!r}, but must be {wanted}.")
+        _check_keys("trainer", self.trainer, TrainingArguments)
+        _check_keys("retrofit", self.retrofit, retrofit)
+        with suppress(ImportError):  # peft is an extra
+            from .lora import add_adapters
+
+            _check_keys("lora", self.lora, add_adapters)
         if self.lora is not None and self.retrofit is not None:
             raise ValueError(
                 "An adapter's base has to be on disk: `attnres convert` it first, and leave `retrofit` out."
@@ -153,6 +170,13 @@ def write_recipe(recipe: Recipe) -> str:
     """The recipe as YAML, all of it."""
     content = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(recipe).items()}
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+
+
+def _check_keys(name: str, arguments: dict[str, Any] | None, taken_by: Callable) -> None:
+    known = signature(taken_by).parameters
+    for key in (key for key in arguments or () if key not in known):
+        similar = get_close_matches(key, known, n=1)
+        raise ValueError(f"`{name}` has no `{key}`.{f' Did you mean `{similar[0]}`?' if similar else ''}")
 
 
 def _folder():

@@ -154,7 +154,10 @@ def _model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedMode
     else:
         # An adapter names its base by this path.
         source = str(Path(recipe.model).absolute()) if Path(recipe.model).is_dir() else recipe.model
-        model = AutoModelForCausalLM.from_pretrained(source, **recipe.config)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(source, **recipe.config)
+        except TypeError as error:  # of the model's constructor, which gets what is no field of the configuration
+            raise ValueError(f"`config` of the recipe does not fit {recipe.model}: {error}") from error
     if recipe.retrofit is not None:
         model = retrofit(model, **recipe.retrofit)
     if recipe.lora is not None:
