@@ -189,6 +189,7 @@ class ResidualModel(ResidualPreTrainedModel):
             layer.__class__ = self.layer_class
             layer.connect(self.config, sublayers, i)
         add_residual_connection(self, "output_attn_res", self.config, sublayer=self.config.num_sublayers)
+        vars(self).pop("_no_split_modules", None)  # the backbone's layers, which are of another class now
         self.post_init()
 
     def forward(self, *args, record_depth_attentions: Callable[[tuple[Tensor, ...]], None] | None = None, **kwargs):
@@ -234,6 +235,7 @@ class ResidualForCausalLM(ResidualHead):
         config.check_fields()
         super().__init__(config)
         setattr(self, self.base_model_prefix, self.model_class.from_backbone(self.base_model))
+        vars(self).pop("_no_split_modules", None)
         self.post_init()
 
 

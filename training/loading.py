@@ -6,7 +6,6 @@ configuration or by a retrofit, is written there first.
 
 import math
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
@@ -69,8 +68,6 @@ def load_divided(
     Raises:
         OSError, RuntimeError, ValueError: the model cannot be loaded, or not be divided like this.
     """
-    # FSDP2 warns of an operation in place on what a layer returns, which nothing here does.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if source is not None and not _is_converted(source):
         return AutoModelForCausalLM.from_pretrained(source, distributed_config=division, **config)
     state = PartialState()

@@ -7,6 +7,7 @@ stops the run and names the documents; the log has the expert load, tokens/s and
 import os
 import shutil
 import signal
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -53,6 +54,8 @@ class AttnResTrainer(Trainer):
         self.measured = [Monitor(), ExpertBalance(recipe.expert_balancing)]
         self._saving_in: str | None = None
         callbacks = [*self.measured, self.stopping]
+        # Nothing here works in place on what a layer returns.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self.divided: bool = getattr(model, "is_distributed_loading_by_transformers", False)
         if self.divided:
             arguments.save_only_model = True  # `Trainer` saves no divided optimizer; `_save_checkpoint` does

@@ -1,16 +1,25 @@
 """`attnres.training.train` on CPUs as on GPUs: `many_devices_session.py RECIPE [key=value ...]`, started on each process.
 
-accelerate keeps tensor parallelism and its FSDP2 from CPUs, where both run. What it asks is answered here as on GPUs.
+accelerate keeps its FSDP2 and tensor parallelism from CPUs, although both run there: here it takes them for GPUs.
 """
 
 import sys
 
-from accelerate import ParallelismConfig
+from accelerate import PartialState
+from accelerate.utils import DistributedType
 
 from attnres.training.train import main
 
-# It refuses CPUs, and checks nothing else that these tests set.
-ParallelismConfig._validate_accelerator = lambda self, accelerator: None
+start = PartialState.__init__
+
+
+def start_as_on_gpus(state: PartialState, *args, **kwargs) -> None:
+    start(state, *args, **kwargs)
+    if state.distributed_type == DistributedType.MULTI_CPU:
+        state.distributed_type = DistributedType.MULTI_GPU
+
+
+PartialState.__init__ = start_as_on_gpus
 
 if __name__ == "__main__":
     main(sys.argv[1:])
