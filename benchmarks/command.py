@@ -50,10 +50,14 @@ def run_bench(parts: Sequence[str], setting: Setting, out: Path | None) -> None:
         suffix = "" if setting.device == "cpu" else "-cuda"
         content = about | {"setting": asdict(setting), "others_share": round(busy, 3), "rows": rows}
         store(out / f"{name}{suffix}.json", content)
-        if name == "scaling":
-            scaling.plot(rows, out / f"scaling{suffix}.png")
         readme = HERE / "README.md" if out.resolve() == HERE / "results" else out / "README.md"
-        update_tables(readme, {key + suffix: markdown(table) for key, table in made.items()})
+        shown = {key: markdown(table) for key, table in made.items()}
+        if name == "scaling":
+            figure = out / f"scaling{suffix}.png"
+            scaling.plot(rows, figure)
+            link = figure.resolve().relative_to(readme.parent.resolve()).as_posix()
+            shown |= {"figure": f"![Time that attention residuals add to prefill, measured and predicted]({link})"}
+        update_tables(readme, {f"{key}{suffix}": text for key, text in shown.items()})
 
 
 def collect(name: str, setting: Setting) -> list[dict]:

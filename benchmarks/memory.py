@@ -6,6 +6,7 @@ and of what only the step holds (gradients and activations).
 """
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 
 import torch
@@ -18,6 +19,7 @@ from .shapes import PSEUDOCODE, STANDARD, WITH_PSEUDOCODE, shapes, token_ids, va
 from .timing import Setting
 
 TARGET = 1.05  # of Block AttnRes
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own notes on the terminal
 
 
 def measure(setting: Setting) -> Iterator[dict]:

@@ -18,11 +18,12 @@ from torch import Tensor
 from attnres import depth_attention
 
 from .peers import PEERS, Peer, compiled_reference, gpu_peers
-from .report import cell, make_table
+from .report import cell, make_table, verdict
 from .timing import Setting, Ways, compare, interleave
 
 COMPILED = "torch.compile"
 OURS, BOUND = "ours", "bound"
+TARGET, TARGET_FROM_WIDTH = 1.5, 1024  # of ours / bound
 
 
 @dataclass(frozen=True)
@@ -125,18 +126,34 @@ def _compare(ways: Ways, setting: Setting) -> dict:
 
 
 def tables(rows: list[dict]) -> dict[str, Table]:
-    """A table for each pass and dtype."""
+    """A table for each dtype and pass."""
     ratios = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
+    kinds = dict.fromkeys((row["pass"], row["dtype"]) for row in rows)
     found = {}
-    for dtype in dict.fromkeys(row["dtype"] for row in rows):
-        for name in dict.fromkeys(row["pass"] for row in rows):
-            chosen = [row for row in rows if (row["pass"], row["dtype"]) == (name, dtype)]
-            found[f"ops {name} {dtype}"] = make_table(
-                f"One aggregation, {name}, {dtype}",
-                ["d", "sources", "tokens", *ratios],
-                [
-                    [row["width"], row["sources"], row["tokens"], *(cell(row, ratio) for ratio in ratios)]
-                    for row in chosen
-                ],
-            )
+    for name, dtype in sorted(kinds, key=lambda kind: kind[1] != "float32"):
+        chosen = [row for row in rows if (row["pass"], row["dtype"]) == (name, dtype)]
+        fastest = sum(all(row["ratios"][ratio]["median"] > 1 for ratio in peers_of(row)) for row in chosen)
+        notes = [f"Ours is the fastest in {fastest} of {len(chosen)} rows."]
+        notes += sorted(
+            {f"{peer} did not run: {why}" for row in chosen for peer, why in row.get("missing", {}).items()}
+        )
+        found[f"ops, {name}, {dtype}"] = make_table(
+            f"One aggregation, {name}, {dtype}",
+            ["d", "sources", "tokens", ratios[0], "target", *ratios[1:]],
+            [
+                [row["width"], row["sources"], row["tokens"], cell(row, ratios[0]), judge(row)]
+                + [cell(row, ratio) for ratio in ratios[1:]]
+                for row in chosen
+            ],
+            note=" ".join(notes),
+        )
     return found
+
+
+def peers_of(row: dict) -> list[str]:
+    return [ratio for ratio in row["ratios"] if ratio.endswith(f" / {OURS}")]
+
+
+def judge(row: dict) -> str:
+    ratio = row["ratios"][f"{OURS} / {BOUND}"]["median"]
+    return verdict(ratio, TARGET) if row["width"] >= TARGET_FROM_WIDTH else "-"

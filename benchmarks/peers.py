@@ -4,6 +4,7 @@ All but `inkling2` compute the function of `attnres.depth_attention_reference`.
 """
 
 from collections.abc import Callable, Sequence
+from inspect import isfunction, signature
 
 import torch
 import torch.nn.functional as F
@@ -57,9 +58,15 @@ PEERS: dict[str, Peer] = {"pseudocode": pseudocode, "fla naive": fla_naive, "ink
 
 
 def gpu_peers() -> dict[str, Peer]:
-    """Kernels of the libraries that are installed, by name; none without a GPU."""
+    """Kernels of libraries: the functions of `peers_gpu` that are called as the ones above. None without a GPU."""
     if not torch.cuda.is_available():
         return {}
     from . import peers_gpu
 
-    return peers_gpu.available()
+    arguments = list(signature(pseudocode).parameters)
+    functions = {name: value for name, value in vars(peers_gpu).items() if isfunction(value) and name[0] != "_"}
+    return {
+        name.replace("_", " "): function
+        for name, function in functions.items()
+        if list(signature(function).parameters)[:4] == arguments
+    }

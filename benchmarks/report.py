@@ -18,11 +18,19 @@ def open_console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=150, color_system=None)
 
 
-def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """The first column that holds numbers, and those after it, are aligned to the right."""
-    table, rows = Table(title=title, title_justify="left", box=box.SIMPLE), [list(map(str, row)) for row in rows]
+def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], note: str = "") -> Table:
+    """Columns of numbers are aligned to the right. Below stand how many targets are met, if there are any, and a note.
+
+    Args:
+        rows: cells, which may be numbers; those with a target are from [`verdict`].
+    """
+    rows = [[str(value) for value in row] for row in rows]
+    verdicts = [value.rpartition(" ")[2] for row in rows for value in row if value.endswith((" met", " missed"))]
+    targets = f"Targets met: {verdicts.count('met')} of {len(verdicts)}. " if verdicts else ""
+    table = Table(title=title, caption=(targets + note).strip(), box=box.SIMPLE, title_justify="left")
+    table.caption_justify = "left"
     for i, column in enumerate(columns):
-        is_number = bool(rows) and all(row[i][:1].isdigit() or row[i] in ("", "-") for row in rows)
+        is_number = all(row[i] == "-" or row[i][:1].isdigit() for row in rows)
         table.add_column(column, justify="right" if is_number else "left")
     for row in rows:
         table.add_row(*row)
@@ -30,13 +38,14 @@ def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 
 
 def markdown(table: Table) -> str:
-    """The table in Markdown; its title goes above it."""
+    """The table in Markdown, between its title and its note."""
     shown = Console(file=StringIO(), width=10_000, color_system=None)
-    title, former, table.title, table.box = table.title, table.box, None, box.MARKDOWN
+    title, note, former = table.title, table.caption, table.box
+    table.title, table.caption, table.box = None, None, box.MARKDOWN
     shown.print(table)
-    table.title, table.box = title, former
+    table.title, table.caption, table.box = title, note, former
     lines = [line.strip() for line in shown.file.getvalue().splitlines() if line.strip()]
-    return f"**{title}**\n\n" + "\n".join(lines)
+    return "\n\n".join(part for part in (f"**{title}**", "\n".join(lines), note) if part)
 
 
 def cell(row: Mapping, name: str, digits: int = 2) -> str:
@@ -47,9 +56,10 @@ def cell(row: Mapping, name: str, digits: int = 2) -> str:
     return f"{ratio['median']:.{digits}f} [{ratio['low']:.{digits}f}, {ratio['high']:.{digits}f}]"
 
 
-def verdict(value: float, target: float) -> str:
-    """`<= 1.02 met`, or `<= 1.02 missed`."""
-    return f"<= {target:g} {'met' if value <= target else 'missed'}"
+def verdict(value: float, target: float, at_least: bool = False) -> str:
+    """Such as `<= 1.02 met`, or `>= 4 missed`."""
+    met = value >= target if at_least else value <= target
+    return f"{'>=' if at_least else '<='} {target:g} {'met' if met else 'missed'}"
 
 
 def store(path: Path, content: Mapping) -> None:

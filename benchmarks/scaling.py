@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich.table import Table
@@ -21,6 +22,9 @@ from .models import prefill
 from .report import cell, make_table
 from .shapes import STANDARD, build, connect, llama, token_ids
 from .timing import Setting, compare, interleave
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 BASE = {"layers": 12, "block_size": 4, "width": 512, "tokens": 512}
 PANELS = {
@@ -81,7 +85,7 @@ def tables(rows: list[dict]) -> dict[str, Table]:
     keys = ["layers", "width", "tokens", "block_size"]
     return {
         "scaling": make_table(
-            "Prefill, as a ratio to the standard residual stream, beside the paper's traffic model",
+            "Prefill / standard, and by the paper's traffic model",
             ["panel", "layers", "width", "tokens", "S", "ours / standard", "predicted"],
             [
                 [row["panel"], *(row[key] for key in keys), cell(row, "ours / standard", 3), f"{row['predicted']:.3f}"]
@@ -91,40 +95,36 @@ def tables(rows: list[dict]) -> dict[str, Table]:
     }
 
 
+LABELS = {"layers": "decoder layers", "block_size": "block size S", "width": "hidden size", "tokens": "tokens"}
+COLOURS = {False: "C0", True: "C1"}  # Block, Full
+
+
 def plot(rows: list[dict], path: Path) -> None:
-    """Draw a panel for each of the four, measured (with quartiles) and predicted."""
+    """Draw a panel for each of the four, measured (with quartiles) and predicted; the file appears when it is whole."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
-    from matplotlib.ticker import FixedLocator, NullLocator
 
-    labels = {"layers": "decoder layers", "block_size": "block size S", "width": "hidden size", "tokens": "tokens"}
-    figure, panels = plt.subplots(1, 4, figsize=(14, 3.6), layout="constrained", sharey=True)
-    for axes, (panel, label) in zip(panels, labels.items()):
+    figure, panels = plt.subplots(1, 4, figsize=(14, 3.8), layout="constrained", sharey=True)
+    for axes, panel in zip(panels, LABELS):
         chosen = [row for row in rows if row["panel"] == panel]
-        sizes = sorted({row["block_size"] for row in chosen}) if panel != "block_size" else [None]
-        for size, colour in zip(sizes, ("C1", "C0")):
-            line = sorted((r for r in chosen if size in (None, r["block_size"])), key=lambda r: r[panel])
-            name = {None: "", 1: "Full, "}.get(size, f"Block S={size}, ")
-            x = [row[panel] for row in line]
-            ratios = [row["ratios"]["ours / standard"] for row in line]
-            y = [percent(ratio["median"]) for ratio in ratios]
-            spread = [
-                [(r["median"] - r["low"]) * 100 for r in ratios],
-                [(r["high"] - r["median"]) * 100 for r in ratios],
-            ]
-            axes.errorbar(x, y, spread, marker="o", capsize=3, color=colour, label=f"{name}measured")
-            expected = [percent(row["predicted"]) for row in line]
-            axes.plot(x, expected, "--", color=colour, label=f"{name}traffic model")
+        for is_full in (False, True):
+            line = [row for row in chosen if panel == "block_size" or (row["block_size"] == 1) == is_full]
+            if line and not (panel == "block_size" and is_full):
+                _draw(axes, panel, line, is_full)
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(FixedLocator(sorted({row[panel] for row in chosen})))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter("{x:.0f}")
-        axes.set_xlabel(label)
+        ticks = sorted({row[panel] for row in chosen})
+        blocks = {row[panel]: math.ceil(2 * row["layers"] / row["block_size"]) for row in chosen}
+        names = [f"{tick}\nN={blocks[tick]}" if panel == "block_size" else str(tick) for tick in ticks]
+        axes.set_xticks(ticks, names)
+        axes.minorticks_off()
+        fixed = (f"{chosen[0][key]} {LABELS[key]}" for key in ("layers", "width", "tokens") if key != panel)
+        axes.set_title(", ".join(fixed).replace("decoder ", ""), fontsize=9)
+        axes.set_xlabel(LABELS[panel])
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize=8)
     panels[0].set_ylabel("time added to prefill (%)")
+    panels[0].legend(frameon=False, fontsize=8)
     partial_path = path.with_name(f".{path.name}.partial")
     try:
         figure.savefig(partial_path, dpi=130, format="png")
@@ -132,6 +132,17 @@ def plot(rows: list[dict], path: Path) -> None:
     finally:
         partial_path.unlink(missing_ok=True)
         plt.close(figure)
+
+
+def _draw(axes: "Axes", panel: str, line: list[dict], is_full: bool) -> None:
+    line = sorted(line, key=lambda row: row[panel])
+    x, ratios = [row[panel] for row in line], [row["ratios"]["ours / standard"] for row in line]
+    y = [percent(ratio["median"]) for ratio in ratios]
+    spread = [[100 * abs(ratio[end] - ratio["median"]) for ratio in ratios] for end in ("low", "high")]
+    name = "Full" if is_full else f"Block, S={line[0]['block_size']}"
+    style = {"color": COLOURS[is_full]}
+    axes.errorbar(x, y, spread, marker="o", capsize=3, label=f"{name}: measured", **style)
+    axes.plot(x, [percent(row["predicted"]) for row in line], "--", label=f"{name}: traffic model", **style)
 
 
 def percent(ratio: float) -> float:

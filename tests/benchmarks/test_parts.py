@@ -1,0 +1,87 @@
+"""What the parts say of memory, of delta attention and of traffic holds by itself."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import kda, machine, memory, report, scaling
+
+
+def test_the_peak_is_what_is_held_at_once():
+    def two_then_one() -> torch.Tensor:
+        first, second = torch.zeros(1000), torch.zeros(3000)
+        del first, second
+        return torch.zeros(500)
+
+    before = torch.zeros(10**6)
+    assert memory.peak_bytes(lambda: before.add_(1)) < 100
+    assert memory.peak_bytes(two_then_one) == pytest.approx(16_000, rel=0.02)
+
+
+def test_the_peak_is_the_same_number_each_time():
+    def work() -> None:
+        x = torch.ones(100, 100, requires_grad=True)
+        (x.exp() @ x).sin().sum().backward()
+
+    work()
+    assert len({memory.peak_bytes(work) for _ in range(3)}) == 1
+
+
+def test_both_forms_of_delta_attention_agree_with_the_recurrence_in_float64():
+    inputs = kda.make_inputs(32, 2, 8, 1.0, "cpu")
+    expected = kda.gradients(kda.recurrence, {name: tensor.double() for name, tensor in inputs.items()})
+    for compute in kda.WAYS.values():
+        assert kda.largest_error(kda.gradients(compute, inputs), expected) < 1e-5
+    assert kda.WAYS["ours"] is not kda.WAYS["transformers"]
+
+
+def test_the_traffic_is_that_of_the_table_in_the_paper():
+    assert scaling.traffic(sublayers=128, block_size=16) == 5.5
+    # Groups of 16, as in the table, would make 24.
+    assert scaling.traffic(sublayers=128, block_size=1) == 11 + 12
+
+
+def test_the_prediction_is_the_added_traffic_at_the_speed_of_the_copy():
+    row = {"layers": 64, "block_size": 16, "width": 100, "tokens": 10}
+    row["seconds"] = {"copy": {"median": 2 * scaling.COPY_BYTES / 1e6}, "standard": {"median": 1.0}}  # a MB a second
+    assert scaling.predicted(row) == pytest.approx(1 + 2.5 * 128 * 10 * 100 * 4 / 1e6)
+
+
+def test_a_machine_is_described_with_versions_and_commit():
+    about = machine.describe("cpu")
+    assert about["machine"]["cores"] >= 1
+    assert about["machine"]["memory_gib"] > 0
+    assert about["versions"]["torch"] == torch.__version__
+    assert about.keys() >= {"commit", "dirty", "date"}
+
+
+def test_the_own_work_is_not_that_of_others():
+    others = machine.Others()
+    torch.randn(10**6).sort()
+    assert 0 <= others.share() <= 1
+
+
+def test_a_table_counts_its_targets_and_reads_the_same_in_markdown():
+    rows = [["a", 1, report.verdict(1.0, 1.02)], ["b", 2, report.verdict(2.0, 1.02)]]
+    table = report.make_table("Title", ["name", "value", "target"], rows, note="Note.")
+    text = report.markdown(table)
+    assert text.splitlines()[0] == "**Title**"
+    assert "| a    |     1 | <= 1.02 met    |" in text
+    assert text.splitlines()[-1] == "Targets met: 1 of 2. Note."
+    assert table.title == "Title"
+
+
+def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "ops.json"
+    report.store(path, {"date": "then", "rows": [{"a": 1}, {"b": 2}]})
+    assert json.loads(path.read_text()) == {"date": "then", "rows": [{"a": 1}, {"b": 2}]}
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("attnres.cli_support.os.replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        report.store(path, {"date": "now", "rows": []})
+    assert json.loads(path.read_text())["date"] == "then"
+    assert [file.name for file in tmp_path.iterdir()] == ["ops.json"]

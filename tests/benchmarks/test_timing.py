@@ -1,0 +1,85 @@
+"""Ways take turns, and ratios are those of times that were taken together."""
+
+import gc
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.timing import Ratio, Setting, compare, interleave
+
+SECONDS = st.floats(1e-6, 1e3)
+
+
+@given(
+    ours=SECONDS,
+    theirs=SECONDS,
+    disturbances=st.lists(st.floats(0.1, 100), min_size=1, max_size=9),
+)
+def test_what_slows_down_all_ways_of_a_turn_leaves_the_ratio_as_it_is(ours, theirs, disturbances):
+    ratio = Ratio.of([ours * factor for factor in disturbances], [theirs * factor for factor in disturbances])
+    assert [ratio.low, ratio.median, ratio.high] == pytest.approx([ours / theirs] * 3)
+
+
+def test_a_ratio_is_the_median_of_the_pairs_and_not_the_ratio_of_the_medians():
+    ratio = Ratio.of([1.0, 4.0, 9.0], [1.0, 2.0, 1.0])
+    assert (ratio.low, ratio.median, ratio.high) == (1.5, 2.0, 5.5)
+
+
+def test_values_without_a_partner_are_refused():
+    with pytest.raises(ValueError, match="shorter"):
+        Ratio.of([1.0, 2.0], [1.0])
+
+
+@given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=9))
+def test_the_median_lies_between_the_quartiles_and_they_among_the_ratios(pairs):
+    ratio, ratios = Ratio.of(*zip(*pairs)), [a / b for a, b in pairs]
+    slack = 1e-12 * max(ratios)
+    assert min(ratios) - slack <= ratio.low <= ratio.median + slack
+    assert ratio.median - slack <= ratio.high <= max(ratios) + slack
+
+
+def test_ways_take_turns_after_a_warm_up():
+    seen = []
+    ways = {name: (lambda name=name: seen.append(name)) for name in "ABC"}
+    interleave(ways, Setting(repeats=3), calls=1)
+    warm_up, turns = "".join(seen[:-9]), "".join(seen[-9:])
+    assert turns == "ABCABCABC"
+    assert set(warm_up) == set("ABC")
+
+
+def test_a_time_is_that_of_one_call():
+    times = interleave({"sleep": lambda: time.sleep(0.01)}, Setting(repeats=3), calls=4)["sleep"]
+    assert times.calls == 4
+    assert len(times.wall) == len(times.cpu) == 3
+    assert 0.01 <= min(times.wall) < 0.04
+    assert min(times.cpu) < 0.005  # asleep
+
+
+def test_short_ways_are_called_until_they_can_be_timed():
+    times = interleave({"sleep": lambda: time.sleep(0.001)}, Setting(repeats=1), least_seconds=0.02)["sleep"]
+    assert 2 <= times.calls <= 20
+
+
+def test_garbage_is_collected_between_turns_only():
+    seen = []
+    interleave({"A": lambda: seen.append(gc.isenabled())}, Setting(repeats=2), calls=1)
+    assert seen[-2:] == [False, False]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def test_the_collector_is_back_after_a_failure():
+    warm_up = [None]
+    with pytest.raises(IndexError):
+        interleave({"A": warm_up.pop}, Setting(repeats=1), calls=1)
+    assert gc.isenabled()
+
+
+def test_a_stored_row_has_every_time_and_the_ratios_of_the_ways_that_ran():
+    times = interleave({"ours": lambda: None, "theirs": lambda: None}, Setting(repeats=4))
+    row = compare(times, {"theirs / ours": ("theirs", "ours"), "others / ours": ("others", "ours")})
+    assert row["ratios"].keys() == row["processor_ratios"].keys() == {"theirs / ours"}
+    assert row["ratios"]["theirs / ours"].keys() == {"median", "low", "high"}
+    assert {name: len(value["wall"]) for name, value in row["seconds"].items()} == {"ours": 4, "theirs": 4}
