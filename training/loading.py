@@ -4,7 +4,6 @@ Weights go from the disk to the process that keeps them, so a model that has onl
 configuration or by a retrofit, is written there first.
 """
 
-import math
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import WeightConverter, get_model_conversion_mapping
 from transformers.distributed import DistributedConfig
@@ -27,7 +27,8 @@ def read_division(settings: Mapping[str, Any] | None, num_processes: int) -> Dis
     """The recipe's `distributed` as `transformers` reads it; `None` where the model is not divided.
 
     Raises:
-        ValueError: an unknown field or a wrong value; or another number of processes than the sizes multiply to.
+        ValueError: an unknown field or a wrong value; another number of processes than the sizes multiply to; or an
+            engine of accelerate's that divides the model too.
     """
     if not settings:
         return None
@@ -43,7 +44,12 @@ def read_division(settings: Mapping[str, Any] | None, num_processes: int) -> Dis
         division = DistributedConfig(**settings)
     except (TypeError, ValueError) as error:
         raise ValueError(f"`distributed` of the recipe: {error}") from error
-    size = math.prod((division.dp_size, division.tp_size))
+    for engine in ("FSDP", "DEEPSPEED"):
+        if parse_flag_from_env(f"ACCELERATE_USE_{engine}"):
+            raise ValueError(
+                f"`distributed` of the recipe and accelerate's {engine} would both divide the model: leave out one."
+            )
+    size = division.dp_size * division.tp_size
     if size != num_processes:
         raise ValueError(
             f"`distributed` of the recipe divides the model among {size} processes, but this run has {num_processes}. "

@@ -1,4 +1,4 @@
-"""`attnres.training.train` on CPUs as on GPUs: `many_devices_session.py RECIPE [key=value ...]`, started on each process.
+"""`attnres.training.train` on CPUs as on GPUs: `many_devices_session.py RECIPE [key=value ...]`, in each process.
 
 accelerate keeps its FSDP2 and tensor parallelism from CPUs, although both run there: here it takes them for GPUs.
 """

@@ -1,0 +1,256 @@
+"""A model divided among two processes, on CPUs, trains as in one: FSDP2, tensor and expert parallel."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import attnres.configuration
+from attnres.configuration import load
+from attnres.conversion import retrofit
+from attnres.training.loading import read_division
+from attnres.training.recipe import read_recipe
+
+YAMLS = sorted(Path(attnres.configuration.__file__).with_name("accelerate").glob("*.yaml"))
+SIZES = ("length=64", "batch_size=4", "micro_batch_size=1", "tokens=null", "steps=6", "save_every=3", "log_every=1")
+# A hybrid with balanced experts, that does not exist yet or in the published layout; and a retrofit, with tied weights.
+RUNS = {
+    "scratch": ("pretrain", "model=attnres-tiny", "config={{num_hidden_layers: 4}}", "tokenizer={source}"),
+    "hybrid": ("pretrain", "model={hybrid}"),
+    "retrofit": ("heal", "model={source}", "retrofit={{block_size: 2}}", "attn_res_alone=0.5"),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(assets, tmp_path_factory) -> dict[str, Path]:
+    source, shared = assets / "checkpoints" / "stories260K-hf", tmp_path_factory.mktemp("many-devices")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    torch.manual_seed(0)
+    config = load("attnres-tiny", num_hidden_layers=4, vocab_size=len(tokenizer))
+    AutoModelForCausalLM.from_config(config).save_pretrained(shared / "hybrid")
+    tokenizer.save_pretrained(shared / "hybrid")
+    text = assets / "corpora" / "tinystories" / "valid.txt"
+    return {"source": source, "hybrid": shared / "hybrid", "shared": shared, "text": text}
+
+
+@pytest.fixture(scope="module")
+def arguments(folders) -> Callable[..., list[str]]:
+    """`arguments(run, out, *changes)`: what follows `attnres train`."""
+
+    def build(run: str, out: Path, *changes: str) -> list[str]:
+        recipe = [part.format(**folders) for part in RUNS[run]]
+        data = (f"train={folders['text']}", f"out={out}", "optimizer=adamw", "learning_rate=3e-4")
+        return [*recipe, *data, *SIZES, *changes]
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def single(folders, arguments) -> Callable[[str], Path]:
+    """`single(run)`: what one process writes."""
+
+    def out_of(run: str) -> Path:
+        out = folders["shared"] / f"{run}-on-one"
+        if not out.exists():
+            finish(subprocess.Popen([sys.executable, "-m", "attnres", "train", *arguments(run, out)], **PIPES))
+        return out
+
+    return out_of
+
+
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "stdin": subprocess.DEVNULL}
+
+
+def launch(arguments: list[str], config: str = "ddp", as_on_gpus: bool = False) -> subprocess.Popen:
+    """Start two processes by one of the YAMLs, in full precision."""
+    (path,) = [path for path in YAMLS if path.stem == config]
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", path, "--num_processes", "2"]
+    launcher += ["--mixed_precision", "no", "--main_process_port", "0"]
+    session = Path(__file__).with_name("many_devices_session.py")
+    script = [session] if as_on_gpus else ["-m", "attnres.training.train"]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen([sys.executable, *map(str, launcher + script), *arguments], env=environment, **PIPES)
+
+
+def finish(process: subprocess.Popen, code: int = 0) -> tuple[str, str]:
+    """What it wrote on the screen."""
+    with process:
+        try:
+            output, errors = process.communicate(timeout=300)
+        finally:
+            kill(process)
+    assert (process.returncode == 0) == (code == 0), errors[-4000:]
+    return output, errors
+
+
+def kill(process: subprocess.Popen) -> None:
+    """The launcher and all that it started."""
+    if process.poll() is None:
+        root = psutil.Process(process.pid)
+        for one in (*root.children(recursive=True), root):
+            one.kill()
+
+
+def results(out: Path) -> dict:
+    return json.loads((out / "results.json").read_text())
+
+
+def assert_same_run(out: Path, expected: Path, tolerance: float = 1e-4) -> None:
+    """The loss curves, and model directories with the same files, configuration and weights."""
+    for curve in ("training_loss", "held_out_losses"):
+        for (step, loss), point in zip(results(out)[curve], results(expected)[curve], strict=True):
+            assert [step, pytest.approx(loss, abs=tolerance)] == point
+    models = [folder / "model" for folder in (out, expected)]
+    assert len({tuple(sorted(path.name for path in model.iterdir())) for model in models}) == 1
+    assert len({(model / "config.json").read_text() for model in models}) == 1
+    found, weights = (load_file(model / "model.safetensors") for model in models)
+    assert found.keys() == weights.keys()
+    for name in weights:
+        difference = (found[name] - weights[name]).abs().float()
+        assert difference.mean() <= tolerance / 100, name
+        # Where a gradient is as small as rounding, AdamW's step may have either sign: a few numbers in all.
+        assert (difference > tolerance).float().mean() <= tolerance * 10, name
+    assert not list(out.glob(".*"))
+    AutoModelForCausalLM.from_pretrained(models[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "run, config, distributed, as_on_gpus",
+    [
+        ("retrofit", "ddp", None, False),
+        ("retrofit", "fsdp2", None, True),
+        ("retrofit", "ddp", "{fsdp_size: 2}", False),
+        ("hybrid", "tensor_parallel", "{fsdp_size: 2, ep_size: 2}", False),
+        ("hybrid", "tensor_parallel", "{tp_size: 2}", True),
+    ],
+)
+def test_two_processes_compute_what_one_does(run, config, distributed, as_on_gpus, single, arguments, tmp_path):
+    """Each of them half of the batch; or, with divided matrices, its half of them on all of it."""
+    out = tmp_path / "out"
+    changes = (f"distributed={distributed}",) if distributed else ()
+    output, _ = finish(launch(arguments(run, out, *changes), config, as_on_gpus))
+    assert output.count("Written to") == 1
+    assert_same_run(out, single(run))
+    weights = load_file(out / "checkpoint-3" / "model.safetensors") if distributed is None else None
+    if weights is None:  # each process has written its part, the AttnRes vectors among them
+        shards = sorted((out / "checkpoint-3").glob("shard-*.safetensors"))
+        assert len(shards) == 2
+        assert any("_res_" in name for name in load_file(shards[0]))
+
+
+@pytest.mark.slow
+def test_a_divided_run_goes_on_bit_for_bit_after_a_kill_and_after_a_signal(single, arguments, tmp_path):
+    outs = [tmp_path / name for name in ("stopped", "expected")]
+    finish(launch(arguments("scratch", outs[1], "distributed={fsdp_size: 2}")))
+    assert_same_run(outs[1], single("scratch"))
+
+    command = arguments("scratch", outs[0], "distributed={fsdp_size: 2}")
+    process = launch(command)
+    while not (outs[0] / "checkpoint-3").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    kill(process)
+    process.communicate()
+    assert not (outs[0] / "results.json").exists()
+
+    process = launch(command)
+    while not (line := process.stdout.readline()).startswith("step 4:"):
+        assert line
+    second = next(p for p in psutil.Process(process.pid).children() if p.environ().get("RANK") == "1")
+    second.send_signal(signal.SIGTERM)  # to one of them
+    output, _ = finish(process, code=143)
+    assert "The same command goes on from there." in output
+
+    output, _ = finish(launch(command))
+    assert "Going on from" in output
+    assert_same_run(*outs, tolerance=0)
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_ends_a_divided_run_with_its_documents(arguments, tmp_path):
+    changes = ("attn_res_alone=0", "learning_rate=1e18", "save_every=1", "distributed={fsdp_size: 2}")
+    _, errors = finish(launch(arguments("retrofit", tmp_path / "out", *changes)), code=1)
+    lines = [line for line in errors.splitlines() if line.startswith("attnres: the loss is ")]
+    assert lines and all("valid.txt:" in line and "checkpoint-" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ("{fsdp_sise: 2}", "cannot have `fsdp_sise`. Did you mean `fsdp_size`?"),
+        ("{pp_size: 2}", "cannot have `pp_size`."),
+        ("{fsdp_size: two}", "`fsdp_size` of the recipe's `distributed` is 'two', but must be a number of processes."),
+        ("{tp_size: 0}", "must be >= 1, got 0"),
+        ("{fsdp_size: 4, ep_size: 3}", "`ep_size` must divide"),
+        ("{fsdp_size: 2}", "among 2 processes, but this run has 1. Start it by `accelerate launch --multi_gpu "),
+        ("{fsdp_size: 2, tp_size: 2}", "among 4 processes, but this run has 1."),
+    ],
+)
+def test_a_division_that_cannot_be_is_refused(settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_division(yaml.safe_load(settings), 1)
+
+
+def test_a_division_by_two_engines_is_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="accelerate's FSDP would both divide the model"):
+        read_division({"fsdp_size": 2}, 2)
+
+
+def test_a_model_that_is_not_divided_needs_no_division():
+    assert read_division(None, 2) is None
+    assert read_division({"fsdp_size": 1}, 1) is None
+
+
+def test_adapters_of_a_divided_model_are_refused():
+    changes = ("model=x", "train=y", "out=z", "distributed={fsdp_size: 2}")
+    with pytest.raises(ValueError, match="leave out `lora` or `distributed`"):
+        read_recipe("lora", changes)
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
+def test_accelerate_knows_every_key_of_the_configurations(path):
+    config = load_config_from_file(str(path))  # refuses unknown ones, but not inside of the engines' own parts
+    options = {action.dest for action in launch_command_parser()._actions}
+    assert {*config.fsdp_config, *config.deepspeed_config} <= options
+    assert path.read_text().startswith("# ")
+
+
+@pytest.fixture
+def one_process():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_sharded_model_is_saved_with_its_own_code(tiny_model, one_process, tmp_path):
+    tiny_model().save_pretrained(tmp_path / "whole")
+    fully_shard(model := tiny_model())
+    state = {name: tensor.full_tensor() for name, tensor in model.named_parameters()}
+    model.save_pretrained(tmp_path / "sharded", state_dict=model.state_dict() | state)
+    files = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("whole", "sharded")]
+    assert files[0] == files[1]
+
+
+def test_engines_that_wrap_layers_find_those_of_the_family(tiny_model, assets):
+    models = (tiny_model(), retrofit(str(assets / "checkpoints" / "stories260K-hf")))
+    for model, name in zip(models, ("AttnResDecoderLayer", "AttnResLlamaDecoderLayer"), strict=True):
+        for part in (model, model.model):
+            assert set(part._no_split_modules) == {name}
+        assert {type(layer).__name__ for layer in model.model.layers} == {name}
