@@ -96,6 +96,18 @@ def test_a_connection_of_the_benchmark_is_the_one_that_is_asked_for():
     assert connect(standard, full=True).config.attn_res_block_size == 1
 
 
+def test_on_a_gpu_the_kernels_of_libraries_are_peers_too(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = peers.gpu_peers()
+    assert {"fla fused", "liger", "flash attn res"} <= found.keys()
+    assert not [name for name in found if name.startswith("_")]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_they_are_not():
+    assert peers.gpu_peers() == {}
+
+
 def test_a_peer_that_cannot_run_is_named_and_the_others_are_measured(monkeypatch):
     def broken(*arguments):
         raise RuntimeError("no compiler\nin sight")
