@@ -99,17 +99,15 @@ def forward_and_backward(inputs: Inputs, peers: dict[str, Peer]) -> Ways:
 
     def step(function: Peer) -> None:
         result = inputs.call(function)
-        torch.autograd.grad(
-            result, leaves, inputs.grad.to(result.dtype), allow_unused=True
-        )  # one returns bfloat16 only
+        grad = inputs.grad.to(result.dtype)  # a library's result is always bfloat16
+        torch.autograd.grad(result, leaves, grad, allow_unused=True)
 
     def copy() -> None:
         inputs.copy("forward")
         inputs.copy("backward")
 
-    return {BOUND: copy} | {
-        name: partial(step, function) for name, function in ({OURS: depth_attention} | peers).items()
-    }
+    functions = {OURS: depth_attention} | peers
+    return {BOUND: copy} | {name: partial(step, function) for name, function in functions.items()}
 
 
 def _compare(ways: Ways, setting: Setting) -> dict:
