@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -283,6 +284,8 @@ def python(*arguments: str, **environment: str) -> str:
 @needs_triton
 @pytest.mark.slow
 def test_the_kernels_in_tritons_interpreter():
+    if tuple(map(int, version("triton").split(".")[:2])) < (3, 9):
+        pytest.skip("older interpreters cannot loop with the numpy of today")
     root = Path(__file__).parents[2]
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(root)]
     report = python("-m", "pytest", *options, str(Path(__file__)), TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")

@@ -1,0 +1,38 @@
+"""A model on a machine with kernel packages but no GPU; run by `test_kernel_packages.py`.
+
+kernel_packages_session.py train FOLDER     with `attnres`: train a step, generate, save the model and what it says
+kernel_packages_session.py load FOLDER      without it: load the model from there, and compare
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+step, folder = sys.argv[1], Path(sys.argv[2])
+ids = torch.arange(3, 3 + 2 * 70).reshape(2, 70)  # more than a chunk of delta attention
+
+if step == "train":
+    from attnres import AttnResForCausalLM
+    from attnres.configuration import load
+    from attnres.kernels_attnres import kernels_available
+
+    assert not kernels_available("cpu") and not kernels_available("cuda")
+    torch.manual_seed(0)
+    model = AttnResForCausalLM(load("attnres-tiny"))
+    model(ids, labels=ids).loss.backward()
+    assert all(parameter.grad is not None for name, parameter in model.named_parameters() if "_res_" in name)
+    model.eval().save_pretrained(folder)
+else:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert "transformers_modules" in type(model).__module__
+
+with torch.no_grad():
+    seen = [model(ids).logits, model.generate(ids, max_new_tokens=3, do_sample=False)]
+if step == "train":
+    torch.save(seen, folder / "seen.pt")
+else:
+    assert all(map(torch.equal, seen, torch.load(folder / "seen.pt")))
+print(sorted(name for name in ("triton", "fla", "causal_conv1d") if name in sys.modules))
