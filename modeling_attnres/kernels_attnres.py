@@ -37,14 +37,17 @@ def kernels_available(device: torch.device | str, width: int = 1) -> bool:
     No without Triton, without a GPU, with a driver too old for it, or without the C compiler that it needs.
     """
     device = torch.device(device)
-    return forward_kernel is not None and device.type == "cuda" and width <= MAX_WIDTH and _trial(device)
+    is_possible = forward_kernel is not None and device.type == "cuda" and width <= MAX_WIDTH
+    return is_possible and torch.cuda.is_available() and _run_on(device)
 
 
 @torch.compiler.assume_constant_result
+def _run_on(device: torch.device) -> bool:
+    return _trial(device)  # apart, since `torch.compile` looks through a cache
+
+
 @functools.cache
 def _trial(device: torch.device) -> bool:
-    if not torch.cuda.is_available():
-        return False
     try:
         ones = torch.ones(2, 5, device=device)
         result, _ = fused_depth_attention(ones[0], 1e-6, True, ones, ones)

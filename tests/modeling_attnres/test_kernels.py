@@ -231,6 +231,7 @@ def test_in_an_empty_block_the_first_output_is_the_partial_sum():
 @pytest.mark.slow
 def test_torch_compile_takes_them_whole_and_for_any_number_of_tokens():
     def attend(query: Tensor, sources: list[Tensor], is_sum: bool) -> tuple[Tensor, Tensor]:
+        assert kernels_attnres._run_on(query.device)
         result, weights = fused(1.5 * query, [2 * sources[0], *sources[1:]], is_sum)
         return result + 1, weights
 
