@@ -47,7 +47,8 @@ def flash_attn_res(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Te
     All sources of a token are held at once: many registers. Kernels are made for each number of tokens.
 
     Raises:
-        ValueError: the width is not a power of two. Its kernels take no other.
+        ValueError: the width is not a power of two: its kernels take no other. Or, of version 0.1.12, on importing it
+            with Triton 3.9, which refuses a name among its tuning keys; Triton 3.4 and 3.6 do not.
     """
     from flash_attn_res import phase_1_batched_attention_triton_op
 
