@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.utils.generic import maybe_autocast
 
+from .cpu_kernels_attnres import cpu_kernels_serve, depth_attention_on_cpu
+
 
 def depth_attention_reference(
     query: Tensor,
@@ -24,7 +26,8 @@ def depth_attention_reference(
     return_weights: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The readable form of [`depth_attention`]: same arguments, same result, no attention to cost."""
-    dtype, stat_dtype = _check(query, sources, key_norm_weight, scale)
+    _check(query, sources, key_norm_weight, scale)
+    dtype, stat_dtype = _dtypes(sources)
     values = torch.stack([source.to(stat_dtype) for source in sources])  # (n, ..., D)
     key_norm_weight = None if key_norm_weight is None else key_norm_weight.to(stat_dtype)
     keys = F.rms_norm(values, values.shape[-1:], key_norm_weight, eps)
@@ -64,14 +67,41 @@ def depth_attention(
     Raises:
         ValueError: no source, a shape that does not fit, or an unknown scale.
     """
-    dtype, stat_dtype = _check(query, sources, key_norm_weight, scale)
-    scaled_query = query.to(stat_dtype)
+    _check(query, sources, key_norm_weight, scale)
+    result, weights = attend(query, sources, key_norm_weight, eps, scale == "sum")
+    return (result, weights) if return_weights else result
+
+
+def attend(
+    query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor | None, eps: float, is_sum: bool
+) -> tuple[Tensor, Tensor]:
+    """[`depth_attention`] of arguments that fit each other, with the weights, by what is fastest for them."""
+    dtype, stat_dtype = _dtypes(sources)
+    query = query.to(stat_dtype)
     if key_norm_weight is not None:
-        scaled_query = scaled_query * key_norm_weight.to(stat_dtype)
-    # Under autocast the products below would fall to half precision.
-    with maybe_autocast(scaled_query.device.type, enabled=False):
-        result, weights = _DepthAttention.apply(scaled_query, eps, scale == "sum", *sources)
-    return (result.to(dtype), weights) if return_weights else result.to(dtype)
+        query = query * key_norm_weight.to(stat_dtype)
+    if cpu_kernels_serve(query, sources):
+        return depth_attention_on_cpu(query, eps, is_sum, *sources)
+    # Under autocast the products would fall to half precision.
+    with maybe_autocast(query.device.type, enabled=False):
+        if not torch.is_grad_enabled() and len(sources) * sources[0].numel() <= _FEW_ELEMENTS:
+            result, weights = _attend_stacked(query, eps, is_sum, sources)
+        else:
+            result, weights = _DepthAttention.apply(query, eps, is_sum, *sources)
+    return result.to(dtype), weights
+
+
+# Of all sources. Up to so many, operations cost more than what they move, and stacked sources need fewer.
+_FEW_ELEMENTS = 1 << 17
+
+
+def _attend_stacked(query: Tensor, eps: float, is_sum: bool, sources: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    shape, n = sources[0].shape, len(sources)
+    stacked = torch.stack([source.to(query.dtype) for source in sources]).view(n, -1, shape[-1])
+    logits = (stacked @ query).mul_(_inverse_rms(stacked, eps, query.dtype))  # (n, tokens)
+    weights = logits.softmax(0)
+    result = torch.bmm(weights.t().unsqueeze(1), stacked.transpose(0, 1)).view(shape)
+    return (result.mul_(n) if is_sum else result), weights.view(n, *shape[:-1])
 
 
 class _DepthAttention(torch.autograd.Function):
@@ -142,27 +172,31 @@ def _inverse_rms(source: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     return (norm.square() / source.shape[-1] + eps).rsqrt()
 
 
-def _check(
-    query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor | None, scale: str
-) -> tuple[torch.dtype, torch.dtype]:
-    """Check the arguments; return the dtype of the result and that of the statistics."""
+def _dtypes(sources: Sequence[Tensor]) -> tuple[torch.dtype, torch.dtype]:
+    """The dtype of the result, and that of the statistics."""
+    dtype = sources[0].dtype
+    for source in sources[1:]:
+        if source.dtype != dtype:
+            dtype = torch.promote_types(dtype, source.dtype)
+    return dtype, torch.promote_types(dtype, torch.float32)
+
+
+def _check(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor | None, scale: str) -> None:
     if scale not in ("mean", "sum"):
         raise ValueError(f"`scale` is {scale!r}, but must be one of 'mean', 'sum'.")
     if len(sources) == 0:
         raise ValueError("`sources` is empty, but depth attention needs at least one source (the embedding).")
-    shape, dtype = sources[0].shape, sources[0].dtype
+    shape = sources[0].shape
     if not shape:
         raise ValueError("source 0 has shape (), but a source must be [..., D].")
     for i, source in enumerate(sources):
         if source.shape != shape:
             raise ValueError(f"source {i} has shape {tuple(source.shape)}, but source 0 has {tuple(shape)}.")
-        dtype = torch.promote_types(dtype, source.dtype)
     for name, vector in (("query", query), ("key_norm_weight", key_norm_weight)):
         if vector is not None and vector.shape != shape[-1:]:
             raise ValueError(
                 f"`{name}` has shape {tuple(vector.shape)}, but must be [{shape[-1]}], the sources' width."
             )
-    return dtype, torch.promote_types(dtype, torch.float32)
 
 
-__all__ = ["depth_attention", "depth_attention_reference"]
+__all__ = ["attend", "depth_attention", "depth_attention_reference"]

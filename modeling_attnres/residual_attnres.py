@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from .functional_attnres import depth_attention
+from .functional_attnres import attend
 
 # The embedding `[batch, seq, hidden]` before the first sublayer; after it, what the connection's `write` returned:
 # a tensor of that shape, or a flat tuple of them.
@@ -70,9 +70,7 @@ class AttnRes(ResidualConnection):
 
     def forward(self, state: DepthState, norm_weight: Tensor) -> tuple[Tensor, Tensor]:
         sources = state if isinstance(state, tuple) else (state,)
-        return depth_attention(
-            self.weight.squeeze(0), sources, norm_weight, self.eps, scale=self.scale, return_weights=True
-        )
+        return attend(self.weight.squeeze(0), sources, norm_weight, self.eps, self.scale == "sum")
 
     def write(self, state: DepthState, output: Tensor) -> tuple[Tensor, ...]:
         sources = state if isinstance(state, tuple) else (state,)

@@ -1,0 +1,186 @@
+"""The loops of `cpu_kernels_attnres`, compiled by `numba` for the processor at hand: seconds at first, then cached.
+
+All take the address of what [`cpu_kernels_attnres._run`] wrote: sizes, and the addresses of tensors. Statistics are in
+float32; rows of bfloat16 are converted as they are read and written.
+"""
+
+try:
+    import numba
+    import numpy as np
+    from numba.core import types
+    from numba.extending import intrinsic
+except ImportError as error:  # within `try`: for who loads this file as remote code, these packages are optional
+    raise ImportError("the kernels for CPUs need `numba`") from error
+
+
+@intrinsic
+def _pointer(typing_context, address, like):
+    """The number `address` as a pointer to what `like` is."""
+
+    def generate(context, builder, signature, values):
+        return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(like)(types.int64, like), generate
+
+
+@intrinsic
+def _bits(typing_context, number):
+    """The bits of a float32 as uint32, and those of a uint32 as float32."""
+    other = types.uint32 if number == types.float32 else types.float32
+
+    def generate(context, builder, signature, values):
+        return builder.bitcast(values[0], context.get_value_type(signature.return_type))
+
+    return other(number), generate
+
+
+# Sums over a row in any order, for vector instructions. Nothing that makes `n / n` differ from one.
+_jit = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+_parallel_jit = numba.njit(cache=True, nogil=True, parallel=True)
+
+
+@_jit
+def _vector(address, width):
+    return numba.carray(_pointer(address, np.float32(0)), (width,))
+
+
+@_jit
+def _arguments(address, others, each):
+    """What [`_run`] wrote there, with the addresses of `others`, and of `each` of the sources."""
+    n = numba.carray(_pointer(address, np.int64(0)), (5,))[2]
+    numbers = numba.carray(_pointer(address, np.int64(0)), (5 + others + each * n,))
+    return numbers[0], numbers[1], n, numbers[3] != 0, numbers[4] != 0, numbers[5:]
+
+
+@_jit
+def _row(address, token, width, is_half, buffer):
+    """A token's row of a source in float32; one of bfloat16 is written to the `buffer`."""
+    if not is_half:
+        return _vector(address + token * width * 4, width)
+    half = numba.carray(_pointer(address + token * width * 2, np.uint16(0)), (width,))
+    for d in range(width):
+        buffer[d] = _bits(np.uint32(half[d] << 16))
+    return buffer
+
+
+@_jit
+def _store(row, address, token, width):
+    """A row of float32 to one of bfloat16, rounded to the nearest, and to even between two."""
+    half = numba.carray(_pointer(address + token * width * 2, np.uint16(0)), (width,))
+    for d in range(width):
+        bits = _bits(row[d])
+        half[d] = np.uint16((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 if row[d] == row[d] else 0x7FC0)
+
+
+@_jit
+def _softmax(logits, is_sum, weights, mixing):
+    """Weights, and what the sources are multiplied by: exactly one at equal logits, if it is the sum."""
+    largest, total = logits.max(), np.float32(0)
+    for i in range(len(logits)):
+        weights[i] = np.exp(logits[i] - largest)
+        total += weights[i]
+    for i in range(len(logits)):
+        mixing[i] = weights[i] * (np.float32(len(logits)) if is_sum else np.float32(1)) / total
+        weights[i] = weights[i] / total
+
+
+@_jit
+def _logits(addresses, token, width, eps, is_half, query, buffers, logits, inverse_rms):
+    for i in range(len(addresses)):
+        row = _row(addresses[i], token, width, is_half, buffers[i if is_half else 0])
+        dot, square = np.float32(0), np.float32(0)
+        for d in range(width):
+            dot += row[d] * query[d]
+            square += row[d] * row[d]
+        inverse_rms[i] = np.float32(1) / np.sqrt(square / np.float32(width) + np.float32(eps))
+        logits[i] = dot * inverse_rms[i]
+
+
+@_jit
+def forward_chunk(chunk, chunks, arguments, eps):
+    tokens, width, n, is_sum, is_half, addresses = _arguments(arguments, 3, 1)
+    query, all_weights = _vector(addresses[0], width), _vector(addresses[2], n * tokens)
+    sources = addresses[3:]
+    logits, inverse_rms, weights, mixing = np.empty((4, n), np.float32)
+    buffers = np.empty((n if is_half else 1, width), np.float32)
+    own_result = np.empty(width if is_half else 0, np.float32)
+    for token in range(chunk * tokens // chunks, (chunk + 1) * tokens // chunks):
+        _logits(sources, token, width, eps, is_half, query, buffers, logits, inverse_rms)
+        _softmax(logits, is_sum, weights, mixing)
+        result = own_result if is_half else _vector(addresses[1] + token * width * 4, width)
+        for i in range(n):
+            all_weights[i * tokens + token] = weights[i]
+            row = buffers[i] if is_half else _vector(sources[i] + token * width * 4, width)
+            if i == 0:
+                for d in range(width):
+                    result[d] = mixing[i] * row[d]
+            else:
+                for d in range(width):
+                    result[d] += mixing[i] * row[d]
+        if is_half:
+            _store(result, addresses[1], token, width)
+
+
+@_jit
+def backward_chunk(chunk, chunks, arguments, eps):
+    tokens, width, n, is_sum, is_half, addresses = _arguments(arguments, 4, 2)
+    query, grad_query = _vector(addresses[0], width), _vector(addresses[3] + chunk * width * 4, width)
+    sources, grad_sources = addresses[4 : 4 + n], addresses[4 + n :]
+    logits, inverse_rms, weights, mixing = np.empty((4, n), np.float32)
+    similarity, weight_grads = np.empty(n, np.float32), np.zeros(n, np.float32)
+    buffers = np.empty((n if is_half else 1, width), np.float32)
+    grad_buffer = np.empty(width if is_half else 0, np.float32)
+    own_result = np.empty(width if is_half else 0, np.float32)
+    for token in range(chunk * tokens // chunks, (chunk + 1) * tokens // chunks):
+        _logits(sources, token, width, eps, is_half, query, buffers, logits, inverse_rms)
+        _softmax(logits, is_sum, weights, mixing)
+        grad = _row(addresses[1], token, width, is_half, grad_buffer)
+        mean_similarity, mean_weight_grad = np.float32(0), np.float32(0)
+        for i in range(n):
+            row = buffers[i] if is_half else _vector(sources[i] + token * width * 4, width)
+            dot = np.float32(0)
+            for d in range(width):
+                dot += row[d] * grad[d]
+            similarity[i] = dot
+            mean_similarity += weights[i] * dot
+            if addresses[2]:
+                weight_grads[i] = _vector(addresses[2] + (i * tokens + token) * 4, 1)[0]
+                mean_weight_grad += weights[i] * weight_grads[i]
+        for i in range(n):
+            grad_logit = mixing[i] * (similarity[i] - mean_similarity)
+            grad_logit += weights[i] * (weight_grads[i] - mean_weight_grad)
+            along_query = grad_logit * inverse_rms[i]
+            along_source = -grad_logit * logits[i] * inverse_rms[i] * inverse_rms[i] / np.float32(width)
+            row = buffers[i] if is_half else _vector(sources[i] + token * width * 4, width)
+            for d in range(width):
+                grad_query[d] += along_query * row[d]
+            if grad_sources[i]:
+                result = own_result if is_half else _vector(grad_sources[i] + token * width * 4, width)
+                for d in range(width):
+                    result[d] = mixing[i] * grad[d] + along_query * query[d] + along_source * row[d]
+                if is_half:
+                    _store(result, grad_sources[i], token, width)
+
+
+@_parallel_jit
+def forward_chunks(chunks, arguments, eps):
+    for chunk in numba.prange(chunks):
+        forward_chunk(chunk, chunks, arguments, eps)
+
+
+@_parallel_jit
+def backward_chunks(chunks, arguments, eps):
+    for chunk in numba.prange(chunks):
+        backward_chunk(chunk, chunks, arguments, eps)
+
+
+def run(is_forward: bool, chunks: int, arguments: int, eps: float, threads: int) -> None:
+    """Run the forward or backward loops over all chunks, on as many threads as PyTorch uses."""
+    if chunks == 1:
+        (forward_chunk if is_forward else backward_chunk)(0, 1, arguments, eps)
+    elif chunks:
+        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+        (forward_chunks if is_forward else backward_chunks)(chunks, arguments, eps)
+
+
+__all__ = ["run"]
