@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.utils.generic import maybe_autocast
 
 from .cpu_kernels_attnres import cpu_kernels_serve, depth_attention_on_cpu
+from .kernels_attnres import fused_depth_attention, kernels_available
 
 
 def depth_attention_reference(
@@ -82,6 +83,8 @@ def attend(
         query = query * key_norm_weight.to(stat_dtype)
     if cpu_kernels_serve(query, sources):
         return depth_attention_on_cpu(query, eps, is_sum, *sources)
+    if stat_dtype == torch.float32 and kernels_available(query.device, len(query)):
+        return fused_depth_attention(query, eps, is_sum, *sources)
     # Under autocast the products would fall to half precision.
     with maybe_autocast(query.device.type, enabled=False):
         if not torch.is_grad_enabled() and len(sources) * sources[0].numel() <= _FEW_ELEMENTS:

@@ -11,8 +11,9 @@ exceeds one, however strong it is, and no sum is ever the difference of larger o
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
-from importlib.util import find_spec
+from importlib import import_module
 from types import FunctionType
 
 import torch
@@ -129,7 +130,7 @@ def _where_no_kernel_applies(name: str, package: str, plain: Callable | None = N
     chosen = getattr(kimi_linear, name)
     plain = plain or inspect.unwrap(chosen)
     understood = inspect.signature(plain).parameters
-    has_package = find_spec(package) is not None
+    has_package = torch.accelerator.is_available() and _can_be_imported(package)
 
     @wraps(plain)
     def function(tensor: Tensor, *args, **kwargs):
@@ -139,6 +140,13 @@ def _where_no_kernel_applies(name: str, package: str, plain: Callable | None = N
         return plain(tensor, *args, **{key: value for key, value in kwargs.items() if key in understood})
 
     return function
+
+
+def _can_be_imported(package: str) -> bool:
+    """What is installed may lack its own dependencies; `transformers` takes its slow fallback then."""
+    with suppress(ImportError):
+        return bool(import_module(package))
+    return False
 
 
 chunk_kimi_delta_attention = _where_no_kernel_applies("chunk_kimi_delta_attention", "fla", chunk_kda)
