@@ -209,7 +209,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m attnres.training.compare", description=__doc__.split("\n")[0])
     parser.add_argument("--corpus", type=Path, required=True, help="directory with train.txt and valid.txt")
     parser.add_argument("--tokens", type=int, default=2**21, help="of each reported run")
-    parser.add_argument("--sweep-tokens", type=int, default=2**18, help="of each run that chooses a rate")
+    parser.add_argument("--sweep-tokens", type=int, default=2**20, help="of each run that chooses a rate")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--results", type=Path, default=Path("training/results/compare.json"))
     parser.add_argument("--tables", type=Path, default=Path("training/RESULTS.md"), help="Markdown file to update")
