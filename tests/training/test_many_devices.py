@@ -154,12 +154,15 @@ def test_two_processes_compute_what_one_does(run, config, distributed, as_on_gpu
 
 
 @pytest.mark.slow
-def test_a_divided_run_goes_on_bit_for_bit_after_a_kill_and_after_a_signal(single, arguments, tmp_path):
+@pytest.mark.parametrize("distributed", [(), ("distributed={fsdp_size: 2}",)], ids=["whole", "divided"])
+def test_a_run_of_two_processes_goes_on_bit_for_bit_after_a_kill_and_after_a_signal(
+    distributed, single, arguments, tmp_path
+):
     outs = [tmp_path / name for name in ("stopped", "expected")]
-    finish(launch(arguments("scratch", outs[1], "distributed={fsdp_size: 2}")))
+    finish(launch(arguments("scratch", outs[1], *distributed)))
     assert_same_run(outs[1], single("scratch"))
 
-    command = arguments("scratch", outs[0], "distributed={fsdp_size: 2}")
+    command = arguments("scratch", outs[0], *distributed)
     process = launch(command)
     while not (outs[0] / "checkpoint-3").exists():
         assert process.poll() is None

@@ -1,7 +1,6 @@
 """`attnres train` from end to end, in processes of its own: a real checkpoint on real text."""
 
 import json
-import os
 import resource
 import signal
 import subprocess
@@ -297,49 +296,3 @@ def test_conversations_train_the_assistants_part(command, folders, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [loss for _, loss in results(tmp_path / "out")["training_loss"]]
     assert losses[-1] < 0.8 * losses[0]
-
-
-# Several processes
-
-
-def launched(arguments: list[str]) -> list[str]:
-    """The same command over two processes."""
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_machines", "1", "--num_processes", "2"]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    return [sys.executable, *launch, "-m", "attnres.training.train", *arguments[4:]]
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_two_processes_compute_what_one_does(name, uninterrupted, command, tmp_path):
-    """Each of them half of the batch, which is of four sequences."""
-    out = tmp_path / "out"
-    changes = ("optimizer=adamw",) if name == "pretrain" else ()
-    single = uninterrupted[name]
-    if changes:
-        single = tmp_path / "single"
-        assert run(command(name, single, *changes)).returncode == 0
-    done = run(launched(command(name, out, *changes)))
-    assert done.returncode == 0, done.stderr[-3000:]
-    for (step, loss), (_, expected) in zip(
-        results(out)["training_loss"], results(single)["training_loss"], strict=True
-    ):
-        assert loss == pytest.approx(expected, abs=1e-4), step
-    assert results(out)["held_out_loss"] == pytest.approx(results(single)["held_out_loss"], abs=1e-4)
-    assert done.stdout.count("Written to") == 1
-    AutoModelForCausalLM.from_pretrained(out / "model")
-
-
-def test_a_killed_run_of_two_processes_goes_on_bit_for_bit(command, tmp_path):
-    outs = [tmp_path / name for name in ("killed", "expected")]
-    with subprocess.Popen(
-        launched(command("heal", outs[0])),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    ) as process:
-        wait_for(outs[0] / "checkpoint-4", process)
-        os.killpg(process.pid, signal.SIGKILL)
-    for out in outs:
-        done = run(launched(command("heal", out)))
-        assert done.returncode == 0, done.stderr[-3000:]
-    assert_same_run(*outs)
