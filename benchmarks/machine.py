@@ -11,7 +11,7 @@ import psutil
 import torch
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("attnres", "torch", "transformers", "triton", "fla-core", "flash-attn-res", "liger-kernel")
+PACKAGES = ("attnres", "torch", "transformers", "numba", "triton", "fla-core", "flash-attn-res", "liger-kernel")
 
 
 def describe(device: str) -> dict:

@@ -43,7 +43,7 @@ RESIDUAL_TRAFFIC = 3
 def measure(setting: Setting) -> Iterator[dict]:
     """A row for each panel, value and block size."""
     base, panels = (QUICK_BASE, QUICK_PANELS) if setting.quick else (BASE, PANELS)
-    source = torch.zeros(COPY_BYTES // 4, device=setting.device)
+    source = torch.ones(COPY_BYTES // 4, device=setting.device)
     target = torch.zeros_like(source)
     for panel, values in panels.items():
         # Models of one shape are measured together.

@@ -34,23 +34,25 @@ def loops() -> Callable[..., None] | None:
 
 
 def cpu_kernels_serve(query: Tensor, sources: Sequence[Tensor]) -> bool:
-    """Whether the kernels compute this: plain tensors in memory, all of float32 or all of bfloat16; and `numba`."""
+    """Whether the kernels compute this: plain tensors in memory, sources all of float32 or all of bfloat16; `numba`."""
     dtype = sources[0].dtype
-    if dtype not in _IS_HALF or query.dtype != torch.float32 or not query.is_cpu or loops() is None:
+    if dtype not in _IS_HALF or loops() is None or query.dtype == torch.float64:
         return False
-    for source in sources:
-        if type(source) not in _PLAIN or source.dtype != dtype or not source.is_cpu:
+    for tensor in (*sources, query):
+        if type(tensor) not in _PLAIN or not tensor.is_cpu or (tensor.dtype != dtype and tensor is not query):
             return False
     # `torch.compile` fuses operations by itself; and the tensors of `torch.func` have no address.
     return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is None
 
 
-def depth_attention_on_cpu(query: Tensor, eps: float, is_sum: bool, *sources: Tensor) -> tuple[Tensor, Tensor]:
-    """The result `[..., D]` in the sources' dtype, and the weights `[n, ...]` in float32; `query` `[D]` is `w * g`."""
-    query = query.contiguous()
-    if torch.is_grad_enabled():
-        return _DepthAttentionOnCpu.apply(query, eps, is_sum, *sources)
-    return _forward(query, eps, is_sum, sources)
+def depth_attention_on_cpu(
+    query: Tensor, key_norm_weight: Tensor | None, eps: float, is_sum: bool, sources: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The result `[..., D]` in the sources' dtype, and the weights `[n, ...]` in float32."""
+    if not torch.is_grad_enabled():
+        return _forward(_vector(query), key_norm_weight, eps, is_sum, sources)
+    query = query.float() if key_norm_weight is None else query.float() * key_norm_weight.float()
+    return _DepthAttentionOnCpu.apply(_vector(query), eps, is_sum, *sources)
 
 
 class _DepthAttentionOnCpu(torch.autograd.Function):
@@ -61,7 +63,7 @@ class _DepthAttentionOnCpu(torch.autograd.Function):
         ctx.save_for_backward(query, *sources)
         ctx.eps, ctx.is_sum = eps, is_sum
         ctx.set_materialize_grads(False)
-        return _forward(query, eps, is_sum, sources)
+        return _forward(query, None, eps, is_sum, sources)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -77,12 +79,19 @@ class _DepthAttentionOnCpu(torch.autograd.Function):
         return grad_query.sum(0), None, None, *grad_sources
 
 
-def _forward(query: Tensor, eps: float, is_sum: bool, sources: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    first = sources[0]
+def _forward(
+    query: Tensor, key_norm_weight: Tensor | None, eps: float, is_sum: bool, sources: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    # In decoding these few lines, and no loop, are what a token costs: nothing here that is not needed.
+    first, norm = sources[0], None if key_norm_weight is None else _vector(key_norm_weight)
     result, weights = torch.empty(first.shape, dtype=first.dtype), torch.empty(len(sources), *first.shape[:-1])
-    tensors = [query, result, weights, *(source.contiguous() for source in sources)]
+    tensors = [query, result, weights, norm, *(source.contiguous() for source in sources)]
     _run(True, _tokens(first), eps, is_sum, len(sources), tensors)
     return result, weights
+
+
+def _vector(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float32 and tensor.is_contiguous() else tensor.float().contiguous()
 
 
 def _tokens(rows: Tensor) -> int:

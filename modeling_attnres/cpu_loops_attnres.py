@@ -7,10 +7,14 @@ float32; rows of bfloat16 are converted as they are read and written.
 try:
     import numba
     import numpy as np
+    from llvmlite import ir
     from numba.core import types
     from numba.extending import intrinsic
 except ImportError as error:  # within `try`: for who loads this file as remote code, these packages are optional
     raise ImportError("the kernels for CPUs need `numba`") from error
+
+
+_WORD = ir.IntType(32)
 
 
 @intrinsic
@@ -23,15 +27,30 @@ def _pointer(typing_context, address, like):
     return types.CPointer(like)(types.int64, like), generate
 
 
+# In 32 bits throughout: numba's own integers are of 64, of which vector instructions take half as many.
 @intrinsic
-def _bits(typing_context, number):
-    """The bits of a float32 as uint32, and those of a uint32 as float32."""
-    other = types.uint32 if number == types.float32 else types.float32
+def _widen(typing_context, half):
+    """A bfloat16, given by its bits, as float32."""
 
     def generate(context, builder, signature, values):
-        return builder.bitcast(values[0], context.get_value_type(signature.return_type))
+        bits = builder.shl(builder.zext(values[0], _WORD), _WORD(16))
+        return builder.bitcast(bits, context.get_value_type(signature.return_type))
 
-    return other(number), generate
+    return types.float32(types.uint16), generate
+
+
+@intrinsic
+def _narrow(typing_context, number):
+    """The bits of the bfloat16 next to a float32, of the even one where two are as near; a NaN stays one."""
+
+    def generate(context, builder, signature, values):
+        bits = builder.bitcast(values[0], _WORD)
+        is_odd = builder.and_(builder.lshr(bits, _WORD(16)), _WORD(1))
+        rounded = builder.lshr(builder.add(builder.add(bits, _WORD(0x7FFF)), is_odd), _WORD(16))
+        is_nan = builder.fcmp_unordered("uno", values[0], values[0])
+        return builder.trunc(builder.select(is_nan, _WORD(0x7FC0), rounded), ir.IntType(16))
+
+    return types.uint16(types.float32), generate
 
 
 # Sums over a row in any order, for vector instructions. Nothing that makes `n / n` differ from one.
@@ -59,17 +78,16 @@ def _row(address, token, width, is_half, buffer):
         return _vector(address + token * width * 4, width)
     half = numba.carray(_pointer(address + token * width * 2, np.uint16(0)), (width,))
     for d in range(width):
-        buffer[d] = _bits(np.uint32(half[d] << 16))
+        buffer[d] = _widen(half[d])
     return buffer
 
 
 @_jit
 def _store(row, address, token, width):
-    """A row of float32 to one of bfloat16, rounded to the nearest, and to even between two."""
+    """A row of float32 as one of bfloat16."""
     half = numba.carray(_pointer(address + token * width * 2, np.uint16(0)), (width,))
     for d in range(width):
-        bits = _bits(row[d])
-        half[d] = np.uint16((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 if row[d] == row[d] else 0x7FC0)
+        half[d] = _narrow(row[d])
 
 
 @_jit
@@ -98,9 +116,11 @@ def _logits(addresses, token, width, eps, is_half, query, buffers, logits, inver
 
 @_jit
 def forward_chunk(chunk, chunks, arguments, eps):
-    tokens, width, n, is_sum, is_half, addresses = _arguments(arguments, 3, 1)
+    tokens, width, n, is_sum, is_half, addresses = _arguments(arguments, 4, 1)
     query, all_weights = _vector(addresses[0], width), _vector(addresses[2], n * tokens)
-    sources = addresses[3:]
+    if addresses[3]:
+        query = query * _vector(addresses[3], width)
+    sources = addresses[4:]
     logits, inverse_rms, weights, mixing = np.empty((4, n), np.float32)
     buffers = np.empty((n if is_half else 1, width), np.float32)
     own_result = np.empty(width if is_half else 0, np.float32)

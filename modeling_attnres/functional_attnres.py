@@ -77,12 +77,12 @@ def attend(
     query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor | None, eps: float, is_sum: bool
 ) -> tuple[Tensor, Tensor]:
     """[`depth_attention`] of arguments that fit each other, with the weights, by what is fastest for them."""
+    if cpu_kernels_serve(query, sources):
+        return depth_attention_on_cpu(query, key_norm_weight, eps, is_sum, sources)
     dtype, stat_dtype = _dtypes(sources)
     query = query.to(stat_dtype)
     if key_norm_weight is not None:
         query = query * key_norm_weight.to(stat_dtype)
-    if cpu_kernels_serve(query, sources):
-        return depth_attention_on_cpu(query, eps, is_sum, *sources)
     if stat_dtype == torch.float32 and kernels_available(query.device, len(query)):
         return fused_depth_attention(query, eps, is_sum, *sources)
     # Under autocast the products would fall to half precision.

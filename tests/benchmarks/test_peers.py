@@ -62,7 +62,8 @@ def test_inkling2_computes_what_the_module_of_transformers_does_and_not_the_read
 def test_the_bound_moves_what_must_be_moved():
     n, width, tokens = 5, 16, 12
     inputs = ops.Inputs(n, width, tokens, torch.float32, "cpu")
-    inputs.copy_from.fill_(1)
+    assert inputs.copy_from.all()
+    inputs.copy_to.zero_()
     inputs.copy("forward")
     assert 2 * inputs.copy_to.sum() == (n + 1) * tokens * width  # copied values are read once and written once
     inputs.copy("backward")
