@@ -73,7 +73,9 @@ class Inputs:
             return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
 
         self.sources = [random(tokens, width) for _ in range(n)]
-        self.query, self.key_norm_weight, self.grad = random(width), random(width), random(tokens, width).detach()
+        # Logits of the size of one: far larger ones leave the weight to one source, and others to denormal numbers.
+        self.query = (random(width) / width**0.5).detach().requires_grad_()
+        self.key_norm_weight, self.grad = random(width), random(tokens, width).detach()
         self.eps = 1e-6
         self.moved = {"forward": (n + 1) * tokens * width, "backward": (2 * n + 1) * tokens * width}
         # Written to: pages that never were are all the same one, and reading it takes no time.

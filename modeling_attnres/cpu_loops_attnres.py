@@ -15,6 +15,8 @@ except ImportError as error:  # within `try`: for who loads this file as remote 
 
 
 _WORD = ir.IntType(32)
+# Numbers below it have fewer digits, and processors take a hundred times as long for each.
+_SMALLEST = np.float32(1e-36)
 
 
 @intrinsic
@@ -71,23 +73,70 @@ def _arguments(address, others, each):
     return numbers[0], numbers[1], n, numbers[3] != 0, numbers[4] != 0, numbers[5:]
 
 
+# Loops over a row are functions of their own: only there does the compiler see plain arrays, and vectorise.
 @_jit
-def _row(address, token, width, is_half, buffer):
-    """A token's row of a source in float32; one of bfloat16 is written to the `buffer`."""
+def _widen_row(half, row):
+    for d in range(len(row)):
+        row[d] = _widen(half[d])
+
+
+@_jit
+def _narrow_row(row, half):
+    for d in range(len(row)):
+        half[d] = _narrow(row[d])
+
+
+@_jit
+def _dot(row, other):
+    total = np.float32(0)
+    for d in range(len(row)):
+        total += row[d] * other[d]
+    return total
+
+
+@_jit
+def _dot_and_square(row, query):
+    dot, square = np.float32(0), np.float32(0)
+    for d in range(len(row)):
+        dot += row[d] * query[d]
+        square += row[d] * row[d]
+    return dot, square
+
+
+@_jit
+def _set_scaled(result, factor, row):
+    for d in range(len(row)):
+        result[d] = factor * row[d]
+
+
+@_jit
+def _add_scaled(result, factor, row):
+    for d in range(len(row)):
+        result[d] += factor * row[d]
+
+
+@_jit
+def _set_sum(result, factors, first, second, third):
+    a, b, c = factors
+    for d in range(len(first)):
+        result[d] = a * first[d] + b * second[d] + c * third[d]
+
+
+@_jit
+def _read(address, token, is_half, row):
+    """A token's row in float32: the one in memory, or what is written to `row`."""
+    width = len(row)
     if not is_half:
         return _vector(address + token * width * 4, width)
-    half = numba.carray(_pointer(address + token * width * 2, np.uint16(0)), (width,))
-    for d in range(width):
-        buffer[d] = _widen(half[d])
-    return buffer
+    _widen_row(numba.carray(_pointer(address + token * width * 2, np.uint16(0)), (width,)), row)
+    return row
 
 
 @_jit
-def _store(row, address, token, width):
-    """A row of float32 as one of bfloat16."""
-    half = numba.carray(_pointer(address + token * width * 2, np.uint16(0)), (width,))
-    for d in range(width):
-        half[d] = _narrow(row[d])
+def _write(row, address, token):
+    """A row of float32 to a tensor of bfloat16."""
+    width = len(row)
+    _narrow_row(row, numba.carray(_pointer(address + token * width * 2, np.uint16(0)), (width,)))
 
 
 @_jit
@@ -96,6 +145,8 @@ def _softmax(logits, is_sum, weights, mixing):
     largest, total = logits.max(), np.float32(0)
     for i in range(len(logits)):
         weights[i] = np.exp(logits[i] - largest)
+        if weights[i] < _SMALLEST:
+            weights[i] = 0
         total += weights[i]
     for i in range(len(logits)):
         mixing[i] = weights[i] * (np.float32(len(logits)) if is_sum else np.float32(1)) / total
@@ -103,14 +154,11 @@ def _softmax(logits, is_sum, weights, mixing):
 
 
 @_jit
-def _logits(addresses, token, width, eps, is_half, query, buffers, logits, inverse_rms):
-    for i in range(len(addresses)):
-        row = _row(addresses[i], token, width, is_half, buffers[i if is_half else 0])
-        dot, square = np.float32(0), np.float32(0)
-        for d in range(width):
-            dot += row[d] * query[d]
-            square += row[d] * row[d]
-        inverse_rms[i] = np.float32(1) / np.sqrt(square / np.float32(width) + np.float32(eps))
+def _read_all(sources, token, eps, is_half, query, rows, logits, inverse_rms):
+    """The logits of a token's sources; rows of bfloat16 stay behind in `rows`, and others in the cache."""
+    for i in range(len(sources)):
+        dot, square = _dot_and_square(_read(sources[i], token, is_half, rows[i]), query)
+        inverse_rms[i] = np.float32(1) / np.sqrt(square / np.float32(len(query)) + np.float32(eps))
         logits[i] = dot * inverse_rms[i]
 
 
@@ -122,23 +170,20 @@ def forward_chunk(chunk, chunks, arguments, eps):
         query = query * _vector(addresses[3], width)
     sources = addresses[4:]
     logits, inverse_rms, weights, mixing = np.empty((4, n), np.float32)
-    buffers = np.empty((n if is_half else 1, width), np.float32)
-    own_result = np.empty(width if is_half else 0, np.float32)
+    rows, own = np.empty((n, width), np.float32), np.empty(width, np.float32)
     for token in range(chunk * tokens // chunks, (chunk + 1) * tokens // chunks):
-        _logits(sources, token, width, eps, is_half, query, buffers, logits, inverse_rms)
+        _read_all(sources, token, eps, is_half, query, rows, logits, inverse_rms)
         _softmax(logits, is_sum, weights, mixing)
-        result = own_result if is_half else _vector(addresses[1] + token * width * 4, width)
+        result = own if is_half else _vector(addresses[1] + token * width * 4, width)
         for i in range(n):
             all_weights[i * tokens + token] = weights[i]
-            row = buffers[i] if is_half else _vector(sources[i] + token * width * 4, width)
+            row = rows[i] if is_half else _vector(sources[i] + token * width * 4, width)
             if i == 0:
-                for d in range(width):
-                    result[d] = mixing[i] * row[d]
+                _set_scaled(result, mixing[i], row)
             else:
-                for d in range(width):
-                    result[d] += mixing[i] * row[d]
+                _add_scaled(result, mixing[i], row)
         if is_half:
-            _store(result, addresses[1], token, width)
+            _write(result, addresses[1], token)
 
 
 @_jit
@@ -146,40 +191,30 @@ def backward_chunk(chunk, chunks, arguments, eps):
     tokens, width, n, is_sum, is_half, addresses = _arguments(arguments, 4, 2)
     query, grad_query = _vector(addresses[0], width), _vector(addresses[3] + chunk * width * 4, width)
     sources, grad_sources = addresses[4 : 4 + n], addresses[4 + n :]
-    logits, inverse_rms, weights, mixing = np.empty((4, n), np.float32)
-    similarity, weight_grads = np.empty(n, np.float32), np.zeros(n, np.float32)
-    buffers = np.empty((n if is_half else 1, width), np.float32)
-    grad_buffer = np.empty(width if is_half else 0, np.float32)
-    own_result = np.empty(width if is_half else 0, np.float32)
+    logits, inverse_rms, weights, mixing, similarity = np.empty((5, n), np.float32)
+    weight_grads = np.zeros(n, np.float32)
+    rows, own, own_grad = np.empty((n, width), np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
     for token in range(chunk * tokens // chunks, (chunk + 1) * tokens // chunks):
-        _logits(sources, token, width, eps, is_half, query, buffers, logits, inverse_rms)
+        _read_all(sources, token, eps, is_half, query, rows, logits, inverse_rms)
         _softmax(logits, is_sum, weights, mixing)
-        grad = _row(addresses[1], token, width, is_half, grad_buffer)
-        mean_similarity, mean_weight_grad = np.float32(0), np.float32(0)
+        grad = _read(addresses[1], token, is_half, own_grad)
         for i in range(n):
-            row = buffers[i] if is_half else _vector(sources[i] + token * width * 4, width)
-            dot = np.float32(0)
-            for d in range(width):
-                dot += row[d] * grad[d]
-            similarity[i] = dot
-            mean_similarity += weights[i] * dot
+            similarity[i] = _dot(rows[i] if is_half else _vector(sources[i] + token * width * 4, width), grad)
             if addresses[2]:
                 weight_grads[i] = _vector(addresses[2] + (i * tokens + token) * 4, 1)[0]
-                mean_weight_grad += weights[i] * weight_grads[i]
+        mean_similarity, mean_weight_grad = _dot(weights, similarity), _dot(weights, weight_grads)
         for i in range(n):
+            row = rows[i] if is_half else _vector(sources[i] + token * width * 4, width)
             grad_logit = mixing[i] * (similarity[i] - mean_similarity)
             grad_logit += weights[i] * (weight_grads[i] - mean_weight_grad)
             along_query = grad_logit * inverse_rms[i]
             along_source = -grad_logit * logits[i] * inverse_rms[i] * inverse_rms[i] / np.float32(width)
-            row = buffers[i] if is_half else _vector(sources[i] + token * width * 4, width)
-            for d in range(width):
-                grad_query[d] += along_query * row[d]
+            _add_scaled(grad_query, along_query, row)
             if grad_sources[i]:
-                result = own_result if is_half else _vector(grad_sources[i] + token * width * 4, width)
-                for d in range(width):
-                    result[d] = mixing[i] * grad[d] + along_query * query[d] + along_source * row[d]
+                result = own if is_half else _vector(grad_sources[i] + token * width * 4, width)
+                _set_sum(result, (mixing[i], along_query, along_source), grad, query, row)
                 if is_half:
-                    _store(result, grad_sources[i], token, width)
+                    _write(result, grad_sources[i], token)
 
 
 @_parallel_jit
