@@ -35,14 +35,15 @@ def loops() -> Callable[..., None] | None:
 
 def cpu_kernels_serve(query: Tensor, sources: Sequence[Tensor]) -> bool:
     """Whether the kernels compute this: plain tensors in memory, sources all of float32 or all of bfloat16; `numba`."""
+    if torch.compiler.is_compiling():
+        return False  # operations are fused then
     dtype = sources[0].dtype
-    if dtype not in _IS_HALF or loops() is None or query.dtype == torch.float64:
+    if dtype not in _IS_HALF or query.dtype == torch.float64 or loops() is None:
         return False
     for tensor in (*sources, query):
         if type(tensor) not in _PLAIN or not tensor.is_cpu or (tensor.dtype != dtype and tensor is not query):
             return False
-    # `torch.compile` fuses operations by itself; and the tensors of `torch.func` have no address.
-    return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is None
+    return torch._C._functorch.maybe_current_level() is None  # the tensors of `torch.func` have no address
 
 
 def depth_attention_on_cpu(
