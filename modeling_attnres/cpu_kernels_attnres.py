@@ -16,6 +16,8 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 _TOKENS_IN_PARALLEL = 16  # fewer are not worth waking other threads
+# A toy is not worth the seconds that the loops take to load. By size alone: the same call gives the same bits.
+_WIDE, _MANY = 256, 1 << 15  # numbers in a row, and in all sources
 _IS_HALF = {torch.float32: False, torch.bfloat16: True}
 _PLAIN = (Tensor, nn.Parameter)  # and no subclass: those of other devices, distributed or quantised tensors
 
@@ -37,8 +39,10 @@ def cpu_kernels_serve(query: Tensor, sources: Sequence[Tensor]) -> bool:
     """Whether the kernels compute this: plain tensors in memory, sources all of float32 or all of bfloat16; `numba`."""
     if torch.compiler.is_compiling():
         return False  # operations are fused then
-    dtype = sources[0].dtype
-    if dtype not in _IS_HALF or query.dtype == torch.float64 or loops() is None:
+    first, dtype = sources[0], sources[0].dtype
+    if dtype not in _IS_HALF or query.dtype == torch.float64:
+        return False
+    if (first.shape[-1] < _WIDE and len(sources) * first.numel() < _MANY) or loops() is None:
         return False
     for tensor in (*sources, query):
         if type(tensor) not in _PLAIN or not tensor.is_cpu or (tensor.dtype != dtype and tensor is not query):
