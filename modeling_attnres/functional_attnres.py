@@ -87,15 +87,16 @@ def attend(
         return fused_depth_attention(query, eps, is_sum, *sources)
     # Under autocast the products would fall to half precision.
     with maybe_autocast(query.device.type, enabled=False):
-        if not torch.is_grad_enabled() and len(sources) * sources[0].numel() <= _FEW_ELEMENTS:
+        if not torch.is_grad_enabled() and sources[0].numel() <= _FEW_TOKENS * len(query):
             result, weights = _attend_stacked(query, eps, is_sum, sources)
         else:
             result, weights = _DepthAttention.apply(query, eps, is_sum, *sources)
     return result.to(dtype), weights
 
 
-# Of all sources. Up to so many, operations cost more than what they move, and stacked sources need fewer.
-_FEW_ELEMENTS = 1 << 17
+# In decoding operations cost more than what they move, and stacked sources need fewer. Not in training: there what is
+# computed without gradients first, and with them later, has to be the same to the last bit.
+_FEW_TOKENS = 8
 
 
 def _attend_stacked(query: Tensor, eps: float, is_sum: bool, sources: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
