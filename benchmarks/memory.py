@@ -15,7 +15,7 @@ from torch import nn
 
 from .models import TOKENS, training_step
 from .report import make_table, verdict
-from .shapes import PSEUDOCODE, STANDARD, WITH_PSEUDOCODE, shapes, token_ids, variants
+from .shapes import compared, shapes, token_ids, variants
 from .timing import Setting
 
 TARGET = 1.05  # of Block AttnRes
@@ -29,9 +29,7 @@ def measure(setting: Setting) -> Iterator[dict]:
         steps = training_step(models, token_ids(shape.config, 16 if setting.quick else TOKENS, setting.device))
         found = {variant: step_bytes(models[variant], step, setting.device) for variant, step in steps.items()}
         for connection in shape.connections:
-            own = {"ours": found[connection], "standard": found[STANDARD]}
-            if connection == WITH_PSEUDOCODE:
-                own["pseudocode"] = found[PSEUDOCODE]
+            own = compared(found, connection)
             ratios = {
                 f"{way} / standard, {key}": own[way][key] / own["standard"][key]
                 for way in own

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .report import cell, make_table, verdict
-from .shapes import PSEUDOCODE, STANDARD, WITH_PSEUDOCODE, shapes, token_ids, unique_parameters, variants
-from .timing import Setting, Times, Ways, compare, interleave
+from .shapes import compared, shapes, token_ids, unique_parameters, variants
+from .timing import Setting, Ways, compare, interleave
 
 TOKENS = 512
 DECODED = 8  # tokens in each repeat
@@ -34,16 +34,10 @@ def measure(setting: Setting) -> Iterator[dict]:
                 )
                 for connection in shape.connections:
                     row = {"model": name, "dtype": dtype, "workload": workload, "connection": connection}
-                    yield row | {"tokens": ids.shape[1]} | _compare(seconds, connection)
+                    pairs = {f"{way} / standard": (way, "standard") for way in ("ours", "pseudocode")}
+                    yield row | {"tokens": ids.shape[1]} | compare(compared(seconds, connection), pairs)
             del models
             gc.collect()
-
-
-def _compare(seconds: dict[str, Times], connection: str) -> dict:
-    own = {"ours": seconds[connection], "standard": seconds[STANDARD]}
-    if connection == WITH_PSEUDOCODE:
-        own["pseudocode"] = seconds[PSEUDOCODE]
-    return compare(own, {f"{way} / standard": (way, "standard") for way in ("ours", "pseudocode")})
 
 
 def prefill(models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:

@@ -12,11 +12,14 @@ import gc
 import math
 from collections.abc import Iterator
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from rich.table import Table
+
+from attnres.cli_support import write_at_once
 
 from .models import prefill
 from .report import cell, make_table
@@ -125,13 +128,10 @@ def plot(rows: list[dict], path: Path) -> None:
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("time added to prefill (%)")
     panels[0].legend(frameon=False, fontsize=8)
-    partial_path = path.with_name(f".{path.name}.partial")
-    try:
-        figure.savefig(partial_path, dpi=130, format="png")
-        partial_path.replace(path)
-    finally:
-        partial_path.unlink(missing_ok=True)
-        plt.close(figure)
+    image = BytesIO()
+    figure.savefig(image, dpi=130, format="png")
+    plt.close(figure)
+    write_at_once(path, image.getvalue())
 
 
 def _draw(axes: "Axes", panel: str, line: list[dict], is_full: bool) -> None:

@@ -1,7 +1,8 @@
 """The models that are measured: a backbone with random weights, and the same weights under each residual connection."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from attnres.loading_attnres import attn_res_tensors
 from attnres.residual_attnres import AttnRes, DepthState, ResidualConnection
 
 from .peers import pseudocode
+
+T = TypeVar("T")
 
 # A small vocabulary, which makes the rest, where residual connections are, a larger part of the whole.
 VOCABULARY = 8192
@@ -109,11 +112,7 @@ class Pseudocode(ResidualConnection):
         result = pseudocode(self.weight.squeeze(0), sources, norm_weight, self.eps)
         return result * len(sources), None  # the scale `sum` of the retrofit
 
-    def write(self, state: DepthState, output: Tensor) -> tuple[Tensor, ...]:
-        sources = state if isinstance(state, tuple) else (state,)
-        if self.sublayer % self.block_size == 0:
-            return *sources, output
-        return *sources[:-1], sources[-1] + output
+    write = AttnRes.write
 
 
 def with_pseudocode(model: PreTrainedModel) -> PreTrainedModel:
@@ -122,6 +121,12 @@ def with_pseudocode(model: PreTrainedModel) -> PreTrainedModel:
         if isinstance(module, AttnRes):
             module.__class__ = Pseudocode
     return model
+
+
+def compared(found: Mapping[str, T], connection: str) -> dict[str, T]:
+    """Of what was found of each variant: of a connection, of the standard model and, if it is measured, of its peer."""
+    own = {"ours": found[connection], "standard": found[STANDARD]}
+    return own | ({"pseudocode": found[PSEUDOCODE]} if connection == WITH_PSEUDOCODE else {})
 
 
 def unique_parameters(models: Iterable[nn.Module]) -> list[nn.Parameter]:

@@ -11,11 +11,11 @@ from filelock import FileLock, Timeout
 from transformers.utils import logging
 
 
-def write_at_once(path: Path, text: str) -> None:
-    """Write a file so that whoever reads it finds the old text or the new one."""
+def write_at_once(path: Path, content: str | bytes) -> None:
+    """Write a file so that whoever reads it finds the old content or the new one."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

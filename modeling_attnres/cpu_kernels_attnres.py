@@ -113,7 +113,7 @@ def _run(is_forward: bool, tokens: int, eps: float, is_sum: bool, n: int, tensor
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     # One argument: to look at the types of many takes longer than a token's depth attention.
     arguments = array("q", [tokens, len(query), n, is_sum, _IS_HALF[rows.dtype], *addresses])
-    loops()(is_forward, chunks, arguments.buffer_info()[0], eps, torch.get_num_threads())
+    loops()(is_forward, chunks, arguments.buffer_info()[0], eps)
 
 
 __all__ = ["cpu_kernels_serve", "depth_attention_on_cpu"]

@@ -4,6 +4,10 @@ All take the address of what [`cpu_kernels_attnres._run`] wrote: sizes, and the 
 float32; rows of bfloat16 are converted as they are read and written.
 """
 
+from functools import cache
+
+import torch
+
 try:
     import numba
     import numpy as np
@@ -15,7 +19,8 @@ except ImportError as error:  # within `try`: for who loads this file as remote 
 
 
 _WORD = ir.IntType(32)
-# Numbers below it have fewer digits, and processors take a hundred times as long for each.
+# Of weights, before they are divided by their sum: smaller ones make denormal numbers of what they are multiplied by,
+# for each of which processors take a hundred times as long.
 _SMALLEST = np.float32(1e-36)
 
 
@@ -73,7 +78,7 @@ def _arguments(address, others, each):
     return numbers[0], numbers[1], n, numbers[3] != 0, numbers[4] != 0, numbers[5:]
 
 
-# Loops over a row are functions of their own: only there does the compiler see plain arrays, and vectorise.
+# Loops over a row, each a function that the compiler vectorises.
 @_jit
 def _widen_row(half, row):
     for d in range(len(row)):
@@ -133,6 +138,12 @@ def _read(address, token, is_half, row):
 
 
 @_jit
+def _row(sources, i, token, is_half, rows):
+    """The row of a source that was read before: those of bfloat16 stand in `rows`."""
+    return rows[i] if is_half else _read(sources[i], token, False, rows[i])
+
+
+@_jit
 def _write(row, address, token):
     """A row of float32 to a tensor of bfloat16."""
     width = len(row)
@@ -177,7 +188,7 @@ def forward_chunk(chunk, chunks, arguments, eps):
         result = own if is_half else _vector(addresses[1] + token * width * 4, width)
         for i in range(n):
             all_weights[i * tokens + token] = weights[i]
-            row = rows[i] if is_half else _vector(sources[i] + token * width * 4, width)
+            row = _row(sources, i, token, is_half, rows)
             if i == 0:
                 _set_scaled(result, mixing[i], row)
             else:
@@ -199,12 +210,12 @@ def backward_chunk(chunk, chunks, arguments, eps):
         _softmax(logits, is_sum, weights, mixing)
         grad = _read(addresses[1], token, is_half, own_grad)
         for i in range(n):
-            similarity[i] = _dot(rows[i] if is_half else _vector(sources[i] + token * width * 4, width), grad)
+            similarity[i] = _dot(_row(sources, i, token, is_half, rows), grad)
             if addresses[2]:
                 weight_grads[i] = _vector(addresses[2] + (i * tokens + token) * 4, 1)[0]
         mean_similarity, mean_weight_grad = _dot(weights, similarity), _dot(weights, weight_grads)
         for i in range(n):
-            row = rows[i] if is_half else _vector(sources[i] + token * width * 4, width)
+            row = _row(sources, i, token, is_half, rows)
             grad_logit = mixing[i] * (similarity[i] - mean_similarity)
             grad_logit += weights[i] * (weight_grads[i] - mean_weight_grad)
             along_query = grad_logit * inverse_rms[i]
@@ -229,13 +240,23 @@ def backward_chunks(chunks, arguments, eps):
         backward_chunk(chunk, chunks, arguments, eps)
 
 
-def run(is_forward: bool, chunks: int, arguments: int, eps: float, threads: int) -> None:
+def run(is_forward: bool, chunks: int, arguments: int, eps: float) -> None:
     """Run the forward or backward loops over all chunks, on as many threads as PyTorch uses."""
-    if chunks == 1:
-        (forward_chunk if is_forward else backward_chunk)(0, 1, arguments, eps)
-    elif chunks:
+    threads = torch.get_num_threads() if chunks > 1 else 1
+    if threads == 1:
+        for chunk in range(chunks):
+            (forward_chunk if is_forward else backward_chunk)(chunk, chunks, arguments, eps)
+    else:
+        _start_threads()
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
         (forward_chunks if is_forward else backward_chunks)(chunks, arguments, eps)
+
+
+@cache
+def _start_threads() -> None:
+    threads = torch.get_num_threads()
+    numba.set_num_threads(1)  # the first call starts them, and tells OpenMP, which PyTorch shares, to use them all
+    torch.set_num_threads(threads)
 
 
 __all__ = ["run"]

@@ -108,6 +108,12 @@ class ResidualPreTrainedModel:
         recorded = getattr(cls, "_can_record_outputs", None) or {}
         cls._can_record_outputs = recorded | {"hidden_states": reads, "depth_attentions": depth_attentions}
 
+    def post_init(self) -> None:
+        # It collects these from the classes. What the backbone's constructor has collected names its own layers, which
+        # are of another class since.
+        vars(self).pop("_no_split_modules", None)
+        super().post_init()
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -189,7 +195,6 @@ class ResidualModel(ResidualPreTrainedModel):
             layer.__class__ = self.layer_class
             layer.connect(self.config, sublayers, i)
         add_residual_connection(self, "output_attn_res", self.config, sublayer=self.config.num_sublayers)
-        vars(self).pop("_no_split_modules", None)  # the backbone's layers, which are of another class now
         self.post_init()
 
     def forward(self, *args, record_depth_attentions: Callable[[tuple[Tensor, ...]], None] | None = None, **kwargs):
@@ -235,7 +240,6 @@ class ResidualForCausalLM(ResidualHead):
         config.check_fields()
         super().__init__(config)
         setattr(self, self.base_model_prefix, self.model_class.from_backbone(self.base_model))
-        vars(self).pop("_no_split_modules", None)
         self.post_init()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.utils.generic import maybe_autocast
 
 from .cpu_kernels_attnres import cpu_kernels_serve, depth_attention_on_cpu
-from .kernels_attnres import fused_depth_attention, kernels_available
+from .kernels_attnres import common_dtype, fused_depth_attention, kernels_available
 
 
 def depth_attention_reference(
@@ -178,10 +178,7 @@ def _inverse_rms(source: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
 
 def _dtypes(sources: Sequence[Tensor]) -> tuple[torch.dtype, torch.dtype]:
     """The dtype of the result, and that of the statistics."""
-    dtype = sources[0].dtype
-    for source in sources[1:]:
-        if source.dtype != dtype:
-            dtype = torch.promote_types(dtype, source.dtype)
+    dtype = common_dtype(sources)
     return dtype, torch.promote_types(dtype, torch.float32)
 
 

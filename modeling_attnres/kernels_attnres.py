@@ -69,7 +69,7 @@ def fused_depth_attention(query: Tensor, eps: float, is_sum: bool, *sources: Ten
     Returns:
         `h`, `[..., D]`, in the common dtype of the sources, and `a`, `[n, ...]` in float32.
     """
-    dtype = _common_dtype(sources)
+    dtype = common_dtype(sources)
     return _FusedDepthAttention.apply(query, eps, is_sum, *[source.to(dtype) for source in sources])
 
 
@@ -88,7 +88,7 @@ def phase_one(
     Returns:
         `u` `[S, ..., D]`; `m` and `z`, `[S, ...]` in float32.
     """
-    common = _common_dtype(sources)
+    common = common_dtype(sources)
     return _phase_one(
         queries.contiguous(), eps, [source.to(common).contiguous() for source in sources], dtype or common
     )
@@ -175,8 +175,13 @@ def _operator(allocate: Callable) -> Callable:
     return decorate
 
 
-def _common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    return functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+def common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """The dtype that all promote to."""
+    dtype = tensors[0].dtype
+    for tensor in tensors[1:]:
+        if tensor.dtype != dtype:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
 
 
 def _tile(width: int) -> dict[str, int]:
@@ -295,7 +300,7 @@ def _phase_one(
 
 
 def _phase_two_outputs(query, eps, is_sum, finished, mixture, maximum, normaliser, partial, update):
-    dtype = _common_dtype([mixture] if partial is None else [mixture, partial])
+    dtype = common_dtype([mixture] if partial is None else [mixture, partial])
     return [torch.empty_like(mixture, dtype=dtype)] + ([] if update is None else [torch.empty_like(partial)])
 
 
@@ -326,4 +331,4 @@ def _phase_two(
     return outputs
 
 
-__all__ = ["MAX_WIDTH", "fused_depth_attention", "kernels_available", "phase_one", "phase_two"]
+__all__ = ["MAX_WIDTH", "common_dtype", "fused_depth_attention", "kernels_available", "phase_one", "phase_two"]

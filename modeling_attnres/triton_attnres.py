@@ -23,6 +23,16 @@ def _pick(sources, i, FIRST: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr)
 
 
 @triton.jit
+def _whole_tokens(tile, tokens, WIDTH: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of a tile: its tokens and whether they are there, what of it is inside, and the offsets in `[tokens, WIDTH]`."""
+    token = tile * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    is_token = token < tokens
+    inside = is_token[:, None] & (column < WIDTH)[None, :]
+    return token, is_token, inside, token[:, None] * WIDTH + column[None, :]
+
+
+@triton.jit
 def _load_next(
     sources, i, count, offset, is_token, column,
     FIRST: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr,
@@ -53,11 +63,10 @@ def forward_kernel(
     N: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """`result` `[tokens, WIDTH]`; `weights`, `logits` and `inverse_rms`, `[count, tokens]`."""
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    tile = tl.program_id(0).to(tl.int64)
+    token, is_token, inside, offset = _whole_tokens(tile, tokens, WIDTH, TOKENS, COLUMNS)
     column = tl.arange(0, COLUMNS)
-    is_token, is_column = token < tokens, column < WIDTH
-    inside = is_token[:, None] & is_column[None, :]
-    offset = token[:, None] * WIDTH + column[None, :]
+    is_column = column < WIDTH
     query_row = tl.load(query + column, mask=is_column, other=0.0)[None, :]
     maximum = tl.full([TOKENS], float("-inf"), tl.float32)
     normaliser = tl.zeros([TOKENS], tl.float32)
@@ -93,10 +102,7 @@ def backward_kernel(
     query_row = tl.load(query + column, mask=is_column, other=0.0)[None, :]
     grad_query = tl.zeros([COLUMNS], tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
-        token = tile * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
-        is_token = token < tokens
-        inside = is_token[:, None] & is_column[None, :]
-        offset = token[:, None] * WIDTH + column[None, :]
+        token, is_token, inside, offset = _whole_tokens(tile, tokens, WIDTH, TOKENS, COLUMNS)
         grad_row = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
         # The incoming gradients, contracted with d h / d a_i and d a_i / d a_i, and their mean.
         mean = tl.zeros([TOKENS], tl.float32)
@@ -170,11 +176,10 @@ def phase_two_kernel(
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """`result` and `updated`, `[tokens, WIDTH]`."""
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    tile = tl.program_id(0).to(tl.int64)
+    token, is_token, inside, offset = _whole_tokens(tile, tokens, WIDTH, TOKENS, COLUMNS)
     column = tl.arange(0, COLUMNS)
-    is_token, is_column = token < tokens, column < WIDTH
-    inside = is_token[:, None] & is_column[None, :]
-    offset = token[:, None] * WIDTH + column[None, :]
+    is_column = column < WIDTH
     mixture = tl.load(mixtures + offset, mask=inside, other=0.0).to(tl.float32)
     normaliser = tl.load(normalisers + token, mask=is_token, other=1.0)
     if HAS_PARTIAL:

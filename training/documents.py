@@ -21,6 +21,9 @@ _HUB_ID = re.compile(r"(?P<id>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[^/:]+))?")
 _SUFFIXES = ", ".join(list(READERS)[:-1]) + f" or {list(READERS)[-1]}"
 
 
+BAD_ROWS = ("error", "skip")
+
+
 @dataclass(frozen=True)
 class DataSpec:
     """Which documents to read.
@@ -51,7 +54,7 @@ class DataSpec:
         object.__setattr__(self, "paths", tuple(str(path) for path in paths))
         if not self.paths:
             raise ValueError("`paths` is empty: name at least one data set or file.")
-        if self.bad_rows not in ("error", "skip"):
+        if self.bad_rows not in BAD_ROWS:
             raise ValueError(f"`bad_rows` is {self.bad_rows!r}, but can be 'error' or 'skip'.")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"`limit` is {self.limit}, but must be at least 1.")

@@ -7,7 +7,6 @@ configuration or by a retrofit, is written there first.
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import WeightConverter, get_model_conversion_mapping
 from transformers.distributed import DistributedConfig
 from transformers.distributed.checkpoint import is_sharded_checkpoint
+
+from .recipe import did_you_mean
 
 # Neither is a division that a `Trainer` can train under.
 _REFUSED = ("enable_sequence_parallel", "enable_expert_parallel", "pp_size")
@@ -35,9 +36,7 @@ def read_division(settings: Mapping[str, Any] | None, num_processes: int) -> Dis
     known = [item.name for item in fields(DistributedConfig) if item.name not in _REFUSED]
     for name, value in settings.items():
         if name not in known:
-            similar = get_close_matches(name, known, n=1)
-            hint = f"Did you mean `{similar[0]}`?" if similar else f"There is {', '.join(known)}."
-            raise ValueError(f"`distributed` of the recipe cannot have `{name}`. {hint}")
+            raise ValueError(f"`distributed` of the recipe cannot have `{name}`.{did_you_mean(name, known)}")
         if name.endswith("_size") and (isinstance(value, bool) or not isinstance(value, int)):
             raise ValueError(f"`{name}` of the recipe's `distributed` is {value!r}, but must be a number of processes.")
     try:

@@ -1,7 +1,7 @@
 """A recipe: everything that decides a training run, as a YAML file and `key=value` changes to it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 
 from attnres.conversion import retrofit
 
+from .documents import BAD_ROWS
 from .optimizer import OPTIMIZERS, SCHEDULES
 
 
@@ -104,16 +105,17 @@ class Recipe:
         for name in ("warmup", "decay", "min_rate", "attn_res_alone"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"`{name}` of the recipe is {getattr(self, name)}, but must be a share from 0 to 1.")
-        for name, allowed in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES), ("bad_rows", ("error", "skip"))):
+        for name, allowed in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES), ("bad_rows", BAD_ROWS)):
             if getattr(self, name) not in allowed:
                 wanted = " or ".join(map(repr, allowed))
                 raise ValueError(f"`{name}` of the recipe is {getattr(self, name)!r}, but must be {wanted}.")
         _check_keys("trainer", self.trainer, TrainingArguments)
         _check_keys("retrofit", self.retrofit, retrofit)
-        with suppress(ImportError):  # peft is an extra
-            from .lora import add_adapters
+        if self.lora is not None:
+            with suppress(ImportError):  # peft is an extra, and takes a while to import
+                from .lora import add_adapters
 
-            _check_keys("lora", self.lora, add_adapters)
+                _check_keys("lora", self.lora, add_adapters)
         if self.lora is not None and self.retrofit is not None:
             raise ValueError(
                 "An adapter's base has to be on disk: `attnres convert` it first, and leave `retrofit` out."
@@ -151,9 +153,7 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
     known = {item.name: item for item in fields(Recipe)}
     for name, value in content.items():
         if name not in known:
-            similar = get_close_matches(name, known, n=1)
-            hint = f" Did you mean `{similar[0]}`?" if similar else f" There is {', '.join(known)}."
-            raise ValueError(f"A recipe has no `{name}`.{hint}")
+            raise ValueError(f"A recipe has no `{name}`.{did_you_mean(name, known)}")
         content[name] = _typed(name, value, known[name].type)
     if missing := [name for name in ("model", "train", "out") if not content.get(name)]:
         names = " and ".join(f"`{name}`" for name in missing)
@@ -172,11 +172,17 @@ def write_recipe(recipe: Recipe) -> str:
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 
 
+def did_you_mean(name: str, known: Collection[str], *, otherwise_all: bool = True) -> str:
+    """The end of a message on an unknown name: the one spelt alike, or all that are known."""
+    if similar := get_close_matches(name, known, n=1):
+        return f" Did you mean `{similar[0]}`?"
+    return f" There is {', '.join(known)}." if otherwise_all else ""
+
+
 def _check_keys(name: str, arguments: dict[str, Any] | None, taken_by: Callable) -> None:
     known = signature(taken_by).parameters
     for key in (key for key in arguments or () if key not in known):
-        similar = get_close_matches(key, known, n=1)
-        raise ValueError(f"`{name}` has no `{key}`.{f' Did you mean `{similar[0]}`?' if similar else ''}")
+        raise ValueError(f"`{name}` has no `{key}`.{did_you_mean(key, known, otherwise_all=False)}")
 
 
 def _folder():

@@ -1,12 +1,10 @@
 """A model divided among two processes, on CPUs, trains as in one: FSDP2, tensor and expert parallel."""
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +23,8 @@ from attnres.configuration import load
 from attnres.conversion import retrofit
 from attnres.training.loading import read_division
 from attnres.training.recipe import read_recipe
+
+from .running import results, wait_for
 
 YAMLS = sorted(Path(attnres.configuration.__file__).with_name("accelerate").glob("*.yaml"))
 SIZES = ("length=64", "batch_size=4", "micro_batch_size=1", "tokens=null", "steps=6", "save_every=3", "log_every=1")
@@ -106,10 +106,6 @@ def kill(process: subprocess.Popen) -> None:
             one.kill()
 
 
-def results(out: Path) -> dict:
-    return json.loads((out / "results.json").read_text())
-
-
 def assert_same_run(out: Path, expected: Path, tolerance: float = 1e-4) -> None:
     """The loss curves, and model directories with the same files, configuration and weights."""
     for curve in ("training_loss", "held_out_losses"):
@@ -164,9 +160,7 @@ def test_a_run_of_two_processes_goes_on_bit_for_bit_after_a_kill_and_after_a_sig
 
     command = arguments("scratch", outs[0], *distributed)
     process = launch(command)
-    while not (outs[0] / "checkpoint-3").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
+    wait_for(outs[0] / "checkpoint-3", process)
     kill(process)
     process.communicate()
     assert not (outs[0] / "results.json").exists()

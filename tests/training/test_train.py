@@ -5,7 +5,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -17,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from attnres import AttnResLlamaForCausalLM
 from attnres.conversion import retrofit
 from attnres.training.data import DataSpec, load_blocks
+
+from .running import results, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -74,10 +75,6 @@ def uninterrupted(folders, command) -> dict[str, Path]:
     return outs
 
 
-def results(out: Path) -> dict:
-    return json.loads((out / "results.json").read_text())
-
-
 def logged(out: Path, name: str) -> dict[int, float]:
     """What TensorBoard shows under this name, by step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -87,12 +84,6 @@ def logged(out: Path, name: str) -> dict[int, float]:
         events = EventAccumulator(str(folder)).Reload()
         points |= {event.step: event.value for event in events.Scalars(name)}
     return points
-
-
-def wait_for(path: Path, process: subprocess.Popen) -> None:
-    while not path.exists():
-        assert process.poll() is None
-        time.sleep(0.01)
 
 
 def assert_same_run(out: Path, expected: Path, left_out: Collection[int] = ()) -> None:
