@@ -19,6 +19,7 @@ _TOKENS_IN_PARALLEL = 16  # fewer are not worth waking other threads
 # A toy is not worth the seconds that the loops take to load. By size alone: the same call gives the same bits.
 _WIDE, _MANY = 256, 1 << 15  # numbers in a row, and in all sources
 _IS_HALF = {torch.float32: False, torch.bfloat16: True}
+Norm = tuple[Tensor, float]  # weight `[D]` and epsilon
 _PLAIN = (Tensor, nn.Parameter)  # and no subclass: those of other devices, distributed or quantised tensors
 
 
@@ -50,48 +51,71 @@ def cpu_kernels_serve(query: Tensor, sources: Sequence[Tensor]) -> bool:
     return torch._C._functorch.maybe_current_level() is None  # the tensors of `torch.func` have no address
 
 
+def norm_served(norm: nn.Module, sources: Sequence[Tensor]) -> bool:
+    """Whether the kernels compute this plain norm (`norms_attnres`) too: its weight has to be as the sources are."""
+    weight = norm.weight
+    return type(weight) in _PLAIN and weight.dtype == sources[0].dtype and weight.is_contiguous()
+
+
 def depth_attention_on_cpu(
-    query: Tensor, key_norm_weight: Tensor | None, eps: float, is_sum: bool, sources: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """The result `[..., D]` in the sources' dtype, and the weights `[n, ...]` in float32."""
+    query: Tensor,
+    key_norm_weight: Tensor | None,
+    eps: float,
+    is_sum: bool,
+    sources: Sequence[Tensor],
+    norm: nn.Module | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The result `[..., D]` in the sources' dtype and the weights `[n, ...]` in float32; or its `norm`, and `None`."""
+    norm_weight, norm_eps = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
     if not torch.is_grad_enabled():
-        return _forward(_vector(query), key_norm_weight, eps, is_sum, sources)
+        return _forward(query, key_norm_weight, eps, is_sum, norm_weight, norm_eps, sources)
     query = query.float() if key_norm_weight is None else query.float() * key_norm_weight.float()
-    return _DepthAttentionOnCpu.apply(_vector(query), eps, is_sum, *sources)
+    return _DepthAttentionOnCpu.apply(query, eps, is_sum, norm_weight, norm_eps, *sources)
 
 
 class _DepthAttentionOnCpu(torch.autograd.Function):
     """Keeps nothing but the sources: all statistics are computed again from a row that has to be read anyway."""
 
     @staticmethod
-    def forward(ctx, query: Tensor, eps: float, is_sum: bool, *sources: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(query, *sources)
-        ctx.eps, ctx.is_sum = eps, is_sum
+    def forward(ctx, query: Tensor, eps: float, is_sum: bool, norm_weight: Tensor | None, norm_eps: float, *sources):
+        ctx.save_for_backward(query, norm_weight, *sources)
+        ctx.eps, ctx.is_sum, ctx.norm_eps = eps, is_sum, norm_eps
         ctx.set_materialize_grads(False)
-        return _forward(query, None, eps, is_sum, sources)
+        return _forward(query, None, eps, is_sum, norm_weight, norm_eps, sources)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor | None, grad_weights: Tensor | None):
-        query, *sources = (tensor.contiguous() for tensor in ctx.saved_tensors)
+        query, norm_weight, *sources = ctx.saved_tensors
+        sources = [source.contiguous() for source in sources]
         grad = torch.zeros_like(sources[0]) if grad is None else grad.contiguous()
         grad_weights = None if grad_weights is None else grad_weights.contiguous()
-        grad_sources = [torch.empty_like(s) if wanted else None for s, wanted in zip(sources, ctx.needs_input_grad[3:])]
+        grad_sources = [torch.empty_like(s) if wanted else None for s, wanted in zip(sources, ctx.needs_input_grad[5:])]
         # A row for each chunk, added up in order: the result does not depend on the number of threads.
-        grad_query = torch.zeros(_chunks(_tokens(grad)), len(query))
-        tensors = [query, grad, grad_weights, grad_query, *sources, *grad_sources]
-        _run(False, _tokens(grad), ctx.eps, ctx.is_sum, len(sources), tensors)
-        return grad_query.sum(0), None, None, *grad_sources
+        grad_query = torch.zeros(_chunks(_tokens(grad)), query.numel())
+        grad_norm = None if norm_weight is None else torch.zeros_like(grad_query)
+        tensors = [_vector(query), grad, grad_weights, grad_query, norm_weight, grad_norm, *sources, *grad_sources]
+        _run(False, _tokens(grad), ctx.eps, ctx.is_sum, len(sources), tensors, ctx.norm_eps)
+        if grad_norm is not None:
+            grad_norm = grad_norm.sum(0).to(norm_weight.dtype)
+        return grad_query.sum(0).view(query.shape), None, None, grad_norm, None, *grad_sources
 
 
 def _forward(
-    query: Tensor, key_norm_weight: Tensor | None, eps: float, is_sum: bool, sources: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
+    query: Tensor,
+    key_norm_weight: Tensor | None,
+    eps: float,
+    is_sum: bool,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    sources: Sequence[Tensor],
+) -> tuple[Tensor, Tensor | None]:
     # In decoding these few lines, and no loop, are what a token costs: nothing here that is not needed.
-    first, norm = sources[0], None if key_norm_weight is None else _vector(key_norm_weight)
-    result, weights = torch.empty(first.shape, dtype=first.dtype), torch.empty(len(sources), *first.shape[:-1])
-    tensors = [query, result, weights, norm, *(source.contiguous() for source in sources)]
-    _run(True, _tokens(first), eps, is_sum, len(sources), tensors)
+    first, key_norm = sources[0], None if key_norm_weight is None else _vector(key_norm_weight)
+    result = torch.empty_like(first, memory_format=torch.contiguous_format)
+    weights = torch.empty(len(sources), *first.shape[:-1]) if norm_weight is None else None
+    tensors = [_vector(query), result, weights, key_norm, norm_weight, *(source.contiguous() for source in sources)]
+    _run(True, _tokens(first), eps, is_sum, len(sources), tensors, norm_eps)
     return result, weights
 
 
@@ -108,12 +132,14 @@ def _chunks(tokens: int) -> int:
     return min(64, -(-tokens // _TOKENS_IN_PARALLEL))
 
 
-def _run(is_forward: bool, tokens: int, eps: float, is_sum: bool, n: int, tensors: list[Tensor | None]) -> None:
+def _run(
+    is_forward: bool, tokens: int, eps: float, is_sum: bool, n: int, tensors: list[Tensor | None], norm_eps: float
+) -> None:
     query, rows, chunks = tensors[0], tensors[1], _chunks(tokens)
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     # One argument: to look at the types of many takes longer than a token's depth attention.
-    arguments = array("q", [tokens, len(query), n, is_sum, _IS_HALF[rows.dtype], *addresses])
-    loops()(is_forward, chunks, arguments.buffer_info()[0], eps)
+    arguments = array("q", [tokens, query.numel(), n, is_sum, _IS_HALF[rows.dtype], *addresses])
+    loops()(is_forward, chunks, arguments.buffer_info()[0], eps, norm_eps)
 
 
-__all__ = ["cpu_kernels_serve", "depth_attention_on_cpu"]
+__all__ = ["cpu_kernels_serve", "depth_attention_on_cpu", "norm_served"]

@@ -12,7 +12,7 @@ try:
     import numba
     import numpy as np
     from llvmlite import ir
-    from numba.core import types
+    from numba.core import cgutils, types
     from numba.extending import intrinsic
 except ImportError as error:  # within `try`: for who loads this file as remote code, these packages are optional
     raise ImportError("the kernels for CPUs need `numba`") from error
@@ -60,8 +60,71 @@ def _narrow(typing_context, number):
     return types.uint16(types.float32), generate
 
 
-# Sums over a row in any order, for vector instructions. Nothing that makes `n / n` differ from one.
-_jit = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+_LANES, _UNROLLED = 16, 4  # numbers in a vector, and vectors that are added up beside each other
+
+
+# Not left to the compiler: where it may choose the order of a sum, it does not make the same of a function for one
+# thread and for many, or as it compiles and as it loads what it compiled before. A resumed run has to follow exactly.
+@intrinsic
+def _dot(typing_context, row, other):
+    """The sum of products of two rows of float32, in an order that depends on nothing but their length."""
+
+    def generate(context, builder, signature, values):
+        return _sums(context, builder, signature, values, ((0, 1),))[0]
+
+    return types.float32(row, other), generate
+
+
+@intrinsic
+def _dot_and_square(typing_context, row, other):
+    """[`_dot`] of a row and another, and of the row and itself."""
+
+    def generate(context, builder, signature, values):
+        sums = _sums(context, builder, signature, values, ((0, 1), (0, 0)))
+        return context.make_tuple(builder, signature.return_type, sums)
+
+    return types.UniTuple(types.float32, 2)(row, other), generate
+
+
+def _sums(context, builder, signature, values, products):
+    """Instructions for the sum over all places of each of the `products`, of a number of one row and one of another."""
+    number, index = ir.FloatType(), ir.IntType(64)
+    vector = ir.VectorType(number, _LANES)
+    rows = [context.make_array(kind)(context, builder, value) for kind, value in zip(signature.args, values)]
+    length = builder.extract_value(rows[0].shape, 0)
+    step = index(_LANES * _UNROLLED)
+    whole = builder.mul(builder.udiv(length, step), step)
+
+    def add_up(totals, start, kind):
+        found = []
+        for row in rows:
+            address = builder.bitcast(builder.gep(row.data, [start]), kind.as_pointer())
+            found.append(builder.load(address, align=4))
+        for total, (i, j) in zip(totals, products):
+            builder.store(builder.fadd(builder.load(total), builder.fmul(found[i], found[j])), total)
+
+    zero = ir.Constant(vector, [0.0] * _LANES)
+    vectors = [[cgutils.alloca_once_value(builder, zero) for _ in products] for _ in range(_UNROLLED)]
+    with cgutils.for_range_slice(builder, index(0), whole, step, intp=index) as (start, _):
+        for i, totals in enumerate(vectors):
+            add_up(totals, builder.add(start, index(i * _LANES)), vector)
+    rest = [cgutils.alloca_once_value(builder, number(0.0)) for _ in products]
+    with cgutils.for_range_slice(builder, whole, length, index(1), intp=index) as (start, _):
+        add_up(rest, start, number)
+
+    sums = []
+    for i, total in enumerate(rest):
+        parts = [builder.load(totals[i]) for totals in vectors]
+        while len(parts) > 1:
+            parts = [builder.fadd(*pair) for pair in zip(parts[::2], parts[1::2])]
+        lanes = [builder.extract_element(parts[0], ir.IntType(32)(lane)) for lane in range(_LANES)]
+        while len(lanes) > 1:
+            lanes = [builder.fadd(*pair) for pair in zip(lanes[::2], lanes[1::2])]
+        sums.append(builder.fadd(lanes[0], builder.load(total)))
+    return sums
+
+
+_jit = numba.njit(cache=True, nogil=True, error_model="numpy")
 _parallel_jit = numba.njit(cache=True, nogil=True, parallel=True)
 
 
@@ -92,23 +155,6 @@ def _narrow_row(row, half):
 
 
 @_jit
-def _dot(row, other):
-    total = np.float32(0)
-    for d in range(len(row)):
-        total += row[d] * other[d]
-    return total
-
-
-@_jit
-def _dot_and_square(row, query):
-    dot, square = np.float32(0), np.float32(0)
-    for d in range(len(row)):
-        dot += row[d] * query[d]
-        square += row[d] * row[d]
-    return dot, square
-
-
-@_jit
 def _set_scaled(result, factor, row):
     for d in range(len(row)):
         result[d] = factor * row[d]
@@ -118,6 +164,19 @@ def _set_scaled(result, factor, row):
 def _add_scaled(result, factor, row):
     for d in range(len(row)):
         result[d] += factor * row[d]
+
+
+@_jit
+def _set_product(result, row, other):
+    for d in range(len(row)):
+        result[d] = row[d] * other[d]
+
+
+@_jit
+def _round_scaled(row, factor):
+    """Multiply a row, and round it to what bfloat16 holds."""
+    for d in range(len(row)):
+        row[d] = _widen(_narrow(factor * row[d]))
 
 
 @_jit
@@ -174,41 +233,85 @@ def _read_all(sources, token, eps, is_half, query, rows, logits, inverse_rms):
 
 
 @_jit
-def forward_chunk(chunk, chunks, arguments, eps):
-    tokens, width, n, is_sum, is_half, addresses = _arguments(arguments, 4, 1)
-    query, all_weights = _vector(addresses[0], width), _vector(addresses[2], n * tokens)
+def _mix(result, mixing, sources, token, is_half, rows):
+    """The result of a token, from rows that were read before."""
+    _set_scaled(result, mixing[0], _row(sources, 0, token, is_half, rows))
+    for i in range(1, len(sources)):
+        _add_scaled(result, mixing[i], _row(sources, i, token, is_half, rows))
+
+
+@_jit
+def _normalise(row, eps, is_half):
+    """Divide a row by its root mean square, and return what that was multiplied by. Rounded where PyTorch's are."""
+    if is_half:
+        _round_scaled(row, np.float32(1))
+    factor = np.float32(1) / np.sqrt(_dot(row, row) / np.float32(len(row)) + np.float32(eps))
+    if is_half:
+        _round_scaled(row, factor)
+    else:
+        _set_scaled(row, factor, row)
+    return factor
+
+
+@_jit
+def _derive_norm(grad, weight, normalised, factor, grad_weight):
+    """Turn the gradient of `weight * normalised` into that of the row before it was normalised."""
+    for d in range(len(grad)):
+        grad_weight[d] += grad[d] * normalised[d]
+        grad[d] *= weight[d]
+    mean = _dot(grad, normalised) / np.float32(len(grad))
+    for d in range(len(grad)):
+        grad[d] = factor * (grad[d] - mean * normalised[d])
+
+
+@_jit
+def forward_chunk(chunk, chunks, arguments, eps, norm_eps):
+    tokens, width, n, is_sum, is_half, addresses = _arguments(arguments, 5, 1)
+    query, all_weights = _vector(addresses[0], width), _vector(addresses[2], n * tokens if addresses[2] else 0)
     if addresses[3]:
         query = query * _vector(addresses[3], width)
-    sources = addresses[4:]
+    sources, has_norm = addresses[5:], addresses[4] != 0
     logits, inverse_rms, weights, mixing = np.empty((4, n), np.float32)
-    rows, own = np.empty((n, width), np.float32), np.empty(width, np.float32)
+    rows, own, norm = np.empty((n, width), np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
+    if has_norm:
+        norm = _read(addresses[4], 0, is_half, norm)
     for token in range(chunk * tokens // chunks, (chunk + 1) * tokens // chunks):
         _read_all(sources, token, eps, is_half, query, rows, logits, inverse_rms)
         _softmax(logits, is_sum, weights, mixing)
+        if len(all_weights):
+            for i in range(n):
+                all_weights[i * tokens + token] = weights[i]
         result = own if is_half else _vector(addresses[1] + token * width * 4, width)
-        for i in range(n):
-            all_weights[i * tokens + token] = weights[i]
-            row = _row(sources, i, token, is_half, rows)
-            if i == 0:
-                _set_scaled(result, mixing[i], row)
-            else:
-                _add_scaled(result, mixing[i], row)
+        _mix(own if has_norm else result, mixing, sources, token, is_half, rows)
+        if has_norm:
+            _normalise(own, norm_eps, is_half)
+            _set_product(result, norm, own)
         if is_half:
             _write(result, addresses[1], token)
 
 
 @_jit
-def backward_chunk(chunk, chunks, arguments, eps):
-    tokens, width, n, is_sum, is_half, addresses = _arguments(arguments, 4, 2)
+def backward_chunk(chunk, chunks, arguments, eps, norm_eps):
+    tokens, width, n, is_sum, is_half, addresses = _arguments(arguments, 6, 2)
     query, grad_query = _vector(addresses[0], width), _vector(addresses[3] + chunk * width * 4, width)
-    sources, grad_sources = addresses[4 : 4 + n], addresses[4 + n :]
+    sources, grad_sources, has_norm = addresses[6 : 6 + n], addresses[6 + n :], addresses[4] != 0
     logits, inverse_rms, weights, mixing, similarity = np.empty((5, n), np.float32)
     weight_grads = np.zeros(n, np.float32)
     rows, own, own_grad = np.empty((n, width), np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
+    norm, grad_norm = own, own
+    if has_norm:
+        norm = _read(addresses[4], 0, is_half, np.empty(width, np.float32))
+        grad_norm = _vector(addresses[5] + chunk * width * 4, width)
     for token in range(chunk * tokens // chunks, (chunk + 1) * tokens // chunks):
         _read_all(sources, token, eps, is_half, query, rows, logits, inverse_rms)
         _softmax(logits, is_sum, weights, mixing)
         grad = _read(addresses[1], token, is_half, own_grad)
+        if has_norm:
+            _set_scaled(own_grad, np.float32(1), grad)
+            _mix(own, mixing, sources, token, is_half, rows)
+            factor = _normalise(own, norm_eps, is_half)
+            _derive_norm(own_grad, norm, own, factor, grad_norm)
+            grad = own_grad
         for i in range(n):
             similarity[i] = _dot(_row(sources, i, token, is_half, rows), grad)
             if addresses[2]:
@@ -229,27 +332,27 @@ def backward_chunk(chunk, chunks, arguments, eps):
 
 
 @_parallel_jit
-def forward_chunks(chunks, arguments, eps):
+def forward_chunks(chunks, arguments, eps, norm_eps):
     for chunk in numba.prange(chunks):
-        forward_chunk(chunk, chunks, arguments, eps)
+        forward_chunk(chunk, chunks, arguments, eps, norm_eps)
 
 
 @_parallel_jit
-def backward_chunks(chunks, arguments, eps):
+def backward_chunks(chunks, arguments, eps, norm_eps):
     for chunk in numba.prange(chunks):
-        backward_chunk(chunk, chunks, arguments, eps)
+        backward_chunk(chunk, chunks, arguments, eps, norm_eps)
 
 
-def run(is_forward: bool, chunks: int, arguments: int, eps: float) -> None:
+def run(is_forward: bool, chunks: int, arguments: int, eps: float, norm_eps: float) -> None:
     """Run the forward or backward loops over all chunks, on as many threads as PyTorch uses."""
     threads = torch.get_num_threads() if chunks > 1 else 1
     if threads == 1:
         for chunk in range(chunks):
-            (forward_chunk if is_forward else backward_chunk)(chunk, chunks, arguments, eps)
+            (forward_chunk if is_forward else backward_chunk)(chunk, chunks, arguments, eps, norm_eps)
     else:
         _start_threads()
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
-        (forward_chunks if is_forward else backward_chunks)(chunks, arguments, eps)
+        (forward_chunks if is_forward else backward_chunks)(chunks, arguments, eps, norm_eps)
 
 
 @cache

@@ -26,12 +26,14 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_attnres import ResidualConfig
 from .loading_attnres import check_attn_res_tensors, check_shapes, explain_broken_shard
+from .norms_attnres import is_plain_rms_norm
 from .residual_attnres import AttnRes, DepthState, ResidualConnection, ResidualNorm, add_residual_connection
-from .sublayers_attnres import Sublayers
+from .sublayers_attnres import Sublayer, Sublayers
 
 # Modules that mix tokens: they take the keyword arguments of the layer and return a tuple, output first.
 _ATTENTION = ("attention", "self_attn")
 # Names that the first sublayer of a layer may have: what it reads is what is recorded as the layer's input.
+_RECORDED = ("output_hidden_states", "output_depth_attentions")
 _FIRST_SUBLAYER = ("self_attention_res", "parallel_res")
 
 
@@ -59,21 +61,32 @@ class ResidualDecoderLayer:
         *,
         last_layer: int | None = None,
         read_output: Callable[[DepthState], Tensor] | None = None,
+        is_recorded: bool = True,
         **kwargs,
     ) -> DepthState:
-        """State in, state out; the layer with the index `last_layer` returns what `read_output` makes of the state."""
+        """State in, state out; the layer with the index `last_layer` returns what `read_output` makes of the state.
+
+        What connections return is recorded, unless not `is_recorded`: then they may read through the sublayer's norm.
+        """
         state = hidden_states
         for sublayer in self.sublayers:
             connection = getattr(self, f"{sublayer.name}_proj")
             norm_weight = getattr(self, f"{sublayer.name}_norm")()
-            inputs, _ = connection(state, norm_weight)
-            output = self._run(sublayer.branches[0], inputs, kwargs)
+            norm = None if is_recorded or _is_watched(connection) else self._plain_norm(sublayer)
+            inputs, _ = connection(state, norm_weight, norm)
+            done = 0 if norm is None else 1
+            output = self._run(sublayer.branches[0][done:], inputs, kwargs)
             for branch in sublayer.branches[1:]:
-                output = output + self._run(branch, inputs, kwargs)
+                output = output + self._run(branch[done:], inputs, kwargs)
             if sublayer.multiplier is not None:
                 output = output * getattr(self, sublayer.multiplier)
             state = connection.write(state, output)
         return read_output(state) if self.layer_idx == last_layer else state
+
+    def _plain_norm(self, sublayer: Sublayer) -> nn.Module | None:
+        """The norm that the sublayer begins with, if the connection can compute it."""
+        first = getattr(self, sublayer.first) if sublayer.first else None
+        return first if first is not None and is_plain_rms_norm(first) else None
 
     def _run(self, branch: tuple[str, ...], hidden_states: Tensor, kwargs: dict) -> Tensor:
         for name in branch:
@@ -202,10 +215,17 @@ class ResidualModel(ResidualPreTrainedModel):
         # The backbone's own loop runs the layers. Between the last of them and the final norm the output is read, which
         # needs tensors of this model: the last layer is told how. Early exit, in generation, runs fewer than there are.
         last_layer = min(self.config.num_hidden_layers, len(self.layers)) - 1
-        outputs = super().forward(*args, last_layer=last_layer, read_output=self._read_output, **kwargs)
+        outputs = super().forward(
+            *args, last_layer=last_layer, read_output=self._read_output, is_recorded=self._is_recorded(kwargs), **kwargs
+        )
         if record_depth_attentions is not None and "depth_attentions" in outputs:
             record_depth_attentions(outputs["depth_attentions"])
         return outputs
+
+    def _is_recorded(self, kwargs: dict) -> bool:
+        """Whether somebody asks for what the connections return; compiled, the norms are fused in any case."""
+        asked = (kwargs.get(name, getattr(self.config, name, None)) for name in _RECORDED)
+        return torch.compiler.is_compiling() or any(value is not None and value is not False for value in asked)
 
     def _read_output(self, state: DepthState) -> Tensor:
         """The input of the final norm `[batch, seq, hidden]`: the aggregate over all blocks and the partial sum."""
@@ -255,6 +275,11 @@ class ResidualForSequenceClassification(ResidualHead, GenericForSequenceClassifi
         setattr(self, self.base_model_prefix, self.model_class(config))
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
+
+
+def _is_watched(connection: ResidualConnection) -> bool:
+    """Whether it has hooks, besides those of `transformers`, which record only what is asked for."""
+    return any(hook.__module__ != OutputRecorder.__module__ for hook in connection._forward_hooks.values())
 
 
 def _check_declaration(layer: nn.Module, backbone: str, sublayers: Sublayers) -> None:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils.generic import maybe_autocast
 
-from .cpu_kernels_attnres import cpu_kernels_serve, depth_attention_on_cpu
+from .cpu_kernels_attnres import cpu_kernels_serve, depth_attention_on_cpu, norm_served
 from .kernels_attnres import common_dtype, fused_depth_attention, kernels_available
 
 
@@ -74,11 +74,31 @@ def depth_attention(
 
 
 def attend(
+    query: Tensor,
+    sources: Sequence[Tensor],
+    key_norm_weight: Tensor | None,
+    eps: float,
+    is_sum: bool,
+    norm: nn.Module | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """[`depth_attention`] of arguments that fit each other, with the weights, by what is fastest for them.
+
+    Args:
+        query: `[D]` or `[1, D]`.
+        norm: a plain RMSNorm (`norms_attnres`) that the result goes through, for which the kernels need no pass of its
+            own; the weights are `None` then.
+    """
+    if cpu_kernels_serve(query, sources):
+        if norm is None or norm_served(norm, sources):
+            return depth_attention_on_cpu(query, key_norm_weight, eps, is_sum, sources, norm)
+        return norm(depth_attention_on_cpu(query, key_norm_weight, eps, is_sum, sources)[0]), None
+    result, weights = _attend(query.flatten(), sources, key_norm_weight, eps, is_sum)
+    return (result, weights) if norm is None else (norm(result), None)
+
+
+def _attend(
     query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor | None, eps: float, is_sum: bool
 ) -> tuple[Tensor, Tensor]:
-    """[`depth_attention`] of arguments that fit each other, with the weights, by what is fastest for them."""
-    if cpu_kernels_serve(query, sources):
-        return depth_attention_on_cpu(query, key_norm_weight, eps, is_sum, sources)
     dtype, stat_dtype = _dtypes(sources)
     query = query.to(stat_dtype)
     if key_norm_weight is not None:

@@ -28,8 +28,13 @@ class ResidualConnection(nn.Module):
         super().__init__()
         self.sublayer = sublayer
 
-    def forward(self, state: DepthState, norm_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Read: the input of the sublayer `[batch, seq, hidden]`, and its depth weights `[sources, batch, seq]`."""
+    def forward(
+        self, state: DepthState, norm_weight: Tensor | None, norm: nn.Module | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Read: the input of the sublayer `[batch, seq, hidden]`, and its depth weights `[sources, batch, seq]`.
+
+        With `norm`, the plain RMSNorm that the sublayer begins with, it is the output of that, and without weights.
+        """
         raise NotImplementedError
 
     def write(self, state: DepthState, output: Tensor) -> DepthState:
@@ -42,8 +47,8 @@ class StandardResidual(ResidualConnection):
 
     has_norm = False
 
-    def forward(self, state: Tensor, norm_weight: None) -> tuple[Tensor, None]:
-        return state, None
+    def forward(self, state: Tensor, norm_weight: None, norm: nn.Module | None = None) -> tuple[Tensor, None]:
+        return (state if norm is None else norm(state)), None
 
     def write(self, state: Tensor, output: Tensor) -> Tensor:
         return state + output
@@ -68,9 +73,9 @@ class AttnRes(ResidualConnection):
         self.eps = _norm_eps(config)
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size))
 
-    def forward(self, state: DepthState, norm_weight: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, state: DepthState, norm_weight: Tensor, norm: nn.Module | None = None) -> tuple[Tensor, Tensor]:
         sources = state if isinstance(state, tuple) else (state,)
-        return attend(self.weight.squeeze(0), sources, norm_weight, self.eps, self.scale == "sum")
+        return attend(self.weight.squeeze(0), sources, norm_weight, self.eps, self.scale == "sum", norm)
 
     def write(self, state: DepthState, output: Tensor) -> tuple[Tensor, ...]:
         sources = state if isinstance(state, tuple) else (state,)

@@ -8,6 +8,7 @@ is `transformers`' own code.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from transformers import PreTrainedConfig
 
@@ -26,6 +27,12 @@ class Sublayer:
     name: str
     branches: tuple[tuple[str, ...], ...]
     multiplier: str | None = None
+
+    @cached_property
+    def first(self) -> str | None:
+        """The module that all branches begin with and go on from: as a rule the norm."""
+        first = self.branches[0][0]
+        return first if all(len(branch) > 1 and branch[0] == first for branch in self.branches) else None
 
 
 Sublayers = tuple[Sublayer, ...]

@@ -9,8 +9,10 @@ import pytest
 pytest.importorskip("numba")
 
 
-def printed(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+def printed(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=os.environ | environment
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip()
 
@@ -41,3 +43,29 @@ depth_attention(torch.ones(512), [torch.ones(999, 512)] * 2)
 print(torch.get_num_threads())
 """
     assert printed(code) == str(threads)
+
+
+@pytest.mark.slow
+def test_compiled_or_loaded_on_one_thread_or_two_the_bits_are_the_same(tmp_path):
+    # A run that is killed and resumed compiles the first time and loads the second.
+    code = """
+import torch
+from attnres.functional_attnres import attend
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+torch.manual_seed(0)
+for dtype in (torch.float32, torch.bfloat16):
+    leaves = [torch.randn(201, 331, dtype=dtype, requires_grad=True) for _ in range(4)]
+    query, norm = torch.randn(331, requires_grad=True), LlamaRMSNorm(331).to(dtype)
+    result, weights = attend(query, leaves, None, 1e-6, True)
+    normed, _ = attend(query, leaves, None, 1e-6, True, norm)
+    loss = (result * normed).double().sum() + weights.double().square().sum()
+    gradients = torch.autograd.grad(loss, [query, norm.weight, *leaves])
+    print(*[tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16).long().sum().item()
+            for tensor in (result, weights, normed, *gradients)])
+"""
+    compiled, loaded, on_two = (
+        printed(f"import torch; torch.set_num_threads({threads}){code}", NUMBA_CACHE_DIR=str(tmp_path))
+        for threads in (1, 1, 2)
+    )
+    assert list(tmp_path.iterdir())
+    assert compiled == loaded == on_two
