@@ -19,7 +19,7 @@ _TOKENS_IN_PARALLEL = 16  # fewer are not worth waking other threads
 # A toy is not worth the seconds that the loops take to load. By size alone: the same call gives the same bits.
 _WIDE, _MANY = 256, 1 << 15  # numbers in a row, and in all sources
 _IS_HALF = {torch.float32: False, torch.bfloat16: True}
-Norm = tuple[Tensor, float]  # weight `[D]` and epsilon
+Phase = tuple[Tensor, Tensor]  # what `phase_one_on_cpu` returns
 _PLAIN = (Tensor, nn.Parameter)  # and no subclass: those of other devices, distributed or quantised tensors
 
 
@@ -73,6 +73,43 @@ def depth_attention_on_cpu(
     return _DepthAttentionOnCpu.apply(query, eps, is_sum, norm_weight, norm_eps, *sources)
 
 
+def phase_one_on_cpu(queries: Tensor, eps: float, sources: Sequence[Tensor]) -> Phase:
+    """The queries of several sublayers, `w * g`, `[G, D]` in float32, against sources that all of them read.
+
+        m_q = max_i l_qi,   z_q = sum_i exp(l_qi - m_q),   u_q = sum_i exp(l_qi - m_q) s_i,   l_qi = q . RMSNorm(s_i)
+
+    Returns:
+        `u` `[G, ..., D]`, and `(m, z)` `[G, ..., 2]`, in float32; an entry of each is what `phase_two_on_cpu` takes.
+    """
+    shape = sources[0].shape
+    sums, statistics = torch.empty(len(queries), *shape), torch.empty(len(queries), *shape[:-1], 2)
+    tensors = [_vector(queries), sums, statistics, *(source.contiguous() for source in sources)]
+    header = [_tokens(sources[0]), shape[-1], len(sources), len(queries), _IS_HALF[sources[0].dtype]]
+    _run("phase one", header, tensors, eps)
+    return sums, statistics
+
+
+def phase_two_on_cpu(
+    query: Tensor,
+    eps: float,
+    multiplier: int,
+    phase: Phase,
+    dtype: torch.dtype,
+    fresh: Sequence[Tensor],
+    norm: nn.Module | None,
+) -> Tensor:
+    """The result `[..., D]`, or its `norm`, of one of phase one's queries `[D]`: of the sources there and the `fresh`.
+
+    `multiplier` is the number of all of them for the scale `sum`, and one for `mean`.
+    """
+    norm_weight, norm_eps = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
+    result = torch.empty(phase[0].shape, dtype=dtype)
+    tensors = [query, result, None, None, norm_weight, *phase, *(source.contiguous() for source in fresh)]
+    header = [_tokens(result), result.shape[-1], len(fresh), multiplier, _IS_HALF[dtype]]
+    _run("forward", header, tensors, eps, norm_eps)
+    return result
+
+
 class _DepthAttentionOnCpu(torch.autograd.Function):
     """Keeps nothing but the sources: all statistics are computed again from a row that has to be read anyway."""
 
@@ -95,7 +132,8 @@ class _DepthAttentionOnCpu(torch.autograd.Function):
         grad_query = torch.zeros(_chunks(_tokens(grad)), query.numel())
         grad_norm = None if norm_weight is None else torch.zeros_like(grad_query)
         tensors = [_vector(query), grad, grad_weights, grad_query, norm_weight, grad_norm, *sources, *grad_sources]
-        _run(False, _tokens(grad), ctx.eps, ctx.is_sum, len(sources), tensors, ctx.norm_eps)
+        header = [_tokens(grad), query.numel(), len(sources), len(sources) if ctx.is_sum else 1, _IS_HALF[grad.dtype]]
+        _run("backward", header, tensors, ctx.eps, ctx.norm_eps)
         if grad_norm is not None:
             grad_norm = grad_norm.sum(0).to(norm_weight.dtype)
         return grad_query.sum(0).view(query.shape), None, None, grad_norm, None, *grad_sources
@@ -114,8 +152,10 @@ def _forward(
     first, key_norm = sources[0], None if key_norm_weight is None else _vector(key_norm_weight)
     result = torch.empty_like(first, memory_format=torch.contiguous_format)
     weights = torch.empty(len(sources), *first.shape[:-1]) if norm_weight is None else None
-    tensors = [_vector(query), result, weights, key_norm, norm_weight, *(source.contiguous() for source in sources)]
-    _run(True, _tokens(first), eps, is_sum, len(sources), tensors, norm_eps)
+    n, sources = len(sources), [source.contiguous() for source in sources]
+    tensors = [_vector(query), result, weights, key_norm, norm_weight, None, None, *sources]
+    header = [_tokens(first), first.shape[-1], n, n if is_sum else 1, _IS_HALF[first.dtype]]
+    _run("forward", header, tensors, eps, norm_eps)
     return result, weights
 
 
@@ -132,14 +172,12 @@ def _chunks(tokens: int) -> int:
     return min(64, -(-tokens // _TOKENS_IN_PARALLEL))
 
 
-def _run(
-    is_forward: bool, tokens: int, eps: float, is_sum: bool, n: int, tensors: list[Tensor | None], norm_eps: float
-) -> None:
-    query, rows, chunks = tensors[0], tensors[1], _chunks(tokens)
+def _run(loop: str, header: list[int], tensors: list[Tensor | None], eps: float, norm_eps: float = 0.0) -> None:
+    """Run a loop; `header` has the numbers of tokens, columns and sources, one that the loop knows, and `_IS_HALF`."""
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     # One argument: to look at the types of many takes longer than a token's depth attention.
-    arguments = array("q", [tokens, query.numel(), n, is_sum, _IS_HALF[rows.dtype], *addresses])
-    loops()(is_forward, chunks, arguments.buffer_info()[0], eps, norm_eps)
+    arguments = array("q", header + addresses)
+    loops()(loop, _chunks(header[0]), arguments.buffer_info()[0], eps, norm_eps)
 
 
-__all__ = ["cpu_kernels_serve", "depth_attention_on_cpu", "norm_served"]
+__all__ = ["cpu_kernels_serve", "depth_attention_on_cpu", "norm_served", "phase_one_on_cpu", "phase_two_on_cpu"]

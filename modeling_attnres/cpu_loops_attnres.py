@@ -138,7 +138,7 @@ def _arguments(address, others, each):
     """What [`_run`] wrote there, with the addresses of `others`, and of `each` of the sources."""
     n = numba.carray(_pointer(address, np.int64(0)), (5,))[2]
     numbers = numba.carray(_pointer(address, np.int64(0)), (5 + others + each * n,))
-    return numbers[0], numbers[1], n, numbers[3] != 0, numbers[4] != 0, numbers[5:]
+    return numbers[0], numbers[1], n, numbers[3], numbers[4] != 0, numbers[5:]
 
 
 # Loops over a row, each a function that the compiler vectorises.
@@ -210,17 +210,37 @@ def _write(row, address, token):
 
 
 @_jit
-def _softmax(logits, is_sum, weights, mixing):
-    """Weights, and what the sources are multiplied by: exactly one at equal logits, if it is the sum."""
-    largest, total = logits.max(), np.float32(0)
+def _exponentials(logits, largest, weights):
+    """Writes what is not divided by its sum yet, and returns that sum."""
+    total = np.float32(0)
     for i in range(len(logits)):
         weights[i] = np.exp(logits[i] - largest)
         if weights[i] < _SMALLEST:
             weights[i] = 0
         total += weights[i]
+    return total
+
+
+@_jit
+def _softmax(logits, multiplier, weights, mixing):
+    """Weights, and what the sources are multiplied by: exactly one at equal logits, if it is the sum."""
+    total = _exponentials(logits, logits.max(), weights)
     for i in range(len(logits)):
-        mixing[i] = weights[i] * (np.float32(len(logits)) if is_sum else np.float32(1)) / total
+        mixing[i] = weights[i] * np.float32(multiplier) / total
         weights[i] = weights[i] / total
+
+
+@_jit
+def _merge(statistics, logits, multiplier, mixing):
+    """[`_softmax`] over more sources, of which others are summed up in phase one; what that sum is multiplied by."""
+    largest, exponentials = statistics[0], statistics[1]
+    for i in range(len(logits)):
+        largest = max(largest, logits[i])
+    factor = np.exp(statistics[0] - largest)
+    total = factor * exponentials + _exponentials(logits, largest, mixing)
+    for i in range(len(logits)):
+        mixing[i] = mixing[i] * np.float32(multiplier) / total
+    return factor * np.float32(multiplier) / total
 
 
 @_jit
@@ -236,7 +256,12 @@ def _read_all(sources, token, eps, is_half, query, rows, logits, inverse_rms):
 def _mix(result, mixing, sources, token, is_half, rows):
     """The result of a token, from rows that were read before."""
     _set_scaled(result, mixing[0], _row(sources, 0, token, is_half, rows))
-    for i in range(1, len(sources)):
+    _add_all(result, 1, mixing, sources, token, is_half, rows)
+
+
+@_jit
+def _add_all(result, first, mixing, sources, token, is_half, rows):
+    for i in range(first, len(sources)):
         _add_scaled(result, mixing[i], _row(sources, i, token, is_half, rows))
 
 
@@ -266,23 +291,29 @@ def _derive_norm(grad, weight, normalised, factor, grad_weight):
 
 @_jit
 def forward_chunk(chunk, chunks, arguments, eps, norm_eps):
-    tokens, width, n, is_sum, is_half, addresses = _arguments(arguments, 5, 1)
+    tokens, width, n, multiplier, is_half, addresses = _arguments(arguments, 7, 1)
     query, all_weights = _vector(addresses[0], width), _vector(addresses[2], n * tokens if addresses[2] else 0)
     if addresses[3]:
         query = query * _vector(addresses[3], width)
-    sources, has_norm = addresses[5:], addresses[4] != 0
+    sources, has_norm, has_phase = addresses[7:], addresses[4] != 0, addresses[5] != 0
     logits, inverse_rms, weights, mixing = np.empty((4, n), np.float32)
     rows, own, norm = np.empty((n, width), np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
     if has_norm:
         norm = _read(addresses[4], 0, is_half, norm)
     for token in range(chunk * tokens // chunks, (chunk + 1) * tokens // chunks):
         _read_all(sources, token, eps, is_half, query, rows, logits, inverse_rms)
-        _softmax(logits, is_sum, weights, mixing)
+        result = own if is_half else _vector(addresses[1] + token * width * 4, width)
+        mixed = own if has_norm else result
+        if has_phase:
+            factor = _merge(_vector(addresses[6] + token * 8, 2), logits, multiplier, mixing)
+            _set_scaled(mixed, factor, _vector(addresses[5] + token * width * 4, width))
+            _add_all(mixed, 0, mixing, sources, token, is_half, rows)
+        else:
+            _softmax(logits, multiplier, weights, mixing)
+            _mix(mixed, mixing, sources, token, is_half, rows)
         if len(all_weights):
             for i in range(n):
                 all_weights[i * tokens + token] = weights[i]
-        result = own if is_half else _vector(addresses[1] + token * width * 4, width)
-        _mix(own if has_norm else result, mixing, sources, token, is_half, rows)
         if has_norm:
             _normalise(own, norm_eps, is_half)
             _set_product(result, norm, own)
@@ -291,8 +322,27 @@ def forward_chunk(chunk, chunks, arguments, eps, norm_eps):
 
 
 @_jit
+def phase_one_chunk(chunk, chunks, arguments, eps, norm_eps):
+    tokens, width, n, queries, is_half, addresses = _arguments(arguments, 3, 1)
+    sources = addresses[3:]
+    logits, mixing, rows = np.empty((queries, n), np.float32), np.empty(n, np.float32), np.empty((n, width), np.float32)
+    for token in range(chunk * tokens // chunks, (chunk + 1) * tokens // chunks):
+        for i in range(n):
+            row = _read(sources[i], token, is_half, rows[i])
+            inverse_rms = np.float32(1) / np.sqrt(_dot(row, row) / np.float32(width) + np.float32(eps))
+            for q in range(queries):
+                logits[q, i] = _dot(row, _vector(addresses[0] + q * width * 4, width)) * inverse_rms
+        for q in range(queries):
+            place = q * tokens + token
+            statistics = _vector(addresses[2] + place * 8, 2)
+            statistics[0] = logits[q].max()
+            statistics[1] = _exponentials(logits[q], statistics[0], mixing)
+            _mix(_vector(addresses[1] + place * width * 4, width), mixing, sources, token, is_half, rows)
+
+
+@_jit
 def backward_chunk(chunk, chunks, arguments, eps, norm_eps):
-    tokens, width, n, is_sum, is_half, addresses = _arguments(arguments, 6, 2)
+    tokens, width, n, multiplier, is_half, addresses = _arguments(arguments, 6, 2)
     query, grad_query = _vector(addresses[0], width), _vector(addresses[3] + chunk * width * 4, width)
     sources, grad_sources, has_norm = addresses[6 : 6 + n], addresses[6 + n :], addresses[4] != 0
     logits, inverse_rms, weights, mixing, similarity = np.empty((5, n), np.float32)
@@ -304,7 +354,7 @@ def backward_chunk(chunk, chunks, arguments, eps, norm_eps):
         grad_norm = _vector(addresses[5] + chunk * width * 4, width)
     for token in range(chunk * tokens // chunks, (chunk + 1) * tokens // chunks):
         _read_all(sources, token, eps, is_half, query, rows, logits, inverse_rms)
-        _softmax(logits, is_sum, weights, mixing)
+        _softmax(logits, multiplier, weights, mixing)
         grad = _read(addresses[1], token, is_half, own_grad)
         if has_norm:
             _set_scaled(own_grad, np.float32(1), grad)
@@ -343,16 +393,30 @@ def backward_chunks(chunks, arguments, eps, norm_eps):
         backward_chunk(chunk, chunks, arguments, eps, norm_eps)
 
 
-def run(is_forward: bool, chunks: int, arguments: int, eps: float, norm_eps: float) -> None:
-    """Run the forward or backward loops over all chunks, on as many threads as PyTorch uses."""
+@_parallel_jit
+def phase_one_chunks(chunks, arguments, eps, norm_eps):
+    for chunk in numba.prange(chunks):
+        phase_one_chunk(chunk, chunks, arguments, eps, norm_eps)
+
+
+_LOOPS = {
+    "forward": (forward_chunk, forward_chunks),
+    "backward": (backward_chunk, backward_chunks),
+    "phase one": (phase_one_chunk, phase_one_chunks),
+}
+
+
+def run(name: str, chunks: int, arguments: int, eps: float, norm_eps: float) -> None:
+    """Run the loops of that name over all chunks, on as many threads as PyTorch uses."""
+    of_chunk, of_chunks = _LOOPS[name]
     threads = torch.get_num_threads() if chunks > 1 else 1
     if threads == 1:
         for chunk in range(chunks):
-            (forward_chunk if is_forward else backward_chunk)(chunk, chunks, arguments, eps, norm_eps)
+            of_chunk(chunk, chunks, arguments, eps, norm_eps)
     else:
         _start_threads()
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
-        (forward_chunks if is_forward else backward_chunks)(chunks, arguments, eps, norm_eps)
+        of_chunks(chunks, arguments, eps, norm_eps)
 
 
 @cache

@@ -29,6 +29,7 @@ from .loading_attnres import check_attn_res_tensors, check_shapes, explain_broke
 from .norms_attnres import is_plain_rms_norm
 from .residual_attnres import AttnRes, DepthState, ResidualConnection, ResidualNorm, add_residual_connection
 from .sublayers_attnres import Sublayer, Sublayers
+from .two_phase_attnres import TwoPhases, two_phases_pay
 
 # Modules that mix tokens: they take the keyword arguments of the layer and return a tuple, output first.
 _ATTENTION = ("attention", "self_attn")
@@ -62,18 +63,23 @@ class ResidualDecoderLayer:
         last_layer: int | None = None,
         read_output: Callable[[DepthState], Tensor] | None = None,
         is_recorded: bool = True,
+        two_phases: TwoPhases | None = None,
         **kwargs,
     ) -> DepthState:
         """State in, state out; the layer with the index `last_layer` returns what `read_output` makes of the state.
 
-        What connections return is recorded, unless not `is_recorded`: then they may read through the sublayer's norm.
+        What connections return is recorded, unless not `is_recorded`: then they may read through the sublayer's norm,
+        or `two_phases` read in their place.
         """
         state = hidden_states
         for sublayer in self.sublayers:
             connection = getattr(self, f"{sublayer.name}_proj")
             norm_weight = getattr(self, f"{sublayer.name}_norm")()
             norm = None if is_recorded or _is_watched(connection) else self._plain_norm(sublayer)
-            inputs, _ = connection(state, norm_weight, norm)
+            if two_phases is None:
+                inputs, _ = connection(state, norm_weight, norm)
+            else:
+                inputs = two_phases.read(connection, norm_weight, state, norm)
             done = 0 if norm is None else 1
             output = self._run(sublayer.branches[0][done:], inputs, kwargs)
             for branch in sublayer.branches[1:]:
@@ -215,8 +221,15 @@ class ResidualModel(ResidualPreTrainedModel):
         # The backbone's own loop runs the layers. Between the last of them and the final norm the output is read, which
         # needs tensors of this model: the last layer is told how. Early exit, in generation, runs fewer than there are.
         last_layer = min(self.config.num_hidden_layers, len(self.layers)) - 1
+        is_recorded = self._is_recorded(kwargs)
+        two_phases = None if is_recorded or torch.is_grad_enabled() else self._two_phases(*args, **kwargs)
         outputs = super().forward(
-            *args, last_layer=last_layer, read_output=self._read_output, is_recorded=self._is_recorded(kwargs), **kwargs
+            *args,
+            last_layer=last_layer,
+            read_output=partial(self._read_output, two_phases=two_phases),
+            is_recorded=is_recorded,
+            two_phases=two_phases,
+            **kwargs,
         )
         if record_depth_attentions is not None and "depth_attentions" in outputs:
             record_depth_attentions(outputs["depth_attentions"])
@@ -227,10 +240,24 @@ class ResidualModel(ResidualPreTrainedModel):
         asked = (kwargs.get(name, getattr(self.config, name, None)) for name in _RECORDED)
         return torch.compiler.is_compiling() or any(value is not None and value is not False for value in asked)
 
-    def _read_output(self, state: DepthState) -> Tensor:
+    def _two_phases(
+        self, input_ids: Tensor | None = None, *, inputs_embeds: Tensor | None = None, **kwargs
+    ) -> TwoPhases | None:
+        """For a pass over so many tokens that sources do not stay in the cache; not where a connection is watched."""
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        if tokens is None or not two_phases_pay(tokens.shape[:2].numel(), self.config.hidden_size):
+            return None
+        names = [(layer, sublayer.name) for layer in self.layers for sublayer in layer.sublayers]
+        names.append((self, "output_attn_res"))
+        reads = [(getattr(module, f"{name}_proj"), getattr(module, f"{name}_norm")) for module, name in names]
+        return None if any(_is_watched(connection) for connection, _ in reads) else TwoPhases.of(reads)
+
+    def _read_output(self, state: DepthState, two_phases: TwoPhases | None = None) -> Tensor:
         """The input of the final norm `[batch, seq, hidden]`: the aggregate over all blocks and the partial sum."""
-        hidden_states, _ = self.output_attn_res_proj(state, self.output_attn_res_norm())
-        return hidden_states
+        connection, norm_weight = self.output_attn_res_proj, self.output_attn_res_norm()
+        if two_phases is not None:
+            return two_phases.read(connection, norm_weight, state, None)
+        return connection(state, norm_weight)[0]
 
 
 class ResidualHead(ResidualPreTrainedModel):
