@@ -12,12 +12,12 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColum
 from attnres.cli_support import quiet_transformers
 from attnres.training.stored_runs import update_tables
 
-from . import kda, memory, models, ops, scaling
+from . import kda, memory, models, ops, phases, scaling
 from .machine import Others, describe
 from .report import markdown, open_console, store
-from .timing import Setting
+from .timing import Setting, keep_freed_memory
 
-PARTS = {"ops": ops, "models": models, "kda": kda, "memory": memory, "scaling": scaling}
+PARTS = {"ops": ops, "phases": phases, "models": models, "kda": kda, "memory": memory, "scaling": scaling}
 HERE = Path(__file__).parent
 BUSY = 0.05  # share of the machine that others may take before the numbers are in doubt
 
@@ -31,6 +31,7 @@ def run_bench(parts: Sequence[str], setting: Setting, out: Path | None) -> None:
     """
     console = open_console()
     torch.set_num_threads(setting.threads)
+    keep_freed_memory()
     about = describe(setting.device)
     note = f"{about['machine'].get('gpu') or about['machine']['processor']}, {setting.threads} threads"
     console.print(f"{note}, torch {about['versions']['torch']}; times by the clock: median [quartiles]")

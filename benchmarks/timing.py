@@ -5,6 +5,7 @@
 What disturbs the machine for a while disturbs neighbours alike, and cancels in the ratio.
 """
 
+import ctypes
 import gc
 import math
 import time
@@ -102,6 +103,19 @@ def compare(times: Mapping[str, Times], pairs: Mapping[str, tuple[str, str]]) ->
         "processor_ratios": {name: asdict(Ratio.of(times[a].cpu, times[b].cpu)) for name, (a, b) in pairs.items()},
         "seconds": {name: asdict(value) | {"median": median(value.wall)} for name, value in times.items()},
     }
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what is freed, as the allocators do that are recommended with PyTorch (jemalloc, tcmalloc).
+
+    By itself it gives memory back to the system at the end of one way, and the next one pays for the pages once more:
+    up to a tenth of a pass, by chance of what stands last in the heap.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # no other library has it
+    if mallopt is not None:
+        trim_threshold, mmap_max = -1, -4  # numbers of <malloc.h>
+        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(mmap_max, 0)
 
 
 def _sample(way: Callable[[], object], calls: int, device: str) -> tuple[float, float]:

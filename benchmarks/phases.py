@@ -1,0 +1,81 @@
+"""Two-phase inference against one attention for each sublayer: where the former is faster, and whether the rule knows.
+
+G sublayers of Full AttnRes, the first of which reads n sources, and each later one a source more
+"""
+
+from collections.abc import Iterator
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from attnres.cpu_kernels_attnres import phase_one_on_cpu, phase_two_on_cpu
+from attnres.functional_attnres import attend
+from attnres.two_phase_attnres import saves_readings
+
+from .report import cell, make_table
+from .timing import Setting, compare, interleave
+
+TOKENS, WIDTH, EPS = 512, 1024, 1e-6
+SOURCES, QUERIES = (2, 4, 8, 16, 32), (2, 4, 8)
+# So many bytes are read in turn that a source comes from memory: in a model the weights are read between sublayers.
+POOL = 2**29
+BOTH = "two phases / one"
+
+
+def measure(setting: Setting) -> Iterator[dict]:
+    """A row for each number of sources and of sublayers, in float32; of the kernels for CPUs, which the models use."""
+    if setting.device != "cpu":
+        return
+    tokens, width, pool = (32, 64, 2**18) if setting.quick else (TOKENS, WIDTH, POOL)
+    generator = torch.Generator().manual_seed(0)
+    sources = torch.randn(pool // (4 * tokens * width), tokens, width, generator=generator).unbind()
+    for n in SOURCES[:1] if setting.quick else SOURCES:
+        for number in QUERIES[:1] if setting.quick else QUERIES:
+            queries = torch.randn(number, width, generator=generator) / width**0.5
+            sets = Sets(sources, n + number - 1)
+            ways = {
+                "one": lambda q=queries, n=n, sets=sets: one_by_one(q, n, sets.take()),
+                "two phases": lambda q=queries, n=n, sets=sets: in_two_phases(q, n, sets.take()),
+            }
+            with torch.no_grad():
+                times = interleave(ways, setting)
+            row = {"sources": n, "sublayers": number, "tokens": tokens, "width": width}
+            yield row | {"chosen": saves_readings(n, number)} | compare(times, {BOTH: ("two phases", "one")})
+
+
+class Sets:
+    """Takes other sources out of a pool each time."""
+
+    def __init__(self, pool: tuple[Tensor, ...], size: int):
+        self.pool, self.size, self.start = pool, size, 0
+
+    def take(self) -> tuple[Tensor, ...]:
+        self.start = self.start + self.size if self.start + 2 * self.size <= len(self.pool) else 0
+        return self.pool[self.start : self.start + self.size]
+
+
+def one_by_one(queries: Tensor, n: int, sources: tuple[Tensor, ...]) -> None:
+    for i, query in enumerate(queries):
+        attend(query, sources[: n + i], None, EPS, True)
+
+
+def in_two_phases(queries: Tensor, n: int, sources: tuple[Tensor, ...]) -> None:
+    sums, statistics = phase_one_on_cpu(queries, EPS, sources[:n])
+    for i, query in enumerate(queries):
+        phase_two_on_cpu(query, EPS, n + i, (sums[i], statistics[i]), sources[0].dtype, sources[n : n + i], None)
+
+
+def tables(rows: list[dict]) -> dict[str, Table]:
+    def judge(row: dict) -> str:
+        return "two phases" if row["chosen"] else "one"
+
+    right = [(row["ratios"][BOTH]["median"] < 1) == row["chosen"] for row in rows]
+    return {
+        "phases": make_table(
+            "Two phases against one attention for each sublayer",
+            ["sources", "sublayers", BOTH, "the rule takes"],
+            [[row["sources"], row["sublayers"], cell(row, BOTH), judge(row)] for row in rows],
+            note=f"The rule takes the faster way in {sum(right)} of {len(rows)} rows.",
+        )
+    }
