@@ -75,11 +75,14 @@ class ResidualDecoderLayer:
         for sublayer in self.sublayers:
             connection = getattr(self, f"{sublayer.name}_proj")
             norm_weight = getattr(self, f"{sublayer.name}_norm")()
-            norm = None if is_recorded or _is_watched(connection) else self._plain_norm(sublayer)
-            if two_phases is None:
+            is_free = connection.reads_through_norm and not is_recorded and not _is_watched(connection)
+            norm = self._plain_norm(sublayer) if is_free else None
+            if two_phases is not None:
+                inputs = two_phases.read(connection, norm_weight, state, norm)
+            elif norm is not None:
                 inputs, _ = connection(state, norm_weight, norm)
             else:
-                inputs = two_phases.read(connection, norm_weight, state, norm)
+                inputs, _ = connection(state, norm_weight)
             done = 0 if norm is None else 1
             output = self._run(sublayer.branches[0][done:], inputs, kwargs)
             for branch in sublayer.branches[1:]:

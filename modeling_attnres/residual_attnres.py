@@ -23,18 +23,16 @@ class ResidualConnection(nn.Module):
     """One sublayer's residual connection; `sublayer` counts the sublayers of the decoder from 0."""
 
     has_norm: bool
+    # Whether `forward` takes, as a third argument, the plain RMSNorm that the sublayer begins with; then it returns the
+    # output of that, and no weights.
+    reads_through_norm = False
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__()
         self.sublayer = sublayer
 
-    def forward(
-        self, state: DepthState, norm_weight: Tensor | None, norm: nn.Module | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Read: the input of the sublayer `[batch, seq, hidden]`, and its depth weights `[sources, batch, seq]`.
-
-        With `norm`, the plain RMSNorm that the sublayer begins with, it is the output of that, and without weights.
-        """
+    def forward(self, state: DepthState, norm_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Read: the input of the sublayer `[batch, seq, hidden]`, and its depth weights `[sources, batch, seq]`."""
         raise NotImplementedError
 
     def write(self, state: DepthState, output: Tensor) -> DepthState:
@@ -47,8 +45,8 @@ class StandardResidual(ResidualConnection):
 
     has_norm = False
 
-    def forward(self, state: Tensor, norm_weight: None, norm: nn.Module | None = None) -> tuple[Tensor, None]:
-        return (state if norm is None else norm(state)), None
+    def forward(self, state: Tensor, norm_weight: None) -> tuple[Tensor, None]:
+        return state, None
 
     def write(self, state: Tensor, output: Tensor) -> Tensor:
         return state + output
@@ -65,6 +63,7 @@ class AttnRes(ResidualConnection):
     """
 
     has_norm = True
+    reads_through_norm = True
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__(config, sublayer)
