@@ -5,7 +5,7 @@ import os
 import site
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
-from attnres import AttnResForCausalLM, kda_attnres
+from attnres import AttnResForCausalLM, cpu_kernels_attnres, kda_attnres
 
 HERE = Path(__file__).parent
 
@@ -74,6 +74,15 @@ def vivid_model(tiny_model) -> Callable[..., AttnResForCausalLM]:
         return model
 
     return build
+
+
+@pytest.fixture(scope="module")
+def cpu_kernels() -> Iterator[None]:
+    """The kernels of a CPU compute what is as small as in these tests too."""
+    pytest.importorskip("numba")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_kernels_attnres, "_MANY", 0)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -23,8 +23,7 @@ def formulation(request):
         if request.param == "operations":
             patch.setattr(cpu_kernels_attnres, "_IS_HALF", {})  # they serve no dtype
         else:
-            pytest.importorskip("numba")
-            patch.setattr(cpu_kernels_attnres, "_MANY", 0)  # the sources of these tests are small
+            request.getfixturevalue("cpu_kernels")
         yield request.param
 
 

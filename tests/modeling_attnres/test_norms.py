@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from attnres import AttnResForCausalLM, cpu_kernels_attnres, depth_attention_reference, functional_attnres
+from attnres import AttnResForCausalLM, depth_attention_reference, functional_attnres
 from attnres.functional_attnres import attend
 from attnres.norms_attnres import is_plain_rms_norm
 
@@ -18,13 +18,7 @@ OTHERS = {"gpt_neox", "gemma2", "gemma3_text", "olmo2"}
 TOKENS = torch.arange(3, 40).view(1, -1)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def kernels():
-    """The kernels of a CPU, for the small sources of these tests too."""
-    pytest.importorskip("numba")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_kernels_attnres, "_MANY", 0)
-        yield
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 @pytest.fixture

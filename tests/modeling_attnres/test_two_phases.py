@@ -5,21 +5,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnres import cpu_kernels_attnres, depth_attention_reference, two_phase_attnres
+from attnres import depth_attention_reference, two_phase_attnres
 from attnres.cpu_kernels_attnres import phase_one_on_cpu, phase_two_on_cpu
 from attnres.two_phase_attnres import group_size, two_phases_pay
 
 TOKENS = torch.arange(3, 43).view(2, -1)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_tensors():
-    """Kernels and two phases for the small tensors of these tests too."""
-    pytest.importorskip("numba")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_kernels_attnres, "_MANY", 0)
-        patch.setattr(two_phase_attnres, "_CACHED", 0)
-        yield
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
+
+
+@pytest.fixture(autouse=True)
+def no_cache(monkeypatch) -> None:
+    monkeypatch.setattr(two_phase_attnres, "_CACHED", 0)
 
 
 @pytest.fixture
