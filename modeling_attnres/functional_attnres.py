@@ -6,6 +6,7 @@
 the sources or writing normalised keys. Both take the same arguments and agree to rounding.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -107,7 +108,9 @@ def _attend(
         return fused_depth_attention(query, eps, is_sum, *sources)
     # Under autocast the products would fall to half precision.
     with maybe_autocast(query.device.type, enabled=False):
-        if not torch.is_grad_enabled() and sources[0].numel() <= _FEW_TOKENS * len(query):
+        if not torch.is_grad_enabled() and torch.compiler.is_compiling():
+            result, weights = _attend_fusible(query, eps, is_sum, sources)
+        elif not torch.is_grad_enabled() and sources[0].numel() <= _FEW_TOKENS * len(query):
             result, weights = _attend_stacked(query, eps, is_sum, sources)
         else:
             result, weights = _DepthAttention.apply(query, eps, is_sum, *sources)
@@ -126,6 +129,18 @@ def _attend_stacked(query: Tensor, eps: float, is_sum: bool, sources: Sequence[T
     weights = logits.softmax(0)
     result = torch.bmm(weights.t().unsqueeze(1), stacked.transpose(0, 1)).view(shape)
     return (result.mul_(n) if is_sum else result), weights.view(n, *shape[:-1])
+
+
+def _attend_fusible(query: Tensor, eps: float, is_sum: bool, sources: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Sums and products alone, which a compiler puts into one loop or two; a matrix product would be a call."""
+    values = [source.to(query.dtype) for source in sources]
+    logits = [(value * query).sum(-1) * (value.square().mean(-1) + eps).rsqrt() for value in values]
+    largest = functools.reduce(torch.maximum, logits)
+    exp = [(logit - largest).exp() for logit in logits]
+    normaliser = sum(exp)
+    mixing = [e * len(sources) / normaliser if is_sum else e / normaliser for e in exp]
+    result = sum(factor.unsqueeze(-1) * value for factor, value in zip(mixing, values))
+    return result, torch.stack([e / normaliser for e in exp])
 
 
 class _DepthAttention(torch.autograd.Function):

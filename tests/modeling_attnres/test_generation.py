@@ -7,7 +7,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedTokenizerFast, StaticCache, pipeline
+from transformers import CompileConfig, PreTrainedTokenizerFast, StaticCache, pipeline
 
 from attnres import AttnResForCausalLM
 
@@ -187,6 +187,21 @@ def test_a_static_cache_changes_nothing(model, generate, token_ids):
     static = generate(padded, attention_mask=mask, cache_implementation="static", return_dict_in_generate=True)
     assert isinstance(static.past_key_values, StaticCache)
     assert torch.equal(static.sequences, generate(padded, attention_mask=mask))
+
+
+def test_compiled_decoding_is_one_graph_and_changes_nothing(generate, token_ids):
+    torch.compiler.reset()
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    options = CompileConfig(fullgraph=True, backend=count, mode=None)
+    options._compile_all_devices = True  # without it `generate` compiles on GPUs alone
+    compiled = generate(token_ids, cache_implementation="static", compile_config=options, max_new_tokens=9)
+    assert len(graphs) == 1
+    assert torch.equal(compiled, generate(token_ids, max_new_tokens=9))
 
 
 def test_generation_stops_at_the_end_of_sequence_token(generate, token_ids):

@@ -263,15 +263,18 @@ def test_compiled_checkpointing_gives_the_same_gradients(vivid_model, token_ids,
 
 
 @pytest.mark.parametrize("learns", [True, False], ids=["gradient", "no gradient"])
+@pytest.mark.parametrize("scale", ["mean", "sum"])
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_depth_attention_compiles_for_any_number_of_sources(compiled, n, learns):
+def test_depth_attention_compiles_for_any_number_of_sources(compiled, n, scale, learns):
     generator = torch.Generator().manual_seed(n)
     query, *sources = (torch.randn(*shape, 8, generator=generator) for shape in [(), *[(2, 3)] * n])
     query.requires_grad_(learns)
-    expected = depth_attention(query, sources, torch.ones(8))
-    actual = compiled(depth_attention, "eager")(query, sources, torch.ones(8))
+    options = {"scale": scale, "return_weights": True}
+    with torch.set_grad_enabled(learns):
+        expected = depth_attention(query, sources, torch.ones(8), **options)
+        actual = compiled(depth_attention, "eager")(query, sources, torch.ones(8), **options)
     torch.testing.assert_close(actual, expected)
-    assert actual.requires_grad == learns
+    assert [tensor.requires_grad for tensor in actual] == [learns, learns]
 
 
 @torch.no_grad()
