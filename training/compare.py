@@ -126,6 +126,8 @@ def measure(variant: Variant, data: Data, seed: int, on_step: Callable[[], None]
 def run_all(data: Data, store: Store, wanted: list[tuple[str, Variant, int]]) -> None:
     """Run what the store lacks of (label, variant, seed)."""
     missing = [run for run in wanted if not store.find(run[1], run[2])]
+    if not missing:
+        return
     console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left:"))
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:

@@ -141,7 +141,6 @@ def test_a_corpus_that_is_too_small_is_refused(small, corpus):
         compare.parse(["--corpus", "x", "--seeds", str(SELECTION_SEED)])
 
 
-@pytest.mark.skipif(not (TRAINING / "RESULTS.md").exists(), reason="the runs have not ended")
 def test_the_tables_in_the_repository_are_those_of_the_stored_runs():
     content = json.loads((TRAINING / "results" / "compare.json").read_text())
     store = Store(TRAINING / "results" / "compare.json", content["setting"])
