@@ -37,7 +37,7 @@ def error_line(process: subprocess.CompletedProcess) -> str:
 
 @pytest.mark.slow
 def test_it_shows_the_same_function_trains_both_and_leaves_a_model_that_loads(text, tmp_path):
-    process = attnres("demo", "--out", "a", "--minutes", 0.07, "--text", text, cwd=tmp_path)
+    process = attnres("demo", "--out", "a", "--minutes", 0.25, "--text", text, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     assert os.listdir(tmp_path) == ["a"]
     assert {p.name for p in (tmp_path / "a").iterdir()} == {
@@ -61,7 +61,7 @@ def test_it_shows_the_same_function_trains_both_and_leaves_a_model_that_loads(te
     assert model.config.residual_connection == "attn_res"
 
     # The same seed gives the same numbers.
-    again = attnres("demo", "--out", "a", "--minutes", 0.07, "--text", text, "--overwrite", cwd=tmp_path)
+    again = attnres("demo", "--out", "a", "--minutes", 0.25, "--text", text, "--overwrite", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert json.loads((tmp_path / "a" / "results.json").read_text()) == results
 
@@ -71,7 +71,7 @@ def test_it_starts_from_a_checkpoint(text, tiny_model, tmp_path):
     model = tiny_model(residual_connection="standard", vocab_size=600)
     model.save_pretrained(tmp_path / "start")
     train_tokenizer(python_sources(50_000), 600).save_pretrained(tmp_path / "start")
-    process = attnres("demo", "--checkpoint", "start", "--minutes", 0.07, "--text", text, cwd=tmp_path)
+    process = attnres("demo", "--checkpoint", "start", "--minutes", 0.25, "--text", text, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     results = json.loads((tmp_path / "attnres-demo" / "results.json").read_text())
     assert results["steps"]["base"] == 0
