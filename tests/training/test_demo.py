@@ -56,7 +56,7 @@ def test_it_shows_the_same_function_trains_both_and_leaves_a_model_that_loads(te
     assert results["difference_after"]["mean"] == pytest.approx(difference, abs=1e-9)
     for name, loss in losses.items():
         assert re.search(rf"{name}\W+{loss['before']:.4f}\W+{loss['after']:.4f}", process.stdout)
-    assert results["sample"] and results["sample"].splitlines()[0] in process.stdout
+    assert results["sample"] and results["sample"].split()[0] in process.stdout
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "model")
     assert model.config.residual_connection == "attn_res"
     # Two steps, at a rate that rises anew, need not be for the better.
