@@ -134,7 +134,8 @@ class Recipe:
 def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
     """The recipe in a file, or one of those that come with `attnres` by its name, with `key=value` changes.
 
-    A value is YAML: `steps=100`, `train=[a.jsonl,b.jsonl]`, `trainer.bf16=true` (one key of a mapping).
+    A value is YAML: `steps=100`, `train=[a.jsonl,b.jsonl]`, `trainer.bf16=true` (one key of a mapping). `steps=100` takes
+    the place of the file's `tokens` too, and the other way round.
 
     Raises:
         FileNotFoundError: no such file or recipe.
@@ -143,6 +144,7 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
     content = yaml.safe_load(_text(path)) or {}
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a recipe: it should hold `key: value` lines.")
+    given = set()
     for change in changes:
         key, equals, value = change.partition("=")
         if not equals:
@@ -150,6 +152,11 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
         name, dot, inner = key.partition(".")
         parsed = yaml.safe_load(value)
         content[name] = {**(content.get(name) or {}), inner: parsed} if dot else parsed
+        given.add(name)
+    # A run is as long as one of the two says: that of a change, where the file has the other.
+    for name, other in (("steps", "tokens"), ("tokens", "steps")):
+        if name in given and other not in given and content[name] is not None:
+            content.pop(other, None)
     known = {item.name: item for item in fields(Recipe)}
     for name, value in content.items():
         if name not in known:

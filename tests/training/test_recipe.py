@@ -43,6 +43,14 @@ def test_what_is_written_is_read_again(tmp_path_factory, steps, rate, trainer, l
     assert read_recipe(path) == recipe
 
 
+@pytest.mark.parametrize("recipe", [*recipe_names()])
+def test_a_change_of_steps_or_tokens_takes_the_place_of_the_files(recipe):
+    needed = ("model=m", "train=a.txt", "out=o", "tokenizer=t")
+    assert read_recipe(recipe, (*needed, "steps=7")).num_steps == 7
+    by_tokens = read_recipe(recipe, (*needed, "tokens=9000"))
+    assert (by_tokens.steps, by_tokens.tokens) == (None, 9000)
+
+
 def test_tokens_are_rounded_up_to_steps():
     assert Recipe("m", ("a",), "o", tokens=1001, batch_size=10, length=10).num_steps == 11
 
