@@ -134,7 +134,7 @@ class Recipe:
 def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
     """The recipe in a file, or one of those that come with `attnres` by its name, with `key=value` changes.
 
-    A value is YAML: `steps=100`, `train=[a.jsonl,b.jsonl]`, `trainer.bf16=true` (one key of a mapping). `steps=100` takes
+    A value is YAML: `steps=100`, `train=[a.jsonl,b.jsonl]`, `trainer.bf16=true` (one key of a mapping). `steps` takes
     the place of the file's `tokens` too, and the other way round.
 
     Raises:
