@@ -199,6 +199,7 @@ class Part(StrEnum):
     """What `bench` measures."""
 
     ops = "ops"
+    phases = "phases"
     models = "models"
     kda = "kda"
     memory = "memory"

@@ -12,12 +12,14 @@ import torch
 from typer.testing import CliRunner
 
 from attnres import cli
+from benchmarks.command import PARTS
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("--quick", "--repeats", "2", "--threads", "1")
 # What the first row of each part says beside its times.
 FIELDS = {
     "ops": {"pass", "dtype", "width", "sources", "tokens"},
+    "phases": {"sources", "sublayers", "tokens", "width", "chosen"},
     "models": {"model", "dtype", "workload", "connection", "tokens"},
     "kda": {"tokens", "heads", "d_k", "decay", "errors", "bytes", "bytes_ratio"},
     "scaling": {"panel", "layers", "block_size", "width", "tokens", "predicted"},
@@ -31,6 +33,10 @@ def bench(
     return subprocess.run(
         [sys.executable, *command, *arguments], cwd=cwd, capture_output=True, text=True, timeout=600, check=False
     )
+
+
+def test_every_part_can_be_asked_for():
+    assert [part.value for part in cli.Part] == list(PARTS)
 
 
 @pytest.mark.slow
