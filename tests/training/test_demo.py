@@ -1,7 +1,6 @@
 """The demo through its command line, in processes of its own, on little text."""
 
 import json
-import math
 import os
 import re
 import signal
@@ -23,6 +22,15 @@ def text(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture
+def stories(assets, tmp_path) -> Path:
+    """The same text for every Python, so that the few steps of a test go the same way."""
+    path = tmp_path.with_name(f"{tmp_path.name}-text") / "stories.txt"
+    path.parent.mkdir()
+    path.write_text((assets / "corpora" / "tinystories" / "valid.txt").read_text()[:150_000])
+    return path
+
+
 def attnres(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "attnres", *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
@@ -37,8 +45,8 @@ def error_line(process: subprocess.CompletedProcess) -> str:
 
 
 @pytest.mark.slow
-def test_it_shows_the_same_function_trains_both_and_leaves_a_model_that_loads(text, tmp_path):
-    process = attnres("demo", "--out", "a", "--minutes", 0.07, "--text", text, cwd=tmp_path)
+def test_it_shows_the_same_function_trains_both_and_leaves_a_model_that_loads(stories, tmp_path):
+    process = attnres("demo", "--out", "a", "--minutes", 0.07, "--text", stories, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     assert os.listdir(tmp_path) == ["a"]
     assert {p.name for p in (tmp_path / "a").iterdir()} == {
@@ -52,19 +60,17 @@ def test_it_shows_the_same_function_trains_both_and_leaves_a_model_that_loads(te
     assert same["max_abs_logit_difference"] <= 1e-4 * same["max_abs_logit"]
     assert same["top1_agreement"] == 1.0
     assert losses["standard"]["before"] == pytest.approx(losses["Block AttnRes"]["before"], abs=1e-5)
+    assert all(loss["after"] < loss["before"] for loss in losses.values())
     difference = losses["Block AttnRes"]["after"] - losses["standard"]["after"]
     assert results["difference_after"]["mean"] == pytest.approx(difference, abs=1e-9)
     for name, loss in losses.items():
         assert re.search(rf"{name}\W+{loss['before']:.4f}\W+{loss['after']:.4f}", process.stdout)
-    assert results["sample"] and results["sample"].split()[0] in process.stdout
+    assert results["sample"] and results["sample"].splitlines()[0] in process.stdout
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "model")
     assert model.config.residual_connection == "attn_res"
-    # Two steps, at a rate that rises anew, need not be for the better.
-    for loss in losses.values():
-        assert loss["after"] != loss["before"] < math.log(model.config.vocab_size)
 
     # The same seed gives the same numbers.
-    again = attnres("demo", "--out", "a", "--minutes", 0.07, "--text", text, "--overwrite", cwd=tmp_path)
+    again = attnres("demo", "--out", "a", "--minutes", 0.07, "--text", stories, "--overwrite", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert json.loads((tmp_path / "a" / "results.json").read_text()) == results
 
