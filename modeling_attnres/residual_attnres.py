@@ -72,9 +72,11 @@ class AttnRes(ResidualConnection):
         self.eps = _norm_eps(config)
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size))
 
-    def forward(self, state: DepthState, norm_weight: Tensor, norm: nn.Module | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, state: DepthState, norm_weight: Tensor, norm: nn.Module | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         sources = state if isinstance(state, tuple) else (state,)
-        return attend(self.weight.squeeze(0), sources, norm_weight, self.eps, self.scale == "sum", norm)
+        return attend(self.weight, sources, norm_weight, self.eps, self.scale == "sum", norm)
 
     def write(self, state: DepthState, output: Tensor) -> tuple[Tensor, ...]:
         sources = state if isinstance(state, tuple) else (state,)

@@ -7,7 +7,7 @@ Exact (AttnRes, section 4.2). Phase 1 writes a sum for each query, which phase 2
 than the readings of sources that it saves.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ class TwoPhases:
         reads: the connections with their key norms, of all sublayers and of the output.
     """
 
-    def __init__(self, reads: Iterable[tuple[AttnRes, ResidualNorm]]):
+    def __init__(self, reads: Sequence[tuple[AttnRes, ResidualNorm]]):
         self._reads = {connection.sublayer: (connection, norm) for connection, norm in reads}
         self._group = range(0)  # the sublayers that phase 1 served, and what it read and returned
         self._sources = 0
@@ -57,9 +57,8 @@ class TwoPhases:
         self._phase: Phase | None = None
 
     @classmethod
-    def of(cls, reads: Iterator[tuple[nn.Module, nn.Module]]) -> "TwoPhases | None":
+    def of(cls, reads: Sequence[tuple[nn.Module, nn.Module]]) -> "TwoPhases | None":
         """`None` where a module is of another kind, or does more when it is called: then each has to be called."""
-        reads = list(reads)
         for modules in reads:
             for module, own_class in zip(modules, (AttnRes, ResidualNorm)):
                 if type(module) is not own_class or "forward" in vars(module) or module._forward_pre_hooks:
