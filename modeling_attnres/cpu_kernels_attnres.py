@@ -18,7 +18,7 @@ logger = logging.get_logger(__name__)
 _TOKENS_IN_PARALLEL = 16  # fewer are not worth waking other threads
 # A toy is not worth the seconds that the loops take to load. By size alone: the same call gives the same bits.
 _WIDE, _MANY = 256, 1 << 15  # numbers in a row, and in all sources
-_IS_HALF = {torch.float32: False, torch.bfloat16: True}
+_SERVED = (torch.float32, torch.bfloat16)
 Phase = tuple[Tensor, Tensor]  # what `phase_one_on_cpu` returns
 _PLAIN = (Tensor, nn.Parameter)  # and no subclass: those of other devices, distributed or quantised tensors
 
@@ -41,7 +41,7 @@ def cpu_kernels_serve(query: Tensor, sources: Sequence[Tensor]) -> bool:
     if torch.compiler.is_compiling():
         return False  # operations are fused then
     first, dtype = sources[0], sources[0].dtype
-    if dtype not in _IS_HALF or query.dtype == torch.float64:
+    if dtype not in _SERVED or query.dtype == torch.float64:
         return False
     if (first.shape[-1] < _WIDE and len(sources) * first.numel() < _MANY) or loops() is None:
         return False
@@ -84,8 +84,7 @@ def phase_one_on_cpu(queries: Tensor, eps: float, sources: Sequence[Tensor]) -> 
     shape = sources[0].shape
     sums, statistics = torch.empty(len(queries), *shape), torch.empty(len(queries), *shape[:-1], 2)
     tensors = [_vector(queries), sums, statistics, *(source.contiguous() for source in sources)]
-    header = [_tokens(sources[0]), shape[-1], len(sources), len(queries), _IS_HALF[sources[0].dtype]]
-    _run("phase one", header, tensors, eps)
+    _run("phase one", sources[0], len(sources), len(queries), tensors, eps)
     return sums, statistics
 
 
@@ -105,8 +104,7 @@ def phase_two_on_cpu(
     norm_weight, norm_eps = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
     result = torch.empty(phase[0].shape, dtype=dtype)
     tensors = [query, result, None, None, norm_weight, *phase, *(source.contiguous() for source in fresh)]
-    header = [_tokens(result), result.shape[-1], len(fresh), multiplier, _IS_HALF[dtype]]
-    _run("forward", header, tensors, eps, norm_eps)
+    _run("forward", result, len(fresh), multiplier, tensors, eps, norm_eps)
     return result
 
 
@@ -132,8 +130,7 @@ class _DepthAttentionOnCpu(torch.autograd.Function):
         grad_query = torch.zeros(_chunks(_tokens(grad)), query.numel())
         grad_norm = None if norm_weight is None else torch.zeros_like(grad_query)
         tensors = [_vector(query), grad, grad_weights, grad_query, norm_weight, grad_norm, *sources, *grad_sources]
-        header = [_tokens(grad), query.numel(), len(sources), len(sources) if ctx.is_sum else 1, _IS_HALF[grad.dtype]]
-        _run("backward", header, tensors, ctx.eps, ctx.norm_eps)
+        _run("backward", grad, len(sources), len(sources) if ctx.is_sum else 1, tensors, ctx.eps, ctx.norm_eps)
         if grad_norm is not None:
             grad_norm = grad_norm.sum(0).to(norm_weight.dtype)
         return grad_query.sum(0).view(query.shape), None, None, grad_norm, None, *grad_sources
@@ -154,8 +151,7 @@ def _forward(
     weights = torch.empty(len(sources), *first.shape[:-1]) if norm_weight is None else None
     n, sources = len(sources), [source.contiguous() for source in sources]
     tensors = [_vector(query), result, weights, key_norm, norm_weight, None, None, *sources]
-    header = [_tokens(first), first.shape[-1], n, n if is_sum else 1, _IS_HALF[first.dtype]]
-    _run("forward", header, tensors, eps, norm_eps)
+    _run("forward", first, n, n if is_sum else 1, tensors, eps, norm_eps)
     return result, weights
 
 
@@ -172,12 +168,21 @@ def _chunks(tokens: int) -> int:
     return min(64, -(-tokens // _TOKENS_IN_PARALLEL))
 
 
-def _run(loop: str, header: list[int], tensors: list[Tensor | None], eps: float, norm_eps: float = 0.0) -> None:
-    """Run a loop; `header` has the numbers of tokens, columns and sources, one that the loop knows, and `_IS_HALF`."""
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+def _run(
+    loop: str,
+    rows: Tensor,
+    sources: int,
+    number: int,
+    tensors: list[Tensor | None],
+    eps: float,
+    norm_eps: float = 0.0,
+) -> None:
+    """Run a loop on rows like those of `rows`, with so many sources, and a number that the loop knows."""
+    tokens, width, is_half = _tokens(rows), rows.shape[-1], rows.dtype == torch.bfloat16
     # One argument: to look at the types of many takes longer than a token's depth attention.
-    arguments = array("q", header + addresses)
-    loops()(loop, _chunks(header[0]), arguments.buffer_info()[0], eps, norm_eps)
+    header = [tokens, width, sources, number, width * (2 if is_half else 4)]
+    arguments = array("q", header + [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+    loops()(loop, _chunks(tokens), arguments.buffer_info()[0], eps, norm_eps, is_half)
 
 
 __all__ = ["cpu_kernels_serve", "depth_attention_on_cpu", "norm_served", "phase_one_on_cpu", "phase_two_on_cpu"]

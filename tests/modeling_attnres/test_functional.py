@@ -21,7 +21,7 @@ def formulation(request):
     """Each test with the kernels of a CPU, where they serve, and with PyTorch's operations alone."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "operations":
-            patch.setattr(cpu_kernels_attnres, "_IS_HALF", {})  # they serve no dtype
+            patch.setattr(cpu_kernels_attnres, "_SERVED", ())  # they serve no dtype
         else:
             request.getfixturevalue("cpu_kernels")
         yield request.param
