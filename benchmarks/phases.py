@@ -9,8 +9,9 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from attnres.cpu_kernels_attnres import phase_one_on_cpu, phase_two_on_cpu
+from attnres.cpu_kernels_attnres import phase_one_on_cpu, run_forward
 from attnres.functional_attnres import attend
+from attnres.kernels_attnres import phase_one, read_fused
 from attnres.two_phase_attnres import saves_readings
 
 from .report import cell, make_table
@@ -24,15 +25,15 @@ BOTH = "two phases / one"
 
 
 def measure(setting: Setting) -> Iterator[dict]:
-    """A row for each number of sources and of sublayers, in float32; of the kernels for CPUs, which the models use."""
-    if setting.device != "cpu":
-        return
+    """A row for each number of sources and of sublayers, in float32."""
+    in_two_phases = two_phases_on_cpu if setting.device == "cpu" else two_phases_on_gpu
     tokens, width, pool = (32, 64, 2**18) if setting.quick else (TOKENS, WIDTH, POOL)
     generator = torch.Generator().manual_seed(0)
-    sources = torch.randn(pool // (4 * tokens * width), tokens, width, generator=generator).unbind()
+    sources = torch.randn(pool // (4 * tokens * width), tokens, width, generator=generator)
+    sources = sources.to(setting.device).unbind()
     for n in SOURCES[:1] if setting.quick else SOURCES:
         for number in QUERIES[:1] if setting.quick else QUERIES:
-            queries = torch.randn(number, width, generator=generator) / width**0.5
+            queries = (torch.randn(number, width, generator=generator) / width**0.5).to(setting.device)
             sets = Sets(sources, n + number - 1)
             ways = {
                 "one": lambda q=queries, n=n, sets=sets: one_by_one(q, n, sets.take()),
@@ -60,10 +61,18 @@ def one_by_one(queries: Tensor, n: int, sources: tuple[Tensor, ...]) -> None:
         attend(query, sources[: n + i], None, EPS, True)
 
 
-def in_two_phases(queries: Tensor, n: int, sources: tuple[Tensor, ...]) -> None:
+def two_phases_on_cpu(queries: Tensor, n: int, sources: tuple[Tensor, ...]) -> None:
     sums, statistics = phase_one_on_cpu(queries, EPS, sources[:n])
     for i, query in enumerate(queries):
-        phase_two_on_cpu(query, EPS, n + i, (sums[i], statistics[i]), sources[0].dtype, sources[n : n + i], None)
+        phase = sums[i].data_ptr(), statistics[i].data_ptr()
+        fresh = [source.data_ptr() for source in sources[n : n + i]]
+        run_forward(torch.empty_like(sources[0]), n + i, query.data_ptr(), phase, fresh, EPS, 0, 0.0)
+
+
+def two_phases_on_gpu(queries: Tensor, n: int, sources: tuple[Tensor, ...]) -> None:
+    phase = phase_one(queries, EPS, *sources[:n])
+    for i, query in enumerate(queries):
+        read_fused(query, EPS, n + i, sources[n : n + i], tuple(part[i] for part in phase), sources[0].dtype)
 
 
 def tables(rows: list[dict]) -> dict[str, Table]:

@@ -78,7 +78,7 @@ def interleave(
     times = {}
     for name, way in ways.items():
         seconds, _ = _sample(way, 1, setting.device)
-        if not calls and seconds < 10 * least_seconds:  # the first call may be slow
+        if not calls:  # the first call may have to compile
             seconds, _ = _sample(way, 1, setting.device)
         times[name] = Times(calls or min(MOST_CALLS, math.ceil(least_seconds / seconds)))
     with _collected_between() as collect:

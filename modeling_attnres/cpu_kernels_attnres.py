@@ -15,11 +15,11 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
+
 _TOKENS_IN_PARALLEL = 16  # fewer are not worth waking other threads
 # A toy is not worth the seconds that the loops take to load. By size alone: the same call gives the same bits.
 _WIDE, _MANY = 256, 1 << 15  # numbers in a row, and in all sources
 _SERVED = (torch.float32, torch.bfloat16)
-Phase = tuple[Tensor, Tensor]  # what `phase_one_on_cpu` returns
 _PLAIN = (Tensor, nn.Parameter)  # and no subclass: those of other devices, distributed or quantised tensors
 
 
@@ -38,23 +38,29 @@ def loops() -> Callable[..., None] | None:
 
 def cpu_kernels_serve(query: Tensor, sources: Sequence[Tensor]) -> bool:
     """Whether the kernels compute this: plain tensors in memory, sources all of float32 or all of bfloat16; `numba`."""
-    if torch.compiler.is_compiling():
-        return False  # operations are fused then
-    first, dtype = sources[0], sources[0].dtype
-    if dtype not in _SERVED or query.dtype == torch.float64:
+    if torch.compiler.is_compiling() or type(query) not in _PLAIN or query.dtype == torch.float64 or not query.is_cpu:
+        return False  # compiled, operations are fused
+    if not all(kernels_take(source, sources) for source in sources):
         return False
-    if (first.shape[-1] < _WIDE and len(sources) * first.numel() < _MANY) or loops() is None:
-        return False
-    for tensor in (*sources, query):
-        if type(tensor) not in _PLAIN or not tensor.is_cpu or (tensor.dtype != dtype and tensor is not query):
-            return False
-    return torch._C._functorch.maybe_current_level() is None  # the tensors of `torch.func` have no address
+    return is_computed_now() and loops() is not None
 
 
-def norm_served(norm: nn.Module, sources: Sequence[Tensor]) -> bool:
-    """Whether the kernels compute this plain norm (`norms_attnres`) too: its weight has to be as the sources are."""
-    weight = norm.weight
-    return type(weight) in _PLAIN and weight.dtype == sources[0].dtype and weight.is_contiguous()
+def kernels_take(source: Tensor, sources: Sequence[Tensor]) -> bool:
+    """Whether the kernels take one of the `sources`."""
+    dtype = sources[0].dtype
+    if type(source) not in _PLAIN or source.dtype is not dtype or dtype not in _SERVED or not source.is_cpu:
+        return False
+    return source.shape[-1] >= _WIDE or len(sources) * source.numel() >= _MANY
+
+
+def is_computed_now() -> bool:
+    """Whether tensors have numbers: not where `torch.func` or a tracer look at the operations alone."""
+    return torch._C._functorch.maybe_current_level() is None and torch._C._get_tracing_state() is None
+
+
+def norm_served(weight: Tensor, sources: Sequence[Tensor]) -> bool:
+    """Whether the kernels compute a plain norm (`plain_attnres`) with this weight too: it has to be as the sources."""
+    return type(weight) in _PLAIN and weight.dtype is sources[0].dtype and weight.is_cpu and weight.is_contiguous()
 
 
 def depth_attention_on_cpu(
@@ -73,7 +79,7 @@ def depth_attention_on_cpu(
     return _DepthAttentionOnCpu.apply(query, eps, is_sum, norm_weight, norm_eps, *sources)
 
 
-def phase_one_on_cpu(queries: Tensor, eps: float, sources: Sequence[Tensor]) -> Phase:
+def phase_one_on_cpu(queries: Tensor, eps: float, sources: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The queries of several sublayers, `w * g`, `[G, D]` in float32, against sources that all of them read.
 
         m_q = max_i l_qi,   z_q = sum_i exp(l_qi - m_q),   u_q = sum_i exp(l_qi - m_q) s_i,   l_qi = q . RMSNorm(s_i)
@@ -84,28 +90,31 @@ def phase_one_on_cpu(queries: Tensor, eps: float, sources: Sequence[Tensor]) -> 
     shape = sources[0].shape
     sums, statistics = torch.empty(len(queries), *shape), torch.empty(len(queries), *shape[:-1], 2)
     tensors = [_vector(queries), sums, statistics, *(source.contiguous() for source in sources)]
-    _run("phase one", sources[0], len(sources), len(queries), tensors, eps)
+    _run("phase one", sources[0], len(sources), len(queries), _addresses(tensors), eps)
     return sums, statistics
 
 
-def phase_two_on_cpu(
-    query: Tensor,
-    eps: float,
+def run_forward(
+    result: Tensor,
     multiplier: int,
-    phase: Phase,
-    dtype: torch.dtype,
-    fresh: Sequence[Tensor],
-    norm: nn.Module | None,
-) -> Tensor:
-    """The result `[..., D]`, or its `norm`, of one of phase one's queries `[D]`: of the sources there and the `fresh`.
+    query: int,
+    phase: tuple[int, int],
+    sources: Sequence[int],
+    eps: float,
+    norm_weight: int,
+    norm_eps: float,
+) -> None:
+    """Write the `result` `[..., D]`, or what a norm makes of it.
 
-    `multiplier` is the number of all of them for the scale `sum`, and one for `mean`.
+    Args:
+        multiplier: the number of all sources for the scale `sum`, one for `mean`.
+        query: address of `w * g`, `[D]` in float32.
+        phase: addresses of the query's part of what phase one returned for other sources; zeros without.
+        sources: addresses of the sources that are read here.
+        norm_weight: address of the weight of a plain RMSNorm, `[D]`, of numbers like the result's; zero without.
     """
-    norm_weight, norm_eps = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
-    result = torch.empty(phase[0].shape, dtype=dtype)
-    tensors = [query, result, None, None, norm_weight, *phase, *(source.contiguous() for source in fresh)]
-    _run("forward", result, len(fresh), multiplier, tensors, eps, norm_eps)
-    return result
+    addresses = (query, result.data_ptr(), 0, 0, norm_weight, *phase, *sources)
+    _run("forward", result, len(sources), multiplier, addresses, eps, norm_eps)
 
 
 class _DepthAttentionOnCpu(torch.autograd.Function):
@@ -130,7 +139,8 @@ class _DepthAttentionOnCpu(torch.autograd.Function):
         grad_query = torch.zeros(_chunks(_tokens(grad)), query.numel())
         grad_norm = None if norm_weight is None else torch.zeros_like(grad_query)
         tensors = [_vector(query), grad, grad_weights, grad_query, norm_weight, grad_norm, *sources, *grad_sources]
-        _run("backward", grad, len(sources), len(sources) if ctx.is_sum else 1, tensors, ctx.eps, ctx.norm_eps)
+        multiplier = len(sources) if ctx.is_sum else 1
+        _run("backward", grad, len(sources), multiplier, _addresses(tensors), ctx.eps, ctx.norm_eps)
         if grad_norm is not None:
             grad_norm = grad_norm.sum(0).to(norm_weight.dtype)
         return grad_query.sum(0).view(query.shape), None, None, grad_norm, None, *grad_sources
@@ -145,18 +155,21 @@ def _forward(
     norm_eps: float,
     sources: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor | None]:
-    # In decoding these few lines, and no loop, are what a token costs: nothing here that is not needed.
     first, key_norm = sources[0], None if key_norm_weight is None else _vector(key_norm_weight)
     result = torch.empty_like(first, memory_format=torch.contiguous_format)
     weights = torch.empty(len(sources), *first.shape[:-1]) if norm_weight is None else None
     n, sources = len(sources), [source.contiguous() for source in sources]
     tensors = [_vector(query), result, weights, key_norm, norm_weight, None, None, *sources]
-    _run("forward", first, n, n if is_sum else 1, tensors, eps, norm_eps)
+    _run("forward", first, n, n if is_sum else 1, _addresses(tensors), eps, norm_eps)
     return result, weights
 
 
 def _vector(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float32 and tensor.is_contiguous() else tensor.float().contiguous()
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def _tokens(rows: Tensor) -> int:
@@ -173,16 +186,24 @@ def _run(
     rows: Tensor,
     sources: int,
     number: int,
-    tensors: list[Tensor | None],
+    addresses: Sequence[int],
     eps: float,
     norm_eps: float = 0.0,
 ) -> None:
     """Run a loop on rows like those of `rows`, with so many sources, and a number that the loop knows."""
     tokens, width, is_half = _tokens(rows), rows.shape[-1], rows.dtype == torch.bfloat16
     # One argument: to look at the types of many takes longer than a token's depth attention.
-    header = [tokens, width, sources, number, width * (2 if is_half else 4)]
-    arguments = array("q", header + [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+    arguments = array("q", (tokens, width, sources, number, width * (2 if is_half else 4), *addresses))
     loops()(loop, _chunks(tokens), arguments.buffer_info()[0], eps, norm_eps, is_half)
 
 
-__all__ = ["cpu_kernels_serve", "depth_attention_on_cpu", "norm_served", "phase_one_on_cpu", "phase_two_on_cpu"]
+__all__ = [
+    "cpu_kernels_serve",
+    "depth_attention_on_cpu",
+    "is_computed_now",
+    "kernels_take",
+    "loops",
+    "norm_served",
+    "phase_one_on_cpu",
+    "run_forward",
+]

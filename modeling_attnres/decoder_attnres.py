@@ -26,10 +26,10 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_attnres import ResidualConfig
 from .loading_attnres import check_attn_res_tensors, check_shapes, explain_broken_shard
-from .norms_attnres import is_plain_rms_norm
+from .plain_attnres import is_plain_rms_norm, is_untouched
+from .reads_attnres import Reads
 from .residual_attnres import AttnRes, DepthState, ResidualConnection, ResidualNorm, add_residual_connection
 from .sublayers_attnres import Sublayer, Sublayers
-from .two_phase_attnres import TwoPhases, two_phases_pay
 
 # Modules that mix tokens: they take the keyword arguments of the layer and return a tuple, output first.
 _ATTENTION = ("attention", "self_attn")
@@ -63,39 +63,39 @@ class ResidualDecoderLayer:
         last_layer: int | None = None,
         read_output: Callable[[DepthState], Tensor] | None = None,
         is_recorded: bool = True,
-        two_phases: TwoPhases | None = None,
+        reads: Reads | None = None,
         **kwargs,
     ) -> DepthState:
         """State in, state out; the layer with the index `last_layer` returns what `read_output` makes of the state.
 
         What connections return is recorded, unless not `is_recorded`: then they may read through the sublayer's norm,
-        or `two_phases` read in their place.
+        or `reads` may read in their place.
         """
         state = hidden_states
         for sublayer in self.sublayers:
             connection = getattr(self, f"{sublayer.name}_proj")
-            norm_weight = getattr(self, f"{sublayer.name}_norm")()
-            is_free = connection.reads_through_norm and not is_recorded and not _is_watched(connection)
-            norm = self._plain_norm(sublayer) if is_free else None
-            if two_phases is not None:
-                inputs = two_phases.read(connection, norm_weight, state, norm)
-            elif norm is not None:
-                inputs, _ = connection(state, norm_weight, norm)
+            if reads is not None and not torch.compiler.is_compiling():
+                inputs, is_normed = reads.read(connection, state)
             else:
-                inputs, _ = connection(state, norm_weight)
-            done = 0 if norm is None else 1
-            output = self._run(sublayer.branches[0][done:], inputs, kwargs)
+                inputs, is_normed = self._read(sublayer, connection, state, is_recorded)
+            output = self._run(sublayer.branches[0][is_normed:], inputs, kwargs)
             for branch in sublayer.branches[1:]:
-                output = output + self._run(branch[done:], inputs, kwargs)
+                output = output + self._run(branch[is_normed:], inputs, kwargs)
             if sublayer.multiplier is not None:
                 output = output * getattr(self, sublayer.multiplier)
             state = connection.write(state, output)
         return read_output(state) if self.layer_idx == last_layer else state
 
-    def _plain_norm(self, sublayer: Sublayer) -> nn.Module | None:
-        """The norm that the sublayer begins with, if the connection can compute it."""
-        first = getattr(self, sublayer.first) if sublayer.first else None
-        return first if first is not None and is_plain_rms_norm(first) else None
+    def _read(
+        self, sublayer: Sublayer, connection: ResidualConnection, state: DepthState, is_recorded: bool
+    ) -> tuple[Tensor, bool]:
+        """The input of a sublayer; or, and then `True`, what the norm that it begins with makes of that."""
+        norm_weight = getattr(self, f"{sublayer.name}_norm")()
+        norm = getattr(self, sublayer.first) if sublayer.first else None
+        is_free = norm is not None and connection.reads_through_norm and not is_recorded
+        if is_free and is_untouched(connection) and is_plain_rms_norm(norm):
+            return connection(state, norm_weight, norm)[0], True
+        return connection(state, norm_weight)[0], False
 
     def _run(self, branch: tuple[str, ...], hidden_states: Tensor, kwargs: dict) -> Tensor:
         for name in branch:
@@ -225,13 +225,13 @@ class ResidualModel(ResidualPreTrainedModel):
         # needs tensors of this model: the last layer is told how. Early exit, in generation, runs fewer than there are.
         last_layer = min(self.config.num_hidden_layers, len(self.layers)) - 1
         is_recorded = self._is_recorded(kwargs)
-        two_phases = None if is_recorded or torch.is_grad_enabled() else self._two_phases(*args, **kwargs)
+        reads = None if is_recorded or torch.is_grad_enabled() else self._reads()
         outputs = super().forward(
             *args,
             last_layer=last_layer,
-            read_output=partial(self._read_output, two_phases=two_phases),
+            read_output=partial(self._read_output, reads=reads),
             is_recorded=is_recorded,
-            two_phases=two_phases,
+            reads=reads,
             **kwargs,
         )
         if record_depth_attentions is not None and "depth_attentions" in outputs:
@@ -243,24 +243,22 @@ class ResidualModel(ResidualPreTrainedModel):
         asked = (kwargs.get(name, getattr(self.config, name, None)) for name in _RECORDED)
         return torch.compiler.is_compiling() or any(value is not None and value is not False for value in asked)
 
-    def _two_phases(
-        self, input_ids: Tensor | None = None, *, inputs_embeds: Tensor | None = None, **kwargs
-    ) -> TwoPhases | None:
-        """For a pass over so many tokens that sources do not stay in the cache; not where a connection is watched."""
-        tokens = input_ids if inputs_embeds is None else inputs_embeds
-        if tokens is None or not two_phases_pay(tokens.shape[:2].numel(), self.config.hidden_size):
+    def _reads(self) -> Reads | None:
+        """What reads in place of the connections, where it may."""
+        if not _run_as_they_are(self.layers):
             return None
-        names = [(layer, sublayer.name) for layer in self.layers for sublayer in layer.sublayers]
-        names.append((self, "output_attn_res"))
-        reads = [(getattr(module, f"{name}_proj"), getattr(module, f"{name}_norm")) for module, name in names]
-        return None if any(_is_watched(connection) for connection, _ in reads) else TwoPhases.of(reads)
+        modules = [
+            (layer._modules, sublayer.name, sublayer.first) for layer in self.layers for sublayer in layer.sublayers
+        ]
+        modules.append((self._modules, "output_attn_res", None))
+        return Reads.of([(own[f"{name}_proj"], own[f"{name}_norm"], own.get(first)) for own, name, first in modules])
 
-    def _read_output(self, state: DepthState, two_phases: TwoPhases | None = None) -> Tensor:
+    def _read_output(self, state: DepthState, reads: Reads | None) -> Tensor:
         """The input of the final norm `[batch, seq, hidden]`: the aggregate over all blocks and the partial sum."""
-        connection, norm_weight = self.output_attn_res_proj, self.output_attn_res_norm()
-        if two_phases is not None:
-            return two_phases.read(connection, norm_weight, state, None)
-        return connection(state, norm_weight)[0]
+        connection = self.output_attn_res_proj
+        if reads is not None:
+            return reads.read(connection, state)[0]
+        return connection(state, self.output_attn_res_norm())[0]
 
 
 class ResidualHead(ResidualPreTrainedModel):
@@ -307,9 +305,9 @@ class ResidualForSequenceClassification(ResidualHead, GenericForSequenceClassifi
         self.post_init()
 
 
-def _is_watched(connection: ResidualConnection) -> bool:
-    """Whether it has hooks, besides those of `transformers`, which record only what is asked for."""
-    return any(hook.__module__ != OutputRecorder.__module__ for hook in connection._forward_hooks.values())
+def _run_as_they_are(layers: nn.ModuleList) -> bool:
+    """Whether no layer is compiled by itself, or wrapped."""
+    return all(isinstance(layer, ResidualDecoderLayer) and layer._compiled_call_impl is None for layer in layers)
 
 
 def _check_declaration(layer: nn.Module, backbone: str, sublayers: Sublayers) -> None:

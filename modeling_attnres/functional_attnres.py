@@ -86,11 +86,11 @@ def attend(
 
     Args:
         query: `[D]` or `[1, D]`.
-        norm: a plain RMSNorm (`norms_attnres`) that the result goes through, for which the kernels need no pass of its
+        norm: a plain RMSNorm (`plain_attnres`) that the result goes through, for which the kernels need no pass of its
             own; the weights are `None` then.
     """
     if cpu_kernels_serve(query, sources):
-        if norm is None or norm_served(norm, sources):
+        if norm is None or norm_served(norm.weight, sources):
             return depth_attention_on_cpu(query, key_norm_weight, eps, is_sum, sources, norm)
         return norm(depth_attention_on_cpu(query, key_norm_weight, eps, is_sum, sources)[0]), None
     result, weights = _attend(query.flatten(), sources, key_norm_weight, eps, is_sum)

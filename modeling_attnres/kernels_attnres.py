@@ -2,11 +2,12 @@
 
 - `fused_depth_attention`, for training: one pass over the sources by online softmax. The backward pass reads them once
   more (and once from the cache) and writes their gradients; the query's is summed in two steps, in a fixed order.
-- `phase_one`, `phase_two`, for inference: all queries of a block against the finished blocks in one pass over these,
-  then one merge with the partial sum for each sublayer.
+- `phase_one`, for inference: the queries of several sublayers against the sources that all of them read, in one pass.
+- `read_fused`, for inference: what one sublayer reads, begun by phase one or not, and the norm that follows, in one.
 
-Everything is computed in float32 and rounded once, on writing. `query` is `w * g` throughout: the pseudo-query times
-the key norm's weight. Triton is optional: `kernels_available` says whether the kernels, in `triton_attnres`, run.
+Everything is computed in float32 and rounded once, on writing; a norm rounds where its module does. `query` is `w * g`
+throughout: the pseudo-query times the key norm's weight. Triton is optional: `kernels_available` says whether the
+kernels, in `triton_attnres`, run.
 """
 
 import functools
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 try:
-    from .triton_attnres import backward_kernel, forward_kernel, phase_one_kernel, phase_two_kernel
+    from .triton_attnres import backward_kernel, forward_kernel, phase_one_kernel
 except Exception:  # Triton is not installed, or does not load here
     forward_kernel = None
 
@@ -51,7 +52,9 @@ def _trial(device: torch.device) -> bool:
     try:
         ones = torch.ones(2, 5, device=device)
         result, _ = fused_depth_attention(ones[0], 1e-6, True, ones, ones)
-        return bool((result == 2).all())
+        phase = tuple(tensor[0] for tensor in phase_one(ones[:1], 1e-6, ones, ones))
+        normed = read_fused(ones[0], 1e-6, 3, [ones], phase, norm_weight=2 * ones[0], norm_eps=1e-6)
+        return bool((result == 2).all() and (normed.round() == 2).all())
     except Exception as error:
         warnings.warn(f"the Triton kernels do not run on {device}, so PyTorch's are used: {error}", stacklevel=2)
         return False
@@ -73,56 +76,56 @@ def fused_depth_attention(query: Tensor, eps: float, is_sum: bool, *sources: Ten
     return _FusedDepthAttention.apply(query, eps, is_sum, *[source.to(dtype) for source in sources])
 
 
-def phase_one(
-    queries: Tensor, eps: float, *sources: Tensor, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """All queries of a block against the finished blocks, for `phase_two` to complete. Not differentiable.
+def phase_one(queries: Tensor, eps: float, *sources: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The queries of several sublayers, against sources that all of them read. Not differentiable.
 
         m_q = max_i l_qi,   z_q = sum_i exp(l_qi - m_q),   u_q = sum_i exp(l_qi - m_q) s_i,   l_qi = q . RMSNorm(s_i)
 
     Args:
         queries: `w * g` of the S sublayers, `[S, D]`, float32.
-        sources: the finished blocks, each `[..., D]`.
-        dtype: of `u`; by default the sources' common one.
+        sources: at least one, each `[..., D]`.
 
     Returns:
-        `u` `[S, ..., D]`; `m` and `z`, `[S, ...]` in float32.
+        `u` `[S, ..., D]`, `m` and `z` `[S, ...]`, in float32; an entry of each is what `read_fused` begins from.
     """
-    common = common_dtype(sources)
-    return _phase_one(
-        queries.contiguous(), eps, [source.to(common).contiguous() for source in sources], dtype or common
-    )
+    dtype = common_dtype(sources)
+    return _phase_one(queries.contiguous(), eps, [source.to(dtype).contiguous() for source in sources])
 
 
-def phase_two(
+def read_fused(
     query: Tensor,
     eps: float,
-    is_sum: bool,
-    finished: int,
-    phase: tuple[Tensor, Tensor, Tensor],
-    partial: Tensor | None = None,
-    update: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """A sublayer's input, from its part of phase one and the partial sum. Not differentiable.
+    multiplier: int,
+    sources: Sequence[Tensor],
+    phase: tuple[Tensor, Tensor, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+) -> Tensor:
+    """What one sublayer reads: `h` of phase one's sources and of its own, or the RMSNorm of `h`. Not differentiable.
 
-        h = (exp(m - t) u + exp(l - t) p) / (exp(m - t) z + exp(l - t)),   t = max(m, l),   l = query . RMSNorm(p)
+        h = k (exp(m - t) u + sum_i exp(l_i - t) s_i) / (exp(m - t) z + sum_i exp(l_i - t)),   t = max(m, l_1, l_2, ...)
 
     Args:
-        query: `w * g` of the sublayer, `[D]`, float32.
-        is_sum: multiply `h` by the number of sources.
-        finished: the number of finished blocks, which phase one was given.
-        phase: `(u[q], m[q], z[q])`: `[..., D]`, `[...]`, `[...]`.
-        partial: the partial sum `[..., D]`; `None` if the block is empty.
-        update: the last sublayer's output, added to the partial sum first, in its dtype, on the same pass.
+        query: `w * g`, `[D]`, float32; `D <= MAX_WIDTH`.
+        eps: epsilon of the key norm.
+        multiplier: `k`: the number of all sources, phase one's too, for the scale `sum`; one for `mean`.
+        sources: those that phase one did not see, each `[..., D]`; at least one if there is no phase.
+        phase: an entry of what `phase_one` returned: `u` `[..., D]`, `m` and `z` `[...]`, in float32.
+        dtype: of the result; by default the common one of `sources`, or that of `u`.
+        norm_weight: weight `[D]` of a norm as Llama's, in the dtype of the result; no norm if `None`.
+        norm_eps: epsilon of this norm.
 
     Returns:
-        `h`, `[..., D]`, in the common dtype of `u` and the partial sum, and the partial sum with the update.
+        `h`, or `norm_weight * (h * rsqrt(mean(h^2) + norm_eps))`, `[..., D]`; rounded where the norm's module rounds.
     """
-    if partial is None:
-        partial, update = update, None
-    tensors = [tensor if tensor is None else tensor.contiguous() for tensor in (*phase, partial, update)]
-    result, *updated = _phase_two(query.contiguous(), eps, is_sum, finished, *tensors)
-    return result, updated[0] if updated else partial
+    if sources:
+        common = common_dtype(sources)
+        sources = [source.to(common).contiguous() for source in sources]
+    begun = (None, None, None) if phase is None else [tensor.contiguous() for tensor in phase]
+    dtype = dtype or (sources[0] if sources else begun[0]).dtype
+    norm_weight = None if norm_weight is None else norm_weight.contiguous()
+    return _read(query.contiguous(), eps, multiplier, sources, *begun, dtype, norm_weight, norm_eps)
 
 
 class _FusedDepthAttention(torch.autograd.Function):
@@ -231,8 +234,9 @@ def _forward(
     if tokens:
         with torch.cuda.device_of(query):
             forward_kernel[(_cdiv(tokens, tile["TOKENS"]),)](
-                pointers, query, *outputs, tokens, count, float(count if is_sum else 1), eps,
-                **_sizes(pointers, width), **tile,
+                pointers, query, None, None, None, None, *outputs,
+                tokens, count, float(count if is_sum else 1), eps, 0.0,
+                HAS_PHASE=False, HAS_NORM=False, KEEPS_STATISTICS=True, **_sizes(pointers, width), **tile,
             )  # fmt: skip
     return outputs
 
@@ -273,17 +277,14 @@ def _backward(
     return outputs
 
 
-def _phase_one_outputs(queries, eps, sources, dtype):
+def _phase_one_outputs(queries, eps, sources):
     shape = (len(queries), *sources[0].shape)
-    stats = [queries.new_empty(shape[:-1], dtype=torch.float32) for _ in range(2)]
-    return sources[0].new_empty(shape, dtype=dtype), *stats
+    return tuple(queries.new_empty(size, dtype=torch.float32) for size in (shape, shape[:-1], shape[:-1]))
 
 
 @_operator(_phase_one_outputs)
-def _phase_one(
-    queries: Tensor, eps: float, sources: Sequence[Tensor], dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    outputs = _phase_one_outputs(queries, eps, sources, dtype)
+def _phase_one(queries: Tensor, eps: float, sources: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    outputs = _phase_one_outputs(queries, eps, sources)
     pointers = _pointers(sources)
     number, width = queries.shape
     tokens, columns = sources[0].numel() // width, _power_of_two(width)
@@ -299,36 +300,36 @@ def _phase_one(
     return outputs
 
 
-def _phase_two_outputs(query, eps, is_sum, finished, mixture, maximum, normaliser, partial, update):
-    dtype = common_dtype([mixture] if partial is None else [mixture, partial])
-    return [torch.empty_like(mixture, dtype=dtype)] + ([] if update is None else [torch.empty_like(partial)])
+def _read_outputs(query, eps, multiplier, sources, mixture, maximum, normaliser, dtype, norm_weight, norm_eps):
+    return torch.empty_like(mixture if mixture is not None else sources[0], dtype=dtype)
 
 
-@_operator(_phase_two_outputs)
-def _phase_two(
+@_operator(_read_outputs)
+def _read(
     query: Tensor,
     eps: float,
-    is_sum: bool,
-    finished: int,
-    mixture: Tensor,
-    maximum: Tensor,
-    normaliser: Tensor,
-    partial: Tensor | None,
-    update: Tensor | None,
-) -> list[Tensor]:
-    """The result, and the partial sum if it is a new one."""
-    outputs = _phase_two_outputs(query, eps, is_sum, finished, mixture, maximum, normaliser, partial, update)
-    width = query.numel()
-    tokens, tile = mixture.numel() // width, _tile(width)
-    number = finished + (partial is not None)
+    multiplier: int,
+    sources: Sequence[Tensor],
+    mixture: Tensor | None,
+    maximum: Tensor | None,
+    normaliser: Tensor | None,
+    dtype: torch.dtype,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+) -> Tensor:
+    result = _read_outputs(query, eps, multiplier, sources, mixture, maximum, normaliser, dtype, norm_weight, norm_eps)
+    # The kernel takes one pointer at least, of which it uses nothing where no source counts.
+    width, pointers = query.numel(), _pointers(sources or [mixture])
+    tokens, tile = result.numel() // width, _tile(width)
     if tokens:
         with torch.cuda.device_of(query):
-            phase_two_kernel[(_cdiv(tokens, tile["TOKENS"]),)](
-                mixture, maximum, normaliser, partial, update, query, outputs[0], outputs[-1],
-                tokens, float(number if is_sum else 1), eps,
-                WIDTH=width, HAS_PARTIAL=partial is not None, HAS_UPDATE=update is not None, **tile,
+            forward_kernel[(_cdiv(tokens, tile["TOKENS"]),)](
+                pointers, query, mixture, maximum, normaliser, norm_weight, result, None, None, None,
+                tokens, len(sources), float(multiplier), eps, norm_eps,
+                HAS_PHASE=mixture is not None, HAS_NORM=norm_weight is not None, KEEPS_STATISTICS=False,
+                **_sizes(pointers, width), **tile,
             )  # fmt: skip
-    return outputs
+    return result
 
 
-__all__ = ["MAX_WIDTH", "common_dtype", "fused_depth_attention", "kernels_available", "phase_one", "phase_two"]
+__all__ = ["MAX_WIDTH", "common_dtype", "fused_depth_attention", "kernels_available", "phase_one", "read_fused"]

@@ -59,18 +59,28 @@ def _normalised(mixture, normaliser, factor):
 
 @triton.jit
 def forward_kernel(
-    sources, query, result, weights, logits, inverse_rms, tokens, count, factor, eps,
-    N: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    sources, query, mixtures, maxima, normalisers, norm_weight, result, weights, logits, inverse_rms,
+    tokens, count, factor, eps, norm_eps,
+    N: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, HAS_PHASE: tl.constexpr, HAS_NORM: tl.constexpr,
+    KEEPS_STATISTICS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """`result` `[tokens, WIDTH]`; `weights`, `logits` and `inverse_rms`, `[count, tokens]`."""
+    """`result` `[tokens, WIDTH]`, begun from an entry of what phase one wrote or from nothing, and normed or not.
+
+    For training: `weights`, `logits` and `inverse_rms`, `[count, tokens]`.
+    """
     tile = tl.program_id(0).to(tl.int64)
     token, is_token, inside, offset = _whole_tokens(tile, tokens, WIDTH, TOKENS, COLUMNS)
     column = tl.arange(0, COLUMNS)
     is_column = column < WIDTH
     query_row = tl.load(query + column, mask=is_column, other=0.0)[None, :]
-    maximum = tl.full([TOKENS], float("-inf"), tl.float32)
-    normaliser = tl.zeros([TOKENS], tl.float32)
-    mixture = tl.zeros([TOKENS, COLUMNS], tl.float32)
+    if HAS_PHASE:
+        maximum = tl.load(maxima + token, mask=is_token, other=0.0)
+        normaliser = tl.load(normalisers + token, mask=is_token, other=1.0)
+        mixture = tl.load(mixtures + offset, mask=inside, other=0.0)
+    else:
+        maximum = tl.full([TOKENS], float("-inf"), tl.float32)
+        normaliser = tl.zeros([TOKENS], tl.float32)
+        mixture = tl.zeros([TOKENS, COLUMNS], tl.float32)
     coming = tl.load(sources[0] + offset, mask=inside, other=0.0)
     for first in tl.static_range(0, N, CHUNK):
         for i in range(first, tl.minimum(first + CHUNK, count)):
@@ -78,15 +88,23 @@ def forward_kernel(
             coming = _load_next(sources, i, count, offset, is_token[:, None], column[None, :], first, CHUNK, N, WIDTH)
             rms = tl.rsqrt(tl.sum(source * source, 1) / WIDTH + eps)
             logit = tl.sum(source * query_row, 1) * rms
-            tl.store(inverse_rms + i * tokens + token, rms, mask=is_token)
-            tl.store(logits + i * tokens + token, logit, mask=is_token)
+            if KEEPS_STATISTICS:
+                tl.store(inverse_rms + i * tokens + token, rms, mask=is_token)
+                tl.store(logits + i * tokens + token, logit, mask=is_token)
             maximum, normaliser, mixture = _join(maximum, normaliser, mixture, logit, source)
     mixture = _normalised(mixture, normaliser, factor)
+    if HAS_NORM:
+        # The norm's module gets its input rounded, and rounds before it multiplies.
+        mixture = mixture.to(result.dtype.element_ty).to(tl.float32)
+        mixture *= tl.rsqrt(tl.sum(mixture * mixture, 1) / WIDTH + norm_eps)[:, None]
+        norm_row = tl.load(norm_weight + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        mixture = norm_row * mixture.to(result.dtype.element_ty).to(tl.float32)
     tl.store(result + offset, mixture.to(result.dtype.element_ty), mask=inside)
-    tl.debug_barrier()  # the logits were stored by other threads of this program
-    for i in range(count):
-        logit = tl.load(logits + i * tokens + token, mask=is_token, other=0.0)
-        tl.store(weights + i * tokens + token, tl.div_rn(tl.exp(logit - maximum), normaliser), mask=is_token)
+    if KEEPS_STATISTICS:
+        tl.debug_barrier()  # the logits were stored by other threads of this program
+        for i in range(count):
+            logit = tl.load(logits + i * tokens + token, mask=is_token, other=0.0)
+            tl.store(weights + i * tokens + token, tl.div_rn(tl.exp(logit - maximum), normaliser), mask=is_token)
 
 
 @triton.jit
@@ -165,32 +183,4 @@ def phase_one_kernel(
     place = row.to(tl.int64) * tokens + token
     tl.store(maxima + place, maximum, mask=is_row)
     tl.store(normalisers + place, normaliser, mask=is_row)
-    mixture = mixture.to(mixtures.dtype.element_ty)
     tl.store(mixtures + place[:, None] * WIDTH + column[None, :], mixture, mask=inside)
-
-
-@triton.jit
-def phase_two_kernel(
-    mixtures, maxima, normalisers, partial, update, query, result, updated, tokens, factor, eps,
-    WIDTH: tl.constexpr, HAS_PARTIAL: tl.constexpr, HAS_UPDATE: tl.constexpr,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """`result` and `updated`, `[tokens, WIDTH]`."""
-    tile = tl.program_id(0).to(tl.int64)
-    token, is_token, inside, offset = _whole_tokens(tile, tokens, WIDTH, TOKENS, COLUMNS)
-    column = tl.arange(0, COLUMNS)
-    is_column = column < WIDTH
-    mixture = tl.load(mixtures + offset, mask=inside, other=0.0).to(tl.float32)
-    normaliser = tl.load(normalisers + token, mask=is_token, other=1.0)
-    if HAS_PARTIAL:
-        source = tl.load(partial + offset, mask=inside, other=0.0).to(tl.float32)
-        if HAS_UPDATE:
-            source += tl.load(update + offset, mask=inside, other=0.0).to(tl.float32)
-            rounded = source.to(updated.dtype.element_ty)
-            tl.store(updated + offset, rounded, mask=inside)
-            source = rounded.to(tl.float32)
-        query_row = tl.load(query + column, mask=is_column, other=0.0)[None, :]
-        logit = tl.sum(source * query_row, 1) * tl.rsqrt(tl.sum(source * source, 1) / WIDTH + eps)
-        maximum = tl.load(maxima + token, mask=is_token, other=0.0)
-        maximum, normaliser, mixture = _join(maximum, normaliser, mixture, logit, source)
-    tl.store(result + offset, _normalised(mixture, normaliser, factor).to(result.dtype.element_ty), mask=inside)

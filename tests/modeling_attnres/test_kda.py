@@ -11,7 +11,7 @@ from statistics import median
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
@@ -69,11 +69,14 @@ def relative_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> di
     batch=st.integers(1, 2),
     seed=st.integers(0, 2**20),
 )
+@example(length=2, decay=10.0, batch=1, seed=2)  # such a difference
 def test_outputs_state_and_gradients_are_those_of_the_recurrence(length, decay, batch, seed):
-    inputs = make_inputs(batch, length, decay=decay, seed=seed)
-    expected = with_gradients(recurrence, inputs, torch.float64)
-    errors = relative_errors(with_gradients(in_chunks, inputs, torch.float32), expected)
-    assert max(errors.values()) < 1e-5, errors
+    draw = partial(make_inputs, batch, length, decay=decay, seed=seed)
+    expected = with_gradients(recurrence, draw(), torch.float64)
+    errors = relative_errors(with_gradients(in_chunks, draw(), torch.float32), expected)
+    # The gradient of a normalised key may be a small difference of large numbers, for the recurrence no less.
+    own = relative_errors(with_gradients(recurrence, draw(), torch.float32), expected)
+    assert all(error < max(1e-5, 4 * own[name]) for name, error in errors.items()), (errors, own)
 
 
 @pytest.mark.parametrize("decay", [10.0, 100.0, 10_000.0])

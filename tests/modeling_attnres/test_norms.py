@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from attnres import AttnResForCausalLM, depth_attention_reference, functional_attnres
 from attnres.functional_attnres import attend
-from attnres.norms_attnres import is_plain_rms_norm
+from attnres.plain_attnres import is_plain_rms_norm
 
 # A layer norm; two that multiply by one more than the weight; one that rounds after the weight. The rest is as Llama's.
 OTHERS = {"gpt_neox", "gemma2", "gemma3_text", "olmo2"}

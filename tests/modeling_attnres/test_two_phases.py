@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from attnres import depth_attention_reference, two_phase_attnres
-from attnres.cpu_kernels_attnres import phase_one_on_cpu, phase_two_on_cpu
+from attnres import depth_attention_reference, reads_attnres, two_phase_attnres
+from attnres.cpu_kernels_attnres import phase_one_on_cpu, run_forward
 from attnres.two_phase_attnres import group_size, two_phases_pay
 
 TOKENS = torch.arange(3, 43).view(2, -1)
@@ -29,8 +30,17 @@ def groups(monkeypatch) -> list[tuple[int, int]]:
         seen.append((len(queries), len(sources)))
         return phase_one_on_cpu(queries, eps, sources)
 
-    monkeypatch.setattr(two_phase_attnres, "phase_one_on_cpu", spy)
+    monkeypatch.setattr(reads_attnres, "phase_one_on_cpu", spy)
     return seen
+
+
+def phase_two(
+    query: Tensor, multiplier: int, phase: tuple[Tensor, Tensor], dtype: torch.dtype, fresh: list[Tensor]
+) -> Tensor:
+    result = torch.empty(phase[0].shape, dtype=dtype)
+    addresses = tuple(part.data_ptr() for part in phase)
+    run_forward(result, multiplier, query.data_ptr(), addresses, [s.data_ptr() for s in fresh], 1e-6, 0, 0.0)
+    return result
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
@@ -54,8 +64,7 @@ def test_phase_two_completes_the_attention_over_all_sources(
     sums, statistics = phase_one_on_cpu(query, 1e-6, sources[:finished])
     for i in range(queries):
         multiplier = len(sources) if scale == "sum" else 1
-        phase = sums[i], statistics[i]
-        result = phase_two_on_cpu(query[i], 1e-6, multiplier, phase, dtype, sources[finished:], None)
+        result = phase_two(query[i], multiplier, (sums[i], statistics[i]), dtype, sources[finished:])
         double = [source.double() for source in sources]
         expected = depth_attention_reference(query[i].double(), double, None, 1e-6, scale=scale)
         tolerance = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.01, "atol": 2e-3}
@@ -80,7 +89,7 @@ def test_a_model_in_two_phases_computes_the_same(vivid_model, groups, monkeypatc
 def test_at_zero_queries_phases_give_the_plain_sum_to_the_last_bit():
     sources = [torch.randint(-9, 9, (5, 16)).float() for _ in range(7)]
     sums, statistics = phase_one_on_cpu(torch.zeros(2, 16), 1e-6, sources[:4])
-    result = phase_two_on_cpu(torch.zeros(16), 1e-6, 7, (sums[1], statistics[1]), torch.float32, sources[4:], None)
+    result = phase_two(torch.zeros(16), 7, (sums[1], statistics[1]), torch.float32, sources[4:])
     assert torch.equal(result, sum(sources))
 
 

@@ -1,0 +1,212 @@
+"""The reads of a forward pass without gradients: what holds for all of them is found out once, before the first.
+
+A connection that is called by itself asks each time whether it and the norm after it do only what their classes do,
+which kernels serve, and where its vectors lie. In decoding, where the weights of a sublayer push all else out of the
+processor's caches, the answers would take longer than the attention over the depth.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .cpu_kernels_attnres import is_computed_now, kernels_take, loops, norm_served, phase_one_on_cpu, run_forward
+from .kernels_attnres import kernels_available, phase_one, read_fused
+from .plain_attnres import is_plain_rms_norm, is_untouched
+from .residual_attnres import AttnRes, DepthState, ResidualNorm
+from .two_phase_attnres import group_size, two_phases_pay
+
+# A connection, its key norm, and the module that runs next, if one does.
+Read = tuple[nn.Module, nn.Module, nn.Module | None]
+_FEW_TOKENS = 16  # the inputs of so many, for all sublayers, are allocated at once
+_ON_GPU = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Reads:
+    """The reads of one pass: of each sublayer in turn, and of the output. Those of a device are made by `of`.
+
+    Args:
+        reads: of all of them, in order.
+    """
+
+    def __init__(self, reads: Sequence[Read]):
+        self._places = {connection.sublayer: place for place, (connection, _, _) in enumerate(reads)}
+        self._key_norms = [key_norm for _, key_norm, _ in reads]
+        # Weight and epsilon of the norms that the kernels can compute, if they are of the sources' dtype.
+        self._norms = [
+            (norm.weight, norm.variance_epsilon) if norm is not None and is_plain_rms_norm(norm) else (None, 0.0)
+            for _, _, norm in reads
+        ]
+        weights = torch.cat([connection.weight for connection, _, _ in reads]).float()
+        self._queries = weights * torch.stack([key_norm.weight for key_norm in self._key_norms]).float()
+        # The sublayers that phase 1 served, how many sources it read, and what it returned.
+        self._group, self._in_phase = range(0), 0
+        self._phase: tuple[Tensor, ...] | None = None
+
+    @staticmethod
+    def of(reads: Sequence[Read]) -> "Reads | None":
+        """`None` where no kernels run, or a connection is of another kind or does more when it is called."""
+        if not is_computed_now() or type(reads[0][0]) is not AttnRes:
+            return None
+        device, width = reads[0][0].weight.device, reads[0][0].weight.shape[-1]
+        of_device = _CpuReads if device.type == "cpu" else _GpuReads
+        if loops() is None if of_device is _CpuReads else not kernels_available(device, width):
+            return None
+        for connection, key_norm, _ in reads:
+            if type(connection) is not AttnRes or type(key_norm) is not ResidualNorm:
+                return None
+            if not (is_untouched(connection) and is_untouched(key_norm)):
+                return None
+            for weight in (connection.weight, key_norm.weight):
+                if type(weight) is not nn.Parameter or weight.device != device:
+                    return None
+        return of_device(reads)
+
+    def read(self, connection: AttnRes, state: DepthState) -> tuple[Tensor, bool]:
+        """The input of a sublayer `[batch, seq, hidden]`; or, and then `True`, what the norm after it makes of that."""
+        sources = state if isinstance(state, tuple) else (state,)
+        place = self._places[connection.sublayer]
+        if not self._take(sources):
+            return connection(state, self._key_norms[place]())[0], False
+        if place not in self._group:
+            self._begin_group(place, connection, sources)
+        norm_weight, norm_eps = self._norms[place]
+        if norm_weight is not None and not self._takes_norm(norm_weight, sources):
+            norm_weight = None
+        phase = None if self._phase is None else tuple(part[place - self._group.start] for part in self._phase)
+        multiplier = len(sources) if connection.scale == "sum" else 1
+        result = self._read(place, connection.eps, multiplier, sources, phase, norm_weight, norm_eps)
+        return result, norm_weight is not None
+
+    def _begin_group(self, start: int, connection: AttnRes, sources: tuple[Tensor, ...]) -> None:
+        tokens, width = sources[0].shape[:-1].numel(), sources[0].shape[-1]
+        # Within a block the last source is a sum that still grows.
+        is_boundary = connection.sublayer % connection.block_size == 0 and two_phases_pay(tokens, width)
+        to_come = len(self._norms) - start
+        size = group_size(connection.block_size, len(sources), to_come) if is_boundary else 1
+        self._group, self._in_phase = range(start, start + size), 0
+        self._phase = None  # its memory, before that of the next
+        if size > 1:
+            self._phase = self._phase_one(self._queries[start : start + size], connection.eps, sources)
+            self._in_phase = len(sources)
+
+    # What a device has of its own: whether its kernels take these sources, and this norm after them; the phases.
+    def _take(self, sources: tuple[Tensor, ...]) -> bool:
+        raise NotImplementedError
+
+    def _takes_norm(self, norm_weight: Tensor, sources: tuple[Tensor, ...]) -> bool:
+        raise NotImplementedError
+
+    def _phase_one(self, queries: Tensor, eps: float, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        raise NotImplementedError
+
+    def _read(
+        self,
+        place: int,
+        eps: float,
+        multiplier: int,
+        sources: tuple[Tensor, ...],
+        phase: tuple[Tensor, ...] | None,
+        norm_weight: Tensor | None,
+        norm_eps: float,
+    ) -> Tensor:
+        raise NotImplementedError
+
+
+class _CpuReads(Reads):
+    """By the kernels of `cpu_kernels_attnres`, which take addresses: those of sources seen before are known."""
+
+    def __init__(self, reads: Sequence[Read]):
+        super().__init__(reads)
+        self._start = self._queries.data_ptr()
+        # The sources that were read last, where their numbers lie, and copies of those that are not contiguous.
+        self._sources: list[Tensor] = []
+        self._addresses: list[int] = []
+        self._copies: dict[int, Tensor] = {}
+        self._results: list[Tensor] = []  # for the reads to come
+
+    def _take(self, sources: tuple[Tensor, ...]) -> bool:
+        known, addresses = self._sources, self._addresses
+        for i, source in enumerate(sources):
+            if i < len(known) and source is known[i]:
+                continue
+            del known[i:], addresses[i:]
+            if i < self._in_phase:
+                self._group, self._in_phase = range(0), 0  # what phase 1 read is no more
+            if not kernels_take(source, sources):
+                return False
+            if not source.is_contiguous():
+                source = self._copies[i] = source.contiguous()
+            known.append(sources[i])
+            addresses.append(source.data_ptr())
+        return True
+
+    def _takes_norm(self, norm_weight: Tensor, sources: tuple[Tensor, ...]) -> bool:
+        return norm_served(norm_weight, sources)
+
+    def _phase_one(self, queries: Tensor, eps: float, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return phase_one_on_cpu(queries, eps, sources)
+
+    def _read(
+        self,
+        place: int,
+        eps: float,
+        multiplier: int,
+        sources: tuple[Tensor, ...],
+        phase: tuple[Tensor, ...] | None,
+        norm_weight: Tensor | None,
+        norm_eps: float,
+    ) -> Tensor:
+        result = self._result(sources[0])
+        query = self._start + 4 * place * result.shape[-1]
+        begun = (0, 0) if phase is None else (phase[0].data_ptr(), phase[1].data_ptr())
+        norm = 0 if norm_weight is None else norm_weight.data_ptr()
+        run_forward(result, multiplier, query, begun, self._addresses[self._in_phase :], eps, norm, norm_eps)
+        return result
+
+    def _result(self, like: Tensor) -> Tensor:
+        if like.numel() > _FEW_TOKENS * like.shape[-1]:
+            return torch.empty_like(like, memory_format=torch.contiguous_format)
+        if not self._results or self._results[-1].shape != like.shape or self._results[-1].dtype is not like.dtype:
+            self._results = list(torch.empty(len(self._norms), *like.shape, dtype=like.dtype).unbind())
+        return self._results.pop()
+
+
+class _GpuReads(Reads):
+    """By the Triton kernels of `kernels_attnres`."""
+
+    def __init__(self, reads: Sequence[Read]):
+        super().__init__(reads)
+        self._sources: tuple[Tensor, ...] = ()  # that phase 1 read
+
+    def _take(self, sources: tuple[Tensor, ...]) -> bool:
+        if any(a is not b for a, b in zip(sources, self._sources[: self._in_phase])):
+            self._group, self._in_phase = range(0), 0  # what phase 1 read is no more
+        dtype, device = sources[0].dtype, self._queries.device
+        return dtype in _ON_GPU and all(
+            type(source) is Tensor and source.dtype is dtype and source.device == device for source in sources
+        )
+
+    def _takes_norm(self, norm_weight: Tensor, sources: tuple[Tensor, ...]) -> bool:
+        is_plain = type(norm_weight) is nn.Parameter and norm_weight.device == self._queries.device
+        return is_plain and norm_weight.dtype is sources[0].dtype
+
+    def _phase_one(self, queries: Tensor, eps: float, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        self._sources = sources
+        return phase_one(queries, eps, *sources)
+
+    def _read(
+        self,
+        place: int,
+        eps: float,
+        multiplier: int,
+        sources: tuple[Tensor, ...],
+        phase: tuple[Tensor, ...] | None,
+        norm_weight: Tensor | None,
+        norm_eps: float,
+    ) -> Tensor:
+        query, fresh = self._queries[place], sources[self._in_phase :]
+        return read_fused(query, eps, multiplier, fresh, phase, sources[0].dtype, norm_weight, norm_eps)
+
+
+__all__ = ["Reads"]
