@@ -26,7 +26,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_attnres import ResidualConfig
 from .loading_attnres import check_attn_res_tensors, check_shapes, explain_broken_shard
-from .plain_attnres import is_plain_rms_norm, is_untouched
+from .plain_attnres import has_hooks_on_all_modules, is_plain_rms_norm, is_untouched
 from .reads_attnres import Reads
 from .residual_attnres import AttnRes, DepthState, ResidualConnection, ResidualNorm, add_residual_connection
 from .sublayers_attnres import Sublayer, Sublayers
@@ -92,8 +92,8 @@ class ResidualDecoderLayer:
         """The input of a sublayer; or, and then `True`, what the norm that it begins with makes of that."""
         norm_weight = getattr(self, f"{sublayer.name}_norm")()
         norm = getattr(self, sublayer.first) if sublayer.first else None
-        is_free = norm is not None and connection.reads_through_norm and not is_recorded
-        if is_free and is_untouched(connection) and is_plain_rms_norm(norm):
+        is_free = not is_recorded and connection.reads_through_norm and not has_hooks_on_all_modules()
+        if is_free and norm is not None and is_untouched(connection) and is_plain_rms_norm(norm):
             return connection(state, norm_weight, norm)[0], True
         return connection(state, norm_weight)[0], False
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import cache
 
 from torch import nn
-from torch.nn.modules import module as torch_module
+from torch.nn.modules.module import _has_any_global_hook as has_hooks_on_all_modules
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.utils.output_capturing import OutputRecorder
 
@@ -16,12 +16,10 @@ from transformers.utils.output_capturing import OutputRecorder
 def is_untouched(module: nn.Module) -> bool:
     """Whether calling a module runs the `forward` of its class and nothing else.
 
-    False for what an adapter or an offloading engine changed, and for what has hooks: those run. Those of
-    `transformers` are not counted: they record nothing unasked.
+    False for what an adapter or an offloading engine changed, and for what has hooks: those run. Not counted are those
+    of `transformers`, which record nothing unasked, and hooks on all modules: `has_hooks_on_all_modules()`.
     """
     own = vars(module)
-    if torch_module._has_any_global_hook():
-        return False
     if "forward" in own or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
         return False
     hooks = own["_forward_hooks"]
@@ -42,4 +40,4 @@ def _is_llamas(forward: Callable) -> bool:
     return (ours.co_code, ours.co_names, ours.co_consts) == (theirs.co_code, theirs.co_names, theirs.co_consts)
 
 
-__all__ = ["is_plain_rms_norm", "is_untouched"]
+__all__ = ["has_hooks_on_all_modules", "is_plain_rms_norm", "is_untouched"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .cpu_kernels_attnres import is_computed_now, kernels_take, loops, norm_served, phase_one_on_cpu, run_forward
 from .kernels_attnres import kernels_available, phase_one, read_fused
-from .plain_attnres import is_plain_rms_norm, is_untouched
+from .plain_attnres import has_hooks_on_all_modules, is_plain_rms_norm, is_untouched
 from .residual_attnres import AttnRes, DepthState, ResidualNorm
 from .two_phase_attnres import group_size, two_phases_pay
 
@@ -27,9 +27,11 @@ class Reads:
 
     Args:
         reads: of all of them, in order.
+        queries: `w * g` of each, `[reads, D]` in float32.
     """
 
-    def __init__(self, reads: Sequence[Read]):
+    def __init__(self, reads: Sequence[Read], queries: Tensor):
+        self._queries = queries
         self._places = {connection.sublayer: place for place, (connection, _, _) in enumerate(reads)}
         self._key_norms = [key_norm for _, key_norm, _ in reads]
         # Weight and epsilon of the norms that the kernels can compute, if they are of the sources' dtype.
@@ -37,8 +39,6 @@ class Reads:
             (norm.weight, norm.variance_epsilon) if norm is not None and is_plain_rms_norm(norm) else (None, 0.0)
             for _, _, norm in reads
         ]
-        weights = torch.cat([connection.weight for connection, _, _ in reads]).float()
-        self._queries = weights * torch.stack([key_norm.weight for key_norm in self._key_norms]).float()
         # The sublayers that phase 1 served, how many sources it read, and what it returned.
         self._group, self._in_phase = range(0), 0
         self._phase: tuple[Tensor, ...] | None = None
@@ -46,21 +46,25 @@ class Reads:
     @staticmethod
     def of(reads: Sequence[Read]) -> "Reads | None":
         """`None` where no kernels run, or a connection is of another kind or does more when it is called."""
-        if not is_computed_now() or type(reads[0][0]) is not AttnRes:
+        if type(reads[0][0]) is not AttnRes or not is_computed_now() or has_hooks_on_all_modules():
             return None
-        device, width = reads[0][0].weight.device, reads[0][0].weight.shape[-1]
-        of_device = _CpuReads if device.type == "cpu" else _GpuReads
-        if loops() is None if of_device is _CpuReads else not kernels_available(device, width):
+        first = reads[0][0].weight
+        of_device = _CpuReads if first.is_cpu else _GpuReads
+        if loops() is None if of_device is _CpuReads else not kernels_available(first.device, first.shape[-1]):
             return None
+        weights, key_norm_weights = [], []
         for connection, key_norm, _ in reads:
             if type(connection) is not AttnRes or type(key_norm) is not ResidualNorm:
                 return None
             if not (is_untouched(connection) and is_untouched(key_norm)):
                 return None
-            for weight in (connection.weight, key_norm.weight):
-                if type(weight) is not nn.Parameter or weight.device != device:
-                    return None
-        return of_device(reads)
+            weights.append(connection.weight)
+            key_norm_weights.append(key_norm.weight)
+        if any(
+            type(weight) is not nn.Parameter or weight.device != first.device for weight in weights + key_norm_weights
+        ):
+            return None
+        return of_device(reads, torch.cat(weights).float() * torch.stack(key_norm_weights).float())
 
     def read(self, connection: AttnRes, state: DepthState) -> tuple[Tensor, bool]:
         """The input of a sublayer `[batch, seq, hidden]`; or, and then `True`, what the norm after it makes of that."""
@@ -116,9 +120,9 @@ class Reads:
 class _CpuReads(Reads):
     """By the kernels of `cpu_kernels_attnres`, which take addresses: those of sources seen before are known."""
 
-    def __init__(self, reads: Sequence[Read]):
-        super().__init__(reads)
-        self._start = self._queries.data_ptr()
+    def __init__(self, reads: Sequence[Read], queries: Tensor):
+        super().__init__(reads, queries)
+        self._start = queries.data_ptr()
         # The sources that were read last, where their numbers lie, and copies of those that are not contiguous.
         self._sources: list[Tensor] = []
         self._addresses: list[int] = []
@@ -175,8 +179,8 @@ class _CpuReads(Reads):
 class _GpuReads(Reads):
     """By the Triton kernels of `kernels_attnres`."""
 
-    def __init__(self, reads: Sequence[Read]):
-        super().__init__(reads)
+    def __init__(self, reads: Sequence[Read], queries: Tensor):
+        super().__init__(reads, queries)
         self._sources: tuple[Tensor, ...] = ()  # that phase 1 read
 
     def _take(self, sources: tuple[Tensor, ...]) -> bool:

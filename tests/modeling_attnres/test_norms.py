@@ -76,9 +76,13 @@ def test_a_norm_that_does_more_is_not_plain(change):
     assert not is_plain_rms_norm(norm)
 
 
-def test_a_hook_on_all_modules_sees_the_norms_too():
-    with torch.nn.modules.module.register_module_forward_hook(lambda *args: None):
-        assert not is_plain_rms_norm(LlamaRMSNorm(4))
+def test_a_hook_on_all_modules_sees_the_norms_too(model, fused):
+    seen = []
+    with torch.nn.modules.module.register_module_forward_hook(lambda module, *args: seen.append(module)):
+        model(TOKENS)
+    assert fused == [] and sum("Norm" in type(module).__name__ for module in seen) > 0
+    model(TOKENS)
+    assert fused != [] and set(fused) <= set(seen)
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
