@@ -118,8 +118,8 @@ def compiled_decoding(models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
 # Workload -> its ways, calls in a repeat, and how often it is repeated for each repeat of the setting.
 WORKLOADS: dict[str, tuple[Callable[[dict[str, PreTrainedModel], Tensor], Ways], int, int]] = {
     "prefill": (prefill, 1, 2),
-    "decoding": (decoding, DECODED, 2),
-    "decoding, compiled": (compiled_decoding, DECODED, 2),
+    "decoding": (decoding, DECODED, 4),
+    "decoding, compiled": (compiled_decoding, DECODED, 4),
     "training step": (training_step, 1, 1),
 }
 

@@ -70,13 +70,19 @@ def depth_attention_on_cpu(
     is_sum: bool,
     sources: Sequence[Tensor],
     norm: nn.Module | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """The result `[..., D]` in the sources' dtype and the weights `[n, ...]` in float32; or its `norm`, and `None`."""
+    passes_on: bool = False,
+) -> tuple[Tensor, Tensor | None, Sequence[Tensor]]:
+    """The result `[..., D]` in the sources' dtype and the weights `[n, ...]` in float32; or its `norm`, and `None`.
+
+    Third, the sources: those given or, if it `passes_on`, such that what is computed of them has its gradient added
+    to ours by the kernel as it writes that, and not by a pass of its own.
+    """
     norm_weight, norm_eps = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
     if not torch.is_grad_enabled():
-        return _forward(query, key_norm_weight, eps, is_sum, norm_weight, norm_eps, sources)
+        return *_forward(query, key_norm_weight, eps, is_sum, norm_weight, norm_eps, sources), sources
     query = query.float() if key_norm_weight is None else query.float() * key_norm_weight.float()
-    return _DepthAttentionOnCpu.apply(query, eps, is_sum, norm_weight, norm_eps, *sources)
+    result, weights, *later = _DepthAttentionOnCpu.apply(query, eps, is_sum, norm_weight, norm_eps, passes_on, *sources)
+    return result, weights, tuple(later) or sources
 
 
 def phase_one_on_cpu(queries: Tensor, eps: float, sources: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -121,29 +127,44 @@ class _DepthAttentionOnCpu(torch.autograd.Function):
     """Keeps nothing but the sources: all statistics are computed again from a row that has to be read anyway."""
 
     @staticmethod
-    def forward(ctx, query: Tensor, eps: float, is_sum: bool, norm_weight: Tensor | None, norm_eps: float, *sources):
+    def forward(
+        ctx,
+        query: Tensor,
+        eps: float,
+        is_sum: bool,
+        norm_weight: Tensor | None,
+        norm_eps: float,
+        passes_on: bool,
+        *sources: Tensor,
+    ):
         ctx.save_for_backward(query, norm_weight, *sources)
         ctx.eps, ctx.is_sum, ctx.norm_eps = eps, is_sum, norm_eps
         ctx.set_materialize_grads(False)
-        return _forward(query, None, eps, is_sum, norm_weight, norm_eps, sources)
+        result = _forward(query, None, eps, is_sum, norm_weight, norm_eps, sources)
+        if not passes_on:
+            return result
+        ctx.mark_non_differentiable(*(s for s, wanted in zip(sources, ctx.needs_input_grad[6:]) if not wanted))
+        return *result, *sources
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor | None, grad_weights: Tensor | None):
+    def backward(ctx, grad: Tensor | None, grad_weights: Tensor | None, *later_grads: Tensor | None):
         query, norm_weight, *sources = ctx.saved_tensors
         sources = [source.contiguous() for source in sources]
         grad = torch.zeros_like(sources[0]) if grad is None else grad.contiguous()
         grad_weights = None if grad_weights is None else grad_weights.contiguous()
-        grad_sources = [torch.empty_like(s) if wanted else None for s, wanted in zip(sources, ctx.needs_input_grad[5:])]
+        later_grads = [None if later is None else later.contiguous() for later in later_grads or [None] * len(sources)]
+        grad_sources = [torch.empty_like(s) if wanted else None for s, wanted in zip(sources, ctx.needs_input_grad[6:])]
         # A row for each chunk, added up in order: the result does not depend on the number of threads.
         grad_query = torch.zeros(_chunks(_tokens(grad)), query.numel())
         grad_norm = None if norm_weight is None else torch.zeros_like(grad_query)
-        tensors = [_vector(query), grad, grad_weights, grad_query, norm_weight, grad_norm, *sources, *grad_sources]
+        tensors = [_vector(query), grad, grad_weights, grad_query, norm_weight, grad_norm]
+        tensors += [*sources, *grad_sources, *later_grads]
         multiplier = len(sources) if ctx.is_sum else 1
         _run("backward", grad, len(sources), multiplier, _addresses(tensors), ctx.eps, ctx.norm_eps)
         if grad_norm is not None:
             grad_norm = grad_norm.sum(0).to(norm_weight.dtype)
-        return grad_query.sum(0).view(query.shape), None, None, grad_norm, None, *grad_sources
+        return grad_query.sum(0).view(query.shape), None, None, grad_norm, None, None, *grad_sources
 
 
 def _forward(

@@ -182,12 +182,13 @@ def phase_one_chunk(chunk, chunks, arguments, eps, norm_eps, like):
 
 @_jit
 def backward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
-    tokens, width, n, multiplier, size, addresses = _arguments(arguments, 6, 2)
-    sources, grad_sources, has_norm = addresses[6 : 6 + n], addresses[6 + n :], addresses[4] != 0
+    tokens, width, n, multiplier, size, addresses = _arguments(arguments, 6, 3)
+    sources, grad_sources, later_grads = addresses[6 : 6 + n], addresses[6 + n : 6 + 2 * n], addresses[6 + 2 * n :]
+    has_norm = addresses[4] != 0
     first, end = _enter(tokens, chunk, chunks, sources, size)
     query, grad_query = (_vector(addresses[0], width, _FLOAT), _vector(addresses[3] + chunk * width * 4, width, _FLOAT))
     logits, inverse_rms, weights, mixing, similarity, weight_grads = np.zeros((6, n), np.float32)
-    coefficients, rows, targets = np.empty(3 * n, np.float32), np.empty(n, np.int64), np.empty(n, np.int64)
+    coefficients, (rows, targets, others) = np.empty(3 * n, np.float32), np.empty((3, n), np.int64)
     own, grad, zeros = np.empty(width, np.float32), np.empty(width, np.float32), np.zeros(width, np.float32)
     nowhere, bits = np.empty(width, np.float32), np.empty(width, np.uint16)
     norm, grad_norm = own, own
@@ -200,6 +201,7 @@ def backward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
         for i in range(n):
             rows[i] = sources[i] + token * size
             targets[i] = grad_sources[i] + token * size if grad_sources[i] else nowhere.ctypes.data
+            others[i] = later_grads[i] + token * size if later_grads[i] else zeros.ctypes.data
             product, similarity[i], square = dots_and_square(_vector(rows[i], width, like), query, grad, ahead)
             logits[i], inverse_rms[i] = _logit(product, square, width, eps)
             if addresses[2]:
@@ -218,7 +220,7 @@ def backward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
             coefficients[3 * i] = mixing[i]
             coefficients[3 * i + 1] = grad_logit * inverse_rms[i]
             coefficients[3 * i + 2] = -grad_logit * logits[i] * inverse_rms[i] * inverse_rms[i] / np.float32(width)
-        derive(like, targets, rows, coefficients, grad, query, grad_query)
+        derive(like, targets, others, rows, coefficients, grad, query, grad_query)
 
 
 @_parallel_jit

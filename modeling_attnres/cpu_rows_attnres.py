@@ -126,38 +126,39 @@ def mix(typing_context, like, result, base_factor, base, factors, addresses):
 
 
 @intrinsic
-def derive(typing_context, like, targets, addresses, coefficients, grad, query, grad_query):
+def derive(typing_context, like, targets, others, addresses, coefficients, grad, query, grad_query):
     """The gradients of a token: for each of its rows, with the numbers `m, a, b` that `coefficients` holds for it,
 
-        targets[i] = m grad + a query + b rows[i],   and   grad_query += a rows[i].
+        targets[i] = others[i] + m grad + a query + b rows[i],   and   grad_query += a rows[i].
 
-    Targets and rows hold numbers like `like`, and are given by their addresses; the others are of float32.
+    Targets, others and rows hold numbers like `like`, and are given by their addresses; the rest is of float32.
     """
 
     def generate(context, builder, signature, values):
         kind = _kind(signature.args[0])
-        targets, addresses, coefficients, grad, query, grad_query = _rows(context, builder, signature, values)
+        targets, others, addresses, coefficients, grad, query, grad_query = _rows(context, builder, signature, values)
 
         def block(starts, lanes):
             grads, queries = ([row.load(start, lanes) for start in starts] for row in (grad, query))
             totals = [cgutils.alloca_once_value(builder, grad_query.load(start, lanes)) for start in starts]
             with cgutils.for_range(builder, addresses.length, intp=_INDEX) as loop:
-                row, target = (_Row(builder, found.at(loop.index), kind) for found in (addresses, targets))
+                row, target, other = (
+                    _Row(builder, found.at(loop.index), kind) for found in (addresses, targets, others)
+                )
                 places = [builder.add(builder.mul(loop.index, _INDEX(3)), _INDEX(i)) for i in range(3)]
                 m, a, b = (_splat(builder, coefficients.at(place), lanes) for place in places)
                 for start, total, g, q in zip(starts, totals, grads, queries):
                     value = row.load(start, lanes)
                     builder.store(_add_product(builder, a, value, builder.load(total)), total)
-                    target.store(
-                        _add_product(builder, b, value, _add_product(builder, a, q, builder.fmul(m, g))), start
-                    )
+                    own = _add_product(builder, b, value, _add_product(builder, a, q, builder.fmul(m, g)))
+                    target.store(builder.fadd(other.load(start, lanes), own), start)
             for start, total in zip(starts, totals):
                 grad_query.store(builder.load(total), start)
 
         _for_blocks(builder, query.length, block)
         return context.get_dummy_value()
 
-    return types.none(like, targets, addresses, coefficients, grad, query, grad_query), generate
+    return types.none(like, targets, others, addresses, coefficients, grad, query, grad_query), generate
 
 
 class _Row:

@@ -77,7 +77,7 @@ class ResidualDecoderLayer:
             if reads is not None and not torch.compiler.is_compiling():
                 inputs, is_normed = reads.read(connection, state)
             else:
-                inputs, is_normed = self._read(sublayer, connection, state, is_recorded)
+                inputs, is_normed, state = self._read(sublayer, connection, state, is_recorded)
             output = self._run(sublayer.branches[0][is_normed:], inputs, kwargs)
             for branch in sublayer.branches[1:]:
                 output = output + self._run(branch[is_normed:], inputs, kwargs)
@@ -88,14 +88,16 @@ class ResidualDecoderLayer:
 
     def _read(
         self, sublayer: Sublayer, connection: ResidualConnection, state: DepthState, is_recorded: bool
-    ) -> tuple[Tensor, bool]:
-        """The input of a sublayer; or, and then `True`, what the norm that it begins with makes of that."""
+    ) -> tuple[Tensor, bool, DepthState]:
+        """The input of a sublayer; or, and then `True`, what the norm that it begins with makes of that. The state."""
         norm_weight = getattr(self, f"{sublayer.name}_norm")()
         norm = getattr(self, sublayer.first) if sublayer.first else None
         is_free = not is_recorded and connection.reads_through_norm and not has_hooks_on_all_modules()
         if is_free and norm is not None and is_untouched(connection) and is_plain_rms_norm(norm):
-            return connection(state, norm_weight, norm)[0], True
-        return connection(state, norm_weight)[0], False
+            inputs, _, state = connection(state, norm_weight, norm)
+            return inputs, True, state
+        inputs, _, state = connection(state, norm_weight)
+        return inputs, False, state
 
     def _run(self, branch: tuple[str, ...], hidden_states: Tensor, kwargs: dict) -> Tensor:
         for name in branch:

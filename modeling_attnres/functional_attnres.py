@@ -70,7 +70,7 @@ def depth_attention(
         ValueError: no source, a shape that does not fit, or an unknown scale.
     """
     _check(query, sources, key_norm_weight, scale)
-    result, weights = attend(query, sources, key_norm_weight, eps, scale == "sum")
+    result, weights, _ = attend(query, sources, key_norm_weight, eps, scale == "sum")
     return (result, weights) if return_weights else result
 
 
@@ -81,20 +81,25 @@ def attend(
     eps: float,
     is_sum: bool,
     norm: nn.Module | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    passes_on: bool = False,
+) -> tuple[Tensor, Tensor | None, Sequence[Tensor]]:
     """[`depth_attention`] of arguments that fit each other, with the weights, by what is fastest for them.
 
     Args:
         query: `[D]` or `[1, D]`.
         norm: a plain RMSNorm (`plain_attnres`) that the result goes through, for which the kernels need no pass of its
             own; the weights are `None` then.
+        passes_on: the sources go on to be read by others, whose gradients the kernels may add to ours.
+
+    Returns:
+        The result, the weights, and the sources to go on with: the same values.
     """
     if cpu_kernels_serve(query, sources):
-        if norm is None or norm_served(norm.weight, sources):
-            return depth_attention_on_cpu(query, key_norm_weight, eps, is_sum, sources, norm)
-        return norm(depth_attention_on_cpu(query, key_norm_weight, eps, is_sum, sources)[0]), None
-    result, weights = _attend(query.flatten(), sources, key_norm_weight, eps, is_sum)
-    return (result, weights) if norm is None else (norm(result), None)
+        fused = norm if norm is not None and norm_served(norm.weight, sources) else None
+        read = depth_attention_on_cpu(query, key_norm_weight, eps, is_sum, sources, fused, passes_on)
+    else:
+        fused, read = None, (*_attend(query.flatten(), sources, key_norm_weight, eps, is_sum), sources)
+    return read if norm is fused else (norm(read[0]), None, read[2])
 
 
 def _attend(

@@ -68,14 +68,14 @@ def chunk_kda(
     )
     key_beta = key * beta
     scores, system = decayed_products(torch.stack((query, key_beta)), key, g)
-    since_start = g.cumsum(-2).exp()
+    since_start = _decay(g.cumsum(-2))
     # What each token writes is its value less what is there already: from the chunk itself, which the triangular
     # system (I + strictly lower part) solves, and from the state before it.
     written = torch.cat((value * beta, key_beta * since_start), -1)
     written = torch.linalg.solve_triangular(system, written, upper=False, unitriangular=True)
     new, old_keys = written.split((value.shape[-1], key.shape[-1]), -1)
     query = query * since_start
-    key = (key * _sum_after(g).exp()).transpose(-1, -2)
+    key = (key * _decay(_sum_after(g))).transpose(-1, -2)
     decay = since_start[..., -1, :, None]
 
     state = value.new_zeros(*value.shape[:2], key.shape[-2], value.shape[-1])
@@ -103,15 +103,21 @@ def decayed_products(readers: Tensor, sources: Tensor, g: Tensor) -> Tensor:
     if length <= LEAF:
         since = g.cumsum(-2)
         above = torch.ones(length, length, dtype=torch.bool, device=g.device).triu(1)
-        decay = (since.unsqueeze(-2) - since.unsqueeze(-3)).masked_fill(above[..., None], -torch.inf).exp()
+        decay = _decay(since.unsqueeze(-2) - since.unsqueeze(-3), above[..., None])
         decayed = decay * sources.unsqueeze(-3)  # [..., reader, source, d]
         return (readers.movedim(0, -2) @ decayed.transpose(-1, -2)).movedim(-2, 0)
     readers, sources, g = (x.unflatten(-2, (2, length // 2)) for x in (readers, sources, g))
     first, second = decayed_products(readers, sources, g).unbind(-3)
-    late_readers = readers[..., 1, :, :] * g[..., 1, :, :].cumsum(-2).exp()
-    early_sources = sources[..., 0, :, :] * _sum_after(g[..., 0, :, :]).exp()
+    late_readers = readers[..., 1, :, :] * _decay(g[..., 1, :, :].cumsum(-2))
+    early_sources = sources[..., 0, :, :] * _decay(_sum_after(g[..., 0, :, :]))
     across = late_readers @ early_sources.transpose(-1, -2)
     return torch.cat((F.pad(first, (0, length // 2)), torch.cat((across, second), -1)), -2)
+
+
+def _decay(log: Tensor, is_hidden: Tensor | bool = False) -> Tensor:
+    """`exp(log)`, but 0 where it is hidden, and below 1e-17: products of such numbers would be denormal."""
+    # For a denormal number processors take a hundred times as long.
+    return log.masked_fill((log < -40) | is_hidden, -torch.inf).exp()
 
 
 def _sum_after(g: Tensor) -> Tensor:

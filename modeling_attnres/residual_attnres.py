@@ -2,8 +2,10 @@
 
 Every connection is one module per sublayer with two operations on the *state* that flows through the decoder layers:
 
-    read    (state) -> input of sublayer l, depth weights        `connection(state, norm_weight)`
-    write   (state, output of sublayer l) -> state               `connection.write(state, output)`
+    read    (state) -> input of sublayer l, depth weights, state    `connection(state, norm_weight)`
+    write   (state, output of sublayer l) -> state                  `connection.write(state, output)`
+
+What reading returns as the state has the same values: gradients of those who read later come through this read.
 
 Only the connections look inside the state, so a new one needs no change to the layers.
 """
@@ -31,8 +33,8 @@ class ResidualConnection(nn.Module):
         super().__init__()
         self.sublayer = sublayer
 
-    def forward(self, state: DepthState, norm_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Read: the input of the sublayer `[batch, seq, hidden]`, and its depth weights `[sources, batch, seq]`."""
+    def forward(self, state: DepthState, norm_weight: Tensor | None) -> tuple[Tensor, Tensor | None, DepthState]:
+        """Read: the sublayer's input `[batch, seq, hidden]`, its depth weights `[sources, batch, seq]`, the state."""
         raise NotImplementedError
 
     def write(self, state: DepthState, output: Tensor) -> DepthState:
@@ -45,8 +47,8 @@ class StandardResidual(ResidualConnection):
 
     has_norm = False
 
-    def forward(self, state: Tensor, norm_weight: None) -> tuple[Tensor, None]:
-        return state, None
+    def forward(self, state: Tensor, norm_weight: None) -> tuple[Tensor, None, Tensor]:
+        return state, None, state
 
     def write(self, state: Tensor, output: Tensor) -> Tensor:
         return state + output
@@ -74,9 +76,9 @@ class AttnRes(ResidualConnection):
 
     def forward(
         self, state: DepthState, norm_weight: Tensor, norm: nn.Module | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, DepthState]:
         sources = state if isinstance(state, tuple) else (state,)
-        return attend(self.weight, sources, norm_weight, self.eps, self.scale == "sum", norm)
+        return attend(self.weight, sources, norm_weight, self.eps, self.scale == "sum", norm, passes_on=True)
 
     def write(self, state: DepthState, output: Tensor) -> tuple[Tensor, ...]:
         sources = state if isinstance(state, tuple) else (state,)

@@ -56,8 +56,8 @@ torch.manual_seed(0)
 for dtype in (torch.float32, torch.bfloat16):
     leaves = [torch.randn(201, 331, dtype=dtype, requires_grad=True) for _ in range(4)]
     query, norm = torch.randn(331, requires_grad=True), LlamaRMSNorm(331).to(dtype)
-    result, weights = attend(query, leaves, None, 1e-6, True)
-    normed, _ = attend(query, leaves, None, 1e-6, True, norm)
+    result, weights, _ = attend(query, leaves, None, 1e-6, True)
+    normed, _, _ = attend(query, leaves, None, 1e-6, True, norm)
     loss = (result * normed).double().sum() + weights.double().square().sum()
     gradients = torch.autograd.grad(loss, [query, norm.weight, *leaves])
     print(*[tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16).long().sum().item()

@@ -103,9 +103,9 @@ def test_with_a_norm_the_result_has_gone_through_it(n, tokens, width, dtype, is_
     leaves = [torch.randn(1, width).requires_grad_(), norm.weight]
     leaves += [torch.randn(tokens, width).to(dtype).requires_grad_() for _ in range(n)]
     query, _, *sources = leaves
-    result, weights = attend(query, sources, key_norm, 1e-6, is_sum, norm)
+    result, weights, _ = attend(query, sources, key_norm, 1e-6, is_sum, norm)
     apart = norm(attend(query, sources, key_norm, 1e-6, is_sum)[0])
-    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.01, "atol": 1e-5}
+    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 1e-5}
     assert weights is None and result.dtype == dtype
     torch.testing.assert_close(result, apart, **close)
     with torch.no_grad():
@@ -167,6 +167,6 @@ def test_hooks_see_what_they_saw_before(model, fused, watch: Callable):
 
 def test_a_norm_of_another_dtype_is_called(fused):
     norm, sources = LlamaRMSNorm(8), [torch.randn(2, 8).bfloat16() for _ in range(2)]
-    result, _ = attend(torch.zeros(8), sources, None, 1e-6, True, norm)
+    result, _, _ = attend(torch.zeros(8), sources, None, 1e-6, True, norm)
     assert fused == [] and result.dtype == torch.float32
     torch.testing.assert_close(result, norm(sources[0] + sources[1]))

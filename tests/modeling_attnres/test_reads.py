@@ -133,7 +133,7 @@ def test_each_read_looks_at_the_sources_that_are_new(change: Callable[[Tensor], 
     for connection, key_norm, _ in found:
         if len(sources) == 6:  # with phases, within the group of sublayers that reads four of them at once
             sources = tuple(change(source) for source in sources)
-        expected, _ = connection(sources, key_norm())
+        expected, _, _ = connection(sources, key_norm())
         actual, is_normed = reads.read(connection, sources)
         torch.testing.assert_close(actual, expected)
         assert not is_normed
