@@ -107,10 +107,10 @@ class Pseudocode(ResidualConnection):
 
     has_norm = True
 
-    def forward(self, state: DepthState, norm_weight: Tensor) -> tuple[Tensor, None]:
+    def forward(self, state: DepthState, norm_weight: Tensor) -> tuple[Tensor, None, DepthState]:
         sources = state if isinstance(state, tuple) else (state,)
         result = pseudocode(self.weight.squeeze(0), sources, norm_weight, self.eps)
-        return result * len(sources), None  # the scale `sum` of the retrofit
+        return result * len(sources), None, state  # the scale `sum` of the retrofit
 
     write = AttnRes.write
 

@@ -18,6 +18,9 @@ from .two_phase_attnres import group_size, two_phases_pay
 
 # A connection, its key norm, and the module that runs next, if one does.
 Read = tuple[nn.Module, nn.Module, nn.Module | None]
+Sources = tuple[Tensor, ...]
+Phase = tuple[Tensor, ...] | None  # what phase 1 left for one read, or for all of a group
+Norm = tuple[Tensor, float] | None  # weight and epsilon
 _FEW_TOKENS = 16  # the inputs of so many, for all sublayers, are allocated at once
 _ON_GPU = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -34,14 +37,14 @@ class Reads:
         self._queries = queries
         self._places = {connection.sublayer: place for place, (connection, _, _) in enumerate(reads)}
         self._key_norms = [key_norm for _, key_norm, _ in reads]
-        # Weight and epsilon of the norms that the kernels can compute, if they are of the sources' dtype.
-        self._norms = [
-            (norm.weight, norm.variance_epsilon) if norm is not None and is_plain_rms_norm(norm) else (None, 0.0)
+        # Of the norms that the kernels can compute, if they are of the sources' dtype.
+        self._norms: list[Norm] = [
+            (norm.weight, norm.variance_epsilon) if norm is not None and is_plain_rms_norm(norm) else None
             for _, _, norm in reads
         ]
         # The sublayers that phase 1 served, how many sources it read, and what it returned.
         self._group, self._in_phase = range(0), 0
-        self._phase: tuple[Tensor, ...] | None = None
+        self._phase: Phase = None
 
     @staticmethod
     def of(reads: Sequence[Read]) -> "Reads | None":
@@ -74,46 +77,36 @@ class Reads:
             return connection(state, self._key_norms[place]())[0], False
         if place not in self._group:
             self._begin_group(place, connection, sources)
-        norm_weight, norm_eps = self._norms[place]
-        if norm_weight is not None and not self._takes_norm(norm_weight, sources):
-            norm_weight = None
+        norm = self._norms[place]
+        if norm is not None and not self._takes_norm(norm[0], sources):
+            norm = None
         phase = None if self._phase is None else tuple(part[place - self._group.start] for part in self._phase)
         multiplier = len(sources) if connection.scale == "sum" else 1
-        result = self._read(place, connection.eps, multiplier, sources, phase, norm_weight, norm_eps)
-        return result, norm_weight is not None
+        return self._read(place, multiplier, connection.eps, sources, phase, norm), norm is not None
 
-    def _begin_group(self, start: int, connection: AttnRes, sources: tuple[Tensor, ...]) -> None:
-        tokens, width = sources[0].shape[:-1].numel(), sources[0].shape[-1]
+    def _begin_group(self, start: int, connection: AttnRes, sources: Sources) -> None:
         # Within a block the last source is a sum that still grows.
-        is_boundary = connection.sublayer % connection.block_size == 0 and two_phases_pay(tokens, width)
-        to_come = len(self._norms) - start
-        size = group_size(connection.block_size, len(sources), to_come) if is_boundary else 1
+        is_boundary = connection.sublayer % connection.block_size == 0
+        count, to_come = len(sources), len(self._norms) - start
+        pays = is_boundary and two_phases_pay(count, sources[0].numel())
+        size = group_size(connection.block_size, count, to_come) if pays else 1
         self._group, self._in_phase = range(start, start + size), 0
         self._phase = None  # its memory, before that of the next
         if size > 1:
             self._phase = self._phase_one(self._queries[start : start + size], connection.eps, sources)
-            self._in_phase = len(sources)
+            self._in_phase = count
 
     # What a device has of its own: whether its kernels take these sources, and this norm after them; the phases.
-    def _take(self, sources: tuple[Tensor, ...]) -> bool:
+    def _take(self, sources: Sources) -> bool:
         raise NotImplementedError
 
-    def _takes_norm(self, norm_weight: Tensor, sources: tuple[Tensor, ...]) -> bool:
+    def _takes_norm(self, weight: Tensor, sources: Sources) -> bool:
         raise NotImplementedError
 
-    def _phase_one(self, queries: Tensor, eps: float, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _phase_one(self, queries: Tensor, eps: float, sources: Sources) -> Phase:
         raise NotImplementedError
 
-    def _read(
-        self,
-        place: int,
-        eps: float,
-        multiplier: int,
-        sources: tuple[Tensor, ...],
-        phase: tuple[Tensor, ...] | None,
-        norm_weight: Tensor | None,
-        norm_eps: float,
-    ) -> Tensor:
+    def _read(self, place: int, multiplier: int, eps: float, sources: Sources, phase: Phase, norm: Norm) -> Tensor:
         raise NotImplementedError
 
 
@@ -129,7 +122,7 @@ class _CpuReads(Reads):
         self._copies: dict[int, Tensor] = {}
         self._results: list[Tensor] = []  # for the reads to come
 
-    def _take(self, sources: tuple[Tensor, ...]) -> bool:
+    def _take(self, sources: Sources) -> bool:
         known, addresses = self._sources, self._addresses
         for i, source in enumerate(sources):
             if i < len(known) and source is known[i]:
@@ -145,27 +138,18 @@ class _CpuReads(Reads):
             addresses.append(source.data_ptr())
         return True
 
-    def _takes_norm(self, norm_weight: Tensor, sources: tuple[Tensor, ...]) -> bool:
-        return norm_served(norm_weight, sources)
+    def _takes_norm(self, weight: Tensor, sources: Sources) -> bool:
+        return norm_served(weight, sources)
 
-    def _phase_one(self, queries: Tensor, eps: float, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _phase_one(self, queries: Tensor, eps: float, sources: Sources) -> Phase:
         return phase_one_on_cpu(queries, eps, sources)
 
-    def _read(
-        self,
-        place: int,
-        eps: float,
-        multiplier: int,
-        sources: tuple[Tensor, ...],
-        phase: tuple[Tensor, ...] | None,
-        norm_weight: Tensor | None,
-        norm_eps: float,
-    ) -> Tensor:
+    def _read(self, place: int, multiplier: int, eps: float, sources: Sources, phase: Phase, norm: Norm) -> Tensor:
         result = self._result(sources[0])
         query = self._start + 4 * place * result.shape[-1]
         begun = (0, 0) if phase is None else (phase[0].data_ptr(), phase[1].data_ptr())
-        norm = 0 if norm_weight is None else norm_weight.data_ptr()
-        run_forward(result, multiplier, query, begun, self._addresses[self._in_phase :], eps, norm, norm_eps)
+        norm_weight, norm_eps = (0, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
+        run_forward(result, multiplier, query, begun, self._addresses[self._in_phase :], eps, norm_weight, norm_eps)
         return result
 
     def _result(self, like: Tensor) -> Tensor:
@@ -181,9 +165,9 @@ class _GpuReads(Reads):
 
     def __init__(self, reads: Sequence[Read], queries: Tensor):
         super().__init__(reads, queries)
-        self._sources: tuple[Tensor, ...] = ()  # that phase 1 read
+        self._sources: Sources = ()  # that phase 1 read
 
-    def _take(self, sources: tuple[Tensor, ...]) -> bool:
+    def _take(self, sources: Sources) -> bool:
         if any(a is not b for a, b in zip(sources, self._sources[: self._in_phase])):
             self._group, self._in_phase = range(0), 0  # what phase 1 read is no more
         dtype, device = sources[0].dtype, self._queries.device
@@ -191,26 +175,17 @@ class _GpuReads(Reads):
             type(source) is Tensor and source.dtype is dtype and source.device == device for source in sources
         )
 
-    def _takes_norm(self, norm_weight: Tensor, sources: tuple[Tensor, ...]) -> bool:
-        is_plain = type(norm_weight) is nn.Parameter and norm_weight.device == self._queries.device
-        return is_plain and norm_weight.dtype is sources[0].dtype
+    def _takes_norm(self, weight: Tensor, sources: Sources) -> bool:
+        is_plain = type(weight) is nn.Parameter and weight.device == self._queries.device
+        return is_plain and weight.dtype is sources[0].dtype
 
-    def _phase_one(self, queries: Tensor, eps: float, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _phase_one(self, queries: Tensor, eps: float, sources: Sources) -> Phase:
         self._sources = sources
         return phase_one(queries, eps, *sources)
 
-    def _read(
-        self,
-        place: int,
-        eps: float,
-        multiplier: int,
-        sources: tuple[Tensor, ...],
-        phase: tuple[Tensor, ...] | None,
-        norm_weight: Tensor | None,
-        norm_eps: float,
-    ) -> Tensor:
+    def _read(self, place: int, multiplier: int, eps: float, sources: Sources, phase: Phase, norm: Norm) -> Tensor:
         query, fresh = self._queries[place], sources[self._in_phase :]
-        return read_fused(query, eps, multiplier, fresh, phase, sources[0].dtype, norm_weight, norm_eps)
+        return read_fused(query, eps, multiplier, fresh, phase, sources[0].dtype, *(norm or (None, 0.0)))
 
 
 __all__ = ["Reads"]

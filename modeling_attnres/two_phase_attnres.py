@@ -7,15 +7,14 @@ Exact (AttnRes, section 4.2). Phase 1 writes a sum for each query, which phase 2
 than the readings of sources that it saves.
 """
 
-# Measured by `python -m benchmarks`, part "phases": what a sum costs, written and read back, in readings of a source;
-# and the bytes of a source up to which it stays in the cache, so that reading it costs next to nothing.
+# Measured by `python -m benchmarks`, part "phases": what a sum costs, written and read back, in readings of a source.
 _COST_OF_SUM = 1.9
-_CACHED = 1 << 20
+_CACHED = 4 << 20  # bytes of all sources up to which they stay in the caches, and reading them costs next to nothing
 
 
-def two_phases_pay(tokens: int, width: int) -> bool:
-    """Whether sources of so many float32 have to come from memory each time."""
-    return tokens * width * 4 > _CACHED
+def two_phases_pay(sources: int, numbers: int) -> bool:
+    """Whether sources of so many numbers each, in float32, have to come from memory each time."""
+    return sources * numbers * 4 > _CACHED
 
 
 def group_size(block_size: int, sources: int, reads: int) -> int:

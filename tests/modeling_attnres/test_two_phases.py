@@ -106,14 +106,14 @@ def test_where_connections_are_seen_or_memory_is_not_the_cost_they_are_called(vi
     if case == "watched":
         model.model.output_attn_res_proj.register_forward_hook(lambda *args: None)
     if case == "few tokens":
-        monkeypatch.setattr(two_phase_attnres, "_CACHED", 1 << 20)
+        monkeypatch.setattr(two_phase_attnres, "_CACHED", 4 << 20)
     model(TOKENS, use_cache=False, output_depth_attentions=case == "recorded")
     assert groups == []
 
 
 def test_groups_save_readings(monkeypatch):
-    monkeypatch.setattr(two_phase_attnres, "_CACHED", 1 << 20)
-    assert two_phases_pay(512, 1024) and not two_phases_pay(1, 8192)
+    monkeypatch.setattr(two_phase_attnres, "_CACHED", 4 << 20)
+    assert two_phases_pay(3, 512 * 1024) and not two_phases_pay(2, 512 * 1024) and not two_phases_pay(99, 8192)
     for block_size in range(1, 9):
         for sources in range(1, 60):
             for reads in range(1, 200, 7):
