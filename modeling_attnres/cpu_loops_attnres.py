@@ -14,7 +14,18 @@ try:
 except ImportError as error:  # within `try`: for who loads this file as remote code, these packages are optional
     raise ImportError("the kernels for CPUs need `numba`") from error
 
-from .cpu_rows_attnres import derive, dot, dot_and_square, dots_and_square, mix, pointer, prefetch, scale
+from .cpu_rows_attnres import (
+    derive,
+    dot,
+    dot_and_square,
+    dots_and_square,
+    four_dots_and_square,
+    mix,
+    mix_for_four,
+    pointer,
+    prefetch,
+    scale,
+)
 
 # Of weights, before they are divided by their sum: smaller ones make denormal numbers of what they are multiplied by,
 # for each of which processors take a hundred times as long.
@@ -160,24 +171,44 @@ def forward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
 @_jit
 def phase_one_chunk(chunk, chunks, arguments, eps, norm_eps, like):
     tokens, width, n, queries, size, addresses = _arguments(arguments, 3, 1)
-    sources = addresses[3:]
+    sources, fours = addresses[3:], queries - queries % 4
     first, end = _enter(tokens, chunk, chunks, sources, size)
-    logits, mixing, rows = np.empty((queries, n), np.float32), np.empty(n, np.float32), np.empty(n, np.int64)
-    zeros = np.zeros(width, np.float32)
+    logits, mixing = np.empty((queries, n), np.float32), np.empty(queries * n, np.float32)
+    rows, zeros = np.empty(n, np.int64), np.zeros(width, np.float32)
     for token in range(first, end):
         ahead = size if token + 1 < end else 0
         for i in range(n):
             rows[i] = sources[i] + token * size
             row = _vector(rows[i], width, like)
-            for q in range(queries):
+            for q in range(0, fours, 4):
+                a, b, c, d = _four(addresses[0] + q * width * 4, width, width)
+                found = four_dots_and_square(row, a, b, c, d, ahead)
+                for k in range(4):
+                    logits[q + k, i], _ = _logit(found[k], found[4], width, eps)
+            for q in range(fours, queries):
                 product, square = dot_and_square(row, _vector(addresses[0] + q * width * 4, width, _FLOAT), ahead)
                 logits[q, i], _ = _logit(product, square, width, eps)
         for q in range(queries):
-            place = q * tokens + token
-            statistics = _vector(addresses[2] + place * 8, 2, _FLOAT)
+            statistics = _vector(addresses[2] + (q * tokens + token) * 8, 2, _FLOAT)
             statistics[0] = logits[q].max()
-            statistics[1] = _exponentials(logits[q], statistics[0], mixing)
-            mix(like, _vector(addresses[1] + place * width * 4, width, _FLOAT), np.float32(0), zeros, mixing, rows)
+            statistics[1] = _exponentials(logits[q], statistics[0], mixing[q * n : (q + 1) * n])
+        for q in range(0, fours, 4):
+            a, b, c, d = _four(addresses[1] + (q * tokens + token) * width * 4, width, tokens * width)
+            mix_for_four(like, a, b, c, d, mixing[q * n : (q + 4) * n], rows)
+        for q in range(fours, queries):
+            result = _vector(addresses[1] + (q * tokens + token) * width * 4, width, _FLOAT)
+            mix(like, result, np.float32(0), zeros, mixing[q * n : (q + 1) * n], rows)
+
+
+@_jit
+def _four(address, width, apart):
+    """Four rows of float32, so many numbers apart."""
+    return (
+        _vector(address, width, _FLOAT),
+        _vector(address + 4 * apart, width, _FLOAT),
+        _vector(address + 8 * apart, width, _FLOAT),
+        _vector(address + 12 * apart, width, _FLOAT),
+    )
 
 
 @_jit

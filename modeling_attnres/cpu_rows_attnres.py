@@ -79,6 +79,18 @@ def dots_and_square(typing_context, row, other, third, ahead):
 
 
 @intrinsic
+def four_dots_and_square(typing_context, row, a, b, c, d, ahead):
+    """[`dot`] of a row and four others, and of the row and itself; what lies `ahead` bytes further is prefetched."""
+
+    def generate(context, builder, signature, values):
+        products = ((0, 1), (0, 2), (0, 3), (0, 4), (0, 0))
+        sums = _sums(_rows(context, builder, signature, values), products, values[5])
+        return context.make_tuple(builder, signature.return_type, sums)
+
+    return types.UniTuple(types.float32, 5)(row, a, b, c, d, types.int64), generate
+
+
+@intrinsic
 def scale(typing_context, result, factor, row):
     """`result = factor * row`."""
 
@@ -123,6 +135,35 @@ def mix(typing_context, like, result, base_factor, base, factors, addresses):
         return context.get_dummy_value()
 
     return types.none(like, result, types.float32, base, factors, addresses), generate
+
+
+@intrinsic
+def mix_for_four(typing_context, like, a, b, c, d, factors, addresses):
+    """[`mix`] four times of the same n rows, without a base: `result_q = sum_i factors[q n + i] * rows[i]`."""
+
+    def generate(context, builder, signature, values):
+        kind = _kind(signature.args[0])
+        *results, factors, addresses = _rows(context, builder, signature, values)
+
+        def block(starts, lanes):
+            zero = _constant(_FLOAT, 0.0, lanes)
+            totals = [[cgutils.alloca_once_value(builder, zero) for _ in starts] for _ in results]
+            with cgutils.for_range(builder, addresses.length, intp=_INDEX) as loop:
+                row = _Row(builder, addresses.at(loop.index), kind)
+                parts = [row.load(start, lanes) for start in starts]
+                for q, own in enumerate(totals):
+                    place = builder.add(builder.mul(addresses.length, _INDEX(q)), loop.index)
+                    factor = _splat(builder, factors.at(place), lanes)
+                    for part, total in zip(parts, own):
+                        builder.store(_add_product(builder, factor, part, builder.load(total)), total)
+            for result, own in zip(results, totals):
+                for start, total in zip(starts, own):
+                    result.store(builder.load(total), start)
+
+        _for_blocks(builder, results[0].length, block)
+        return context.get_dummy_value()
+
+    return types.none(like, a, b, c, d, factors, addresses), generate
 
 
 @intrinsic
@@ -277,7 +318,7 @@ def _like(kind: ir.Type, lanes: int) -> ir.Type:
     return kind if lanes == 1 else ir.VectorType(kind, lanes)
 
 
-def _constant(kind: ir.Type, number: int, lanes: int) -> ir.Constant:
+def _constant(kind: ir.Type, number: float, lanes: int) -> ir.Constant:
     return kind(number) if lanes == 1 else ir.Constant(ir.VectorType(kind, lanes), [number] * lanes)
 
 
