@@ -98,19 +98,19 @@ def attend(
         fused = norm if norm is not None and norm_served(norm.weight, sources) else None
         read = depth_attention_on_cpu(query, key_norm_weight, eps, is_sum, sources, fused, passes_on)
     else:
-        fused, read = None, (*_attend(query.flatten(), sources, key_norm_weight, eps, is_sum), sources)
+        fused, read = None, _attend(query.flatten(), sources, key_norm_weight, eps, is_sum, passes_on)
     return read if norm is fused else (norm(read[0]), None, read[2])
 
 
 def _attend(
-    query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor | None, eps: float, is_sum: bool
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor | None, eps: float, is_sum: bool, passes_on: bool
+) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
     dtype, stat_dtype = _dtypes(sources)
     query = query.to(stat_dtype)
     if key_norm_weight is not None:
         query = query * key_norm_weight.to(stat_dtype)
     if stat_dtype == torch.float32 and kernels_available(query.device, len(query)):
-        return fused_depth_attention(query, eps, is_sum, *sources)
+        return fused_depth_attention(query, eps, is_sum, *sources, passes_on=passes_on)
     # Under autocast the products would fall to half precision.
     with maybe_autocast(query.device.type, enabled=False):
         if not torch.is_grad_enabled() and torch.compiler.is_compiling():
@@ -119,7 +119,7 @@ def _attend(
             result, weights = _attend_stacked(query, eps, is_sum, sources)
         else:
             result, weights = _DepthAttention.apply(query, eps, is_sum, *sources)
-    return result.to(dtype), weights
+    return result.to(dtype), weights, sources
 
 
 # In decoding operations cost more than what they move, and stacked sources need fewer. Not in training: there what is

@@ -1,7 +1,8 @@
 """Depth attention as Triton kernels: what `functional_attnres` computes, each source read once and never stacked.
 
 - `fused_depth_attention`, for training: one pass over the sources by online softmax. The backward pass reads them once
-  more (and once from the cache) and writes their gradients; the query's is summed in two steps, in a fixed order.
+  more (and once from the cache) and writes their gradients, to which it adds those of later readers of what was passed
+  on; the query's is summed in two steps, in a fixed order.
 - `phase_one`, for inference: the queries of several sublayers against the sources that all of them read, in one pass.
 - `read_fused`, for inference: what one sublayer reads, begun by phase one or not, and the norm that follows, in one.
 
@@ -51,7 +52,7 @@ def _run_on(device: torch.device) -> bool:
 def _trial(device: torch.device) -> bool:
     try:
         ones = torch.ones(2, 5, device=device)
-        result, _ = fused_depth_attention(ones[0], 1e-6, True, ones, ones)
+        result, *_ = fused_depth_attention(ones[0], 1e-6, True, ones, ones)
         phase = tuple(tensor[0] for tensor in phase_one(ones[:1], 1e-6, ones, ones))
         normed = read_fused(ones[0], 1e-6, 3, [ones], phase, norm_weight=2 * ones[0], norm_eps=1e-6)
         return bool((result == 2).all() and (normed.round() == 2).all())
@@ -60,7 +61,9 @@ def _trial(device: torch.device) -> bool:
         return False
 
 
-def fused_depth_attention(query: Tensor, eps: float, is_sum: bool, *sources: Tensor) -> tuple[Tensor, Tensor]:
+def fused_depth_attention(
+    query: Tensor, eps: float, is_sum: bool, *sources: Tensor, passes_on: bool = False
+) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
     """`h = sum_i a_i s_i`, `a = softmax_i(query . RMSNorm(s_i))`; differentiable in the query and the sources.
 
     Args:
@@ -68,12 +71,19 @@ def fused_depth_attention(query: Tensor, eps: float, is_sum: bool, *sources: Ten
         eps: epsilon of the key norm.
         is_sum: multiply `h` by the number of sources.
         sources: at least one, each `[..., D]`, in bfloat16, float16 or float32.
+        passes_on: return sources to go on with, if the kernel can add what gradients they get to ours.
 
     Returns:
-        `h`, `[..., D]`, in the common dtype of the sources, and `a`, `[n, ...]` in float32.
+        `h`, `[..., D]`, in the common dtype of the sources; `a`, `[n, ...]` in float32; and the sources: those given
+        or, if it `passes_on`, such that what is computed of them has its gradient added to ours by the kernel as it
+        writes that, and not by a pass of its own.
     """
     dtype = common_dtype(sources)
-    return _FusedDepthAttention.apply(query, eps, is_sum, *[source.to(dtype) for source in sources])
+    # Sources that are cast would go on in another dtype.
+    passes_on = passes_on and torch.is_grad_enabled() and all(source.dtype == dtype for source in sources)
+    cast = [source.to(dtype) for source in sources]
+    result, weights, *later = _FusedDepthAttention.apply(query, eps, is_sum, passes_on, *cast)
+    return result, weights, tuple(later) or sources
 
 
 def phase_one(queries: Tensor, eps: float, *sources: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,30 +140,43 @@ def read_fused(
 
 class _FusedDepthAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *arguments: Tensor | float | bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx, *arguments: Tensor | float | bool) -> tuple[Tensor, ...]:
         # Not in the signature: see `_DepthAttention`.
-        query, eps, is_sum, *sources = arguments
-        query, sources = query.contiguous(), [source.contiguous() for source in sources]
+        query, eps, is_sum, passes_on, *given = arguments
+        query, sources = query.contiguous(), [source.contiguous() for source in given]
         result, weights, logits, inverse_rms = _forward(query, sources, eps, is_sum)
         ctx.save_for_backward(query, weights, logits, inverse_rms, *sources)
         ctx.is_sum = is_sum
         ctx.set_materialize_grads(False)
-        return result, weights
+        if not passes_on:
+            return result, weights
+        ctx.mark_non_differentiable(*(s for s, needed in zip(given, ctx.needs_input_grad[4:]) if not needed))
+        return result, weights, *given
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor | None, grad_weights: Tensor | None):
+    def backward(ctx, grad: Tensor | None, grad_weights: Tensor | None, *later_grads: Tensor | None):
         query, weights, logits, inverse_rms, *sources = ctx.saved_tensors
-        needs_query, needs_sources = ctx.needs_input_grad[0], any(ctx.needs_input_grad[3:])
+        needs_query, needs_sources = ctx.needs_input_grad[0], any(ctx.needs_input_grad[4:])
         if grad is None:
             grad = torch.zeros_like(sources[0])
         if grad_weights is not None:
             grad_weights = grad_weights.contiguous()
         partial, grad_sources = _backward(
-            grad.contiguous(), grad_weights, query, sources, weights, logits, inverse_rms, ctx.is_sum, needs_sources
-        )
-        grad_sources = [grad_sources[i] if needed else None for i, needed in enumerate(ctx.needs_input_grad[3:])]
-        return partial.sum(0) if needs_query else None, None, None, *grad_sources
+            grad.contiguous(), grad_weights, query, sources, weights, logits, inverse_rms, ctx.is_sum, needs_sources,
+            _all_or_none(later_grads),
+        )  # fmt: skip
+        grad_sources = [grad_sources[i] if needed else None for i, needed in enumerate(ctx.needs_input_grad[4:])]
+        return partial.sum(0) if needs_query else None, None, None, None, *grad_sources
+
+
+def _all_or_none(grads: Sequence[Tensor | None]) -> list[Tensor]:
+    """The gradients, one tensor of zeros in place of each that is missing; nothing if all are."""
+    present = [grad for grad in grads if grad is not None]
+    if len(present) == len(grads) or not present:
+        return [grad.contiguous() for grad in present]
+    zeros = torch.zeros_like(present[0], memory_format=torch.contiguous_format)
+    return [zeros if grad is None else grad.contiguous() for grad in grads]
 
 
 def _operator(allocate: Callable) -> Callable:
@@ -241,7 +264,9 @@ def _forward(
     return outputs
 
 
-def _backward_outputs(grad, grad_weights, query, sources, weights, logits, inverse_rms, is_sum, needs_sources):
+def _backward_outputs(
+    grad, grad_weights, query, sources, weights, logits, inverse_rms, is_sum, needs_sources, later_grads
+):
     width = query.numel()
     tiles = _cdiv(grad.numel() // width, _tile(width)["TOKENS"])
     each = max(1, _cdiv(tiles, _PROGRAMS))  # about as many for every program
@@ -260,18 +285,19 @@ def _backward(
     inverse_rms: Tensor,
     is_sum: bool,
     needs_sources: bool,
+    later_grads: Sequence[Tensor],
 ) -> tuple[Tensor, list[Tensor]]:
-    """The query's gradient in parts, `[programs, D]`, and the sources' if they are needed."""
+    """The query's gradient in parts, `[programs, D]`, and the sources' if they are needed, `later_grads` included."""
     partial, grad_sources = outputs = _backward_outputs(
-        grad, grad_weights, query, sources, weights, logits, inverse_rms, is_sum, needs_sources
+        grad, grad_weights, query, sources, weights, logits, inverse_rms, is_sum, needs_sources, later_grads
     )
     count, width, pointers = len(sources), query.numel(), _pointers(sources)
     with torch.cuda.device_of(query):
         backward_kernel[(len(partial),)](
             grad, grad_weights, pointers, query, weights, logits, inverse_rms, torch.empty_like(weights), partial,
-            _pointers(grad_sources) if needs_sources else None,
+            _pointers(grad_sources) if needs_sources else None, _pointers(later_grads) if later_grads else None,
             grad.numel() // width, count, float(count if is_sum else 1),
-            HAS_GRAD_WEIGHTS=grad_weights is not None, NEEDS_SOURCES=needs_sources,
+            HAS_GRAD_WEIGHTS=grad_weights is not None, NEEDS_SOURCES=needs_sources, HAS_LATER=len(later_grads) > 0,
             **_sizes(pointers, width), **_tile(width),
         )  # fmt: skip
     return outputs

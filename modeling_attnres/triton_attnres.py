@@ -110,11 +110,14 @@ def forward_kernel(
 @triton.jit
 def backward_kernel(
     grad, grad_weights, sources, query, weights, logits, inverse_rms, contracted, partial, grad_sources,
-    tokens, count, factor,
+    later_grads, tokens, count, factor,
     N: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, HAS_GRAD_WEIGHTS: tl.constexpr,
-    NEEDS_SOURCES: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    NEEDS_SOURCES: tl.constexpr, HAS_LATER: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """`grad_sources`; this program's part of the query's gradient, a row of `partial`; `contracted` is scratch."""
+    """`grad_sources`; this program's part of the query's gradient, a row of `partial`; `contracted` is scratch.
+
+    `later_grads` are what else the sources get, by those who read them later; they are added.
+    """
     column = tl.arange(0, COLUMNS)
     is_column = column < WIDTH
     query_row = tl.load(query + column, mask=is_column, other=0.0)[None, :]
@@ -151,6 +154,9 @@ def backward_kernel(
                     along_source = -along_query * logit * rms / WIDTH
                     grad_source = (weight * factor)[:, None] * grad_row + along_query[:, None] * query_row
                     grad_source += along_source[:, None] * source
+                    if HAS_LATER:
+                        later = _pick(later_grads, i, first, CHUNK, N)
+                        grad_source += tl.load(later + offset, mask=inside, other=0.0).to(tl.float32)
                     target = _pick(grad_sources, i, first, CHUNK, N)
                     tl.store(target + offset, grad_source.to(target.dtype.element_ty), mask=inside)
     tl.store(partial + tl.program_id(0) * WIDTH + column, grad_query, mask=is_column)

@@ -17,10 +17,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from attnres import backbones_attnres, depth_attention_reference, kernels_attnres, reads_attnres, two_phase_attnres
+from attnres import (
+    backbones_attnres,
+    depth_attention_reference,
+    functional_attnres,
+    kernels_attnres,
+    reads_attnres,
+    two_phase_attnres,
+)
 from attnres.kernels_attnres import fused_depth_attention, kernels_available, phase_one, read_fused
 from attnres.reads_attnres import _GpuReads
 from attnres.residual_attnres import AttnRes
@@ -53,7 +60,7 @@ def reference(query: Tensor, sources: list[Tensor], is_sum: bool) -> tuple[Tenso
 
 
 def fused(query: Tensor, sources: list[Tensor], is_sum: bool) -> tuple[Tensor, Tensor]:
-    return fused_depth_attention(query, EPS, is_sum, *sources)
+    return fused_depth_attention(query, EPS, is_sum, *sources)[:2]
 
 
 def in_float64(*tensors: Tensor) -> list[Tensor]:
@@ -185,6 +192,73 @@ def test_one_of_the_two_results_alone_has_the_right_gradients(used):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def passing_on(query: Tensor, sources: list[Tensor]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    return fused_depth_attention(query, EPS, False, *sources, passes_on=True)
+
+
+def through_reference(query: Tensor, sources: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    return *reference(query, sources, False), sources
+
+
+def chain(attend: Callable, queries: list[Tensor], sources: list[Tensor]) -> Tensor:
+    """The loss of reads of which each is a source of the next; of what the last one passes on, one is used."""
+    total = 0
+    for query in queries:
+        result, weights, sources = attend(query, sources)
+        total = total + loss(result, weights)
+        sources = [*sources, 2 * result]
+    return total + loss(sources[-2], weights)
+
+
+@with_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "n, reads, shape, width", [(1, 1, (3,), 1), (1, 9, (2, 3), 7), (2, 2, (37,), 65), (17, 3, (3,), 24)]
+)
+def test_what_is_passed_on_brings_the_gradients_of_later_reads(n, reads, shape, width, dtype):
+    queries = [make(1, shape, width, seed=i)[0] for i in range(reads)]
+    _, sources = make(n, shape, width, dtype)
+    sources[-1].requires_grad_(n == 1)  # of several, the last needs no gradient
+    leaves = [leaf for leaf in (*queries, *sources) if leaf.requires_grad]
+    found = torch.autograd.grad(chain(passing_on, queries, sources), leaves)
+    assert [grad.dtype for grad in found] == [leaf.dtype for leaf in leaves]
+    exact = in_float64(*queries, *sources)
+    value = chain(through_reference, exact[:reads], exact[reads:])
+    expected = torch.autograd.grad(value, exact[: len(leaves)])
+    for grad, right in zip(found, expected, strict=True):
+        slack = 1e-4 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
+        torch.testing.assert_close(grad.double(), right, rtol=0, atol=slack * max(1, right.abs().max().item()))
+
+
+@with_kernels
+def test_gradients_of_later_reads_are_added_before_the_one_rounding():
+    query, sources = make(3, (37,), 64, torch.float16)
+
+    def grads(attend: Callable, query: Tensor, sources: list[Tensor]) -> tuple[Tensor, ...]:
+        result, weights, later = attend(query, sources)
+        return torch.autograd.grad(loss(result, weights) + loss(later[1], weights[0]), sources[1])
+
+    (found,) = grads(passing_on, query, sources)
+    exact_query, *exact = in_float64(query, *sources)
+    (expected,) = grads(through_reference, exact_query, exact)
+    assert (found == expected.half()).double().mean() > 0.99
+
+
+@with_kernels
+def test_what_is_passed_on_is_the_same_memory_and_needs_a_gradient_where_it_did():
+    query, (frozen, a, b) = make(3, (4, 6), 8)
+    sources = [frozen.detach(), a, b.transpose(0, 1).contiguous().transpose(0, 1)]
+    result, _, later = passing_on(query, sources)
+    assert [source.requires_grad for source in later] == [False, True, True]
+    assert [source.grad_fn for source in later[1:]] == [result.grad_fn] * 2
+    assert [source.data_ptr() for source in later] == [source.data_ptr() for source in sources]
+    assert [source.stride() for source in later] == [source.stride() for source in sources]
+    several = [frozen, a.half()]
+    assert all(ours is given for ours, given in zip(passing_on(query, several)[2], several, strict=True))
+    with torch.no_grad():
+        assert all(ours is given for ours, given in zip(passing_on(query, sources)[2], sources, strict=True))
+
+
 @with_kernels
 def test_no_token_is_no_error():
     query, sources = make(2, (0, 4), 8)
@@ -300,18 +374,51 @@ def test_what_is_read_may_be_views_and_of_several_dtypes():
     assert_equal_up_to_rounding([found], [reference(*in_float64(query), in_float64(a, b.half(), *views), False)[0]])
 
 
+def make_model(block_size: int, num_hidden_layers: int) -> PreTrainedModel:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 50, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": num_hidden_layers}
+    config = backbones_attnres.config_on("llama")(num_attention_heads=2, attn_res_block_size=block_size, **shape)
+    model = AutoModelForCausalLM.from_config(config).to(DEVICE)
+    for name, parameter in model.named_parameters():
+        if "_res_" in name:
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+@with_kernels
+@pytest.mark.parametrize("block_size", [1, 3])
+def test_training_passes_the_sources_on_and_checkpointing_changes_no_gradient(block_size, monkeypatch):
+    model = make_model(block_size, num_hidden_layers=3).train()
+    tokens = torch.arange(40, device=DEVICE).view(2, -1)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(tokens, labels=tokens, use_cache=False).loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    monkeypatch.setattr(functional_attnres, "kernels_available", lambda *_: False)
+    expected = gradients()
+    later, all_or_none = [], kernels_attnres._all_or_none
+    monkeypatch.setattr(kernels_attnres, "_all_or_none", lambda grads: later.append(grads) or all_or_none(grads))
+    monkeypatch.setattr(functional_attnres, "kernels_available", lambda *_: True)
+    monkeypatch.setattr(functional_attnres, "cpu_kernels_serve", lambda *_: False)
+    found = gradients()
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    # Nobody reads after the last read, which is the first here; after any other, every source is read again.
+    assert [any(grad is None for grad in grads) for grads in later] == [True] + [False] * 6
+    for reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        if reentrant:
+            model.enable_input_require_grads()
+        assert all(map(torch.equal, gradients(), found))
+
+
 @with_kernels
 @pytest.mark.parametrize("block_size", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_reads_of_a_pass_are_those_of_its_connections(block_size, dtype, monkeypatch):
     monkeypatch.setattr(two_phase_attnres, "_CACHED", 0)
-    torch.manual_seed(0)
-    shape = {"vocab_size": 50, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 6}
-    config = backbones_attnres.config_on("llama")(num_attention_heads=2, attn_res_block_size=block_size, **shape)
-    model = AutoModelForCausalLM.from_config(config).to(DEVICE, dtype)
-    for name, parameter in model.named_parameters():
-        if "_res_" in name:
-            torch.nn.init.normal_(parameter)
+    model = make_model(block_size, num_hidden_layers=6).to(dtype)
     tokens = torch.arange(40, device=DEVICE).view(2, -1)
     expected = model.double()(tokens).logits.detach()
     model.to(dtype)
@@ -346,8 +453,11 @@ def test_a_compiler_knows_shapes_and_dtypes_without_running_a_kernel(fresh, is_b
 def test_torch_compile_takes_them_whole_and_for_any_number_of_tokens():
     def attend(query: Tensor, sources: list[Tensor], is_sum: bool) -> tuple[Tensor, Tensor]:
         assert kernels_attnres._run_on(query.device)
-        result, weights = fused(1.5 * query, [2 * sources[0], *sources[1:]], is_sum)
-        return result + 1, weights
+        sources = [2 * sources[0], *sources[1:]]
+        for factor in (1.5, -0.5):
+            result, weights, sources = fused_depth_attention(factor * query, EPS, is_sum, *sources, passes_on=True)
+            sources = [*sources, 2 * result]
+        return result + sources[1], weights
 
     def in_phases(query: Tensor, sources: list[Tensor]) -> tuple[Tensor, Tensor]:
         phase, weight = begin(query, sources), torch.ones_like(query)
@@ -438,10 +548,10 @@ driver.set_active(NoGPU())
 for n, width, dtype in ((2, 7, torch.float32), (9, 1264, torch.bfloat16), (64, 8192, torch.float16)):
     query, *sources = [torch.ones(3, width, dtype=dtype) for _ in range(n + 1)]
     query = query[0].float().requires_grad_()
-    for needed in (False, True):
+    for needed, passes_on in ((False, False), (True, False), (True, True)):
         sources = [source.requires_grad_(needed) for source in sources]
-        result, weights = fused_depth_attention(query, 1e-6, True, *sources)
-        (result.sum().float() + (weights.sum() if needed else 0)).backward()
+        result, weights, later = fused_depth_attention(query, 1e-6, True, *sources, passes_on=passes_on)
+        (result.sum().float() + (weights.sum() if needed else 0) + (later[0].sum() if passes_on else 0)).backward()
     with torch.no_grad():
         phase = tuple(tensor[0] for tensor in phase_one(query.repeat(6, 1), 1e-6, *sources))
         read_fused(query, 1e-6, 1, [], phase, dtype)
@@ -456,4 +566,4 @@ for n, width, dtype in ((2, 7, torch.float32), (9, 1264, torch.bfloat16), (64, 8
 def test_they_compile_for_a_gpu_that_is_not_there(capability, tmp_path):
     report = python("-c", COMPILE.replace("{capability}", str(capability)), TRITON_CACHE_DIR=str(tmp_path))
     compiled = report.splitlines()
-    assert len(compiled) == 3 * 8 and all(line.endswith("True") for line in compiled), report
+    assert len(compiled) == 3 * 10 and all(line.endswith("True") for line in compiled), report
