@@ -67,7 +67,7 @@ class Ratio:
 def interleave(
     ways: Ways, setting: Setting, *, calls: int | None = None, least_seconds: float = 0.01
 ) -> dict[str, Times]:
-    """Run each way in turn, `setting.repeats` times, after a warm-up of each.
+    """Run each way in turn, `setting.repeats` times, after a warm-up of each. Each time another one is the first.
 
     Args:
         calls: of a way in each repeat; by default as many as take `least_seconds`, at least one.
@@ -82,10 +82,11 @@ def interleave(
             seconds, _ = _sample(way, 1, setting.device)
         times[name] = Times(calls or min(MOST_CALLS, math.ceil(least_seconds / seconds)))
     with _collected_between() as collect:
-        for _ in range(setting.repeats):
+        for repeat in range(setting.repeats):
             collect()
-            for name, way in ways.items():
-                wall, cpu = _sample(way, times[name].calls, setting.device)
+            first = repeat % len(ways)
+            for name in [*ways][first:] + [*ways][:first]:
+                wall, cpu = _sample(ways[name], times[name].calls, setting.device)
                 times[name].wall.append(wall)
                 times[name].cpu.append(cpu)
     return times
