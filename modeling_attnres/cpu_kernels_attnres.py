@@ -15,7 +15,6 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-
 _TOKENS_IN_PARALLEL = 16  # fewer are not worth waking other threads
 # A toy is not worth the seconds that the loops take to load. By size alone: the same call gives the same bits.
 _WIDE, _MANY = 256, 1 << 15  # numbers in a row, and in all sources
@@ -24,9 +23,15 @@ _PLAIN = (Tensor, nn.Parameter)  # and no subclass: those of other devices, dist
 
 
 @cache
+def has_numba() -> bool:
+    """Whether it is installed, without importing it."""
+    return find_spec("numba") is not None
+
+
+@cache
 def loops() -> Callable[..., None] | None:
     """Runs the compiled loops; `None` where `numba` is not installed. Importing it takes a while: at first use."""
-    if find_spec("numba") is None:
+    if not has_numba():
         return None
     try:
         from .cpu_loops_attnres import run
@@ -221,6 +226,7 @@ def _run(
 __all__ = [
     "cpu_kernels_serve",
     "depth_attention_on_cpu",
+    "has_numba",
     "is_computed_now",
     "kernels_take",
     "loops",

@@ -10,7 +10,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .cpu_kernels_attnres import is_computed_now, kernels_take, loops, norm_served, phase_one_on_cpu, run_forward
+from .cpu_kernels_attnres import (
+    has_numba,
+    is_computed_now,
+    kernels_take,
+    loops,
+    norm_served,
+    phase_one_on_cpu,
+    run_forward,
+)
 from .kernels_attnres import kernels_available, phase_one, read_fused
 from .plain_attnres import has_hooks_on_all_modules, is_plain_rms_norm, is_untouched
 from .residual_attnres import AttnRes, DepthState, ResidualNorm
@@ -42,8 +50,9 @@ class Reads:
             (norm.weight, norm.variance_epsilon) if norm is not None and is_plain_rms_norm(norm) else None
             for _, _, norm in reads
         ]
-        # The sublayers that phase 1 served, how many sources it read, and what it returned.
-        self._group, self._in_phase = range(0), 0
+        # The sublayers that phase 1 served, the sources that it read, and what it returned.
+        self._group: range = range(0)
+        self._in_phase: Sources = ()
         self._phase: Phase = None
 
     @staticmethod
@@ -53,7 +62,7 @@ class Reads:
             return None
         first = reads[0][0].weight
         of_device = _CpuReads if first.is_cpu else _GpuReads
-        if loops() is None if of_device is _CpuReads else not kernels_available(first.device, first.shape[-1]):
+        if not (has_numba() if first.is_cpu else kernels_available(first.device, first.shape[-1])):
             return None
         weights, key_norm_weights = [], []
         for connection, key_norm, _ in reads:
@@ -75,7 +84,8 @@ class Reads:
         place = self._places[connection.sublayer]
         if not self._take(sources):
             return connection(state, self._key_norms[place]())[0], False
-        if place not in self._group:
+        # What phase 1 read may be no more.
+        if place not in self._group or any(a is not b for a, b in zip(self._in_phase, sources)):
             self._begin_group(place, connection, sources)
         norm = self._norms[place]
         if norm is not None and not self._takes_norm(norm[0], sources):
@@ -90,11 +100,11 @@ class Reads:
         count, to_come = len(sources), len(self._norms) - start
         pays = is_boundary and two_phases_pay(count, sources[0].numel())
         size = group_size(connection.block_size, count, to_come) if pays else 1
-        self._group, self._in_phase = range(start, start + size), 0
+        self._group, self._in_phase = range(start, start + size), ()
         self._phase = None  # its memory, before that of the next
         if size > 1:
             self._phase = self._phase_one(self._queries[start : start + size], connection.eps, sources)
-            self._in_phase = count
+            self._in_phase = sources
 
     # What a device has of its own: whether its kernels take these sources, and this norm after them; the phases.
     def _take(self, sources: Sources) -> bool:
@@ -128,9 +138,8 @@ class _CpuReads(Reads):
             if i < len(known) and source is known[i]:
                 continue
             del known[i:], addresses[i:]
-            if i < self._in_phase:
-                self._group, self._in_phase = range(0), 0  # what phase 1 read is no more
-            if not kernels_take(source, sources):
+            # In this order: to load the loops takes seconds, which what is small is not worth.
+            if not kernels_take(source, sources) or loops() is None:
                 return False
             if not source.is_contiguous():
                 source = self._copies[i] = source.contiguous()
@@ -149,7 +158,9 @@ class _CpuReads(Reads):
         query = self._start + 4 * place * result.shape[-1]
         begun = (0, 0) if phase is None else (phase[0].data_ptr(), phase[1].data_ptr())
         norm_weight, norm_eps = (0, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
-        run_forward(result, multiplier, query, begun, self._addresses[self._in_phase :], eps, norm_weight, norm_eps)
+        run_forward(
+            result, multiplier, query, begun, self._addresses[len(self._in_phase) :], eps, norm_weight, norm_eps
+        )
         return result
 
     def _result(self, like: Tensor) -> Tensor:
@@ -163,13 +174,7 @@ class _CpuReads(Reads):
 class _GpuReads(Reads):
     """By the Triton kernels of `kernels_attnres`."""
 
-    def __init__(self, reads: Sequence[Read], queries: Tensor):
-        super().__init__(reads, queries)
-        self._sources: Sources = ()  # that phase 1 read
-
     def _take(self, sources: Sources) -> bool:
-        if any(a is not b for a, b in zip(sources, self._sources[: self._in_phase])):
-            self._group, self._in_phase = range(0), 0  # what phase 1 read is no more
         dtype, device = sources[0].dtype, self._queries.device
         return dtype in _ON_GPU and all(
             type(source) is Tensor and source.dtype is dtype and source.device == device for source in sources
@@ -180,11 +185,10 @@ class _GpuReads(Reads):
         return is_plain and weight.dtype is sources[0].dtype
 
     def _phase_one(self, queries: Tensor, eps: float, sources: Sources) -> Phase:
-        self._sources = sources
         return phase_one(queries, eps, *sources)
 
     def _read(self, place: int, multiplier: int, eps: float, sources: Sources, phase: Phase, norm: Norm) -> Tensor:
-        query, fresh = self._queries[place], sources[self._in_phase :]
+        query, fresh = self._queries[place], sources[len(self._in_phase) :]
         return read_fused(query, eps, multiplier, fresh, phase, sources[0].dtype, *(norm or (None, 0.0)))
 
 

@@ -31,6 +31,22 @@ print(seen)
     assert printed(code) == "[False, True, True]"
 
 
+def test_a_small_model_does_without_them():
+    code = """
+import sys, torch
+from attnres import AttnResForCausalLM
+from attnres.configuration import load
+model = AttnResForCausalLM(load("attnres-tiny")).eval()
+seen = []
+with torch.no_grad():
+    for tokens in (2, 999):
+        model(torch.ones(1, tokens, dtype=torch.long))
+        seen.append("attnres.cpu_loops_attnres" in sys.modules)
+print(seen)
+"""
+    assert printed(code) == "[False, True]"
+
+
 @pytest.mark.parametrize("threads", [1, os.cpu_count() + 1])
 def test_pytorch_keeps_the_threads_that_it_was_given(threads):
     # One thread of two processes each, on as many cores: with a second one, which waits for the other process to let
