@@ -17,11 +17,9 @@ except ImportError as error:  # within `try`: for who loads this file as remote 
 from .cpu_rows_attnres import (
     derive,
     dot,
-    dot_and_square,
     dots_and_square,
-    four_dots_and_square,
     mix,
-    mix_for_four,
+    mix_for_each,
     pointer,
     prefetch,
     scale,
@@ -147,7 +145,7 @@ def forward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
         ahead = size if token + 1 < end else 0
         for i in range(n):
             rows[i] = sources[i] + token * size
-            product, square = dot_and_square(_vector(rows[i], width, like), query, ahead)
+            product, square = dots_and_square(_vector(rows[i], width, like), (query,), ahead)
             logits[i], _ = _logit(product, square, width, eps)
         if has_phase:
             factor = _merge(_vector(addresses[6] + token * 8, 2, _FLOAT), logits, multiplier, mixing)
@@ -181,20 +179,19 @@ def phase_one_chunk(chunk, chunks, arguments, eps, norm_eps, like):
             rows[i] = sources[i] + token * size
             row = _vector(rows[i], width, like)
             for q in range(0, fours, 4):
-                a, b, c, d = _four(addresses[0] + q * width * 4, width, width)
-                found = four_dots_and_square(row, a, b, c, d, ahead)
+                found = dots_and_square(row, _four(addresses[0] + q * width * 4, width, width), ahead)
                 for k in range(4):
                     logits[q + k, i], _ = _logit(found[k], found[4], width, eps)
             for q in range(fours, queries):
-                product, square = dot_and_square(row, _vector(addresses[0] + q * width * 4, width, _FLOAT), ahead)
+                product, square = dots_and_square(row, (_vector(addresses[0] + q * width * 4, width, _FLOAT),), ahead)
                 logits[q, i], _ = _logit(product, square, width, eps)
         for q in range(queries):
             statistics = _vector(addresses[2] + (q * tokens + token) * 8, 2, _FLOAT)
             statistics[0] = logits[q].max()
             statistics[1] = _exponentials(logits[q], statistics[0], mixing[q * n : (q + 1) * n])
         for q in range(0, fours, 4):
-            a, b, c, d = _four(addresses[1] + (q * tokens + token) * width * 4, width, tokens * width)
-            mix_for_four(like, a, b, c, d, mixing[q * n : (q + 4) * n], rows)
+            results = _four(addresses[1] + (q * tokens + token) * width * 4, width, tokens * width)
+            mix_for_each(like, results, mixing[q * n : (q + 4) * n], rows)
         for q in range(fours, queries):
             result = _vector(addresses[1] + (q * tokens + token) * width * 4, width, _FLOAT)
             mix(like, result, np.float32(0), zeros, mixing[q * n : (q + 1) * n], rows)
@@ -233,7 +230,7 @@ def backward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
             rows[i] = sources[i] + token * size
             targets[i] = grad_sources[i] + token * size if grad_sources[i] else nowhere.ctypes.data
             others[i] = later_grads[i] + token * size if later_grads[i] else zeros.ctypes.data
-            product, similarity[i], square = dots_and_square(_vector(rows[i], width, like), query, grad, ahead)
+            product, similarity[i], square = dots_and_square(_vector(rows[i], width, like), (query, grad), ahead)
             logits[i], inverse_rms[i] = _logit(product, square, width, eps)
             if addresses[2]:
                 weight_grads[i] = _vector(addresses[2] + (i * tokens + token) * 4, 1, _FLOAT)[0]

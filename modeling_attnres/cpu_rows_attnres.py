@@ -57,37 +57,17 @@ def dot(typing_context, row, other):
 
 
 @intrinsic
-def dot_and_square(typing_context, row, other, ahead):
-    """[`dot`] of a row and another, and of the row and itself; what lies `ahead` bytes further is prefetched."""
+def dots_and_square(typing_context, row, others, ahead):
+    """[`dot`] of a row and each of a tuple of others, then of the row and itself; what lies `ahead` bytes further is
+    prefetched."""
 
     def generate(context, builder, signature, values):
-        sums = _sums(_rows(context, builder, signature, values), ((0, 1), (0, 0)), values[2])
+        arguments = [row, *others], [values[0], *cgutils.unpack_tuple(builder, values[1], len(others))]
+        products = [(0, i + 1) for i in range(len(others))] + [(0, 0)]
+        sums = _sums(_arrays(context, builder, *arguments), products, values[2])
         return context.make_tuple(builder, signature.return_type, sums)
 
-    return types.UniTuple(types.float32, 2)(row, other, types.int64), generate
-
-
-@intrinsic
-def dots_and_square(typing_context, row, other, third, ahead):
-    """[`dot`] of a row and two others, and of the row and itself; what lies `ahead` bytes further is prefetched."""
-
-    def generate(context, builder, signature, values):
-        sums = _sums(_rows(context, builder, signature, values), ((0, 1), (0, 2), (0, 0)), values[3])
-        return context.make_tuple(builder, signature.return_type, sums)
-
-    return types.UniTuple(types.float32, 3)(row, other, third, types.int64), generate
-
-
-@intrinsic
-def four_dots_and_square(typing_context, row, a, b, c, d, ahead):
-    """[`dot`] of a row and four others, and of the row and itself; what lies `ahead` bytes further is prefetched."""
-
-    def generate(context, builder, signature, values):
-        products = ((0, 1), (0, 2), (0, 3), (0, 4), (0, 0))
-        sums = _sums(_rows(context, builder, signature, values), products, values[5])
-        return context.make_tuple(builder, signature.return_type, sums)
-
-    return types.UniTuple(types.float32, 5)(row, a, b, c, d, types.int64), generate
+    return types.UniTuple(types.float32, len(others) + 1)(row, others, types.int64), generate
 
 
 @intrinsic
@@ -138,16 +118,18 @@ def mix(typing_context, like, result, base_factor, base, factors, addresses):
 
 
 @intrinsic
-def mix_for_four(typing_context, like, a, b, c, d, factors, addresses):
-    """[`mix`] four times of the same n rows, without a base: `result_q = sum_i factors[q n + i] * rows[i]`."""
+def mix_for_each(typing_context, like, results, factors, addresses):
+    """[`mix`] of the same n rows for a tuple of results, without a base: `sum_i factors[q n + i] * rows[i]` for the
+    result `q`."""
 
     def generate(context, builder, signature, values):
         kind = _kind(signature.args[0])
-        *results, factors, addresses = _rows(context, builder, signature, values)
+        targets = _arrays(context, builder, results, cgutils.unpack_tuple(builder, values[1], len(results)))
+        factors, addresses = _rows(context, builder, signature, values)
 
         def block(starts, lanes):
             zero = _constant(_FLOAT, 0.0, lanes)
-            totals = [[cgutils.alloca_once_value(builder, zero) for _ in starts] for _ in results]
+            totals = [[cgutils.alloca_once_value(builder, zero) for _ in starts] for _ in targets]
             with cgutils.for_range(builder, addresses.length, intp=_INDEX) as loop:
                 row = _Row(builder, addresses.at(loop.index), kind)
                 parts = [row.load(start, lanes) for start in starts]
@@ -156,14 +138,14 @@ def mix_for_four(typing_context, like, a, b, c, d, factors, addresses):
                     factor = _splat(builder, factors.at(place), lanes)
                     for part, total in zip(parts, own):
                         builder.store(_add_product(builder, factor, part, builder.load(total)), total)
-            for result, own in zip(results, totals):
+            for target, own in zip(targets, totals):
                 for start, total in zip(starts, own):
-                    result.store(builder.load(total), start)
+                    target.store(builder.load(total), start)
 
-        _for_blocks(builder, results[0].length, block)
+        _for_blocks(builder, targets[0].length, block)
         return context.get_dummy_value()
 
-    return types.none(like, a, b, c, d, factors, addresses), generate
+    return types.none(like, results, factors, addresses), generate
 
 
 @intrinsic
@@ -215,12 +197,12 @@ class _Row:
 
     def load(self, place: ir.Value, lanes: int) -> ir.Value:
         value = self.builder.load(self._part(place, lanes), align=self.align)
-        return widen(self.builder, value, lanes) if self.kind == _HALF else value
+        return _widen(self.builder, value, lanes) if self.kind == _HALF else value
 
     def store(self, value: ir.Value, place: ir.Value) -> None:
         lanes = getattr(value.type, "count", 1)
         if self.kind == _HALF:
-            value = narrow(self.builder, value, lanes)
+            value = _narrow(self.builder, value, lanes)
         self.builder.store(value, self._part(place, lanes), align=self.align)
 
     def prefetch(self, place: ir.Value, ahead: ir.Value) -> None:
@@ -237,8 +219,12 @@ def _kind(number: types.Type) -> ir.Type:
 
 def _rows(context, builder: ir.IRBuilder, signature, values: Sequence[ir.Value]) -> list[_Row]:
     """Those of the arguments that are arrays."""
+    return _arrays(context, builder, signature.args, values)
+
+
+def _arrays(context, builder: ir.IRBuilder, arguments: Sequence[types.Type], values: Sequence[ir.Value]) -> list[_Row]:
     rows = []
-    for argument, value in zip(signature.args, values):
+    for argument, value in zip(arguments, values):
         if isinstance(argument, types.Array):
             array = context.make_array(argument)(context, builder, value)
             length = builder.extract_value(array.shape, 0)
@@ -322,13 +308,13 @@ def _constant(kind: ir.Type, number: float, lanes: int) -> ir.Constant:
     return kind(number) if lanes == 1 else ir.Constant(ir.VectorType(kind, lanes), [number] * lanes)
 
 
-def widen(builder: ir.IRBuilder, halves: ir.Value, lanes: int) -> ir.Value:
+def _widen(builder: ir.IRBuilder, halves: ir.Value, lanes: int) -> ir.Value:
     """Numbers of bfloat16, given by their bits, as float32."""
     bits = builder.shl(builder.zext(halves, _like(_WORD, lanes)), _constant(_WORD, 16, lanes))
     return builder.bitcast(bits, _like(_FLOAT, lanes))
 
 
-def narrow(builder: ir.IRBuilder, numbers: ir.Value, lanes: int) -> ir.Value:
+def _narrow(builder: ir.IRBuilder, numbers: ir.Value, lanes: int) -> ir.Value:
     """The bits of the bfloat16 next to a float32, of the even one where two are as near; a NaN stays one."""
     bits = builder.bitcast(numbers, _like(_WORD, lanes))
     is_odd = builder.and_(builder.lshr(bits, _constant(_WORD, 16, lanes)), _constant(_WORD, 1, lanes))
@@ -336,3 +322,6 @@ def narrow(builder: ir.IRBuilder, numbers: ir.Value, lanes: int) -> ir.Value:
     is_nan = builder.fcmp_unordered("uno", numbers, numbers)
     kept = builder.select(is_nan, _constant(_WORD, 0x7FC0, lanes), builder.lshr(rounded, _constant(_WORD, 16, lanes)))
     return builder.trunc(kept, _like(_HALF, lanes))
+
+
+__all__ = ["derive", "dot", "dots_and_square", "mix", "mix_for_each", "pointer", "prefetch", "scale"]
