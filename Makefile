@@ -6,7 +6,7 @@ PYTHON ?= python3
 PIP = .venv/bin/python -m pip --disable-pip-version-check --quiet
 INSTALL = $(PIP) install --constraint constraints.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint serving versions clean
 demo: .venv/demo.installed
 	.venv/bin/attnres demo --overwrite
 
@@ -33,5 +33,12 @@ lint: .venv/test.installed
 	$(INSTALL) --editable '.[dev]'
 	@touch $@
 
+# What takes an environment of its own under .peer-*, made by pip.
+serving: .venv/test.installed
+	.venv/bin/python -m pytest -m serving
+
+versions: .venv/test.installed
+	.venv/bin/python tests/peers/versions.py
+
 clean:
-	rm -rf .venv .peer build *.egg-info
+	rm -rf .venv .peer* build *.egg-info

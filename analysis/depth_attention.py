@@ -12,7 +12,7 @@ def depth_attention_map(model: PreTrainedModel, batches: Iterable[Tensor]) -> Te
     """Average the weights `a_{i->l}` of every aggregation over all tokens of the batches.
 
     Args:
-        model: a model of the AttnRes family, with `residual_connection="attn_res"`.
+        model: a model of the family whose residual connections attend over the depth.
         batches: token ids, each `[batch, seq]`.
 
     Returns:
@@ -25,9 +25,10 @@ def depth_attention_map(model: PreTrainedModel, batches: Iterable[Tensor]) -> Te
     total, tokens = None, 0
     for input_ids in batches:
         outputs = model(input_ids.to(model.device), use_cache=False, output_depth_attentions=True)
-        if not getattr(outputs, "depth_attentions", None):
+        recorded = getattr(outputs, "depth_attentions", None)
+        if not recorded or any(weights is None for weights in recorded):
             raise ValueError(f"{type(model).__name__} recorded no depth attention: it has no attention residuals.")
-        rows = [weights.float().sum((1, 2)) for weights in outputs.depth_attentions]
+        rows = [weights.float().sum((1, 2)) for weights in recorded]
         total = rows if total is None else [a + b for a, b in zip(total, rows)]
         tokens += input_ids.numel()
     if total is None:

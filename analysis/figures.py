@@ -24,10 +24,13 @@ def plot_depth_attention(weights: Tensor, path: str | os.PathLike, config: Resid
     Args:
         weights: `[sublayers + 1, sources]`, NaN where a sublayer lacks a source.
         path: the PNG file to write.
-        config: that of the model, which names the sublayers and the sources.
+        config: that of the model, which names the sublayers.
     """
-    block_size = config.attn_res_block_size
     rows, columns = weights.shape
+    num_sources = (~weights.isnan()).sum(1).tolist()
+    # A source begins with the output of one sublayer, and is read from the next one on; the first is the embedding.
+    begins = [num_sources.index(count) for count in range(2, columns + 1)] + [rows]
+    block_size = begins[1] - begins[0] if columns > 1 else 1
     relative = (weights * weights.isfinite().sum(1, keepdim=True)).log2()
     # At least a factor of 2, so that rounding in a map of uniform rows is not drawn as structure.
     limit = max(1.0, relative.nan_to_num(neginf=0.0).abs().max().item())

@@ -1,4 +1,4 @@
-"""Delta attention without a GPU: ours (`attnres.kda_attnres`) against the fallback of transformers, at 512 tokens.
+"""Delta attention without a GPU: ours (`accelerated.delta_attention`) against the fallback of transformers, 512 tokens.
 
 Time and peak memory of forward and backward, and the error of each against the recurrence in float64.
 """
@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
-from attnres.kda_attnres import chunk_kda
+from attnres.accelerated.delta_attention import chunk_kda
 
 from .memory import peak_bytes
 from .report import cell, make_table, verdict

@@ -1,5 +1,6 @@
 """What a measurement was made on and with: stored beside every result."""
 
+import os
 import platform
 import subprocess
 from contextlib import suppress
@@ -7,8 +8,12 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import psutil
 import torch
+
+try:
+    import psutil
+except ImportError:  # on a machine for GPUs, where nothing is counted but the GPU's time
+    psutil = None
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("attnres", "torch", "transformers", "numba", "triton", "fla-core", "flash-attn-res", "liger-kernel")
@@ -16,12 +21,11 @@ PACKAGES = ("attnres", "torch", "transformers", "numba", "triton", "fla-core", "
 
 def describe(device: str) -> dict:
     """Machine, versions, commit and date, now."""
-    gib = psutil.virtual_memory().total / 2**30
     machine = {
         "processor": _processor(),
-        "cores": psutil.cpu_count(logical=False),
-        "logical_cores": psutil.cpu_count(),
-        "memory_gib": round(gib, 1),
+        "cores": psutil and psutil.cpu_count(logical=False),
+        "logical_cores": os.cpu_count(),
+        "memory_gib": psutil and round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     }

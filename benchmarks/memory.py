@@ -13,10 +13,11 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from .models import TOKENS, training_step
+from .models import TOKENS
 from .report import make_table, verdict
 from .shapes import compared, shapes, token_ids, variants
 from .timing import Setting
+from .workloads import training_step
 
 TARGET = 1.05  # of Block AttnRes
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own notes on the terminal
@@ -26,7 +27,7 @@ def measure(setting: Setting) -> Iterator[dict]:
     """A row for each model and connection, in float32."""
     for name, shape in shapes(setting.quick).items():
         models = variants(shape, torch.float32, setting.device)
-        steps = training_step(models, token_ids(shape.config, 16 if setting.quick else TOKENS, setting.device))
+        steps = training_step(models, token_ids(shape.config, 16 if setting.quick else TOKENS, 1, setting.device))
         found = {variant: step_bytes(models[variant], step, setting.device) for variant, step in steps.items()}
         for connection in shape.connections:
             own = compared(found, connection)
@@ -77,7 +78,8 @@ def tables(rows: list[dict]) -> dict[str, Table]:
     def judge(row: dict) -> str:
         return "-" if row["connection"] == "Full" else verdict(row["ratios"]["ours / standard, all"], TARGET)
 
-    others = ["pseudocode / standard, all", "ours / standard, step", "pseudocode / standard, step"]
+    others = ["ours eager / standard, all", "pseudocode / standard, all", "ours / standard, step"]
+    others += ["ours eager / standard, step", "pseudocode / standard, step"]
     return {
         "memory": make_table(
             "Peak memory of a training step, as a ratio to the standard residual stream",

@@ -1,28 +1,17 @@
-"""One aggregation: `attnres.depth_attention` against its peers and against the memory's speed.
-
-The bound is the traffic that no implementation can avoid, at the speed of `copy_` on buffers of that size, measured in
-turn with the rest. With sources of E elements, and a copy of E elements moving 2E:
-
-    forward             read n sources, write the result                               (n + 1) E
-    forward+backward    and read n sources, read the gradient, write n gradients       (3n + 2) E
-"""
+"""One aggregation: `attnres.depth_attention` against its peers and against the memory's speed (`aggregation`)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from rich.table import Table
-from torch import Tensor
 
-from attnres import depth_attention
-
-from .peers import PEERS, Peer, compiled_reference, gpu_peers
+from .aggregation import BOUND, OURS, Inputs, forward, forward_and_backward, runnable
+from .peers import PEERS, compiled_reference
 from .report import cell, make_table, verdict
 from .timing import Setting, Ways, compare, interleave
 
 COMPILED = "torch.compile"
-OURS, BOUND = "ours", "bound"
 TARGET, TARGET_FROM_WIDTH = 1.5, 1024  # of ours / bound
 
 
@@ -39,19 +28,15 @@ class Grid:
 QUICK = Grid(sources=(2,), widths=(64,), elements=2**12)
 
 
-def grid(setting: Setting) -> Grid:
-    return QUICK if setting.quick else Grid() if setting.device == "cpu" else Grid(elements=2**24)
-
-
 def measure(setting: Setting) -> Iterator[dict]:
     """A row for each pass, dtype, width and number of sources."""
-    sizes = grid(setting)
+    sizes = QUICK if setting.quick else Grid()
     for dtype in sizes.dtypes:
         for width in sizes.widths:
             for n in sizes.sources:
                 inputs = Inputs(n, width, sizes.elements // width, getattr(torch, dtype), setting.device)
                 # Both passes of one compilation, before the next one resets it.
-                peers = PEERS | gpu_peers() | {COMPILED: compiled_reference()}
+                peers = PEERS | {COMPILED: compiled_reference()}
                 for name, ways in (("forward", forward), ("forward+backward", forward_and_backward)):
                     row = {
                         "pass": name,
@@ -63,67 +48,11 @@ def measure(setting: Setting) -> Iterator[dict]:
                     yield row | _compare(ways(inputs, peers), setting)
 
 
-class Inputs:
-    """Random arguments of one aggregation, and buffers for copies as large as the memory it moves."""
-
-    def __init__(self, n: int, width: int, tokens: int, dtype: torch.dtype, device: str):
-        generator = torch.Generator().manual_seed(0)
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
-
-        self.sources = [random(tokens, width) for _ in range(n)]
-        # Logits of the size of one: far larger ones leave the weight to one source, and others to denormal numbers.
-        self.query = (random(width) / width**0.5).detach().requires_grad_()
-        self.key_norm_weight, self.grad = random(width), random(tokens, width).detach()
-        self.eps = 1e-6
-        self.moved = {"forward": (n + 1) * tokens * width, "backward": (2 * n + 1) * tokens * width}
-        # Written to: pages that never were are all the same one, and reading it takes no time.
-        self.copy_from, self.copy_to = torch.ones(2, self.moved["backward"] // 2, dtype=dtype, device=device)
-
-    def call(self, function: Peer) -> Tensor:
-        return function(self.query, self.sources, self.key_norm_weight, self.eps)
-
-    def copy(self, direction: str) -> None:
-        """Move as many bytes as that direction of the aggregation has to."""
-        half = self.moved[direction] // 2
-        self.copy_to[:half].copy_(self.copy_from[:half])
-
-
-def forward(inputs: Inputs, peers: dict[str, Peer]) -> Ways:
-    functions = {OURS: depth_attention} | peers
-    return {BOUND: partial(inputs.copy, "forward")} | {
-        name: torch.no_grad()(partial(inputs.call, function)) for name, function in functions.items()
-    }
-
-
-def forward_and_backward(inputs: Inputs, peers: dict[str, Peer]) -> Ways:
-    leaves = [inputs.query, inputs.key_norm_weight, *inputs.sources]
-
-    def step(function: Peer) -> None:
-        result = inputs.call(function)
-        grad = inputs.grad.to(result.dtype)  # a library's result is always bfloat16
-        torch.autograd.grad(result, leaves, grad, allow_unused=True)
-
-    def copy() -> None:
-        inputs.copy("forward")
-        inputs.copy("backward")
-
-    functions = {OURS: depth_attention} | peers
-    return {BOUND: copy} | {name: partial(step, function) for name, function in functions.items()}
-
-
 def _compare(ways: Ways, setting: Setting) -> dict:
-    runnable, missing = dict(ways), {}
-    for name in ways.keys() - PEERS.keys() - {OURS, BOUND}:
-        try:
-            ways[name]()
-        except Exception as error:  # no C++ compiler; a library that is not here, or does not take the shape
-            del runnable[name]
-            missing[name] = next(iter(str(error).splitlines()), type(error).__name__)
-    times = interleave(runnable, setting)
+    found, missing = runnable(ways)
+    times = interleave(found, setting)
     pairs = {"ours / bound": (OURS, BOUND)}
-    pairs |= {f"{name} / ours": (name, OURS) for name in runnable if name not in (OURS, BOUND)}
+    pairs |= {f"{name} / ours": (name, OURS) for name in found if name not in (OURS, BOUND)}
     return compare(times, pairs) | ({"missing": missing} if missing else {})
 
 

@@ -9,10 +9,9 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from attnres.cpu_kernels_attnres import phase_one_on_cpu, run_forward
+from attnres.accelerated.numba import call, kernels
+from attnres.accelerated.phases import saves_readings
 from attnres.functional_attnres import attend
-from attnres.kernels_attnres import phase_one, read_fused
-from attnres.two_phase_attnres import saves_readings
 
 from .report import cell, make_table
 from .timing import Setting, compare, interleave
@@ -21,28 +20,31 @@ TOKENS, WIDTH, EPS = 512, 1024, 1e-6
 SOURCES, QUERIES = (2, 4, 8, 16, 32), (2, 4, 8)
 # So many bytes are read in turn that a source comes from memory: in a model the weights are read between sublayers.
 POOL = 2**29
-BOTH = "two phases / one"
+BOTH, EAGER = "two phases / one", "eager, one by one / one"
 
 
 def measure(setting: Setting) -> Iterator[dict]:
     """A row for each number of sources and of sublayers, in float32."""
-    in_two_phases = two_phases_on_cpu if setting.device == "cpu" else two_phases_on_gpu
     tokens, width, pool = (32, 64, 2**18) if setting.quick else (TOKENS, WIDTH, POOL)
     generator = torch.Generator().manual_seed(0)
-    sources = torch.randn(pool // (4 * tokens * width), tokens, width, generator=generator)
-    sources = sources.to(setting.device).unbind()
+    sources = torch.randn(pool // (4 * tokens * width), tokens, width, generator=generator).unbind()
     for n in SOURCES[:1] if setting.quick else SOURCES:
         for number in QUERIES[:1] if setting.quick else QUERIES:
-            queries = (torch.randn(number, width, generator=generator) / width**0.5).to(setting.device)
+            queries = torch.randn(number, width, generator=generator) / width**0.5
             sets = Sets(sources, n + number - 1)
             ways = {
                 "one": lambda q=queries, n=n, sets=sets: one_by_one(q, n, sets.take()),
+                "eager": lambda q=queries, n=n, sets=sets: one_by_one(q, n, sets.take(), "eager"),
                 "two phases": lambda q=queries, n=n, sets=sets: in_two_phases(q, n, sets.take()),
             }
             with torch.no_grad():
                 times = interleave(ways, setting)
             row = {"sources": n, "sublayers": number, "tokens": tokens, "width": width}
-            yield row | {"chosen": saves_readings(n, number)} | compare(times, {BOTH: ("two phases", "one")})
+            yield (
+                row
+                | {"chosen": saves_readings(n, number)}
+                | compare(times, {BOTH: ("two phases", "one"), EAGER: ("eager", "one")})
+            )
 
 
 class Sets:
@@ -56,23 +58,18 @@ class Sets:
         return self.pool[self.start : self.start + self.size]
 
 
-def one_by_one(queries: Tensor, n: int, sources: tuple[Tensor, ...]) -> None:
+def one_by_one(queries: Tensor, n: int, sources: tuple[Tensor, ...], implementation: str = "auto") -> None:
     for i, query in enumerate(queries):
-        attend(query, sources[: n + i], None, EPS, True)
+        attend(query, sources[: n + i], None, EPS, True, implementation)
 
 
-def two_phases_on_cpu(queries: Tensor, n: int, sources: tuple[Tensor, ...]) -> None:
-    sums, statistics = phase_one_on_cpu(queries, EPS, sources[:n])
+def in_two_phases(queries: Tensor, n: int, sources: tuple[Tensor, ...]) -> None:
+    taken = call.checked(sources)
+    sums, statistics = kernels.phase_one(queries, EPS, call.checked(sources[:n]))
     for i, query in enumerate(queries):
-        phase = sums[i].data_ptr(), statistics[i].data_ptr()
-        fresh = [source.data_ptr() for source in sources[n : n + i]]
-        run_forward(torch.empty_like(sources[0]), n + i, query.data_ptr(), phase, fresh, EPS, 0, 0.0)
-
-
-def two_phases_on_gpu(queries: Tensor, n: int, sources: tuple[Tensor, ...]) -> None:
-    phase = phase_one(queries, EPS, *sources[:n])
-    for i, query in enumerate(queries):
-        read_fused(query, EPS, n + i, sources[n : n + i], tuple(part[i] for part in phase), sources[0].dtype)
+        result = torch.empty_like(sources[0])
+        fresh = taken._replace(addresses=taken.addresses[n : n + i], tensors=taken.tensors[n : n + i])
+        call.forward(query, fresh, result, None, n + i, EPS, phase=(sums[i], statistics[i]))
 
 
 def tables(rows: list[dict]) -> dict[str, Table]:
@@ -83,8 +80,8 @@ def tables(rows: list[dict]) -> dict[str, Table]:
     return {
         "phases": make_table(
             "Two phases against one attention for each sublayer",
-            ["sources", "sublayers", BOTH, "the rule takes"],
-            [[row["sources"], row["sublayers"], cell(row, BOTH), judge(row)] for row in rows],
+            ["sources", "sublayers", BOTH, "the rule takes", EAGER],
+            [[row["sources"], row["sublayers"], cell(row, BOTH), judge(row), cell(row, EAGER)] for row in rows],
             note=f"The rule takes the faster way in {sum(right)} of {len(rows)} rows.",
         )
     }

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 import torch
 from rich.table import Table
 
-from attnres.cli_support import write_at_once
+from attnres.files import atomic_write
 
-from .models import prefill
 from .report import cell, make_table
-from .shapes import STANDARD, build, connect, llama, token_ids
+from .shapes import EAGER, STANDARD, build, connect, llama, token_ids
 from .timing import Setting, compare, interleave
+from .workloads import prefill
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,12 +57,14 @@ def measure(setting: Setting) -> Iterator[dict]:
             standard = build(llama(shape["width"], shape["layers"]), torch.float32, setting.device)
             sizes = sorted({point["block_size"] for point in group} | (set() if len(group) > 1 else {1}))
             models = {STANDARD: standard} | {str(size): connect(standard, block_size=size) for size in sizes}
-            ways = prefill(models, token_ids(standard.config, shape["tokens"], setting.device))
+            models |= {f"{EAGER}{size}": connect(standard, "eager", block_size=size) for size in sizes}
+            ways = prefill(models, token_ids(standard.config, shape["tokens"], 1, setting.device))
             times = interleave({COPY: partial(target.copy_, source)} | dict(ways), setting)
             for size in sizes:
                 own = {"standard": times[STANDARD], "ours": times[str(size)], COPY: times[COPY]}
+                own["ours eager"] = times[f"{EAGER}{size}"]
                 row = {"panel": panel} | shape | {"block_size": size}
-                row |= compare(own, {"ours / standard": ("ours", "standard")})
+                row |= compare(own, {f"{way} / standard": (way, "standard") for way in ("ours", "ours eager")})
                 yield row | {"predicted": predicted(row)}
             del models, ways, standard
             gc.collect()
@@ -89,9 +91,12 @@ def tables(rows: list[dict]) -> dict[str, Table]:
     return {
         "scaling": make_table(
             "Prefill / standard, and by the paper's traffic model",
-            ["panel", "layers", "width", "tokens", "S", "ours / standard", "predicted"],
+            ["panel", "layers", "width", "tokens", "S", "ours / standard", "predicted", "ours eager / standard"],
             [
-                [row["panel"], *(row[key] for key in keys), cell(row, "ours / standard", 3), f"{row['predicted']:.3f}"]
+                [
+                    *(row["panel"], *(row[key] for key in keys), cell(row, "ours / standard", 3)),
+                    *(f"{row['predicted']:.3f}", cell(row, "ours eager / standard", 3)),
+                ]
                 for row in rows
             ],
         )
@@ -131,7 +136,7 @@ def plot(rows: list[dict], path: Path) -> None:
     image = BytesIO()
     figure.savefig(image, dpi=130, format="png")
     plt.close(figure)
-    write_at_once(path, image.getvalue())
+    atomic_write(path, image.getvalue())
 
 
 def _draw(axes: "Axes", panel: str, line: list[dict], is_full: bool) -> None:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from attnres.attn_res_attnres import AttnRes
 from attnres.configuration import load
 from attnres.conversion import retrofit
-from attnres.loading_attnres import attn_res_tensors
-from attnres.residual_attnres import AttnRes, DepthState, ResidualConnection
+from attnres.residual_attnres import DepthState, ResidualConnection, residual_tensors
 
 from .peers import pseudocode
 
@@ -28,6 +28,7 @@ CONNECTIONS: dict[str, dict] = {
 # The pseudocode is measured with this connection only; with Full it takes several times as long as the whole model.
 WITH_PSEUDOCODE = "Block S=4"
 PSEUDOCODE = f"pseudocode, {WITH_PSEUDOCODE}"
+EAGER = "eager, "  # before the name of a connection: depth attention in PyTorch's operations
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,11 @@ def llama(width: int = 1024, layers: int = 12) -> PreTrainedConfig:
     )
 
 
-def kimi_linear(layers: int = 8) -> PreTrainedConfig:
+def kimi_linear(layers: int = 8, hidden_size: int = 1024) -> PreTrainedConfig:
     """The paper's model of width 1024, but 8 layers, and 16 experts of which 8 are used for a token, not 8 of 256."""
     return load(
         "attnres-296m",
+        hidden_size=hidden_size,
         residual_connection="standard",
         vocab_size=VOCABULARY,
         num_hidden_layers=layers,
@@ -66,18 +68,23 @@ def kimi_linear(layers: int = 8) -> PreTrainedConfig:
     )
 
 
+def tiny_kimi_linear() -> PreTrainedConfig:
+    return load("attnres-tiny", residual_connection="standard", num_hidden_layers=4)
+
+
 def shapes(quick: bool) -> dict[str, Shape]:
     """The models that are measured, by name."""
     if quick:
-        tiny = load("attnres-tiny", residual_connection="standard", num_hidden_layers=4)
-        return {"Llama": Shape(llama(width=64, layers=2)), "Kimi Linear": Shape(tiny, ("Block S=4", "Full"))}
+        shape = Shape(tiny_kimi_linear(), ("Block S=4", "Full"))
+        return {"Llama": Shape(llama(width=64, layers=2)), "Kimi Linear": shape}
     return {"Llama": Shape(llama()), "Kimi Linear": Shape(kimi_linear(), ("Block S=4", "Full"))}
 
 
 def variants(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, PreTrainedModel]:
-    """The standard model and, on the same weights, one for each connection and one with the paper's pseudocode."""
+    """The standard model and, on the same weights, two for each connection and one with the paper's pseudocode."""
     standard = build(shape.config, dtype, device)
     models = {STANDARD: standard} | {name: connect(standard, **CONNECTIONS[name]) for name in shape.connections}
+    models |= {EAGER + name: connect(standard, "eager", **CONNECTIONS[name]) for name in shape.connections}
     return models | {PSEUDOCODE: with_pseudocode(connect(standard, **CONNECTIONS[WITH_PSEUDOCODE]))}
 
 
@@ -87,16 +94,20 @@ def build(config: PreTrainedConfig, dtype: torch.dtype, device: str) -> PreTrain
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def connect(standard: PreTrainedModel, **blocks: int | bool) -> PreTrainedModel:
+def connect(standard: PreTrainedModel, implementation: str = "auto", **blocks: int | bool) -> PreTrainedModel:
     """The model with attention residuals, on the same weights, computing nearly the same function.
 
     Pseudo-queries are small and not zero: experts get the same tokens as in the standard model, and nothing may be
     skipped.
+
+    Args:
+        implementation: of depth attention, a name of `attnres.DEPTH_ATTENTION`.
     """
     model = retrofit(standard, **blocks)
+    model.config.depth_attention_implementation = implementation
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for tensor in attn_res_tensors(model).values():
+        for tensor in residual_tensors(model).values():
             if tensor.ndim == 2:
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) / 1000)
     return model
@@ -124,8 +135,8 @@ def with_pseudocode(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def compared(found: Mapping[str, T], connection: str) -> dict[str, T]:
-    """Of what was found of each variant: of a connection, of the standard model and, if it is measured, of its peer."""
-    own = {"ours": found[connection], "standard": found[STANDARD]}
+    """Of what was found of each variant: of a connection in both ways, of the standard model and of a peer, if any."""
+    own = {"ours": found[connection], "ours eager": found[EAGER + connection], "standard": found[STANDARD]}
     return own | ({"pseudocode": found[PSEUDOCODE]} if connection == WITH_PSEUDOCODE else {})
 
 
@@ -134,5 +145,7 @@ def unique_parameters(models: Iterable[nn.Module]) -> list[nn.Parameter]:
     return list({id(parameter): parameter for model in models for parameter in model.parameters()}.values())
 
 
-def token_ids(config: PreTrainedConfig, length: int, device: str) -> Tensor:
-    return torch.randint(3, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0)).to(device)
+def token_ids(config: PreTrainedConfig, length: int, batch: int, device: str) -> Tensor:
+    """Random ones, `[batch, length]`."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, config.vocab_size, (batch, length), generator=generator).to(device)

@@ -18,6 +18,7 @@ import torch
 
 Ways = Mapping[str, Callable[[], object]]
 MOST_CALLS = 1000
+LEAST_REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -65,17 +66,23 @@ class Ratio:
 
 
 def interleave(
-    ways: Ways, setting: Setting, *, calls: int | None = None, least_seconds: float = 0.01
+    ways: Ways,
+    setting: Setting,
+    *,
+    calls: int | None = None,
+    least_seconds: float = 0.01,
+    most_seconds: float = math.inf,
 ) -> dict[str, Times]:
     """Run each way in turn, `setting.repeats` times, after a warm-up of each. Each time another one is the first.
 
     Args:
         calls: of a way in each repeat; by default as many as take `least_seconds`, at least one.
+        most_seconds: no repeat begins later than so long after the call of this function, but for the first three.
 
     Returns:
         The times of each way, in the order of the repeats.
     """
-    times = {}
+    times, begin = {}, time.monotonic()
     for name, way in ways.items():
         seconds, _ = _sample(way, 1, setting.device)
         if not calls:  # the first call may have to compile
@@ -83,6 +90,8 @@ def interleave(
         times[name] = Times(calls or min(MOST_CALLS, math.ceil(least_seconds / seconds)))
     with _collected_between() as collect:
         for repeat in range(setting.repeats):
+            if repeat >= LEAST_REPEATS and time.monotonic() - begin > most_seconds:
+                break
             collect()
             first = repeat % len(ways)
             for name in [*ways][first:] + [*ways][:first]:

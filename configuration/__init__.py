@@ -9,7 +9,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from importlib.resources import files
 
-from attnres import AttnResConfig
+from attnres import CONNECTIONS, AttnResConfig
 
 from .counting import ParameterCount, count_parameters
 
@@ -61,6 +61,7 @@ def _check_fields(overrides: dict) -> None:
         ValueError: naming those that are not, and fields spelt alike.
     """
     known_fields = {field.name for field in fields(AttnResConfig)} | {*_SETTINGS}
+    known_fields.update(*(connection.fields for connection in CONNECTIONS.values()))
     for field in overrides:
         if field not in known_fields:
             similar = get_close_matches(field, sorted(known_fields), n=1)

@@ -1,4 +1,4 @@
-"""Retrofit: turn a pretrained standard-residual decoder into an AttnRes model that computes the same function."""
+"""Retrofit: give a pretrained standard decoder other residual connections; it computes the same function."""
 
 from .retrofit import retrofit
 

@@ -3,27 +3,31 @@
 Weights are only ever read in pieces of `CHUNK` bytes, on their way to another file, and checked for NaN as they pass.
 """
 
+import errno
 import json
 import os
-import pickle
 import shutil
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
-from huggingface_hub import parse_local_safetensors_file_metadata, snapshot_download
+from huggingface_hub import snapshot_download
 from huggingface_hub.utils import httpx
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from attnres.loading_attnres import explain_broken_shard
 
+from .pickles import read_pickle
 from .side_files import SIDE_FILES
+from .source_files import check_file, check_text, read_object
 
+NAMED_WEIGHTS = "transformers_weights"  # the field by which a configuration names the file of its weights
 CHUNK = 2**20  # stays in the cache between reading, checking and writing
 DTYPES = {
     "F64": torch.float64,
@@ -123,25 +127,32 @@ def open_checkpoint(folder: Path, scratch: Path) -> Checkpoint:
     Raises:
         FileNotFoundError: no weights, or a file or a tensor that the index names is not there.
         OSError: a file is truncated or damaged.
-        ValueError: a pickle that needs code to be loaded.
+        ValueError: a pickle that needs code to be loaded; or a file leads elsewhere, or is not the one that the
+            configuration names.
     """
     for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
         if (folder / single).exists():
             files, weight_map = [single], None
         elif (folder / index).exists():
+            check_text(folder, folder / index)
             weight_map = _read_index(folder / index)
             files = sorted(set(weight_map.values()))
         else:
             continue
+        _check_named(folder, single if weight_map is None else index)
+        if weight_map is not None:
+            _check_index(folder / index, files, Path(single).suffix)
         for file in files:
-            if Path(file).name != file:
-                raise ValueError(f"{folder / index} names {file}, which does not lie beside it. Move it there.")
-            if not (folder / file).exists():
-                raise FileNotFoundError(f"{folder} is incomplete: {index} names {file}, which is not there.")
+            check_file(folder, folder / file)
         if single == WEIGHTS_NAME:
             check_space(scratch, sum((folder / file).stat().st_size for file in files))
-            names = [f"{Path(file).stem.removeprefix('pytorch_')}.safetensors" for file in files]
-            shards = [_read_pickle(folder / file, scratch / name) for file, name in zip(files, names)]
+            shards = []
+            for i, file in enumerate(files, 1):
+                name = SAFE_WEIGHTS_NAME if len(files) == 1 else f"model-{i:05d}-of-{len(files):05d}.safetensors"
+                tensors = read_pickle(folder / file, DTYPES.values())
+                with explain_writing(scratch / name):
+                    save_file(tensors, scratch / name, {"format": "pt"})
+                shards.append(read_shard(scratch / name))
             return _checkpoint(folder, shards, None, is_temporary=True)
         with explain_broken_shard(folder):
             shards = [read_shard(folder / file) for file in files]
@@ -156,15 +167,44 @@ def read_shard(path: Path) -> Shard:
         SafetensorError: the file is truncated or damaged.
     """
     with safe_open(path, framework="pt"):
-        pass  # holds the header against the length of the file
-    header = parse_local_safetensors_file_metadata(path)
-    size = sum(info.data_offsets[1] - info.data_offsets[0] for info in header.tensors.values())
-    data_start = path.stat().st_size - size
+        pass  # holds the header against the limits of the format and the length of the file
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    data_start = 8 + length
+    metadata = header.pop("__metadata__", None) or {}
     entries = [
-        Entry(name, info.dtype, tuple(info.shape), *(data_start + offset for offset in info.data_offsets))
-        for name, info in header.tensors.items()
+        Entry(name, info["dtype"], tuple(info["shape"]), *(data_start + offset for offset in info["data_offsets"]))
+        for name, info in header.items()
     ]
-    return Shard(path, tuple(sorted(entries, key=lambda entry: (entry.start, entry.end))), data_start, header.metadata)
+    return Shard(path, tuple(sorted(entries, key=lambda entry: (entry.start, entry.end))), data_start, metadata)
+
+
+@contextmanager
+def explain_writing(path: Path) -> Iterator[None]:
+    """Name the file that there is no room for, which the error of a write does not.
+
+    Raises:
+        OSError: naming `path`.
+    """
+    try:
+        yield
+    except SafetensorError as error:  # what `save_file` makes of an `OSError`
+        raise OSError(f"{path} cannot be written: {error}") from error
+    except OSError as error:
+        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
+def same_bytes(checkpoint: Checkpoint, a: str, b: str) -> bool:
+    """Whether two tensors of a checkpoint have the same dtype, shape and values."""
+    paths = [checkpoint.where[name].path for name in (a, b)]
+    entries = [checkpoint.entries[name] for name in (a, b)]
+    if (entries[0].dtype, entries[0].shape) != (entries[1].dtype, entries[1].shape):
+        return False
+    with paths[0].open("rb") as one, paths[1].open("rb") as other:
+        return all(x == y for x, y in zip(_read(one, entries[0], paths[0]), _read(other, entries[1], paths[1])))
 
 
 def copy_shard(
@@ -182,7 +222,8 @@ def copy_shard(
         OSError: the shard ends early, or the target cannot be written.
     """
     kept = [entry for entry in shard.entries if entry.name not in dropped]
-    with open(shard.path, "rb") as source, open(target or os.devnull, "wb") as sink:
+    path = target or Path(os.devnull)
+    with open(shard.path, "rb") as source, explain_writing(path), path.open("wb") as sink:
         if len(kept) == len(shard.entries):
             sink.write(source.read(shard.data_start))
         else:
@@ -195,21 +236,53 @@ def copy_shard(
                 on_bytes(len(chunk))
 
 
+def show_bytes(number: int) -> str:
+    """A number of bytes for people to read, such as `1.5 GB`."""
+    return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.2f} MB"
+
+
 def check_space(folder: Path, needed: int) -> None:
     """Raises OSError if the file system of `folder` has less than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if needed > free:
-        message = (
-            f"not enough space in {folder.parent}: {needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free."
-        )
+        message = f"not enough space in {folder.parent}: {show_bytes(needed)} are needed, {show_bytes(free)} are free."
         raise OSError(message)
+
+
+def _check_named(folder: Path, taken: str) -> None:
+    """Check that `transformers` would read the weights from the file that is taken, whatever the configuration says."""
+    path = folder / CONFIG_NAME
+    if not path.exists():
+        return  # which is told where the configuration is read
+    check_text(folder, path)
+    named = read_object(path).get(NAMED_WEIGHTS)
+    if named not in (None, taken):
+        raise ValueError(
+            f"{path} names its weights by `{NAMED_WEIGHTS}`: {json.dumps(named)}, but beside it lies {taken}. "
+            f"Remove the field, or rename the file that it names to {taken}."
+        )
+
+
+def _check_index(index: Path, files: Collection[str], suffix: str) -> None:
+    """Check that an index names files of weights that lie beside it."""
+    for file in files:
+        path = index.parent / file
+        if file in ("", ".", "..") or Path(file).name != file:
+            raise ValueError(f"{index} names {file or chr(34) * 2}, which does not lie beside it. Move it there.")
+        # A result has the same file names: no other kind of file is to be overwritten by one of weights.
+        if path.suffix != suffix or path.is_dir():
+            raise ValueError(f"{index} names {file}, which is no {suffix} file of weights. Copy the index again.")
+        if not path.exists():
+            raise FileNotFoundError(f"{index.parent} is incomplete: {index.name} names {file}, which is not there.")
 
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_text())["weight_map"]
-        return {str(name): os.fspath(file) for name, file in weight_map.items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if not weight_map:
+            raise ValueError("it names no tensor")
+        return {name: os.fspath(file) for name, file in weight_map.items()}
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise OSError(f"{path} is not an index of weights ({error!r}). Copy it again.") from error
 
 
@@ -224,30 +297,6 @@ def _checkpoint(
         if (file, name) not in held:
             raise FileNotFoundError(f"{folder} is incomplete: {file} lacks `{name}`, which the index says it holds.")
     return Checkpoint(folder, tuple(shards), {name: by_file[file] for name, file in weight_map.items()}, is_temporary)
-
-
-def _read_pickle(path: Path, target: Path) -> Shard:
-    """Rewrite a `pytorch_model.bin` as safetensors; its tensors are mapped into memory, not read."""
-    try:
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):  # written by a PyTorch before 1.6
-                raise
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged pickle fails in any way
-        if isinstance(error, pickle.UnpicklingError) and "Unsupported operand" not in str(error):
-            raise ValueError(f"{path} needs code to be loaded, which may do anything: it is refused.") from error
-        reason = str(error).strip() or type(error).__name__
-        if isinstance(error, pickle.UnpicklingError):
-            reason = "it is not a pickle"
-        raise OSError(f"{path} is truncated or damaged ({reason}). Copy it again.") from error
-    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise ValueError(f"{path} is not a dictionary of tensors.")
-    # Tied tensors share their memory, which safetensors does not write: the first name keeps it.
-    first = {(t.data_ptr(), t.shape, t.stride()): name for name, t in reversed(state.items())}
-    save_file({name: state[name].contiguous() for name in first.values()}, target, {"format": "pt"})
-    return read_shard(target)
 
 
 def _read(source: BinaryIO, entry: Entry, path: Path) -> Iterator[memoryview]:
@@ -289,11 +338,16 @@ def _check_finite(chunk: memoryview, entry: Entry, path: Path) -> None:
 
 __all__ = [
     "DTYPES",
+    "NAMED_WEIGHTS",
     "Checkpoint",
     "Entry",
     "Shard",
+    "check_space",
     "copy_shard",
+    "explain_writing",
     "find",
     "open_checkpoint",
     "read_shard",
+    "same_bytes",
+    "show_bytes",
 ]

@@ -2,35 +2,48 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
-from attnres.cli_support import quiet_transformers
-from attnres.loading_attnres import attn_res_tensors, check_shapes
+from attnres.loading_attnres import check_shapes
+from attnres.quiet import quiet_transformers
+from attnres.residual_attnres import residual_tensors
 
-from .checkpoint import DTYPES, Checkpoint
+from .checkpoint import DTYPES, NAMED_WEIGHTS, Checkpoint, same_bytes
+from .sizes import check_sizes
+from .source_code import PIPELINES
+from .source_files import check_text
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
 _MAX_NAMED = 10
+# Which file has the weights, and which code belongs to them: of a result, neither is so.
+_OF_THE_SOURCE = (NAMED_WEIGHTS, PIPELINES)
 
 
-def read_config(folder: Path) -> PreTrainedConfig:
-    """The configuration in a directory.
+def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
+    """The configuration of a checkpoint.
 
     Raises:
-        OSError, ValueError: there is none, or it is damaged, or of no model type that `transformers` knows.
+        OSError, ValueError: there is none, or it is damaged, or of no model type that `transformers` knows, or says
+            that the model is far larger than its weights.
     """
-    if not (folder / CONFIG_NAME).is_file():
+    folder = checkpoint.folder
+    if not (folder / CONFIG_NAME).exists():
         raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}.")
+    check_text(folder, folder / CONFIG_NAME)
     with explain_config(folder):
+        check_sizes(folder / CONFIG_NAME, checkpoint)
         # Code that came with the checkpoint is not needed: a supported backbone is one of `transformers`.
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    for field in _OF_THE_SOURCE:
+        vars(config).pop(field, None)
+    return config
 
 
 @contextmanager
@@ -42,26 +55,46 @@ def explain_config(folder: Path) -> Iterator[None]:
     """
     try:
         yield
+    except RecursionError as error:
+        raise ValueError(f"{folder / CONFIG_NAME} is nested too deeply.") from error
     except (OSError, RuntimeError, ValueError):
         raise
     except Exception as error:
         raise ValueError(f"{folder / CONFIG_NAME} holds a wrong value ({type(error).__name__}: {error}).") from error
 
 
-def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """The causal language model of a configuration, on the meta device."""
+def empty_model(config: PreTrainedConfig, checkpoint: Checkpoint) -> PreTrainedModel:
+    """The model of a configuration on the meta device: a causal language model, or its decoder if that is all there is.
+
+    Saved by itself, a decoder has tensors without the prefix that they have in a model with a head.
+    """
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config)
+        prefix = f"{model.base_model_prefix}."
+        heads = {name for name, _ in model.named_parameters() if not name.startswith(prefix)}
+        if any(name.startswith(prefix) or name in heads for name in checkpoint.entries):
+            return model
+        return AutoModel.from_config(config)
 
 
-def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, added: dict[str, Tensor]) -> frozenset[str]:
+def settle_ties(checkpoint: Checkpoint, model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Let `config` say that the head is not tied where the checkpoint has another tensor for it.
+
+    `transformers` does not tie it then, whatever the configuration says, but who goes by the configuration would.
+    """
+    for target, source in model.all_tied_weights_keys.items():
+        if {target, source} <= checkpoint.entries.keys() and not same_bytes(checkpoint, target, source):
+            config.tie_word_embeddings = False
+
+
+def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, added: Collection[str] = ()) -> frozenset[str]:
     """Load the names, dtypes and shapes alone, as `transformers` would the weights, and see that they fit.
 
     Quantised weights have other names and shapes than their model's, and are left to their quantiser.
 
     Args:
         model: one of the checkpoint's configuration.
-        added: what is to be written beside the checkpoint.
+        added: the tensors of the model that are to be written beside the checkpoint.
 
     Returns:
         The tensors of the checkpoint that the model does not use.
@@ -72,13 +105,13 @@ def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, added: dict[s
     entries, config = checkpoint.entries, model.config
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     unused = {name for name in entries if any(re.search(pattern, name) for pattern in ignored)}
-    _check_present(checkpoint, set(attn_res_tensors(model)) - entries.keys() - added.keys())
+    _check_present(checkpoint, set(residual_tensors(model)) - entries.keys() - set(added))
     if getattr(config, "quantization_config", None) is not None:
         return frozenset(unused)
     _check_experts(checkpoint)
     # A dtype that is not known here is none of a weight: of the others, names and shapes are enough.
     state = {name: torch.empty(e.shape, dtype=DTYPES.get(e.dtype), device="meta") for name, e in entries.items()}
-    state |= {name: tensor.to("meta") for name, tensor in added.items()}
+    state |= {name: tensor for name, tensor in residual_tensors(model).items() if name in added}
     try:
         with quiet_transformers():
             _, info = type(model).from_pretrained(
@@ -99,10 +132,15 @@ def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, added: dict[s
 
 def _check_present(checkpoint: Checkpoint, missing: Collection[str]) -> None:
     if missing:
-        names = [f"`{name}`" for name in sorted(missing)]
-        if len(names) > _MAX_NAMED:
-            names[_MAX_NAMED:] = [f"and {len(names) - _MAX_NAMED} more"]
-        raise FileNotFoundError(f"{checkpoint.folder} is incomplete: it lacks {', '.join(names)}.")
+        raise _incomplete(checkpoint, sorted(missing), len(missing))
+
+
+def _incomplete(checkpoint: Checkpoint, names: Iterable[str], count: int) -> FileNotFoundError:
+    """The error that so many tensors are missing, of which the first are named."""
+    named = [f"`{name}`" for name in islice(names, _MAX_NAMED)]
+    if count > _MAX_NAMED:
+        named.append(f"and {count - _MAX_NAMED} more")
+    return FileNotFoundError(f"{checkpoint.folder} is incomplete: it lacks {', '.join(named)}.")
 
 
 def _check_experts(checkpoint: Checkpoint) -> None:
@@ -114,14 +152,16 @@ def _check_experts(checkpoint: Checkpoint) -> None:
     experts = {(layer, index) for one_per_expert in found.values() for layer, index in one_per_expert}
     if not experts:
         return
-    layers, count = {layer for layer, _ in experts}, 1 + max(index for _, index in experts)
-    every = {(layer, index) for layer in layers for index in range(count)}
+    layers, count = sorted({layer for layer, _ in experts}), 1 + max(index for _, index in experts)
     for part, one_per_expert in found.items():
-        _check_present(checkpoint, [f"{layer}.{index}.{part}" for layer, index in every - one_per_expert.keys()])
+        # The number of an expert is only a name in the file, which may say anything: nothing is made of that size.
+        absent = (f"{x}.{i}.{part}" for x in layers for i in range(count) if (x, i) not in one_per_expert)
+        if len(one_per_expert) < len(layers) * count:
+            raise _incomplete(checkpoint, absent, len(layers) * count - len(one_per_expert))
         ((usual, _),) = Counter(entry.shape for entry in one_per_expert.values()).most_common(1)
         wrong = [(entry.name, entry.shape, usual) for entry in one_per_expert.values() if entry.shape != usual]
         if wrong:
             check_shapes(wrong, checkpoint.file_of(min(wrong)[0]))
 
 
-__all__ = ["check_complete", "empty_model", "explain_config", "read_config"]
+__all__ = ["check_complete", "empty_model", "explain_config", "read_config", "settle_ties"]

@@ -1,4 +1,4 @@
-"""Convert checkpoint directories without loading their weights: retrofit, its undoing, and other block sizes.
+"""Convert checkpoint directories without loading their weights: retrofit, its undoing, and a change of its options.
 
 Each conversion is a `Plan`: the checkpoint, the configuration of the result, the tensors to add and those to leave out.
 `write` carries it out: shards are copied byte for byte, what is added goes into one more shard.
@@ -9,34 +9,36 @@ import os
 import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from attnres import ResidualConfig
 from attnres.decoder_attnres import auto_map
-from attnres.loading_attnres import attn_res_tensors
+from attnres.residual_attnres import ResidualConnection, residual_tensors
 
-from .checkpoint import DTYPES, Checkpoint, Shard, check_space, copy_shard
-from .complete import check_complete, empty_model, explain_config, read_config
-from .family import backbone_config, initial_tensor, retrofit_config
+from .checkpoint import DTYPES, Checkpoint, Shard, check_space, copy_shard, explain_writing
+from .complete import check_complete, empty_model, explain_config, read_config, settle_ties
+from .family import DEFAULT_CONNECTION, backbone_config, retrofit_config, start_connections
 from .side_files import copy_side_files
 
-ADDED_SHARD = "model-attn-res.safetensors"
+ADDED_SHARD = "model-residual.safetensors"
 
 
 @dataclass(frozen=True)
 class Plan:
     """What to write: the `checkpoint` under `config`, with the tensors `added` and without those `dropped`.
 
-    `unused`: what the model does not read, and may hold anything. `exact`: the result computes the same function as the
-    source, to rounding.
+    `unused`: what the model does not read, and may hold anything. `difference`: why the result may compute another
+    function than the source, if it may. `has_head`: it is a causal language model, not the decoder of one by itself.
     """
 
     checkpoint: Checkpoint
@@ -44,7 +46,8 @@ class Plan:
     added: dict[str, Tensor] = field(default_factory=dict)
     dropped: frozenset[str] = frozenset()
     unused: frozenset[str] = frozenset()
-    exact: bool = True
+    difference: str | None = None
+    has_head: bool = True
 
     @property
     def num_bytes(self) -> int:
@@ -53,90 +56,75 @@ class Plan:
         return sum(entry.end - entry.start for entry in entries if entry.name not in self.dropped)
 
 
-def plan_retrofit(
-    checkpoint: Checkpoint,
-    *,
-    block_size: int | None = None,
-    num_blocks: int | None = None,
-    full: bool = False,
-    scale: str = "sum",
-) -> Plan:
-    """Plan to put attention residuals into a standard decoder; the arguments as in [`attnres.conversion.retrofit`].
+def plan_retrofit(checkpoint: Checkpoint, residual: str = DEFAULT_CONNECTION, **options: Any) -> Plan:
+    """Plan to put other residual connections into a standard decoder, as [`attnres.conversion.retrofit`] does.
+
+    What is random in their start is the same every time.
 
     Raises:
-        ValueError: the backbone is not supported or has attention residuals already, or the block size is not valid.
+        ValueError: the backbone is not supported or has other connections already, or an option is not valid.
         FileNotFoundError, RuntimeError: a tensor is missing or has another shape than the configuration says.
     """
     with explain_config(checkpoint.folder):
-        config = read_config(checkpoint.folder)
-        config = retrofit_config(config, block_size=block_size, num_blocks=num_blocks, full=full, scale=scale)
-        model = empty_model(config)
-    dtype = config.dtype or _stored_dtype(checkpoint)
-    added = {name: initial_tensor(name, t.shape, dtype) for name, t in attn_res_tensors(model).items()}
-    unused = check_complete(checkpoint, model, added)
-    # A standard member of the family may have kept trained AttnRes tensors, which it does not read.
+        config = retrofit_config(read_config(checkpoint), residual, **options)
+        model = empty_model(config, checkpoint)
+    unused = check_complete(checkpoint, model, residual_tensors(model))
+    settle_ties(checkpoint, model, config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        start_connections(model, config.dtype or _stored_dtype(checkpoint))
+    added = {name: tensor.detach() for name, tensor in residual_tensors(model).items()}
+    # A standard member of the family may have kept trained tensors of connections, which it does not read.
     dropped = frozenset(added.keys() & checkpoint.entries)
-    return Plan(checkpoint, config, added, dropped, unused, exact=scale == "sum")
+    difference = config.connection.differs_from_standard(config, added)
+    return Plan(checkpoint, config, added, dropped, unused, difference, _has_head(model))
 
 
 def plan_standard(checkpoint: Checkpoint) -> Plan:
-    """Plan to undo a retrofit: the backbone's own checkpoint, without the AttnRes tensors.
+    """Plan to undo a retrofit: the backbone's own checkpoint, without the tensors of the residual connections.
 
     Raises:
-        ValueError: it is not an AttnRes checkpoint, or a pseudo-query is not zero or not finite, so that there is no
-            standard decoder of the same function.
+        ValueError: it is none of the family, or a tensor is not finite or has been trained, so that no standard decoder
+            computes the same function.
         FileNotFoundError, RuntimeError: a tensor is missing or has another shape than the configuration says.
     """
-    config, model, unused = _read_attn_res(checkpoint)
-    largest, name = max((query.abs().max().item(), name) for name, query in _queries(checkpoint, model).items())
-    if largest > 0:
-        raise ValueError(
-            f"the pseudo-queries have been trained: the largest entry is {largest:.3g}, in `{name}`. "
-            "No standard decoder computes the same function."
-        )
-    dropped = frozenset(attn_res_tensors(model))
-    exact = config.attn_res_scale == "sum"
-    return Plan(checkpoint, backbone_config(config), dropped=dropped, unused=unused, exact=exact)
+    config, model, unused = _read_member(checkpoint)
+    tensors = residual_tensors(model)
+    if difference := config.connection.differs_from_standard(config, tensors):
+        raise ValueError(f"no standard decoder computes the same function: {difference}.")
+    dropped, has_head = frozenset(tensors), _has_head(model)
+    return Plan(checkpoint, backbone_config(config), dropped=dropped, unused=unused, has_head=has_head)
 
 
-def plan_block_size(checkpoint: Checkpoint, block_size: int) -> Plan:
-    """Plan to regroup the sublayers of an AttnRes checkpoint into blocks of another size, where the function stays.
-
-    Up to sublayer `min(S, S')` the sources are the same. A later one must have a zero pseudo-query and the scale "sum":
-    then it reads the sum of all that came before, in whatever groups.
+def plan_change(checkpoint: Checkpoint, **options: Any) -> Plan:
+    """Plan to give the residual connections of a checkpoint other options, where the function stays.
 
     Raises:
-        ValueError: it is not an AttnRes checkpoint, or the function would change.
+        ValueError: it is none of the family, or the function would change.
         FileNotFoundError, RuntimeError: a tensor is missing or has another shape than the configuration says.
     """
-    config, model, unused = _read_attn_res(checkpoint)
-    same_until = min(config.attn_res_block_size, block_size)
-    if block_size == config.attn_res_block_size:
-        same_until = config.num_sublayers
-    queries = _queries(checkpoint, model)
-    for name, module in model.named_modules():
-        query = queries.get(f"{name}.weight")
-        if query is None or module.sublayer <= same_until:
-            continue
-        largest = query.abs().max().item()
-        if largest > 0 or config.attn_res_scale != "sum":
-            reason = f"its largest entry is {largest:.3g}" if largest > 0 else 'the scale is "mean"'
-            raise ValueError(
-                f"blocks of {block_size} sublayers would change the function: `{name}.weight` reads other sources "
-                f"then, and {reason}. The function stays for zero queries with the scale 'sum'."
-            )
-    config.attn_res_block_size = block_size
-    config.check_fields()
-    return Plan(checkpoint, config, unused=unused)
+    config, model, unused = _read_member(checkpoint)
+    connections = {name: module for name, module in model.named_modules() if isinstance(module, ResidualConnection)}
+    config.connection.plan_change(config, connections, **options)
+    return Plan(checkpoint, config, unused=unused, has_head=_has_head(model))
 
 
 def write(
-    plan: Plan, target: Path, *, hard_link: bool = False, on_bytes: Callable[[int], None] = lambda n: None
-) -> None:
+    plan: Plan,
+    target: Path,
+    *,
+    hard_link: bool = False,
+    trust_remote_code: bool = False,
+    on_bytes: Callable[[int], None] = lambda n: None,
+) -> list[str]:
     """Write the planned model into the empty directory `target`; `on_bytes` is told of every piece that is done.
 
     Args:
         hard_link: link the shards that stay as they are instead of copying them.
+        trust_remote_code: take code along that came with the source, such as that of its tokenizer.
+
+    Returns:
+        What to tell the user of code that came with the source, line by line.
 
     Raises:
         OSError: too little space, noticed before anything is written; or a shard is damaged.
@@ -146,8 +134,8 @@ def write(
     kept = [shard for shard in checkpoint.shards if any(entry.name not in plan.dropped for entry in shard.entries)]
     copied = [s for s in kept if _drops(s, plan.dropped) or not (hard_link or checkpoint.is_temporary)]
     check_space(target, sum(shard.path.stat().st_size for shard in copied))
-    _write_configuration(plan.config, target)
-    copy_side_files(checkpoint.folder, target)
+    _write_configuration(plan, target)
+    notes = copy_side_files(checkpoint.folder, target, trust_remote_code)
     names = _file_names([shard.path.name for shard in kept], bool(plan.added))
     weight_map = {}
     for shard, name in zip(kept, names):
@@ -160,7 +148,8 @@ def write(
         held = (e.name for e in shard.entries if e.name not in plan.dropped)
         weight_map |= {tensor: name for tensor in held if checkpoint.where.get(tensor) is shard}
     if plan.added:
-        save_file(plan.added, target / names[-1], {"format": "pt"})
+        with explain_writing(target / names[-1]):
+            save_file(plan.added, target / names[-1], {"format": "pt"})
         weight_map |= dict.fromkeys(plan.added, names[-1])
     for name in names if checkpoint.is_temporary else names[len(kept) :]:
         shutil.copymode(target / CONFIG_NAME, target / name)  # `save_file` lets its owner alone read them
@@ -172,18 +161,36 @@ def write(
             "weight_map": dict(sorted(weight_map.items())),
         }
         (target / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+    return notes
 
 
-def _read_attn_res(checkpoint: Checkpoint) -> tuple[ResidualConfig, nn.Module, frozenset[str]]:
-    """The configuration of a complete AttnRes checkpoint, its model on the meta device, and what that does not use."""
+def _read_member(checkpoint: Checkpoint) -> tuple[ResidualConfig, PreTrainedModel, frozenset[str]]:
+    """The configuration of a complete checkpoint of the family, its model, and what that does not use.
+
+    The model is on the meta device, but for the tensors of its residual connections.
+    """
     with explain_config(checkpoint.folder):
-        config = read_config(checkpoint.folder)
-        if not isinstance(config, ResidualConfig) or config.residual_connection != "attn_res":
+        config = read_config(checkpoint)
+        if not isinstance(config, ResidualConfig):
             raise ValueError(
-                f"{checkpoint.folder} is of model type {config.model_type!r} and has no attention residuals."
+                f"{checkpoint.folder} is of model type {config.model_type!r}, which has standard residual connections."
             )
-        model = empty_model(config)
-    return config, model, check_complete(checkpoint, model, {})
+        model = empty_model(config, checkpoint)
+    unused = check_complete(checkpoint, model)
+    settle_ties(checkpoint, model, config)
+    for name in residual_tensors(model):
+        path = checkpoint.where[name].path
+        with safe_open(path, framework="pt") as file:
+            tensor = file.get_tensor(name)
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"`{name}` in {path} holds NaN or infinite values. Use an earlier checkpoint.")
+        owner, _, key = name.rpartition(".")
+        setattr(model.get_submodule(owner), key, nn.Parameter(tensor))
+    return config, model, unused
+
+
+def _has_head(model: PreTrainedModel) -> bool:
+    return model.get_output_embeddings() is not None
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -191,19 +198,6 @@ def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     dtypes = (DTYPES.get(entry.dtype) for entry in checkpoint.entries.values())
     wide = (d for d in dtypes if d is not None and d.is_floating_point and d.itemsize > 1)
     return next(wide, torch.float32)
-
-
-def _queries(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
-    """The pseudo-queries of a checkpoint, in float32."""
-    queries = {}
-    for name in attn_res_tensors(model):
-        if name.endswith("_proj.weight"):
-            path = checkpoint.where[name].path
-            with safe_open(path, framework="pt") as file:
-                queries[name] = file.get_tensor(name).float()
-            if not torch.isfinite(queries[name]).all():
-                raise ValueError(f"`{name}` in {path} holds NaN or infinite values. Use an earlier checkpoint.")
-    return queries
 
 
 def _drops(shard: Shard, dropped: Collection[str]) -> bool:
@@ -216,7 +210,9 @@ def _file_names(sources: list[str], adds: bool) -> list[str]:
         return [SAFE_WEIGHTS_NAME] if len(sources) == 1 else sources
     if len(sources) == 1:  # beside a file `model.safetensors` an index is not looked at
         return [f"model-{i:05d}-of-00002.safetensors" for i in (1, 2)]
-    return [*sources, ADDED_SHARD]
+    added = Path(ADDED_SHARD)
+    numbered = (f"{added.stem}-{i}{added.suffix}" for i in count(2))
+    return [*sources, next(name for name in chain([ADDED_SHARD], numbered) if name not in sources)]
 
 
 def _link(source: Path, target: Path) -> None:
@@ -226,9 +222,10 @@ def _link(source: Path, target: Path) -> None:
         raise OSError(f"cannot hard-link {source} ({error.strerror}). Leave out --hard-link to copy.") from error
 
 
-def _write_configuration(config: PreTrainedConfig, target: Path) -> None:
+def _write_configuration(plan: Plan, target: Path) -> None:
     """Write `config.json` and, for a member of the family, the code that loads it."""
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    config = plan.config
+    model_class = (MODEL_FOR_CAUSAL_LM_MAPPING if plan.has_head else MODEL_MAPPING)[type(config)]
     config.architectures = [model_class.__name__]
     if isinstance(config, ResidualConfig):
         config.auto_map = auto_map(model_class)
@@ -236,4 +233,4 @@ def _write_configuration(config: PreTrainedConfig, target: Path) -> None:
     config.save_pretrained(target)
 
 
-__all__ = ["Plan", "plan_block_size", "plan_retrofit", "plan_standard", "write"]
+__all__ = ["Plan", "plan_change", "plan_retrofit", "plan_standard", "write"]

@@ -1,16 +1,18 @@
-"""Which member of the AttnRes family a standard decoder becomes, and back, and what tensors it begins with."""
+"""Which member of the AttnRes family a standard decoder becomes, and back, and where its connections start."""
 
-import math
+from inspect import signature
+from itertools import chain
+from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from attnres import BACKBONES, AttnResConfig, ResidualConfig
+from attnres import BACKBONES, CONNECTIONS, AttnResConfig, ResidualConfig, ResidualConnection
+from attnres.residual_attnres import ResidualNorm
 
-DEFAULT_NUM_BLOCKS = 8  # "about 8 blocks recover most of the gain" (AttnRes, section 3)
-# Fields that say which class a configuration is of, not what the model computes.
-_IDENTITY = ("model_type", "architectures", "auto_map", "transformers_version")
+DEFAULT_CONNECTION = next(iter(CONNECTIONS))
+# Fields that say which class a configuration is of, or what code belongs to that class, not what the model computes.
+_IDENTITY = ("model_type", "architectures", "auto_map", "custom_pipelines", "transformers_version")
 
 
 def member_type(backbone: str) -> str:
@@ -22,7 +24,7 @@ def member_config(config: PreTrainedConfig) -> ResidualConfig:
     """The family's configuration of a standard decoder, with `residual_connection="standard"`: the same function.
 
     Raises:
-        ValueError: no member of the family has this backbone; or the decoder has attention residuals already.
+        ValueError: no member of the family has this backbone; or the decoder has other residual connections already.
     """
     if isinstance(config, ResidualConfig):
         if config.residual_connection != "standard":
@@ -42,47 +44,63 @@ def member_config(config: PreTrainedConfig) -> ResidualConfig:
 
 def backbone_config(config: ResidualConfig) -> PreTrainedConfig:
     """The configuration of the standard decoder that a member of the family has as its backbone."""
-    own = {*_IDENTITY, *ResidualConfig.__annotations__}
+    own = {*_IDENTITY, *ResidualConfig.__annotations__, *chain(*(c.fields for c in CONNECTIONS.values()))}
     fields = {key: value for key, value in config.to_dict().items() if key not in own}
     return CONFIG_MAPPING[config.backbone].from_dict(fields)
 
 
-def retrofit_config(
-    config: PreTrainedConfig, *, block_size: int | None, num_blocks: int | None, full: bool, scale: str
-) -> ResidualConfig:
+def retrofit_config(config: PreTrainedConfig, residual: str = DEFAULT_CONNECTION, **options: Any) -> ResidualConfig:
     """The configuration that a retrofit gives a standard decoder; the arguments as in [`attnres.conversion.retrofit`].
 
     Raises:
         ValueError: the decoder cannot be retrofitted, or one of the arguments is not valid.
     """
+    connection = _connection(residual)
     config = member_config(config)
-    config.residual_connection, config.attn_res_scale = "attn_res", scale
-    config.attn_res_block_size = _pick_block_size(config, block_size, num_blocks, full)
+    config.residual_connection = residual
+    connection.plan_retrofit(config, **options)
     config.check_fields()
     return config
 
 
-def _pick_block_size(config: ResidualConfig, block_size: int | None, num_blocks: int | None, full: bool) -> int:
-    """The block size S in sublayers that is asked for: as such, by the number of blocks, or as Full AttnRes (1).
+def retrofit_options(residual: str = DEFAULT_CONNECTION) -> list[str]:
+    """The names of the options that a retrofit with a residual connection has.
 
-    With none of the three there are about 8 blocks.
+    Raises:
+        ValueError: there is no such connection.
     """
-    given = {"block_size": block_size, "num_blocks": num_blocks, "full": full or None}
-    given = {name: value for name, value in given.items() if value is not None}
-    if len(given) > 1:
-        raise ValueError(f"give one of block_size, num_blocks and full, not {' and '.join(given)}.")
-    if full:
-        return 1
-    for name, value in given.items():
-        if value < 1:
-            raise ValueError(f"`{name}` is {value}, but must be an integer >= 1.")
-    return block_size or math.ceil(config.num_sublayers / (num_blocks or DEFAULT_NUM_BLOCKS))
+    connection = _connection(residual)
+    parameters = signature(connection.plan_retrofit).parameters.values()
+    return [*connection.options, *(option.name for option in parameters if option.default is not option.empty)]
 
 
-def initial_tensor(name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """The AttnRes tensor `name` as a retrofit begins with it: a zero pseudo-query, or a key norm of ones."""
-    start = torch.ones if name.endswith("_norm.weight") else torch.zeros
-    return start(shape, dtype=dtype, device=device)
+def check_options(residual: str = DEFAULT_CONNECTION, **options: Any) -> None:
+    """Raises ValueError if no decoder can be retrofitted like this: it needs none to tell."""
+    retrofit_config(AttnResConfig(residual_connection="standard"), residual, **options)
 
 
-__all__ = ["backbone_config", "initial_tensor", "member_config", "member_type", "retrofit_config"]
+def _connection(name: str) -> type[ResidualConnection]:
+    if name not in list(CONNECTIONS):  # it may be anything, as a recipe's
+        names = ", ".join(map(repr, CONNECTIONS))
+        raise ValueError(f"there is no residual connection {name!r}; there is {names}.")
+    return CONNECTIONS[name]
+
+
+def start_connections(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give the residual connections of a model on the meta device their tensors, on the CPU and where they start."""
+    for module in model.modules():
+        if isinstance(module, (ResidualConnection, ResidualNorm)):
+            module.to_empty(device="cpu").to(dtype)
+            model._init_weights(module)
+
+
+__all__ = [
+    "DEFAULT_CONNECTION",
+    "backbone_config",
+    "check_options",
+    "member_config",
+    "member_type",
+    "retrofit_config",
+    "retrofit_options",
+    "start_connections",
+]

@@ -1,6 +1,7 @@
 """Retrofit in memory: the same weights under another residual connection, computing the same function.
 
-With zero pseudo-queries every source weighs the same, so that with `scale="sum"` a sublayer reads
+Each connection says where it starts. With attention residuals, zero pseudo-queries weigh every source the same, so that
+with `scale="sum"` a sublayer reads
 
     h_l = n * sum_i (1/n) s_i = v_0 + v_1 + ... + v_{l-1},
 
@@ -8,45 +9,45 @@ the standard residual stream, term by term and for every block size.
 """
 
 import os
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from attnres.loading_attnres import attn_res_tensors
+from attnres.residual_attnres import residual_tensors
 
-from .family import initial_tensor, retrofit_config
+from .family import DEFAULT_CONNECTION, retrofit_config, start_connections
 
 
 def retrofit(
-    model_or_path: PreTrainedModel | str | os.PathLike,
-    *,
-    block_size: int | None = None,
-    num_blocks: int | None = None,
-    full: bool = False,
-    scale: str = "sum",
+    model_or_path: PreTrainedModel | str | os.PathLike, residual: str = DEFAULT_CONNECTION, **options: Any
 ) -> PreTrainedModel:
-    """Put attention residuals into a standard-residual causal language model.
+    """Put other residual connections, by default attention residuals, into a standard causal language model.
 
     Args:
         model_or_path: the model, or the directory or Hub id of one (loaded in the dtype it is stored in).
-        block_size: block size S in sublayers, two per decoder layer (one where attention and MLP are parallel).
-        num_blocks: instead of `block_size`, the number of blocks: `S = ceil(sublayers / num_blocks)`.
-        full: instead of either, Full AttnRes, `S = 1`. With none of the three, 8 blocks.
-        scale: `"sum"` computes the same function as the model; `"mean"` only up to the epsilons of its norms.
+        residual: name of the residual connection, a key of `attnres.CONNECTIONS`.
+        options: those of the connection. Attention residuals have `block_size` (S in sublayers, two per decoder layer,
+            one where attention and MLP are parallel) or `num_blocks` or `full=True`, by default 8 blocks; and `scale`,
+            by default `"sum"`, while `"mean"` is the same function only up to the epsilons of the norms.
 
     Returns:
-        The AttnRes model. It **shares** its backbone weights with the given model: training one changes the other.
+        The model with these connections, where they start: it computes the same function. It **shares** its backbone
+        weights with the given model: training one changes the other. Its head is tied to the embedding if that model's
+        is, and its configuration says so, whatever the other one says.
 
     Raises:
-        ValueError: the backbone is not supported, has another residual connection already, is quantised or offloaded,
-            or the block size is given more than once or is not positive.
+        ValueError: the backbone is not supported, has another residual connection already, is quantised or offloaded;
+            or the connection does not exist, cannot start as the standard one, or does not have such an option; or the
+            head is one tensor with another than the embedding, which a checkpoint cannot say.
     """
     source = model_or_path
     if not isinstance(source, PreTrainedModel):
         source = AutoModelForCausalLM.from_pretrained(model_or_path, dtype="auto")
-    config = retrofit_config(source.config, block_size=block_size, num_blocks=num_blocks, full=full, scale=scale)
+    config = retrofit_config(source.config, residual, **options)
     _check_loaded(source)
+    config.tie_word_embeddings = _is_tied(source)
     implementations = {
         "attn_implementation": source.config._attn_implementation,
         "experts_implementation": source.config._experts_implementation,
@@ -55,10 +56,9 @@ def retrofit(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=source.dtype, **implementations)
     _share_tensors(model, source)
-    for name, tensor in attn_res_tensors(model).items():
-        value = initial_tensor(name, tensor.shape, source.dtype, _device_beside(source, name))
-        model.get_submodule(name.rpartition(".")[0]).weight = nn.Parameter(value)
-    model.tie_weights()
+    start_connections(model, source.dtype)
+    for module_name in {name.rpartition(".")[0] for name in residual_tensors(model)}:
+        model.get_submodule(module_name).to(_device_beside(source, module_name))
     model.generation_config = source.generation_config
     return model.train(source.training)
 
@@ -75,6 +75,19 @@ def _check_loaded(source: PreTrainedModel) -> None:
         raise ValueError(f"`{offloaded[0]}` is offloaded or on the meta device; load the model without `device_map`.")
 
 
+def _is_tied(source: PreTrainedModel) -> bool:
+    """Whether the head and the embedding are one tensor. The configuration may say otherwise.
+
+    A checkpoint of it, for instance, had two: then `transformers` loads both, and ties nothing.
+    """
+    head, embedding = source.get_output_embeddings(), source.get_input_embeddings()
+    for name, parameter in source.named_parameters(remove_duplicate=False):
+        is_elsewhere = source.get_submodule(name.rpartition(".")[0]) not in (head, embedding)
+        if is_elsewhere and parameter.data_ptr() == head.weight.data_ptr():
+            raise ValueError(f"the head of the model is one tensor with `{name}`. Give it a tensor of its own.")
+    return head.weight.data_ptr() == embedding.weight.data_ptr() and head.weight.shape == embedding.weight.shape
+
+
 def _share_tensors(model: nn.Module, source: nn.Module) -> None:
     """Make every tensor of `source` that of the same name in `model`, whose own are on the meta device."""
     shared = source.state_dict(keep_vars=True)
@@ -83,10 +96,10 @@ def _share_tensors(model: nn.Module, source: nn.Module) -> None:
         if name in shared:
             parameter.requires_grad_(shared[name].requires_grad)
     incompatible = model.load_state_dict(shared, strict=False, assign=True)
-    missing = sorted(set(incompatible.missing_keys) - set(attn_res_tensors(model)))
+    missing = sorted(set(incompatible.missing_keys) - set(residual_tensors(model)))
     if missing or incompatible.unexpected_keys:
         raise ValueError(f"the backbone's tensors do not fit: missing {missing}, left {incompatible.unexpected_keys}.")
-    for name, buffer in source.named_buffers():
+    for name, buffer in source.named_buffers(remove_duplicate=False):
         if name not in shared:  # not persistent: frequencies of the rotary embedding, scale of the token embedding
             owner, _, key = name.rpartition(".")
             model.get_submodule(owner).register_buffer(key, buffer, persistent=False)
@@ -100,9 +113,8 @@ def _is_number(value: object) -> bool:
 
 
 def _device_beside(source: PreTrainedModel, name: str) -> torch.device:
-    """The device of the decoder layer that the tensor `name` belongs to, or of the final norm."""
-    parent = name.rsplit(".", 2)[0]
-    owner = source.get_submodule(parent)
+    """The device of the decoder layer that the connection `name` belongs to, or of the final norm."""
+    owner = source.get_submodule(name.rpartition(".")[0])
     if hasattr(owner, "layers"):  # the decoder: the final norm follows its last layer
         owner = owner.layers[-1]
     return next(owner.parameters()).device

@@ -1,18 +1,28 @@
-"""What goes along with the weights of a model: tokenizer, chat template, generation configuration, licences."""
+"""What goes along with the weights of a model: tokenizer, chat template, generation configuration, licences.
+
+Data only, by a list of names, and from within the model's directory only. Code that came with the source
+(`source_code`) goes along where the user trusts it.
+"""
 
 import json
 import shutil
 from pathlib import Path
 
 from transformers import AutoTokenizer, GenerationConfig
-from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-# All but the weights, their index, the model's configuration, and code.
-SIDE_FILES = (
-    "generation_config.json",
-    "tokenizer*",
-    "vocab*",
+from .source_code import AUTO_MAP, PIPELINES, copy_code, objects, references, shown
+from .source_files import check_file, check_text, read_json, read_object
+
+# All but the weights, their index, the model's configuration, and code: no pattern fits the name of a Python file.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tokenizer.model.v[0-9]",
+    "tokenizer.model.v[0-9][0-9]",
+    "vocab*.json",
+    "vocab*.txt",
     "merges.txt",
     "*.model",
     "*.tiktoken",
@@ -20,48 +30,103 @@ SIDE_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "*.jinja",
-    "chat_template*",
-    "additional_chat_templates/*",
-    "LICENSE*",
-    "NOTICE*",
+    "chat_template*.json",
+    "additional_chat_templates/*.jinja",
 )
+_LICENCES = ("LICENSE", "LICENCE", "COPYING", "NOTICE")
+_OTHER_FILES = (
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    *_LICENCES,
+    *(f"{name}*{suffix}" for name in _LICENCES for suffix in (".txt", ".md", ".rst")),
+)
+SIDE_FILES = (*_TOKENIZER_FILES, *_OTHER_FILES)
 _TOKENIZER_CONFIG = "tokenizer_config.json"
+_CODE = (AUTO_MAP, PIPELINES)
 # A tokenizer has one of them.
 TOKENIZER_FILES = (_TOKENIZER_CONFIG, "tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
-def copy_side_files(folder: Path, target: Path) -> None:
+def copy_side_files(folder: Path, target: Path, trust_remote_code: bool = False) -> list[str]:
     """Copy them from the directory of one model to that of another, of which `AutoTokenizer` makes the same.
 
+    Args:
+        trust_remote_code: also copy the code that they refer to. Otherwise the copies do not refer to any, and a
+            tokenizer that does not load without its code stays behind: another class would give other tokens.
+
+    Returns:
+        What to tell the user of code, line by line.
+
     Raises:
-        OSError: one is damaged, or code that the tokenizer needs is not there.
+        OSError: one is damaged, or no file, or code that the tokenizer needs is not there.
+        ValueError: one is a link to a file outside `folder`, or refers to code outside it.
     """
-    for pattern in SIDE_FILES:
-        for path in folder.glob(pattern):
-            if path.is_file():
-                copy = target / path.relative_to(folder)
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, copy)
+    paths = _checked(folder)
+    notes = []
+    tokenizer = read_object(folder / _TOKENIZER_CONFIG) if (folder / _TOKENIZER_CONFIG).exists() else {}
+    loaded_as = _tokenizer_class(tokenizer, folder)
+    needs_code = bool(references(tokenizer, folder / _TOKENIZER_CONFIG)) and loaded_as is None
+    if needs_code and not trust_remote_code:
+        notes.append(
+            "Left out: the tokenizer, which does not load without code that came with the source. "
+            "--trust-remote-code takes both along."
+        )
+    for path, is_of_tokenizer in paths.items():
+        if is_of_tokenizer and needs_code and not trust_remote_code:
+            continue
+        copy = target / path.relative_to(folder)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
+        if path.suffix == ".json":
+            notes += _settle_code(path, copy, folder, target, trust_remote_code)
     if not (folder / GENERATION_CONFIG_NAME).exists():
         _copy_legacy_generation_config(folder, target)
-    tokenizer = _read_tokenizer_config(folder)
-    if "auto_map" in tokenizer:
-        _copy_tokenizer_code(tokenizer["auto_map"], folder, target)
-    elif any((folder / name).exists() for name in TOKENIZER_FILES):
-        _name_tokenizer_class(tokenizer, folder, target)
+        path = target / GENERATION_CONFIG_NAME
+        notes += _settle_code(path, path, folder, target, trust_remote_code)
+    if loaded_as is not None:
+        _name_tokenizer_class(loaded_as, target)
+    return notes
 
 
-def _read_tokenizer_config(folder: Path) -> dict:
-    path = folder / _TOKENIZER_CONFIG
-    if not path.exists():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise OSError(f"{path} is damaged ({error}). Copy it again.") from error
-    if not isinstance(config, dict):
-        raise OSError(f"{path} is damaged (it holds no object). Copy it again.")
-    return config
+def _checked(folder: Path) -> dict[Path, bool]:
+    """The side files of a model in order, all fit to be read; whether each is the tokenizer's alone."""
+    found = {path: True for pattern in _TOKENIZER_FILES for path in sorted(folder.glob(pattern))}
+    found |= {path: False for pattern in _OTHER_FILES for path in sorted(folder.glob(pattern))}
+    found = {path: is_of_tokenizer for path, is_of_tokenizer in found.items() if path.exists() and not path.is_dir()}
+    for path in found:
+        (check_text if path.suffix == ".json" else check_file)(folder, path)
+    return found
+
+
+def _settle_code(path: Path, copy: Path, folder: Path, target: Path, trust_remote_code: bool) -> list[str]:
+    """Take the code along that a JSON file refers to, or the references out of its copy; what to tell of that."""
+    content, name = read_json(path), shown(path.name)
+    # In a vocabulary, the names are tokens, and have numbers.
+    holders = [(o, key) for o in objects(content) for key in _CODE if not isinstance(o.get(key, 0), int)]
+    named, files = [], []
+    for fields, key in holders:
+        if key == AUTO_MAP:
+            named += references(fields, path)
+        if key == AUTO_MAP and trust_remote_code:
+            fields[key], copied = copy_code(fields[key], folder, target)
+            files += copied
+        else:
+            del fields[key]
+    if holders:
+        copy.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    notes = []
+    if named and not trust_remote_code:
+        code = ", ".join(map(shown, named))
+        notes.append(f"Left out: code that {name} refers to ({code}). --trust-remote-code takes it along.")
+    elsewhere = [shown(reference) for reference in named if "--" in reference]
+    if files:
+        notes.append(f"Code that came with the source, for {name}: {', '.join(sorted(set(files)))}.")
+    if elsewhere and trust_remote_code:
+        notes.append(f"{name} refers to code in another repository: {', '.join(elsewhere)}.")
+    if any(key == PIPELINES for _, key in holders):
+        notes.append(f"Left out: `{PIPELINES}` of {name}.")
+    return notes
 
 
 def _copy_legacy_generation_config(folder: Path, target: Path) -> None:
@@ -70,27 +135,26 @@ def _copy_legacy_generation_config(folder: Path, target: Path) -> None:
     config.to_json_file(target / GENERATION_CONFIG_NAME)
 
 
-def _copy_tokenizer_code(auto_map: dict | list, folder: Path, target: Path) -> None:
-    references = auto_map["AutoTokenizer"] if isinstance(auto_map, dict) else auto_map
-    for reference in [references] if isinstance(references, str) else references:
-        if reference and "--" not in reference:  # otherwise the code is in another repository
-            code = folder / f"{reference.partition('.')[0]}.py"
-            for path in (code, *map(Path, get_relative_import_files(code))):
-                shutil.copyfile(path, target / path.name)
-
-
-def _name_tokenizer_class(tokenizer: dict, folder: Path, target: Path) -> None:
-    """Name the class that `AutoTokenizer` takes for the source: it also goes by the model type, which changes."""
+def _tokenizer_class(tokenizer: dict, folder: Path) -> str | None:
+    """The class that `AutoTokenizer` takes without code of the source; `None` if there is none, or it does not load."""
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        return None
     try:
-        name = type(AutoTokenizer.from_pretrained(folder, trust_remote_code=False)).__name__
+        return type(AutoTokenizer.from_pretrained(folder, trust_remote_code=False)).__name__
     except Exception as error:  # `tokenizers` raises nothing more special for a damaged file
         path = folder / "tokenizer.json"
-        if path.exists():
+        if path.exists() and AUTO_MAP not in tokenizer:
             raise OSError(f"{path} is damaged ({error!r}). Copy it again.") from error
-        return  # other formats need packages that may not be here
-    if tokenizer.get("tokenizer_class") != name:
+        return None  # other formats need packages that may not be here
+
+
+def _name_tokenizer_class(name: str, target: Path) -> None:
+    """Name the tokenizer's class in its configuration: `AutoTokenizer` also goes by the model type, which changes."""
+    path = target / _TOKENIZER_CONFIG
+    tokenizer = read_object(path) if path.exists() else {}
+    if AUTO_MAP not in tokenizer and tokenizer.get("tokenizer_class") != name:
         text = json.dumps(tokenizer | {"tokenizer_class": name}, indent=2, ensure_ascii=False)
-        (target / _TOKENIZER_CONFIG).write_text(text + "\n", encoding="utf-8")
+        path.write_text(text + "\n", encoding="utf-8")
 
 
 __all__ = ["SIDE_FILES", "TOKENIZER_FILES", "copy_side_files"]

@@ -1,4 +1,7 @@
-"""Do two checkpoints compute the same function? Their logits on text, one model in memory at a time."""
+"""Do two checkpoints compute the same function? Their logits on text, one model in memory at a time.
+
+Of decoders without a head the last hidden states are compared in place of logits.
+"""
 
 import math
 import os
@@ -10,9 +13,9 @@ import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import MODEL_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from attnres.cli_support import quiet_transformers
+from attnres.quiet import quiet_transformers
 
 from .side_files import TOKENIZER_FILES
 
@@ -62,7 +65,12 @@ def compare(source: str | os.PathLike, result: str | os.PathLike, texts: Sequenc
             tokenizer for texts that are not the built-in prompts.
     """
     with quiet_transformers():
-        vocab_size = AutoConfig.from_pretrained(source).vocab_size
+        vocab_size = AutoConfig.from_pretrained(source, trust_remote_code=False).vocab_size
+        config = AutoConfig.from_pretrained(result, trust_remote_code=False)
+        # `convert` writes the class of what it converted, which is not always the one that a source names.
+        auto_class = (
+            AutoModel if config.architectures == [MODEL_MAPPING[type(config)].__name__] else AutoModelForCausalLM
+        )
         sequences, again = _token_ids(source, texts), _token_ids(result, texts)
         if sequences is None and texts is not PROMPTS:
             raise ValueError(f"{source} has no tokenizer that loads here, so that no text can be compared on.")
@@ -75,7 +83,7 @@ def compare(source: str | os.PathLike, result: str | os.PathLike, texts: Sequenc
             raise ValueError(
                 f"the tokenizer of {source} gives token {largest}, but the model has {vocab_size} of them."
             )
-        expected, found = _logits(source, sequences), _logits(result, sequences)
+        expected, found = (_logits(folder, sequences, auto_class) for folder in (source, result))
     # In float64 for the logarithms, and some tokens at a time; a NaN stays one in the maximum.
     divergences, matches = [], []
     for a, b in ((a, b) for pair in zip(expected, found) for a, b in zip(*(logits.split(64) for logits in pair))):
@@ -115,16 +123,17 @@ def _token_ids(folder: str | os.PathLike, texts: Sequence[str]) -> list[Tensor] 
 
 
 @torch.no_grad()
-def _logits(folder: str | os.PathLike, sequences: Sequence[Tensor]) -> list[Tensor]:
-    """The logits of each sequence, `[length, vocab]` in float32 on the CPU."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="auto").eval()
+def _logits(folder: str | os.PathLike, sequences: Sequence[Tensor], auto_class: type) -> list[Tensor]:
+    """The logits `[length, vocab]` of each sequence, or the last hidden states, in float32 on the CPU."""
+    model = auto_class.from_pretrained(folder, dtype=torch.float32, device_map="auto", trust_remote_code=False).eval()
     limit = math.ceil(MAX_LOGITS / model.config.vocab_size)
     logits = []
     for sequence in sequences:
         sequence = sequence[:limit]
         if len(sequence) == 0:
             break
-        logits.append(model(sequence[None].to(model.device), use_cache=False).logits[0].float().cpu())
+        outputs = model(sequence[None].to(model.device), use_cache=False)
+        logits.append((outputs.last_hidden_state if auto_class is AutoModel else outputs.logits)[0].float().cpu())
         limit -= len(sequence)
     return logits
 

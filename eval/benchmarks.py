@@ -1,14 +1,13 @@
-"""The 15 benchmarks of the paper: what they are called, what the paper reports, and their data as lm_eval tasks.
+"""The 15 benchmarks of the paper, and other tasks: what they are called and their data as lm_eval tasks.
 
-The YAML files in `tasks/` say all of it once; this module reads them. Describing the benchmarks needs no lm_eval;
-`load` does.
+Of the paper's, the YAML files in `tasks/` say all once; this module reads them. Describing these needs no lm_eval;
+other tasks (`other_tasks`) and `load` do.
 """
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -16,6 +15,8 @@ from textwrap import shorten
 from typing import TYPE_CHECKING
 
 import yaml
+
+from . import data_folder
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -27,20 +28,21 @@ _PREFIX = "attnres_"
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One of the paper's benchmarks, and the one number of it that counts.
+    """One of the paper's benchmarks, or another task of lm_eval, and the one number of it that counts.
 
     Attributes:
         name: what `--tasks` takes, as `mmlu`.
         title: the paper's name, as `MMLU`.
         group: the lm_eval group, as `attnres_mmlu`.
         metric: key of the headline number in the group's results, as `acc,none`.
-        category: `General`, `Math & code` or `Chinese`.
-        dataset: its id on the Hub, as `cais/mmlu`.
-        shots: examples in the prompt.
-        baseline: what the paper reports for the standard model, in percent.
-        attn_res: what it reports for Block AttnRes, in percent.
+        category: `General`, `Math & code` or `Chinese`; of other tasks `Other`, here and below.
+        dataset: its id on the Hub, as `cais/mmlu`; None if the task file says where the data lies.
+        shots: examples in the prompt; None if the task decides.
+        baseline: what the paper reports for the standard model, in percent; None if nothing.
+        attn_res: what it reports for Block AttnRes, in percent; None if nothing.
         runs_code: scoring runs programs that the model wrote.
         gated: the Hub gives it only to those who accepted its terms.
+        include_path: the folder of task files that was given for it.
     """
 
     name: str
@@ -48,12 +50,13 @@ class Benchmark:
     group: str
     metric: str
     category: str
-    dataset: str
-    shots: int
-    baseline: float
-    attn_res: float
+    dataset: str | None
+    shots: int | None = None
+    baseline: float | None = None
+    attn_res: float | None = None
     runs_code: bool = False
     gated: bool = False
+    include_path: Path | None = None
 
 
 class _DescriptionLoader(yaml.SafeLoader):
@@ -93,22 +96,27 @@ def _describe(name: str) -> Benchmark:
     )
 
 
-def pick(tasks: str) -> list[Benchmark]:
-    """The benchmarks that `tasks` names, in the paper's order: `paper` for all, or names with commas between.
+def pick(tasks: str, include_path: Path | None = None) -> list[Benchmark]:
+    """The benchmarks that `tasks` names: the paper's in its order, then the others as they are named.
+
+    Args:
+        tasks: names with commas between: of the paper's benchmarks (`paper`: all), of tasks or groups of lm_eval, or of
+            those in `include_path`. What the paper and lm_eval both have, as `mmlu`, is the paper's.
+        include_path: a folder of the user's own task files.
 
     Raises:
-        ValueError: a name that is none, or no name at all.
+        ValueError: a name that is none, no name at all, or a task that cannot be reported.
     """
     known = benchmarks()
-    names = [name.strip() for name in tasks.split(",") if name.strip()]
-    for name in names:
-        if name not in known and name != "paper":
-            similar = get_close_matches(name, known, n=1)
-            hint = f" Did you mean {similar[0]}?" if similar else ""
-            raise ValueError(f"There is no benchmark {name!r}.{hint} There is paper (all), {', '.join(known)}.")
+    names = [*dict.fromkeys(name.strip() for name in tasks.split(",") if name.strip())]
     if not names:
         raise ValueError(f"No benchmark is named. There is paper (all), {', '.join(known)}.")
-    return [benchmark for name, benchmark in known.items() if name in names or "paper" in names]
+    paper = [benchmark for name, benchmark in known.items() if name in names or "paper" in names]
+    if include_path or {*names} - {*known, "paper"}:
+        from .other_tasks import describe
+
+        return paper + describe([name for name in names if name != "paper"], include_path, known)
+    return paper
 
 
 def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
@@ -123,18 +131,25 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
         FileNotFoundError: the data set, or a part of it that the benchmark needs, is missing, in one line with what
             to do about it.
     """
-    overrides = {}
-    if data is not None:
+    overrides, folder = {}, None
+    if data is not None and benchmark.dataset is not None:
         folder = Path(data) / benchmark.dataset
         if not folder.is_dir():
             raise _missing(benchmark, data, f"there is no folder {folder}")
+        try:
+            data_folder.check(folder)
+        except (OSError, ValueError) as error:
+            raise _missing(benchmark, data, str(error)) from error
         folder = folder.absolute()
         overrides = {"dataset_path": str(folder), "dataset_kwargs": {"cache_dir": str(_cache_of(folder))}}
     manager = task_manager()
+    if benchmark.group not in manager.task_index or benchmark.include_path is not None:
+        from .other_tasks import manager_of
+
+        manager = manager_of(benchmark.group, benchmark.include_path)
     import datasets
     import huggingface_hub.constants
     from datasets.exceptions import DatasetsError
-    from jinja2 import UndefinedError
 
     try:
         with _quiet_hub():
@@ -148,10 +163,11 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
         # Each attempt takes half a minute. What is in the cache loads without.
         datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
         raise _missing(benchmark, data, str(error)) from error
-    except (OSError, ValueError, RuntimeError, UndefinedError) as error:
-        raise _missing(benchmark, data, str(error)) from error
     except DatasetsError as error:
-        raise _missing(benchmark, data, f"{error}: {error.__cause__}") from error
+        damaged = data_folder.damaged_file(folder) if folder else None
+        raise _missing(benchmark, data, damaged or f"{error}: {error.__cause__}") from error
+    except Exception as error:  # of `datasets`, templates, a task's own functions: that benchmark fails, others go on
+        raise _missing(benchmark, data, str(error) or type(error).__name__) from error
     return manager.load(group)
 
 
@@ -167,14 +183,19 @@ def task_manager() -> "TaskManager":
     names = [_read(f"{name}.yaml")["metadata"].get("stock_tasks") for name in benchmarks()]
     folders = [stock / name for name in names if name]
     found = all(folder.is_dir() for folder in folders)
+    return index_of([*(folders if found else []), task_path()], include_defaults=not found)
+
+
+def index_of(folders: list[Path], include_defaults: bool) -> "TaskManager":
+    """The index of the task files in `folders`, and of all that lm_eval has."""
+    import lm_eval.tasks
+
     # Folders share tags, such as `math_word_problems`, of which the index warns; nothing here goes by tag.
     log = logging.getLogger("lm_eval.tasks._index")
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        return lm_eval.tasks.TaskManager(
-            include_path=[*(folders if found else []), task_path()], include_defaults=not found
-        )
+        return lm_eval.tasks.TaskManager(include_path=folders, include_defaults=include_defaults)
     finally:
         log.setLevel(level)
 
@@ -212,6 +233,9 @@ def _cache_of(folder: Path) -> Path:
 def _missing(benchmark: Benchmark, data: Path | None, reason: str) -> FileNotFoundError:
     """The error that names the benchmark, its data set, what is wrong and the remedy, in one line."""
     reason = reason.partition(" with any supported extension")[0]  # and a list of 150
+    if benchmark.dataset is None:
+        reason = shorten(reason, 240, placeholder=" ...").rstrip(".")
+        return FileNotFoundError(f"{benchmark.title}: cannot load the data that its task file names: {reason}.")
     source = "on the Hub" if data is None else f"in {data}"
     folder = Path("DATA" if data is None else data) / benchmark.dataset
     remedy = f"`hf download --repo-type dataset {benchmark.dataset} --local-dir {folder}`"

@@ -6,6 +6,7 @@ The task files name these functions as `process_results`; lm_eval calls them onl
 import ast
 import builtins
 import re
+import sys
 import warnings
 
 from attnres.eval import sandbox
@@ -36,8 +37,9 @@ def mbpp(doc: dict, results: list) -> dict[str, float]:
     """
     program = strip_fences(_only(results).split("[DONE]")[0].lstrip().removeprefix("[BEGIN]")).lstrip()
     tests = "\n".join(doc["test_list"])
-    names = tested_names(tests, doc.get("code", ""))
-    return _score(sandbox.run(program, tests, names=names, setup=doc.get("test_setup_code") or ""))
+    names, modules = tested_names(tests, doc.get("code", ""))
+    setup = doc.get("test_setup_code") or ""
+    return _score(sandbox.run(program, tests, names=names, modules=modules, setup=setup))
 
 
 def strip_fences(completion: str) -> str:
@@ -47,15 +49,17 @@ def strip_fences(completion: str) -> str:
     return fenced[1] if fenced and not _CODE.search(before) else before
 
 
-def tested_names(tests: str, reference: str) -> list[str]:
-    """The names that `tests` read and that are the program's to define, in alphabetical order.
+def tested_names(tests: str, reference: str) -> tuple[list[str], list[str]]:
+    """The names that `tests` read and that are the program's to define; the modules that it is to import.
 
-    A built-in name counts only if the reference solution defines it: a program brings no `len` of its own to the tests.
+    A built-in name or one of the standard library's modules is the program's to define only if the reference solution
+    defines it: a program brings no `len` and no `math` of its own to the tests.
     """
     nodes = [node for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)]
     read = {node.id for node in nodes if isinstance(node.ctx, ast.Load)}
     own = {node.id for node in nodes if not isinstance(node.ctx, ast.Load)}
-    return sorted(read - own - (set(dir(builtins)) - _defined(reference)))
+    given = {*dir(builtins), *sys.stdlib_module_names} - _defined(reference)
+    return sorted(read - own - given), sorted((read - own) & given & sys.stdlib_module_names)
 
 
 def _defined(source: str) -> set[str]:

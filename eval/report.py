@@ -3,7 +3,9 @@
 As a table on the screen, in Markdown, and as a bar chart.
 """
 
+import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +40,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Row:
-    """One benchmark of a report; `baseline` and `pair` where there is a second model."""
+    """One benchmark of a report; `baseline` where there is a second model, `pair` if also all its items are 0 or 1."""
 
     benchmark: Benchmark
     items: int
@@ -72,14 +74,18 @@ def make_row(
     other = _item_scores(benchmark, {name: baseline[1].read(name) for name in stored})
     if items.keys() != other.keys():
         raise RuntimeError(f"{benchmark.title}: the two models were not scored on the same prompts.")
-    pair = compare_pairs(list(items.values()), [other[item] for item in items])
-    return Row(benchmark, len(items), shots, score, cut, _score(benchmark, baseline[0]), pair)
+    both = score, _score(benchmark, baseline[0])
+    scores = list(items.values()), [other[item] for item in items]
+    # A group may weigh its tasks alike instead of their items; then items do not tell of its number.
+    means = [math.isclose(100 * sum(some) / len(some), its.value, abs_tol=1e-6) for some, its in zip(scores, both)]
+    pair = compare_pairs(*scores) if {*scores[0], *scores[1]} <= {0, 1} and all(means) else None
+    return Row(benchmark, len(items), shots, score, cut, both[1], pair)
 
 
 def _score(benchmark: Benchmark, results: Mapping[str, Any]) -> Score:
     metrics = results["results"][benchmark.group]
     metric, scoring = benchmark.metric.split(",")
-    stderr = metrics[f"{metric}_stderr,{scoring}"]
+    stderr = metrics.get(f"{metric}_stderr,{scoring}", "N/A")
     return Score(100 * metrics[benchmark.metric], None if stderr == "N/A" else 100 * stderr)
 
 
@@ -96,24 +102,29 @@ def _item_scores(benchmark: Benchmark, stored: Mapping[str, Any]) -> ItemScores:
 def markdown(
     rows: Sequence[Row], failures: Sequence[str], model: str, baseline: str | None, results: Mapping[str, Any]
 ) -> str:
-    """The report as Markdown. Numbers are percent."""
-    columns = [*_columns(model, baseline), "paper: baseline", "paper: AttnRes"]
-    lines = [f"# {model} on the paper's benchmarks", "", _line(columns), "|---|" + "---:|" * (len(columns) - 1)]
+    """The report as Markdown. Numbers are percent; names stand as they are, whatever characters they have."""
+    model, baseline = _text(model), baseline and _text(baseline)
+    papers = [row for row in rows if row.benchmark.baseline is not None]
+    columns = [*_columns(model, baseline), *(["paper: baseline", "paper: AttnRes"] if papers else [])]
+    subject = "the paper's benchmarks" if len(papers) == len(rows) else "benchmarks"
+    lines = [f"# {model} on {subject}", "", _line(columns), "|---|" + "---:|" * (len(columns) - 1)]
     for row in rows:
-        paper = [f"{row.benchmark.baseline:.1f}", f"{row.benchmark.attn_res:.1f}"]
-        lines.append(_line([*_cells(row), *paper]))
-    lines += ["", "Percent, ± one standard error. The paper's columns are its 48B-A3B models (Table 3)."]
-    if baseline:
+        title, *numbers = _cells(row)
+        paper = ("-" if value is None else f"{value:.1f}" for value in (row.benchmark.baseline, row.benchmark.attn_res))
+        lines.append(_line([_text(title), *numbers, *(paper if papers else ())]))
+    note = " The paper's columns are its 48B-A3B models (Table 3)." if papers else ""
+    lines += ["", f"Percent, ± one standard error.{note}"]
+    if baseline and (pairs := sum(row.pair is not None for row in rows)):
         lines += [
             "",
             "Both models answer the same prompts. The difference is paired, item by item: its interval that of Agresti "
-            f"and Min, p that of McNemar's exact test. Of {len(rows)} tests at 5%, {0.05 * len(rows):.1f} would come "
+            f"and Min, p that of McNemar's exact test. Of {pairs} tests at 5%, {0.05 * pairs:.1f} would come "
             "out significant if the models were equal.",
         ]
-    if cut := [f"{row.benchmark.title} {row.cut:.0%}" for row in rows if row.cut]:
+    if cut := [f"{_text(row.benchmark.title)} {row.cut:.0%}" for row in rows if row.cut]:
         lines += ["", f"Prompts longer than the context of {model} lost their beginning: {', '.join(cut)} of them."]
     if failures:
-        lines += ["", "Without a result:", "", *(f"- {failure}" for failure in failures)]
+        lines += ["", "Without a result:", "", *(f"- {_text(failure)}" for failure in failures)]
     config = results["config"]
     if "code_execution" in config:
         lines += ["", f"Generated programs ran with: {config['code_execution']}."]
@@ -129,7 +140,16 @@ def _columns(model: str, baseline: str | None) -> list[str]:
 
 
 def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+    return f"| {' | '.join(cells)} |"
+
+
+def _text(text: str) -> str:
+    """Text on one line that Markdown shows as it is."""
+    return _MARKS.sub(r"\\\g<0>", " ".join(text.split()))
+
+
+# An underscore within a word is no mark.
+_MARKS = re.compile(r"[\\`*\[\]<>|~#&]|(?<![^\W_])_|_(?![^\W_])")
 
 
 def _cells(row: Row) -> list[str]:
@@ -137,6 +157,8 @@ def _cells(row: Row) -> list[str]:
     if pair := row.pair:
         interval = f"{100 * pair.difference:+.1f} [{100 * pair.low:+.1f}, {100 * pair.high:+.1f}]"
         cells += [str(row.baseline), interval, f"{pair.p_value:.2g}"]
+    elif row.baseline:
+        cells += [str(row.baseline), f"{row.score.value - row.baseline.value:+.1f}", "-"]
     return cells
 
 
@@ -163,8 +185,10 @@ def plot(rows: Sequence[Row], path: str | os.PathLike, model: str, baseline: str
         places = [row + (i - (len(series) - 1) / 2) * width for row in range(len(rows))]
         errors = [score.stderr or 0 for score in scores]
         color = "tab:gray" if len(series) > 1 and i == 0 else "tab:blue"
-        axes.bar(places, [score.value for score in scores], width, yerr=errors, capsize=2, label=label, color=color)
-    axes.set_xticks(range(len(rows)), [row.benchmark.title for row in rows], rotation=35, ha="right")
+        axes.bar(
+            places, [score.value for score in scores], width, yerr=errors, capsize=2, label=_label(label), color=color
+        )
+    axes.set_xticks(range(len(rows)), [_label(row.benchmark.title) for row in rows], rotation=35, ha="right")
     axes.set_ylabel("score (%), ± one standard error")
     axes.set_ylim(bottom=0)
     axes.grid(axis="y", alpha=0.3)
@@ -172,3 +196,8 @@ def plot(rows: Sequence[Row], path: str | os.PathLike, model: str, baseline: str
     axes.legend(frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _label(text: str) -> str:
+    """A name as matplotlib shows it: `$` begins a formula, and a first underscore hides a line of the legend."""
+    return re.sub("^_", " _", text.replace("$", r"\$"))

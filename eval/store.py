@@ -2,14 +2,16 @@
 
 import json
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from lm_eval.utils import handle_non_serializable
 
-from attnres.cli_support import write_at_once
+from attnres.files import atomic_write
 
-SETUP = "setup.json"
+SETUP, HASH = "setup.json", "sha256"
 
 
 class Store:
@@ -18,8 +20,11 @@ class Store:
     Args:
         setup: everything that decides the numbers. A folder that was written under another setup is refused.
 
+    A result carries a hash of all that it says, so that one that was edited is not taken for a measurement.
+
     Raises:
         FileExistsError: the folder holds results of another setup.
+        ValueError: its setup is damaged.
     """
 
     def __init__(self, folder: Path, setup: Mapping[str, Any]) -> None:
@@ -28,23 +33,46 @@ class Store:
         if (folder / SETUP).exists():
             _check_same(folder, self.setup, setup)
         else:
-            write_at_once(folder / SETUP, to_json(setup, indent=2))
+            atomic_write(folder / SETUP, to_json(setup, indent=2))
 
     def __contains__(self, task: str) -> bool:
-        return self._path(task).exists()
+        return self.path(task).exists()
 
     def read(self, task: str) -> dict[str, Any]:
-        return json.loads(self._path(task).read_text(encoding="utf-8"))
+        """The stored result. ValueError: it is damaged or was edited, in one line that names the file."""
+        path = self.path(task)
+        remedy = "Remove it, and the same command computes it again."
+        result = _read(path, remedy)
+        if result.pop(HASH, None) != _hash(result):
+            raise ValueError(f"{path} is not as it was written: its {HASH} does not fit. {remedy}")
+        return result
 
     def write(self, task: str, result: Mapping[str, Any]) -> None:
-        write_at_once(self._path(task), to_json(result))
+        # Of what a reader will see: JSON turns numbers that are keys into text.
+        atomic_write(self.path(task), to_json({**result, HASH: _hash(json.loads(to_json(result)))}))
 
     @property
     def setup(self) -> dict[str, Any]:
-        return json.loads((self.folder / SETUP).read_text(encoding="utf-8"))
+        return _read(self.folder / SETUP, f"Choose another --out, or remove the folder {self.folder}.")
 
-    def _path(self, task: str) -> Path:
-        return self.folder / f"{task}.json"
+    def path(self, task: str) -> Path:
+        """The file of a task's result, whatever characters its name has."""
+        name = quote(task, safe="")
+        return self.folder / ("%73etup.json" if f"{name}.json" == SETUP else f"{name}.json")
+
+
+def _read(path: Path, remedy: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}). {remedy}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged (it holds a {type(content).__name__}, not an object). {remedy}")
+    return content
+
+
+def _hash(result: Mapping[str, Any]) -> str:
+    return sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()
 
 
 def to_json(content: Mapping[str, Any], indent: int | None = None) -> str:

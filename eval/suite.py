@@ -2,7 +2,9 @@
 
 import contextlib
 import importlib.metadata
+import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from transformers import set_seed
 from . import sandbox
 from .benchmarks import Benchmark, load
 from .shared_prefix import SharedPrefixLM
-from .store import Store
+from .store import Store, to_json
 
 Loaded = dict[Benchmark, TaskDict]
 Failures = dict[Benchmark, str]  # why a benchmark has no result, in one line
@@ -46,10 +48,25 @@ def load_all(
             )
             continue
         try:
+            if benchmark.runs_code:
+                sandbox.available()
             loaded[benchmark] = load(benchmark, data)
         except FileNotFoundError as error:
             failures[benchmark] = str(error)
+        except RuntimeError as error:  # nothing here would contain the programs
+            failures[benchmark] = f"{benchmark.title}: {error}"
+    _check_distinct(loaded)
     return loaded, failures
+
+
+def _check_distinct(loaded: Loaded) -> None:
+    """Results are stored by the task's name: no two benchmarks may have one that they ask in their own ways."""
+    first: dict[str, Benchmark] = {}
+    for benchmark, found in loaded.items():
+        for name in found["tasks"]:
+            other = first.setdefault(name, benchmark)
+            if other is not benchmark:
+                raise ValueError(f"--tasks: {other.name} and {benchmark.name} both hold the task {name}. Choose one.")
 
 
 def num_items(task: Task, limit: int | None) -> int:
@@ -78,9 +95,42 @@ class Job:
 
 
 def unfinished(loaded: Loaded, store: Store, limit: int | None) -> list[Job]:
-    """What the store has no result of, in order."""
-    tasks = [(benchmark, task) for benchmark, found in loaded.items() for task in found["tasks"].values()]
-    return [Job(benchmark, task, work(task, limit)) for benchmark, task in tasks if task.task_name not in store]
+    """What the store has no result of, in order.
+
+    Raises:
+        ValueError: a stored result is damaged, was edited, or is of another form of the task, in one line.
+    """
+    jobs = []
+    for benchmark, found in loaded.items():
+        for name, task in found["tasks"].items():
+            if name in store:
+                _check_same_task(task, store)
+            else:
+                jobs.append(Job(benchmark, task, work(task, limit)))
+    return jobs
+
+
+# What of a task's configuration may differ between runs that ask the same: where the data lies, and what `_evaluate`
+# settles.
+_MAY_DIFFER = {"dataset_path", "dataset_kwargs", "metadata", "generation_kwargs", "num_fewshot"}
+
+
+def _check_same_task(task: Task, store: Store) -> None:
+    """The stored result is of the task as it is now: task files may change, and a group may ask a task in its way."""
+    stored = store.read(task.task_name)["configs"][task.task_name]
+    now = json.loads(to_json(task.dump_config()))
+    known = {**stored, "num_fewshot": stored.get("num_fewshot") or 0}
+    asked = {**now, "num_fewshot": now.get("num_fewshot") or 0}
+    for key in [*sorted(asked.keys() - _MAY_DIFFER), "num_fewshot"]:
+        values = [_ADDRESS.sub("", to_json({key: config.get(key)})) for config in (known, asked)]
+        if values[0] != values[1]:
+            raise ValueError(
+                f"{store.path(task.task_name)} is a result with another {key} of the task {task.task_name}. "
+                "Choose another --out, or remove the file to compute it again."
+            )
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def run_jobs(
@@ -192,7 +242,8 @@ def collect(loaded: Loaded, store: Store) -> dict[str, Any]:
 
 def _leave_out_paths(config: dict[str, Any], benchmark: Benchmark) -> None:
     """Where this machine has the files does not belong in results to publish."""
-    config["dataset_path"] = benchmark.dataset
+    if benchmark.dataset is not None:
+        config["dataset_path"] = benchmark.dataset
     config.pop("dataset_kwargs", None)
     (config.get("metadata") or {}).pop("config_source", None)
 

@@ -1,66 +1,27 @@
 """Attention Residuals for Transformers: each layer attends over the outputs of earlier layers.
 
-Importing this package registers the model family with the Auto classes of `transformers`.
+Importing this package registers the model family with the Auto classes of `transformers`. Only the command line, which
+has to answer before the seconds that this takes, does so when a command first needs it.
 """
 
-import transformers
-
-from . import backbones_attnres
-from .configuration_attnres import AttnResConfig, ResidualConfig
-from .functional_attnres import depth_attention, depth_attention_reference
-from .modeling_attnres import (
-    AttnResForCausalLM,
-    AttnResForSequenceClassification,
-    AttnResModel,
-    AttnResPreTrainedModel,
-)
-from .sublayers_attnres import BACKBONES, Sublayer, Sublayers
+import importlib
+import os
+import sys
 
 __version__ = "0.1.0"
 
 
-def add_backbone(model_type: str, sublayers: Sublayers) -> None:
-    """Bring the family to another decoder of `transformers`: afterwards `attnres_{model_type}` is a model type.
-
-    Args:
-        model_type: that of the backbone, known to `AutoConfig`.
-        sublayers: what a layer of it computes; see [`Sublayer`] and, for the usual forms, `attnres.sublayers_attnres`.
-
-    Raises:
-        ValueError: `AutoConfig` does not know the model type.
-    """
-    if model_type not in transformers.CONFIG_MAPPING:
-        raise ValueError(
-            f"{model_type!r} is no model type of `transformers`. Register its configuration with AutoConfig."
-        )
-    BACKBONES[model_type] = sublayers if callable(sublayers) else tuple(sublayers)
-    config_class = backbones_attnres.config_on(model_type)
-    transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+def _is_command_line() -> bool:
+    """Whether this process was started as `attnres` or `python -m attnres`."""
+    if sys.argv[:1] == ["-m"]:  # while Python looks for the module to run
+        return ("-m", "attnres") in zip(sys.orig_argv, sys.orig_argv[1:])
+    return os.path.basename(getattr(sys.modules["__main__"], "__file__", None) or "") == "attnres"
 
 
-transformers.AutoConfig.register(AttnResConfig.model_type, AttnResConfig, exist_ok=True)
-for _auto_class, _name in AttnResPreTrainedModel.auto_classes.items():
-    getattr(transformers, _auto_class).register(AttnResConfig, globals()[_name], exist_ok=True)
-for _backbone, _sublayers in BACKBONES.items():
-    if _backbone != AttnResConfig.backbone:
-        add_backbone(_backbone, _sublayers)
+def __getattr__(name: str) -> object:
+    """What stands in `family`, and the classes on other backbones, such as `AttnResLlamaForCausalLM`."""
+    return getattr(importlib.import_module(f"{__name__}.family"), name)
 
 
-def __getattr__(name: str) -> type:
-    """The classes on other backbones, such as `AttnResLlamaForCausalLM`, when they are first asked for."""
-    return getattr(backbones_attnres, name)
-
-
-__all__ = [
-    "BACKBONES",
-    "AttnResConfig",
-    "AttnResForCausalLM",
-    "AttnResForSequenceClassification",
-    "AttnResModel",
-    "AttnResPreTrainedModel",
-    "ResidualConfig",
-    "Sublayer",
-    "add_backbone",
-    "depth_attention",
-    "depth_attention_reference",
-]
+if not _is_command_line():
+    from .family import *  # noqa: F403

@@ -1,5 +1,5 @@
 """`python -m attnres` is the command `attnres`."""
 
-from attnres.cli import main
+from attnres.commands.main import main
 
 main()

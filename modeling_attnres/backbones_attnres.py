@@ -1,7 +1,6 @@
 """The family on every other backbone of `BACKBONES`: for `llama`, `AttnResLlamaConfig`, `AttnResLlamaForCausalLM`, ...
 
-Each class is the backbone's own behind a mixin of `decoder_attnres`. They are made when first asked for, by name or by
-a configuration, so that a backbone that nobody uses costs no import.
+Each class is the backbone's own behind a mixin of `decoder_attnres`, made when first asked for.
 """
 
 import re
@@ -17,7 +16,7 @@ from transformers.conversion_mapping import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from .configuration_attnres import ResidualConfig
+from .configuration_attnres import BACKBONES, ResidualConfig
 from .decoder_attnres import (
     ResidualDecoderLayer,
     ResidualForCausalLM,
@@ -25,11 +24,10 @@ from .decoder_attnres import (
     ResidualModel,
     ResidualPreTrainedModel,
 )
-from .sublayers_attnres import BACKBONES
 
 
 class BackboneConfig(ResidualConfig):
-    """Registers the models on its backbone with the Auto classes when the first configuration is made."""
+    """Registers the models on its backbone when the first one is made."""
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -39,66 +37,52 @@ class BackboneConfig(ResidualConfig):
 
 @cache
 def config_on(backbone: str) -> type[ResidualConfig]:
-    """The family's configuration class on a backbone (a model type of `transformers`), such as `AttnResLlamaConfig`."""
+    """The family's configuration class on a backbone, a model type of `transformers`."""
     parent = CONFIG_MAPPING[backbone]
+    members = {"model_type": f"attnres_{backbone}", "backbone": backbone, "base_model_pp_plan": None}
     doc = f"All fields of [`{parent.__name__}`] and of [`ResidualConfig`]."
-    config_class = _make(
-        parent,
-        BackboneConfig,
-        model_type=f"attnres_{backbone}",
-        backbone=backbone,
-        base_model_pp_plan=None,
-        __doc__=doc,
-    )
+    config_class = _make(parent, BackboneConfig, __doc__=doc, **members)
     config_class.register_for_auto_class()
     return config_class
 
 
 @cache
 def models_on(backbone: str) -> dict[str, type[ResidualPreTrainedModel]]:
-    """The family's models on a backbone, by the Auto class that loads them."""
+    """The family's models on a backbone, by Auto class."""
     config_class, backbone_config = config_on(backbone), CONFIG_MAPPING[backbone]
     model, causal_lm = MODEL_MAPPING[backbone_config], MODEL_FOR_CAUSAL_LM_MAPPING[backbone_config]
-    layer = getattr(sys.modules[model.__module__], model._no_split_modules[0])
-
-    layer_class = _make(layer, ResidualDecoderLayer)
+    layer_class = _make(getattr(sys.modules[model.__module__], model._no_split_modules[0]), ResidualDecoderLayer)
     shared = {"config_class": config_class, "_no_split_modules": [layer_class.__name__]}
     model_class = _make(model, ResidualModel, layer_class=layer_class, **shared)
     shared |= {"model_class": model_class, "base_model_prefix": causal_lm.base_model_prefix}
+    name = causal_lm.__name__.replace("ForCausalLM", "ForSequenceClassification")
+    classifier_class = _make(model.__base__, ResidualForSequenceClassification, name=name, **shared)
     classes = {
         "AutoModel": model_class,
         "AutoModelForCausalLM": _make(causal_lm, ResidualForCausalLM, **shared),
-        "AutoModelForSequenceClassification": _make(
-            model.__base__,
-            ResidualForSequenceClassification,
-            name=causal_lm.__name__.replace("ForCausalLM", "ForSequenceClassification"),
-            **shared,
-        ),
+        "AutoModelForSequenceClassification": classifier_class,
     }
     for auto_class, a_class in classes.items():
         a_class.auto_classes = {key: value.__name__ for key, value in classes.items()}
         a_class.register_for_auto_class(auto_class)
-    # Checkpoints have the layout of the backbone's. `transformers` knows those that differ by model type or class name.
-    _take_layout(backbone, config_class.model_type)
-    for parent, a_class in ((model, model_class), (causal_lm, classes["AutoModelForCausalLM"])):
-        _take_layout(parent.__name__, a_class.__name__)
+    # Checkpoints have the backbone's layout, which `transformers` knows by model type or class name.
+    of_classes = ((parent.__name__, f"AttnRes{parent.__name__}") for parent in (model, causal_lm))
+    for theirs, ours in ((backbone, config_class.model_type), *of_classes):
+        rules = get_checkpoint_conversion_mapping(theirs)
+        if rules is not None:
+            register_checkpoint_conversion_mapping(ours, [_exact(rule) for rule in rules], overwrite=True)
     return classes
 
 
-def _take_layout(backbone: str, member: str) -> None:
-    """Register the layout that checkpoints of a `backbone`, a model type or class name, have for a `member` as well."""
-    mapping = get_checkpoint_conversion_mapping(backbone)
-    if mapping is None:
-        return
-    # Reversed, on saving, a target like `.mlp.` is a regular expression, which `.mlp_res_proj` would match as well.
-    for i, rule in enumerate(mapping):
-        if type(rule) is WeightRenaming and all(re.fullmatch(r"\.[\w.]+\.", name) for name in rule.target_patterns):
-            mapping[i] = WeightRenaming(rule.source_patterns, [re.escape(name) for name in rule.target_patterns])
-    register_checkpoint_conversion_mapping(member, mapping, overwrite=True)
+def _exact(rule: object) -> object:
+    """On saving, a target like `.mlp.` is a regular expression, which would match `.mlp_res_proj` too."""
+    if type(rule) is WeightRenaming and all(re.fullmatch(r"\.[\w.]+\.", name) for name in rule.target_patterns):
+        return WeightRenaming(rule.source_patterns, [re.escape(name) for name in rule.target_patterns])
+    return rule
 
 
 def _make(parent: type, mixin: type, name: str | None = None, **members) -> type:
-    """The class `AttnRes{parent}`, of a backbone's class behind a mixin, as if it were written in this file."""
+    """The class `AttnRes{parent}`, a mixin before a backbone's class, as if written here."""
     name = f"AttnRes{name or parent.__name__}"
     globals()[name] = type(name, (mixin, parent), {"__module__": __name__, **members})
     return globals()[name]

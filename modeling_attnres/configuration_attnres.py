@@ -1,147 +1,179 @@
-"""Configuration of the AttnRes family: a backbone and the residual connection that runs through its depth.
+"""Configuration of the AttnRes family: a backbone and the residual connection that runs through its depth."""
 
-`ResidualConfig` is what every member has, `AttnResConfig` the flagship on a Kimi Linear backbone. A wrong value is
-refused when a configuration is made and again when a model is.
-"""
-
-import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from transformers import KimiLinearConfig, PreTrainedConfig
 
-from .sublayers_attnres import BACKBONES, Sublayers
+from .attn_res_attnres import AttnRes
+from .denseformer_attnres import DenseFormer
+from .functional_attnres import DEPTH_ATTENTION
+from .identity_hc_attnres import IdentityHyperConnections
+from .residual_attnres import ResidualConnection, StandardResidual, one_of, require
 
-RESIDUAL_CONNECTIONS = ("attn_res", "standard")
-ATTN_RES_SCALES = ("mean", "sum")
+CONNECTIONS: dict[str, type[ResidualConnection]] = {
+    connection.name: connection for connection in (AttnRes, StandardResidual, DenseFormer, IdentityHyperConnections)
+}
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """What a decoder layer computes between reading from the depth and writing to it, `v_l = f_l(h_l)`."""
+
+    name: str  # its residual connection has the tensors `{name}_proj.weight` and `{name}_norm.weight`
+    branches: tuple[tuple[str, ...], ...]  # chains of modules, by name: norm, attention, dropout; `v_l` is their sum
+    multiplier: str | None = None  # attribute of the layer that `v_l` is multiplied by
+
+    @property
+    def first(self) -> str | None:
+        """The module, as a rule the norm, that all branches begin with and go on from."""
+        first = self.branches[0][0]
+        return first if all(len(branch) > 1 and branch[0] == first for branch in self.branches) else None
+
+
+Sublayers = tuple[Sublayer, ...]
+
+
+def attention_and_mlp(attention: tuple[str, ...], mlp: tuple[str, ...], multiplier: str | None = None) -> Sublayers:
+    """The sublayers of a layer whose attention and MLP, each one chain of modules, follow each other."""
+    return Sublayer("self_attention_res", (attention,), multiplier), Sublayer("mlp_res", (mlp,), multiplier)
+
+
+_ATTENTION, _MLP = ("input_layernorm", "self_attn"), ("post_attention_layernorm", "mlp")
+PRE_NORM = attention_and_mlp(_ATTENTION, _MLP)
+NORM_AFTER = attention_and_mlp(("self_attn", "post_attention_layernorm"), ("mlp", "post_feedforward_layernorm"))
+SANDWICH = attention_and_mlp(
+    ("input_layernorm", "self_attn", "post_attention_layernorm"),
+    ("pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm"),
+)
+
+
+def gpt_neox_sublayers(config: PreTrainedConfig) -> Sublayers:
+    """With a parallel residual, both read the same input and together make one output."""
+    attention = ("input_layernorm", "attention", "post_attention_dropout")
+    mlp = ("post_attention_layernorm", "mlp", "post_mlp_dropout")
+    is_parallel = config.use_parallel_residual
+    return (Sublayer("parallel_res", (attention, mlp)),) if is_parallel else attention_and_mlp(attention, mlp)
+
+
+# Model type in `transformers` -> the sublayers of a layer, or a function of the configuration that tells them. A line
+# here makes `attnres_{model type}`, with the backbone's own code.
+BACKBONES: dict[str, Sublayers | Callable[[PreTrainedConfig], Sublayers]] = {
+    "deepseek_v3": PRE_NORM,
+    "gemma2": SANDWICH,
+    "gemma3_text": SANDWICH,
+    "gpt_neox": gpt_neox_sublayers,
+    "granite": attention_and_mlp(_ATTENTION, _MLP, "residual_multiplier"),
+    "kimi_linear": PRE_NORM,
+    "llama": PRE_NORM,
+    "mistral": PRE_NORM,
+    "mixtral": PRE_NORM,
+    "olmo2": NORM_AFTER,
+    "phi3": attention_and_mlp((*_ATTENTION, "resid_attn_dropout"), (*_MLP, "resid_mlp_dropout")),
+    "qwen2": PRE_NORM,
+    "qwen3": PRE_NORM,
+    "qwen3_moe": PRE_NORM,
+    "smollm3": PRE_NORM,
+}
 
 
 class ResidualConfig(PreTrainedConfig):
     r"""
-    What the configuration of every family member has beside the fields of its backbone:
+    Of every family member, beside the fields of its backbone and the `fields` of its connection:
 
     Args:
         residual_connection (`str`, defaults to `"attn_res"`):
-            What a sublayer reads and where its output goes. `"attn_res"`: softmax attention over the outputs of earlier
-            blocks. `"standard"`: the residual stream, which makes the model the backbone itself.
-        attn_res_block_size (`int`, defaults to 6):
-            Block size S >= 1 in *sublayers* (a decoder layer holds two, attention and MLP). Each block is summed into
-            one source. `1` is Full AttnRes. S may be odd, and the last block may be shorter.
-        attn_res_scale (`str`, defaults to `"mean"`):
-            `"mean"`: the aggregate is the softmax average of the sources (the paper; for training from scratch).
-            `"sum"`: that average times the number of sources, which at zero pseudo-queries is the standard residual
-            stream (for retrofits).
-
-    Raises:
-        ValueError: a field has a value that is not allowed; the message names field, value and what is allowed.
+            A key of `CONNECTIONS`; with `"standard"`, the residual stream, the model is the backbone itself.
+        depth_attention_implementation (`str`, defaults to `"auto"`):
+            Name of an implementation; by default the fastest that runs. Not saved.
     """
 
     backbone = ""  # model type of the backbone, a key of `BACKBONES`
-    # A pipeline stage receives the finished blocks beside the partial sum, which a plan of named tensors cannot say.
+    # The state between stages is a tuple, which a plan of named tensors cannot say.
     base_model_pp_plan = None
 
     residual_connection: str = "attn_res"
-    attn_res_block_size: int = 6
-    attn_res_scale: str = "mean"
+    depth_attention_implementation: str = "auto"
 
     def __post_init__(self, **kwargs):
-        kwargs.pop("model_type", None)  # that of a backbone's checkpoint, which becomes a configuration of this family
+        kwargs.pop("model_type", None)  # that of a backbone's checkpoint
         super().__post_init__(**kwargs)
         self.check_fields()
         self.validate()
 
     def check_fields(self) -> None:
-        """Check the fields together; models do so again, since a field may have changed since.
+        """Raises ValueError: a value is not allowed. Models check again: it may have changed."""
+        require(self, "residual_connection", self.residual_connection in CONNECTIONS, one_of(CONNECTIONS))
+        for field, default in self.connection.fields.items():
+            setattr(self, field, getattr(self, field, default))  # of its own, so that it is saved
+        self.connection.check(self)
+        chosen = self.depth_attention_implementation
+        require(self, "depth_attention_implementation", chosen in DEPTH_ATTENTION, one_of(DEPTH_ATTENTION))
 
-        Raises:
-            ValueError: naming the field, its value and what is allowed.
-        """
-        block_size = self.attn_res_block_size
-        is_int = isinstance(block_size, int) and not isinstance(block_size, bool)
-        _require(is_int and block_size >= 1, self, "attn_res_block_size", "an integer >= 1 (block size in sublayers)")
-        for field, allowed in (("residual_connection", RESIDUAL_CONNECTIONS), ("attn_res_scale", ATTN_RES_SCALES)):
-            _require(getattr(self, field) in allowed, self, field, "one of " + ", ".join(map(repr, allowed)))
+    @property
+    def connection(self) -> type[ResidualConnection]:
+        return CONNECTIONS[self.residual_connection]
 
     @property
     def sublayers(self) -> Sublayers:
-        """The sublayers of one decoder layer."""
+        """Of one decoder layer."""
         declared = BACKBONES[self.backbone]
         return declared if isinstance(declared, tuple) else declared(self)
 
     @property
     def num_sublayers(self) -> int:
-        """How many sublayers the decoder has: two for each layer, or one where attention and MLP are parallel."""
+        """Of the decoder."""
         return self.num_hidden_layers * len(self.sublayers)
-
-    @property
-    def num_attn_res_blocks(self) -> int:
-        """How many blocks the sublayers are grouped into; the last may be shorter."""
-        return math.ceil(self.num_sublayers / self.attn_res_block_size)
 
     @classmethod
     def get_config_dict(cls, *args, **kwargs):
-        # The checkpoint of a backbone loads as this family, so its model type is not worth a warning.
+        # A backbone's checkpoint loads without a warning about its model type.
         config_dict, kwargs = super().get_config_dict(*args, **kwargs)
         if config_dict.get("model_type") == cls.backbone:
             config_dict["model_type"] = cls.model_type
         return config_dict, kwargs
 
+    def to_dict(self):
+        fields = super().to_dict()
+        fields.pop("depth_attention_implementation", None)  # of the machine
+        return fields
+
+
+for _connection in CONNECTIONS.values():
+    for _field, _default in _connection.fields.items():
+        setattr(ResidualConfig, _field, _default)
+
 
 class AttnResConfig(ResidualConfig, KimiLinearConfig):
-    r"""
-    Configuration of [`AttnResModel`] and its heads: all fields of [`KimiLinearConfig`] and of [`ResidualConfig`].
-
-    ```python
-    >>> from attnres import AttnResConfig, AttnResForCausalLM
-
-    >>> config = AttnResConfig(num_hidden_layers=4, attn_res_block_size=2)
-    >>> model = AttnResForCausalLM(config)
-    ```
-    """
+    """Of [`AttnResModel`] and its heads: all fields of [`KimiLinearConfig`] and of [`ResidualConfig`]."""
 
     model_type = "attnres"
     backbone = "kimi_linear"
 
     def check_fields(self) -> None:
+        """Also those of Kimi Linear that otherwise fail late and without a name."""
         super().check_fields()
-        _check_kimi_linear_fields(self)
-
-
-def _require(condition: bool, config: PreTrainedConfig, field: str, allowed: str) -> None:
-    if not condition:
-        raise ValueError(f"`{field}` is {getattr(config, field)!r}, but must be {allowed}.")
-
-
-def _check_kimi_linear_fields(config: AttnResConfig) -> None:
-    """Check the Kimi Linear fields whose wrong values otherwise fail late, inside a layer and without a name."""
-    num_layers = config.num_hidden_layers
-    for field, kinds in (
-        ("layer_types", ("linear_attention", "full_attention")),
-        ("mlp_layer_types", ("dense", "sparse")),
-    ):
-        length = len(getattr(config, field))
-        allowed = f"a list of length {num_layers} (`num_hidden_layers`), not {length}"
-        _require(length == num_layers, config, field, allowed)
-        allowed = "a list of " + " and ".join(map(repr, kinds))
-        _require(set(getattr(config, field)) <= set(kinds), config, field, allowed)
-    # The cache counts its tokens in a full-attention layer; with none, `use_cache=True` fails in `get_seq_length`.
-    has_full_attention = "full_attention" in config.layer_types
-    _require(has_full_attention, config, "layer_types", "a list with at least one 'full_attention' layer")
-
-    for field in ("num_attention_heads", "linear_num_heads"):
-        _require(getattr(config, field) >= 1, config, field, "an integer >= 1")
-    heads, experts, groups = config.num_attention_heads, config.num_local_experts, config.n_group
-    allowed = f"`num_attention_heads` ({heads}): MLA expands a key and a value for every head"
-    _require(config.num_key_value_heads == heads, config, "num_key_value_heads", allowed)
-    if "sparse" not in config.mlp_layer_types:
-        return
-    for field in ("n_group", "topk_group", "num_experts_per_tok"):
-        _require(isinstance(getattr(config, field), int), config, field, "an integer >= 1")
-    # The router ranks groups by their two best experts.
-    allowed = f"a positive divisor of `num_local_experts` ({experts}) that leaves two or more to a group"
-    _require(groups >= 1 and experts % groups == 0 and experts // groups >= 2, config, "n_group", allowed)
-    _require(1 <= config.topk_group <= groups, config, "topk_group", f"from 1 to `n_group` ({groups})")
-    reachable = experts // groups * config.topk_group
-    allowed = f"from 1 to the {reachable} experts that `topk_group` of `n_group` groups hold"
-    _require(1 <= config.num_experts_per_tok <= reachable, config, "num_experts_per_tok", allowed)
-
-
-__all__ = ["AttnResConfig", "ResidualConfig"]
+        layers, heads = self.num_hidden_layers, self.num_attention_heads
+        kinds = {"layer_types": ("linear_attention", "full_attention"), "mlp_layer_types": ("dense", "sparse")}
+        for field, (one, other) in kinds.items():
+            value = getattr(self, field)
+            allowed = f"a list of length {layers} (`num_hidden_layers`), not {len(value)}"
+            require(self, field, len(value) == layers, allowed)
+            require(self, field, set(value) <= {one, other}, f"a list of {one!r} and {other!r}")
+        has_full_attention = "full_attention" in self.layer_types  # where the cache counts its tokens
+        require(self, "layer_types", has_full_attention, "a list with at least one 'full_attention' layer")
+        for field in ("num_attention_heads", "linear_num_heads"):
+            require(self, field, getattr(self, field) >= 1, "an integer >= 1")
+        allowed = f"`num_attention_heads` ({heads}): MLA expands a key and a value for every head"
+        require(self, "num_key_value_heads", self.num_key_value_heads == heads, allowed)
+        if "sparse" not in self.mlp_layer_types:
+            return
+        for field in ("n_group", "topk_group", "num_experts_per_tok"):
+            require(self, field, isinstance(getattr(self, field), int), "an integer >= 1")
+        experts, groups, used = self.num_local_experts, self.n_group, self.topk_group
+        allowed = f"a positive divisor of `num_local_experts` ({experts}) that leaves two or more to a group"
+        require(self, "n_group", groups >= 1 and experts % groups == 0 and experts // groups >= 2, allowed)
+        require(self, "topk_group", 1 <= used <= groups, f"from 1 to `n_group` ({groups})")
+        reachable = experts // groups * used
+        allowed = f"from 1 to the {reachable} experts that `topk_group` of `n_group` groups hold"
+        require(self, "num_experts_per_tok", 1 <= self.num_experts_per_tok <= reachable, allowed)

@@ -1,28 +1,25 @@
 """AttnRes on a Kimi Linear backbone. What differs from `transformers`' Kimi Linear:
 
-- each sublayer (attention, MLP) reads its input from the depth state and writes its output to it (`residual_attnres`);
-- the final norm reads the aggregate over all blocks and the last partial sum, with a pseudo-query of its own;
-- the delta attention is an exact and faster one where no GPU kernel applies (`kda_attnres`);
+- each sublayer and the final norm read from the depth state, as on any backbone (`decoder_attnres`);
+- where `attnres` is installed, the delta attention is an exact and faster one if no GPU kernel applies;
 - the published layout of Kimi Linear checkpoints loads and is written.
 
-How, for this and any other backbone, stands in `decoder_attnres`. The experts are Kimi Linear's; tools that look in
-this file for the name of their decorator, `@use_experts_implementation`, find it here.
+Tools that look in this file for the experts' decorator, `@use_experts_implementation`, find it here.
 """
 
+import inspect
+from importlib.util import find_spec
+
+import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import (
     WeightRenaming,
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
-from transformers.models.kimi_linear.modeling_kimi_linear import (
-    KimiLinearDecoderLayer,
-    KimiLinearForCausalLM,
-    KimiLinearModel,
-    KimiLinearPreTrainedModel,
-)
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
-from .configuration_attnres import AttnResConfig
+from .configuration_attnres import AttnResConfig, Sublayers
 from .decoder_attnres import (
     ResidualDecoderLayer,
     ResidualForCausalLM,
@@ -30,17 +27,14 @@ from .decoder_attnres import (
     ResidualModel,
     ResidualPreTrainedModel,
 )
-from .kda_attnres import AttnResDeltaAttention
-from .sublayers_attnres import Sublayers
+from .functional_attnres import accelerated
 
 
-class AttnResDecoderLayer(ResidualDecoderLayer, KimiLinearDecoderLayer):
-    """Attention and MLP of Kimi Linear, each behind a residual connection."""
-
+class AttnResDecoderLayer(ResidualDecoderLayer, kimi_linear.KimiLinearDecoderLayer):
     def connect(self, config: AttnResConfig, sublayers: Sublayers, layer_idx: int) -> None:
         super().connect(config, sublayers, layer_idx)
-        if self.block_type != "full_attention":
-            self.self_attn.__class__ = AttnResDeltaAttention  # the same weights, faster where there is no GPU kernel
+        if self.block_type != "full_attention" and accelerated is not None:
+            accelerated.accelerate_delta_attention(self.self_attn)
 
     def attend(self, attention: nn.Module, hidden_states: Tensor, **kwargs) -> Tensor:
         if self.block_type == "full_attention":
@@ -51,7 +45,7 @@ class AttnResDecoderLayer(ResidualDecoderLayer, KimiLinearDecoderLayer):
         return attention(hidden_states, cache_params=cache, **kwargs)
 
 
-class AttnResPreTrainedModel(ResidualPreTrainedModel, KimiLinearPreTrainedModel):
+class AttnResPreTrainedModel(ResidualPreTrainedModel, kimi_linear.KimiLinearPreTrainedModel):
     config: AttnResConfig
     _no_split_modules = ["AttnResDecoderLayer"]
     auto_classes = {
@@ -61,22 +55,16 @@ class AttnResPreTrainedModel(ResidualPreTrainedModel, KimiLinearPreTrainedModel)
     }
 
 
-class AttnResModel(ResidualModel, AttnResPreTrainedModel, KimiLinearModel):
-    """Kimi Linear's decoder with residual connections through the depth."""
-
+class AttnResModel(ResidualModel, AttnResPreTrainedModel, kimi_linear.KimiLinearModel):
     layer_class = AttnResDecoderLayer
 
 
-class AttnResForCausalLM(ResidualForCausalLM, AttnResPreTrainedModel, KimiLinearForCausalLM):
-    """Kimi Linear with residual connections through the depth, and a language modelling head."""
-
+class AttnResForCausalLM(ResidualForCausalLM, AttnResPreTrainedModel, kimi_linear.KimiLinearForCausalLM):
     model_class = AttnResModel
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 class AttnResForSequenceClassification(ResidualForSequenceClassification, AttnResPreTrainedModel):
-    """Kimi Linear with residual connections through the depth, and a classification head."""
-
     model_class = AttnResModel
 
 
@@ -84,9 +72,16 @@ class AttnResForSequenceClassification(ResidualForSequenceClassification, AttnRe
 AttnResConfig.register_for_auto_class()
 for _auto_class, _name in AttnResPreTrainedModel.auto_classes.items():
     globals()[_name].register_for_auto_class(_auto_class)
-# The published Kimi Linear layout loads and is written. `transformers`' mapping for it reads that layout, but writes a
-# dense MLP as `block_sparse_moe` too. Reversed, on saving, these come last and give that one its published name; on
-# loading they cancel out, and both names load.
+
+
+if accelerated is None and not torch.accelerator.is_available() and any(map(find_spec, ("fla", "causal_conv1d"))):
+    # `transformers` would take the kernels of these packages, which fail without a GPU.
+    _delta = "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"
+    for _name in (*_delta, "causal_conv1d_fn", "causal_conv1d_update"):
+        setattr(kimi_linear, _name, inspect.unwrap(getattr(kimi_linear, _name)))
+
+# `transformers` reads the published layout of Kimi Linear, but writes a dense MLP as `block_sparse_moe` too. Reversed,
+# on saving, these come last and give it its published name; on loading they cancel out, and both names load.
 _DENSE_MLP = [
     WeightRenaming(source_patterns=rf"\.mlp\.{part}\.", target_patterns=rf"\.block_sparse_moe\.{part}\.")
     for part in ("gate_proj", "up_proj", "down_proj")
@@ -94,5 +89,3 @@ _DENSE_MLP = [
 _LAYOUT = _DENSE_MLP + get_checkpoint_conversion_mapping("kimi_linear")
 # Loaded as remote code beside an installed `attnres`, this file runs twice, with the same mapping.
 register_checkpoint_conversion_mapping(AttnResConfig.model_type, _LAYOUT, overwrite=True)
-
-__all__ = ["AttnResForCausalLM", "AttnResForSequenceClassification", "AttnResModel", "AttnResPreTrainedModel"]

@@ -1,125 +1,135 @@
 """Residual connections: what a sublayer reads from the layers before it, and where its output goes.
 
-Every connection is one module per sublayer with two operations on the *state* that flows through the decoder layers:
+A connection is one module per sublayer with two operations on the *state* that flows through the decoder layers:
 
     read    (state) -> input of sublayer l, depth weights, state    `connection(state, norm_weight)`
     write   (state, output of sublayer l) -> state                  `connection.write(state, output)`
 
-What reading returns as the state has the same values: gradients of those who read later come through this read.
-
-Only the connections look inside the state, so a new one needs no change to the layers.
+It alone knows its tensors, their start, its fields and what the state holds; a new one is a class in a file of its own
+and an entry of `CONNECTIONS`.
 """
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from .functional_attnres import attend
-
-# The embedding `[batch, seq, hidden]` before the first sublayer; after it, what the connection's `write` returned:
-# a tensor of that shape, or a flat tuple of them.
+# The embedding `[batch, seq, hidden]`, and then what `write` returned: a tensor of that shape, or a tuple of tensors.
 DepthState = Tensor | tuple[Tensor, ...]
 
 
-class ResidualConnection(nn.Module):
-    """One sublayer's residual connection; `sublayer` counts the sublayers of the decoder from 0."""
+def require(config: PreTrainedConfig, field: str, condition: bool, allowed: str) -> None:
+    """Raises ValueError, with the field, its value and what is allowed, if the condition does not hold."""
+    if not condition:
+        raise ValueError(f"`{field}` is {getattr(config, field)!r}, but must be {allowed}.")
 
-    has_norm: bool
-    # Whether `forward` takes, as a third argument, the plain RMSNorm that the sublayer begins with; then it returns the
-    # output of that, and no weights.
-    reads_through_norm = False
+
+def one_of(values: Iterable[str]) -> str:
+    return "one of " + ", ".join(map(repr, values))
+
+
+class ResidualConnection(nn.Module):
+    """Of one `sublayer`, which counts from 0, the output last."""
+
+    name: ClassVar[str]  # `residual_connection` of the configuration
+    fields: ClassVar[dict[str, Any]] = {}  # of the configuration, with their defaults
+    options: ClassVar[dict[str, str]] = {}  # what a retrofit may choose -> the field that it sets
+    retrofit: ClassVar[dict[str, Any] | None] = None  # fields at which it starts as the standard one, if it can
+    has_norm: ClassVar[bool] = False  # whether `forward` gets the weight of a [`ResidualNorm`]
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__()
         self.sublayer = sublayer
 
-    def forward(self, state: DepthState, norm_weight: Tensor | None) -> tuple[Tensor, Tensor | None, DepthState]:
-        """Read: the sublayer's input `[batch, seq, hidden]`, its depth weights `[sources, batch, seq]`, the state."""
+    @classmethod
+    def check(cls, config: PreTrainedConfig) -> None:
+        """Raises ValueError: one of the `fields` has a value that is not allowed."""
+
+    @classmethod
+    def describe(cls, config: PreTrainedConfig) -> str:
+        """The form of the connection, in a few words."""
+        return cls.name
+
+    @classmethod
+    def plan_retrofit(cls, config: PreTrainedConfig, **options: Any) -> None:
+        """Set the fields such that it starts as the standard one. Raises ValueError: it cannot, or not so."""
+        if cls.retrofit is None:
+            raise ValueError(f"no model can be retrofitted with {cls.name!r}: it never equals the standard residual.")
+        chosen = {option: value for option, value in options.items() if value is not None and value is not False}
+        for option in chosen.keys() - cls.options.keys():
+            raise ValueError(f"`{option}` ({chosen[option]!r}) is no option of the residual connection {cls.name!r}.")
+        for field, value in (cls.retrofit | {cls.options[option]: value for option, value in chosen.items()}).items():
+            setattr(config, field, value)
+        cls.check(config)
+
+    @classmethod
+    def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> str | None:
+        """Why a model with these tensors may compute another function than the standard one, or `None`."""
+        return f"{cls.name!r} is another function"
+
+    @classmethod
+    def plan_change(cls, config: PreTrainedConfig, connections: Mapping[str, Any], **options: Any) -> None:
+        """Set fields anew. Raises ValueError: a model with these connections, by name, would be another function."""
+        raise ValueError(f"{cls.name!r} has no {' or '.join(f'`{option}`' for option in options)} to change.")
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set the tensors to their start."""
+
+    def forward(self, state: DepthState, norm_weight: Tensor | None = None) -> tuple[Tensor, Any, DepthState]:
+        """Read: the input `[batch, seq, hidden]`, the depth weights `[sources, batch, seq]`, the state."""
         raise NotImplementedError
 
     def write(self, state: DepthState, output: Tensor) -> DepthState:
         """Write: the state after a sublayer with this output `[batch, seq, hidden]`."""
         raise NotImplementedError
 
+    @classmethod
+    def reader(cls, model: nn.Module) -> Any:
+        """What may read in place of a decoder's connections in a pass without gradients, or `None`."""
+
 
 class StandardResidual(ResidualConnection):
     """The residual stream, `h_l = v_0 + v_1 + ... + v_{l-1}`. State: that running sum."""
 
-    has_norm = False
+    name = "standard"
+    retrofit = {}
 
-    def forward(self, state: Tensor, norm_weight: None) -> tuple[Tensor, None, Tensor]:
+    @classmethod
+    def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> None:
+        return None
+
+    def forward(self, state: Tensor, norm_weight: None = None) -> tuple[Tensor, None, Tensor]:
         return state, None, state
 
     def write(self, state: Tensor, output: Tensor) -> Tensor:
         return state + output
 
 
-class AttnRes(ResidualConnection):
-    """Attention residuals, `h_l = sum_i softmax_i(w_l . (g_l * RMSNorm(s_i))) s_i`, full or in blocks of S sublayers.
-
-    State: the sources, as a flat tuple. The embedding comes first (block 0), then the finished blocks, each the plain
-    sum of its S sublayer outputs, and last the running partial sum of the current block, if it has begun.
-
-    `weight` is the pseudo-query `w_l`, `[1, hidden]` as in the released checkpoints: a vector, not an `nn.Linear`, so
-    that quantisers and LoRA's `all-linear` leave it alone.
-    """
-
-    has_norm = True
-    reads_through_norm = True
-
-    def __init__(self, config: PreTrainedConfig, sublayer: int):
-        super().__init__(config, sublayer)
-        self.block_size = config.attn_res_block_size
-        self.scale = config.attn_res_scale
-        self.eps = _norm_eps(config)
-        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size))
-
-    def forward(
-        self, state: DepthState, norm_weight: Tensor, norm: nn.Module | None = None
-    ) -> tuple[Tensor, Tensor | None, DepthState]:
-        sources = state if isinstance(state, tuple) else (state,)
-        return attend(self.weight, sources, norm_weight, self.eps, self.scale == "sum", norm, passes_on=True)
-
-    def write(self, state: DepthState, output: Tensor) -> tuple[Tensor, ...]:
-        sources = state if isinstance(state, tuple) else (state,)
-        if self.sublayer % self.block_size == 0:
-            # Under autocast the embedding is wider than a sublayer's output; a block is summed in the wider of the two,
-            # as the residual stream is.
-            return *sources, output.to(sources[0].dtype)
-        return *sources[:-1], sources[-1] + output
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[-1]}, sublayer={self.sublayer}, block_size={self.block_size}, scale={self.scale}"
-
-
 class ResidualNorm(nn.Module):
-    """Holds the weight `g_l` `[hidden]` of the norm inside a connection; no weight where the connection has none.
+    """Holds the key norm's weight `g_l` `[hidden]`; called, since offloading engines then fetch a module's tensors."""
 
-    Calling it returns the weight: offloading engines bring a module's tensors to the device when it is called.
-    """
-
-    def __init__(self, hidden_size: int, has_weight: bool):
+    def __init__(self, hidden_size: int):
         super().__init__()
-        self.register_parameter("weight", nn.Parameter(torch.ones(hidden_size)) if has_weight else None)
+        self.weight = nn.Parameter(torch.ones(hidden_size))
 
-    def forward(self) -> Tensor | None:
+    def forward(self) -> Tensor:
         return self.weight
 
 
-def _norm_eps(config: PreTrainedConfig) -> float:
-    """Epsilon of the key norm: that of the backbone's own norms, whatever it calls it."""
+def norm_eps(config: PreTrainedConfig) -> float:
+    """Epsilon of the backbone's own norms."""
     names = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")
     return next((getattr(config, name) for name in names if hasattr(config, name)), 1e-6)
 
 
-_CONNECTIONS: dict[str, type[ResidualConnection]] = {"standard": StandardResidual, "attn_res": AttnRes}
-
-
-def add_residual_connection(module: nn.Module, name: str, config: PreTrainedConfig, sublayer: int) -> None:
-    """Register a connection as `{name}_proj` and its norm as `{name}_norm`: the names of the released weights."""
-    connection = _CONNECTIONS[config.residual_connection](config, sublayer)
-    module.add_module(f"{name}_proj", connection)
-    module.add_module(f"{name}_norm", ResidualNorm(config.hidden_size, connection.has_norm))
-
-
-__all__ = ["AttnRes", "DepthState", "ResidualConnection", "ResidualNorm", "StandardResidual", "add_residual_connection"]
+def residual_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What the residual connections add to a backbone, by name."""
+    return {
+        f"{module_name}.{name}": parameter
+        for module_name, module in model.named_modules()
+        if isinstance(module, (ResidualConnection, ResidualNorm))
+        for name, parameter in module.named_parameters(recurse=False)
+    }

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attnres import AttnResConfig, AttnResForCausalLM
-from attnres.loading_attnres import attn_res_tensors
+from attnres.residual_attnres import residual_tensors
 
 ROOT = Path(__file__).parents[1]
 # Started in the background, by a shell without job control, this process ignores SIGINT, and so would those it starts.
@@ -57,7 +57,7 @@ def tiny_model(tiny_config) -> Callable[..., AttnResForCausalLM]:
     def build(seed: int = 0, **overrides) -> AttnResForCausalLM:
         torch.manual_seed(seed)
         model = AttnResForCausalLM(tiny_config(**overrides)).eval()
-        for tensor in attn_res_tensors(model).values():
+        for tensor in residual_tensors(model).values():
             torch.nn.init.normal_(tensor, mean=1.0 if tensor.ndim == 1 else 0.0, std=0.5)
         return model
 

@@ -23,7 +23,7 @@ from .packing import Place, Tokens, pack
 
 SHUFFLE_BUFFER = 2048  # blocks in memory, among which a stream is shuffled
 
-_VERSION = 1  # of what the cache holds
+_VERSION = 2  # of what the cache holds
 _TOKENS, _BLOCKS, _SKIPPED = "tokens.arrow", "blocks.arrow", "skipped.json"
 _TOKENS_AT_ONCE = 1 << 22
 
@@ -43,7 +43,8 @@ def load_blocks(
 
     Each document is tokenised with the tokenizer's own special tokens and ends with its end-of-text token. The
     documents are joined in a shuffled order, the stream is cut into blocks, and the blocks are shuffled. Blocks cross
-    the ends of documents, and attention is not kept from doing so. The incomplete block at the end is dropped.
+    the ends of documents, and attention is not kept from doing so. The incomplete block at the end is dropped, and so
+    are blocks without a label that can be learned.
 
     The order depends on data and `seed` alone: not on the process, nor on the number of processes or workers.
 
@@ -104,7 +105,7 @@ def _stream(documents: Documents, encoder: Encoder, length: int, seed: int | Non
 
 
 def _generate(documents: Documents, encoder: Encoder, length: int, seed: int | None) -> Iterator[dict[str, Any]]:
-    counts = {"documents": 0, "tokens": 0}
+    counts, blocks_found = {"documents": 0, "tokens": 0}, 0
 
     def counted() -> Iterator[Tokens]:
         for tokens in encoder.batches(documents):
@@ -113,14 +114,16 @@ def _generate(documents: Documents, encoder: Encoder, length: int, seed: int | N
             yield tokens
 
     def rows() -> Iterator[dict[str, Any]]:
+        nonlocal blocks_found
         for blocks in pack(counted(), length):
+            blocks_found += len(blocks.documents)
             labels = blocks.ids if blocks.labels is None else blocks.labels
             for ids, row_labels, sources in zip(blocks.ids, labels, blocks.documents):
                 tensors = (torch.from_numpy(part.astype(np.int64)) for part in (ids, row_labels))
                 yield dict(zip(("input_ids", "labels", "documents"), (*tensors, sources)))
 
     yield from rows() if seed is None else _shuffled(rows(), seed)
-    if counts["tokens"] < length:
+    if not blocks_found:
         raise ValueError(_too_few(" ".join(documents.spec.paths), **counts, length=length, skipped=documents.skipped))
     if documents.skipped:
         logger.warning("%s", documents.skipped)
@@ -211,4 +214,6 @@ def _read_skipped(folder: Path) -> Skipped:
 
 def _too_few(name: str, documents: int, tokens: int, length: int, skipped: Skipped) -> str:
     found = f"{name}: {documents} documents with {tokens} tokens are too few for one block of {length}."
+    if tokens >= length:
+        found = f"{name}: no block of {length} tokens holds any of the assistant's to learn. Give a larger `length`."
     return f"{found} {skipped}" if skipped else found

@@ -33,12 +33,14 @@ from transformers import (
 from attnres import AttnResForCausalLM
 from attnres.analysis.depth_attention import depth_attention_map
 from attnres.analysis.figures import Points, plot_depth_attention, plot_loss_curves
-from attnres.cli_support import directory_at_once, quiet_transformers
 from attnres.configuration import load
 from attnres.conversion import retrofit
+from attnres.files import atomic_directory
+from attnres.quiet import quiet_transformers
 
+from .packing import in_blocks
 from .runs import Run, sequence_losses, train
-from .text import pack, python_sources, read_documents, train_tokenizer
+from .text import python_sources, read_documents, token_stream, train_tokenizer
 
 CONFIGURATION = "attnres-tiny"
 LENGTH, BATCH_SIZE = 128, 8
@@ -56,7 +58,7 @@ import sys
 sys.modules["attnres"] = None  # `import attnres` fails here: the code that travels with the weights must do
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 path, prompt, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
-tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
 set_seed(seed)
 ids = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=60, do_sample=True, top_k=20)
@@ -93,7 +95,7 @@ def run_demo(
     with (
         quiet_transformers(),
         _torch_threads(threads),
-        directory_at_once(out, overwrite=overwrite, marker=RESULTS) as target,
+        atomic_directory(out, overwrite=overwrite, marker=RESULTS) as target,
     ):
         results = _run(Console(), target, minutes, checkpoint, text, seed)
     Console().print(f"Written to [bold]{out}[/]: the model, its figures, {RESULTS}.", soft_wrap=True)
@@ -169,9 +171,11 @@ def _new_model(documents: list[str]) -> tuple[PreTrainedModel, PreTrainedTokeniz
 
 
 def _load_checkpoint(checkpoint: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    # Code that comes with a checkpoint is neither run nor asked about, nor referred to by what the demo writes.
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=False)
     retrofit(model)  # an unsupported backbone is refused before any work
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+    tokenizer.init_kwargs.pop("auto_map", None)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {checkpoint} has no end-of-text token; set its `eos_token`.")
     return model, tokenizer
@@ -181,7 +185,7 @@ def _data(documents: list[str], tokenizer: PreTrainedTokenizerBase, base_steps: 
     """Every tenth document is held out; the blocks of the others are shuffled, and each stage takes what it needs."""
     shuffled = []
     for part in ([d for i, d in enumerate(documents) if i % 10], documents[::10]):
-        blocks = pack(part, tokenizer, LENGTH)
+        blocks = torch.from_numpy(in_blocks(token_stream(part, tokenizer), LENGTH))
         shuffled.append(blocks[torch.randperm(len(blocks))])
     blocks, held_out = shuffled[0], shuffled[1][:HELD_OUT_BLOCKS]
     if len(blocks) < 2 * BATCH_SIZE or len(held_out) < 2:
@@ -232,7 +236,7 @@ def _write_figures(target: Path, model: PreTrainedModel, blocks: Tensor, curves:
 
 def _retrofit_line(config: PreTrainedConfig, same: dict[str, float]) -> str:
     return (
-        f"Retrofit into {config.num_attn_res_blocks} blocks of {config.attn_res_block_size} sublayers: "
+        f"Retrofit, {config.connection.describe(config)}: "
         f"max |logit difference| [bold]{same['max_abs_logit_difference']:.1e}[/] "
         f"at logits up to {same['max_abs_logit']:.1f}, "
         f"top-1 agreement [bold]{same['top1_agreement']:.2%}[/]."

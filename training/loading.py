@@ -52,7 +52,7 @@ def read_division(settings: Mapping[str, Any] | None, num_processes: int) -> Dis
     if size != num_processes:
         raise ValueError(
             f"`distributed` of the recipe divides the model among {size} processes, but this run has {num_processes}. "
-            f"Start it by `accelerate launch --multi_gpu --num_processes {size} -m attnres.training.train`, or change "
+            f"Start it by `accelerate launch --multi_gpu --num_processes {size} -m attnres train`, or change "
             "the sizes."
         )
     return division if size > 1 else None

@@ -1,12 +1,16 @@
-"""Adapters with PEFT: LoRA on what the decoder's layers multiply by, and the AttnRes tensors themselves.
+"""Adapters with PEFT: LoRA on what the decoder's layers multiply by, and the residual connections' tensors.
 
     W + (alpha / rank) B A        for each projection, and for each expert's part of a stacked weight
 
-Pseudo-queries and key norms are too small to factorise: they are trained whole, and saved with the adapter.
+The tensors of residual connections, such as pseudo-queries, are small: they are trained whole, and saved with the
+adapter. PEFT by itself freezes them with all else that is no target; `modules_to_save=residual_modules(model)` names
+them to it.
 """
 
+import math
 import re
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -14,7 +18,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
-from attnres.loading_attnres import attn_res_tensors
+from attnres.residual_attnres import residual_tensors
 
 
 def add_adapters(
@@ -27,7 +31,7 @@ def add_adapters(
     experts: bool = True,
     expert_rank: int | None = None,
 ) -> PeftModel:
-    """Wrap a causal language model, of the family or standard, so that only adapters and AttnRes tensors are trained.
+    """Wrap a causal language model, of the family or standard, so that only adapters and residual tensors are trained.
 
     The result is an ordinary PEFT model: `save_pretrained` writes the adapter, `PeftModel.from_pretrained` loads it on
     the base model, and `merge_and_unload` gives a model without PEFT. What is trained is kept in float32, whatever the
@@ -49,11 +53,17 @@ def add_adapters(
     Raises:
         ValueError: a rank is not positive; a target is not found; there is nothing to adapt; or dropout with experts.
     """
-    if rank < 1 or (expert_rank is not None and expert_rank < 1):
-        raise ValueError(f"the rank is {rank} and that of experts {expert_rank}, but a rank must be at least 1.")
+    check_options(rank=rank, alpha=alpha, dropout=dropout, targets=targets, expert_rank=expert_rank)
     modules = projections(model)
     parameters = expert_weights(model) if experts else []
     if targets is not None:
+        targets = [targets] if isinstance(targets, str) else list(targets)
+        own = sorted({target for target in targets if target.split(".")[-1] in residual_modules(model)})
+        if own:
+            raise ValueError(
+                f"{' and '.join(map(repr, own))} cannot have an adapter: the tensors of residual connections "
+                "are trained whole beside any adapter. Leave them out of the targets."
+            )
         modules, parameters = _chosen(modules, parameters, targets)
     if not modules and not parameters:
         raise ValueError(f"{type(model).__name__} has no projection in its decoder layers to add an adapter to.")
@@ -75,15 +85,67 @@ def add_adapters(
         lora_dropout=dropout,
         target_modules=modules,
         target_parameters=parameters or None,
-        modules_to_save=sorted({name.split(".")[-2] for name in attn_res_tensors(model)}) or None,
+        modules_to_save=residual_modules(model) or None,
         **options,
     )
     adapted = get_peft_model(model, config)
     # PEFT does this for LoRA's own tensors only. In 16 bits small steps of a pseudo-query would be lost.
-    for tensor in attn_res_tensors(adapted).values():
+    for tensor in residual_tensors(adapted).values():
         if tensor.requires_grad and tensor.dtype in (torch.float16, torch.bfloat16):
             tensor.data = tensor.data.float()
     return adapted
+
+
+def check_options(
+    *,
+    rank: Any = 16,
+    alpha: Any = None,
+    dropout: Any = 0.0,
+    targets: Any = None,
+    experts: Any = True,
+    expert_rank: Any = None,
+) -> None:
+    """Whether [`add_adapters`] can take these for its options of the same names.
+
+    Raises:
+        ValueError: naming the option, its value and what is allowed.
+    """
+    names = [targets] if isinstance(targets, str) else targets
+    for name, value, is_allowed, wanted in (
+        ("rank", rank, _is_number(rank) and rank == int(rank) >= 1, "a whole number, at least 1"),
+        ("alpha", alpha, alpha is None or (_is_number(alpha) and alpha > 0), "a number above 0"),
+        ("dropout", dropout, _is_number(dropout) and 0 <= dropout < 1, "a share from 0 on and below 1"),
+        ("targets", targets, names is None or _are_names(names), "a list of names"),
+        ("experts", experts, isinstance(experts, bool), "true or false"),
+        (
+            "expert_rank",
+            expert_rank,
+            expert_rank is None or (_is_number(expert_rank) and expert_rank == int(expert_rank) >= 1),
+            "a whole number, at least 1",
+        ),
+    ):
+        if not is_allowed:
+            raise ValueError(f"`{name}` of the adapters is {value!r}, but must be {wanted}.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, Collection) and bool(value) and all(isinstance(name, str) and name for name in value)
+
+
+def residual_modules(model: nn.Module) -> list[str]:
+    """The modules that hold the residual tensors, by their names in the model that holds them: `mlp_res_proj`.
+
+    For PEFT's methods by themselves, which otherwise freeze the residual connections:
+
+    ```python
+    >>> config = LoraConfig(target_modules="all-linear", modules_to_save=residual_modules(model))
+    ```
+    """
+    return sorted({name.split(".")[-2] for name in residual_tensors(model)})
 
 
 def projections(model: PreTrainedModel) -> list[str]:
@@ -126,8 +188,6 @@ def _is_router(layer: nn.Module, name: str) -> bool:
 
 
 def _chosen(modules: list[str], parameters: list[str], targets: Collection[str]) -> tuple[list[str], list[str]]:
-    targets = [targets] if isinstance(targets, str) else list(targets)
-
     def ends(name: str, target: str) -> bool:
         return f".{name}".endswith(f".{target}")
 
@@ -137,4 +197,4 @@ def _chosen(modules: list[str], parameters: list[str], targets: Collection[str])
     return tuple([name for name in names if any(ends(name, t) for t in targets)] for names in (modules, parameters))
 
 
-__all__ = ["add_adapters", "expert_weights", "projections"]
+__all__ = ["add_adapters", "check_options", "expert_weights", "projections", "residual_modules"]

@@ -75,13 +75,13 @@ def flops_per_token(config: PreTrainedConfig, length: int) -> float:
     return 6 * parameters + 3 * mixing
 
 
-def depth_attention_summary(depth_attentions: tuple[Tensor, ...]) -> dict[str, float]:
+def depth_attention_summary(depth_attentions: tuple[Tensor | None, ...]) -> dict[str, float]:
     """How the weights `a` `[sources, batch, seq]` of each aggregation are spread; means over those with K > 1 sources.
 
     `depth_entropy`: `H(a) / log K`, 1 for uniform weights, 0 for a single source; `depth_weight_nearest` and
     `depth_weight_embedding`: the weight on the last and on the first source.
     """
-    several = [weights.float() for weights in depth_attentions if len(weights) > 1]
+    several = [weights.float() for weights in depth_attentions if weights is not None and len(weights) > 1]
     if not several:
         return {}
     measures = {
@@ -98,7 +98,7 @@ class Monitor(TrainerCallback):
     - `tokens_per_second`: of all processes. Every position of a batch counts: packed batches have no padding. The time
       is that of training steps with their data loading, without evaluation and saving.
     - `model_flop_use`: of the devices' peak, where that is known and all weights are trained.
-    - `depth_entropy`, `depth_weight_nearest`, `depth_weight_embedding` of a model with attention residuals, see
+    - `depth_entropy`, `depth_weight_nearest`, `depth_weight_embedding` of a model that records depth attentions, see
       [`depth_attention_summary`]: on the first `slice_tokens` tokens of each process's last batch. It costs one forward
       pass over them, without gradient, for each line of the log; that time counts in no window.
     """
@@ -116,6 +116,7 @@ class Monitor(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.on_train_end(args, state, control)
         self._flops: dict[int, float | None] = {}
+        self._has_depth_attention = "depth_attentions" in (getattr(model, "_can_record_outputs", None) or {})
         self._device = args.device
         self._tokens = 0
         self._ids: Tensor | None = None
@@ -180,15 +181,16 @@ class Monitor(TrainerCallback):
 
     @torch.no_grad()
     def _depth_attention(self, model: PreTrainedModel) -> dict[str, float]:
-        if getattr(model.config, "residual_connection", None) != "attn_res":
+        if not self._has_depth_attention:
             return {}
         training = model.training
         model.eval()  # no dropout, no random numbers; and no forward pass that expert balancing counts
         ids = self._ids[:1, : self.slice_tokens]
         outputs = model(input_ids=ids, use_cache=False, output_depth_attentions=True, logits_to_keep=1)
         model.train(training)
-        summary = depth_attention_summary(outputs.depth_attentions)
-        if not summary:
+        summary = depth_attention_summary(outputs.depth_attentions or ())
+        if not summary:  # other connections have no such weights: once is enough to see it
+            self._has_depth_attention = False
             return {}
         mean = reduce(torch.tensor(list(summary.values()), device=self._device), "mean")
         return dict(zip(summary, mean.tolist()))

@@ -15,7 +15,7 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, _adjust_lr, _zero
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_cosine_with_min_lr_schedule_with_warmup, get_wsd_schedule
 
-from attnres.loading_attnres import attn_res_tensors
+from attnres.residual_attnres import residual_tensors
 
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "wsd")
@@ -27,20 +27,20 @@ def build_optimizer(
     name: str = "adamw",
     learning_rate: float,
     weight_decay: float = 0.1,
-    attn_res_lr_factor: float = 1.0,
+    residual_lr_factor: float = 1.0,
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
     momentum: float = 0.95,
 ) -> torch.optim.Optimizer:
-    """The optimizer of a model's trainable parameters, in groups: matrices, vectors, AttnRes tensors.
+    """The optimizer of a model's trainable parameters, in groups: matrices, vectors, residual tensors.
 
     Args:
         model: any model; only parameters that require a gradient are taken, tied ones once.
         name: `"adamw"`, or `"muon"`: Muon for the matrices inside the decoder (routers included, and each expert's by
             itself), AdamW for embeddings, the output head, convolution kernels and vectors.
         learning_rate: of the backbone.
-        weight_decay: of matrices and kernels. Vectors (norms, biases, KDA's decay rates) and AttnRes tensors none.
-        attn_res_lr_factor: times `learning_rate`, the rate of the pseudo-queries and key norms.
+        weight_decay: of matrices and kernels. Vectors (norms, biases, KDA's decay rates) and residual tensors none.
+        residual_lr_factor: times `learning_rate`, the rate of the residual connections' tensors.
         betas, eps: AdamW's.
         momentum: Muon's `mu`.
 
@@ -53,7 +53,7 @@ def build_optimizer(
     if not any(kinds.values()):
         raise ValueError("no parameter of the model requires a gradient: there is nothing to train.")
     if name == "adamw":
-        groups = _by_mesh(parameter_groups(model, learning_rate, weight_decay, attn_res_lr_factor))
+        groups = _by_mesh(parameter_groups(model, learning_rate, weight_decay, residual_lr_factor))
         return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, weight_decay=weight_decay)
     if any(hasattr(parameter, "ds_shape") for parameter in kinds["matrices"]):
         raise ValueError("Muon needs whole matrices, which DeepSpeed ZeRO-3 has cut up: set the optimizer to 'adamw'.")
@@ -61,7 +61,7 @@ def build_optimizer(
         "matrices": {"lr": learning_rate, "weight_decay": weight_decay, "method": "muon"},
         "others": {"lr": learning_rate, "weight_decay": weight_decay},
         "vectors": {"lr": learning_rate, "weight_decay": 0.0},
-        "attn_res": {"lr": learning_rate * attn_res_lr_factor, "weight_decay": 0.0},
+        "residual": {"lr": learning_rate * residual_lr_factor, "weight_decay": 0.0},
     }
     groups = _by_mesh([{"params": kinds[kind], **rule} for kind, rule in rules.items() if kinds[kind]])
     return MuonAdamW(groups, lr=learning_rate, weight_decay=weight_decay, betas=betas, eps=eps, momentum=momentum)
@@ -70,19 +70,19 @@ def build_optimizer(
 def parameter_groups(
     model: nn.Module, learning_rate: float, weight_decay: float, residual_lr_factor: float = 1.0
 ) -> list[dict[str, Any]]:
-    """Groups for one PyTorch optimizer: matrices with weight decay, vectors without, and the AttnRes tensors apart.
+    """Groups for one PyTorch optimizer: matrices with weight decay, vectors without, and the residual tensors apart.
 
     Args:
         model: any model; only parameters that require a gradient are taken.
         learning_rate: of the backbone.
-        weight_decay: of matrices. Vectors (norms, biases) and AttnRes tensors do not decay.
-        residual_lr_factor: times `learning_rate`, the rate of the pseudo-queries and key norms.
+        weight_decay: of matrices. Vectors (norms, biases) and residual tensors do not decay.
+        residual_lr_factor: times `learning_rate`, the rate of the residual connections' tensors.
     """
     kinds = _by_kind(model)
     groups = [
         {"params": kinds["matrices"] + kinds["others"], "lr": learning_rate, "weight_decay": weight_decay},
         {"params": kinds["vectors"], "lr": learning_rate, "weight_decay": 0.0},
-        {"params": kinds["attn_res"], "lr": learning_rate * residual_lr_factor, "weight_decay": 0.0},
+        {"params": kinds["residual"], "lr": learning_rate * residual_lr_factor, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -205,9 +205,9 @@ def _by_mesh(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _by_kind(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """The trainable parameters: the decoder's `matrices`; `others` that decay; `vectors`; and `attn_res`."""
-    kinds = {"matrices": [], "others": [], "vectors": [], "attn_res": []}
-    residual = {id(parameter) for parameter in attn_res_tensors(model).values()}
+    """The trainable parameters: the decoder's `matrices`; `others` that decay; `vectors`; and `residual`."""
+    kinds = {"matrices": [], "others": [], "vectors": [], "residual": []}
+    residual = {id(parameter) for parameter in residual_tensors(model).values()}
     whole = model.get_base_model() if hasattr(model, "get_base_model") else model  # without PEFT's wrapper
     decoder = {id(parameter) for parameter in getattr(whole, "base_model", whole).parameters()}
     seen = set()
@@ -220,7 +220,7 @@ def _by_kind(model: nn.Module) -> dict[str, list[nn.Parameter]]:
             seen.add(id(parameter))
             shape = getattr(parameter, "ds_shape", parameter.shape)  # DeepSpeed ZeRO-3 keeps the whole shape there
             if id(parameter) in residual:
-                kind = "attn_res"
+                kind = "residual"
             elif shape.numel() == max(shape, default=1) or (experts and len(shape) == 2):
                 kind = "vectors"
             elif len(shape) != 2 + experts or isinstance(module, nn.Embedding) or id(parameter) not in decoder:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+IGNORED = -100  # the label that the loss leaves out
+
 
 class Place(NamedTuple):
     """Where a document comes from: lines or rows `first` to `last` of `source`."""
@@ -58,6 +60,8 @@ class Blocks(NamedTuple):
 def pack(batches: Iterable[Tokens], length: int) -> Iterator[Blocks]:
     """Cut the stream of all documents into blocks; the last, incomplete block is dropped.
 
+    So is a block without a label that can be learned: a batch of such blocks alone would have no loss.
+
     A document may begin in one block and end in another, and attention sees across documents within a block.
     """
     rest = None
@@ -69,15 +73,24 @@ def pack(batches: Iterable[Tokens], length: int) -> Iterator[Blocks]:
         rest = stream.after(count * length)
 
 
+def in_blocks(stream: np.ndarray, length: int) -> np.ndarray:
+    """The blocks `[blocks, length]` of a stream `[tokens]`, without its incomplete end."""
+    count = len(stream) // length
+    return stream[: count * length].reshape(count, length)
+
+
 def _cut(stream: Tokens, length: int, count: int) -> Blocks:
-    shape = (count, length)
-    labels = None if stream.labels is None else stream.labels[: count * length].reshape(shape)
+    labels = None if stream.labels is None else in_blocks(stream.labels, length)
     starts = np.arange(count) * length
     ends = stream.lengths.cumsum()
     firsts = np.searchsorted(ends, starts, side="right")  # the document that a block's first token belongs to
     lasts = np.searchsorted(ends, starts + length - 1, side="right")
     documents = [describe(stream.places[first : last + 1]) for first, last in zip(firsts, lasts)]
-    return Blocks(stream.ids[: count * length].reshape(shape), labels, documents)
+    ids = in_blocks(stream.ids, length)
+    if labels is None:
+        return Blocks(ids, None, documents)
+    learned = (labels[:, 1:] != IGNORED).any(axis=1)  # models shift labels: nothing comes before the first
+    return Blocks(ids[learned], labels[learned], [name for name, kept in zip(documents, learned) if kept])
 
 
 def describe(places: Iterable[Place]) -> str:

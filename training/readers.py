@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .text import END_OF_TEXT
-
+END_OF_TEXT = "<|endoftext|>"
 ROWS_AT_ONCE = 512
 TEXT_COLUMN = "text"  # the one column of a text file
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -31,7 +30,7 @@ class Document(NamedTuple):
 
 
 def read_text(name: str, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
-    """Documents end at lines that hold only `<|endoftext|>`; if there is none, at empty lines, as in `read_documents`.
+    """Documents end at lines that hold only `<|endoftext|>`; if there is none, at empty lines.
 
     One document at a time is in memory.
     """

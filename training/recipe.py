@@ -4,19 +4,65 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
+from datetime import date
 from difflib import get_close_matches
 from importlib.resources import files
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin
 
+import torch
 import yaml
 from transformers import TrainingArguments
 
-from attnres.conversion import retrofit
+from attnres.conversion.family import retrofit_options
 
 from .documents import BAD_ROWS
 from .optimizer import OPTIMIZERS, SCHEDULES
+
+# What a number has to be; that it is none of the others, and no number at all, fails too.
+_POSITIVE = (lambda value: value >= 1, "at least 1")
+_SHARE = (lambda value: 0 <= value <= 1, "a share from 0 to 1")
+_FACTOR = (lambda value: 0 <= value < math.inf, "a number from 0 on")
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    **dict.fromkeys(
+        ("batch_size", "micro_batch_size", "steps", "tokens", "log_every", "save_every", "keep", "held_out_sequences"),
+        _POSITIVE,
+    ),
+    "length": (
+        lambda value: 2 <= value < 2**31,
+        "at least 2, as each token is predicted from those before, and below 2**31",
+    ),
+    **dict.fromkeys(("warmup", "decay", "min_rate", "residual_alone"), _SHARE),
+    **dict.fromkeys(("weight_decay", "residual_lr_factor", "max_grad_norm", "expert_balancing"), _FACTOR),
+    "learning_rate": (lambda value: 0 < value < math.inf, "a number above 0"),
+    "seed": (lambda value: 0 <= value < 2**32, "from 0 to 2**32 - 1"),
+}
+_NEEDED = ("model", "train", "out")
+# Of models, files, folders, and of what is in them.
+_NAMES = ("model", "train", "out", "tokenizer", "held_out", "held_out_split", "column", "split")
+# Fields of `TrainingArguments` that a run sets itself, or does without, and what says the same in a recipe.
+OWNED = {
+    "output_dir": "`out`",
+    "max_steps": "`steps`",
+    "num_train_epochs": "`steps` or `tokens`",
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), "`micro_batch_size`"),
+    "gradient_accumulation_steps": "`batch_size` and `micro_batch_size`",
+    "max_grad_norm": "`max_grad_norm`",
+    "logging_steps": "`log_every`",
+    **dict.fromkeys(("save_steps", "save_strategy"), "`save_every`"),
+    "save_total_limit": "`keep`",
+    "seed": "`seed`",
+    "learning_rate": "`learning_rate`",
+    "weight_decay": "`weight_decay`",
+    **dict.fromkeys(("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon"), "`optimizer`"),
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler_kwargs"), "`schedule`"),
+    **dict.fromkeys(("warmup_steps", "warmup_ratio"), "`warmup`"),
+    "resume_from_checkpoint": "`out`",
+    "use_cpu": "the variable ACCELERATE_USE_CPU=true of the environment",
+    **dict.fromkeys(("logging_nan_inf_filter", "remove_unused_columns", "label_names"), None),
+}
 
 
 @dataclass(frozen=True)
@@ -25,9 +71,10 @@ class Recipe:
 
     Attributes:
         model: a directory or Hub id, to go on with; or a named configuration (`attnres-tiny`), to train from scratch.
-        config: fields of the model's configuration to set, such as `attn_res_block_size`; `dtype: float32` trains a
+        config: fields of the model's configuration to set, such as `rms_norm_eps`; `dtype: float32` trains a
             checkpoint of half precision in full.
-        retrofit: arguments of [`attnres.conversion.retrofit`] for a standard model, such as `{block_size: 4}`.
+        retrofit: arguments of [`attnres.conversion.retrofit`] for a standard model, such as `{block_size: 4}`
+            or `{residual: NAME}`.
         tokenizer: a directory or Hub id; by default the model's. From scratch there must be one.
         train, held_out: data sets, see [`attnres.training.data.DataSpec`]. Without `held_out`, `held_out_sequences` are
             taken from the training data.
@@ -37,16 +84,16 @@ class Recipe:
         steps, tokens: the length of the run; one of them.
         micro_batch_size: sequences that a process computes at once; the rest of `batch_size` is accumulated.
         optimizer: `adamw`, or `muon` for the matrices.
-        attn_res_lr_factor: of the pseudo-queries and key norms, times `learning_rate`.
-        attn_res_alone: the share of the steps in which these alone are trained.
+        residual_lr_factor: of the residual connections' tensors, times `learning_rate`.
+        residual_alone: the share of the steps in which these alone are trained.
         schedule: `cosine` or `wsd`; `warmup` and `decay` are shares of the steps.
         expert_balancing: the rate at which the routers' biases follow the load; 0 is off.
-        lora: arguments of [`attnres.training.lora.add_adapters`]; only adapters and AttnRes vectors are trained then.
+        lora: arguments of [`attnres.training.lora.add_adapters`]; only adapters and residual tensors are trained then.
         merge: with `lora`, write the merged model beside the adapter.
         distributed: divides the model among processes: fields of `transformers`' `DistributedConfig`, such as
             `{fsdp_size: 8}`; see `training/many_devices.md`.
-        trainer: any other field of `transformers.TrainingArguments`: `bf16`, `activation_checkpointing`,
-            `torch_compile`, `report_to` (`tensorboard`, `wandb`), and so on.
+        trainer: fields of `transformers.TrainingArguments` that the recipe does not decide (`OWNED`): `bf16`,
+            `activation_checkpointing`, `torch_compile`, `report_to` (`tensorboard`, `wandb`), and so on.
     """
 
     model: str
@@ -71,8 +118,8 @@ class Recipe:
     optimizer: str = "adamw"
     learning_rate: float = 3e-4
     weight_decay: float = 0.1
-    attn_res_lr_factor: float = 1.0
-    attn_res_alone: float = 0.0
+    residual_lr_factor: float = 1.0
+    residual_alone: float = 0.0
     schedule: str = "wsd"
     warmup: float = 0.05
     decay: float = 0.5
@@ -91,31 +138,36 @@ class Recipe:
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.tokens is None):
             raise ValueError("Give the recipe either `steps` or `tokens`.")
-        for name in (
-            "length",
-            "batch_size",
-            "micro_batch_size",
-            "log_every",
-            "save_every",
-            "keep",
-            "held_out_sequences",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` of the recipe is {getattr(self, name)}, but must be at least 1.")
-        for name in ("warmup", "decay", "min_rate", "attn_res_alone"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"`{name}` of the recipe is {getattr(self, name)}, but must be a share from 0 to 1.")
+        for name, (is_allowed, wanted) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not is_allowed(value):
+                raise ValueError(f"`{name}` of the recipe is {value}, but must be {wanted}.")
         for name, allowed in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES), ("bad_rows", BAD_ROWS)):
             if getattr(self, name) not in allowed:
                 wanted = " or ".join(map(repr, allowed))
                 raise ValueError(f"`{name}` of the recipe is {getattr(self, name)!r}, but must be {wanted}.")
-        _check_keys("trainer", self.trainer, TrainingArguments)
-        _check_keys("retrofit", self.retrofit, retrofit)
+        for name in _NAMES:
+            values = getattr(self, name)
+            if "" in ((values,) if isinstance(values, str) else values or ()):
+                raise ValueError(f"`{name}` of the recipe is empty: name one, or leave it out.")
+        if owned := next((key for key in self.trainer if key in OWNED), None):
+            instead = f"give {OWNED[owned]} instead" if OWNED[owned] else "leave it out"
+            raise ValueError(f"`trainer.{owned}` of the recipe is not to be set, as the run decides it: {instead}.")
+        _check_keys("trainer", self.trainer, _options_of(TrainingArguments))
+        workers = self.trainer.get("dataloader_num_workers", 0)
+        if not isinstance(workers, int) or workers < 0:
+            raise ValueError(
+                f"`trainer.dataloader_num_workers` of the recipe is {workers!r}, but must be a whole number from 0 on."
+            )
+        if self.retrofit is not None:
+            chosen = {"residual": self.retrofit["residual"]} if "residual" in self.retrofit else {}
+            _check_keys("retrofit", self.retrofit, ["residual", *retrofit_options(**chosen)])
         if self.lora is not None:
             with suppress(ImportError):  # peft is an extra, and takes a while to import
-                from .lora import add_adapters
+                from .lora import add_adapters, check_options
 
-                _check_keys("lora", self.lora, add_adapters)
+                _check_keys("lora", self.lora, _options_of(add_adapters))
+                check_options(**self.lora)
         if self.lora is not None and self.retrofit is not None:
             raise ValueError(
                 "An adapter's base has to be on disk: `attnres convert` it first, and leave `retrofit` out."
@@ -124,6 +176,11 @@ class Recipe:
             raise ValueError("An adapter is trained on whole models: leave out `lora` or `distributed`.")
         if not self.train:
             raise ValueError("`train` of the recipe names no data.")
+        dtype = self.config.get("dtype")
+        if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ValueError(
+                f"`config.dtype` of the recipe is {dtype!r}, but must be auto or a type of PyTorch such as bfloat16."
+            )
 
     @property
     def num_steps(self) -> int:
@@ -141,7 +198,7 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
         FileNotFoundError: no such file or recipe.
         ValueError: unknown key, value of the wrong type, or one that the recipe cannot have.
     """
-    content = yaml.safe_load(_text(path)) or {}
+    content = _yaml(_text(path), path) or {}
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a recipe: it should hold `key: value` lines.")
     given = set()
@@ -150,19 +207,20 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
         if not equals:
             raise ValueError(f"{change!r} is not of the form key=value.")
         name, dot, inner = key.partition(".")
-        parsed = yaml.safe_load(value)
-        content[name] = {**(content.get(name) or {}), inner: parsed} if dot else parsed
+        parsed = _yaml(value, change)
+        content[name] = {**_mapping(name, content.get(name) or {}), inner: parsed} if dot else parsed
         given.add(name)
     # A run is as long as one of the two says: that of a change, where the file has the other.
     for name, other in (("steps", "tokens"), ("tokens", "steps")):
         if name in given and other not in given and content[name] is not None:
             content.pop(other, None)
     known = {item.name: item for item in fields(Recipe)}
+    content = {name: value for name, value in content.items() if value is not None or name not in _NEEDED}
     for name, value in content.items():
         if name not in known:
-            raise ValueError(f"A recipe has no `{name}`.{did_you_mean(name, known)}")
+            raise ValueError(f"A recipe has no `{name}`.{did_you_mean(str(name), known)}")
         content[name] = _typed(name, value, known[name].type)
-    if missing := [name for name in ("model", "train", "out") if not content.get(name)]:
+    if missing := [name for name in _NEEDED if not content.get(name)]:
         names = " and ".join(f"`{name}`" for name in missing)
         raise ValueError(f"The recipe lacks {names}: add it to {path}, or give {missing[0]}=...")
     return Recipe(**content)
@@ -186,9 +244,12 @@ def did_you_mean(name: str, known: Collection[str], *, otherwise_all: bool = Tru
     return f" There is {', '.join(known)}." if otherwise_all else ""
 
 
-def _check_keys(name: str, arguments: dict[str, Any] | None, taken_by: Callable) -> None:
-    known = signature(taken_by).parameters
-    for key in (key for key in arguments or () if key not in known):
+def _options_of(function: Callable) -> list[str]:
+    return [option.name for option in signature(function).parameters.values() if option.default is not option.empty]
+
+
+def _check_keys(name: str, arguments: dict[str, Any], known: Collection[str]) -> None:
+    for key in (key for key in arguments if key not in known):
         raise ValueError(f"`{name}` has no `{key}`.{did_you_mean(key, known, otherwise_all=False)}")
 
 
@@ -198,7 +259,10 @@ def _folder():
 
 def _text(path: str | Path) -> str:
     if Path(path).is_file():
-        return Path(path).read_text(encoding="utf-8")
+        try:
+            return Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not a recipe: it is not text in UTF-8 ({error}).") from error
     packaged = _folder().joinpath(f"{path}.yaml")
     if not packaged.is_file():
         raise FileNotFoundError(
@@ -207,22 +271,46 @@ def _text(path: str | Path) -> str:
     return packaged.read_text(encoding="utf-8")
 
 
-def _typed(name: str, value: Any, kind: Any) -> Any:
-    """A YAML value as the type of its field; YAML reads `3e-4` as text."""
-    kind = str(kind).removeprefix("<class '").removesuffix("'>")
+def _yaml(text: str, place: str | Path) -> Any:
+    """Raises ValueError, naming `place` and what is wrong there, if the text is not YAML."""
     try:
-        if value is None and ("None" in kind or kind.startswith("collections.abc.Sequence")):
-            return () if "Sequence" in kind else None
-        if "Sequence" in kind:
-            return (value,) if isinstance(value, str) else tuple(map(str, value))
-        if "dict" in kind:
-            return dict(value)
-        if "bool" in kind:
-            return {True: True, False: False}[value]
-        if "int" in kind:
-            if float(value) != int(float(value)) or isinstance(value, bool):
-                raise ValueError
-            return int(float(value))
-        return float(value) if "float" in kind else str(value)
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"`{name}` of the recipe is {value!r}, which is not {kind.replace(' | None', '')}.") from None
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none is a `ValueError`
+        raise ValueError(f"{place} is broken YAML: {' '.join(str(error).split())}") from error
+
+
+def _mapping(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ValueError(f"`{name}` of the recipe is {value!r}, which is not a mapping of names to values.")
+    return dict(value)
+
+
+def _typed(name: str, value: Any, kind: Any) -> Any:
+    """A YAML value as the type of its field; YAML reads `3e-4` as text, and `2026-01-31` as a date.
+
+    Raises:
+        ValueError: it is of another type.
+    """
+    if isinstance(kind, UnionType):  # such as `str | None`
+        if value is None:
+            return None
+        kind = get_args(kind)[0]
+    kind = get_origin(kind) or kind
+    if kind is dict:
+        return _mapping(name, value)
+    if kind is Sequence:
+        value = [] if value is None else [value] if isinstance(value, str) else value
+        if isinstance(value, list | tuple):
+            return tuple(_typed(name, item, str) for item in value)
+    with suppress(OverflowError, ValueError):
+        if kind is bool and isinstance(value, bool):
+            return value
+        if kind is str and isinstance(value, str | int | float | date) and not isinstance(value, bool):
+            return str(value)
+        if kind in (int, float) and isinstance(value, str | int | float) and not isinstance(value, bool):
+            number = value if isinstance(value, int) else float(value)
+            if kind is float or number == int(number):
+                return kind(number)
+    wanted = {str: "text", Sequence: "a list of names"}.get(kind, kind.__name__)
+    hint = "; put it in quotes" if kind is str and isinstance(value, bool) else ""  # `no` is one, and `on`
+    raise ValueError(f"`{name}` of the recipe is {value!r}, which is not {wanted}{hint}.")

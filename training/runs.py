@@ -1,8 +1,14 @@
 """One training run on packed token blocks through `transformers.Trainer`, and held-out loss per sequence."""
 
+import json
+import math
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +20,8 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .optimizer import build_schedule, parameter_groups
 
@@ -38,26 +46,36 @@ def train(
     run: Run,
     on_step: Callable[[], None] = lambda: None,
     callbacks: Sequence[TrainerCallback] = (),
+    work: Path | None = None,
+    save_seconds: float = 120.0,
+    **arguments: Any,
 ) -> list[tuple[int, float]]:
     """Train in place with AdamW on `blocks` `[n, length]`, in an order that the run's seed alone decides.
+
+    Args:
+        on_step: called after each step; after a resume, also at once for each step that was made before.
+        work: a folder for checkpoints. A run that was stopped goes on from the last whole one in it.
+        save_seconds: between checkpoints.
+        arguments: fields of `TrainingArguments`, such as `bf16` or `torch_compile`.
 
     Returns:
         The training loss (nats/token) as points (step, mean over the steps since the point before).
     """
-    callback = _Progress(on_step)
-    with tempfile.TemporaryDirectory() as scratch:
+    with _folder(work) as folder:
         arguments = TrainingArguments(
-            output_dir=scratch,
+            output_dir=str(folder),
             max_steps=run.steps,
             per_device_train_batch_size=run.batch_size,
             max_grad_norm=1.0,
             logging_steps=max(1, run.steps // 50),
-            save_strategy="no",
+            save_strategy="no",  # by the clock instead
+            save_total_limit=1,
             report_to="none",
             disable_tqdm=True,
             dataloader_pin_memory=torch.cuda.is_available(),
             seed=run.seed,
             data_seed=run.seed,
+            **arguments,
         )
         optimizer = torch.optim.AdamW(
             parameter_groups(model, run.learning_rate, run.weight_decay, run.residual_lr_factor), betas=(0.9, 0.95)
@@ -65,16 +83,37 @@ def train(
         schedule = build_schedule(
             optimizer, "wsd", steps=run.steps, warmup_steps=run.warmup_steps, decay_steps=run.decay_steps
         )
-        trainer = Trainer(
+        trainer = _Trainer(
             model,
             arguments,
             train_dataset=[{"input_ids": block, "labels": block} for block in blocks],
             optimizers=(optimizer, schedule),
-            callbacks=[callback, *callbacks],
+            callbacks=[_Progress(on_step, save_seconds if work else math.inf), *callbacks],
         )
         trainer.remove_callback(PrinterCallback)
-        trainer.train()
-    return callback.losses
+        trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder))
+    return [(point["step"], point["loss"]) for point in trainer.state.log_history if "loss" in point]
+
+
+@contextmanager
+def _folder(work: Path | None) -> Iterator[Path]:
+    if work is None:
+        with tempfile.TemporaryDirectory() as scratch:
+            yield Path(scratch)
+    else:
+        work.mkdir(parents=True, exist_ok=True)
+        yield work
+
+
+def last_whole_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint that a `Trainer` has finished in a folder: it writes the state of the run last of all."""
+    steps = {}
+    for state in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}"):
+        try:
+            steps[json.loads(state.read_text())["global_step"]] = str(state.parent)
+        except ValueError:  # the process ended while it wrote
+            continue
+    return steps[max(steps)] if steps else None
 
 
 @torch.no_grad()
@@ -92,14 +131,23 @@ def sequence_losses(model: PreTrainedModel, blocks: Tensor, batch_size: int = 16
     return torch.cat(losses)
 
 
+class _Trainer(Trainer):
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        # Resuming reads the model's own names of tensors, not those of a published layout.
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        model.save_pretrained(output_dir, state_dict=state_dict, save_original_format=False)
+
+
 class _Progress(TrainerCallback):
-    def __init__(self, on_step: Callable[[], None]):
-        self.on_step = on_step
-        self.losses: list[tuple[int, float]] = []
+    def __init__(self, on_step: Callable[[], None], save_seconds: float):
+        self.on_step, self.save_seconds = on_step, save_seconds
+        self.saved = time.monotonic()
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        for _ in range(state.global_step):
+            self.on_step()
 
     def on_step_end(self, args, state, control, **kwargs):
         self.on_step()
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if "loss" in logs:
-            self.losses.append((state.global_step, logs["loss"]))
+        if time.monotonic() - self.saved >= self.save_seconds:
+            control.should_save, self.saved = True, time.monotonic()

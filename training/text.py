@@ -1,18 +1,20 @@
-"""Text for small training runs: the Python installation's own sources, or a file; a tokenizer; packed token blocks."""
+"""Text for small training runs: the Python installation's own sources, or a file; a tokenizer; the tokens in a row."""
 
 import hashlib
 import os
-import re
+import sys
 import sysconfig
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
-import torch
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"
+from .readers import END_OF_TEXT, TEXT_COLUMN, read_text
+
+PADDING = "<|pad|>"
 
 
 def python_sources(max_characters: int) -> list[str]:
@@ -33,18 +35,21 @@ def python_sources(max_characters: int) -> list[str]:
     return documents
 
 
-def read_documents(path: str | os.PathLike, max_characters: int) -> list[str]:
-    """The documents of a text file: split at lines that hold only `<|endoftext|>`, else in paragraphs.
+def read_documents(path: str | os.PathLike, max_characters: int = sys.maxsize) -> list[str]:
+    """The documents of a text file, as training takes them from it; the last is the one that reaches `max_characters`.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it holds no text.
+        ValueError: it holds no text, or what is not UTF-8.
     """
-    with open(path, encoding="utf-8", errors="ignore") as file:
-        text = file.read(max_characters)
-    at_marks = re.split(rf"^{re.escape(END_OF_TEXT)}$", text, flags=re.MULTILINE)
-    parts = at_marks if len(at_marks) > 1 else text.split("\n\n")
-    documents = [part.strip() for part in parts if part.strip()]
+    documents, size = [], 0
+    for document in read_text(os.fspath(path), TEXT_COLUMN, whole_rows=False):
+        if isinstance(document, ValueError):
+            raise document
+        documents.append(document.row[TEXT_COLUMN])
+        size += len(documents[-1])
+        if size >= max_characters:
+            break
     if not documents:
         raise ValueError(f"{path} holds no text.")
     return documents
@@ -66,13 +71,12 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-def pack(documents: list[str], tokenizer: PreTrainedTokenizerBase, length: int) -> Tensor:
-    """Tokenize documents, end each with the end-of-text token, and cut the stream into blocks.
+def token_stream(documents: list[str], tokenizer: PreTrainedTokenizerBase, begin: bool = False) -> np.ndarray:
+    """The tokens of all documents in a row, `[tokens]`, without the special tokens that the tokenizer itself adds.
 
-    Returns:
-        Token ids `[blocks, length]`; the last, incomplete block is dropped.
+    Args:
+        begin: each document stands after the beginning-of-text token; else it ends with the end-of-text token.
     """
     tokenized = tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"] if documents else []
-    ids = [token for document in tokenized for token in [*document, tokenizer.eos_token_id]]
-    blocks = len(ids) // length
-    return torch.tensor(ids[: blocks * length], dtype=torch.long).view(blocks, length)
+    first, last = ([tokenizer.bos_token_id], []) if begin else ([], [tokenizer.eos_token_id])
+    return np.fromiter(chain.from_iterable(chain(first, ids, last) for ids in tokenized), np.int64)

@@ -1,7 +1,7 @@
 """Pre-training, healing and fine-tuning by a recipe, in one process or under `accelerate launch`.
 
 attnres train RECIPE [key=value ...]
-accelerate launch [--config_file FILE] -m attnres.training.train RECIPE [key=value ...]
+accelerate launch [--config_file FILE] -m attnres train RECIPE [key=value ...]
 """
 
 import contextlib
@@ -9,20 +9,23 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from datasets import Dataset, IterableDataset
+from huggingface_hub.errors import StrictDataclassError
 from tqdm import tqdm
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
@@ -32,15 +35,19 @@ from transformers import (
     set_seed,
 )
 from transformers.distributed import DistributedConfig
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import get_last_checkpoint
 
 import attnres
 from attnres.analysis.figures import plot_loss_curves
-from attnres.cli_support import quiet_transformers, write_at_once
 from attnres.configuration import load, names
 from attnres.conversion import retrofit
+from attnres.conversion.family import retrofit_config
+from attnres.files import atomic_write
+from attnres.quiet import quiet_transformers
 
 from .chat import encode_chat
+from .checkpoints import check_checkpoint
 from .data import DataSpec, load_blocks
 from .loading import load_divided, read_division
 from .recipe import Recipe, read_recipe, write_recipe
@@ -67,19 +74,31 @@ def run_train(recipe: Recipe) -> dict[str, Any]:
     # Without being told, accelerate does not join processes on CPUs.
     cpu = not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
     state, out = PartialState(cpu=cpu), Path(recipe.out)
+    if recipe.lora is not None:
+        _lora()
     division = read_division(recipe.distributed, state.num_processes)
+    with quiet_transformers():
+        arguments = _arguments(recipe, state, division)
     with state.main_process_first():
         if state.is_main_process:
             _claim(out, recipe)
+    last = get_last_checkpoint(str(out))
+    if last is not None:
+        check_checkpoint(Path(last))
     set_seed(recipe.seed)
     with quiet_transformers(), state.main_process_first():
         tokenizer = _tokenizer(recipe)
+        _check_config(recipe, tokenizer)
         train, held_out = _data(recipe, tokenizer)
     with quiet_transformers():
-        last = get_last_checkpoint(str(out))
         model = _model(recipe, tokenizer) if division is None else _divided(recipe, tokenizer, division, last)
         display = Display()
-        trainer = _trainer(model, recipe, state, train, held_out, tokenizer, display)
+        trainer = AttnResTrainer(
+            model, recipe, arguments, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(display)
         if last and state.is_main_process:
             print(f"Going on from {last}.")
         with contextlib.closing(display):
@@ -109,17 +128,21 @@ def _claim(out: Path, recipe: Recipe) -> None:
                 f"{out} holds a run with {name} {getattr(before, name)!r}, not {getattr(recipe, name)!r}. "
                 "Choose another `out`, or go on with the recipe as it was."
             )
+    elif out.exists() and not out.is_dir():
+        raise FileExistsError(f"{out} is a file. Choose another `out`.")
     elif out.exists() and any(out.iterdir()) and not (out / RECIPE).exists():
         raise FileExistsError(f"{out} holds other files. Choose another `out`.")
     out.mkdir(parents=True, exist_ok=True)
-    write_at_once(out / RECIPE, write_recipe(recipe))
+    atomic_write(out / RECIPE, write_recipe(recipe))
 
 
 def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     if recipe.tokenizer is None and recipe.model in names():
         raise ValueError(f"{recipe.model} starts from scratch: the recipe needs a `tokenizer`, a directory or Hub id.")
     source = recipe.tokenizer or recipe.model
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    # Code that came with it is neither run nor asked about, nor referred to by what the run writes.
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    tokenizer.init_kwargs.pop("auto_map", None)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {source} has no end-of-text token; set its `eos_token`.")
     return tokenizer
@@ -144,27 +167,55 @@ def _data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset |
     return train.select(range(size)), train.select(range(size, len(train)))
 
 
+def _check_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError, before anything is tokenised, if the recipe asks for a model that cannot be."""
+    try:
+        if recipe.model in names():
+            _named_config(recipe, tokenizer)
+            return
+        config = AutoConfig.from_pretrained(recipe.model, trust_remote_code=False, **recipe.config)
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        raise ValueError(f"`config` of the recipe does not fit {recipe.model}: {error}") from error
+    if recipe.retrofit is not None:
+        try:
+            retrofit_config(config, **recipe.retrofit)
+        except TypeError as error:
+            raise ValueError(f"`retrofit` of the recipe is {recipe.retrofit}: {error}") from error
+
+
+def _named_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    if recipe.lora is not None:
+        raise ValueError(f"{recipe.model} starts from scratch: an adapter would have no base. Leave out `lora`.")
+    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return load(recipe.model, **{"vocab_size": len(tokenizer), **special, **recipe.config})
+
+
 def _model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     if recipe.model in names():
-        if recipe.lora is not None:
-            raise ValueError(f"{recipe.model} starts from scratch: an adapter would have no base. Leave out `lora`.")
-        special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        config = load(recipe.model, **{"vocab_size": len(tokenizer), **special, **recipe.config})
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(_named_config(recipe, tokenizer))
     else:
         # An adapter names its base by this path.
         source = str(Path(recipe.model).absolute()) if Path(recipe.model).is_dir() else recipe.model
         try:
-            model = AutoModelForCausalLM.from_pretrained(source, **recipe.config)
+            model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, **recipe.config)
         except TypeError as error:  # of the model's constructor, which gets what is no field of the configuration
             raise ValueError(f"`config` of the recipe does not fit {recipe.model}: {error}") from error
+        vars(model.config).pop("auto_map", None)
     if recipe.retrofit is not None:
         model = retrofit(model, **recipe.retrofit)
     if recipe.lora is not None:
-        from .lora import add_adapters  # needs peft, an extra
-
-        model = add_adapters(model, **recipe.lora)
+        model = _lora().add_adapters(model, **recipe.lora)
     return model
+
+
+def _lora() -> ModuleType:
+    try:
+        from . import lora
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "peft":
+            raise
+        raise ModuleNotFoundError("`lora` of a recipe needs the package peft: pip install 'attnres[train]'.") from error
+    return lora
 
 
 def _divided(
@@ -178,17 +229,9 @@ def _divided(
     return load_divided(None if in_memory else recipe.model, division, start, build, **recipe.config)
 
 
-def _trainer(
-    model: PreTrainedModel,
-    recipe: Recipe,
-    state: PartialState,
-    train: Dataset | IterableDataset,
-    held_out: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    display: TrainerCallback,
-) -> AttnResTrainer:
+def _arguments(recipe: Recipe, state: PartialState, division: DistributedConfig | None) -> TrainingArguments:
     # The processes of a tensor-parallel group share their batches.
-    readers = state.num_processes // (getattr(model, "tp_size", None) or 1)
+    readers = state.num_processes // (division.tp_size if division is not None else 1)
     micro = min(recipe.micro_batch_size, max(1, recipe.batch_size // readers))
     accumulated, rest = divmod(recipe.batch_size, micro * readers)
     if rest:
@@ -196,7 +239,7 @@ def _trainer(
             f"`batch_size` {recipe.batch_size} is not a multiple of `micro_batch_size` {micro} times "
             f"{readers} processes."
         )
-    arguments = {
+    own = {
         "output_dir": recipe.out,
         "max_steps": recipe.num_steps,
         "per_device_train_batch_size": micro,
@@ -207,23 +250,24 @@ def _trainer(
         "logging_nan_inf_filter": False,
         "save_steps": recipe.save_every,
         "save_total_limit": recipe.keep,
-        "eval_strategy": "steps",
-        "eval_steps": recipe.save_every,
-        "report_to": "none",
         "seed": recipe.seed,
         "remove_unused_columns": False,
         "label_names": ["labels"],
         "use_cpu": state.device.type == "cpu",
+    }
+    defaults = {
+        "eval_strategy": "steps",
+        "eval_steps": recipe.save_every,
+        "report_to": "none",
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
-    arguments = TrainingArguments(**arguments | recipe.trainer)
-    trainer = AttnResTrainer(
-        model, recipe, arguments, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer
-    )
-    trainer.remove_callback(PrinterCallback)
-    trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(display)
-    return trainer
+    try:
+        made = TrainingArguments(**defaults | recipe.trainer, **own)
+        for callback in get_reporting_integration_callbacks(made.report_to):
+            callback()  # says what it lacks
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"`trainer` of the recipe: {error}") from error
+    return made
 
 
 class Display(TrainerCallback):
@@ -298,25 +342,5 @@ def _write(
             tokenizer.save_pretrained(out / MODEL)
         curves = {"training": results["training_loss"], "held out": results["held_out_losses"]}
         plot_loss_curves({label: points for label, points in curves.items() if points}, out / CURVE)
-        write_at_once(out / RESULTS, json.dumps(results, indent=2) + "\n")
+        atomic_write(out / RESULTS, json.dumps(results, indent=2) + "\n")
     trainer.accelerator.wait_for_everyone()
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Train by the recipe and changes on the command line; what fails ends in one line."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(__doc__)
-        sys.exit(0 if arguments else 2)
-    try:
-        run_train(read_recipe(arguments[0], arguments[1:]))
-    except (ArithmeticError, ImportError, OSError, RuntimeError, ValueError) as error:
-        print(f"attnres: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(1)
-    finally:
-        with contextlib.suppress(Exception):
-            torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

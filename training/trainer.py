@@ -23,7 +23,7 @@ from transformers.distributed import load_optimizer_distributed, save_optimizer_
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 
-from attnres.loading_attnres import attn_res_tensors
+from attnres.residual_attnres import residual_tensors
 
 from .balance import ExpertBalance
 from .monitor import Monitor
@@ -69,7 +69,7 @@ class AttnResTrainer(Trainer):
                 name=recipe.optimizer,
                 learning_rate=recipe.learning_rate,
                 weight_decay=recipe.weight_decay,
-                attn_res_lr_factor=recipe.attn_res_lr_factor,
+                residual_lr_factor=recipe.residual_lr_factor,
             )
         return self.optimizer
 
@@ -86,16 +86,16 @@ class AttnResTrainer(Trainer):
                 decay_steps=min(round(recipe.decay * steps), steps - warmup),
                 min_rate=recipe.min_rate,
             )
-            self._hold_back(optimizer, round(recipe.attn_res_alone * steps))
+            self._hold_back(optimizer, round(recipe.residual_alone * steps))
         return self.lr_scheduler
 
     def _hold_back(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
-        """A rate of zero for all but the AttnRes vectors in the first `steps`: every engine can do that."""
+        """A rate of zero for all but the residual tensors in the first `steps`: every engine can do that."""
         if not steps:
             return
-        vectors = {id(tensor) for tensor in attn_res_tensors(self.model).values()}
+        residual = {id(tensor) for tensor in residual_tensors(self.model).values()}
         for i, group in enumerate(optimizer.param_groups):
-            if not any(id(parameter) in vectors for parameter in group["params"]):
+            if not any(id(parameter) in residual for parameter in group["params"]):
                 factor = self.lr_scheduler.lr_lambdas[i]
                 self.lr_scheduler.lr_lambdas[i] = lambda step, factor=factor: 0.0 if step < steps else factor(step)
                 group["lr"] = 0.0

@@ -10,7 +10,6 @@ Run as `python -c "... import guard; guard.main()"`, without the package and wit
 """
 
 import builtins
-import contextlib
 import os
 import resource
 import signal
@@ -20,10 +19,8 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 import candidate
+import linux
 import wire
-
-if sys.platform == "linux":
-    import linux
 
 
 class Stopped(BaseException):
@@ -104,10 +101,13 @@ class Channel:
     def look_up(self, name: str, namespace: dict) -> None:
         """Give the tests what the program calls `name`: a plain value, a `Remote`, nothing if it has no such name."""
         answer = self.ask({"name": name})
-        if "module" in answer and name in sys.stdlib_module_names:
-            namespace[name] = import_module(name)  # our own: the program only had to import it
-        elif "value" in answer:
+        if "value" in answer:
             namespace[name] = self.decode(answer["value"])
+
+    def look_up_module(self, name: str, namespace: dict) -> None:
+        """Give the tests our own module `name` if the program has imported one: nothing else that it calls so."""
+        if "module" in self.ask({"name": name}):
+            namespace[name] = import_module(name)
 
     def operate(self, operation: str, on: Remote, args: tuple = (), kwargs: dict | None = None) -> Any:
         sent = [wire.encode(part, self.number) for part in ([*args], kwargs or {})]
@@ -135,12 +135,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     verdict = os.dup(1)
     job = wire.receive(0)
-    children = None
-    if sys.platform == "linux":
-        linux.die_with_parent(job["caller"])
-        linux.adopt_orphans()
-        with contextlib.suppress(OSError):  # a kernel may lack it; opened here, before /proc is out of reach
-            children = os.open(f"/proc/self/task/{os.getpid()}/children", os.O_RDONLY)
+    linux.die_with_parent(job["caller"])
     try:
         pid, channel = start(job)
     except (Exception, Stopped) as error:
@@ -154,7 +149,7 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
     except Stopped:
         pass
-    status = finish(pid, children, 0.2 if channel.ended == "" else 0)
+    status = finish(pid, 0.2 if channel.ended == "" else 0)
     if channel.ended is not None:
         passed, reason = False, channel.ended or describe(status)
     wire.send(verdict, {"passed": passed, "reason": reason})
@@ -170,6 +165,8 @@ def check(job: dict, channel: Channel) -> tuple[bool, str]:
         for name in job["names"]:
             namespace.pop(name, None)
             channel.look_up(name, namespace)
+        for name in job["modules"]:
+            channel.look_up_module(name, namespace)
         exec(compile(job["tests"], "<tests>", "exec", dont_inherit=True), namespace)
     except Stopped:
         raise
@@ -194,15 +191,14 @@ def start(job: dict) -> tuple[int, Channel]:
     layers, folder = job["layers"], job["folder"]
     limit(job)
     if "namespaces" in layers:
-        linux.namespaces(folder, job["disk"], job["files"])
+        linux.namespaces(folder, job["readable"], job["disk"], job["files"])
     os.chdir(folder)
     output = os.open("output", os.O_RDWR | os.O_CREAT | os.O_APPEND)  # counted by the limit on file size
     os.unlink("output")
     if "landlock" in layers:
         linux.landlock(folder, job["readable"])
-    if sys.platform == "linux":
-        linux.drop_privileges()
-        linux.hide_memory()
+    linux.drop_privileges()
+    linux.hide_memory()
     for descriptor in 1, 2:
         os.dup2(output, descriptor)
     questions, answers = os.pipe(), os.pipe()
@@ -234,14 +230,12 @@ def become_candidate(job: dict, read: int, write: int, parent: int) -> None:
     sys.argv[:] = ["program"]
     settle_chance(job["program"])
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
-    if sys.platform == "linux":
-        linux.die_with_parent(0 if "namespaces" in layers else parent)
-    if "seccomp" in layers:
-        linux.seccomp()
-    if sys.platform == "linux":
-        vars(linux).clear()  # its handle on the C library would be a way past the hook
-    if "hook" in layers:
-        candidate.fence(job["folder"], job["readable"], job["files"])
+    linux.die_with_parent(0 if "namespaces" in layers else parent)
+    if "landlock" in layers:
+        linux.landlock(job["folder"], job["readable"])  # once more: from its own domain it cannot reach the guard
+    if "namespaces" not in layers:
+        linux.show_counts()  # of what it writes, to the caller; Landlock closes its memory to other programs
+    linux.seccomp()
     for name in "guard", "linux", "wire", "candidate":
         sys.modules.pop(name, None)
     wire.send(write, {"value": None})
@@ -249,21 +243,17 @@ def become_candidate(job: dict, read: int, write: int, parent: int) -> None:
 
 
 def limit(job: dict) -> None:
-    """The resource limits of this process and its children, as far as the platform has them."""
+    """The resource limits of this process and its children."""
     seconds = int(job["seconds"]) + 2
     for name, value in dict(CPU=seconds, AS=job["memory"], FSIZE=job["file"], NOFILE=job["open_files"], CORE=0).items():
         kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        try:
-            resource.setrlimit(kind, (value, value))
-        except (ValueError, OSError):
-            if name != "AS" or sys.platform == "linux":  # macOS does not limit address space
-                raise
+        resource.setrlimit(kind, (value, value))
 
 
-def finish(pid: int, children: int | None, patience: float) -> int | None:
-    """Kill the candidate and all that it started; its wait status if it ended by itself within `patience` seconds."""
+def finish(pid: int, patience: float) -> int | None:
+    """Kill the candidate; its wait status if it ended by itself within `patience` seconds."""
     end = time.monotonic() + patience
     done, status = os.waitpid(pid, os.WNOHANG)
     while not done and time.monotonic() < end:
@@ -272,14 +262,6 @@ def finish(pid: int, children: int | None, patience: float) -> int | None:
     if not done:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    end = time.monotonic() + 2
-    while children is not None and time.monotonic() < end:  # orphans have become our children
-        for orphan in os.pread(children, 1 << 16, 0).split():
-            os.kill(int(orphan), signal.SIGKILL)
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            break
     return status if done else None
 
 

@@ -15,12 +15,13 @@ import struct
 _libc = ctypes.CDLL(None, use_errno=True)
 
 # include/uapi/linux/{prctl,sched,mount}.h
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 1 << 17, 1 << 27, 1 << 28, 1 << 29, 1 << 30
-_MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 2, 4, 1 << 14, 1 << 18
-_AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = -100, 0x8000, 1
+_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 1 << 12, 1 << 14, 1 << 18
+_AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID = -100, 0x8000, 1, 2
 # Numbers of the newer system calls, the same on every architecture.
 _MOUNT_SETATTR, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 442, 444, 445, 446
+_LANDLOCK_MINIMUM = 3  # Linux 6.2: earlier ones let a process empty any file of its user
 
 
 def _call(function: str, *arguments) -> int:
@@ -47,14 +48,14 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def adopt_orphans() -> None:
-    """Become the parent of every descendant that loses its own, so that it can be found and killed."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
 def hide_memory() -> None:
     """Close /proc/PID/{mem,environ,fd} of this process to processes of the same user; no core dumps."""
     _prctl(_PR_SET_DUMPABLE, 0)
+
+
+def show_counts() -> None:
+    """Undo `hide_memory`: let processes of the same user read /proc/PID/io, and with it the rest."""
+    _prctl(_PR_SET_DUMPABLE, 1)
 
 
 def drop_privileges() -> None:
@@ -64,10 +65,11 @@ def drop_privileges() -> None:
     _call("capset", header, bytes(24))
 
 
-def namespaces(folder: str, size: int, files: int) -> None:
-    """Own user, process, network, IPC and mount namespaces: no network, no other process, a read-only file system.
+def namespaces(folder: str, readable: list[str], size: int, files: int) -> None:
+    """Own user, process, network, IPC and mount namespaces: no network, no other process, no files but `readable`.
 
-    `folder` becomes a file system in memory with room for `size` bytes in `files` files; it goes with the last process.
+    The root becomes a file system that holds `readable`, to be read only, and `folder`: a file system in memory with
+    room for `size` bytes in `files` files, which goes with the last process.
     The process namespace starts with the next child, which is its process 1: when it ends, all in it end.
     """
     user, group = os.geteuid(), os.getegid()
@@ -75,12 +77,39 @@ def namespaces(folder: str, size: int, files: int) -> None:
     for name, content in ("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1"):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(content)
-    nothing = ctypes.c_void_p()
-    _call("mount", b"none", b"/", nothing, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), nothing)
-    read_only = struct.pack("QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0)
-    _syscall(_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, read_only, len(read_only))
-    options = f"size={size},nr_inodes={files},mode=700".encode()
-    _call("mount", b"none", os.fsencode(folder), b"tmpfs", ctypes.c_ulong(_MS_NOSUID | _MS_NODEV), options)
+    _mount("/", _MS_REC | _MS_PRIVATE)
+    _mount(folder, _MS_NOSUID | _MS_NODEV, "tmpfs", "mode=755")
+    for real in sorted({os.path.realpath(path) for path in readable}):  # a folder before what lies in it
+        if os.path.exists(real) and not os.path.lexists(folder + real):
+            _bind(real, folder + real)
+    for path in readable:
+        if os.path.exists(path) and not os.path.lexists(folder + path):
+            parent = os.path.dirname(path)
+            os.makedirs(folder + parent, exist_ok=True)
+            os.symlink(os.path.relpath(os.path.realpath(path), parent), folder + path)
+    os.makedirs(folder + folder, exist_ok=True)
+    read_only = struct.pack("QQQQ", _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID, 0, 0, 0)
+    _syscall(_MOUNT_SETATTR, _AT_FDCWD, os.fsencode(folder), _AT_RECURSIVE, read_only, len(read_only))
+    _mount(folder + folder, _MS_NOSUID | _MS_NODEV, "tmpfs", f"size={size},nr_inodes={files},mode=700")
+    # Not pivot_root, which a machine that runs from its initial RAM disk refuses. Out of this root leads only a
+    # descriptor of a folder outside, of which there is none, or CAP_SYS_CHROOT, which `drop_privileges` takes.
+    os.chroot(folder)
+    os.chdir("/")
+
+
+def _mount(path: str, flags: int, kind: str = "none", options: str = "", source: str = "none") -> None:
+    names = (os.fsencode(name) for name in (source, path, kind))
+    _call("mount", *names, ctypes.c_ulong(flags), os.fsencode(options))
+
+
+def _bind(source: str, place: str) -> None:
+    """Let the file or folder `source` be seen at `place` too, where there is nothing yet."""
+    if os.path.isdir(source):
+        os.makedirs(place)
+    else:
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        os.close(os.open(place, os.O_CREAT | os.O_EXCL))
+    _mount(place, _MS_BIND | _MS_REC, source=source)
 
 
 def landlock_version() -> int:
@@ -95,13 +124,14 @@ def landlock(folder: str, readable: list[str]) -> None:
     """Read files only under `readable` and `folder`, create and write them only in `folder`; execute none, no folders.
 
     Version 4 and later: no TCP; version 6 and later: no signals to processes outside, no abstract Unix sockets.
+    Processes outside are those that were not restricted by this very call: a child that calls it once more can neither
+    signal nor trace its parent.
     """
     version = landlock_version()
-    if not version:
-        raise OSError(errno.ENOSYS, "this kernel has no Landlock")
+    if version < _LANDLOCK_MINIMUM:
+        raise OSError(errno.ENOSYS, f"Landlock is of version {version}, not {_LANDLOCK_MINIMUM} or later (Linux 6.2)")
     write_file, read_file, read_dir, remove_file, make_file, truncate = 1 << 1, 1 << 2, 1 << 3, 1 << 5, 1 << 8, 1 << 14
-    rights = (1 << 13) - 1  # version 1; later ones add: refer, truncate, ioctl on devices
-    rights |= (version >= 2) << 13 | (version >= 3) << 14 | (version >= 5) << 15
+    rights = (1 << 15) - 1 | (version >= 5) << 15  # later: ioctl on devices
     network, scope = 0b11 * (version >= 4), 0b11 * (version >= 6)
     ruleset_bytes = struct.pack("QQQ", rights, network, scope)[: 8 if version < 4 else 16 if version < 6 else 24]
     ruleset = _syscall(_LANDLOCK_CREATE, ruleset_bytes, len(ruleset_bytes), 0)
@@ -127,53 +157,95 @@ def landlock(folder: str, readable: list[str]) -> None:
 
 # System calls that no solution needs: (x86_64, aarch64), None where an architecture lacks it (include/uapi/asm).
 _DENIED = {
-    # processes and threads, programs, signals
+    # processes and threads, programs, signals, the order of scheduling
     "fork": (57, None), "vfork": (58, None), "clone": (56, 220), "execve": (59, 221), "execveat": (322, 281),
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240), "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424),
-    "setsid": (112, 157), "setpgid": (109, 154), "setpriority": (141, 140), "sched_setscheduler": (144, 119),
+    "setsid": (112, 157), "setpgid": (109, 154), "setpriority": (141, 140), "ioprio_set": (251, 30),
+    "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "sched_setattr": (314, 274),
     "sched_setaffinity": (203, 122), "setrlimit": (160, 164), "prlimit64": (302, 261),
+    # what this process has set: that it ends with its parent, that its memory is closed to others, this filter
+    "prctl": (157, 167), "seccomp": (317, 277),
     # the memory of others, kernel memory that limits do not count
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "pidfd_getfd": (438, 438),
-    "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180), "memfd_create": (319, 279),
+    "process_madvise": (440, 440), "process_mrelease": (448, 448), "kcmp": (312, 272), "io_setup": (206, 0),
+    "shmget": (29, 194), "shmctl": (31, 195), "shmat": (30, 196), "semget": (64, 190), "semctl": (66, 191),
+    "semop": (65, 193), "semtimedop": (220, 192), "msgget": (68, 186), "msgctl": (71, 187), "msgrcv": (70, 188),
+    "msgsnd": (69, 189), "mq_open": (240, 180), "mq_unlink": (241, 181), "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     # the network
-    "socket": (41, 198), "connect": (42, 203),
+    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
+    # files by other ways than those that count what is written (`_watch`); descriptors in sockets
+    "fallocate": (285, 47), "splice": (275, 76), "vmsplice": (278, 75), "tee": (276, 77), "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
     # the file system beyond plain files
     "mkdir": (83, None), "mkdirat": (258, 34), "mknod": (133, None), "mknodat": (259, 33), "link": (86, None),
     "linkat": (265, 37), "symlink": (88, None), "symlinkat": (266, 36), "chmod": (90, None), "fchmod": (91, 52),
     "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None), "fchown": (93, 55), "lchown": (94, None),
-    "fchownat": (260, 54), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
+    "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None), "futimesat": (261, None),
+    "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
+    "setxattrat": (463, 463), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "removexattrat": (466, 466), "file_setattr": (469, 469), "fanotify_init": (300, 262),
     "open_by_handle_at": (304, 265), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
     "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
-    "mount_setattr": (442, 442),
+    "fspick": (433, 433), "mount_setattr": (442, 442),
     # the kernel's large doors
-    "unshare": (272, 97), "setns": (308, 268), "bpf": (321, 280), "perf_event_open": (298, 241),
+    "unshare": (272, 97), "setns": (308, 268), "bpf": (321, 280), "perf_event_open": (298, 241), "syslog": (103, 116),
     "userfaultfd": (323, 282), "io_uring_setup": (425, 425), "add_key": (248, 217), "request_key": (249, 218),
     "keyctl": (250, 219), "personality": (135, 92), "modify_ldt": (154, None),
 }  # fmt: skip
 _CLONE3 = 435  # answered "not implemented": the C library then tries clone
+
+# System calls that are allowed with some arguments only: (x86_64, aarch64, alternatives). One of the alternatives must
+# hold, and in it each (argument, mask, values): argument & mask is one of the values.
+_ALL = 0xFFFFFFFF
+_PARTLY = {
+    # duplicates, flags without O_ASYNC, locks: no signals to who owns the other end, no leases
+    "fcntl": (72, 25, [[(1, _ALL, [0, 1, 2, 3, 5, 6, 7, 1030])], [(1, _ALL, [4]), (2, 0x2000, [0])]]),
+    # TCGETS (is this a terminal?), TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
+    "ioctl": (16, 29, [[(1, _ALL, [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451])]]),
+    # anonymous, or private: what is written to a shared file in memory is counted by nobody
+    "mmap": (9, 222, [[(3, 0x20, [0x20])], [(3, 0xF, [2])]]),
+    # AF_UNIX, SOCK_STREAM, as asyncio makes for itself: from a pair of datagram sockets one can send to any path
+    "socketpair": (53, 199, [[(0, _ALL, [1]), (1, 0xF, [1])]]),
+}
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH_*
+# Classic BPF: (operation, jump if true, jump if false, operand) on the data {nr, arch, instruction pointer, arguments}.
+_LOAD, _AND, _JUMP, _EQUAL, _AT_LEAST, _GIVE = 0x20, 0x54, 0x05, 0x15, 0x35, 0x06
+_ALLOW, _REFUSE, _KILL = (_GIVE, 0, 0, 0x7FFF0000), (_GIVE, 0, 0, 0x00050000 | errno.EPERM), (_GIVE, 0, 0, 0x80000000)
+_LACKING = (_GIVE, 0, 0, 0x00050000 | errno.ENOSYS)
 
 
 def seccomp() -> None:
-    """Refuse the system calls of `_DENIED` (EPERM); a call in another architecture's numbering kills the process."""
+    """Refuse the system calls of `_DENIED`, and those of `_PARTLY` with other arguments than theirs (EPERM).
+
+    A call in another architecture's numbering kills the process.
+    """
     machine = os.uname().machine
     if machine not in _ARCHITECTURES or struct.calcsize("P") != 8:
         raise OSError(errno.ENOSYS, f"no table of system calls for {machine}")
     column, audit_arch = _ARCHITECTURES[machine]
-    numbers = sorted(row[column] for row in _DENIED.values() if row[column] is not None)
-    # Classic BPF: (operation, jump if true, jump if false, operand); the data is {nr, arch, ...}.
-    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
-    allow, refuse, kill = 0x7FFF0000, 0x00050000, 0x80000000
-    n = len(numbers)
+    denied = [row[column] for row in _DENIED.values() if row[column] is not None]
     program = [
-        (load, 0, 0, 4), (equal, 0, n + 6, audit_arch), (load, 0, 0, 0), (at_least, n + 4, 0, 0x40000000),
-        (equal, n + 2, 0, _CLONE3),
-        *((equal, n - i, 0, number) for i, number in enumerate(numbers)),
-        (give, 0, 0, allow), (give, 0, 0, refuse | errno.EPERM), (give, 0, 0, refuse | errno.ENOSYS),
-        (give, 0, 0, kill),
+        (_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit_arch), _KILL,
+        (_LOAD, 0, 0, 0), (_AT_LEAST, 0, 1, 0x40000000), _KILL,  # another numbering on x86-64
+        (_EQUAL, 0, 1, _CLONE3), _LACKING,
     ]  # fmt: skip
+    for row in _PARTLY.values():
+        check = [instruction for tests in row[2] for instruction in _alternative(tests)] + [_REFUSE]
+        program += [(_EQUAL, 0, len(check), row[column]), *check]
+    program += [(_EQUAL, len(denied) - i, 0, number) for i, number in enumerate(denied)] + [_ALLOW, _REFUSE]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _prctl(_PR_SET_SECCOMP, 2, struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code)))
+
+
+def _alternative(tests: list[tuple[int, int, list[int]]]) -> list[tuple[int, int, int, int]]:
+    """Allow the call if all the tests hold, else go on after these instructions."""
+    code = [_ALLOW]
+    for argument, mask, values in reversed(tests):
+        otherwise = (_JUMP, 0, 0, len(code))
+        compare = [(_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)]
+        # The lower half of the argument, which is all that the kernel looks at here.
+        code = [(_LOAD, 0, 0, 16 + 8 * argument), (_AND, 0, 0, mask), *compare, otherwise, *code]
+    return code

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from attnres.analysis import figures
 from attnres.analysis.depth_attention import depth_attention_map
 from attnres.analysis.figures import plot_depth_attention, plot_loss_curves, sublayer_names
 
@@ -33,8 +34,9 @@ def test_zero_queries_give_uniform_rows(tiny_config, token_ids):
 
 
 def test_a_model_without_depth_attention_is_refused(tiny_model, token_ids):
-    with pytest.raises(ValueError, match="no attention residuals"):
-        depth_attention_map(tiny_model(residual_connection="standard"), [token_ids])
+    for connection in ("standard", "denseformer", "identity_hc"):
+        with pytest.raises(ValueError, match="no attention residuals"):
+            depth_attention_map(tiny_model(residual_connection=connection), [token_ids])
     with pytest.raises(ValueError, match="no batch"):
         depth_attention_map(tiny_model(), [])
 
@@ -63,3 +65,22 @@ def test_figures_are_png_files(tiny_model, token_ids, tmp_path):
     plot_loss_curves(curves, tmp_path / "difference.png", compare=("b", "c"))
     for name in ("map.png", "loss.png", "difference.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("block_size", "axis", "sources"),
+    [
+        (1, "source: sublayer output", ["embedding", "attention 0", "MLP 0", "attention 1"]),
+        (3, "source: block of 3 sublayers", ["embedding", "1", "2", "3"]),
+        (8, "source: block of 8 sublayers", ["embedding", "1"]),
+    ],
+)
+def test_the_sources_of_a_figure_are_read_from_the_map(
+    tiny_model, token_ids, tmp_path, monkeypatch, block_size, axis, sources
+):
+    drawn = []
+    monkeypatch.setattr(figures, "_write", lambda figure, path: drawn.append(figure.axes[0]))
+    model = tiny_model(attn_res_block_size=block_size)
+    plot_depth_attention(depth_attention_map(model, [token_ids]), tmp_path / "map.png", model.config)
+    assert drawn[0].get_xlabel() == axis
+    assert [label.get_text() for label in drawn[0].get_xticklabels()][:4] == sources

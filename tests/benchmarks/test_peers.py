@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers.models.inkling2.modeling_inkling2 import Inkling2BlockAttentionResidual
 
 from attnres import depth_attention_reference
-from attnres.residual_attnres import AttnRes
+from attnres.attn_res_attnres import AttnRes
 from benchmarks import ops, peers
-from benchmarks.shapes import PSEUDOCODE, STANDARD, connect, shapes, token_ids, variants
+from benchmarks.shapes import EAGER, PSEUDOCODE, STANDARD, connect, shapes, token_ids, variants
 from benchmarks.timing import Setting
 
 EXACT = {name: peer for name, peer in peers.PEERS.items() if name != "inkling2"}
@@ -74,10 +74,10 @@ def test_the_bound_moves_what_must_be_moved():
 def test_all_variants_of_a_model_share_its_weights_and_compute_nearly_its_function(name):
     shape = shapes(quick=True)[name]
     models = variants(shape, torch.float32, "cpu")
-    ids = token_ids(shape.config, 16, "cpu")
+    ids = token_ids(shape.config, 16, 1, "cpu")
     with torch.no_grad():
         logits = {variant: model(ids).logits for variant, model in models.items()}
-    assert logits.keys() == {STANDARD, PSEUDOCODE, *shape.connections}
+    assert logits.keys() == {STANDARD, PSEUDOCODE, *shape.connections, *(EAGER + name for name in shape.connections)}
     for variant, model in models.items():
         assert model.get_input_embeddings().weight is models[STANDARD].get_input_embeddings().weight
         torch.testing.assert_close(logits[variant], logits[STANDARD], rtol=0, atol=0.05)
@@ -116,6 +116,6 @@ def test_a_peer_that_cannot_run_is_named_and_the_others_are_measured(monkeypatch
     monkeypatch.setattr(ops, "compiled_reference", lambda: broken)
     row = next(ops.measure(Setting(repeats=2, quick=True, threads=1)))
     assert row["missing"] == {"torch.compile": "no compiler"}
-    assert list(row["ratios"]) == ["ours / bound", *(f"{name} / ours" for name in peers.PEERS)]
+    assert list(row["ratios"]) == ["ours / bound", *(f"{name} / ours" for name in ("ours eager", *peers.PEERS))]
     (table, *_) = ops.tables([row]).values()
     assert "torch.compile did not run: no compiler" in table.caption

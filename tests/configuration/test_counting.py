@@ -6,7 +6,7 @@ from transformers import AutoConfig, KimiLinearConfig
 
 from attnres import AttnResForCausalLM
 from attnres.configuration import count_parameters, load
-from attnres.loading_attnres import attn_res_tensors
+from attnres.residual_attnres import residual_tensors
 
 
 def test_counts_of_a_model_that_is_allocated(tiny_config):
@@ -52,7 +52,7 @@ def test_a_tied_embedding_counts_once(tiny_config):
 
 
 def test_attn_res_adds_its_tensors_to_every_count(tiny_config):
-    added = sum(tensor.numel() for tensor in attn_res_tensors(AttnResForCausalLM(tiny_config())).values())
+    added = sum(tensor.numel() for tensor in residual_tensors(AttnResForCausalLM(tiny_config())).values())
     attn_res, standard = (count_parameters(tiny_config(residual_connection=name)) for name in ("attn_res", "standard"))
     assert added > 0
     assert attn_res.total - standard.total == added

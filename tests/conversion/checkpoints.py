@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from attnres.cli import main
+from attnres.commands.main import main
 
 FIELDS = {
     "vocab_size": 300,
@@ -124,7 +124,7 @@ class Run:
 def convert(*arguments: str | Path) -> Run:
     """`attnres convert ARGUMENTS`, in this process."""
     out, err, code = io.StringIO(), io.StringIO(), 0
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with (
             mock.patch.object(sys, "argv", ["attnres", "convert", *map(str, arguments)]),
@@ -135,7 +135,8 @@ def convert(*arguments: str | Path) -> Run:
     except SystemExit as stop:
         code = stop.code or 0
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     return Run(code, out.getvalue(), err.getvalue())
 
 

@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from attnres.cli import main
+from attnres.commands.main import main
 
 server, folder = int(sys.argv[1]), Path(sys.argv[2])
 

@@ -16,8 +16,9 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from attnres.cli import main
-from attnres.conversion import command, convert
+from attnres.commands import convert as command
+from attnres.commands.main import main
+from attnres.conversion import convert
 
 SOURCE, DAMAGED, FOLDER = map(Path, sys.argv[1:])
 SIGNALS = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGKILL": signal.SIGKILL}

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, KimiLinearForCausalLM
 from transformers.integrations.bitnet import pack_weights
 
 from attnres import AttnResForCausalLM
-from attnres.loading_attnres import attn_res_tensors
+from attnres.residual_attnres import residual_tensors
 
 from ..modeling_attnres import test_published_layout
 from .checkpoints import (
@@ -86,9 +86,9 @@ def test_shards_are_copied_byte_for_byte_and_one_is_added(source, tmp_path):
     assert all(after[name] == before[name] for name in shards)
     (added,) = {name for name in after if name.endswith(".safetensors")} - shards
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
-    assert set(load_file(tmp_path / "result" / added)) == set(attn_res_tensors(model))
+    assert set(load_file(tmp_path / "result" / added)) == set(residual_tensors(model))
     old, new = json.loads(before[INDEX]), json.loads(after[INDEX])
-    assert new["weight_map"] == old["weight_map"] | dict.fromkeys(attn_res_tensors(model), added)
+    assert new["weight_map"] == old["weight_map"] | dict.fromkeys(residual_tensors(model), added)
     assert new["metadata"]["total_size"] == sum(t.nbytes for t in tensors_of(tmp_path / "result").values())
 
 
@@ -102,7 +102,7 @@ def test_one_file_becomes_two_of_which_the_first_is_the_old_one(whole, tmp_path)
 
 def test_the_new_tensors_are_those_of_a_retrofit(whole, tmp_path):
     convert_well(whole, tmp_path / "result")
-    for name, tensor in attn_res_tensors(AutoModelForCausalLM.from_pretrained(tmp_path / "result")).items():
+    for name, tensor in residual_tensors(AutoModelForCausalLM.from_pretrained(tmp_path / "result")).items():
         expected = torch.zeros_like(tensor) if name.endswith("_proj.weight") else torch.ones_like(tensor)
         assert torch.equal(tensor, expected), name
 
@@ -213,12 +213,16 @@ def test_all_files_are_as_readable_as_those_that_anybody_writes(source, tmp_path
 
 
 def test_a_snapshot_of_symbolic_links_is_read_through_them(source, tmp_path):
-    (tmp_path / "snapshot").mkdir()
-    for path in source.iterdir():
-        (tmp_path / "snapshot" / path.name).symlink_to(path)
+    cached = tmp_path / "models--lab--model"
+    snapshot, blobs = cached / "snapshots" / "0123", cached / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for i, path in enumerate(source.iterdir()):
+        shutil.copyfile(path, blobs / str(i))
+        (snapshot / path.name).symlink_to(f"../../blobs/{i}")
     for options in ([], ["--hard-link"]):
         result = tmp_path / f"result{len(options)}"
-        convert_well(tmp_path / "snapshot", result, *options)
+        convert_well(snapshot, result, *options)
         assert not [path for path in result.iterdir() if path.is_symlink()]
         assert_same_function(logits_of(result), logits_of(source))
 
@@ -237,7 +241,7 @@ def test_tensors_that_the_model_does_not_read_go_along_whatever_they_hold(tmp_pa
 def test_a_standard_member_of_the_family_is_taken_and_old_attn_res_tensors_in_it_are_not(whole, tmp_path):
     convert_well(whole, tmp_path / "first")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
-    for tensor in attn_res_tensors(model).values():
+    for tensor in residual_tensors(model).values():
         torch.nn.init.normal_(tensor)
     model.save_pretrained(tmp_path / "trained")
     change_json(tmp_path / "trained" / "config.json", residual_connection="standard")
@@ -287,7 +291,7 @@ def test_a_model_without_generation_config_keeps_what_its_configuration_says_of_
 def test_with_the_mean_the_result_is_said_to_be_another_function(copy, tmp_path):
     change_json(copy / "config.json", rms_norm_eps=0.1)
     run = convert_well(copy, tmp_path / "result", "--scale", "mean")
-    assert "only up to the epsilons" in run.out
+    assert "Not the same function: the scale 'mean'" in run.out
     assert (logits_of(tmp_path / "result") - logits_of(copy)).abs().max() > 0.01
     assert json.loads((tmp_path / "result" / "config.json").read_text())["attn_res_scale"] == "mean"
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from attnres.attn_res_attnres import AttnRes
 from attnres.conversion.checkpoint import open_checkpoint
-from attnres.conversion.convert import plan_block_size
-from attnres.loading_attnres import attn_res_tensors
-from attnres.residual_attnres import AttnRes
+from attnres.conversion.convert import plan_change
+from attnres.residual_attnres import residual_tensors
 
 from .checkpoints import (
     IDS,
@@ -78,7 +78,7 @@ def test_so_is_one_that_was_loaded_and_saved_again(source, retrofitted, tmp_path
     assert_same_function(logits_of(tmp_path / "back"), logits_of(source))
 
 
-def test_a_trained_retrofit_stays_one_and_its_largest_query_is_quoted(copy, tmp_path):
+def test_a_trained_retrofit_stays_one_and_its_query_is_quoted(copy, tmp_path):
     query = torch.zeros(1, 32)
     query[0, 7] = -0.0125
     change_tensors(copy, {QUERY: query, QUERY.replace("layers.1", "layers.2"): query / 2})
@@ -98,7 +98,7 @@ def test_a_query_that_is_no_number_is_not_taken_for_zero(copy, tmp_path, options
 
 @pytest.mark.parametrize("options", [["--to", "standard"], ["--set-block-size", "3"]], ids=" ".join)
 def test_a_standard_model_has_nothing_to_undo_or_to_regroup(source, tmp_path, options):
-    assert "'llama' and has no attention residuals" in convert(source, tmp_path / "result", *options).error
+    assert "'llama', which has standard residual connections" in convert(source, tmp_path / "result", *options).error
 
 
 def test_a_retrofit_is_not_retrofitted(retrofitted, tmp_path):
@@ -131,7 +131,7 @@ def blank_model(block_size: int, scale: str) -> PreTrainedModel:
         num_hidden_layers=SUBLAYERS // 2,
         **fields,
     )
-    for tensor in attn_res_tensors(model).values():
+    for tensor in residual_tensors(model).values():
         torch.nn.init.ones_(tensor)
     return model
 
@@ -166,7 +166,7 @@ def test_regrouping_is_allowed_exactly_where_the_logits_stay(sizes, scale, train
         old.save_pretrained(folder)
         checkpoint = open_checkpoint(Path(folder), Path(folder))
         try:
-            plan = plan_block_size(checkpoint, sizes[1])
+            plan = plan_change(checkpoint, block_size=sizes[1])
         except ValueError as error:
             assert "would change the function" in str(error)
             assert not stays, f"refused, but the logits are the same: {error}"

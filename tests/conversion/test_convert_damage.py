@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from .checkpoints import (
     INDEX,
@@ -67,6 +68,21 @@ def test_a_missing_attn_res_tensor_is_named(models, tmp_path, refusal, options):
     forget(tmp_path / "source", QUERY)
     change_tensors(tmp_path / "source", {QUERY: None})
     assert refusal(*options) == f"{tmp_path / 'source'} is incomplete: it lacks `{QUERY}`."
+
+
+def test_a_header_over_the_limit_of_the_format_is_reported_with_its_file(copy, refusal):
+    path = file_of(copy, WEIGHT)
+    with path.open("r+b") as file:
+        file.write((200 * 10**6).to_bytes(8, "little"))
+        file.truncate(300 * 10**6)
+    error = refusal()
+    assert f"{path} is truncated or damaged" in error and "header too large" in error
+
+
+def test_a_header_that_is_only_large_is_read(copy, tmp_path):
+    path = file_of(copy, WEIGHT)
+    save_file(load_file(path), path, {"format": "pt", "note": "x" * (26 * 10**6)})
+    convert_well(copy, tmp_path / "result", "--no-verify")
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.001, 0.5, 0.9999])
@@ -172,6 +188,42 @@ def test_an_index_that_leads_elsewhere_is_refused(copy, tmp_path, refusal):
     assert f"../{path.name}, which does not lie beside it" in refusal()
 
 
+@pytest.mark.parametrize("name", ["", ".", "..", "model/", "/etc/passwd", "sub/model.safetensors"])
+def test_so_is_one_that_names_no_file_beside_it(copy, refusal, name):
+    weight_map = json.loads((copy / INDEX).read_text())["weight_map"]
+    change_json(copy / INDEX, weight_map=weight_map | {WEIGHT: name})
+    error = refusal()
+    assert str(copy / INDEX) in error and f"names {name or chr(34) * 2}, which does not lie beside it" in error
+
+
+@pytest.mark.parametrize("name", ["config.json", "residual_attnres.py", "model.bin", "folder.safetensors"])
+def test_an_index_that_names_no_safetensors_is_refused(copy, refusal, name):
+    path = file_of(copy, WEIGHT)
+    if name.startswith("folder"):
+        (copy / name).mkdir()
+    elif name != "config.json":
+        path.rename(copy / name)
+    weight_map = json.loads((copy / INDEX).read_text())["weight_map"]
+    weight_map = {tensor: name if file == path.name else file for tensor, file in weight_map.items()}
+    change_json(copy / INDEX, weight_map=weight_map)
+    error = refusal()
+    assert str(copy / INDEX) in error and f"names {name}, which is no .safetensors file" in error
+
+
+def test_a_file_of_an_index_that_is_text_is_named(copy, refusal):
+    path = file_of(copy, WEIGHT)
+    path.write_text("no tensors here")
+    assert f"{path} is truncated or damaged" in refusal()
+
+
+def test_an_index_of_pickles_names_pickles(copy_of, refusal):
+    copy = copy_of("whole")
+    (copy / "model.safetensors").rename(copy / "pytorch_model-1.safetensors")
+    index = copy / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {WEIGHT: "pytorch_model-1.safetensors"}}))
+    assert f"{index} names pytorch_model-1.safetensors, which is no .bin file" in refusal()
+
+
 def test_a_directory_without_anything_or_without_weights_is_named(copy, tmp_path, refusal):
     for path in copy.glob("model*"):
         path.unlink()
@@ -221,12 +273,6 @@ def test_a_broken_tokenizer_is_named(copy, refusal, file, content):
     save_tokenizer(copy)
     (copy / file).write_text(content)
     assert f"{copy / file} is damaged" in refusal()
-
-
-def test_missing_code_of_a_tokenizer_is_named(copy, refusal):
-    save_tokenizer(copy)
-    change_json(copy / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_mine.Mine", None]})
-    assert f"{copy / 'tokenization_mine.py'}" in refusal()
 
 
 # ---- pytorch_model.bin
@@ -284,3 +330,23 @@ def test_so_is_a_pickle_that_was_never_fetched(pickled, models, refusal):
 def test_a_pickle_of_something_else_is_named(pickled, refusal, content):
     path = pickled(content)
     assert refusal() == f"{path} is not a dictionary of tensors."
+
+
+@pytest.mark.parametrize("key", [3, (1, 2), None], ids=str)
+def test_a_key_that_is_no_name_is_reported(pickled, models, refusal, key):
+    path = pickled(tensors_of(models / "whole") | {key: torch.zeros(1)})
+    assert refusal() == f"{path} holds a tensor under the key {key!r}, which is not a name."
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.eye(3).to_sparse(), torch.zeros(3, device="meta")], ids=["sparse", "without values"]
+)
+def test_a_tensor_that_is_not_dense_is_named(pickled, models, refusal, tensor):
+    path = pickled(tensors_of(models / "whole") | {"extra.weight": tensor})
+    assert f"`extra.weight` in {path} is not a dense tensor" in refusal()
+
+
+def test_a_type_of_number_that_safetensors_does_not_know_is_reported(pickled, models, refusal):
+    path = pickled(tensors_of(models / "whole") | {"extra.weight": torch.zeros(2, dtype=torch.complex128)})
+    error = refusal()
+    assert "`extra.weight`" in error and str(path) in error and "complex128" in error

@@ -3,17 +3,22 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from attnres.conversion.convert import ADDED_SHARD
+
 from .checkpoints import (
     change_tensors,
     convert,
     convert_well,
     files_of,
+    standard_model,
 )
 
 WEIGHT = "model.layers.1.self_attn.q_proj.weight"
@@ -126,8 +131,44 @@ def test_a_full_disk_is_left_as_it_was(models, small_disk, monkeypatch):
     assert os.listdir(small_disk) == []
     usage = shutil.disk_usage(small_disk)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=10**9))  # as if it had been free
-    assert "No space left" in convert(models / "llama", small_disk / "result", "--no-verify").error
+    error = convert(models / "llama", small_disk / "result", "--no-verify").error
+    assert "No space left" in error and str(small_disk / ".result.partial") in error
     assert os.listdir(small_disk) == []
+
+
+_LIMITED = """
+import resource, sys
+from unittest import mock
+from attnres.commands.main import main
+
+limit, sys.argv = int(sys.argv[1]), ["attnres", "convert", *sys.argv[2:]]
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+main()
+"""
+
+
+@pytest.mark.parametrize("options", [["--hard-link"], []], ids=["added", "copied"])
+def test_a_file_that_there_is_no_room_for_is_named(tmp_path, options):
+    """A file-size limit, as of a quota: the added tensors or the weights are over it, and all other files under."""
+    fields = {"hidden_size": 512, "num_hidden_layers": 10, "vocab_size": 8, "intermediate_size": 4, "head_dim": 2}
+    model = standard_model(**fields, num_attention_heads=1, num_key_value_heads=1)
+    model.save_pretrained(tmp_path / "source", max_shard_size="20KB" if options else "1GB")  # 86 kB will be added
+    arguments = ["60000", tmp_path / "source", tmp_path / "result", "--no-verify", *options]
+    done = subprocess.run([sys.executable, "-c", _LIMITED, *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    assert "File too large" in line and str(tmp_path / ".result.partial" / "model") in line
+    assert ("model-residual" in line) == bool(options)
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_a_source_with_a_file_of_the_name_of_ours_keeps_it(copy, tmp_path):
+    path = next(copy.glob("*.safetensors"))
+    index = (copy / "model.safetensors.index.json").read_text()
+    (copy / "model.safetensors.index.json").write_text(index.replace(path.name, ADDED_SHARD))
+    path.rename(copy / ADDED_SHARD)
+    convert_well(copy, tmp_path / "result")
+    assert (tmp_path / "result" / ADDED_SHARD).read_bytes() == (copy / ADDED_SHARD).read_bytes()
 
 
 def test_hard_links_need_no_space(copy, tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """A tokenizer follows its model: the same class, the same tokens, the same templates, though the model type changes."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -124,14 +123,6 @@ def with_code(source) -> Path:
     return source
 
 
-def test_code_of_a_tokenizer_follows_with_what_it_imports(with_code, tmp_path):
-    convert_well(with_code, tmp_path / "result")
-    names = {path.name for path in (tmp_path / "result").glob("*.py")}
-    assert names >= {"tokenization_mine.py", "helper.py", "deeper.py"} and "unrelated.py" not in names
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "result", trust_remote_code=True)
-    assert tokenizer.sign == "made of code"
-
-
 def test_verifying_neither_runs_it_nor_asks_and_takes_other_tokens(with_code, tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *args: pytest.fail("the user is asked"))
     (with_code / "tokenization_mine.py").write_text("raise SystemExit('run')\n")
@@ -139,14 +130,6 @@ def test_verifying_neither_runs_it_nor_asks_and_takes_other_tokens(with_code, tm
     assert "(256 tokens)" in convert_well(with_code, tmp_path / "result").out
     (tmp_path / "text").write_text("Some text.")
     assert "no tokenizer" in convert(with_code, tmp_path / "again", "--text", tmp_path / "text").error
-
-
-def test_code_in_another_repository_stays_there(source, tmp_path):
-    reference = "lab/tokenizer--tokenization_mine.MyTokenizer"
-    change_json(source / CONFIG, auto_map={"AutoTokenizer": [reference, None]})
-    convert_well(source, tmp_path / "result", "--no-verify")
-    auto_map = json.loads((tmp_path / "result" / CONFIG).read_text())["auto_map"]
-    assert auto_map == {"AutoTokenizer": [reference, None]}
 
 
 def test_a_tokenizer_that_needs_a_missing_package_is_copied_as_it_is(source, tmp_path):

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres import BACKBONES, add_backbone
+from attnres.configuration_attnres import attention_and_mlp
 from attnres.conversion.verify import PROMPTS, Comparison, compare
-from attnres.sublayers_attnres import attention_and_mlp
 
 from .checkpoints import change_json, change_tensors, convert, convert_well, save_tokenizer, standard_model
 
@@ -154,7 +154,7 @@ def test_of_a_long_text_as_much_is_compared_as_fits(source, tmp_path, monkeypatc
     ids=["empty", "blank", "binary"],
 )
 def test_a_text_that_is_none_is_refused_before_anything_is_written(source, tmp_path, content, message, monkeypatch):
-    monkeypatch.setattr("attnres.conversion.command.write", None)
+    monkeypatch.setattr("attnres.commands.convert.write", None)
     (tmp_path / "text").write_bytes(content)
     error = convert(source, tmp_path / "result", "--text", tmp_path / "text").error
     assert message in error and str(tmp_path / "text") in error

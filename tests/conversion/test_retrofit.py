@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     KimiLinearConfig,
@@ -12,7 +14,9 @@ from transformers import (
 )
 
 from attnres.conversion import retrofit
-from attnres.loading_attnres import attn_res_tensors
+from attnres.residual_attnres import residual_tensors
+
+from .checkpoints import change_json, standard_model
 
 BLOCKS = [{"full": True}, {"block_size": 2}, {"block_size": 3}, {"block_size": 6}, {"num_blocks": 2}]
 
@@ -91,9 +95,65 @@ def test_the_result_shares_every_backbone_tensor(kimi, tie):
     result = retrofit(model)
     shared, own = model.state_dict(keep_vars=True), result.state_dict(keep_vars=True)
     assert all(own[name] is tensor for name, tensor in shared.items())
-    assert set(own) - set(shared) == set(attn_res_tensors(result))
+    assert set(own) - set(shared) == set(residual_tensors(result))
     assert not any(tensor.is_meta for tensor in own.values())
     assert (result.lm_head.weight is result.model.embed_tokens.weight) == tie
+
+
+@pytest.fixture
+def reload(tmp_path):
+    """What `save_pretrained` and `from_pretrained` make of a model."""
+
+    def run(model):
+        model.save_pretrained(tmp_path / "saved")
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+
+    return run
+
+
+HEADS = {
+    "its own": lambda model: nn.Parameter(torch.randn_like(model.lm_head.weight)),
+    "the embedding": lambda model: model.get_input_embeddings().weight,
+    "of the embedding's memory": lambda model: nn.Parameter(model.get_input_embeddings().weight.data),
+}
+
+
+@pytest.mark.parametrize("says_tied", [True, False])
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("model_type", ["kimi_linear", "llama", "gemma2"])
+def test_the_head_is_tied_where_it_is_one_tensor_whatever_the_configuration_says(
+    kimi, token_ids, reload, model_type, head, says_tied
+):
+    model = kimi() if model_type == "kimi_linear" else standard_model(model_type, head_dim=8)
+    model.config.tie_word_embeddings = says_tied
+    model.lm_head.weight = HEADS[head](model)
+    with torch.no_grad():
+        before, result = model(token_ids).logits, retrofit(model, full=True)
+        assert result.lm_head.weight is model.lm_head.weight
+        assert result.config.tie_word_embeddings == (head != "its own")
+        assert model.config.tie_word_embeddings == says_tied
+        assert relative_difference(result(token_ids).logits, before) <= 1e-4
+        again = reload(result)
+        assert (again.lm_head.weight is again.get_input_embeddings().weight) == (head != "its own")
+        assert relative_difference(again(token_ids).logits, before) <= 1e-4
+
+
+@pytest.mark.parametrize("says_tied", [True, False])
+def test_so_it_is_for_a_directory(token_ids, tmp_path, reload, says_tied):
+    model = standard_model(tie_word_embeddings=False)
+    model.save_pretrained(tmp_path / "source")
+    change_json(tmp_path / "source" / "config.json", tie_word_embeddings=says_tied)
+    with torch.no_grad():
+        before, result = model(token_ids).logits, retrofit(tmp_path / "source", full=True)
+        assert relative_difference(result(token_ids).logits, before) <= 1e-4
+        assert relative_difference(reload(result)(token_ids).logits, before) <= 1e-4
+
+
+def test_a_head_that_is_one_tensor_with_another_is_refused(kimi):
+    model = kimi(vocab_size=32)
+    model.lm_head.weight = model.model.layers[0].self_attn.o_proj.weight
+    with pytest.raises(ValueError, match=r"one tensor with `model\.layers\.0\.self_attn\.o_proj\.weight`"):
+        retrofit(model)
 
 
 def test_mode_dtype_and_frozen_weights_are_kept(kimi):
@@ -167,7 +227,7 @@ def test_an_offloaded_model_is_refused(tiny_model):
     [
         ({"block_size": 2, "full": True}, "block_size and full"),
         ({"block_size": 2, "num_blocks": 2}, "block_size and num_blocks"),
-        ({"block_size": 0}, "`block_size` is 0"),
+        ({"block_size": 0}, "`attn_res_block_size` is 0"),
         ({"num_blocks": -1}, "`num_blocks` is -1"),
         ({"scale": "max"}, "`attn_res_scale` is 'max'.*'mean', 'sum'"),
     ],

@@ -82,17 +82,72 @@ def with_another_column(copy: Path) -> None:
         pd.read_parquet(path).rename(columns={"question": "frage"}).to_parquet(path)
 
 
+def with_readme(*lines: str):
+    return lambda copy: (copy / "README.md").write_text("\n".join(["---", *lines, "---", ""]))
+
+
+def reading(path: str):
+    config = ["configs:", "- config_name: main", "  data_files:", "  - split: test"]
+    return with_readme(*config, f"    path: {path}")
+
+
+def with_link(copy: Path) -> None:
+    (copy / "main/test.parquet").rename(copy.parent / "elsewhere.parquet")
+    (copy / "main/test.parquet").symlink_to(copy.parent / "elsewhere.parquet")
+
+
+def with_broken_file(copy: Path) -> None:
+    (copy / "main/test.parquet").write_bytes(b"PAR1 broken")
+
+
+def with_damaged_pages(copy: Path) -> None:
+    content = bytearray((copy / "main/test.parquet").read_bytes())
+    content[4:4000] = bytes(3996)
+    (copy / "main/test.parquet").write_bytes(content)
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "reason"),
     [
+        ("gsm8k", with_readme("configs: [a", "b: c"), "README.md is no YAML in line 3"),
+        ("gsm8k", with_readme("configs: 3"), "README.md: `configs` is to be a list of configurations, not 3"),
+        ("gsm8k", with_readme("configs: [main]"), "README.md: `configs` is to be a list"),
+        ("gsm8k", with_readme("configs:", "- config_name: 3", "  data_files: 5"), "openai/gsm8k"),
+        ("gsm8k", lambda copy: (copy / "README.md").write_bytes(b"---\n\xff\n---\n"), "README.md cannot be read"),
+        ("gsm8k", reading("/etc/passwd"), "README.md names /etc/passwd, which is not in the folder"),
+        ("gsm8k", reading("../../x/*.parquet"), "README.md names ../../x/*.parquet, which is not in the folder"),
+        ("gsm8k", reading("https://example.com/x"), "README.md names https://example.com/x, which is not"),
+        ("gsm8k", with_link, "main/test.parquet is a link to"),
+        ("gsm8k", with_damaged_pages, "main/test.parquet is damaged"),
         ("gsm8k", shutil.rmtree, "there is no folder"),
         ("triviaqa", without_train_split, "no split or column 'train'"),
         ("gsm8k", with_another_column, "'question' is undefined"),
         ("mgsm", lambda copy: (copy / "README.md").unlink(), "BuilderConfig 'bn' not found"),
         ("mgsm", lambda copy: shutil.rmtree(copy / "te"), "te/train.parquet"),
-        ("gsm8k", lambda copy: (copy / "main/test.parquet").write_bytes(b"PAR1 broken"), "Parquet"),
+        (
+            "gsm8k",
+            lambda copy: (copy / "main/test.parquet").write_bytes(b"PAR1 broken"),
+            "main/test.parquet is damaged",
+        ),
     ],
-    ids=["folder", "split", "column", "configuration", "file", "content"],
+    ids=[
+        "yaml",
+        "number",
+        "names",
+        "types",
+        "encoding",
+        "absolute",
+        "parent",
+        "url",
+        "link",
+        "pages",
+        "folder",
+        "split",
+        "column",
+        "configuration",
+        "file",
+        "content",
+    ],
 )
 def test_what_is_missing_of_a_folder_is_said_in_one_line_with_the_remedy(name, damage, reason, hub, tmp_path):
     copy = copied(hub, tmp_path, name)

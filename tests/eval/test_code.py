@@ -140,6 +140,18 @@ def test_program_brings_no_builtins_of_its_own_to_the_tests():
     assert code.mbpp(named, ["def sum(a, b): return a + b"]) == {"pass@1": 1.0}
 
 
+def test_program_brings_no_module_of_its_own_to_the_tests():
+    doc = MINIMAL | {
+        "code": "import sys\ndef add(a, b): return a + b",
+        "test_list": ["assert add(1, 2) == sys.maxsize"],
+    }
+    own = "class sys: maxsize = 3\ndef add(a, b): return 3"
+    assert code.mbpp(doc, [own]) == {"pass@1": 0.0}
+    assert code.mbpp(doc, ["import sys\ndef add(a, b): return sys.maxsize"]) == {"pass@1": 1.0}
+    named = MINIMAL | {"code": "def select(a, b): return a + b", "test_list": ["assert select(1, 2) == 3"]}
+    assert code.mbpp(named, [named["code"]]) == {"pass@1": 1.0}
+
+
 def test_setup_code_builds_on_the_programs_own_classes():
     doc = MINIMAL | {
         "code": "class Node: pass\ndef depth(node): return node.depth",
@@ -174,7 +186,7 @@ def test_references_of_mbpp_pass_and_stubs_fail():
     assert len(docs) == 14
     assert failing(docs) == []
     for doc in docs:
-        names = code.tested_names("\n".join(doc["test_list"]), doc["code"])
+        names, _ = code.tested_names("\n".join(doc["test_list"]), doc["code"])
         stubs = "\n".join(f"def {name}(*args): return None" for name in names)
         assert code.mbpp(doc, [stubs]) == {"pass@1": 0.0}
 

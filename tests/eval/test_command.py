@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from attnres.commands.eval import run_eval
 from attnres.conversion import retrofit
 from attnres.eval import sandbox
 from attnres.eval.benchmarks import benchmarks, pick, task_path
-from attnres.eval.command import run_eval
 
 LIMIT = 6
 SOME = "arc_challenge,gsm8k,cmath"
@@ -118,7 +118,7 @@ def test_a_model_that_answers_differently_is_compared_item_by_item(evaluate, tmp
 
 def test_finished_tasks_are_not_computed_again(evaluate, evaluated, models, tmp_path, monkeypatch):
     """The run of another process, by its absolute names, goes on from there; it needs no model."""
-    monkeypatch.setattr("attnres.eval.command._load_model", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("attnres.commands.eval._load_model", lambda *_: pytest.fail("a model was loaded"))
     (evaluated / ".results.json.partial").write_text('{"resul')  # as of a process that was killed
     before = (evaluated / "model" / "gsm8k_cot.json").stat().st_mtime_ns
     evaluate(str(models / "retrofit"), evaluated, "gsm8k,cmath", baseline=str(models / "source"))
@@ -198,6 +198,7 @@ def test_the_task_path_is_printed_for_the_harness():
         (["model", "--out", "out", "--tasks", "mmlu,gsm9k"], "There is no benchmark 'gsm9k'. Did you mean gsm8k?"),
         (["model"], "--out missing"),
         (["--out", "out"], "MODEL missing"),
+        (["model", "--out", "out", "--tasks", "mine", "--include-path", "no"], "--include-path no is not a directory"),
         (["model", "--out", "out", "--limit", "0"], "--limit"),
     ],
 )
@@ -210,7 +211,7 @@ def test_bad_usage_ends_with_status_2(arguments, message, tmp_path):
 
 def test_without_the_harness_one_line_says_what_to_install(tmp_path):
     """`sys.modules` holds None for a package that cannot be imported."""
-    code = "import sys; sys.modules['lm_eval'] = None; from attnres.cli import main; main()"
+    code = "import sys; sys.modules['lm_eval'] = None; from attnres.commands.main import main; main()"
     done = run([sys.executable, "-c", code, "eval", "model", "--out", "out"], cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr == "attnres: attnres eval needs the package lm_eval: pip install 'attnres[eval]'.\n"

@@ -6,7 +6,6 @@ import datetime
 import decimal
 import fractions
 import os
-import sys
 
 import pytest
 from hypothesis import example, given
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from attnres.eval import sandbox
 from attnres.eval.sandbox import wire
 
-ALL_LEVELS = pytest.mark.parametrize("layers", [sandbox.available(), ("hook",)], ids=["strongest", "weakest"])
+from .levels import ALL_LEVELS
 
 # Programs that mean to pass `assert answer(3) == 42` without an answer.
 CHEATS = {
@@ -82,9 +81,12 @@ def test_program_cannot_pass_but_by_its_values(name, layers):
         assert sandbox.run(honest, "assert answer(3) == 42", names=["answer"], layers=layers).passed
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root reads its own memory there")
-def test_memory_of_the_program_holds_no_test():
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root reads its own memory there")
+@pytest.mark.skipif("landlock" not in sandbox.available(), reason="with namespaces there is no /proc")
+def test_memory_of_the_program_holds_no_test(monkeypatch):
     """It is forked before the tests are read, so not even a scan of all its memory finds what they expect."""
+    readable = [*sandbox._readable(), "/proc"]
+    monkeypatch.setattr(sandbox, "_readable", lambda: readable)
     program = """
 def attack(prefix):
     import re
@@ -99,11 +101,38 @@ def attack(prefix):
     return "nothing"
 """
     call, secret = f"attack({[*'needle-']})", "needle-" + os.urandom(16).hex()
-    assert "nothing" in sandbox.run(program, f"raise ValueError({call})", names=["attack"], layers=()).reason
-    outcome = sandbox.run(program, f"assert {call} == {secret!r}", names=["attack"], layers=())
-    assert outcome.reason.startswith("AssertionError")
-    visible = sandbox.run(f"{program}\nlocal = {secret!r}", f"assert {call} == {secret!r}", names=["attack"], layers=())
-    assert visible.passed  # the scan does find what is there
+
+    def run(program: str, tests: str) -> sandbox.Outcome:
+        return sandbox.run(program, tests, names=["attack"], layers=("landlock", "seccomp"))
+
+    assert "nothing" in run(program, f"raise ValueError({call})").reason
+    assert run(program, f"assert {call} == {secret!r}").reason.startswith("AssertionError")
+    # The scan does find what is there.
+    assert run(f"{program}\nlocal = {secret!r}", f"assert {call} == {secret!r}").passed
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        "class sys: getsizeof = lambda x: 41",
+        "sys = type('sys', (), {'getsizeof': lambda x: 41})",
+        "def sys(): return 1",
+    ],
+)
+def test_program_brings_no_module_of_its_own_to_the_tests(own):
+    program, tests = f"{own}\ndef size(x): return 41", "assert size('ab') == sys.getsizeof('ab')"
+    outcome = sandbox.run(program, tests, names=["size"], modules=["sys"])
+    assert outcome.reason.startswith("NameError: name 'sys' is not defined")
+    imported = f"import math as sys\n{program.removeprefix(own)}"  # it gets to the tests as the real one
+    assert sandbox.run(imported, tests, names=["size"], modules=["sys"]).reason.startswith("AssertionError")
+
+
+@pytest.mark.parametrize("name", ["builtins", "__builtins__", "__name__", "sys", "open", "len", "AssertionError"])
+@pytest.mark.parametrize("value", ["None", "lambda *args: 41", "type('A', (), {})"])
+def test_names_that_a_program_binds_anew_change_no_verdict(name, value):
+    program = f"def f(x): return x + 1\n{name} = {value}"
+    assert sandbox.run(program, "assert f(1) == len('ab')", names=["f"]).passed
+    assert not sandbox.run(program, "assert f(1) == len('a')", names=["f"]).passed
 
 
 plain = st.recursive(
@@ -205,7 +234,7 @@ class Pair:
 @pytest.mark.parametrize("name", HOLDS)
 def test_values_of_a_program_behave_in_tests_as_in_one_process(name):
     program, tests = HOLDS[name]
-    assert sandbox.run(program, tests, names=["f", "Pair", "sys"]).reason == "passed"
+    assert sandbox.run(program, tests, names=["f", "Pair"], modules=["sys"]).reason == "passed"
 
 
 @pytest.mark.parametrize(
@@ -220,7 +249,7 @@ def test_values_of_a_program_behave_in_tests_as_in_one_process(name):
     ],
 )
 def test_reason_of_a_failure_names_the_exception_and_the_test(test, reason):
-    outcome = sandbox.run("def f(x): return x + 1", test, names=["f", "g", "sys"])
+    outcome = sandbox.run("def f(x): return x + 1", test, names=["f", "g"], modules=["sys"])
     assert (outcome.passed, outcome.reason) == (False, reason)
 
 

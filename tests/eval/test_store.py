@@ -43,3 +43,49 @@ def test_a_result_cut_off_while_it_was_written_does_not_count(tmp_path):
     store.write("gsm8k", {"results": 1})
     assert store.read("gsm8k") == {"results": 1}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gsm8k.json", "setup.json"]
+
+
+RESULT = {"results": {"gsm8k": {"exact_match,none": 0.5}}, "samples": [{"doc_id": 0, "score": 1.0}], 1: float("inf")}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text.replace("0.5", "0.9"), "is not as it was written: its sha256 does not fit"),
+        (lambda text: text.replace("1.0", "true"), "is not as it was written"),
+        (lambda text: text.replace("sha256", "hash"), "is not as it was written"),
+        (lambda text: text[:-9], "is damaged"),
+        (lambda text: "[]", r"is damaged \(it holds a list, not an object\)"),
+        (lambda text: "\ud800", "is damaged"),
+    ],
+    ids=["score", "sample", "hash", "cut off", "list", "text"],
+)
+def test_an_edited_result_is_noticed_and_the_line_names_the_file_and_what_to_do(tmp_path, change, message):
+    store = Store(tmp_path, SETUP)
+    store.write("gsm8k", RESULT)
+    assert store.read("gsm8k")["samples"] == RESULT["samples"]
+    path = tmp_path / "gsm8k.json"
+    path.write_bytes(change(path.read_text()).encode("utf-8", "surrogatepass"))
+    with pytest.raises(ValueError, match=message) as error:
+        store.read("gsm8k")
+    assert str(error.value).startswith(f"{path} is ")
+    assert str(error.value).endswith("Remove it, and the same command computes it again.")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["{", "3", ""])
+def test_a_damaged_setup_is_refused_and_the_line_says_what_to_do(tmp_path, content):
+    Store(tmp_path, SETUP)
+    (tmp_path / "setup.json").write_text(content)
+    with pytest.raises(ValueError, match=r"is damaged .*Choose another --out, or remove the folder"):
+        Store(tmp_path, SETUP)
+
+
+@pytest.mark.parametrize("task", ["setup", "group::task", "../../outside", "a/b", "..", "名前 1"])
+def test_a_task_of_any_name_is_kept_in_a_file_of_its_own(tmp_path, task):
+    store = Store(tmp_path / "out" / "model", SETUP)
+    store.write(task, RESULT)
+    assert store.read(task)["samples"] == RESULT["samples"]
+    assert store.setup == SETUP
+    assert len([*(tmp_path / "out" / "model").iterdir()]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

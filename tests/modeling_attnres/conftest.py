@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import site
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +12,8 @@ import pytest
 import torch
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
-from attnres import AttnResForCausalLM, cpu_kernels_attnres, kda_attnres
+from attnres import AttnResForCausalLM
+from attnres.accelerated import delta_attention, numba
 
 HERE = Path(__file__).parent
 
@@ -25,7 +25,7 @@ def same_delta_attention():
     `test_kda.py` holds one form against the other.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kimi_linear, "chunk_kimi_delta_attention", kda_attnres.chunk_kimi_delta_attention)
+        patch.setattr(kimi_linear, "chunk_kimi_delta_attention", delta_attention.chunk_kimi_delta_attention)
         yield
 
 
@@ -81,7 +81,7 @@ def cpu_kernels() -> Iterator[None]:
     """The kernels of a CPU compute what is as small as in these tests too."""
     pytest.importorskip("numba")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_kernels_attnres, "_MANY", 0)
+        patch.setattr(numba, "_MANY", 0)
         yield
 
 
@@ -113,7 +113,12 @@ def run(tmp_path_factory) -> Callable[..., None]:
     def run_script(script: str, *arguments: object, with_attnres: bool = False, **environment: str) -> None:
         command = [sys.executable]
         if not with_attnres:
-            command += ["-I", "-S", str(HERE / "without_attnres.py"), os.pathsep.join(site.getsitepackages())]
+            command += [
+                "-I",
+                "-S",
+                str(HERE / "without_attnres.py"),
+                os.pathsep.join(path for path in sys.path if path.endswith("site-packages")),
+            ]
         environment = inherited | {"HF_HOME": str(tmp_path_factory.mktemp("home"))} | environment
         done = subprocess.run(
             [*command, str(HERE / script), *map(str, arguments)],

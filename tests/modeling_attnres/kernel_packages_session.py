@@ -14,8 +14,8 @@ ids = torch.arange(3, 3 + 2 * 70).reshape(2, 70)  # more than a chunk of delta a
 
 if step == "train":
     from attnres import AttnResForCausalLM
+    from attnres.accelerated.triton import kernels_available
     from attnres.configuration import load
-    from attnres.kernels_attnres import kernels_available
 
     assert not kernels_available("cpu") and not kernels_available("cuda")
     torch.manual_seed(0)
@@ -34,5 +34,7 @@ with torch.no_grad():
 if step == "train":
     torch.save(seen, folder / "seen.pt")
 else:
-    assert all(map(torch.equal, seen, torch.load(folder / "seen.pt")))
+    logits, generated = torch.load(folder / "seen.pt")
+    torch.testing.assert_close(seen[0], logits, rtol=0, atol=1e-5 * logits.abs().max().item())
+    assert torch.equal(seen[1], generated)
 print(sorted(name for name in ("triton", "fla", "causal_conv1d") if name in sys.modules))

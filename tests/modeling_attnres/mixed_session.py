@@ -13,11 +13,14 @@ models, out = Path(sys.argv[1]), Path(sys.argv[2])
 ids = torch.load(models / "ids.pt")
 
 remote = AutoModelForCausalLM.from_pretrained(models / "causal", trust_remote_code=True)
-seen = {"imported_by_loading": "attnres" in sys.modules}
 
 import attnres  # noqa: E402, F401
 
 local = AutoModelForCausalLM.from_pretrained(models / "causal", trust_remote_code=True)
+seen = {"implementations": []}
+for model in (remote, local):
+    package = type(model).__module__.rpartition(".")[0]
+    seen["implementations"].append(list(sys.modules[f"{package}.functional_attnres"].DEPTH_ATTENTION))
 seen["classes"] = [f"{type(model).__module__}.{type(model).__name__}" for model in (remote, local)]
 seen["logits"] = [model(ids).logits for model in (remote, local)]
 

@@ -8,9 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import attnres
 from attnres import BACKBONES, Sublayer, Sublayers, add_backbone
+from attnres.configuration_attnres import PRE_NORM, SANDWICH, attention_and_mlp
 from attnres.conversion import retrofit
-from attnres.loading_attnres import attn_res_tensors
-from attnres.sublayers_attnres import PRE_NORM, SANDWICH, attention_and_mlp
+from attnres.residual_attnres import residual_tensors
 
 COHERE = (Sublayer("parallel_res", (("input_layernorm", "self_attn"), ("input_layernorm", "mlp"))),)
 
@@ -56,7 +56,7 @@ def test_a_declared_decoder_is_a_member_like_any_other(
     assert len(outputs.hidden_states) == 5 + 1
     assert len(outputs.depth_attentions) == 5 * per_layer + 1
 
-    for tensor in attn_res_tensors(model).values():
+    for tensor in residual_tensors(model).values():
         tensor.add_(torch.randn_like(tensor), alpha=0.5)
     logits = model(token_ids).logits
     assert (logits - expected).abs().max() > 0.05 * expected.abs().max()
@@ -76,26 +76,26 @@ def test_without_a_declaration_it_is_refused_with_the_list_of_what_is_supported(
         (
             "stablelm",
             SANDWICH,
-            "the sublayer 'mlp_res' declared for 'stablelm' runs `pre_feedforward_layernorm`, but a layer of it has "
-            "`self_attn`, `mlp`, `input_layernorm`, `post_attention_layernorm`, `dropout`.",
+            "'mlp_res', declared for 'stablelm', uses `pre_feedforward_layernorm`; its layers have `self_attn`, `mlp`, "
+            "`input_layernorm`, `post_attention_layernorm`, `dropout`.",
         ),
         (
             "starcoder2",
             attention_and_mlp(*(sublayer.branches[0] for sublayer in PRE_NORM), multiplier="residual_multiplier"),
-            "the sublayer 'self_attention_res' declared for 'starcoder2' is multiplied by `residual_multiplier`, which "
-            "a layer of it does not have.",
+            "'self_attention_res', declared for 'starcoder2', uses `residual_multiplier`; its layers have `self_attn`, "
+            "`mlp`, `input_layernorm`, `post_attention_layernorm`.",
         ),
         (
             "starcoder2",
             (Sublayer("mixer_res", PRE_NORM[0].branches), PRE_NORM[1]),
-            "the sublayers declared for 'starcoder2' are named 'mixer_res', 'mlp_res'; names must differ, and the "
-            "first must be 'self_attention_res' or 'parallel_res'.",
+            "the sublayers of 'starcoder2' are named ['mixer_res', 'mlp_res']; names must differ, the first be "
+            "'self_attention_res' or 'parallel_res'.",
         ),
         (
             "starcoder2",
             (PRE_NORM[0], Sublayer("self_attention_res", PRE_NORM[1].branches)),
-            "the sublayers declared for 'starcoder2' are named 'self_attention_res', 'self_attention_res'; names must "
-            "differ, and the first must be 'self_attention_res' or 'parallel_res'.",
+            "the sublayers of 'starcoder2' are named ['self_attention_res', 'self_attention_res']; names must differ, "
+            "the first be 'self_attention_res' or 'parallel_res'.",
         ),
     ],
     ids=["layers elsewhere", "missing module", "missing multiplier", "name of the first", "the same name twice"],

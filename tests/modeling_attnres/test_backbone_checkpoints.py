@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from attnres import BACKBONES
-from attnres.loading_attnres import attn_res_tensors
+from attnres.residual_attnres import residual_tensors
 
 CASES = [*sorted(BACKBONES), "gpt_neox, sequential", "llama, tied"]
 SHARD_SIZE = "20KB"  # of models of about 200 KB
@@ -65,8 +65,8 @@ def test_the_checkpoint_of_a_backbone_loads_with_only_attn_res_tensors_new(backb
     folder = save(backbones.build(case), dtype)
     fields = {"attn_res_scale": "sum", "attn_res_block_size": 3, "dtype": "auto"}
     model, report = type(member).from_pretrained(folder, **fields, output_loading_info=True)
-    new = attn_res_tensors(model)
-    assert set(report.pop("missing_keys")) == set(new) == set(attn_res_tensors(member))
+    new = residual_tensors(model)
+    assert set(report.pop("missing_keys")) == set(new) == set(residual_tensors(member))
     assert not any(report.values())
     for name, tensor in new.items():
         assert torch.equal(tensor, torch.zeros_like(tensor) if "_proj" in name else torch.ones_like(tensor))
@@ -81,15 +81,15 @@ def test_the_checkpoint_of_a_backbone_loads_with_only_attn_res_tensors_new(backb
 def test_the_names_on_disk_are_those_of_the_backbone_and_the_attn_res_tensors(backbones, save, case):
     member = backbones.build_member(case)
     theirs, ours = on_disk(save(backbones.build(case))), on_disk(save(member))
-    assert set(ours) == set(theirs) | set(attn_res_tensors(member))
+    assert set(ours) == set(theirs) | set(residual_tensors(member))
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
-    for name, tensor in attn_res_tensors(member).items():
+    for name, tensor in residual_tensors(member).items():
         assert torch.equal(ours[name], tensor)
 
 
 def test_the_names_of_the_attn_res_tensors_are_those_of_the_released_weights(backbones):
     def suffixes(case: str) -> set[str]:
-        names = attn_res_tensors(backbones.build_member(case, num_hidden_layers=2 if case == "llama" else 1))
+        names = residual_tensors(backbones.build_member(case, num_hidden_layers=2 if case == "llama" else 1))
         assert len({name.split(".")[0] for name in names}) == 1
         return {name.partition(".")[2].removesuffix(".weight") for name in names}
 
@@ -138,7 +138,7 @@ def test_wherever_its_parts_are_placed_the_model_computes_the_same(backbones, sa
         folder, device_map="auto", max_memory=room, offload_folder=tmp_path / "offload"
     )
     assert "disk" in offloaded.hf_device_map.values()
-    assert any(tensor.is_meta for tensor in attn_res_tensors(offloaded).values())
+    assert any(tensor.is_meta for tensor in residual_tensors(offloaded).values())
     layers = [name for name in offloaded.hf_device_map if ".layers." in name]
     assert layers and not [name for name in layers if not name.rpartition(".")[2].isdigit()], "a layer is split"
     assert torch.equal(offloaded(token_ids).logits, expected)
@@ -151,7 +151,7 @@ def test_wherever_its_parts_are_placed_the_model_computes_the_same(backbones, sa
 @pytest.mark.parametrize("case", ["llama", "gpt_neox"])
 def test_a_checkpoint_that_lacks_some_attn_res_tensors_is_refused_by_name(backbones, tmp_path, case):
     model = backbones.build_member(case)
-    lost = sorted(attn_res_tensors(model))[0]
+    lost = sorted(residual_tensors(model))[0]
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name != lost}
     model.save_pretrained(tmp_path, state_dict=tensors)
     with pytest.raises(ValueError, match=f"missing: {lost}. Restore"):
@@ -163,4 +163,8 @@ def test_the_code_beside_the_weights_holds_every_class_that_the_configuration_na
     references = AutoConfig.from_pretrained(folder).auto_map
     assert set(references) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"}
     assert {reference.partition(".")[0] for reference in references.values()} == {"backbones_attnres"}
-    assert {path.stem for path in folder.glob("*.py")} >= {"backbones_attnres", "decoder_attnres", "sublayers_attnres"}
+    assert {path.stem for path in folder.glob("*.py")} >= {
+        "backbones_attnres",
+        "decoder_attnres",
+        "configuration_attnres",
+    }

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
 from transformers.utils import find_labels
 
-from attnres.loading_attnres import attn_res_tensors
+from attnres.residual_attnres import residual_tensors
 
 # One of each form: pre-norm, norm after, sandwich, multipliers, parallel, experts.
 FORMS = ["llama", "olmo2", "gemma3_text", "granite", "gpt_neox", "mixtral"]
@@ -41,7 +41,7 @@ def test_every_parameter_learns_and_the_first_query_has_nothing_to_learn(backbon
     model = backbones.build_member(case, attn_res_block_size=3)
     found = gradients(model, backbones.token_ids())
     assert found.keys() == dict(model.named_parameters()).keys()
-    for name in attn_res_tensors(model):
+    for name in residual_tensors(model):
         # The first sublayer has one source: its weight is one whatever the query.
         first = "layers.0.self_attention_res" in name or "layers.0.parallel_res" in name
         assert (found[name].abs().max() > 1e-6) != first, name
@@ -116,13 +116,13 @@ def test_trainer_drops_the_columns_that_the_model_does_not_take(backbones, case,
 def test_trainer_trains(backbones, case, trainer):
     rows = backbones.token_ids().tolist()
     model = backbones.build_member(case)
-    before = {name: tensor.clone() for name, tensor in attn_res_tensors(model).items()}
+    before = {name: tensor.clone() for name, tensor in residual_tensors(model).items()}
     with torch.no_grad():
         first = loss_of(model, backbones.token_ids())
     trainer(model, Dataset.from_dict({"input_ids": rows, "labels": rows})).train()
     with torch.no_grad():
         assert loss_of(model.eval(), backbones.token_ids()) < first
-    still = {name for name, tensor in attn_res_tensors(model).items() if torch.equal(tensor, before[name])}
+    still = {name for name, tensor in residual_tensors(model).items() if torch.equal(tensor, before[name])}
     assert still == {f"model.layers.0.self_attention_res_{kind}.weight" for kind in ("proj", "norm")}
 
 

@@ -10,14 +10,17 @@ import pickle
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import logging
 
 import attnres
 from attnres import BACKBONES
-from attnres.loading_attnres import attn_res_tensors
+from attnres.residual_attnres import residual_tensors
 
+release = Version(transformers.__version__)
 CASES = [*sorted(BACKBONES), "gpt_neox, sequential", "llama, tied"]
 # One of each form: pre-norm, norm after, sandwich, multipliers, parallel, experts.
 FORMS = ["llama", "olmo2", "gemma3_text", "granite", "gpt_neox", "mixtral"]
@@ -67,7 +70,7 @@ def test_a_class_is_named_after_that_of_its_backbone():
 
 def queries_and_norms(model) -> tuple[list[Tensor], list[Tensor]]:
     """`w_l` and `g_l` of every sublayer in turn, and of the output."""
-    tensors = attn_res_tensors(model)
+    tensors = residual_tensors(model)
     names = [name.removesuffix("_proj.weight") for name in tensors if name.endswith("_proj.weight")]
     # A module's own tensors come before those of its layers.
     names.sort(key=lambda name: "output_attn_res" in name)
@@ -170,6 +173,8 @@ def test_the_base_model_and_the_classifier_record_the_same(backbones, case):
 @pytest.mark.parametrize("case", ["deepseek_v3", "mixtral", "qwen3_moe"])
 def test_router_logits_and_their_loss_are_those_of_the_backbone(backbones, case):
     token_ids = backbones.token_ids()
+    if case == "deepseek_v3" and release < Version("5.19"):
+        pytest.skip("DeepSeek-V3 of this transformers returns no router logits")
     asked = {"labels": token_ids, "output_router_logits": True}
     expected = backbones.build(case)(token_ids, **asked)
     found = backbones.build_member(case, residual_connection="standard")(token_ids, **asked)
@@ -194,6 +199,8 @@ def test_a_misspelt_argument_of_generate_is_refused(backbones, case):
 @pytest.mark.parametrize("case", ["llama", "olmo2", "gemma3_text", "granite", "mixtral"])
 def test_the_first_layers_alone_can_draft_what_the_whole_model_verifies(backbones, case):
     """`transformers` runs fewer layers for it, by a smaller `num_hidden_layers` of the configuration."""
+    if case in ("gemma3_text", "mixtral") and release < Version("5.19"):
+        pytest.skip("with this transformers it fails for the backbone itself, in the masks of its sliding windows")
     model, token_ids = backbones.build_member(case, attn_res_block_size=3), backbones.token_ids()[:1]
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     expected = model.generate(token_ids, **options)
@@ -300,7 +307,7 @@ def test_a_configuration_of_the_backbone_is_read_whole_and_without_a_warning(bac
         ("attn_res_block_size", 0, "an integer >= 1 (block size in sublayers)"),
         ("attn_res_block_size", 2.5, "an integer >= 1 (block size in sublayers)"),
         ("attn_res_scale", "max", "one of 'mean', 'sum'"),
-        ("residual_connection", "hyper", "one of 'attn_res', 'standard'"),
+        ("residual_connection", "hyper", "one of 'attn_res', 'standard', 'denseformer', 'identity_hc'"),
     ],
 )
 def test_a_wrong_field_is_refused_wherever_it_comes_from(backbones, case, field, value, allowed, tmp_path):

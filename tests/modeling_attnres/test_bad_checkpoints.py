@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 from attnres import AttnResForCausalLM, AttnResForSequenceClassification
-from attnres.loading_attnres import attn_res_tensors
+from attnres.residual_attnres import residual_tensors
 
 QUERY = "model.layers.1.mlp_res_proj.weight"
 NORM = "model.layers.2.self_attention_res_norm.weight"
@@ -63,7 +63,7 @@ def test_missing_tensors_are_named(change, loader, missing):
     with pytest.raises(ValueError, match="missing: ") as error:
         loader.from_pretrained(folder)
     assert f"missing: {', '.join(sorted(missing))}." in str(error.value)
-    assert f"{folder} holds {18 - len(missing)} of the 18 AttnRes tensors" in str(error.value)
+    assert f"{folder} holds {18 - len(missing)} of the 18 tensors of its residual connections" in str(error.value)
 
 
 @pytest.mark.parametrize("head", [AutoModel, AttnResForSequenceClassification])
@@ -114,7 +114,7 @@ def test_a_tensor_that_is_not_finite_is_named(change, loader, name, value):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_nan_in_half_precision_is_named(tiny_model, tmp_path, dtype):
     model = tiny_model().to(dtype)
-    attn_res_tensors(model)[QUERY].data[0, 3] = torch.nan
+    residual_tensors(model)[QUERY].data[0, 3] = torch.nan
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=QUERY):
         AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -178,8 +178,8 @@ def test_a_missing_shard_is_named(sharded, loader):
 
 def test_attn_res_tensors_that_a_standard_model_has_no_place_for_are_reported(checkpoint, loader, tiny_model, caplog):
     model, report = loader.from_pretrained(checkpoint, residual_connection="standard", output_loading_info=True)
-    assert set(report["unexpected_keys"]) == set(attn_res_tensors(tiny_model()))
-    assert not attn_res_tensors(model)
+    assert set(report["unexpected_keys"]) == set(residual_tensors(tiny_model()))
+    assert not residual_tensors(model)
     assert "UNEXPECTED" in caplog.text
 
 
@@ -194,4 +194,4 @@ def test_a_good_checkpoint_is_loaded_without_a_report(change, loader, caplog):
 def test_a_misshapen_tensor_is_initialised_anew_where_that_is_asked_for(change, loader):
     folder = change({NORM: torch.full((31,), 2.0)})
     model = loader.from_pretrained(folder, ignore_mismatched_sizes=True)
-    assert torch.equal(attn_res_tensors(model)[NORM], torch.ones(32))
+    assert torch.equal(residual_tensors(model)[NORM], torch.ones(32))

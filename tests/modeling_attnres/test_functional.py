@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnres import cpu_kernels_attnres, depth_attention, depth_attention_reference
+from attnres import DEPTH_ATTENTION, depth_attention, depth_attention_reference
 
 # No deadline: machines differ. Derandomised: the same examples everywhere.
 EXAMPLES = settings(deadline=None, derandomize=True, max_examples=60)
@@ -21,7 +21,7 @@ def formulation(request):
     """Each test with the kernels of a CPU, where they serve, and with PyTorch's operations alone."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "operations":
-            patch.setattr(cpu_kernels_attnres, "_SERVED", ())  # they serve no dtype
+            patch.setitem(DEPTH_ATTENTION._global_mapping, "auto", DEPTH_ATTENTION["eager"])
         else:
             request.getfixturevalue("cpu_kernels")
         yield request.param
@@ -268,13 +268,34 @@ def test_only_what_is_asked_for_gets_a_gradient():
         assert all(leaf.grad is None for leaf in [*leaves.values(), problem.sources[0], problem.sources[2]])
 
 
-def test_second_derivatives_are_refused():
-    problem = make_problem(dtype=torch.float64)
-    query = problem.query.requires_grad_()
-    result = depth_attention(query, problem.sources).square().sum()
-    (gradient,) = torch.autograd.grad(result, query, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+@pytest.mark.parametrize("scale", ["mean", "sum"])
+def test_second_derivatives_are_those_of_the_reference(scale):
+    def hessian_times(attend) -> list[Tensor]:
+        problem = make_problem(dtype=torch.float64, scale=scale)
+        leaves = [tensor.requires_grad_() for tensor in (problem.query, *problem.sources)]
+        # A source that is computed from another: only what goes through the read itself may be counted once.
+        sources = [leaves[1], leaves[2] + leaves[1].square(), *leaves[3:]]
+        result, weights = attend(leaves[0], sources, scale=scale, return_weights=True)
+        loss = result.square().sum() + weights.pow(3).sum()
+        gradients = torch.autograd.grad(loss, leaves, create_graph=True)
+        return list(torch.autograd.grad(sum(gradient.sin().sum() for gradient in gradients), leaves))
+
+    for ours, expected in zip(hessian_times(depth_attention), hessian_times(depth_attention_reference)):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_functional_transforms_give_per_sample_gradients():
+    problem = make_problem(shape=(5, 3))
+
+    def loss(query: Tensor, *sources: Tensor) -> Tensor:
+        return depth_attention(query, sources, problem.key_norm_weight).square().sum()
+
+    per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, *[0] * len(problem.sources)))
+    gradients = per_sample(problem.query, *problem.sources)
+    for i, gradient in enumerate(gradients):
+        query = problem.query.clone().requires_grad_()
+        loss(query, *(source[i] for source in problem.sources)).backward()
+        torch.testing.assert_close(gradient, query.grad, rtol=1e-4, atol=1e-5)
 
 
 @BOTH

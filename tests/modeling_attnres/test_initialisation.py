@@ -7,14 +7,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from attnres import AttnResForCausalLM, AttnResForSequenceClassification, AttnResModel
 from attnres.conversion.family import backbone_config
-from attnres.loading_attnres import attn_res_tensors
+from attnres.residual_attnres import residual_tensors
 
 HEADS = [AttnResModel, AttnResForCausalLM, AttnResForSequenceClassification]
 
 
 def assert_attn_res_tensors_are_initial(model: torch.nn.Module) -> None:
     """Every pseudo-query is zero and every key norm one: 2 of each per layer, and the output's."""
-    tensors = attn_res_tensors(model)
+    tensors = residual_tensors(model)
     queries = [tensor for name, tensor in tensors.items() if name.endswith("_proj.weight")]
     norms = [tensor for name, tensor in tensors.items() if name.endswith("_norm.weight")]
     assert len(queries) == len(norms) == 2 * model.config.num_hidden_layers + 1
@@ -34,7 +34,7 @@ def test_a_new_model_is_initial(head, tiny_config):
 
 def test_a_model_made_from_its_configuration_in_half_precision_is_initial(head, tiny_config):
     model = head._from_config(tiny_config(), dtype=torch.bfloat16)
-    assert {tensor.dtype for tensor in attn_res_tensors(model).values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in residual_tensors(model).values()} == {torch.bfloat16}
     assert_attn_res_tensors_are_initial(model.float())
 
 
@@ -77,7 +77,7 @@ def test_a_checkpoint_without_attn_res_tensors_loads_with_those_initial_and_all_
 
     loaded, report = head.from_pretrained(tmp_path, output_loading_info=True)
 
-    assert set(report["missing_keys"]) == set(attn_res_tensors(loaded))
+    assert set(report["missing_keys"]) == set(residual_tensors(loaded))
     assert_attn_res_tensors_are_initial(loaded)
     for name, tensor in saved.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
@@ -86,8 +86,8 @@ def test_a_checkpoint_without_attn_res_tensors_loads_with_those_initial_and_all_
 def test_loaded_attn_res_tensors_are_kept(tiny_model, tmp_path):
     saved = tiny_model()
     saved.save_pretrained(tmp_path)
-    loaded = attn_res_tensors(AttnResForCausalLM.from_pretrained(tmp_path))
-    for name, tensor in attn_res_tensors(saved).items():
+    loaded = residual_tensors(AttnResForCausalLM.from_pretrained(tmp_path))
+    for name, tensor in residual_tensors(saved).items():
         assert torch.equal(loaded[name], tensor), name
         assert tensor.std() > 0.1, name
 
@@ -97,9 +97,9 @@ def test_only_missing_heads_are_initialised_beside_loaded_attn_res_tensors(tiny_
     saved.save_pretrained(tmp_path)
     loaded, report = AttnResForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
     assert set(report["missing_keys"]) == {"score.weight"}
-    for name, tensor in attn_res_tensors(saved).items():
-        assert torch.equal(attn_res_tensors(loaded)[name], tensor), name
+    for name, tensor in residual_tensors(saved).items():
+        assert torch.equal(residual_tensors(loaded)[name], tensor), name
 
 
 def test_the_standard_connection_has_nothing_to_initialise(tiny_config):
-    assert attn_res_tensors(AttnResForCausalLM(tiny_config(residual_connection="standard"))) == {}
+    assert residual_tensors(AttnResForCausalLM(tiny_config(residual_connection="standard"))) == {}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
-from attnres.kda_attnres import AttnResDeltaAttention, chunk_kda, decayed_products
+from attnres.accelerated.delta_attention import FastDeltaAttention, chunk_kda, decayed_products
 
 # As it is before a fixture puts ours in its place.
 UPSTREAM = inspect.unwrap(kimi_linear.chunk_kimi_delta_attention)
@@ -115,7 +115,7 @@ def test_low_precision_and_autocast_compute_in_float32():
 
 
 def test_the_model_uses_it_and_leaves_kimi_linear_as_it_is(tiny_model, token_ids, monkeypatch):
-    calls, name, layer = [], "chunk_kimi_delta_attention", AttnResDeltaAttention
+    calls, name, layer = [], "chunk_kimi_delta_attention", FastDeltaAttention
     names = layer.forward.__wrapped__.__globals__
     monkeypatch.setitem(names, name, lambda *args, **kwargs: calls.append(1) or chunk_kda(*args, **kwargs))
     model = tiny_model()

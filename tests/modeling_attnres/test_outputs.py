@@ -4,11 +4,14 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 
 from attnres import AttnResForCausalLM, AttnResModel
-from attnres.loading_attnres import attn_res_tensors
+from attnres.residual_attnres import residual_tensors
 
+release = Version(transformers.__version__)
 LAYERS = 4
 VARIANTS = {
     "full": {"attn_res_block_size": 1},
@@ -96,6 +99,7 @@ def test_hidden_states_are_the_inputs_of_the_layers_and_the_normed_output(model,
     assert torch.equal(model.lm_head(hidden_states[-1]), model(token_ids).logits)
 
 
+@pytest.mark.skipif(release < Version("5.20"), reason="this transformers records all hidden states or none")
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("selection", "selected"),
@@ -111,7 +115,7 @@ def test_hidden_states_can_be_selected(model, token_ids, selection, selected):
 def test_nothing_is_recorded_unasked(full, token_ids):
     outputs = full(token_ids)
     for name in ("hidden_states", "depth_attentions", "attentions", "router_logits"):
-        assert outputs[name] is None if name in outputs else getattr(outputs, name) is None
+        assert getattr(outputs, name, None) is None
     assert "depth_attentions" not in full.model(token_ids)
 
 
@@ -131,7 +135,9 @@ def test_the_bare_model_records_the_same(model, token_ids):
     expected = model(token_ids, **RECORD, output_router_logits=True)
     actual = model.model(token_ids, **RECORD, output_router_logits=True)
     assert torch.equal(actual.last_hidden_state, expected.hidden_states[-1])
-    for name in ("hidden_states", "depth_attentions", "router_logits"):
+    # Older releases record router logits, but the head of Kimi Linear leaves them out of its output.
+    names = ("hidden_states", "depth_attentions", "router_logits")[: 2 if release < Version("5.19") else 3]
+    for name in names:
         assert len(actual[name]) == len(expected[name])
         assert all(map(torch.equal, actual[name], expected[name]))
 
@@ -153,7 +159,7 @@ def test_a_tuple_holds_the_same_in_the_same_order(full, token_ids):
 def test_checkpointing_records_the_same_once(model, token_ids, use_reentrant):
     model.train()
     expected = model(token_ids, labels=token_ids, use_cache=False, **RECORD)
-    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     actual = model(token_ids, labels=token_ids, use_cache=False, **RECORD)
     actual.loss.backward()
     for name in ("hidden_states", "depth_attentions"):
@@ -175,10 +181,11 @@ def test_a_cached_step_records_the_weights_of_its_tokens(model, token_ids):
 def test_a_loss_on_depth_weights_reaches_every_query_but_the_first(full, token_ids):
     depth_attentions = full(token_ids, output_depth_attentions=True).depth_attentions
     sum(weights.square().sum() for weights in depth_attentions).backward()
-    for name, tensor in attn_res_tensors(full).items():
+    for name, tensor in residual_tensors(full).items():
         assert (tensor.grad.abs().max() > 0) == ("layers.0.self_attention_res" not in name)
 
 
+@pytest.mark.skipif(release < Version("5.19"), reason="Kimi Linear of this transformers returns no router logits")
 @torch.no_grad()
 def test_router_logits_are_those_of_the_sparse_layers(full, token_ids):
     trace = Trace.of(full.model)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, KimiLinearForCausalLM
 from transformers.utils import logging
 
 from attnres import AttnResConfig, AttnResForCausalLM, AttnResModel
-from attnres.loading_attnres import attn_res_tensors
+from attnres.residual_attnres import residual_tensors
 
 # The fields of the published config.json, with smaller numbers. Layers are counted from one.
 CONFIG = {
@@ -198,7 +198,7 @@ def test_the_logged_report_names_exactly_the_attn_res_tensors_as_new(load, caplo
 
 
 def test_the_new_tensors_are_initial(load):
-    for name, tensor in attn_res_tensors(load()).items():
+    for name, tensor in residual_tensors(load()).items():
         expected = torch.zeros_like(tensor) if name.endswith("proj.weight") else torch.ones_like(tensor)
         assert torch.equal(tensor, expected), name
 
@@ -240,7 +240,7 @@ def saved(load, tmp_path) -> tuple[AttnResForCausalLM, Path]:
     """The published checkpoint as an AttnRes model with random AttnRes tensors, and the directory it is saved to."""
     model = load(attn_res_scale="sum", attn_res_block_size=3)
     torch.manual_seed(0)
-    for tensor in attn_res_tensors(model).values():
+    for tensor in residual_tensors(model).values():
         torch.nn.init.normal_(tensor)
     model.save_pretrained(tmp_path)
     return model, tmp_path
@@ -297,7 +297,7 @@ def test_a_directory_that_kimi_linear_saved_loads_too(kimi, tmp_path, token_ids)
     kimi.save_pretrained(tmp_path)
     assert "model.layers.0.block_sparse_moe.gate_proj.weight" in load_file(tmp_path / "model.safetensors")
     model, info = AttnResForCausalLM.from_pretrained(tmp_path, attn_res_scale="sum", output_loading_info=True)
-    assert set(info["missing_keys"]) == set(attn_res_tensors(model)) and not info["unexpected_keys"]
+    assert set(info["missing_keys"]) == set(residual_tensors(model)) and not info["unexpected_keys"]
     with torch.no_grad():
         torch.testing.assert_close(model(token_ids).logits, kimi(token_ids).logits, rtol=1e-5, atol=1e-5)
 

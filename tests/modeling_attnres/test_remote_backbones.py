@@ -11,6 +11,11 @@ HERE = Path(__file__).parent
 CASES = ["llama", "gemma3_text", "mixtral", "gpt_neox"]
 
 
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Equal to rounding: without the installed implementations PyTorch's operations compute the same function."""
+    return torch.allclose(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
 @pytest.fixture(scope="module")
 def originals(backbones) -> dict[str, PreTrainedModel]:
     return {case: backbones.build_member(case, attn_res_block_size=3) for case in CASES}
@@ -52,11 +57,11 @@ def test_the_classes_are_made_from_the_files_beside_the_weights(remote, original
 def test_it_computes_records_and_generates_the_same(remote, originals, backbones, case):
     seen, model, token_ids = remote["models"][case], originals[case], backbones.token_ids()
     expected = model(token_ids, output_hidden_states=True, output_depth_attentions=True)
-    assert torch.equal(seen["logits"], expected.logits)
+    assert close(seen["logits"], expected.logits)
     for name in ("hidden_states", "depth_attentions"):
         assert len(seen[name]) == len(expected[name])
-        assert all(map(torch.equal, seen[name], expected[name]))
-    assert torch.equal(seen["base"], model.base_model(token_ids).last_hidden_state)
+        assert all(map(close, seen[name], expected[name]))
+    assert close(seen["base"], model.base_model(token_ids).last_hidden_state)
     generated = model.generate(token_ids, max_new_tokens=5, do_sample=False, eos_token_id=None)
     assert torch.equal(seen["generated"], generated)
     assert "attention_maks" in seen["refused"]
@@ -66,10 +71,10 @@ def test_it_computes_records_and_generates_the_same(remote, originals, backbones
 @pytest.mark.parametrize("case", CASES)
 def test_saved_again_by_that_process_it_is_the_same_there_and_here(remote, folders, originals, backbones, case):
     expected = originals[case](backbones.token_ids()).logits
-    assert torch.equal(remote["models"][case]["again"], expected)
+    assert close(remote["models"][case]["again"], expected)
     loaded = AutoModelForCausalLM.from_pretrained(folders / case / "again")
     assert type(loaded) is type(originals[case])
-    assert torch.equal(loaded(backbones.token_ids()).logits, expected)
+    assert close(loaded(backbones.token_ids()).logits, expected)
     first, again = (
         {name for shard in folder.glob("*.safetensors") for name in load_file(shard)}
         for folder in (folders / case, folders / case / "again")

@@ -21,7 +21,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM, KimiLinearForCausalLM, PreTrainedTokenizerFast, pipeline
 
 from attnres import AttnResForCausalLM, AttnResForSequenceClassification
-from attnres.loading_attnres import attn_res_tensors
+from attnres.residual_attnres import residual_tensors
 
 HERE = Path(__file__).parent
 FAMILY = ["AttnResModel", "AttnResForCausalLM", "AttnResForSequenceClassification"]
@@ -65,6 +65,11 @@ def models(tmp_path_factory, tiny_model, ids) -> Path:
     return folder
 
 
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Equal to rounding: without the installed implementations PyTorch's operations compute the same function."""
+    return torch.allclose(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
 @pytest.fixture(scope="module")
 def remote(models, run) -> dict:
     """What a process without `attnres` saw."""
@@ -100,13 +105,13 @@ def test_from_config_makes_every_class_of_the_family(remote):
 
 
 def test_the_logits_are_identical(remote, model, ids):
-    assert torch.equal(remote["logits"], model(ids).logits)
+    assert close(remote["logits"], model(ids).logits)
 
 
 def test_the_depth_attentions_are_identical(remote, model, ids):
     expected = model(ids, output_depth_attentions=True).depth_attentions
     assert len(remote["depth_attentions"]) == len(expected)
-    assert all(map(torch.equal, remote["depth_attentions"], expected))
+    assert all(map(close, remote["depth_attentions"], expected))
 
 
 def test_attention_and_experts_run_on_the_same_implementation_as_in_kimi_linear(remote, tiny_config):
@@ -115,12 +120,12 @@ def test_attention_and_experts_run_on_the_same_implementation_as_in_kimi_linear(
 
 
 def test_the_base_model_is_identical(remote, model, ids):
-    assert torch.equal(remote["last_hidden_state"], model.model(ids).last_hidden_state)
+    assert close(remote["last_hidden_state"], model.model(ids).last_hidden_state)
 
 
 def test_the_classifier_is_identical(remote, models, ids):
     classifier = AttnResForSequenceClassification.from_pretrained(models / "classifier")
-    assert torch.equal(remote["scores"], classifier(ids).logits)
+    assert close(remote["scores"], classifier(ids).logits)
 
 
 def test_generation_is_identical(remote, model, ids):
@@ -135,7 +140,7 @@ def test_the_pipeline_writes_the_same_text(remote, models):
 
 
 def test_missing_attn_res_tensors_are_initialised_and_no_other_is_touched(remote, model):
-    new = attn_res_tensors(model)
+    new = residual_tensors(model)
     assert remote["new"] == sorted(new)
     for name, tensor in model.state_dict().items():
         initial = torch.zeros_like(tensor) if name.endswith("_proj.weight") else torch.ones_like(tensor)
@@ -158,7 +163,7 @@ def test_a_bad_checkpoint_is_reported_by_name(remote, folder, kind, text):
 
 
 def test_saved_again_by_that_process_it_loads_there(remote, model, ids):
-    assert torch.equal(remote["logits_again"], model(ids).logits)
+    assert close(remote["logits_again"], model(ids).logits)
 
 
 def test_saved_again_by_that_process_it_loads_here(remote, models, model, ids):
@@ -166,7 +171,7 @@ def test_saved_again_by_that_process_it_loads_here(remote, models, model, ids):
     assert type(loaded) is AttnResForCausalLM
     assert torch.equal(loaded(ids).logits, model(ids).logits)
     classifier = AttnResForSequenceClassification.from_pretrained(models / "classifier-again")
-    assert torch.equal(classifier(ids).logits, remote["scores"])
+    assert close(classifier(ids).logits, remote["scores"])
 
 
 @pytest.mark.parametrize("folders", [("causal", "again"), ("classifier", "classifier-again")])
@@ -185,19 +190,19 @@ def mixed(models, run) -> dict:
     return torch.load(models / "mixed.pt")
 
 
-def test_loading_remote_code_does_not_import_an_installed_attnres(mixed):
-    assert not mixed["imported_by_loading"]
+def test_remote_code_finds_the_installed_implementations(mixed):
+    assert mixed["implementations"] == [["auto", "eager", "numba", "triton", "fla"]] * 2
 
 
 def test_remote_code_and_the_installed_package_live_side_by_side(mixed, model, ids):
     remote_class, local_class = mixed["classes"]
     assert remote_class.startswith("transformers_modules.causal.")
     assert local_class == "attnres.modeling_attnres.AttnResForCausalLM"
-    assert all(torch.equal(logits, model(ids).logits) for logits in mixed["logits"])
+    assert all(close(logits, model(ids).logits) for logits in mixed["logits"])
 
 
 def test_both_save_models_that_load(mixed, model, ids):
-    assert all(torch.equal(logits, model(ids).logits) for logits in mixed["saved"])
+    assert all(close(logits, model(ids).logits) for logits in mixed["saved"])
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +238,7 @@ def test_a_revision_is_loaded_from_the_hub(from_hub, hub, ids, name, revision, b
     seen, _ = from_hub
     folder, _ = hub
     expected = AttnResForCausalLM.from_pretrained(folder / revision)(ids).logits
-    assert torch.equal(seen["logits"][name], expected)
+    assert close(seen["logits"][name], expected)
     assert seen["block_size"][name] == block_size
     assert seen["class"][name].startswith("transformers_modules.lab.model.")
 
@@ -253,4 +258,4 @@ def test_a_model_from_the_hub_is_saved_with_its_own_code(from_hub, hub, ids):
     assert {path.name for path in saved.glob("*.py")} == {path.name for path in (folder / "v1").glob("*.py")}
     auto_map = json.loads((saved / "config.json").read_text())["auto_map"]
     assert not [reference for reference in auto_map.values() if "--" in reference]
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(saved)(ids).logits, seen["logits"]["v1"])
+    assert close(AutoModelForCausalLM.from_pretrained(saved)(ids).logits, seen["logits"]["v1"])

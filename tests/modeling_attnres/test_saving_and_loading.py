@@ -11,7 +11,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from attnres import AttnResForCausalLM, AttnResForSequenceClassification, AttnResModel
-from attnres.loading_attnres import attn_res_tensors
+from attnres.residual_attnres import residual_tensors
 
 SHARD_SIZE = "40KB"  # of a model of about 400 KB
 
@@ -41,7 +41,7 @@ def test_names_on_disk_are_those_of_the_released_weights(saved):
             expected[f"model.layers.{i}.{sublayer}_res_proj.weight"] = (1, 32)
             expected[f"model.layers.{i}.{sublayer}_res_norm.weight"] = (32,)
     assert {name for name in names_on_disk(folder) if "_res_" in name} == set(expected)
-    assert {name: tuple(tensor.shape) for name, tensor in attn_res_tensors(model).items()} == expected
+    assert {name: tuple(tensor.shape) for name, tensor in residual_tensors(model).items()} == expected
 
 
 def test_the_standard_connection_adds_no_names(tiny_model, tmp_path):
@@ -126,7 +126,7 @@ def offloaded(request, saved, tmp_path) -> AttnResForCausalLM:
 def test_offloaded_to_disk_the_model_computes_the_same(offloaded, saved, token_ids):
     model, _ = saved
     assert "disk" in offloaded.hf_device_map.values()
-    assert {"meta"} <= {tensor.device.type for tensor in attn_res_tensors(offloaded).values()}
+    assert {"meta"} <= {tensor.device.type for tensor in residual_tensors(offloaded).values()}
     assert torch.equal(offloaded(token_ids).logits, model(token_ids).logits)
 
 
@@ -187,5 +187,5 @@ def test_a_standard_checkpoint_becomes_attn_res_by_one_override(tiny_model, toke
     loaded, report = AutoModelForCausalLM.from_pretrained(
         tmp_path, residual_connection="attn_res", attn_res_scale="sum", output_loading_info=True
     )
-    assert set(report["missing_keys"]) == set(attn_res_tensors(loaded))
+    assert set(report["missing_keys"]) == set(residual_tensors(loaded))
     torch.testing.assert_close(loaded(token_ids).logits, model(token_ids).logits, rtol=0, atol=1e-5)

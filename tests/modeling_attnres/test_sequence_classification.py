@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from attnres import AttnResForSequenceClassification
-from attnres.loading_attnres import attn_res_tensors
+from attnres.residual_attnres import residual_tensors
 
 PAD = 0
 LENGTHS = (4, 9)
@@ -75,7 +75,7 @@ def test_the_loss_is_that_of_the_problem(classifier, token_ids, problem_type, la
 def test_a_few_steps_learn_the_labels(classifier, token_ids, checkpointing):
     classifier.train()
     if checkpointing:
-        classifier.activation_checkpointing_enable()
+        classifier.gradient_checkpointing_enable()
     batch, mask = padded(token_ids, "right")
     optimizer = torch.optim.AdamW(classifier.parameters(), lr=1e-2)
     losses = []
@@ -84,7 +84,7 @@ def test_a_few_steps_learn_the_labels(classifier, token_ids, checkpointing):
         loss.backward()
         if step == 0:
             assert all(parameter.grad is not None for parameter in classifier.parameters())
-            moved = {name for name, tensor in attn_res_tensors(classifier).items() if tensor.grad.abs().max() > 0}
+            moved = {name for name, tensor in residual_tensors(classifier).items() if tensor.grad.abs().max() > 0}
             assert len(moved) == 2 * 9 - 2  # all but those of the first sublayer
         losses.append(loss.item())
         optimizer.step()

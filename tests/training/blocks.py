@@ -2,9 +2,11 @@
 
 import json
 import random
+import re
 from pathlib import Path
 
 from attnres.training.data import DataSpec, load_blocks
+from attnres.training.readers import END_OF_TEXT
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
@@ -19,6 +21,13 @@ def some_texts(count: int, seed: int = 0) -> list[str]:
     return [" ".join(generator.choices(WORDS, k=generator.randint(1, 30))) for _ in range(count)]
 
 
+def split(text: str) -> list[str]:
+    """The documents of a text: between lines that hold only `<|endoftext|>`, else paragraphs."""
+    at_marks = re.split(rf"^{re.escape(END_OF_TEXT)}$", text, flags=re.MULTILINE)
+    parts = at_marks if len(at_marks) > 1 else text.split("\n\n")
+    return [part.strip() for part in parts if part.strip()]
+
+
 def load(paths, tokenizer, length=16, *, seed=0, cache="cache", encode=None, **fields):
     spec = DataSpec(paths, **fields)
     return load_blocks(spec, tokenizer, length, seed=seed, encode=encode, cache=Path(cache))
@@ -29,7 +38,12 @@ def rows(blocks) -> list[list[int]]:
 
 
 def stream_of(texts: list[str], tokenizer) -> list[int]:
-    return [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    """Each text with its end; one whose last token is that already, spelt out or set by the tokenizer, has one end."""
+    end, stream = tokenizer.eos_token_id, []
+    for text in texts:
+        stream += tokenizer(text)["input_ids"]
+        stream += [] if stream[-1:] == [end] else [end]
+    return stream
 
 
 def cut(stream: list, length: int) -> list[list[int]]:

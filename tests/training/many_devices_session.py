@@ -1,14 +1,12 @@
-"""`attnres.training.train` on CPUs as on GPUs: `many_devices_session.py RECIPE [key=value ...]`, in each process.
+"""`attnres train` on CPUs as on GPUs: `many_devices_session.py train RECIPE [key=value ...]`, in each process.
 
 accelerate keeps its FSDP2 and tensor parallelism from CPUs, although both run there: here it takes them for GPUs.
 """
 
-import sys
-
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
-from attnres.training.train import main
+from attnres.commands.main import main
 
 start = PartialState.__init__
 
@@ -22,4 +20,4 @@ def start_as_on_gpus(state: PartialState, *args, **kwargs) -> None:
 PartialState.__init__ = start_as_on_gpus
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -59,9 +59,9 @@ def test_the_cache_is_for_that_content_tokenizer_column_and_length_only(tokenize
     Path("b.jsonl").write_text("".join(json.dumps({"text": text, "body": text[::-1]}) + "\n" for text in texts))
     assert rows(load("b.jsonl", tokenizer)) != rows(load("b.jsonl", tokenizer, column="body"))
     assert len(load("b.jsonl", tokenizer, limit=9)) < len(load("b.jsonl", tokenizer))
-    encoded = load("b.jsonl", tokenizer, seed=None, encode=lambda row: {"input_ids": [7], "labels": [-100]})
+    encoded = load("b.jsonl", tokenizer, seed=None, encode=lambda row: {"input_ids": [7], "labels": [7]})
     assert rows(encoded) == [[7] * 16] * 6
-    encoded = load("b.jsonl", tokenizer, seed=None, encode=lambda row: {"input_ids": [8], "labels": [-100]})
+    encoded = load("b.jsonl", tokenizer, seed=None, encode=lambda row: {"input_ids": [8], "labels": [8]})
     assert rows(encoded) == [[8] * 16] * 6
 
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from attnres.training.text import python_sources, train_tokenizer
 
@@ -87,6 +87,30 @@ def test_it_starts_from_a_checkpoint(text, tiny_model, tmp_path):
     assert results["retrofit"]["top1_agreement"] == 1.0
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "attnres-demo" / "model")
     assert saved.config.hidden_size == model.config.hidden_size
+
+
+@pytest.mark.slow
+def test_code_of_a_checkpoint_is_neither_run_nor_referred_to(text, tiny_model, tmp_path):
+    (tmp_path / "start").mkdir()
+    tiny_model(residual_connection="standard", vocab_size=600).save_pretrained(tmp_path / "start")
+    train_tokenizer(python_sources(50_000), 600).save_pretrained(tmp_path / "start")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "evil.py").write_text(
+        f"open({str(tmp_path / 'sprung')!r}, 'w').close()\n"
+        "from transformers import PreTrainedTokenizerFast\n\n\nclass T(PreTrainedTokenizerFast): ...\n"
+    )
+    config = tmp_path / "start" / "tokenizer_config.json"
+    fields = json.loads(config.read_text())
+    auto_map = {"AutoTokenizer": [None, f"{other}--evil.T"]}
+    config.write_text(json.dumps(fields | {"auto_map": auto_map, "tokenizer_class": "Qwen2Tokenizer"}))
+    process = attnres("demo", "--checkpoint", "start", "--minutes", 0.07, "--text", text, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert not (tmp_path / "sprung").exists()
+    written = tmp_path / "attnres-demo" / "model" / "tokenizer_config.json"
+    assert "evil" not in written.read_text()
+    AutoTokenizer.from_pretrained(tmp_path / "start", trust_remote_code=True)
+    assert (tmp_path / "sprung").exists(), "the trap must work where code is run"
 
 
 def test_bad_input_ends_in_one_line_and_loses_nothing(tmp_path):

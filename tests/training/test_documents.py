@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnres.training.documents import DataSpec, Documents
-from attnres.training.text import END_OF_TEXT, read_documents
+from attnres.training.readers import END_OF_TEXT
+
+from .blocks import split
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -159,19 +161,18 @@ def test_other_names_are_data_sets_of_the_hub(streaming, monkeypatch):
 
 
 @given(st.lists(LINES, max_size=12), st.sampled_from(["\n", "\r\n"]))
-def test_a_text_file_is_split_as_for_the_demo(lines, newline):
+def test_a_text_file_is_split_at_marks_or_else_in_paragraphs(lines, newline):
     Path("some.txt").write_bytes(newline.join(lines).encode())
-    try:
-        expected = read_documents("some.txt", 1000)
-    except ValueError:
+    expected = split(Path("some.txt").read_text())
+    if not expected:
         with pytest.raises(ValueError, match=r"^some.txt holds no documents.$"):
             texts("some.txt")
-    else:
-        assert texts("some.txt") == expected
-        for document in Documents(DataSpec(("some.txt",))):
-            of_document = lines[document.first - 1 : document.last]
-            assert "\n".join(of_document).strip() == document.row["text"]
-            assert of_document[0].strip() and of_document[-1].strip()
+        return
+    assert texts("some.txt") == expected
+    for document in Documents(DataSpec(("some.txt",))):
+        of_document = lines[document.first - 1 : document.last]
+        assert "\n".join(of_document).strip() == document.row["text"]
+        assert of_document[0].strip() and of_document[-1].strip()
 
 
 def test_a_text_file_is_not_read_whole():
@@ -185,9 +186,9 @@ def test_a_text_file_is_not_read_whole():
     assert peak < os.path.getsize("long.txt") / 20
 
 
-def test_real_stories_are_those_of_the_demo(assets):
+def test_real_stories_are_split_at_their_marks(assets):
     path = assets / "corpora" / "tinystories" / "valid.txt"
-    assert texts(path) == read_documents(path, 10_000_000)
+    assert texts(path) == split(path.read_text())
 
 
 def test_rows_without_a_visible_character_hold_no_document():

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, LNTuningConfig, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 from attnres.configuration import load
-from attnres.loading_attnres import attn_res_tensors
-from attnres.training.lora import add_adapters, expert_weights, projections
+from attnres.residual_attnres import residual_tensors
+from attnres.training.lora import add_adapters, expert_weights, projections, residual_modules
 from attnres.training.optimizer import build_optimizer
 
 SMALL = {
@@ -55,7 +55,7 @@ def base(tmp_path_factory, tiny_model):
             else:
                 torch.manual_seed(0)
                 model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SMALL, **MODELS[name]))
-                for tensor in attn_res_tensors(model).values():
+                for tensor in residual_tensors(model).values():
                     torch.nn.init.normal_(tensor, mean=1.0 if tensor.ndim == 1 else 0.0, std=0.5)
             # The head is frozen: with initial weights its logits could not become large.
             model.get_output_embeddings().weight.data.mul_(8)
@@ -123,7 +123,7 @@ def losses_of(trainer: Trainer) -> list[float]:
 @pytest.mark.parametrize("name", MODELS)
 def test_each_matrix_of_the_decoder_layers_has_an_adapter_and_nothing_else_has(base, name):
     model = load_base(base(name))
-    residual = attn_res_tensors(model)
+    residual = residual_tensors(model)
     expected = {
         parameter_name
         for parameter_name, parameter in model.named_parameters()
@@ -144,7 +144,7 @@ def test_each_matrix_of_the_decoder_layers_has_an_adapter_and_nothing_else_has(b
 @pytest.mark.parametrize("name", MODELS)
 def test_only_adapters_and_attn_res_tensors_are_trained(base, name):
     model = load_base(base(name))
-    residual = {parameter_name: tensor.shape for parameter_name, tensor in attn_res_tensors(model).items()}
+    residual = {parameter_name: tensor.shape for parameter_name, tensor in residual_tensors(model).items()}
     adapted = add_adapters(model, rank=4)
     adapted(input_ids=blocks()[0]["input_ids"][None], labels=blocks()[0]["labels"][None]).loss.backward()
     trained = {n: p.shape for n, p in adapted.get_base_model().named_parameters() if p.grad is not None}
@@ -181,7 +181,7 @@ def test_targets_choose_among_what_there_is(base):
 
 
 def test_what_cannot_be_adapted_is_an_error_that_says_why(base):
-    with pytest.raises(ValueError, match="rank is 0"):
+    with pytest.raises(ValueError, match="`rank` of the adapters is 0"):
         add_adapters(load_base(base("attnres")), rank=0)
     with pytest.raises(ValueError, match="leave out the experts"):
         add_adapters(load_base(base("attnres")), dropout=0.1)
@@ -234,7 +234,7 @@ def test_saved_loaded_and_merged_adapters_give_the_logits_of_the_trained_ones(ba
 @pytest.mark.parametrize("name", ["attnres", "attnres_qwen3_moe"])
 def test_the_adapter_file_holds_adapters_and_attn_res_tensors_and_no_base_weight(base, name, tmp_path):
     model = load_base(base(name))
-    residual = attn_res_tensors(model)
+    residual = residual_tensors(model)
     elements = sum(tensor.numel() for tensor in residual.values())
     for layer in model.model.layers:
         elements += sum(4 * sum(layer.get_submodule(n).weight.shape) for n in projections(model) if has(layer, n))
@@ -300,7 +300,7 @@ def test_a_trained_adapter_loads_in_another_process(base, tmp_path, token_ids):
 @pytest.mark.parametrize("name", ["attnres", "attnres_llama"])
 def test_training_lowers_the_loss_and_leaves_the_base_weights_alone(base, name, tmp_path):
     before = load_base(base(name))
-    residual = attn_res_tensors(before)
+    residual = residual_tensors(before)
     trainer = run(adapters(base(name)), tmp_path, save_strategy="no")
     losses = losses_of(trainer)
     assert losses[-1] < losses[0] - 0.3
@@ -363,7 +363,7 @@ def test_a_16_bit_base_keeps_its_dtype_and_what_is_trained_is_float32(base, tmp_
 
 def test_the_optimizer_gives_the_trained_attn_res_tensors_their_own_rate(base):
     adapted = adapters(base("attnres"))
-    optimizer = build_optimizer(adapted, learning_rate=0.1, attn_res_lr_factor=3.0)
+    optimizer = build_optimizer(adapted, learning_rate=0.1, residual_lr_factor=3.0)
     rates = {id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
     for name, parameter in adapted.named_parameters():
         if parameter.requires_grad:
@@ -387,9 +387,49 @@ def test_depth_attentions_and_generation_work_with_adapters(base, token_ids):
 
 def test_pefts_own_all_linear_leaves_the_attn_res_tensors_alone(base):
     model = load_base(base("attnres"))
-    residual = set(attn_res_tensors(model))
+    residual = set(residual_tensors(model))
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
     layers = [n for n, m in adapted.get_base_model().named_modules() if isinstance(m, LoraLayer)]
     assert len(layers) > 20
     assert not any("_res_" in name for name in layers)
-    assert set(attn_res_tensors(adapted.get_base_model())) == residual
+    assert set(residual_tensors(adapted.get_base_model())) == residual
+
+
+# ---- PEFT by itself
+
+
+@pytest.mark.parametrize("name", ["attnres", "attnres_llama"])
+def test_peft_trains_and_saves_the_attn_res_tensors_that_it_is_told_of(base, tmp_path, name):
+    model = AutoModelForCausalLM.from_pretrained(base(name))
+    config = LoraConfig(target_modules="all-linear", modules_to_save=residual_modules(model), task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config)
+    trained = [tensor for tensor in residual_tensors(adapted).values() if tensor.requires_grad]
+    assert len(trained) == len(residual_tensors(AutoModelForCausalLM.from_pretrained(base(name))))
+    ids = torch.randint(3, 99, (2, 11))
+    adapted(ids, labels=ids).loss.backward()
+    assert any(tensor.grad is not None and tensor.grad.abs().max() > 0 for tensor in trained)
+    with torch.no_grad():
+        for tensor in trained:
+            tensor.add_(0.1)
+        expected = adapted.eval()(ids).logits
+        adapted.save_pretrained(tmp_path)
+        again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base(name)), tmp_path).eval()
+        assert torch.allclose(again(ids).logits, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("targets", [["mlp_res_proj"], "mlp_res_norm", ["q_proj", "output_attn_res_proj"]], ids=str)
+def test_an_adapter_on_the_attn_res_tensors_is_refused_by_their_name(base, targets):
+    model = AutoModelForCausalLM.from_pretrained(base("attnres_llama"))
+    with pytest.raises(ValueError, match=r"'(mlp_res_proj|mlp_res_norm|output_attn_res_proj)' cannot have an adapter"):
+        add_adapters(model, targets=targets)
+
+
+@pytest.mark.parametrize("target", ["mlp_res_proj", "mlp_res_norm"])
+def test_ln_tuning_on_the_tensors_of_a_connection_names_them_and_the_remedy(target):
+    config = AutoConfig.for_model(
+        "attnres_llama", vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    model = get_peft_model(model, LNTuningConfig(target_modules=[target], task_type="CAUSAL_LM"))
+    with pytest.raises(TypeError, match=r"`mlp_res` holds no layer .* `modules_to_save`"):
+        model(torch.arange(3, 9)[None])

@@ -32,7 +32,7 @@ SIZES = ("length=64", "batch_size=4", "micro_batch_size=1", "tokens=null", "step
 RUNS = {
     "scratch": ("pretrain", "model=attnres-tiny", "config={{num_hidden_layers: 4}}", "tokenizer={source}"),
     "hybrid": ("pretrain", "model={hybrid}"),
-    "retrofit": ("heal", "model={source}", "retrofit={{block_size: 2}}", "attn_res_alone=0.5"),
+    "retrofit": ("heal", "model={source}", "retrofit={{block_size: 2}}", "residual_alone=0.5"),
 }
 
 
@@ -82,9 +82,11 @@ def launch(arguments: list[str], config: str = "ddp", as_on_gpus: bool = False) 
     launcher = ["-m", "accelerate.commands.launch", "--config_file", path, "--num_processes", "2"]
     launcher += ["--mixed_precision", "no", "--main_process_port", "0"]
     session = Path(__file__).with_name("many_devices_session.py")
-    script = [session] if as_on_gpus else ["-m", "attnres.training.train"]
+    script = [session] if as_on_gpus else ["-m", "attnres"]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen([sys.executable, *map(str, launcher + script), *arguments], env=environment, **PIPES)
+    return subprocess.Popen(
+        [sys.executable, *map(str, launcher + script), "train", *arguments], env=environment, **PIPES
+    )
 
 
 def finish(process: subprocess.Popen, code: int = 0) -> tuple[str, str]:
@@ -180,7 +182,7 @@ def test_a_run_of_two_processes_goes_on_bit_for_bit_after_a_kill_and_after_a_sig
 
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_a_divided_run_with_its_documents(arguments, tmp_path):
-    changes = ("attn_res_alone=0", "learning_rate=1e18", "save_every=1", "distributed={fsdp_size: 2}")
+    changes = ("residual_alone=0", "learning_rate=1e18", "save_every=1", "distributed={fsdp_size: 2}")
     _, errors = finish(launch(arguments("retrofit", tmp_path / "out", *changes)), code=1)
     lines = [line for line in errors.splitlines() if line.startswith("attnres: the loss is ")]
     assert lines and all("valid.txt:" in line and "checkpoint-" in line for line in lines)

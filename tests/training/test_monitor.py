@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from attnres import CONNECTIONS
 from attnres.configuration import load
 from attnres.training import monitor as module
 from attnres.training.balance import ExpertBalance
@@ -227,7 +228,8 @@ def test_a_model_without_attention_residuals_logs_its_throughput_only(tiny_model
     config = LlamaConfig(
         vocab_size=99, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
-    for model in (tiny_model(residual_connection="standard"), LlamaForCausalLM(config)):
+    others = [tiny_model(residual_connection=name) for name in CONNECTIONS if name != "attn_res"]
+    for model in (*others, LlamaForCausalLM(config)):
         for line in train(model, tmp_path, Monitor()):
             assert line["tokens_per_second"] > 0
             assert not any(name.startswith("depth") for name in line)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
 
-from attnres.loading_attnres import attn_res_tensors
+from attnres.residual_attnres import residual_tensors
 from attnres.training.optimizer import MuonAdamW, build_optimizer, build_schedule, parameter_groups
 
 
@@ -53,7 +53,7 @@ def test_every_trainable_parameter_is_in_one_group_with_its_own_rule(tiny_model)
     model.lm_head.weight.requires_grad_(False)
     groups = parameter_groups(model, learning_rate=0.1, weight_decay=0.2, residual_lr_factor=3.0)
     rules = {i: (group["lr"], group["weight_decay"]) for i, group in rules_of(torch.optim.AdamW(groups)).items()}
-    residual = attn_res_tensors(model)
+    residual = residual_tensors(model)
     for name, parameter in model.named_parameters():
         if name == "lm_head.weight":
             assert id(parameter) not in rules
@@ -71,8 +71,8 @@ def test_a_model_without_attention_residuals_has_no_empty_group(tiny_model):
 
 def test_muon_takes_the_decoders_matrices_and_adamw_everything_else(tiny_model):
     model = tiny_model()
-    optimizer = build_optimizer(model, name="muon", learning_rate=0.1, weight_decay=0.2, attn_res_lr_factor=3.0)
-    rules, residual = rules_of(optimizer), attn_res_tensors(model)
+    optimizer = build_optimizer(model, name="muon", learning_rate=0.1, weight_decay=0.2, residual_lr_factor=3.0)
+    rules, residual = rules_of(optimizer), residual_tensors(model)
     assert len(rules) == len(list(model.parameters()))
     for name, parameter in model.named_parameters():
         group = rules[id(parameter)]
@@ -101,7 +101,7 @@ def test_tied_embeddings_are_taken_once_and_by_adamw(tiny_model):
 
 def test_only_what_is_trainable_is_taken_and_nothing_to_train_is_an_error(tiny_model):
     model = tiny_model().requires_grad_(False)
-    residual = attn_res_tensors(model)
+    residual = residual_tensors(model)
     for tensor in residual.values():
         tensor.requires_grad_(True)
     for name in ("adamw", "muon"):
@@ -162,7 +162,7 @@ def test_on_matrices_muon_is_pytorchs_bit_for_bit_and_on_experts_within_bfloat16
 
 def test_everything_but_matrices_steps_exactly_as_with_adamw(tiny_model):
     model, reference = tiny_model(), tiny_model()
-    settings = {"learning_rate": 0.05, "weight_decay": 0.3, "attn_res_lr_factor": 2.0}
+    settings = {"learning_rate": 0.05, "weight_decay": 0.3, "residual_lr_factor": 2.0}
     muon = build_optimizer(model, name="muon", **settings)
     adamw = build_optimizer(reference, name="adamw", **settings)
     for seed in range(3):
@@ -204,7 +204,7 @@ def test_flattened_parameters_are_refused_in_one_line():
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_saved_optimizer_goes_on_bit_for_bit(tiny_model, tmp_path, name):
     def build(model):
-        optimizer = build_optimizer(model, name=name, learning_rate=0.05, attn_res_lr_factor=0.5)
+        optimizer = build_optimizer(model, name=name, learning_rate=0.05, residual_lr_factor=0.5)
         return optimizer, build_schedule(optimizer, "wsd", steps=6, warmup_steps=2, decay_steps=2)
 
     model = tiny_model()

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnres.training.packing import Place, Tokens, describe, pack
+from attnres.training.packing import IGNORED, Place, Tokens, describe, in_blocks, pack
 
 LENGTHS = st.lists(st.integers(1, 9), max_size=40)
 
@@ -24,7 +24,7 @@ def in_batches(lengths: list[int], at: list[int]) -> list[Tokens]:
     return [tokens(lengths[a:b], a, sum(lengths[:a])) for a, b in pairwise(bounds) if b > a]
 
 
-@given(LENGTHS, st.integers(1, 20), st.data())
+@given(LENGTHS, st.integers(2, 20), st.data())
 def test_blocks_are_the_stream_of_all_documents_without_an_incomplete_end(lengths, length, data):
     at = data.draw(st.lists(st.integers(0, len(lengths)), max_size=5))
     blocks = list(pack(in_batches(lengths, at), length))
@@ -36,13 +36,25 @@ def test_blocks_are_the_stream_of_all_documents_without_an_incomplete_end(length
     assert all(block.ids.shape == (len(block.documents), length) for block in blocks)
 
 
-@given(LENGTHS, st.integers(1, 20), st.data())
+@given(LENGTHS, st.integers(2, 20), st.data())
 def test_a_block_names_the_documents_that_its_tokens_are_from(lengths, length, data):
     at = data.draw(st.lists(st.integers(0, len(lengths)), max_size=5))
     document_of = np.repeat(np.arange(len(lengths)), lengths)
     for blocks in pack(in_batches(lengths, at), length):
         for ids, documents in zip(blocks.ids, blocks.documents):
             assert documents == describe(Place("a", n, n) for n in sorted(set(document_of[ids].tolist())))
+
+
+@given(st.integers(2, 8), st.sets(st.integers(0, 99)), st.data())
+def test_a_block_that_teaches_nothing_is_left_out(length, learned, data):
+    """A model predicts each label from the tokens before it, so that of a block's first token is none."""
+    at = data.draw(st.lists(st.integers(0, 100), max_size=5))
+    batches = in_batches([1] * 100, at)
+    for batch in batches:
+        batch.labels[~np.isin(batch.ids, list(learned))] = IGNORED
+    starts = [block.ids[i, 0] for block in pack(batches, length) for i in range(len(block.ids))]
+    whole = range(0, 100 // length * length, length)
+    assert starts == [start for start in whole if learned & {*range(start + 1, start + length)}]
 
 
 def test_places_that_follow_each_other_are_written_as_a_range():
@@ -54,3 +66,8 @@ def test_places_that_follow_each_other_are_written_as_a_range():
         Place("a.txt", 5, 6),
     ]
     assert describe(places) == "a.txt:1-9,3 b.txt:4 a.txt:5-6"
+
+
+def test_a_stream_is_cut_without_its_incomplete_end():
+    assert in_blocks(np.arange(7), 3).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert in_blocks(np.arange(2), 3).shape == (0, 3)

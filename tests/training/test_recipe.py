@@ -1,10 +1,15 @@
 """Recipes: files with changes on the command line, checked before anything is loaded."""
 
+from dataclasses import fields
+
 import pytest
+from accelerate import PartialState
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import TrainingArguments
 
-from attnres.training.recipe import Recipe, read_recipe, recipe_names, write_recipe
+from attnres.training import train
+from attnres.training.recipe import OWNED, Recipe, read_recipe, recipe_names, write_recipe
 
 NEEDED = ("model=m", "train=a.txt", "out=o")
 
@@ -65,20 +70,122 @@ def test_tokens_are_rounded_up_to_steps():
         (("chat=perhaps",), "`chat` of the recipe is 'perhaps', which is not bool."),
         (("steps=5", "tokens=5"), "Give the recipe either `steps` or `tokens`."),
         (("lora={rank: 2}", "retrofit={block_size: 2}"), "An adapter's base has to be on disk"),
+        (
+            ("trainer.output_dir=elsewhere",),
+            "`trainer.output_dir` of the recipe is not to be set, as the run decides it: give `out` instead.",
+        ),
+        (("trainer.max_steps=1",), "the run decides it: give `steps` instead."),
+        (("trainer.per_device_train_batch_size=7",), "the run decides it: give `micro_batch_size` instead."),
+        (("trainer.optim=sgd",), "the run decides it: give `optimizer` instead."),
+        (("trainer.label_names=[a]",), "the run decides it: leave it out."),
         (("trainer.bf_16=true",), "`trainer` has no `bf_16`. Did you mean `bf16`?"),
         (("retrofit={blocksize: 2}",), "`retrofit` has no `blocksize`. Did you mean `block_size`?"),
+        (("retrofit={residual: identity_hc, stream: 2}",), "`retrofit` has no `stream`. Did you mean `streams`?"),
+        (("retrofit={residual: denseformer, scale: sum}",), "`retrofit` has no `scale`."),
+        (("retrofit={residual: [1]}",), "there is no residual connection [1]; there is 'attn_res', "),
         (("lora={ranks: 2}",), "`lora` has no `ranks`. Did you mean `rank`?"),
         (("optimizer=sgd",), "`optimizer` of the recipe is 'sgd', but must be 'adamw' or 'muon'."),
         (("schedule=linear",), "`schedule` of the recipe is 'linear', but must be 'cosine' or 'wsd'."),
         (("bad_rows=drop",), "`bad_rows` of the recipe is 'drop', but must be 'error' or 'skip'."),
-        (("length=0",), "`length` of the recipe is 0, but must be at least 1."),
+        (("length=0",), "`length` of the recipe is 0, but must be at least 2"),
+        (("length=99999999999",), "`length` of the recipe is 99999999999, but must be at least 2"),
+        (("trainer.dataloader_num_workers=-5",), "`trainer.dataloader_num_workers` of the recipe is -5, but must be"),
+        (("length=1",), "`length` of the recipe is 1, but must be at least 2"),
         (("warmup=100",), "`warmup` of the recipe is 100.0, but must be a share from 0 to 1."),
+        (("config={dtype: nope}",), "`config.dtype` of the recipe is 'nope', but must be auto or a type of PyTorch"),
+        (("config={dtype",), "config={dtype is broken YAML: "),
+        (("config={1: 2}",), "`config` of the recipe is {1: 2}, which is not a mapping of names to values."),
+        (("model.a=1",), "`model` of the recipe is 'm', which is not a mapping"),
+        (("lora=5",), "`lora` of the recipe is 5, which is not a mapping"),
+        (("retrofit={model_or_path: m}",), "`retrofit` has no `model_or_path`."),
+        (("lora={model: m}",), "`lora` has no `model`."),
+        (("lora={rank: 0}",), "`rank` of the adapters is 0, but must be a whole number, at least 1."),
+        (("lora={rank: many}",), "`rank` of the adapters is 'many', but must be a whole number"),
+        (("lora={alpha: -1}",), "`alpha` of the adapters is -1, but must be a number above 0."),
+        (("lora={dropout: .nan}",), "`dropout` of the adapters is nan, but must be a share"),
+        (("lora={targets: []}",), "`targets` of the adapters is [], but must be a list of names."),
+        (("lora={expert_rank: 1.5}",), "`expert_rank` of the adapters is 1.5, but must be a whole number"),
+        (("column=on",), "`column` of the recipe is True, which is not text; put it in quotes."),
+        (("column=null",), "`column` of the recipe is None, which is not text"),
+        (("out=[a, b]",), "`out` of the recipe is ['a', 'b'], which is not text"),
+        (("train={a: b}",), "`train` of the recipe is {'a': 'b'}, which is not a list of names."),
+        (("train=[null]",), "`train` of the recipe is None, which is not text"),
+        (("chat=1",), "`chat` of the recipe is 1, which is not bool."),
+        (("learning_rate=true",), "`learning_rate` of the recipe is True, which is not float."),
     ],
 )
 def test_a_value_that_cannot_be_used_is_named(changes, message):
     with pytest.raises(ValueError) as caught:
         read_recipe("finetune", (*NEEDED, *changes))
     assert message in str(caught.value)
+
+
+def test_a_recipe_refuses_what_the_run_sets_itself(monkeypatch, tmp_path):
+    """And no other field of theirs: what it only has another default for may be given."""
+    seen = {}
+    monkeypatch.setattr(train, "TrainingArguments", lambda **arguments: seen.update(arguments) or TrainingArguments())
+    monkeypatch.chdir(tmp_path)
+    train._arguments(read_recipe("finetune", NEEDED), PartialState(cpu=True), None)
+    assert seen.keys() - OWNED.keys() == {"eval_strategy", "eval_steps", "report_to", "dataloader_pin_memory"}
+    # Fields come and go with the versions of `transformers`; a name that never was one would be a slip here.
+    assert OWNED.keys() - {item.name for item in fields(TrainingArguments)} <= {"warmup_ratio"}
+
+
+NUMBERS = [item.name for item in fields(Recipe) if item.type in (int, float, int | None)]
+MAY_BE_ZERO = {
+    *("warmup", "decay", "min_rate", "residual_alone", "seed"),
+    *("weight_decay", "residual_lr_factor", "max_grad_norm", "expert_balancing"),
+}
+
+
+@pytest.mark.parametrize("value", ["-3", "0", ".nan", ".inf", "-.inf", "1e999"])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_no_number_is_negative_or_infinite_or_none_and_few_are_zero(name, value):
+    if value == "0" and name in MAY_BE_ZERO:
+        assert getattr(read_recipe("finetune", (*NEEDED, f"{name}=0")), name) == 0
+        return
+    with pytest.raises(ValueError, match=f"^`{name}` of the recipe is .+, (but must be|which is not) "):
+        read_recipe("finetune", (*NEEDED, f"{name}={value}"))
+
+
+@pytest.mark.parametrize("change", ["out=", "model=", "train=", "train=[]", 'out=""'])
+def test_an_empty_name_is_one_that_is_lacking(change):
+    with pytest.raises(ValueError, match=f"lacks `{change.partition('=')[0]}`"):
+        read_recipe("finetune", (*NEEDED, change))
+
+
+@pytest.mark.parametrize(
+    "change", ['train=[a, ""]', 'held_out=""', 'tokenizer=""', 'column=""', 'split=""', 'held_out_split=""']
+)
+def test_an_empty_name_among_others_is_refused(change):
+    with pytest.raises(ValueError, match=f"`{change.partition('=')[0]}` of the recipe is empty"):
+        read_recipe("finetune", (*NEEDED, change))
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"model: [m\n", "is broken YAML: .* line 2"),
+        (b"- a\n- b\n", "is not a recipe: it should hold `key: value` lines"),
+        (bytes(range(128, 256)), "is not text in UTF-8"),
+        (b"a\x00b", "is broken YAML"),
+        (b"1: 2\n", "A recipe has no `1`"),
+        (b"steps: 2026-02-30\n", "is broken YAML: day is out of range"),
+        (b"model: !!python/object:os.system {}\n", "is broken YAML: could not determine a constructor"),
+    ],
+    ids=["unclosed", "list", "binary", "zero", "number", "date", "object"],
+)
+def test_a_file_that_is_no_recipe_is_named(content, message, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_recipe(path, NEEDED)
+    assert str(path) in str(caught.value) or "has no `1`" in message
+
+
+def test_what_yaml_takes_for_a_number_or_a_date_may_be_a_name():
+    recipe = read_recipe("finetune", ("model=7", "train=[1, 2026-01-31]", "out=2026-01-31"))
+    assert (recipe.model, recipe.train, recipe.out) == ("7", ("1", "2026-01-31"), "2026-01-31")
 
 
 def test_what_the_user_has_to_give_is_named():

@@ -1,10 +1,12 @@
-"""Training runs: the seed decides everything, and held-out losses are the model's own."""
+"""Training runs: the seed decides everything, a stopped run goes on, and held-out losses are the model's own."""
 
 import copy
+from pathlib import Path
 
+import pytest
 import torch
 
-from attnres.training.runs import Run, sequence_losses, train
+from attnres.training.runs import Run, last_whole_checkpoint, sequence_losses, train
 
 
 def random_blocks(n: int) -> torch.Tensor:
@@ -35,3 +37,28 @@ def test_sequence_losses_average_to_the_models_loss(tiny_model):
     assert losses.shape == (5,)
     with torch.no_grad():
         assert torch.isclose(losses.mean().float(), model.eval()(blocks, labels=blocks).loss, rtol=1e-5)
+
+
+def test_a_stopped_run_goes_on_from_its_last_whole_checkpoint(tiny_model, tmp_path):
+    run = Run(steps=8, batch_size=2, learning_rate=1e-2, warmup_steps=2, decay_steps=4)
+    blocks, steps = random_blocks(16), []
+    whole = tiny_model()
+    points = train(whole, blocks, run)
+
+    def stop_in_step_6() -> None:
+        steps.append(1)
+        if len(steps) == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_model(), blocks, run, stop_in_step_6, work=tmp_path, save_seconds=0)
+    assert Path(last_whole_checkpoint(tmp_path)).name == "checkpoint-5"
+    broken = tmp_path / "checkpoint-6"
+    broken.mkdir()
+    (broken / "trainer_state.json").write_text('{"global_step": 6, "log_h')
+    assert Path(last_whole_checkpoint(tmp_path)).name == "checkpoint-5"
+
+    resumed, steps = tiny_model(), []
+    assert train(resumed, blocks, run, lambda: steps.append(1), work=tmp_path, save_seconds=0) == points
+    assert len(steps) == 8
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters()))

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ SIZES = ("length=64", "batch_size=4", "micro_batch_size=2", "tokens=null", "step
 # device with little memory takes, on a stream.
 RUNS = {
     "pretrain": ("pretrain", "model=attnres-tiny", "config={num_hidden_layers: 4}", "tokenizer={source}"),
-    "heal": ("heal", "model={retrofit}", "attn_res_alone=0.5"),
+    "heal": ("heal", "model={retrofit}", "residual_alone=0.5"),
     "finetune": (
         "finetune",
         "model={retrofit}",
@@ -191,7 +192,7 @@ def test_a_terminated_run_saves_where_it_is_and_goes_on(uninterrupted, command, 
 
 
 def test_a_loss_that_is_not_finite_names_the_step_the_documents_and_the_checkpoint(command, tmp_path):
-    done = run(command("heal", tmp_path / "out", "attn_res_alone=0", "learning_rate=1e18", "save_every=1"))
+    done = run(command("heal", tmp_path / "out", "residual_alone=0", "learning_rate=1e18", "save_every=1"))
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("attnres:")]
     assert "the loss is nan in step " in line or "the loss is inf in step " in line
@@ -251,7 +252,7 @@ def test_adapters_are_saved_small_and_merge_into_the_same_model(command, folders
     from peft import PeftModel
 
     out = tmp_path / "out"
-    changes = ("lora={rank: 2}", "merge=true", "attn_res_alone=0", "steps=4")
+    changes = ("lora={rank: 2}", "merge=true", "residual_alone=0", "steps=4")
     done = run(command("heal", out, *changes))
     assert done.returncode == 0, done.stderr[-3000:]
     assert (out / "adapter" / "adapter_model.safetensors").stat().st_size < 200_000
@@ -287,3 +288,41 @@ def test_conversations_train_the_assistants_part(command, folders, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [loss for _, loss in results(tmp_path / "out")["training_loss"]]
     assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_a_checkpoint_that_lacks_a_file_is_not_gone_on_from(name, command, uninterrupted, tmp_path):
+    out = shutil.copytree(uninterrupted["heal"], tmp_path / "out")
+    (out / "results.json").unlink()
+    (out / "recipe.yaml").write_text((out / "recipe.yaml").read_text().replace(str(uninterrupted["heal"]), str(out)))
+    (out / "checkpoint-12" / name).write_bytes(b"")
+    done = run(command("heal", out))
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"attnres: {out / 'checkpoint-12' / name} is empty, so the run cannot go on from")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (("config={num_hidden_layers: many}",), "`config` of the recipe does not fit "),
+        (("retrofit={block_size: 0}",), "the recipe"),
+        (("trainer.report_to=nothing",), "`trainer` of the recipe: nothing is not supported"),
+        (("batch_size=3",), "`batch_size` 3 is not a multiple of `micro_batch_size` 2"),
+    ],
+)
+def test_what_a_recipe_asks_for_in_vain_is_told_before_anything_is_tokenised(changes, message, command, tmp_path):
+    done = run(command("finetune", tmp_path / "out", *changes))
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert message in line and "unforeseen" not in line and "Tokenising" not in done.stderr
+
+
+def test_without_peft_one_line_says_what_to_install_before_anything_is_tokenised(command, tmp_path):
+    """`sys.modules` holds None for a package that cannot be imported."""
+    arguments = command("heal", tmp_path / "out", "lora={rank: 2}")[3:]
+    code = "import sys; sys.modules['peft'] = None; from attnres.commands.main import main; main()"
+    done = run([sys.executable, "-c", code, *arguments])
+    assert done.returncode == 1
+    assert done.stderr == ("attnres: `lora` of a recipe needs the package peft: pip install 'attnres[train]'.\n")
+    assert not (tmp_path / "out").exists()

@@ -50,7 +50,7 @@ def test_muon_under_fsdp2_steps_as_on_one_process_also_after_a_resume(tiny_model
     assert [result["local_experts"] for result in results] == [4, 4]  # of 8: they are divided, and stay so
 
     start = copy.deepcopy(model.state_dict())
-    optimizer = build_optimizer(model.train(), name="muon", learning_rate=0.02, attn_res_lr_factor=0.5)
+    optimizer = build_optimizer(model.train(), name="muon", learning_rate=0.02, residual_lr_factor=0.5)
     for _ in range(3):
         model(BLOCKS, labels=BLOCKS).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -45,7 +45,7 @@ def balance(model: AttnResForCausalLM, blocks: torch.Tensor, folder: Path) -> di
 
 def fsdp2(model: AttnResForCausalLM, blocks: torch.Tensor, folder: Path) -> dict:
     """Three steps of Muon under FSDP2, each process on its half of every batch; saved and loaded before the third."""
-    settings = {"name": "muon", "learning_rate": 0.02, "attn_res_lr_factor": 0.5}
+    settings = {"name": "muon", "learning_rate": 0.02, "residual_lr_factor": 0.5}
     optimizer = build_optimizer(model, **settings)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in (*model.model.layers, model):

@@ -1,0 +1,59 @@
+"""Names of `torch` and `transformers` that are not public: all that this package asks of them, in one place.
+
+Where a version lacks one, the answer is the careful one: that somebody is looking.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+try:
+    from transformers.utils import output_capturing
+
+    _collector, _recorder_file = output_capturing._active_collector, output_capturing.__name__
+except (ImportError, AttributeError):
+    _collector, _recorder_file = None, None
+
+
+def looks_at_operations() -> str | None:
+    """Who wants to see PyTorch's operations, which kernels are not; `None` if nobody does."""
+    try:
+        if torch._C._functorch.maybe_current_level() is not None:
+            return "torch.func transforms the function"
+        if torch._C._get_tracing_state() is not None:
+            return "the function is traced"
+        if torch._C._len_torch_dispatch_stack() > 0:
+            return "a dispatch mode looks at the operations"
+        if torch.autograd.forward_ad._current_level >= 0:
+            return "forward-mode derivatives are computed"
+    except AttributeError as error:
+        return f"this version of torch does not say who looks at the operations ({error})"
+    return None
+
+
+def has_hooks_on_all_modules() -> bool:
+    """Whether calling any module calls somebody else too."""
+    has_hooks = getattr(torch_module, "_has_any_global_hook", None)
+    return has_hooks is None or has_hooks()
+
+
+def is_silent(hook: Callable) -> bool:
+    """Whether a forward hook is one by which `transformers` records outputs, while nobody asks for any."""
+    return _collector is not None and getattr(hook, "__module__", None) == _recorder_file and not _collector.get()
+
+
+def calls_forward_alone() -> bool:
+    """Whether `nn.Module.__call__` is PyTorch's own."""
+    names = ("__call__", "_wrapped_call_impl", "_call_impl")
+    codes = [getattr(getattr(nn.Module, name, None), "__code__", None) for name in names]
+    return all(code is not None and code.co_filename == torch_module.__file__ for code in codes)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called."""
+    return vars(module).get("_compiled_call_impl") is not None
+
+
+__all__ = ["calls_forward_alone", "has_hooks_on_all_modules", "is_compiled", "is_silent", "looks_at_operations"]

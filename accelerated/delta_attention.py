@@ -1,0 +1,179 @@
+"""Kimi Delta Attention where no GPU kernel applies, equal to its recurrence and made of matrix products.
+
+    S_t = (I - b_t k_t k_t^T) Diag(exp(g_t)) S_{t-1} + b_t k_t v_t^T        o_t = S_t^T q_t / sqrt(d_k)
+
+(Kimi Linear, arXiv 2510.26692, section 3.) Within a chunk this is a triangular system whose entries are products of two
+tokens with the decay between them, `sum_d x_t[d] y_s[d] exp(g_{s+1} + ... + g_t)[d]`. The decay is different for each
+channel, so one matrix product cannot give them all; but the chunk can be halved again and again. For a reader `t` in
+the second half and a source `s` in the first, the decay is that up to the middle times that from there on. Neither
+exceeds one, however strong it is, and no sum is ever the difference of larger ones.
+"""
+
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from importlib import import_module
+from types import FunctionType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.integrations.accelerate import force_accelerate_hooks
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
+from transformers.models.kimi_linear.modeling_kimi_linear import apply_mask_to_padding_states  # noqa: F401  in forward
+
+# Below this length pairs of tokens are multiplied channel by channel: smaller matrix products cost more than they save.
+LEAF = 4
+
+
+def chunk_kda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The outputs of the recurrence above, and the state after it. Computed in float32.
+
+    Args:
+        query, key, g: `[batch, seq, heads, d_k]`; `g` is the logarithm of the decay, at most 0.
+        value: `[batch, seq, heads, d_v]`.
+        beta: `[batch, seq, heads]`.
+        chunk_size: tokens that are computed together; a power of 2.
+        initial_state: `[batch, heads, d_k, d_v]`, zero by default.
+        use_qk_l2norm_in_kernel: normalise queries and keys first.
+
+    Returns:
+        `[batch, seq, heads, d_v]` in the dtype of `query`, and the state in float32 if `output_final_state`.
+    """
+    if torch.is_autocast_enabled(query.device.type):
+        with torch.autocast(query.device.type, enabled=False):
+            options = chunk_size, initial_state, output_final_state, use_qk_l2norm_in_kernel
+            return chunk_kda(query, key, value, g, beta, *options)
+    dtype, length = query.dtype, key.shape[1]
+    query, key, value, g, beta = (x.transpose(1, 2).float() for x in (query, key, value, g, beta))
+    if use_qk_l2norm_in_kernel:
+        query, key = kimi_linear.l2norm(query), kimi_linear.l2norm(key)
+    query = query * key.shape[-1] ** -0.5
+    # A short sequence is one short chunk. What pads the last one has no key, so that it changes nothing.
+    chunk_size = min(chunk_size, 1 << (length - 1).bit_length())
+    query, key, value, g, beta = (
+        F.pad(x, (0, 0, 0, -length % chunk_size)).unflatten(2, (-1, chunk_size))  # [batch, heads, chunks, chunk, d]
+        for x in (query, key, value, g, beta.unsqueeze(-1))
+    )
+    key_beta = key * beta
+    scores, system = decayed_products(torch.stack((query, key_beta)), key, g)
+    since_start = _decay(g.cumsum(-2))
+    # What each token writes is its value less what is there already: from the chunk itself, which the triangular
+    # system (I + strictly lower part) solves, and from the state before it.
+    written = torch.cat((value * beta, key_beta * since_start), -1)
+    written = torch.linalg.solve_triangular(system, written, upper=False, unitriangular=True)
+    new, old_keys = written.split((value.shape[-1], key.shape[-1]), -1)
+    query = query * since_start
+    key = (key * _decay(_sum_after(g))).transpose(-1, -2)
+    decay = since_start[..., -1, :, None]
+
+    state = value.new_zeros(*value.shape[:2], key.shape[-2], value.shape[-1])
+    state = state if initial_state is None else initial_state.float()
+    outputs = []
+    for chunk in range(value.shape[2]):
+        delta = new[:, :, chunk] - old_keys[:, :, chunk] @ state
+        outputs.append(query[:, :, chunk] @ state + scores[:, :, chunk] @ delta)
+        state = state * decay[:, :, chunk] + key[:, :, chunk] @ delta
+    output = torch.cat(outputs, 2)[:, :, :length].transpose(1, 2)
+    return output.to(dtype), state if output_final_state else None
+
+
+def decayed_products(readers: Tensor, sources: Tensor, g: Tensor) -> Tensor:
+    """`P[t, s] = sum_d readers_t[d] sources_s[d] exp(g_{s+1} + ... + g_t)[d]` for `s <= t`, and 0 above the diagonal.
+
+    Args:
+        readers: `[kinds, ..., length, d]`, one or more for each token; the length is a power of 2.
+        sources, g: `[..., length, d]`.
+
+    Returns:
+        `[kinds, ..., length, length]`.
+    """
+    length = sources.shape[-2]
+    if length <= LEAF:
+        since = g.cumsum(-2)
+        above = torch.ones(length, length, dtype=torch.bool, device=g.device).triu(1)
+        decay = _decay(since.unsqueeze(-2) - since.unsqueeze(-3), above[..., None])
+        decayed = decay * sources.unsqueeze(-3)  # [..., reader, source, d]
+        return (readers.movedim(0, -2) @ decayed.transpose(-1, -2)).movedim(-2, 0)
+    readers, sources, g = (x.unflatten(-2, (2, length // 2)) for x in (readers, sources, g))
+    first, second = decayed_products(readers, sources, g).unbind(-3)
+    late_readers = readers[..., 1, :, :] * _decay(g[..., 1, :, :].cumsum(-2))
+    early_sources = sources[..., 0, :, :] * _decay(_sum_after(g[..., 0, :, :]))
+    across = late_readers @ early_sources.transpose(-1, -2)
+    return torch.cat((F.pad(first, (0, length // 2)), torch.cat((across, second), -1)), -2)
+
+
+def _decay(log: Tensor, is_hidden: Tensor | bool = False) -> Tensor:
+    """`exp(log)`, but 0 where it is hidden, and below 1e-17: products of such numbers would be denormal."""
+    # For a denormal number processors take a hundred times as long.
+    return log.masked_fill((log < -40) | is_hidden, -torch.inf).exp()
+
+
+def _sum_after(g: Tensor) -> Tensor:
+    """`sum_{r > s} g_r` at each position `s` of the last but one dimension."""
+    return F.pad(g[..., 1:, :].flip(-2).cumsum(-2).flip(-2), (0, 0, 0, 1))
+
+
+def _where_no_kernel_applies(name: str, package: str, plain: Callable | None = None) -> Callable:
+    """The function of that name in Kimi Linear's file, but in PyTorch where its kernels do not run.
+
+    `transformers` chooses between the two once, by whether the package is there, and not by the tensors' device.
+
+    Args:
+        plain: what to use instead; by default what `transformers` has without the package.
+    """
+    chosen = getattr(kimi_linear, name)
+    plain = plain or inspect.unwrap(chosen)
+    understood = inspect.signature(plain).parameters
+    has_package = torch.accelerator.is_available() and _can_be_imported(package)
+
+    @wraps(plain)
+    def function(tensor: Tensor, *args, **kwargs):
+        packed = kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None
+        if packed or (has_package and tensor.device.type != "cpu"):
+            return chosen(tensor, *args, **kwargs)  # sequences packed into one are kept apart by kernels only
+        return plain(tensor, *args, **{key: value for key, value in kwargs.items() if key in understood})
+
+    return function
+
+
+def _can_be_imported(package: str) -> bool:
+    """What is installed may lack its own dependencies; `transformers` takes its slow fallback then."""
+    with suppress(ImportError):
+        return bool(import_module(package))
+    return False
+
+
+chunk_kimi_delta_attention = _where_no_kernel_applies("chunk_kimi_delta_attention", "fla", chunk_kda)
+recurrent_kimi_delta_attention = _where_no_kernel_applies("recurrent_kimi_delta_attention", "fla")
+causal_conv1d_fn = _where_no_kernel_applies("causal_conv1d_fn", "causal_conv1d")
+causal_conv1d_update = _where_no_kernel_applies("causal_conv1d_update", "causal_conv1d")
+
+
+def _in_this_file(method: Callable) -> Callable:
+    """A method of Kimi Linear, line by line, that finds under its names what they are in this file."""
+    method = inspect.unwrap(method)
+    # The names of a real module: `torch.compile` looks them up there.
+    here = FunctionType(method.__code__, globals(), method.__name__, method.__defaults__, method.__closure__)
+    here.__kwdefaults__, here.__annotations__ = method.__kwdefaults__, method.__annotations__
+    return here
+
+
+class FastDeltaAttention(kimi_linear.KimiLinearDeltaAttention):
+    """Kimi Linear's delta attention, with the functions above where no GPU kernel applies."""
+
+    forward = force_accelerate_hooks("conv1d")(_in_this_file(kimi_linear.KimiLinearDeltaAttention.forward))
+
+
+__all__ = ["FastDeltaAttention", "chunk_kda", "decayed_products"]

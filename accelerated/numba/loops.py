@@ -1,0 +1,273 @@
+"""The loops over tokens, compiled by `numba` for the processor at hand: seconds at first, then from `cache`.
+
+All take the address of what `call` wrote: see `layout`. Statistics are in float32; rows of bfloat16 are converted as
+they are read and written.
+"""
+
+import numba
+import numpy as np
+
+from .cache import MachineCode
+from .layout import MAGIC, Backward, Call, Forward, PhaseOne
+from .rows import (
+    derive,
+    dot,
+    dots_and_square,
+    mix,
+    mix_for_each,
+    pointer,
+    prefetch,
+    scale,
+)
+
+# Of weights, before they are divided by their sum: smaller ones make denormal numbers of what they are multiplied by,
+# for each of which processors take a hundred times as long.
+_SMALLEST = np.float32(1e-36)
+_FLOAT, _HALF = np.float32(0), np.uint16(0)  # numbers like those of a row: float32, and the bits of bfloat16
+
+# Where each of them stands.
+_CALL, _FORWARD = Call(*range(len(Call._fields))), Forward(*range(len(Forward._fields)))
+_PHASE_ONE, _BACKWARD = PhaseOne(*range(len(PhaseOne._fields))), Backward(*range(len(Backward._fields)))
+
+_jit = numba.njit(nogil=True, error_model="numpy")
+_parallel_jit = numba.njit(nogil=True, parallel=True)
+
+
+@_jit
+def _vector(address, width, like):
+    return numba.carray(pointer(address, like), (width,))
+
+
+@_jit
+def _arguments(address, others, each):
+    """What `call` wrote there, with the addresses of `others`, and of `each` of the sources."""
+    call = _vector(address, len(_CALL), np.int64(0))
+    if call[_CALL.magic] != MAGIC:
+        raise ValueError("the arguments of a loop are laid out for another version of it")
+    n, addresses = call[_CALL.sources], call[_CALL.addresses]
+    if addresses != others + each * n:
+        raise ValueError("a loop was called with another number of addresses than it takes")
+    numbers = _vector(address + 8 * len(_CALL), addresses, np.int64(0))
+    return call[_CALL.tokens], call[_CALL.width], n, call[_CALL.number], call[_CALL.item], numbers
+
+
+@_jit
+def _exponentials(logits, largest, weights):
+    """Writes what is not divided by its sum yet, and returns that sum."""
+    total = np.float32(0)
+    for i in range(len(logits)):
+        weights[i] = np.exp(logits[i] - largest)
+        if weights[i] < _SMALLEST:
+            weights[i] = 0
+        total += weights[i]
+    return total
+
+
+@_jit
+def _softmax(logits, multiplier, weights, mixing):
+    """Weights, and what the sources are multiplied by: exactly one at equal logits, if it is the sum."""
+    total = _exponentials(logits, logits.max(), weights)
+    for i in range(len(logits)):
+        mixing[i] = weights[i] * np.float32(multiplier) / total
+        weights[i] = weights[i] / total
+
+
+@_jit
+def _merge(statistics, logits, multiplier, mixing):
+    """[`_softmax`] over more sources, of which others are summed up in phase one; what that sum is multiplied by."""
+    largest, exponentials = statistics[0], statistics[1]
+    for i in range(len(logits)):
+        largest = max(largest, logits[i])
+    factor = np.exp(statistics[0] - largest)
+    total = factor * exponentials + _exponentials(logits, largest, mixing)
+    for i in range(len(logits)):
+        mixing[i] = mixing[i] * np.float32(multiplier) / total
+    return factor * np.float32(multiplier) / total
+
+
+@_jit
+def _logit(dot_product, square, width, eps):
+    """A row's product with the query, and its sum of squares, as its logit; and one over its root mean square."""
+    inverse_rms = np.float32(1) / np.sqrt(square / np.float32(width) + np.float32(eps))
+    return dot_product * inverse_rms, inverse_rms
+
+
+@_jit
+def _enter(tokens, chunk, chunks, sources, size):
+    """The tokens of a chunk; the rows of the first are on their way."""
+    first, end = chunk * tokens // chunks, (chunk + 1) * tokens // chunks
+    if first < end:
+        for i in range(len(sources)):
+            prefetch(sources[i] + first * size, size)
+    return first, end
+
+
+@_jit
+def _normalise(row, eps, is_half, bits):
+    """Divide a row by its root mean square; rounded where the module of a norm rounds."""
+    if is_half:
+        _round(row, bits)
+    factor = np.float32(1) / np.sqrt(dot(row, row) / np.float32(len(row)) + np.float32(eps))
+    scale(row, factor, row)
+    if is_half:
+        _round(row, bits)
+
+
+@_jit
+def _round(row, bits):
+    """Round a row to what bfloat16 holds."""
+    scale(bits, np.float32(1), row)
+    scale(row, np.float32(1), bits)
+
+
+@_jit
+def forward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
+    tokens, width, n, multiplier, item, addresses = _arguments(arguments, len(_FORWARD), 1)
+    sources, size = addresses[len(_FORWARD) :], width * item
+    has_norm, has_phase = addresses[_FORWARD.norm_weight] != 0, addresses[_FORWARD.sums] != 0
+    has_weights = addresses[_FORWARD.weights] != 0
+    first, end = _enter(tokens, chunk, chunks, sources, size)
+    query = _vector(addresses[_FORWARD.query], width, _FLOAT)
+    all_weights = _vector(addresses[_FORWARD.weights], n * tokens, _FLOAT)
+    logits, weights, mixing = np.empty((3, n), np.float32)
+    rows, base, factor = np.empty(n, np.int64), np.zeros(width, np.float32), np.float32(0)
+    own, norm, bits = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.uint16)
+    if has_norm:
+        scale(norm, np.float32(1), _vector(addresses[_FORWARD.norm_weight], width, like))
+    for token in range(first, end):
+        ahead = size if token + 1 < end else 0
+        for i in range(n):
+            rows[i] = sources[i] + token * size
+            product, square = dots_and_square(_vector(rows[i], width, like), (query,), ahead)
+            logits[i], _ = _logit(product, square, width, eps)
+        if has_phase:
+            statistics = _vector(addresses[_FORWARD.statistics] + token * 8, 2, _FLOAT)
+            factor = _merge(statistics, logits, multiplier, mixing)
+            base = _vector(addresses[_FORWARD.sums] + token * width * 4, width, _FLOAT)
+        else:
+            _softmax(logits, multiplier, weights, mixing)
+        if has_weights:
+            for i in range(n):
+                all_weights[i * tokens + token] = weights[i]
+        result = _vector(addresses[_FORWARD.result] + token * size, width, like)
+        if has_norm:
+            mix(like, own, factor, base, mixing, rows)
+            _normalise(own, norm_eps, item == 2, bits)
+            for d in range(width):
+                own[d] *= norm[d]
+            scale(result, np.float32(1), own)
+        else:
+            mix(like, result, factor, base, mixing, rows)
+
+
+@_jit
+def phase_one_chunk(chunk, chunks, arguments, eps, norm_eps, like):
+    tokens, width, n, queries, item, addresses = _arguments(arguments, len(_PHASE_ONE), 1)
+    sources, size, fours = addresses[len(_PHASE_ONE) :], width * item, queries - queries % 4
+    all_queries, all_sums = addresses[_PHASE_ONE.queries], addresses[_PHASE_ONE.sums]
+    first, end = _enter(tokens, chunk, chunks, sources, size)
+    logits, mixing = np.empty((queries, n), np.float32), np.empty(queries * n, np.float32)
+    rows, zeros = np.empty(n, np.int64), np.zeros(width, np.float32)
+    for token in range(first, end):
+        ahead = size if token + 1 < end else 0
+        for i in range(n):
+            rows[i] = sources[i] + token * size
+            row = _vector(rows[i], width, like)
+            for q in range(0, fours, 4):
+                found = dots_and_square(row, _four(all_queries + q * width * 4, width, width), ahead)
+                for k in range(4):
+                    logits[q + k, i], _ = _logit(found[k], found[4], width, eps)
+            for q in range(fours, queries):
+                product, square = dots_and_square(row, (_vector(all_queries + q * width * 4, width, _FLOAT),), ahead)
+                logits[q, i], _ = _logit(product, square, width, eps)
+        for q in range(queries):
+            statistics = _vector(addresses[_PHASE_ONE.statistics] + (q * tokens + token) * 8, 2, _FLOAT)
+            statistics[0] = logits[q].max()
+            statistics[1] = _exponentials(logits[q], statistics[0], mixing[q * n : (q + 1) * n])
+        for q in range(0, fours, 4):
+            results = _four(all_sums + (q * tokens + token) * width * 4, width, tokens * width)
+            mix_for_each(like, results, mixing[q * n : (q + 4) * n], rows)
+        for q in range(fours, queries):
+            result = _vector(all_sums + (q * tokens + token) * width * 4, width, _FLOAT)
+            mix(like, result, np.float32(0), zeros, mixing[q * n : (q + 1) * n], rows)
+
+
+@_jit
+def _four(address, width, apart):
+    """Four rows of float32, so many numbers apart."""
+    return (
+        _vector(address, width, _FLOAT),
+        _vector(address + 4 * apart, width, _FLOAT),
+        _vector(address + 8 * apart, width, _FLOAT),
+        _vector(address + 12 * apart, width, _FLOAT),
+    )
+
+
+@_jit
+def backward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
+    tokens, width, n, multiplier, item, addresses = _arguments(arguments, len(_BACKWARD), 3)
+    size, of_sources = width * item, addresses[len(_BACKWARD) :]
+    sources, grad_sources, later_grads = of_sources[:n], of_sources[n : 2 * n], of_sources[2 * n :]
+    all_weight_grads = addresses[_BACKWARD.grad_weights]
+    first, end = _enter(tokens, chunk, chunks, sources, size)
+    query = _vector(addresses[_BACKWARD.query], width, _FLOAT)
+    grad_query = _vector(addresses[_BACKWARD.grad_query] + chunk * width * 4, width, _FLOAT)
+    logits, inverse_rms, weights, mixing, similarity, weight_grads = np.zeros((6, n), np.float32)
+    coefficients, (rows, targets, others) = np.empty(3 * n, np.float32), np.empty((3, n), np.int64)
+    grad, zeros, nowhere = np.empty(width, np.float32), np.zeros(width, np.float32), np.empty(width, np.float32)
+    for token in range(first, end):
+        ahead = size if token + 1 < end else 0
+        scale(grad, np.float32(1), _vector(addresses[_BACKWARD.grad] + token * size, width, like))
+        for i in range(n):
+            rows[i] = sources[i] + token * size
+            targets[i] = grad_sources[i] + token * size if grad_sources[i] else nowhere.ctypes.data
+            others[i] = later_grads[i] + token * size if later_grads[i] else zeros.ctypes.data
+            product, similarity[i], square = dots_and_square(_vector(rows[i], width, like), (query, grad), ahead)
+            logits[i], inverse_rms[i] = _logit(product, square, width, eps)
+            if all_weight_grads:
+                weight_grads[i] = _vector(all_weight_grads + (i * tokens + token) * 4, 1, _FLOAT)[0]
+        _softmax(logits, multiplier, weights, mixing)
+        mean_similarity, mean_weight_grad = dot(weights, similarity), dot(weights, weight_grads)
+        for i in range(n):
+            grad_logit = mixing[i] * (similarity[i] - mean_similarity)
+            grad_logit += weights[i] * (weight_grads[i] - mean_weight_grad)
+            coefficients[3 * i] = mixing[i]
+            coefficients[3 * i + 1] = grad_logit * inverse_rms[i]
+            coefficients[3 * i + 2] = -grad_logit * logits[i] * inverse_rms[i] * inverse_rms[i] / np.float32(width)
+        derive(like, targets, others, rows, coefficients, grad, query, grad_query)
+
+
+@_parallel_jit
+def forward_chunks(chunks, arguments, eps, norm_eps, like):
+    _arguments(arguments, len(_FORWARD), 1)  # in a thread, nothing may be raised
+    for chunk in numba.prange(chunks):
+        forward_chunk(chunk, chunks, arguments, eps, norm_eps, like)
+
+
+@_parallel_jit
+def backward_chunks(chunks, arguments, eps, norm_eps, like):
+    _arguments(arguments, len(_BACKWARD), 3)  # in a thread, nothing may be raised
+    for chunk in numba.prange(chunks):
+        backward_chunk(chunk, chunks, arguments, eps, norm_eps, like)
+
+
+@_parallel_jit
+def phase_one_chunks(chunks, arguments, eps, norm_eps, like):
+    _arguments(arguments, len(_PHASE_ONE), 1)  # in a thread, nothing may be raised
+    for chunk in numba.prange(chunks):
+        phase_one_chunk(chunk, chunks, arguments, eps, norm_eps, like)
+
+
+# Name -> the loop over the tokens of one chunk, and that over all chunks, on several threads.
+LOOPS = {
+    "forward": (forward_chunk, forward_chunks),
+    "backward": (backward_chunk, backward_chunks),
+    "phase one": (phase_one_chunk, phase_one_chunks),
+}
+LIKE = {4: _FLOAT, 2: _HALF}  # bytes of a number -> a number like those of a row
+
+for _of_chunk, _of_chunks in LOOPS.values():
+    for _dispatcher in (_of_chunk, _of_chunks):
+        _dispatcher._cache = MachineCode(_dispatcher.__name__)
+
+__all__ = ["LIKE", "LOOPS"]

@@ -1,0 +1,324 @@
+"""Rows of numbers in vector instructions: what the `loops` do to the row of a token.
+
+Written in LLVM's own terms, since two things cannot be left to the compiler of a loop:
+
+- the order of a sum. Where it may choose, it does not make the same of a function for one thread and for many, or as it
+  compiles and as it loads what it compiled before; and a resumed run has to follow exactly;
+- that nothing waits. What is read once is put to every use it has, in vectors of full width; and while a row is read
+  the processor is told which one comes next.
+
+A row is an array of float32, or of uint16: the bits of bfloat16, computed in float32 and rounded as they are written.
+"""
+
+from collections.abc import Callable, Sequence
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+_LANES, _UNROLLED = 16, 4  # numbers in a vector, and vectors that are computed beside each other
+_LINE = 64  # bytes that memory is read by
+_FLOAT, _HALF, _WORD, _INDEX = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+
+
+@intrinsic
+def pointer(typing_context, address, like):
+    """The number `address` as a pointer to what `like` is."""
+
+    def generate(context, builder, signature, values):
+        return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(like)(types.int64, like), generate
+
+
+@intrinsic
+def prefetch(typing_context, address, size):
+    """Begin to read `size` bytes from an address, and do not wait for them."""
+
+    def generate(context, builder, signature, values):
+        with cgutils.for_range_slice(builder, _INDEX(0), values[1], _INDEX(_LINE), intp=_INDEX) as (offset, _):
+            _prefetch(builder, builder.add(values[0], offset))
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64), generate
+
+
+@intrinsic
+def dot(typing_context, row, other):
+    """The sum of products of two rows."""
+
+    def generate(context, builder, signature, values):
+        return _sums(_rows(context, builder, signature, values), ((0, 1),))[0]
+
+    return types.float32(row, other), generate
+
+
+@intrinsic
+def dots_and_square(typing_context, row, others, ahead):
+    """[`dot`] of a row and each of a tuple of others, then of the row and itself; what lies `ahead` bytes further is
+    prefetched."""
+
+    def generate(context, builder, signature, values):
+        arguments = [row, *others], [values[0], *cgutils.unpack_tuple(builder, values[1], len(others))]
+        products = [(0, i + 1) for i in range(len(others))] + [(0, 0)]
+        sums = _sums(_arrays(context, builder, *arguments), products, values[2])
+        return context.make_tuple(builder, signature.return_type, sums)
+
+    return types.UniTuple(types.float32, len(others) + 1)(row, others, types.int64), generate
+
+
+@intrinsic
+def scale(typing_context, result, factor, row):
+    """`result = factor * row`."""
+
+    def generate(context, builder, signature, values):
+        result, row = _rows(context, builder, signature, values)
+
+        def block(starts, lanes):
+            factors = _splat(builder, values[1], lanes)
+            for start in starts:
+                result.store(builder.fmul(factors, row.load(start, lanes)), start)
+
+        _for_blocks(builder, result.length, block)
+        return context.get_dummy_value()
+
+    return types.none(result, types.float32, row), generate
+
+
+@intrinsic
+def mix(typing_context, like, result, base_factor, base, factors, addresses):
+    """`result = base_factor * base + sum_i factors[i] * rows[i]`, added up in this order.
+
+    The rows hold numbers like `like`, and are given by their addresses; `base` is of float32.
+    """
+
+    def generate(context, builder, signature, values):
+        kind = _kind(signature.args[0])
+        result, base, factors, addresses = _rows(context, builder, signature, values)
+
+        def block(starts, lanes):
+            first = _splat(builder, values[2], lanes)
+            products = [builder.fmul(first, base.load(start, lanes)) for start in starts]
+            totals = [cgutils.alloca_once_value(builder, product) for product in products]
+            with cgutils.for_range(builder, addresses.length, intp=_INDEX) as loop:
+                row = _Row(builder, addresses.at(loop.index), kind)
+                factor = _splat(builder, factors.at(loop.index), lanes)
+                for start, total in zip(starts, totals):
+                    builder.store(_add_product(builder, factor, row.load(start, lanes), builder.load(total)), total)
+            for start, total in zip(starts, totals):
+                result.store(builder.load(total), start)
+
+        _for_blocks(builder, result.length, block)
+        return context.get_dummy_value()
+
+    return types.none(like, result, types.float32, base, factors, addresses), generate
+
+
+@intrinsic
+def mix_for_each(typing_context, like, results, factors, addresses):
+    """[`mix`] of the same n rows for a tuple of results, without a base: `sum_i factors[q n + i] * rows[i]` for the
+    result `q`."""
+
+    def generate(context, builder, signature, values):
+        kind = _kind(signature.args[0])
+        targets = _arrays(context, builder, results, cgutils.unpack_tuple(builder, values[1], len(results)))
+        factors, addresses = _rows(context, builder, signature, values)
+
+        def block(starts, lanes):
+            zero = _constant(_FLOAT, 0.0, lanes)
+            totals = [[cgutils.alloca_once_value(builder, zero) for _ in starts] for _ in targets]
+            with cgutils.for_range(builder, addresses.length, intp=_INDEX) as loop:
+                row = _Row(builder, addresses.at(loop.index), kind)
+                parts = [row.load(start, lanes) for start in starts]
+                for q, own in enumerate(totals):
+                    place = builder.add(builder.mul(addresses.length, _INDEX(q)), loop.index)
+                    factor = _splat(builder, factors.at(place), lanes)
+                    for part, total in zip(parts, own):
+                        builder.store(_add_product(builder, factor, part, builder.load(total)), total)
+            for target, own in zip(targets, totals):
+                for start, total in zip(starts, own):
+                    target.store(builder.load(total), start)
+
+        _for_blocks(builder, targets[0].length, block)
+        return context.get_dummy_value()
+
+    return types.none(like, results, factors, addresses), generate
+
+
+@intrinsic
+def derive(typing_context, like, targets, others, addresses, coefficients, grad, query, grad_query):
+    """The gradients of a token: for each of its rows, with the numbers `m, a, b` that `coefficients` holds for it,
+
+        targets[i] = others[i] + m grad + a query + b rows[i],   and   grad_query += a rows[i].
+
+    Targets, others and rows hold numbers like `like`, and are given by their addresses; the rest is of float32.
+    """
+
+    def generate(context, builder, signature, values):
+        kind = _kind(signature.args[0])
+        targets, others, addresses, coefficients, grad, query, grad_query = _rows(context, builder, signature, values)
+
+        def block(starts, lanes):
+            grads, queries = ([row.load(start, lanes) for start in starts] for row in (grad, query))
+            totals = [cgutils.alloca_once_value(builder, grad_query.load(start, lanes)) for start in starts]
+            with cgutils.for_range(builder, addresses.length, intp=_INDEX) as loop:
+                row, target, other = (
+                    _Row(builder, found.at(loop.index), kind) for found in (addresses, targets, others)
+                )
+                places = [builder.add(builder.mul(loop.index, _INDEX(3)), _INDEX(i)) for i in range(3)]
+                m, a, b = (_splat(builder, coefficients.at(place), lanes) for place in places)
+                for start, total, g, q in zip(starts, totals, grads, queries):
+                    value = row.load(start, lanes)
+                    builder.store(_add_product(builder, a, value, builder.load(total)), total)
+                    own = _add_product(builder, b, value, _add_product(builder, a, q, builder.fmul(m, g)))
+                    target.store(builder.fadd(other.load(start, lanes), own), start)
+            for start, total in zip(starts, totals):
+                grad_query.store(builder.load(total), start)
+
+        _for_blocks(builder, query.length, block)
+        return context.get_dummy_value()
+
+    return types.none(like, targets, others, addresses, coefficients, grad, query, grad_query), generate
+
+
+class _Row:
+    """A row at an address, for instructions to read and write parts of it; bfloat16 as float32."""
+
+    def __init__(self, builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, length: ir.Value | None = None):
+        self.builder, self.kind, self.length = builder, kind, length
+        self.align = kind.width // 8 if isinstance(kind, ir.IntType) else 4
+        self.start = builder.inttoptr(address, kind.as_pointer()) if address.type == _INDEX else address
+
+    def at(self, place: ir.Value) -> ir.Value:
+        return self.builder.load(self.builder.gep(self.start, [place]))
+
+    def load(self, place: ir.Value, lanes: int) -> ir.Value:
+        value = self.builder.load(self._part(place, lanes), align=self.align)
+        return _widen(self.builder, value, lanes) if self.kind == _HALF else value
+
+    def store(self, value: ir.Value, place: ir.Value) -> None:
+        lanes = getattr(value.type, "count", 1)
+        if self.kind == _HALF:
+            value = _narrow(self.builder, value, lanes)
+        self.builder.store(value, self._part(place, lanes), align=self.align)
+
+    def prefetch(self, place: ir.Value, ahead: ir.Value) -> None:
+        _prefetch(self.builder, self.builder.add(self.builder.ptrtoint(self._part(place, 1), _INDEX), ahead))
+
+    def _part(self, place: ir.Value, lanes: int) -> ir.Value:
+        part = self.builder.gep(self.start, [place])
+        return part if lanes == 1 else self.builder.bitcast(part, ir.VectorType(self.kind, lanes).as_pointer())
+
+
+def _kind(number: types.Type) -> ir.Type:
+    return {types.float32: _FLOAT, types.uint16: _HALF, types.int64: _INDEX}[number]
+
+
+def _rows(context, builder: ir.IRBuilder, signature, values: Sequence[ir.Value]) -> list[_Row]:
+    """Those of the arguments that are arrays."""
+    return _arrays(context, builder, signature.args, values)
+
+
+def _arrays(context, builder: ir.IRBuilder, arguments: Sequence[types.Type], values: Sequence[ir.Value]) -> list[_Row]:
+    rows = []
+    for argument, value in zip(arguments, values):
+        if isinstance(argument, types.Array):
+            array = context.make_array(argument)(context, builder, value)
+            length = builder.extract_value(array.shape, 0)
+            rows.append(_Row(builder, array.data, _kind(argument.dtype), length))
+    return rows
+
+
+def _for_blocks(builder: ir.IRBuilder, length: ir.Value, block: Callable[[list[ir.Value], int], None]) -> None:
+    """Instructions of `block(places, lanes)` for all places of a row: whole vectors, and single numbers at its end."""
+    step = _INDEX(_LANES * _UNROLLED)
+    whole = builder.mul(builder.udiv(length, step), step)
+    with cgutils.for_range_slice(builder, _INDEX(0), whole, step, intp=_INDEX) as (start, _):
+        block([builder.add(start, _INDEX(i * _LANES)) for i in range(_UNROLLED)], _LANES)
+    with cgutils.for_range_slice(builder, whole, length, _INDEX(1), intp=_INDEX) as (start, _):
+        block([start], 1)
+
+
+def _sums(rows: Sequence[_Row], products: Sequence[tuple[int, int]], ahead: ir.Value | None = None) -> list[ir.Value]:
+    """The sum over all places of each of the `products`, of a number of one row and one of another."""
+    builder = rows[0].builder
+    zero = ir.Constant(ir.VectorType(_FLOAT, _LANES), [0.0] * _LANES)
+    in_vectors = [[cgutils.alloca_once_value(builder, zero) for _ in products] for _ in range(_UNROLLED)]
+    at_the_end = [cgutils.alloca_once_value(builder, _FLOAT(0.0)) for _ in products]
+    vectors_in_line = _LINE // rows[0].align // _LANES
+
+    def block(starts, lanes):
+        for i, (start, totals) in enumerate(zip(starts, in_vectors if lanes > 1 else [at_the_end])):
+            if ahead is not None and lanes > 1 and i % vectors_in_line == 0:
+                rows[0].prefetch(start, ahead)
+            found = [row.load(start, lanes) for row in rows]
+            for total, (a, b) in zip(totals, products):
+                builder.store(_add_product(builder, found[a], found[b], builder.load(total)), total)
+
+    _for_blocks(builder, rows[0].length, block)
+    sums = []
+    for i, total in enumerate(at_the_end):
+        parts = _in_pairs(builder, [builder.load(totals[i]) for totals in in_vectors])
+        lanes = [builder.extract_element(parts, _WORD(lane)) for lane in range(_LANES)]
+        sums.append(builder.fadd(_in_pairs(builder, lanes), builder.load(total)))
+    return sums
+
+
+def _in_pairs(builder: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
+    """Their sum: of neighbours, then of neighbouring sums, and so on."""
+    while len(parts) > 1:
+        parts = [builder.fadd(*pair) for pair in zip(parts[::2], parts[1::2])]
+    return parts[0]
+
+
+def _splat(builder: ir.IRBuilder, number: ir.Value, lanes: int) -> ir.Value:
+    """A vector that holds a number `lanes` times."""
+    if lanes == 1:
+        return number
+    vector = ir.VectorType(_FLOAT, lanes)
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), number, _WORD(0))
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_WORD, lanes), [0] * lanes))
+
+
+def _add_product(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    """`a b + c`, rounded once."""
+    kind = a.type
+    name = f"llvm.fma.v{kind.count}f32" if isinstance(kind, ir.VectorType) else "llvm.fma.f32"
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
+    return builder.call(function, [a, b, c])
+
+
+def _prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    byte = ir.IntType(8).as_pointer()
+    function = builder.module.declare_intrinsic(
+        "llvm.prefetch", (byte,), ir.FunctionType(ir.VoidType(), [byte, _WORD, _WORD, _WORD])
+    )
+    to_read, to_second_cache, data = _WORD(0), _WORD(1), _WORD(1)
+    builder.call(function, [builder.inttoptr(address, byte), to_read, to_second_cache, data])
+
+
+def _like(kind: ir.Type, lanes: int) -> ir.Type:
+    return kind if lanes == 1 else ir.VectorType(kind, lanes)
+
+
+def _constant(kind: ir.Type, number: float, lanes: int) -> ir.Constant:
+    return kind(number) if lanes == 1 else ir.Constant(ir.VectorType(kind, lanes), [number] * lanes)
+
+
+def _widen(builder: ir.IRBuilder, halves: ir.Value, lanes: int) -> ir.Value:
+    """Numbers of bfloat16, given by their bits, as float32."""
+    bits = builder.shl(builder.zext(halves, _like(_WORD, lanes)), _constant(_WORD, 16, lanes))
+    return builder.bitcast(bits, _like(_FLOAT, lanes))
+
+
+def _narrow(builder: ir.IRBuilder, numbers: ir.Value, lanes: int) -> ir.Value:
+    """The bits of the bfloat16 next to a float32, of the even one where two are as near; a NaN stays one."""
+    bits = builder.bitcast(numbers, _like(_WORD, lanes))
+    is_odd = builder.and_(builder.lshr(bits, _constant(_WORD, 16, lanes)), _constant(_WORD, 1, lanes))
+    rounded = builder.add(builder.add(bits, _constant(_WORD, 0x7FFF, lanes)), is_odd)
+    is_nan = builder.fcmp_unordered("uno", numbers, numbers)
+    kept = builder.select(is_nan, _constant(_WORD, 0x7FC0, lanes), builder.lshr(rounded, _constant(_WORD, 16, lanes)))
+    return builder.trunc(kept, _like(_HALF, lanes))
+
+
+__all__ = ["derive", "dot", "dots_and_square", "mix", "mix_for_each", "pointer", "prefetch", "scale"]

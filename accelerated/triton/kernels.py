@@ -1,0 +1,193 @@
+"""Depth attention by online softmax in Triton, one program for each tile of whole tokens.
+
+    l_i = query . s_i / sqrt(mean(s_i^2) + eps),   a = softmax(l),   h = factor * sum_i a_i s_i
+
+All arithmetic is in float32. The sources are separate tensors: a tuple of pointers, padded to `N` by repeating one, of
+which the first `count` count. A loop picks one of a chunk of them at a time: unrolled over all sources it would take
+a kernel for each number of these, minutes to compile and more registers than there are. Offsets are of 64 bits
+wherever a number of tokens enters into them.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _pick(sources, i, FIRST: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr):
+    """Pointer `i` of those from `FIRST` to `FIRST + CHUNK`, both included; out of range, any."""
+    pointer = sources[FIRST]
+    for k in tl.static_range(1, CHUNK + 1):
+        if FIRST + k < N:
+            pointer = tl.where(i == FIRST + k, sources[FIRST + k], pointer)
+    return pointer
+
+
+@triton.jit
+def _whole_tokens(tile, tokens, WIDTH: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of a tile: its tokens and whether they are there, what of it is inside, and the offsets in `[tokens, WIDTH]`."""
+    token = tl.cast(tile, tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    column = tl.arange(0, COLUMNS)
+    is_token = token < tokens
+    inside = is_token[:, None] & (column < WIDTH)[None, :]
+    return token, is_token, inside, token[:, None] * WIDTH + column[None, :]
+
+
+@triton.jit
+def _load_next(
+    sources, i, count, offset, is_token, column,
+    FIRST: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The tile of source `i + 1`, on its way while source `i` is reduced; after the last one, nothing is read."""
+    end = tl.where(i + 1 < count, WIDTH, 0)
+    return tl.load(_pick(sources, i + 1, FIRST, CHUNK, N) + offset, mask=is_token & (column < end), other=0.0)
+
+
+@triton.jit
+def _join(maximum, normaliser, mixture, logit, source):
+    """One more source in the running softmax: `[...]`, `[...]`, `[..., columns]`."""
+    highest = tl.maximum(maximum, logit)
+    before, now = tl.exp(maximum - highest), tl.exp(logit - highest)
+    mixture = mixture * before[:, None] + now[:, None] * source
+    return highest, normaliser * before + now, mixture
+
+
+@triton.jit
+def _normalised(mixture, normaliser, factor):
+    # In this order `factor` over the normaliser is exactly one at zero queries, and `sum` is the plain sum.
+    return mixture * tl.div_rn(normaliser * 0.0 + factor, normaliser)[:, None]
+
+
+@triton.jit
+def forward_kernel(
+    sources, query, mixtures, maxima, normalisers, norm_weight, result, weights, logits, inverse_rms,
+    tokens, count, factor, eps, norm_eps,
+    N: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, HAS_PHASE: tl.constexpr, HAS_NORM: tl.constexpr,
+    KEEPS_STATISTICS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """`result` `[tokens, WIDTH]`, begun from an entry of what phase one wrote or from nothing, and normed or not.
+
+    For training: `weights`, `logits` and `inverse_rms`, `[count, tokens]`.
+    """
+    stride = tl.cast(tokens, tl.int64)  # between the statistics of two sources
+    token, is_token, inside, offset = _whole_tokens(tl.program_id(0), tokens, WIDTH, TOKENS, COLUMNS)
+    column = tl.arange(0, COLUMNS)
+    is_column = column < WIDTH
+    query_row = tl.load(query + column, mask=is_column, other=0.0)[None, :]
+    if HAS_PHASE:
+        maximum = tl.load(maxima + token, mask=is_token, other=0.0)
+        normaliser = tl.load(normalisers + token, mask=is_token, other=1.0)
+        mixture = tl.load(mixtures + offset, mask=inside, other=0.0)
+    else:
+        maximum = tl.full([TOKENS], float("-inf"), tl.float32)
+        normaliser = tl.zeros([TOKENS], tl.float32)
+        mixture = tl.zeros([TOKENS, COLUMNS], tl.float32)
+    coming = tl.load(sources[0] + offset, mask=inside, other=0.0)
+    for first in tl.static_range(0, N, CHUNK):
+        for i in range(first, tl.minimum(first + CHUNK, count)):
+            source = coming.to(tl.float32)
+            coming = _load_next(sources, i, count, offset, is_token[:, None], column[None, :], first, CHUNK, N, WIDTH)
+            rms = tl.rsqrt(tl.sum(source * source, 1) / WIDTH + eps)
+            logit = tl.sum(source * query_row, 1) * rms
+            if KEEPS_STATISTICS:
+                tl.store(inverse_rms + i * stride + token, rms, mask=is_token)
+                tl.store(logits + i * stride + token, logit, mask=is_token)
+            maximum, normaliser, mixture = _join(maximum, normaliser, mixture, logit, source)
+    mixture = _normalised(mixture, normaliser, factor)
+    if HAS_NORM:
+        # The norm's module gets its input rounded, and rounds before it multiplies.
+        mixture = mixture.to(result.dtype.element_ty).to(tl.float32)
+        mixture *= tl.rsqrt(tl.sum(mixture * mixture, 1) / WIDTH + norm_eps)[:, None]
+        norm_row = tl.load(norm_weight + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        mixture = norm_row * mixture.to(result.dtype.element_ty).to(tl.float32)
+    tl.store(result + offset, mixture.to(result.dtype.element_ty), mask=inside)
+    if KEEPS_STATISTICS:
+        tl.debug_barrier()  # the logits were stored by other threads of this program
+        for i in range(count):
+            logit = tl.load(logits + i * stride + token, mask=is_token, other=0.0)
+            tl.store(weights + i * stride + token, tl.div_rn(tl.exp(logit - maximum), normaliser), mask=is_token)
+
+
+@triton.jit
+def backward_kernel(
+    grad, grad_weights, sources, query, weights, logits, inverse_rms, contracted, partial, grad_sources,
+    later_grads, tokens, count, factor,
+    N: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, HAS_GRAD_WEIGHTS: tl.constexpr,
+    NEEDS_SOURCES: tl.constexpr, HAS_LATER: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """`grad_sources`; this program's part of the query's gradient, a row of `partial`; `contracted` is scratch.
+
+    `later_grads` are what else the sources get, by those who read them later; they are added.
+    """
+    stride = tl.cast(tokens, tl.int64)  # between the statistics of two sources
+    column = tl.arange(0, COLUMNS)
+    is_column = column < WIDTH
+    query_row = tl.load(query + column, mask=is_column, other=0.0)[None, :]
+    grad_query = tl.zeros([COLUMNS], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
+        token, is_token, inside, offset = _whole_tokens(tile, tokens, WIDTH, TOKENS, COLUMNS)
+        grad_row = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
+        # The incoming gradients, contracted with d h / d a_i and d a_i / d a_i, and their mean.
+        mean = tl.zeros([TOKENS], tl.float32)
+        coming = tl.load(sources[0] + offset, mask=inside, other=0.0)
+        for first in tl.static_range(0, N, CHUNK):
+            for i in range(first, tl.minimum(first + CHUNK, count)):
+                source = coming.to(tl.float32)
+                coming = _load_next(
+                    sources, i, count, offset, is_token[:, None], column[None, :], first, CHUNK, N, WIDTH
+                )
+                similarity = tl.sum(grad_row * source, 1) * factor
+                if HAS_GRAD_WEIGHTS:
+                    similarity += tl.load(grad_weights + i * stride + token, mask=is_token, other=0.0)
+                mean += tl.load(weights + i * stride + token, mask=is_token, other=0.0) * similarity
+                tl.store(contracted + i * stride + token, similarity, mask=is_token)
+        tl.debug_barrier()  # they were stored by other threads of this program
+        for first in tl.static_range(0, N, CHUNK):
+            for i in range(first, tl.minimum(first + CHUNK, count)):
+                pointer = _pick(sources, i, first, CHUNK, N)
+                source = tl.load(pointer + offset, mask=inside, other=0.0).to(tl.float32)
+                weight = tl.load(weights + i * stride + token, mask=is_token, other=0.0)
+                logit = tl.load(logits + i * stride + token, mask=is_token, other=0.0)
+                rms = tl.load(inverse_rms + i * stride + token, mask=is_token, other=0.0)
+                similarity = tl.load(contracted + i * stride + token, mask=is_token, other=0.0)
+                along_query = weight * (similarity - mean) * rms
+                grad_query += tl.sum(along_query[:, None] * source, 0)
+                if NEEDS_SOURCES:
+                    along_source = -along_query * logit * rms / WIDTH
+                    grad_source = (weight * factor)[:, None] * grad_row + along_query[:, None] * query_row
+                    grad_source += along_source[:, None] * source
+                    if HAS_LATER:
+                        later = _pick(later_grads, i, first, CHUNK, N)
+                        grad_source += tl.load(later + offset, mask=inside, other=0.0).to(tl.float32)
+                    target = _pick(grad_sources, i, first, CHUNK, N)
+                    tl.store(target + offset, grad_source.to(target.dtype.element_ty), mask=inside)
+    tl.store(partial + tl.program_id(0) * WIDTH + column, grad_query, mask=is_column)
+
+
+@triton.jit
+def phase_one_kernel(
+    sources, queries, mixtures, maxima, normalisers, tokens, count, eps,
+    N: tl.constexpr, CHUNK: tl.constexpr, NUMBER: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """`mixtures` `[NUMBER, tokens, WIDTH]`, `maxima` and `normalisers` `[NUMBER, tokens]`; a token, `ROWS` queries."""
+    token = (tl.program_id(0) // GROUPS).to(tl.int64)
+    row, column = tl.program_id(0) % GROUPS * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    is_row, is_column = row < NUMBER, column < WIDTH
+    inside = is_row[:, None] & is_column[None, :]
+    query_rows = tl.load(queries + row[:, None] * WIDTH + column[None, :], mask=inside, other=0.0)
+    offset = token * WIDTH + column
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    normaliser = tl.zeros([ROWS], tl.float32)
+    mixture = tl.zeros([ROWS, COLUMNS], tl.float32)
+    coming = tl.load(sources[0] + offset, mask=is_column, other=0.0)
+    for first in tl.static_range(0, N, CHUNK):
+        for i in range(first, tl.minimum(first + CHUNK, count)):
+            source = coming.to(tl.float32)
+            coming = _load_next(sources, i, count, offset, column >= 0, column, first, CHUNK, N, WIDTH)
+            rms = tl.rsqrt(tl.sum(source * source, 0) / WIDTH + eps)
+            logit = tl.sum(query_rows * source[None, :], 1) * rms
+            maximum, normaliser, mixture = _join(maximum, normaliser, mixture, logit, source[None, :])
+    place = row * tl.cast(tokens, tl.int64) + token
+    tl.store(maxima + place, maximum, mask=is_row)
+    tl.store(normalisers + place, normaliser, mask=is_row)
+    tl.store(mixtures + place[:, None] * WIDTH + column[None, :], mixture, mask=inside)

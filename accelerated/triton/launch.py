@@ -1,0 +1,361 @@
+"""What starts the Triton kernels: checks what it gives the addresses of, allocates what they write, and picks tiles.
+
+- `forward` and `backward`, for training: one pass over the sources by online softmax. The backward pass reads them once
+  more (and once from the cache) and writes their gradients, to which it adds those of later readers; the query's is
+  summed in two steps, in a fixed order.
+- `phase_one`, for inference: the queries of several sublayers against the sources that all of them read, in one pass.
+- `read_fused`, for inference: what one sublayer reads, begun by phase one or not, and the norm that follows, in one.
+
+Everything is computed in float32 and rounded once, on writing; a norm rounds where its module does. `query` is `w * g`
+throughout: the pseudo-query times the key norm's weight.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+MAX_WIDTH = 16384
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PLAIN = (Tensor, nn.Parameter)  # and no subclass: those of other devices, distributed or quantised tensors
+# Chosen by what compiles without spilling registers, not yet by measurement on a GPU.
+_TILE = 1024  # elements in a tile, as far as whole tokens allow
+_PER_THREAD = 16  # of these
+_QUERY_TILE = 16384  # elements of the queries that a program keeps
+_CHUNK = 8  # pointers among which a loop picks
+_PROGRAMS = 1024  # at most, that share the sum of the query's gradient
+
+
+@functools.cache
+def kernels() -> ModuleType | str:
+    """The kernels; or why they are not here. Triton is imported when they are first needed: it takes a while."""
+    try:
+        from . import kernels
+    except ModuleNotFoundError:
+        return "Triton is not installed"
+    except Exception as error:
+        return f"Triton does not load: {error}"
+    return kernels
+
+
+def common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """The dtype that all promote to."""
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+
+
+def packed(tensor: Tensor) -> Tensor:
+    """The tensor, its numbers in a row; a copy where they are not."""
+    return tensor.contiguous().resolve_neg()
+
+
+def phase_one(queries: Tensor, eps: float, *sources: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The queries of several sublayers, against sources that all of them read. Not differentiable.
+
+        m_q = max_i l_qi,   z_q = sum_i exp(l_qi - m_q),   u_q = sum_i exp(l_qi - m_q) s_i,   l_qi = q . RMSNorm(s_i)
+
+    Args:
+        queries: `w * g` of the G sublayers, `[G, D]`, float32.
+        sources: at least one, each `[..., D]`.
+
+    Returns:
+        `u` `[G, ..., D]`, `m` and `z` `[G, ...]`, in float32; an entry of each is what `read_fused` begins from.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit each other.
+    """
+    dtype = common_dtype(sources)
+    return _phase_one(packed(queries), eps, [packed(source.to(dtype)) for source in sources])
+
+
+def read_fused(
+    query: Tensor,
+    eps: float,
+    multiplier: int,
+    sources: Sequence[Tensor],
+    phase: tuple[Tensor, Tensor, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+) -> Tensor:
+    """What one sublayer reads: `h` of phase one's sources and of its own, or the RMSNorm of `h`. Not differentiable.
+
+        h = k (exp(m - t) u + sum_i exp(l_i - t) s_i) / (exp(m - t) z + sum_i exp(l_i - t)),   t = max(m, l_1, l_2, ...)
+
+    Args:
+        query: `w * g`, `[D]`, float32; `D <= MAX_WIDTH`.
+        eps: epsilon of the key norm.
+        multiplier: `k`: the number of all sources, phase one's too, for the scale `sum`; one for `mean`.
+        sources: those that phase one did not see, each `[..., D]`; at least one if there is no phase.
+        phase: an entry of what `phase_one` returned: `u` `[..., D]`, `m` and `z` `[...]`, in float32.
+        dtype: of the result; by default the common one of `sources`, or that of `u`.
+        norm_weight: weight `[D]` of a norm as Llama's, in the dtype of the result; no norm if `None`.
+        norm_eps: epsilon of this norm.
+
+    Returns:
+        `h`, or `norm_weight * (h * rsqrt(mean(h^2) + norm_eps))`, `[..., D]`; rounded where the norm's module rounds.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit each other.
+    """
+    if sources:
+        common = common_dtype(sources)
+        sources = [packed(source.to(common)) for source in sources]
+    begun = (None, None, None) if phase is None else [packed(tensor) for tensor in phase]
+    dtype = dtype or (sources[0] if sources else begun[0]).dtype
+    norm_weight = None if norm_weight is None else packed(norm_weight)
+    return _read(packed(query), eps, multiplier, sources, *begun, dtype, norm_weight, norm_eps)
+
+
+def _operator(allocate: Callable) -> Callable:
+    """Make a function one operator for `torch.compile`, which cannot see through tuples of pointers.
+
+    `allocate` gives the outputs, for the same arguments, without a value. Called directly where nothing is compiled: an
+    operator's dispatch would cost more time than a small kernel takes.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        name = f"attnres_triton::{function.__name__.strip('_')}"
+        operator = torch.library.custom_op(name, function, mutates_args=())
+        operator.register_fake(allocate)
+
+        @functools.wraps(function)
+        def call(*args):
+            return (operator if torch.compiler.is_compiling() else function)(*args)
+
+        return call
+
+    return decorate
+
+
+def _require(device: torch.device, *groups: tuple[Iterable[Tensor | None], Sequence[int], torch.dtype]) -> None:
+    """The one place that no address leaves without: whether the tensors are what a kernel takes them for.
+
+    Args:
+        groups: tensors, some of which may be missing, and the shape and dtype that all of them must have; contiguous.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for tensors, shape, dtype in groups:
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            is_alike = tensor.dtype is dtype and tensor.shape == shape and tensor.device == device
+            is_plain = type(tensor) in PLAIN and tensor.is_contiguous() and not tensor.is_neg()
+            if not (is_alike and is_plain and (tensor.data_ptr() or not tensor.numel())):
+                raise ValueError(
+                    f"A kernel takes contiguous {dtype} of shape {tuple(shape)} on {device}, not a "
+                    f"{type(tensor).__name__} of {tensor.dtype}, shape {tuple(tensor.shape)}, strides "
+                    f"{tuple(tensor.stride())} on {tensor.device}, or without its storage."
+                )
+
+
+def _require_rows(query: Tensor, sources: Sequence[Tensor]) -> torch.Size:
+    """The shape of the sources, which have a dtype and a width that the kernels take."""
+    shape = sources[0].shape
+    if sources[0].dtype not in DTYPES or not shape or not 1 <= shape[-1] <= MAX_WIDTH:
+        raise ValueError(
+            f"A kernel takes rows of 1 to {MAX_WIDTH} of {', '.join(map(str, DTYPES))}, "
+            f"not {sources[0].dtype} of shape {tuple(shape)}."
+        )
+    _require(query.device, ([query], shape[-1:], torch.float32), (sources, shape, sources[0].dtype))
+    return shape
+
+
+def _tile(width: int) -> dict[str, int]:
+    """A tile of whole tokens: its tokens and its columns, powers of two, and the warps for it."""
+    columns = _power_of_two(width)
+    tokens = max(1, min(32, _TILE // columns))
+    return {"TOKENS": tokens, "COLUMNS": columns, "num_warps": _warps(tokens * columns)}
+
+
+def _warps(elements: int) -> int:
+    return min(16, max(1, elements // (32 * _PER_THREAD)))
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _pointers(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The tensors, padded by the first, so that there are few kernels: for 1, 2, 4, 8, 16, 24, ... of them."""
+    number = len(tensors)
+    padded = _power_of_two(number) if number <= _CHUNK else _CHUNK * _cdiv(number, _CHUNK)
+    return (*tensors, *[tensors[0]] * (padded - number))
+
+
+def _sizes(pointers: tuple[Tensor, ...], width: int) -> dict[str, int]:
+    return {"N": len(pointers), "CHUNK": min(_CHUNK, len(pointers)), "WIDTH": width}
+
+
+def _empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """What a kernel will write: contiguous, on the device of `like`, whatever the defaults are."""
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def _forward_outputs(query, sources, eps, is_sum):
+    first = sources[0]
+    stats = [_empty(query, (len(sources), *first.shape[:-1]), torch.float32) for _ in range(3)]
+    return _empty(query, first.shape, first.dtype), *stats
+
+
+@_operator(_forward_outputs)
+def forward(
+    query: Tensor, sources: Sequence[Tensor], eps: float, is_sum: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The result `[..., D]`, and of each source and token the weight, the logit and the inverse RMS, `[n, ...]`."""
+    shape = _require_rows(query, sources)
+    outputs = result, *statistics = _forward_outputs(query, sources, eps, is_sum)
+    count, width, pointers = len(sources), query.numel(), _pointers(sources)
+    _require(query.device, ([result], shape, result.dtype), (statistics, (count, *shape[:-1]), torch.float32))
+    tokens, tile = result.numel() // width, _tile(width)
+    if tokens:
+        with torch.cuda.device_of(query):
+            kernels().forward_kernel[(_cdiv(tokens, tile["TOKENS"]),)](
+                pointers, query, None, None, None, None, *outputs,
+                tokens, count, float(count if is_sum else 1), eps, 0.0,
+                HAS_PHASE=False, HAS_NORM=False, KEEPS_STATISTICS=True, **_sizes(pointers, width), **tile,
+            )  # fmt: skip
+    return outputs
+
+
+def _backward_outputs(
+    grad, grad_weights, later_grads, query, sources, weights, logits, inverse_rms, is_sum, needs_sources
+):
+    width = query.numel()
+    tiles = _cdiv(grad.numel() // width, _tile(width)["TOKENS"])
+    each = max(1, _cdiv(tiles, _PROGRAMS))  # about as many for every program
+    partial = _empty(query, (max(1, _cdiv(tiles, each)), width), torch.float32)
+    return partial, [_empty(query, source.shape, source.dtype) for source in sources] if needs_sources else []
+
+
+@_operator(_backward_outputs)
+def backward(
+    grad: Tensor,
+    grad_weights: Tensor | None,
+    later_grads: Sequence[Tensor],
+    query: Tensor,
+    sources: Sequence[Tensor],
+    weights: Tensor,
+    logits: Tensor,
+    inverse_rms: Tensor,
+    is_sum: bool,
+    needs_sources: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """The query's gradient in parts, `[programs, D]`, and the sources' if they are needed, `later_grads` included.
+
+    Args:
+        later_grads: of each source, or none.
+    """
+    shape, count = _require_rows(query, sources), len(sources)
+    partial, grad_sources = outputs = _backward_outputs(
+        grad, grad_weights, later_grads, query, sources, weights, logits, inverse_rms, is_sum, needs_sources
+    )
+    contracted = _empty(query, (count, *shape[:-1]), torch.float32)
+    _require(
+        query.device,
+        ([grad, *later_grads, *grad_sources], shape, sources[0].dtype),
+        ([grad_weights, weights, logits, inverse_rms, contracted], contracted.shape, torch.float32),
+        ([partial], (len(partial), query.numel()), torch.float32),
+    )
+    width, pointers = query.numel(), _pointers(sources)
+    with torch.cuda.device_of(query):
+        kernels().backward_kernel[(len(partial),)](
+            grad, grad_weights, pointers, query, weights, logits, inverse_rms, contracted, partial,
+            _pointers(grad_sources) if needs_sources else None, _pointers(later_grads) if later_grads else None,
+            grad.numel() // width, count, float(count if is_sum else 1),
+            HAS_GRAD_WEIGHTS=grad_weights is not None, NEEDS_SOURCES=needs_sources, HAS_LATER=len(later_grads) > 0,
+            **_sizes(pointers, width), **_tile(width),
+        )  # fmt: skip
+    return outputs
+
+
+def _phase_one_outputs(queries, eps, sources):
+    shape = (len(queries), *sources[0].shape)
+    return tuple(_empty(queries, size, torch.float32) for size in (shape, shape[:-1], shape[:-1]))
+
+
+@_operator(_phase_one_outputs)
+def _phase_one(queries: Tensor, eps: float, sources: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    shape = _require_rows(queries[0], sources)
+    outputs = mixtures, *statistics = _phase_one_outputs(queries, eps, sources)
+    number, width = queries.shape
+    _require(
+        queries.device,
+        ([queries], (number, shape[-1]), torch.float32),
+        ([mixtures], (number, *shape), torch.float32),
+        (statistics, (number, *shape[:-1]), torch.float32),
+    )
+    pointers = _pointers(sources)
+    tokens, columns = sources[0].numel() // width, _power_of_two(width)
+    # As many queries at once as a program can keep in registers; the others read the sources again, from the cache.
+    rows = min(_power_of_two(number), max(1, _QUERY_TILE // columns))
+    groups = _cdiv(number, rows)
+    if tokens:
+        with torch.cuda.device_of(queries):
+            kernels().phase_one_kernel[(tokens * groups,)](
+                pointers, queries, *outputs, tokens, len(sources), eps, **_sizes(pointers, width),
+                NUMBER=number, GROUPS=groups, ROWS=rows, COLUMNS=columns, num_warps=_warps(rows * columns),
+            )  # fmt: skip
+    return outputs
+
+
+def _read_outputs(query, eps, multiplier, sources, mixture, maximum, normaliser, dtype, norm_weight, norm_eps):
+    return _empty(query, (mixture if mixture is not None else sources[0]).shape, dtype)
+
+
+@_operator(_read_outputs)
+def _read(
+    query: Tensor,
+    eps: float,
+    multiplier: int,
+    sources: Sequence[Tensor],
+    mixture: Tensor | None,
+    maximum: Tensor | None,
+    normaliser: Tensor | None,
+    dtype: torch.dtype,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+) -> Tensor:
+    # The kernel takes one pointer at least, of which it uses nothing where no source counts.
+    rows = sources or [mixture]
+    shape = _require_rows(query, rows)
+    result = _read_outputs(query, eps, multiplier, sources, mixture, maximum, normaliser, dtype, norm_weight, norm_eps)
+    _require(
+        query.device,
+        ([mixture], shape, torch.float32),
+        ([maximum, normaliser], shape[:-1], torch.float32),
+        ([norm_weight], shape[-1:], dtype),
+        ([result], shape, dtype),
+    )
+    width, pointers = query.numel(), _pointers(rows)
+    tokens, tile = result.numel() // width, _tile(width)
+    if tokens:
+        with torch.cuda.device_of(query):
+            kernels().forward_kernel[(_cdiv(tokens, tile["TOKENS"]),)](
+                pointers, query, mixture, maximum, normaliser, norm_weight, result, None, None, None,
+                tokens, len(sources), float(multiplier), eps, norm_eps,
+                HAS_PHASE=mixture is not None, HAS_NORM=norm_weight is not None, KEEPS_STATISTICS=False,
+                **_sizes(pointers, width), **tile,
+            )  # fmt: skip
+    return result
+
+
+__all__ = [
+    "DTYPES",
+    "MAX_WIDTH",
+    "PLAIN",
+    "backward",
+    "common_dtype",
+    "forward",
+    "kernels",
+    "packed",
+    "phase_one",
+    "read_fused",
+]

@@ -1,0 +1,121 @@
+"""Layers of the fast path: what a model takes with each of them switched off by itself, on a CPU.
+
+A layer that gains no model 2% is not worth its code.
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
+import torch
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from attnres import accelerated, attn_res_attnres
+from attnres.accelerated import inference_reader
+
+from .report import cell, make_table
+from .shapes import CONNECTIONS, STANDARD, build, connect, llama, token_ids
+from .timing import Setting, Ways, compare, interleave
+from .workloads import decoding, prefill, training_step
+
+TOKENS, DECODED = 512, 8
+EVERYTHING = "ours"
+
+
+@contextmanager
+def eager(model: PreTrainedModel) -> Iterator[None]:
+    """PyTorch's operations, as where nothing is installed."""
+    with patch.object(model.config, "depth_attention_implementation", "eager"):
+        yield
+
+
+@contextmanager
+def without_reader(model: PreTrainedModel) -> Iterator[None]:
+    """Each connection reads by itself, and so neither in two phases nor through the norm that follows."""
+    with patch.object(accelerated, "reader", lambda model: None):
+        yield
+
+
+@contextmanager
+def without_two_phases(model: PreTrainedModel) -> Iterator[None]:
+    with patch.object(inference_reader, "two_phases_pay", lambda count, numbers: False):
+        yield
+
+
+@contextmanager
+def without_fused_norm(model: PreTrainedModel) -> Iterator[None]:
+    with patch.object(inference_reader, "_plain_norm", lambda norm: None):
+        yield
+
+
+@contextmanager
+def without_later_grads(model: PreTrainedModel) -> Iterator[None]:
+    """Gradients of those who read a source later are added by autograd."""
+    attend = attn_res_attnres.attend
+    with patch.object(attn_res_attnres, "attend", lambda *args, fuse_later_grads: attend(*args)):
+        yield
+
+
+LAYERS: dict[str, Callable[[PreTrainedModel], object]] = {
+    "eager": eager,
+    "no reader": without_reader,
+    "no two phases": without_two_phases,
+    "no fused norm": without_fused_norm,
+    "no fused gradients": without_later_grads,
+}
+_READER = ("eager", "no reader", "no fused norm")
+# Workload -> what prepares it, calls in a repeat, repeats for each of the setting's, and the layers that it has.
+WORKLOADS: dict[str, tuple[Callable, int, int, tuple[str, ...]]] = {
+    "prefill": (prefill, 1, 2, (*_READER, "no two phases")),
+    "decoding": (decoding, DECODED, 4, _READER),
+    "training step": (training_step, 1, 1, ("eager", "no fused gradients")),
+}
+
+
+def measure(setting: Setting) -> Iterator[dict]:
+    """A row for each shape, dtype, workload and connection."""
+    shapes = {"12 x 1024": llama(), "24 x 512": llama(width=512, layers=24)}
+    if setting.quick:
+        shapes = {"2 x 64": llama(width=64, layers=2)}
+    for shape, config in shapes.items():
+        for dtype in ("float32", "bfloat16"):
+            standard = build(config, getattr(torch, dtype), setting.device)
+            ids = token_ids(config, 16 if setting.quick else TOKENS, 1, setting.device)
+            for connection in ("Block S=4", "Full"):
+                model = connect(standard, **CONNECTIONS[connection])
+                for workload, (prepare, calls, times, layers) in WORKLOADS.items():
+                    ways = prepare({STANDARD: standard} | dict.fromkeys((EVERYTHING, *layers), model), ids)
+                    repeats = replace(setting, repeats=times * setting.repeats)
+                    seconds = interleave(_switched(ways, model), repeats, calls=calls)
+                    pairs = {f"{way} / {STANDARD}": (way, STANDARD) for way in (EVERYTHING, *layers)}
+                    row = {"model": shape, "dtype": dtype, "workload": workload, "connection": connection}
+                    yield row | compare(seconds, pairs)
+            del standard, model
+            gc.collect()
+
+
+def _switched(ways: Mapping[str, Callable[[], object]], model: PreTrainedModel) -> Ways:
+    """The ways, each without the layer of its name."""
+
+    def switch(way: Callable[[], object], layer: Callable[[PreTrainedModel], object]) -> Callable[[], None]:
+        def run() -> None:
+            with ExitStack() as stack:
+                stack.enter_context(layer(model))
+                way()
+
+        return run
+
+    return {name: switch(way, LAYERS[name]) if name in LAYERS else way for name, way in ways.items()}
+
+
+def tables(rows: list[dict]) -> dict[str, Table]:
+    columns = ["model", "dtype", "workload", "connection", EVERYTHING, *LAYERS]
+    cells = [
+        [*(row[key] for key in columns[:4]), *(cell(row, f"{way} / {STANDARD}", 3) for way in columns[4:])]
+        for row in rows
+    ]
+    title = "The fast path, each layer switched off by itself, as a ratio to the standard residual stream"
+    return {"layers": make_table(title, columns, cells)}

@@ -1,0 +1,44 @@
+"""What a row of results says, cell by cell, and the files that rows are stored in."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from attnres.files import atomic_write
+
+
+def cell(row: Mapping, name: str, digits: int = 2) -> str:
+    """A ratio of a stored row with its quartiles; `-` if it was not measured."""
+    if name not in row["ratios"]:
+        return "-"
+    ratio = row["ratios"][name]
+    return f"{ratio['median']:.{digits}f} [{ratio['low']:.{digits}f}, {ratio['high']:.{digits}f}]"
+
+
+def verdict(value: float, target: float, at_least: bool = False) -> str:
+    """Such as `<= 1.02 met`, or `>= 4 missed`."""
+    met = value >= target if at_least else value <= target
+    return f"{'>=' if at_least else '<='} {target:g} {'met' if met else 'missed'}"
+
+
+def targets_met(rows: Iterable[Sequence[str]]) -> str:
+    """How many of the cells that are from [`verdict`] say so; nothing if there are none."""
+    verdicts = [value.rpartition(" ")[2] for row in rows for value in row if value.endswith((" met", " missed"))]
+    return f"Targets met: {verdicts.count('met')} of {len(verdicts)}. " if verdicts else ""
+
+
+def markdown_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> str:
+    """A table that reads as well on a terminal, between its title and its note."""
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows)]
+    lines = [columns, ["-" * width for width in widths], *rows]
+    lines = [" | ".join(text.ljust(width) for text, width in zip(line, widths)) for line in lines]
+    note = (targets_met(rows) + note).strip()
+    return "\n\n".join(part for part in (f"**{title}**", "\n".join(f"| {line} |" for line in lines), note) if part)
+
+
+def store(path: Path, content: Mapping) -> None:
+    """Write JSON so that whoever reads it finds the old file or the new one; a row of results takes a line."""
+    head = {key: value for key, value in content.items() if key != "rows"}
+    rows = ",\n".join("  " + json.dumps(row) for row in content["rows"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n{rows}\n ]\n}}\n')

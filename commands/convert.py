@@ -1,0 +1,123 @@
+"""`attnres convert`: plan, write beside the target, verify, and only then give the result its name."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from transformers.utils import CONFIG_NAME
+
+from attnres import ResidualConfig
+from attnres.conversion.checkpoint import Checkpoint, find, open_checkpoint, show_bytes
+from attnres.conversion.convert import Plan, write
+from attnres.conversion.verify import MAX_CHARACTERS, PROMPTS, compare, missing_memory
+from attnres.files import atomic_directory
+
+
+def run_convert(
+    source: str,
+    target: Path,
+    make_plan: Callable[[Checkpoint], Plan],
+    *,
+    revision: str | None = None,
+    verify: bool | None = None,
+    text: Path | None = None,
+    hard_link: bool = False,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+) -> None:
+    """Convert the directory or Hub repository `source` into the directory `target`.
+
+    Args:
+        make_plan: one of the `plan_*` functions of `conversion.convert`, with its other arguments bound.
+        verify: compare the two models' logits; by default, if one of them fits in memory at float32.
+        text: compare on this file instead of the built-in prompts.
+        trust_remote_code: take code along that came with the source, such as that of its tokenizer.
+
+    Raises:
+        OSError, RuntimeError, ValueError: nothing is left behind, and the message names the file, tensor or value.
+    """
+    console = Console()
+    folder = find(source, revision)
+    for one, other in ((folder, target), (target, folder)):
+        if one.resolve().is_relative_to(other.resolve()):
+            raise ValueError(f"{target} and {source} lie in each other. Choose another directory for the result.")
+    texts = PROMPTS if text is None else [_read_text(text)]
+    with atomic_directory(target, overwrite=overwrite, marker=CONFIG_NAME, content='"model_type"') as stage:
+        with TemporaryDirectory(dir=stage) as scratch:
+            checkpoint = open_checkpoint(folder, Path(scratch))
+            plan = make_plan(checkpoint)
+            console.print(_describe(plan), soft_wrap=True, highlight=False)
+            with _progress(console) as progress:
+                task = progress.add_task("linking" if hard_link else "copying", total=plan.num_bytes)
+                options = {"hard_link": hard_link, "trust_remote_code": trust_remote_code}
+                notes = write(plan, stage, **options, on_bytes=lambda n: progress.advance(task, n))
+            for note in notes:
+                console.print(_shown(note), soft_wrap=True, highlight=False)
+        _verify(console, plan, stage, verify, texts)
+    console.print(f"Written to [bold]{_shown(str(target))}[/].", soft_wrap=True, highlight=False)
+
+
+def _shown(text: str) -> str:
+    """The text as it is, in one line: neither markup nor control characters, which a name may have, do anything."""
+    return escape("".join(c if c.isprintable() else repr(c)[1:-1] for c in text))
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return Progress(*columns, TextColumn("left:"), TimeRemainingColumn(), console=console)
+
+
+def _describe(plan: Plan) -> str:
+    checkpoint, config = plan.checkpoint, plan.config
+    files = "1 file" if len(checkpoint.shards) == 1 else f"{len(checkpoint.shards)} files"
+    parts = [f"{len(checkpoint.entries)} tensors in {files}, {checkpoint.num_bytes / 1e6:,.1f} MB"]
+    if isinstance(config, ResidualConfig):
+        parts.append(f"{config.model_type}: {config.connection.describe(config)}")
+    else:
+        parts.append(f"{config.model_type}: standard residual connections")
+    if plan.added:
+        parts.append(f"{len(plan.added)} tensors added, {sum(t.nbytes for t in plan.added.values()) / 1e6:,.2f} MB")
+    if plan.dropped:
+        parts.append(f"{len(plan.dropped)} tensors left out")
+    return "\n".join(parts)
+
+
+def _read_text(path: Path) -> str:
+    """The beginning of a text file, as much as a comparison may need."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text in UTF-8 ({error}).") from error
+    if not text.strip():
+        raise ValueError(f"{path} holds no text to compare the models on.")
+    return text
+
+
+def _verify(console: Console, plan: Plan, stage: Path, verify: bool | None, texts: Sequence[str]) -> None:
+    """Compare source and result and print how far they are apart.
+
+    Raises:
+        RuntimeError: they compute different functions.
+    """
+    if verify is False:
+        return
+    if verify is None and getattr(plan.config, "quantization_config", None) is not None:
+        console.print("Not verified: quantised weights need packages of their own. --verify tries all the same.")
+        return
+    lacking = missing_memory(sum(math.prod(entry.shape) for entry in plan.checkpoint.entries.values()))
+    if verify is None and lacking:
+        console.print(f"Not verified: {show_bytes(lacking)} more memory are needed. --verify tries all the same.")
+        return
+    with console.status("Comparing the two models on text ..."):
+        comparison = compare(plan.checkpoint.folder, stage, texts)
+    label = "Verified" if comparison.is_same else "Not the same"
+    console.print(f"{label}: {comparison}", soft_wrap=True, highlight=False)
+    if plan.difference is not None:
+        console.print(f"Not the same function: {_shown(plan.difference)}.", soft_wrap=True, highlight=False)
+    elif not comparison.is_same:
+        raise RuntimeError(f"the result computes another function: {comparison}.")

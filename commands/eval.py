@@ -1,0 +1,181 @@
+"""`attnres eval`: load all data, run the models task by task, and report what they score."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from attnres.conversion.checkpoint import find
+from attnres.eval import sandbox
+from attnres.eval.benchmarks import Benchmark
+from attnres.eval.report import make_row, markdown, plot, screen
+from attnres.eval.shared_prefix import SharedPrefixLM
+from attnres.eval.store import Store, to_json
+from attnres.eval.suite import Failures, Loaded, collect, load_all, run_jobs, software, unfinished
+from attnres.files import atomic_write, locked
+from attnres.quiet import quiet_transformers
+
+RESULTS, BASELINE_RESULTS, REPORT, CHART = "results.json", "baseline.json", "report.md", "scores.png"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model under evaluation: its name as given, its directory, and the store of its results."""
+
+    name: str
+    folder: Path
+    store: Store
+
+
+def run_eval(
+    model: str,
+    out: Path,
+    *,
+    baseline: str | None = None,
+    benchmarks: Sequence[Benchmark],
+    data: Path | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    allow_code_execution: bool = False,
+    seed: int = 0,
+) -> None:
+    """Evaluate the directory or Hub repository `model`, and `baseline` on the same prompts, and report in `out`.
+
+    What `out` holds already is not computed again: results are stored task by task, under the settings that decide
+    them.
+
+    Args:
+        benchmarks: as from [`attnres.eval.benchmarks.pick`].
+        data: a folder that holds the data sets as `ORG/NAME`, read instead of the Hub.
+        limit: the first so many items of each task.
+
+    Raises:
+        FileExistsError: `out` holds something else.
+        FileNotFoundError, OSError, ValueError: a model or the data folder is not there.
+        RuntimeError: some benchmarks have no result; the others are reported.
+    """
+    console = Console()
+    if baseline == model:
+        raise ValueError(f"MODEL and --baseline are both {model}. Compare two models, or leave out --baseline.")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RuntimeError("attnres eval runs as one process. Over several, use accelerate launch -m lm_eval.")
+    if data is not None and not data.is_dir():
+        raise FileNotFoundError(f"--data {data} is not a directory.")
+    folders = {name: find(name) for name in filter(None, (model, baseline))}
+    with _only_run(out), quiet_transformers():
+        subjects = [
+            Subject(name, folders[name], Store(out / role, _setup(name, folders[name], data, limit, seed)))
+            for role, name in (("baseline", baseline), ("model", model))
+            if name
+        ]
+        with console.status("") as status:
+
+            def on_load(benchmark: Benchmark) -> None:
+                status.update(f"Loading the data of {escape(benchmark.title)} ...")
+
+            loaded, failures = load_all(benchmarks, data, allow_code_execution, on_load)
+        _tell(console, failures)
+        if any(benchmark.runs_code for benchmark in loaded):
+            console.print(f"Generated programs run with: {sandbox.level()}.", soft_wrap=True, highlight=False)
+        if loaded:
+            try:
+                failures |= _run_all(console, subjects, loaded, limit, batch_size, seed)
+            except (KeyboardInterrupt, SystemExit):
+                console.print("Stopped. The same command goes on from the tasks that are finished.")
+                raise
+            for benchmark in failures:
+                loaded.pop(benchmark, None)
+        if loaded:
+            _report(console, out, subjects, loaded, list(failures.values()))
+    if failures:
+        raise RuntimeError(f"{len(failures)} of {len(benchmarks)} benchmarks have no result (see above).")
+
+
+@contextlib.contextmanager
+def _only_run(out: Path) -> Iterator[None]:
+    """Hold the directory `out`, which is new, empty, or an earlier run's.
+
+    Raises:
+        FileExistsError: it is something else, or another run is in it.
+    """
+    written = {RESULTS, BASELINE_RESULTS, REPORT, CHART}
+    known = {"model", "baseline", ".lock", *written, *(f".{name}.partial" for name in written)}
+    if out.exists() and (not out.is_dir() or {path.name for path in out.iterdir()} - known):
+        raise FileExistsError(f"{out} holds other files than those of this command. Choose another --out.")
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out / ".lock", out):
+        yield
+
+
+def _setup(name: str, folder: Path, data: Path | None, limit: int | None, seed: int) -> dict:
+    """What decides the numbers of a model; of its files, what tells that they were not replaced."""
+    files = {
+        path.name: [path.stat().st_size, path.stat().st_mtime_ns]
+        for path in sorted(folder.iterdir())
+        if path.suffix in {".json", ".safetensors", ".bin", ".model"}
+    }
+    where = str(data) if data else "the Hub"
+    return {"model": name, "data": where, "limit": limit, "seed": seed, "software": software(), "files": files}
+
+
+def _run_all(
+    console: Console, subjects: Sequence[Subject], loaded: Loaded, limit: int | None, batch_size: int, seed: int
+) -> Failures:
+    failures: Failures = {}
+    todo = {subject.name: unfinished(loaded, subject.store, limit) for subject in subjects}
+    total = sum(job.work for jobs in todo.values() for job in jobs)
+    order = {benchmark: number for number, benchmark in enumerate(loaded, 1)}
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("left:"), TimeRemainingColumn(), console=console) as progress:
+        bar = progress.add_task("loading", total=total)
+        before = 0.0
+        for subject in subjects:
+            jobs = todo[subject.name]
+            if not jobs:
+                continue
+
+            def on_work(benchmark: Benchmark, done: float, name: str = subject.name, before: float = before) -> None:
+                what = f"{escape(name)}: {escape(benchmark.title)} ({order[benchmark]} of {len(order)})"
+                progress.update(bar, description=what, completed=before + done)
+
+            progress.update(bar, description=f"loading {escape(subject.name)}")
+            lm = _load_model(subject.folder, batch_size)
+            failures |= run_jobs(lm, jobs, subject.store, limit=limit, seed=seed, on_work=on_work)
+            before += sum(job.work for job in jobs)
+            del lm
+            torch.cuda.empty_cache()
+    _tell(console, failures)
+    return failures
+
+
+def _tell(console: Console, failures: Failures) -> None:
+    for failure in failures.values():
+        console.print(f"[red]Left out:[/] {escape(failure)}", soft_wrap=True, highlight=False)
+
+
+def _load_model(folder: Path, batch_size: int) -> SharedPrefixLM:
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    several = torch.cuda.device_count() > 1
+    return SharedPrefixLM(str(folder), device=device, parallelize=several, batch_size=batch_size)
+
+
+def _report(console: Console, out: Path, subjects: Sequence[Subject], loaded: Loaded, failures: list[str]) -> None:
+    results = [collect(loaded, subject.store) for subject in subjects]
+    for file, combined in zip((RESULTS, BASELINE_RESULTS), reversed(results)):
+        atomic_write(out / file, to_json(combined, indent=2))
+    model, baseline = subjects[-1], subjects[0] if len(subjects) > 1 else None
+    other = (results[0], baseline.store) if baseline else None
+    rows = [make_row(benchmark, tasks, results[-1], model.store, other) for benchmark, tasks in loaded.items()]
+    names = model.name, baseline.name if baseline else None
+    atomic_write(out / REPORT, markdown(rows, failures, *names, results=results[-1]))
+    plot(rows, out / CHART, *names)
+    console.print(screen(rows, *names))
+    console.print(f"Written to [bold]{escape(str(out))}[/]: {REPORT}, {CHART}, {RESULTS}.", soft_wrap=True)

@@ -1,0 +1,66 @@
+"""Legacy `pytorch_model.bin`: read without running code from it, and held against the bytes that the file has."""
+
+import pickle
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+def read_pickle(path: Path, dtypes: Collection[torch.dtype]) -> dict[str, Tensor]:
+    """The tensors of a `pytorch_model.bin`, contiguous and each once, mapped into memory rather than read.
+
+    Tied tensors share their memory, which safetensors does not write: the first name keeps it.
+
+    Raises:
+        OSError: the file is truncated or damaged.
+        ValueError: it needs code to be loaded, or holds something else than named tensors, or a tensor of none of the
+            `dtypes` or larger than what the file holds of it.
+    """
+    state = _load(path)
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"{path} is not a dictionary of tensors.")
+    for name, tensor in state.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{path} holds a tensor under the key {name!r}, which is not a name.")
+        _check_dense(name, tensor, path)
+        if tensor.dtype not in dtypes:
+            raise ValueError(f"`{name}` in {path} is of {tensor.dtype}, which weights are not kept in.")
+    first = {(t.data_ptr(), t.shape, t.stride()): name for name, t in reversed(state.items())}
+    # Views of one tensor may overlap. Whatever the file repeats in this way, the result holds in full.
+    total, held = sum(state[name].nbytes for name in first.values()), path.stat().st_size
+    if total > 2 * held:
+        raise ValueError(f"{path} has {held:,} bytes, but its tensors, which overlap, would have {total:,}.")
+    return {name: state[name].contiguous() for name in first.values()}
+
+
+def _load(path: Path) -> object:
+    try:
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "mmap" not in str(error):  # written by a PyTorch before 1.6
+                raise
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle fails in any way
+        if isinstance(error, pickle.UnpicklingError) and "Unsupported operand" not in str(error):
+            raise ValueError(f"{path} needs code to be loaded, which may do anything: it is refused.") from error
+        reason = str(error).strip() or type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "it is not a pickle"
+        raise OSError(f"{path} is truncated or damaged ({reason}). Copy it again.") from error
+
+
+def _check_dense(name: str, tensor: Tensor, path: Path) -> None:
+    """Check that the file has all values of a tensor: a stride of 0 repeats one of them any number of times."""
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+        raise ValueError(f"`{name}` in {path} is not a dense tensor ({tensor.layout}, {tensor.device}).")
+    held = tensor.untyped_storage().nbytes()
+    if tensor.nbytes > held:
+        raise ValueError(
+            f"`{name}` in {path} has shape {list(tensor.shape)}, {tensor.nbytes:,} bytes, but the file holds {held:,}."
+        )
+
+
+__all__ = ["read_pickle"]

@@ -1,0 +1,103 @@
+"""Text as packed token ids: a corpus is tokenised once, into a small file that travels to machines without the text.
+
+The file holds the stream of each part, in the order of the text, compressed; every document ends with the end-of-text
+token. Parts are `train` and `valid`, of which one half chooses settings and the other half is reported.
+"""
+
+import json
+import lzma
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnres.files import atomic_write
+from attnres.training.packing import in_blocks
+
+PREPARED = Path(__file__).parent / "prepared"  # ignored by git
+
+
+@dataclass(frozen=True)
+class Text:
+    """Which text: a folder with `train.txt` and `valid.txt`, the tokens of a BPE trained on the former.
+
+    Attributes:
+        corpus: name of the folder.
+        vocab_size: of the tokenizer.
+        characters: how much of `train.txt` is read, in whole documents.
+    """
+
+    corpus: str
+    vocab_size: int
+    characters: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.corpus}-{self.vocab_size}-{self.characters}"
+
+
+@dataclass(frozen=True)
+class Data:
+    """Packed tokens `[n, length]`: to train on, to choose settings by, and to report."""
+
+    train: Tensor
+    selection: Tensor
+    valid: Tensor
+
+    def order(self, seed: int, wanted: int) -> Tensor:
+        """The `wanted` training sequences of a seed: all of them in a shuffled order, then all in another, ..."""
+        generator = torch.Generator().manual_seed(seed)
+        epochs = -(-wanted // len(self.train))
+        order = torch.cat([torch.randperm(len(self.train), generator=generator) for _ in range(epochs)])
+        return self.train[order[:wanted]]
+
+
+def prepared_file(text: Text, out: Path = PREPARED) -> Path:
+    return out / f"{text.name}.xz"
+
+
+def prepare(text: Text, folder: Path, out: Path = PREPARED) -> Path:
+    """Tokenise the corpus in `folder` and write its token ids to a file of `out`.
+
+    Raises:
+        OSError: a text cannot be read.
+        ValueError: one holds no text.
+    """
+    from attnres.training.text import read_documents, token_stream, train_tokenizer
+
+    documents = read_documents(folder / "train.txt", text.characters)
+    tokenizer = train_tokenizer(documents, text.vocab_size)
+    parts = {"train": documents, "valid": read_documents(folder / "valid.txt")}
+    streams = {name: token_stream(part, tokenizer).astype(np.uint16) for name, part in parts.items()}
+    head = {name: len(stream) for name, stream in streams.items()}
+    out.mkdir(parents=True, exist_ok=True)
+    path = prepared_file(text, out)
+    content = json.dumps(head).encode() + b"\n" + b"".join(stream.tobytes() for stream in streams.values())
+    atomic_write(path, lzma.compress(content, preset=1))
+    return path
+
+
+def load(text: Text, length: int, held_out: int, out: Path = PREPARED) -> Data:
+    """The prepared tokens in sequences of `length`, `held_out` of them in each half of the text that is not trained on.
+
+    Raises:
+        FileNotFoundError: it was not prepared.
+        ValueError: the held-out text is too short.
+    """
+    path = prepared_file(text, out)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist: name the folder of the text by --corpus, which prepares it.")
+    head, _, content = lzma.decompress(path.read_bytes()).partition(b"\n")
+    stream, parts = np.frombuffer(content, np.uint16), {}
+    for name, count in json.loads(head).items():
+        parts[name] = torch.from_numpy(in_blocks(stream[:count].astype(np.int64), length))
+        stream = stream[count:]
+    valid = parts["valid"]
+    if len(valid) < 2 * held_out:
+        raise ValueError(
+            f"valid.txt of {text.corpus} gives {len(valid)} sequences of {length} tokens, not {2 * held_out}."
+        )
+    order = torch.randperm(len(valid), generator=torch.Generator().manual_seed(0))
+    return Data(parts["train"], valid[order[:held_out]], valid[order[held_out : 2 * held_out]])

@@ -1,0 +1,212 @@
+"""Connections from scratch: each at its own best rate, on the same tokens in the same order, from the same start.
+
+One seed gives all connections the same initial backbone and the same batches, so that differences are paired. Every
+connection's learning rate is chosen by shorter runs with a seed of their own, on text that is not reported, as many for
+one as for another unless the best of them is the last one tried.
+"""
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, set_seed
+
+from attnres.analysis.depth_attention import depth_attention_map
+from attnres.configuration import count_parameters, load
+from attnres.training.balance import ExpertBalance, routers
+from attnres.training.runs import Run, sequence_losses, train
+
+from .data import Data, Text
+from .harness import SELECTION_SEED, Planned, Store, make_runs
+
+DECLARED = Path(__file__).parent / "declared"
+BASELINE = "standard"
+BEYOND = 2.0  # a sweep whose best rate is the last one tried goes on by this factor
+WARMUP, DECAY = 0.05, 0.5  # shares of the steps
+BALANCING = 0.001  # of experts, where there are any
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What identifies a run beside its seed: the fields of the configuration that make its connection, and how long."""
+
+    connection: Mapping[str, Any]
+    rate: float
+    tokens: int
+
+    def __hash__(self) -> int:
+        return hash((*sorted(self.connection.items()), self.rate, self.tokens))
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A declaration of `declared/*.yaml`.
+
+    Attributes:
+        model: a named configuration (`name`) or a model type (`model_type`), with the fields that are set.
+        connections: label -> the fields of the configuration that make it; the first is what others are held against.
+        text: see [`Text`].
+        length, batch_size: of the sequences, and sequences in a step.
+        held_out: sequences that the loss is measured on.
+        tokens, sweep_tokens: of a reported run, and of one that chooses a rate; more than the text has repeat it.
+        rates: the first ones of the sweep.
+        seeds: of the reported runs.
+        bfloat16: products are computed in bfloat16, with weights, norms and sums of outputs in float32.
+        compile: with `torch.compile`.
+    """
+
+    name: str
+    model: dict[str, Any]
+    connections: dict[str, dict[str, Any]]
+    text: Text
+    length: int
+    batch_size: int
+    held_out: int
+    tokens: int
+    sweep_tokens: int
+    rates: tuple[float, ...]
+    seeds: tuple[int, ...]
+    bfloat16: bool = False
+    compile: bool = False
+
+    def config(self, connection: Mapping[str, Any]) -> PreTrainedConfig:
+        fields = self.model | connection
+        if "name" in fields:
+            return load(fields.pop("name"), **fields)
+        return AutoConfig.for_model(**fields)
+
+    def setting(self) -> dict[str, Any]:
+        """What all runs of a results file have in common, whatever connections, rates and seeds there are."""
+        left_out = ("connections", "tokens", "sweep_tokens", "rates", "seeds")
+        return {name: value for name, value in asdict(self).items() if name not in left_out}
+
+    def steps(self, tokens: int) -> int:
+        return math.ceil(tokens / (self.batch_size * self.length))
+
+
+def declared(name: str) -> Experiment:
+    """The experiment of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = DECLARED / f"{name}.yaml"
+    if not path.exists():
+        names = ", ".join(sorted(path.stem for path in DECLARED.glob("*.yaml")))
+        raise ValueError(f"There is no experiment {name!r}, but there is {names}.")
+    fields = yaml.safe_load(path.read_text())
+    fields |= {"text": Text(**fields["text"]), "rates": tuple(fields["rates"]), "seeds": tuple(fields["seeds"])}
+    return Experiment(name=name, **fields)
+
+
+def build(experiment: Experiment, connection: Mapping[str, Any], seed: int) -> PreTrainedModel:
+    """The model at its start; the backbone's weights depend on the seed alone."""
+    set_seed(seed)
+    return AutoModelForCausalLM.from_config(experiment.config(connection))
+
+
+def measure(
+    experiment: Experiment, data: Data, run: Planned, on_step: Callable[[], None], work: Path | None, device: str
+) -> dict[str, Any]:
+    """One run: held-out loss (nats/token), training loss over the steps, and what the depth attention became."""
+    began = time.monotonic()
+    recipe, seed = run.recipe, run.seed
+    model = build(experiment, recipe.connection, seed)
+    schedule = Run(
+        run.steps,
+        experiment.batch_size,
+        recipe.rate,
+        warmup_steps=round(WARMUP * run.steps),
+        decay_steps=round(DECAY * run.steps),
+        seed=seed,
+    )
+    balance = ExpertBalance(BALANCING)
+    curve = train(
+        model,
+        data.order(seed, run.steps * experiment.batch_size),
+        schedule,
+        on_step,
+        [balance] if routers(model) else [],
+        work,
+        bf16=experiment.bfloat16,
+        torch_compile=experiment.compile,
+        use_cpu=device == "cpu",
+    )
+    held_out = data.selection if seed == SELECTION_SEED else data.valid
+    losses = sequence_losses(model, held_out)
+    result = {
+        "non_embedding": count_parameters(model.config).non_embedding,
+        "after": round(losses.mean().item(), 6),
+        "curve": [[step, round(loss, 4)] for step, loss in curve],
+    }
+    if routers(model):
+        result["expert_load_entropy"] = round(balance.metrics()["expert_load_entropy"], 4)
+    result["seconds"] = round(time.monotonic() - began, 1)
+    if getattr(model.config, "residual_connection", None) == "attn_res":
+        weights = depth_attention_map(model.eval(), held_out[:32].split(16))
+        result["depth_attention"] = [[round(w, 4) for w in row[~row.isnan()].tolist()] for row in weights]
+    return result
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The runs of an experiment: made on `device`, from checkpoints in `work` where they were stopped, and stored."""
+
+    experiment: Experiment
+    store: Store
+    data: Data | None = None
+    work: Path | None = None
+    device: str = "cpu"
+
+    def make(self, wanted: Sequence[tuple[str, float, int, int]]) -> None:
+        """Make what the store lacks of (label of a connection, rate, tokens, seed)."""
+        make_runs(self.store, [self._planned(*run) for run in wanted], self._measure, self._forget)
+
+    def find(self, label: str, rate: float, tokens: int, seed: int) -> dict[str, Any] | None:
+        run = self._planned(label, rate, tokens, seed)
+        return self.store.find(run.recipe, run.seed)
+
+    def swept(self, label: str) -> dict[float, float]:
+        """The loss on the selection text by rate, of the rates tried so far."""
+        connection, tokens = self.experiment.connections[label], self.experiment.sweep_tokens
+        runs = [run for run in self.store.content["runs"] if run["seed"] == SELECTION_SEED]
+        runs = [(run["recipe"], run["after"]) for run in runs]
+        return {r["rate"]: loss for r, loss in runs if (r["connection"], r["tokens"]) == (connection, tokens)}
+
+    def best_rate(self, label: str) -> float:
+        """The rate of the sweep with the lowest loss on the selection text."""
+        losses = self.swept(label)
+        return min(losses, key=losses.__getitem__)
+
+    def sweep(self, labels: Sequence[str]) -> dict[str, float]:
+        """The best rate of each connection: among the first ones, and beyond while the best is the last one tried."""
+        rates = {label: list(self.experiment.rates) for label in labels}
+        while True:
+            tokens = self.experiment.sweep_tokens
+            self.make([(label, rate, tokens, SELECTION_SEED) for label in labels for rate in rates[label]])
+            best = {label: self.best_rate(label) for label in labels}
+            open_ended = [label for label in labels if best[label] in (min(rates[label]), max(rates[label]))]
+            if not open_ended:
+                return best
+            for label in open_ended:
+                upwards = best[label] == max(rates[label])
+                rates[label].append(best[label] * (BEYOND if upwards else 1 / BEYOND))
+
+    def _planned(self, label: str, rate: float, tokens: int, seed: int) -> Planned:
+        recipe = Recipe(self.experiment.connections[label], rate, tokens)
+        return Planned(f"{label}, rate {rate:g}, {tokens:,} tokens", recipe, seed, self.experiment.steps(tokens))
+
+    def _checkpoints(self, run: Planned) -> Path | None:
+        return self.work and self.work / f"{self.experiment.name}, {run}".replace(" ", "_")
+
+    def _measure(self, run: Planned, on_step: Callable[[], None]) -> dict[str, Any]:
+        return measure(self.experiment, self.data, run, on_step, self._checkpoints(run), self.device)
+
+    def _forget(self, run: Planned) -> None:
+        if self.work:
+            shutil.rmtree(self._checkpoints(run), ignore_errors=True)

@@ -1,0 +1,75 @@
+"""DenseFormer (arXiv 2402.02622): each layer reads a learned, static average of the states after all earlier layers.
+
+    Y_i = sum_{j <= i} a_ij X_j,    X_0 = v_0,   X_j = the residual stream after layer j, which began from Y_{j-1}
+
+The `a_ij` are scalars, of any sign. They start at the identity, `a_ii = 1`, which is the standard model exactly.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers import initialization as init
+
+from .residual_attnres import DepthState, ResidualConnection
+
+
+class DenseFormer(ResidualConnection):
+    """State: the residual stream within the layer, and before it the states `X_0 .. X_i` after the layers so far.
+
+    `weight` `[i + 1]` holds the `a_ij` of the first sublayer of layer `i` (of the output, for the last one); the other
+    sublayers read the stream and have none.
+    """
+
+    name = "denseformer"
+    retrofit = {}
+
+    def __init__(self, config: PreTrainedConfig, sublayer: int):
+        super().__init__(config, sublayer)
+        self.per_layer = len(config.sublayers)
+        self.is_first = sublayer % self.per_layer == 0
+        # Not in an `nn.Linear`, whose blanket initialisation would destroy the start.
+        self.register_parameter("weight", None)
+        if sublayer > 0 and self.is_first:
+            self.weight = nn.Parameter(torch.zeros(sublayer // self.per_layer + 1))
+            self.reset_parameters()
+
+    @classmethod
+    def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> str | None:
+        for name, weight in tensors.items():
+            if weight[-1] != 1 or weight[:-1].count_nonzero():
+                return f"`{name}` is trained: it averages earlier layers"
+        return None
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            start = torch.zeros_like(self.weight)
+            start[-1] = 1
+            init.copy_(self.weight, start)
+
+    def forward(self, state: DepthState, norm_weight: None = None) -> tuple[Tensor, None, DepthState]:
+        if self.weight is None:
+            return (state[-1] if isinstance(state, tuple) else state), None, state
+        *layers, last = state  # `X_0 .. X_{i-1}`, and the stream after the layer that has just ended: `X_i`
+        if len(layers) + 1 != len(self.weight):
+            raise ValueError(
+                f"the DenseFormer weights of sublayer {self.sublayer} are for {len(self.weight)} earlier states, and "
+                f"there are {len(layers) + 1}: layers cannot be removed from this model."
+            )
+        # One product after the other, rounded once at the end: `1 X_i` and `0 X_j` are exact. A weight `[1]`, unlike a
+        # scalar, takes part in type promotion: no state is copied to float32.
+        weights = self.weight.to(torch.promote_types(last.dtype, torch.float32)).split(1)
+        mixed = weights[-1] * last
+        for weight, earlier in zip(weights, layers):
+            mixed = mixed + weight * earlier
+        mixed = mixed.to(last.dtype)
+        return mixed, None, (*layers, last, mixed)
+
+    def write(self, state: DepthState, output: Tensor) -> tuple[Tensor, ...]:
+        states = state if isinstance(state, tuple) else (state, state)  # `X_0`, and the stream, which begins from it
+        return *states[:-1], states[-1] + output
+
+
+__all__ = ["DenseFormer"]

@@ -1,0 +1,103 @@
+"""Every tensor between pages that nobody may touch: what is read or written beyond its ends ends this process.
+
+guard_pages_session.py DTYPE        run by `test_guard_pages.py`; prints how many calls it made
+"""
+
+import ctypes
+import math
+import mmap
+import sys
+
+import torch
+
+from attnres.accelerated.numba import call, kernels
+
+PAGE = mmap.PAGESIZE
+WIDTHS = sorted(
+    {*range(1, 35), *(2**k + i for k in range(5, 11) for i in (-1, 0, 1)), 37, 53, 97, 131, 257, 331, 521, 769, 997}
+)
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Guarded:
+    """Tensors whose numbers begin at the beginning of a page or end at the end of one; unmapped when it is closed."""
+
+    def __init__(self, at_end: bool):
+        self.at_end, self.maps = at_end, []
+
+    def empty(self, shape, dtype: torch.dtype) -> torch.Tensor:
+        count = math.prod(shape)
+        size = max(1, count) * dtype.itemsize
+        pages = -(-size // PAGE)
+        memory = mmap.mmap(-1, (pages + 2) * PAGE)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        for guard in (start, start + (pages + 1) * PAGE):
+            if libc.mprotect(ctypes.c_void_p(guard), ctypes.c_size_t(PAGE), 0) != 0:
+                raise OSError(ctypes.get_errno(), "mprotect")
+        self.maps.append((memory, start))
+        offset = PAGE + (pages * PAGE - size if self.at_end else 0)
+        return torch.frombuffer(memory, dtype=dtype, count=max(1, count), offset=offset)[:count].view(shape)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
+
+
+def case(guarded: Guarded, width: int, n: int, tokens: int, dtype: torch.dtype) -> None:
+    shape, float32 = (tokens, width), torch.float32
+    query = guarded.copy(torch.randn(width))
+    sources = [guarded.copy(torch.randn(shape).to(dtype)) for _ in range(n)]
+    weights = guarded.empty((n, tokens), float32)
+    result, normed = guarded.empty(shape, dtype), guarded.empty(shape, dtype)
+    norm_weight = guarded.copy(torch.ones(width, dtype=dtype))
+    rows = call.checked(sources)
+    call.forward(query, rows, result, weights, n, 1e-6)
+    call.forward(query, rows, normed, None, n, 1e-6, norm_weight, 1e-6)
+    expected, expected_weights, _ = kernels.forward(query.clone(), [source.clone() for source in sources], 1e-6, True)
+    assert torch.equal(result, expected) and torch.equal(weights, expected_weights)
+
+    grad, grad_weights = guarded.copy(torch.randn(shape).to(dtype)), guarded.copy(torch.randn(n, tokens))
+    grad_query = guarded.copy(torch.zeros(call.chunks(result.shape), width))
+    grad_sources = [guarded.empty(shape, dtype) if i % 3 != 1 else None for i in range(n)]
+    later = [guarded.copy(torch.randn(shape).to(dtype)) if i % 2 else None for i in range(n)]
+    call.backward(query, grad, grad_weights, grad_query, rows, grad_sources, later, n, 1e-6)
+    expected_query, expected_sources = kernels.backward(
+        grad.clone(), grad_weights.clone(), later, query.clone(), sources, (), 1e-6, True, True,
+        [target is not None for target in grad_sources],
+    )  # fmt: skip
+    assert torch.equal(grad_query.sum(0), expected_query)
+    for ours, right in zip(grad_sources, expected_sources):
+        assert (ours is None) == (right is None) and (ours is None or torch.equal(ours, right))
+
+    begun = max(1, n - 2)
+    queries = guarded.copy(torch.stack([query] * 5))
+    sums, statistics = guarded.empty((5, *shape), float32), guarded.empty((5, tokens, 2), float32)
+    call.phase_one(queries, call.checked(sources[:begun]), sums, statistics, 1e-6)
+    completed = guarded.empty(shape, dtype)
+    # Of the queries the last one's part alone ends at a page's end, and the first one's begins at a beginning.
+    place = 4 if guarded.at_end else 0
+    phase = (guarded.copy(sums[place]), guarded.copy(statistics[place]))
+    call.forward(query, rows.after(begun), completed, None, n, 1e-6, phase=phase)
+    torch.testing.assert_close(completed.float(), expected.float(), rtol=0.02, atol=0.02)
+    call.forward(query, rows.after(begun), completed, None, n, 1e-6, norm_weight, 1e-6, phase)
+    torch.testing.assert_close(completed.float(), normed.float(), rtol=0.02, atol=0.02)
+
+
+def main() -> None:
+    dtype = getattr(torch, sys.argv[1])
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    done = 0
+    for at_end in (False, True):
+        for i, width in enumerate(WIDTHS):
+            for n, tokens in ((1 + i % 5, 1 + i % 3), (1 + 7 * i % 40, 1 + (i + 2) % 5)):
+                case(Guarded(at_end), width, n, tokens, dtype)
+                done += 1
+    # That a guard is one: the process is to die of this.
+    print(done, flush=True)
+    if sys.argv[2:] == ["beyond"]:
+        guarded = Guarded(True)
+        short = guarded.empty((2, 64), dtype)
+        ctypes.memset(short.data_ptr(), 0, short.numel() * dtype.itemsize + 1)
+
+
+main()

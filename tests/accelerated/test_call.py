@@ -1,0 +1,82 @@
+"""Addresses leave Python for tensors that are what the loops expect, and for no others."""
+
+from array import array
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnres.accelerated.numba import IMPLEMENTATION, call, engine, kernels
+from attnres.accelerated.numba.layout import MAGIC, Backward, Call, Forward, PhaseOne
+
+pytest.importorskip("numba")
+
+QUERY = torch.ones(8)
+
+
+def freed(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda source: source.mean((0, 1), keepdim=True),
+        lambda source: source[:, :, :4].contiguous(),
+        lambda source: source.view(-1, 8),
+        lambda source: source.double(),
+        lambda source: source.bfloat16(),
+        lambda source: source.to("meta"),
+        lambda source: source.to_sparse(),
+        freed,
+    ],
+    ids=["mean", "narrow", "flat", "float64", "bfloat16", "meta", "sparse", "freed"],
+)
+def test_a_source_unlike_the_first_is_refused(odd: Callable[[Tensor], Tensor]):
+    sources = [torch.ones(2, 3, 8), odd(torch.ones(2, 3, 8))]
+    with pytest.raises(ValueError):
+        IMPLEMENTATION.run(QUERY, sources, 1e-6, True)
+
+
+@pytest.mark.parametrize("name", ["query", "result", "weights", "norm_weight", "sums", "statistics"])
+@pytest.mark.parametrize("change", [lambda t: t[..., :-1], lambda t: t.double(), lambda t: t[None], lambda t: t.mT])
+def test_each_tensor_of_a_call_is_checked(name, change):
+    rows = call.checked([torch.ones(5, 8)] * 2)
+    given = {"query": QUERY, "result": torch.empty(5, 8), "weights": torch.empty(2, 5), "norm_weight": torch.ones(8)}
+    given |= {"sums": torch.zeros(5, 8), "statistics": torch.zeros(5, 2)}
+    tensor = given[name]
+    if tensor.ndim == 1 and change(torch.ones(2, 3)).shape == (3, 2):
+        pytest.skip("a vector has no transpose")
+    given[name] = change(tensor)
+    has_phase = name in ("sums", "statistics")
+    phase = (given["sums"], given["statistics"]) if has_phase else None
+    weights = None if has_phase else given["weights"]
+    with pytest.raises(call.Unfit, match=r"a tensor is \("):
+        call.forward(given["query"], rows, given["result"], weights, 1, 1e-6, given["norm_weight"], 1e-6, phase)
+
+
+def test_numbers_that_are_negated_when_they_are_read_are_read_so():
+    source = torch.randn(3, 8)
+    views = [source, torch._neg_view(source)]
+    result, _, _ = IMPLEMENTATION.run(QUERY, views, 1e-6, True)
+    torch.testing.assert_close(result, kernels.forward(QUERY, [source, -source], 1e-6, True)[0])
+
+
+@pytest.mark.parametrize("change", [(0, MAGIC + 1), (1, 5), (1, 0)], ids=["other magic", "fewer", "none"])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("name", "others"), [("forward", Forward), ("phase one", PhaseOne), ("backward", Backward)])
+def test_the_compiled_side_refuses_what_is_laid_out_otherwise(change, threads, name, others):
+    of_sources = 3 if name == "backward" else 1
+    count = len(others._fields) + of_sources
+    numbers = array("q", [*Call(MAGIC, count, 0, 8, 1, 1, 4), *[0] * count])
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        engine.run(name, 2, numbers.buffer_info()[0], 1e-6, 0.0, 4)  # no token, nothing to do
+        numbers[change[0]] = change[1]
+        with pytest.raises(ValueError, match=r"laid out|number of addresses"):
+            engine.run(name, 2, numbers.buffer_info()[0], 1e-6, 0.0, 4)
+    finally:
+        torch.set_num_threads(before)

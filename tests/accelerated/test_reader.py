@@ -1,0 +1,306 @@
+"""A pass without gradients finds out once what holds for all its reads, and computes what its connections would."""
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from attnres.accelerated import inference_reader as reader_module
+from attnres.accelerated import phases
+from attnres.accelerated.numba import IMPLEMENTATION, call
+from attnres.attn_res_attnres import AttnRes
+from attnres.configuration_attnres import AttnResConfig
+from attnres.residual_attnres import ResidualNorm
+
+pytestmark = [pytest.mark.usefixtures("cpu_kernels")]
+
+Reads = list[tuple[AttnRes, ResidualNorm, nn.Module | None]]
+WIDTH = 48
+
+
+def decoder(
+    sublayers: int = 9, block_size: int = 1, scale: str = "mean", norms: bool = True, width: int = WIDTH
+) -> Reads:
+    """The connections of a decoder whose sublayers are nothing else, and last that of its output."""
+    torch.manual_seed(0)
+    config = AttnResConfig(hidden_size=width, attn_res_block_size=block_size, attn_res_scale=scale)
+    found = []
+    for sublayer in range(sublayers + 1):
+        connection, key_norm = AttnRes(config, sublayer), ResidualNorm(width)
+        nn.init.normal_(connection.weight)
+        nn.init.normal_(key_norm.weight, 1, 0.3)
+        norm = LlamaRMSNorm(width, 1e-5) if norms and sublayer < sublayers else None
+        if norm is not None:
+            nn.init.normal_(norm.weight, 1, 0.3)
+        found.append((connection, key_norm, norm))
+    return found
+
+
+def in_dtype(reads: Reads, dtype: torch.dtype) -> Reads:
+    return [tuple(module if module is None else module.to(dtype) for module in read) for read in deepcopy(reads)]
+
+
+def check_pass(reads: Reads, embedding: Tensor) -> None:
+    """Each read, with the norm after it, is what calling the connection and the norm makes of the same state."""
+    reader, state = IMPLEMENTATION.reader(reads), embedding
+    for connection, key_norm, norm in reads:
+        h, is_normed = reader.read(connection, state)
+        expected = connection(state, key_norm())[0]
+        assert is_normed == (norm is not None)
+        torch.testing.assert_close(h, norm(expected) if is_normed else expected, rtol=1e-4, atol=1e-4)
+        state = connection.write(state, (expected * 2).sin())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize(("block_size", "scale"), [(1, "mean"), (3, "sum"), (4, "mean")])
+def test_without_norms_a_pass_is_the_same_to_the_last_bit(block_size, scale, tokens, dtype):
+    reads = in_dtype(decoder(block_size=block_size, scale=scale, norms=False), dtype)
+    embedding = torch.randn(2, tokens, WIDTH).to(dtype)
+    reader, state = IMPLEMENTATION.reader(reads), embedding
+    for connection, key_norm, _ in reads:
+        h, is_normed = reader.read(connection, state)
+        sources = state if isinstance(state, tuple) else (state,)
+        query = connection.weight[0].float() * key_norm.weight.float()
+        expected, _, _ = IMPLEMENTATION.run(query, sources, connection.eps, scale == "sum")
+        assert torch.equal(h, expected) and not is_normed
+        state = connection.write(state, (h * 2).sin())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [7, 64, 300, 1024])
+def test_a_norm_that_was_computed_with_a_read_is_what_its_module_makes_of_it(dtype, width):
+    # Rounded where the module rounds. The mean of squares is summed up in another order than PyTorch's, which moves
+    # float32 by some units in the last place, and bfloat16 where the two lie on either side of a rounding: seldom (once
+    # in 100,000 numbers), and by one such unit before the weight and one after it.
+    reads = in_dtype(decoder(width=width), dtype)
+    reader, state = IMPLEMENTATION.reader(reads), torch.randn(2, 30, width).to(dtype)
+    for connection, key_norm, norm in reads[:-1]:
+        normed, is_normed = reader.read(connection, state)
+        sources = state if isinstance(state, tuple) else (state,)
+        query = connection.weight[0].float() * key_norm.weight.float()
+        read, _, _ = IMPLEMENTATION.run(query, sources, connection.eps, False)
+        expected = norm(read)
+        assert is_normed and normed.dtype is dtype
+        if dtype == torch.float32:
+            torch.testing.assert_close(normed, expected, rtol=1e-6, atol=0)
+        else:
+            assert (normed != expected).float().mean() < 1e-3
+            torch.testing.assert_close(normed, expected, rtol=2 * 2**-7, atol=0)
+        state = connection.write(state, (normed * 2).sin())
+
+
+def watch(module: nn.Module) -> None:
+    module.register_forward_hook(lambda *args: None)
+
+
+def watch_before(module: nn.Module) -> None:
+    module.register_forward_pre_hook(lambda *args: None)
+
+
+def replace_forward(module: nn.Module) -> None:
+    module.forward = type(module).forward.__get__(module)
+
+
+def to_meta(module: nn.Module) -> None:
+    module.to("meta")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("place", [0, 4, -1])
+@pytest.mark.parametrize("part", [0, 1], ids=["connection", "key norm"])
+@pytest.mark.parametrize("change", [watch, watch_before, replace_forward, nn.Module.compile, to_meta])
+def test_connections_that_do_more_than_their_class_are_called(place, part, change):
+    reads = decoder()
+    assert IMPLEMENTATION.reader(reads) is not None
+    change(reads[place][part])
+    assert IMPLEMENTATION.reader(reads) is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("of", "name"), [(AttnRes, "forward"), (AttnRes, "write"), (ResidualNorm, "forward")])
+def test_a_patched_class_is_called(monkeypatch, of, name):
+    monkeypatch.setattr(of, name, lambda self, *args: torch.ones(1))
+    assert IMPLEMENTATION.reader(decoder()) is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["watched", "replaced", "patched", "other dtype", "other kind"])
+def test_a_norm_that_does_more_than_its_class_is_called(monkeypatch, change):
+    reads = decoder()
+    norm = reads[4][2]
+    if change == "watched":
+        watch(norm)
+    elif change == "replaced":
+        replace_forward(norm)
+    elif change == "patched":
+        monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, x: x)
+    elif change == "other dtype":
+        norm.bfloat16()
+    else:
+        reads[4] = (*reads[4][:2], nn.RMSNorm(WIDTH))
+    reader, state = IMPLEMENTATION.reader(reads), torch.randn(2, 3, WIDTH)
+    seen = []
+    for connection, _, _ in reads[:-1]:
+        h, is_normed = reader.read(connection, state)
+        seen.append(is_normed)
+        state = connection.write(state, h)
+    assert seen == [change != "patched" and i != 4 for i in range(9)]
+
+
+def test_it_is_for_passes_without_gradients():
+    reads = decoder()
+    assert IMPLEMENTATION.reader(reads) is None
+    with torch.no_grad():
+        reader = IMPLEMENTATION.reader(reads)
+        with register_module_forward_hook(lambda *args: None):
+            assert IMPLEMENTATION.reader(reads) is None
+    h, is_normed = reader.read(reads[0][0], torch.randn(2, 3, WIDTH))  # gradients, in the middle of a pass
+    assert h.requires_grad and not is_normed
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_what_kernels_do_not_serve_is_left_to_the_connections(dtype):
+    reads = in_dtype(decoder(), dtype)
+    h, is_normed = IMPLEMENTATION.reader(reads).read(reads[0][0], torch.randn(2, 3, WIDTH).to(dtype))
+    assert h.dtype is dtype and not is_normed
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("has_phases", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [lambda source: source.mT.contiguous().mT, lambda source: source.double(), lambda source: source[:, ::2]],
+    ids=["not contiguous", "other dtype", "fewer tokens"],
+)
+def test_each_read_looks_at_the_sources_that_are_new(change: Callable[[Tensor], Tensor], has_phases, monkeypatch):
+    """Sources that change in the middle of a pass: no decoder of the family has them, and a user's may."""
+    if has_phases:
+        monkeypatch.setattr(phases, "_CACHED", 0)
+    reads = decoder(norms=False)
+    reader, sources = IMPLEMENTATION.reader(reads), (torch.randn(2, 6, WIDTH),)
+    for connection, key_norm, _ in reads:
+        if len(sources) == 6:  # with phases, within the group of sublayers that reads four of them at once
+            sources = tuple(change(source) for source in sources)
+        expected, _, _ = connection(sources, key_norm())
+        torch.testing.assert_close(reader.read(connection, sources)[0], expected)
+        sources = *sources, torch.randn_like(sources[0])
+
+
+def other_numbers(source: Tensor) -> None:
+    source.mul_(-3)
+
+
+def other_memory(source: Tensor) -> None:
+    source.set_(torch.randn(source.shape))
+
+
+def other_data(source: Tensor) -> None:
+    source.data = torch.randn(source.shape)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("has_phases", [False, True])
+@pytest.mark.parametrize("change", [other_numbers, other_memory, other_data])
+@pytest.mark.parametrize("which", [0, -1])
+def test_a_source_that_is_changed_between_two_reads_is_read_as_it_is(change, has_phases, which, monkeypatch):
+    if has_phases:
+        monkeypatch.setattr(phases, "_CACHED", 0)
+    reads = decoder(norms=False)
+    reader, sources = IMPLEMENTATION.reader(reads), (torch.randn(2, 6, WIDTH),)
+    for connection, key_norm, _ in reads:
+        if len(sources) == 6:
+            change(sources[which])
+        expected, _, _ = connection(sources, key_norm())
+        torch.testing.assert_close(reader.read(connection, sources)[0], expected)
+        sources = *sources, torch.randn_like(sources[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("has_phases", [False, True])
+def test_a_source_whose_memory_is_gone_is_not_read(has_phases, monkeypatch):
+    if has_phases:
+        monkeypatch.setattr(phases, "_CACHED", 0)
+    addresses = []
+    monkeypatch.setattr(call.engine, "run", lambda *args: addresses.append(args))
+    reads = decoder(norms=False)
+    reader, sources = IMPLEMENTATION.reader(reads), (torch.randn(2, 6, WIDTH),)
+    for connection, _, _ in reads[:5]:
+        reader.read(connection, sources)
+        sources = *sources, torch.randn_like(sources[0])
+    assert addresses
+    addresses.clear()
+    sources[1].untyped_storage().resize_(0)
+    # The connection is called instead, which may raise; here it says that it was.
+    monkeypatch.setattr(AttnRes, "forward", lambda self, *args: ("called",))
+    assert reader.read(reads[5][0], sources) == ("called", False) and not addresses
+
+
+@torch.no_grad()
+def test_a_source_of_another_shape_goes_to_the_connection(monkeypatch):
+    reads = decoder(norms=False)
+    reader = IMPLEMENTATION.reader(reads)
+    whole = torch.randn(2, 6, WIDTH)
+    monkeypatch.setattr(AttnRes, "forward", lambda self, *args: ("called",))
+    for odd in (whole.mean((0, 1), keepdim=True), whole[:, :3], whole[..., :9]):
+        assert reader.read(reads[1][0], (whole, odd)) == ("called", False)
+
+
+@pytest.fixture
+def groups(monkeypatch) -> list[tuple[int, int]]:
+    """Fills with the number of queries and of sources of each phase one."""
+    seen, begin = [], reader_module._CpuReader._phase_one
+
+    def spy(self, queries, eps, taken):
+        seen.append((len(queries), len(taken.addresses)))
+        return begin(self, queries, eps, taken)
+
+    monkeypatch.setattr(reader_module._CpuReader, "_phase_one", spy)
+    monkeypatch.setattr(phases, "_CACHED", 0)
+    return seen
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("scale", ["mean", "sum"])
+@pytest.mark.parametrize("block_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("cost", [0.0, 1.9])
+def test_in_two_phases_a_pass_computes_the_same(groups, monkeypatch, block_size, scale, cost, mode):
+    monkeypatch.setattr(phases, "_COST_OF_SUM", cost)
+    reads = decoder(sublayers=16, block_size=block_size, scale=scale)
+    with mode():
+        check_pass(reads, torch.randn(2, 20, WIDTH))
+    assert bool(groups) == (cost == 0.0 or block_size < 8)
+
+
+@torch.no_grad()
+def test_full_attention_residuals_are_read_in_groups_and_the_output_belongs_to_the_last(groups):
+    reads = decoder(sublayers=16)
+    check_pass(reads, torch.randn(2, 20, WIDTH))
+    assert groups == [(3, 4), (4, 7), (5, 11), (2, 16)]  # of 16 sublayers and the output; three sources are too few
+
+
+@torch.no_grad()
+def test_where_memory_is_not_the_cost_there_are_no_phases(groups, monkeypatch):
+    monkeypatch.setattr(phases, "_CACHED", 4 << 20)
+    reads = decoder(sublayers=16)
+    check_pass(reads, torch.randn(2, 20, WIDTH))
+    assert groups == []
+
+
+@torch.no_grad()
+def test_a_pass_may_end_early():
+    reads = decoder(sublayers=8)
+    reader, state = IMPLEMENTATION.reader(reads), torch.randn(2, 3, WIDTH)
+    for connection, key_norm, _ in (*reads[:5], reads[-1]):
+        expected = connection(state, key_norm())[0]
+        state = connection.write(state, (expected * 2).sin())
+    h, _ = reader.read(reads[-1][0], state)
+    torch.testing.assert_close(h, reads[-1][0](state, reads[-1][1]())[0], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,215 @@
+"""Where compiled loops cannot start, others compute; what they leave behind is as it was: threads, forks, the cache."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import attnres.accelerated
+
+pytest.importorskip("numba")
+
+ASK = """
+import warnings, torch
+from attnres.accelerated.numba import IMPLEMENTATION
+sources = [torch.ones(999, 512)] * 2
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    reasons = [IMPLEMENTATION.supports(torch.ones(512), sources) for _ in range(3)]
+assert len(set(reasons)) == 1
+print(reasons[0], "|", sum("depth attention does without it" in str(warning.message) for warning in seen))
+"""
+
+
+def test_importing_starts_nothing(printed):
+    code = """
+import sys, attnres.accelerated
+print(*attnres.accelerated.IMPLEMENTATIONS, sorted({"numba", "llvmlite", "triton", "fla"} & set(sys.modules)))
+"""
+    assert printed(code).split()[0] == "numba" and printed(code).endswith(" []")
+
+
+def test_without_compiling_numba_is_not_used(printed):
+    assert printed(ASK, NUMBA_DISABLE_JIT="1").endswith("NUMBA_DISABLE_JIT is set) | 1")
+
+
+@pytest.mark.parametrize("error", ["ImportError", "RuntimeError", "OSError", "AttributeError"])
+def test_a_numba_that_fails_to_load_is_not_used(printed, tmp_path, error):
+    (tmp_path / "numba").mkdir()
+    (tmp_path / "numba" / "__init__.py").write_text(f"raise {error}('of another build')")
+    answer = printed(ASK, PYTHONPATH=str(tmp_path))
+    assert answer == f"numba does not start ({error}: of another build) | 1"
+
+
+def test_a_missing_numba_is_no_reason_to_warn(printed):
+    hide = "import sys; sys.modules['numba'] = None\nimport importlib.util as util; find = util.find_spec\n"
+    hide += "util.find_spec = lambda name, *args: None if name == 'numba' else find(name, *args)\n"
+    assert printed(hide + ASK) == "numba is not installed | 0"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="folders are protected by permissions")
+def test_where_nothing_can_be_written_it_is_compiled_each_time(printed, tmp_path):
+    # To a superuser no folder is read-only: what should be folders are files.
+    for name in ("cache", "home"):
+        (tmp_path / name).write_text("")
+    copy_of_package(tmp_path)
+    (tmp_path / "accelerated" / "numba" / "__pycache__").write_text("")
+    code = ASK.replace("attnres.accelerated", "accelerated")
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path / "home")}
+    assert printed(code, **environment, PYTHONPATH=str(tmp_path), PYTHONDONTWRITEBYTECODE="1") == "None | 0"
+
+
+def copy_of_package(folder: Path) -> Path:
+    """A copy that imports as `accelerated`, once `folder` is in the path."""
+    source = Path(attnres.accelerated.__file__).parent
+    return shutil.copytree(source, folder / "accelerated", ignore=shutil.ignore_patterns("__pycache__"))
+
+
+SUM = """
+import torch
+from accelerated.numba import IMPLEMENTATION
+query, sources = torch.zeros(512), [torch.full((4, 512), 2.0)] * 2
+print(IMPLEMENTATION.run(query, sources, 1e-6, True)[0].mean().item())  # not tried before: it may be wrong here
+"""
+
+
+@pytest.mark.slow
+def test_a_damaged_or_shortened_cache_is_written_anew(printed, tmp_path):
+    copy_of_package(tmp_path)
+    environment = {"PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    assert printed(SUM, **environment) == "4.0"
+    files = sorted((tmp_path / "cache").rglob("*.nbc"))
+    assert files
+    for damage in (lambda whole: whole[: len(whole) // 2], lambda whole: b"", lambda whole: whole[:-9] + b"\x00" * 9):
+        whole = [file.read_bytes() for file in files]
+        for file, content in zip(files, whole):
+            file.write_bytes(damage(content))
+        assert printed(SUM, **environment) == "4.0"
+        assert all(len(file.read_bytes()) > 9999 for file in files)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rows.py", "loops.py"])
+def test_a_change_of_any_kernel_file_is_compiled(printed, tmp_path, name):
+    package = copy_of_package(tmp_path)
+    environment = {"PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    assert printed(SUM, **environment) == "4.0"
+    changed = {
+        "rows.py": ("first = _splat(builder, values[2], lanes)", "first = _constant(_FLOAT, 7.0, lanes)"),
+        "loops.py": ("np.zeros(width, np.float32), np.float32(0)", "np.ones(width, np.float32), np.float32(7)"),
+    }
+    if name == "rows.py":  # the base, which is zeros, must not be, to show
+        replace(package / "numba" / "loops.py", "np.zeros(width, np.float32), np.float32(0)",
+                "np.ones(width, np.float32), np.float32(0)")  # fmt: skip
+        assert printed(SUM, **environment) == "4.0"
+    replace(package / "numba" / name, *changed[name])
+    assert printed(SUM, **environment) == "11.0"
+
+
+def replace(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert text.count(old) == 1, (file, text.count(old))
+    file.write_text(text.replace(old, new))
+
+
+BITS = """
+import torch
+from attnres.accelerated.numba import IMPLEMENTATION, call, kernels
+torch.manual_seed(0)
+for dtype in (torch.float32, torch.bfloat16):
+    leaves = [torch.randn(201, 331, dtype=dtype, requires_grad=True) for _ in range(4)]
+    query = torch.randn(331, requires_grad=True)
+    result, weights, _ = IMPLEMENTATION.run(query, leaves, 1e-6, True)
+    gradients = torch.autograd.grad(result.double().sum() + weights.double().square().sum(), [query, *leaves])
+    phases = kernels.phase_one(torch.randn(5, 331), 1e-6, call.checked(leaves))
+    print(*[tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16).long().sum().item()
+            for tensor in (result, weights, *phases, *gradients)])
+"""
+
+
+@pytest.mark.slow
+def test_compiled_or_loaded_on_one_thread_or_two_the_bits_are_the_same(printed, tmp_path):
+    # A run that is killed and resumed compiles the first time and loads the second.
+    compiled, loaded, on_two = (
+        printed(f"import torch; torch.set_num_threads({threads}){BITS}", NUMBA_CACHE_DIR=str(tmp_path))
+        for threads in (1, 1, 2)
+    )
+    assert list(tmp_path.iterdir())
+    assert compiled == loaded == on_two
+
+
+@pytest.mark.parametrize("threads", [1, os.cpu_count() + 1])
+def test_pytorch_and_numba_keep_the_threads_that_they_were_given(printed, threads):
+    # One thread of two processes each, on as many cores: with a second one, which waits for the other process to let
+    # it run, each operation took twenty times as long.
+    code = f"""
+import threading, torch, numba
+from attnres.accelerated.numba import IMPLEMENTATION
+torch.set_num_threads({threads})
+def call():
+    IMPLEMENTATION.run(torch.ones(512), [torch.ones(999, 512)] * 2, 1e-6, True)
+    seen.append(torch.get_num_threads())
+seen = []
+call()
+other = threading.Thread(target=call)
+other.start(), other.join()
+call()
+print(*{{seen[0], seen[2], torch.get_num_threads()}}, numba.get_num_threads() == numba.config.NUMBA_NUM_THREADS)
+"""
+    assert printed(code) == f"{threads} True"
+
+
+CROWD = """
+import threading, torch
+from attnres.accelerated.numba import IMPLEMENTATION
+torch.set_num_threads(2)
+query, sources = torch.ones(512), [torch.ones(999, 512)] * 2
+def work():
+    for _ in range(200):
+        result, _, _ = IMPLEMENTATION.run(query, sources, 1e-6, True)
+        wrong.extend([1] if not (result == 2).all() else [])
+wrong = []
+crowd = [threading.Thread(target=work) for _ in range(4)]
+[thread.start() for thread in crowd]
+[thread.join() for thread in crowd]
+import numba
+print(numba.threading_layer(), len(wrong))
+"""
+
+
+@pytest.mark.parametrize("layer", ["workqueue", "default"])
+def test_several_threads_may_call_at_once(printed, layer):
+    answer = printed(CROWD, NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS="2", OMP_NUM_THREADS="2")
+    assert answer.endswith(" 0") and (layer == "default" or answer.startswith("workqueue"))
+
+
+def test_threads_that_do_not_start_are_done_without():
+    code = CROWD.replace("numba.threading_layer()", "'none'")
+    environment = os.environ | {"NUMBA_THREADING_LAYER": "unheard-of", "NUMBA_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.stdout.strip() == "none 0", done.stderr[-2000:]
+    assert done.stderr.count("numba's threads do not start (ValueError") == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.parametrize("layer", ["workqueue", "default"])
+def test_a_process_forked_after_use_computes_the_same(printed, layer):
+    code = """
+import os, signal, torch
+from attnres.accelerated.numba import IMPLEMENTATION
+torch.set_num_threads(2)
+query, sources = torch.randn(512), [torch.randn(999, 512) for _ in range(2)]
+def numbers():
+    return IMPLEMENTATION.run(query, sources, 1e-6, True)[0].numpy().tobytes()
+expected = numbers()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    os._exit(0 if numbers() == expected else 3)
+print(os.waitpid(child, 0)[1], numbers() == expected)
+"""
+    assert printed(code, NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS="2") == "0 True"

@@ -1,0 +1,110 @@
+"""Where the Triton kernels run, and what they say where they do not."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnres.accelerated.triton import IMPLEMENTATIONS, implementation, kernels_available, launch
+
+from .triton_cases import DEVICE, DTYPES, HAS_TRITON, INTERPRETED, make, on_gpu
+
+TRITON = IMPLEMENTATIONS["triton"]
+
+
+@pytest.fixture
+def as_if_on_gpu(monkeypatch):
+    """The device is none of the reasons."""
+    monkeypatch.setattr(implementation, "why_not_on", lambda device, width: None)
+
+
+def test_without_a_gpu_they_are_not_available_and_say_so():
+    assert not kernels_available("cpu")
+    assert kernels_available("cuda") == (HAS_TRITON and not INTERPRETED and torch.cuda.is_available())
+    query, sources = torch.ones(8), [torch.ones(2, 8)]
+    assert TRITON.supports(query, sources) == "the sources are on cpu, not on a GPU"
+    assert IMPLEMENTATIONS["fla"].supports(query, sources) == "the sources are on cpu, not on a GPU"
+    assert "meta" in TRITON.supports(query.to("meta"), [source.to("meta") for source in sources])
+
+
+def test_without_triton_they_say_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launch, "kernels", lambda: "Triton is not installed")
+    assert implementation.why_not_on(torch.device("cuda", 99), 8) == "Triton is not installed"
+
+
+def test_wide_rows_are_named():
+    assert str(launch.MAX_WIDTH) in implementation.why_not_on(torch.device("cuda"), launch.MAX_WIDTH + 1)
+
+
+@pytest.mark.slow
+def test_to_import_the_package_loads_neither_triton_nor_fla():
+    program = "import sys, attnres.accelerated; print([name for name in ('triton', 'fla') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
+    # `transformers` itself looks for them, where they are installed.
+    alone = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            program.replace("attnres.accelerated", "transformers.models.kimi_linear.modeling_kimi_linear"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.stdout == alone.stdout, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_plain_tensors_of_their_dtypes_are_taken(dtype, as_if_on_gpu):
+    query, sources = make(3, (5,), 8, dtype)
+    assert TRITON.supports(query, sources) is None
+    assert TRITON.pays(query, sources)
+
+
+class Wrapped(Tensor):
+    """Somebody's own kind of tensor."""
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda source: source.double(), "float64"),
+        (lambda source: source.to("meta"), "meta"),
+        (lambda source: source.as_subclass(Wrapped), "Wrapped"),
+    ],
+)
+def test_other_tensors_are_refused_by_name(change, reason, as_if_on_gpu):
+    query, sources = make(3, (5,), 8)
+    assert reason in TRITON.supports(query, [*sources[:2], change(sources[2])])
+
+
+def test_fake_tensors_are_refused(as_if_on_gpu):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        assert TRITON.supports(torch.ones(8), [torch.ones(2, 8)]) is not None
+
+
+def test_under_a_transform_they_do_not_run(as_if_on_gpu):
+    query, sources = make(2, (5,), 8)
+    reasons = []
+
+    def attend(query: Tensor) -> Tensor:
+        reasons.append(TRITON.supports(query, sources))
+        return query.sum()
+
+    torch.func.grad(attend)(query.detach())
+    torch.func.vmap(attend)(query.detach()[None])
+    assert len(reasons) == 2 and None not in reasons
+
+
+@on_gpu
+def test_they_are_available_on_a_gpu():
+    assert kernels_available("cuda")
+    assert not kernels_available("cuda", width=launch.MAX_WIDTH + 1)
+    query, sources = make(3, (5,), 8)
+    assert DEVICE == "cuda" and TRITON.supports(query, sources) is None
+    assert TRITON.supports(query, [*sources, sources[0].cpu()]) is not None

@@ -1,0 +1,18 @@
+"""Tables of results in a Markdown file."""
+
+import pytest
+
+from attnres.analysis.tables import update_tables
+
+
+def test_tables_replace_what_is_between_their_marks_and_nothing_else(tmp_path):
+    path = tmp_path / "RESULTS.md"
+    path.write_text("Before.\n<!-- a -->\n<!-- end -->\nBetween.\n<!-- b -->\nold\n<!-- end -->\nAfter.\n")
+    for _ in range(2):  # the second time over tables that are there
+        update_tables(path, {"a": "| A |", "b": "| B |"})
+        expected = "Before.\n<!-- a -->\n| A |\n<!-- end -->\nBetween.\n<!-- b -->\n| B |\n<!-- end -->\nAfter.\n"
+        assert path.read_text() == expected
+    path.write_text("<!-- a -->\nPrecious.\n<!-- b -->\n<!-- end -->\n")
+    with pytest.raises(ValueError, match="does not end"):
+        update_tables(path, {"a": "| A |"})
+    assert "Precious." in path.read_text()

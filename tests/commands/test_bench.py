@@ -1,0 +1,145 @@
+"""`attnres bench` as it is called: tables, stored results, errors in one line."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from attnres.commands import app
+from benchmarks.run import PARTS
+
+ROOT = Path(__file__).parents[2]
+QUICK = ("--quick", "--repeats", "2", "--threads", "1")
+# What the first row of each part says beside its times.
+FIELDS = {
+    "ops": {"pass", "dtype", "width", "sources", "tokens"},
+    "phases": {"sources", "sublayers", "tokens", "width", "chosen"},
+    "models": {"model", "dtype", "workload", "connection", "tokens"},
+    "kda": {"tokens", "heads", "d_k", "decay", "errors", "bytes", "bytes_ratio"},
+    "scaling": {"panel", "layers", "block_size", "width", "tokens", "predicted"},
+}
+TIMED = {"ratios", "processor_ratios", "seconds"}
+
+
+def bench(
+    *arguments: str, cwd: Path, command: tuple[str, ...] = ("-m", "attnres", "bench")
+) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *command, *arguments], cwd=cwd, capture_output=True, text=True, timeout=600, check=False
+    )
+
+
+def test_every_part_can_be_asked_for():
+    assert [part.value for part in app.Part] == list(PARTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", FIELDS)
+def test_a_part_prints_its_tables_and_stores_what_they_are_made_of(part, tmp_path):
+    done = bench("--only", part, *QUICK, "--out", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "[" in done.stdout
+    stored = json.loads((tmp_path / "out" / f"{part}.json").read_text())
+    assert stored.keys() == {
+        *("machine", "versions", "commit", "dirty", "date"),
+        *("setting", "others_share", "rows"),
+    }
+    assert stored["setting"] == {"threads": 1, "repeats": 2, "quick": True, "device": "cpu"}
+    for row in stored["rows"]:
+        assert row.keys() - {"missing"} == FIELDS[part] | TIMED
+        for name, ratio in row["ratios"].items():
+            first, second = (row["seconds"][way]["wall"] for way in name.split(" / "))
+            assert (
+                min(a / b for a, b in zip(first, second))
+                <= ratio["median"]
+                <= max(a / b for a, b in zip(first, second))
+            )
+    files = {f"{part}.json", "README.md"} | ({"scaling.png"} if part == "scaling" else set())
+    assert {path.name for path in (tmp_path / "out").iterdir()} == files
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert readme.count("<!-- end -->") == {"ops": 4, "scaling": 2}.get(part, 1)
+
+
+@pytest.mark.slow
+def test_memory_of_a_training_step_is_told_for_every_connection(tmp_path):
+    done = bench("--only", "memory", *QUICK, "--out", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads((tmp_path / "out" / "memory.json").read_text())["rows"]
+    assert [(row["model"], row["connection"]) for row in rows] == [
+        *(("Llama", name) for name in ("Block S=4", "Block S=2", "Full")),
+        *(("Kimi Linear", name) for name in ("Block S=4", "Full")),
+    ]
+    for row in rows:
+        assert 0 < row["bytes"]["ours"]["step"] < row["bytes"]["ours"]["all"]
+    assert "profiler" not in done.stderr
+
+
+@pytest.mark.slow
+def test_the_folder_runs_as_a_module_and_a_quick_run_writes_nothing():
+    results = ROOT / "benchmarks" / "results"
+    before = {path: path.stat().st_mtime_ns for path in [*results.iterdir(), ROOT / "benchmarks" / "README.md"]}
+    done = bench("--only", "kda", *QUICK, cwd=ROOT, command=("-m", "benchmarks"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Delta attention" in done.stdout
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert {*results.iterdir()} < {*before}
+
+
+@pytest.mark.slow
+def test_a_terminated_run_leaves_whole_files_only(tmp_path):
+    command = [sys.executable, "-m", "attnres", "bench", *QUICK, "--out", "out"]
+    with subprocess.Popen(
+        [*command, "--only", "kda", "--only", "scaling"],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    ) as process:
+        deadline = time.monotonic() + 300
+        while not (tmp_path / "out" / "kda.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"kda.json"} <= files <= {"kda.json", "README.md"}
+    assert json.loads((tmp_path / "out" / "kda.json").read_text())["rows"]
+
+
+def test_without_a_checkout_it_says_in_one_line_what_it_needs(tmp_path, monkeypatch):
+    monkeypatch.setattr(app, "__file__", str(tmp_path / "site-packages" / "attnres" / "commands" / "app.py"))
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path).resolve() != ROOT])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
+        monkeypatch.delitem(sys.modules, name)
+    error = CliRunner().invoke(app.app, ["bench"]).exception
+    assert isinstance(error, RuntimeError)
+    assert str(error).startswith("attnres bench needs a checkout of the repository")
+    assert "\n" not in str(error)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_named():
+    result = CliRunner().invoke(app.app, ["bench", "--device", "cuda"])
+    assert result.exit_code == 1
+    assert "no GPU" in result.stderr
+
+
+def test_on_a_gpu_its_own_benchmark_runs(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr("benchmarks.gpu.main", lambda arguments: seen.append(arguments) or 1)
+    result = CliRunner().invoke(app.app, ["bench", "--device", "cuda", "--quick", "--out", str(tmp_path)])
+    assert (result.exit_code, seen) == (1, [["--out", str(tmp_path), "--quick"]])
+    result = CliRunner().invoke(app.app, ["bench", "--device", "cuda", "--threads", "2"])
+    assert result.exit_code == 2
+    assert "--threads and --device cuda exclude each other" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [("--only", "nothing"), ("--repeats", "0"), ("--threads", "none")])
+def test_bad_usage_ends_with_status_two_before_anything_is_measured(arguments):
+    result = CliRunner().invoke(app.app, ["bench", *arguments])
+    assert result.exit_code == 2
+    assert arguments[0] in result.stderr

@@ -1,0 +1,86 @@
+"""Ctrl-C and SIGTERM end a command in one line, whenever they come, with nothing half written left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+DELAYS = (0.0, 0.2, 0.7, 1.9, 4.0)
+DEMO = ("demo", "--out", "out", "--minutes", "1")
+COMMANDS = {
+    "demo": DEMO,
+    "module": DEMO,
+    "convert": ("convert", "{model}", "out"),
+    "eval": ("eval", "{model}", "--out", "out", "--tasks", "gsm8k", "--data", "{hub}"),
+    "train": ("train", "finetune", "model={model}", "train={text}", "out=out", "length=64", "steps=10000"),
+    "help": ("--help",),
+}
+
+
+def start(name: str, assets: Path, folder: Path) -> subprocess.Popen:
+    """The command in a group of its own, once the first lines of its own code have run.
+
+    Python tells of each import: what comes before, its own start, is not ours to guard.
+    """
+    arguments = {
+        "model": assets / "checkpoints" / "stories260K-hf",
+        "hub": assets / "hub",
+        "text": assets / "corpora" / "tinystories" / "valid.txt",
+    }
+    script = [sys.executable, "-m", "attnres"] if name == "module" else [Path(sys.executable).with_name("attnres")]
+    process = subprocess.Popen(
+        [*script, *(part.format(**arguments) for part in COMMANDS[name])],
+        cwd=folder,
+        env=os.environ | {"PYTHONPROFILEIMPORTTIME": "1", "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    for line in process.stderr:
+        if line.endswith("attnres.commands.main\n"):
+            process.stderr.readline()  # the first import under the guard
+            return process
+    raise AssertionError("it has not begun")
+
+
+def stop(process: subprocess.Popen, delay: float, number: int) -> str | None:
+    """What it writes on standard error beside its imports; `None` if it was done before."""
+    deadline = time.monotonic() + delay
+    lines = []
+    os.set_blocking(process.stderr.fileno(), False)
+    while time.monotonic() < deadline and process.poll() is None:  # so that it never waits for its reader
+        lines.append(process.stderr.read() or "")
+        time.sleep(min(0.02, max(0.0, deadline - time.monotonic())))
+    if process.poll() is not None:
+        return None
+    os.killpg(process.pid, number)
+    os.set_blocking(process.stderr.fileno(), True)
+    rest, _ = process.communicate(timeout=120)
+    text = "".join(lines) + rest
+    return "\n".join(line for line in text.splitlines() if not line.startswith("import time:"))
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_signal_at_any_moment_ends_it_in_one_line(name, delay, assets, tmp_path):
+    for number, word in ((signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")):
+        if number == signal.SIGTERM and delay not in DELAYS[::5]:
+            continue
+        with start(name, assets, tmp_path) as process:
+            written = stop(process, delay, number)
+        if written is None:
+            assert process.returncode == 0
+            return
+        assert process.returncode == 128 + number, written
+        if name == "train":  # which has its bar on standard error
+            assert "Traceback" not in written and written.count("attnres: ") <= 1
+        else:
+            assert written.splitlines()[-1:] == [f"attnres: {word}."] and "Traceback" not in written
+        assert name in ("train", "eval") or os.listdir(tmp_path) == []

@@ -1,0 +1,47 @@
+"""Converts every directory below the first argument in little memory and time; writes what was said to `seen.json`."""
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from conversion.checkpoints import convert
+
+MEMORY, SECONDS = 2**30, 30
+
+
+def size() -> int:
+    """The bytes of this process's address space."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def too_long(number: int, frame: object) -> None:
+    raise SystemExit("too long")
+
+
+def main(folder: Path) -> None:
+    seen = {}
+    convert(folder / "sound", folder / "results" / "warm", "--no-verify")  # imports what it needs
+    resource.setrlimit(resource.RLIMIT_AS, (size() + MEMORY,) * 2)
+    for source in sorted(folder.iterdir()):
+        if source.name == "results":
+            continue
+        signal.signal(signal.SIGALRM, too_long)
+        signal.alarm(SECONDS)
+        begun = time.monotonic()
+        try:
+            run = convert(source, folder / "results" / source.name, "--no-verify")
+            code, error = run.code, run.err
+        except MemoryError:
+            code, error = None, "out of memory"
+        signal.alarm(0)
+        seen[source.name] = {"code": code, "error": error, "seconds": time.monotonic() - begun}
+        (folder / "seen.json").write_text(json.dumps(seen))
+
+
+main(Path(sys.argv[1]))

@@ -1,0 +1,228 @@
+"""Every residual connection of the registry that can start as the standard one: retrofits, `attnres convert`, back."""
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from attnres import CONNECTIONS
+from attnres.commands import app
+from attnres.conversion import retrofit
+from attnres.conversion.family import retrofit_options
+from attnres.residual_attnres import residual_tensors
+
+from ..modeling_attnres import test_published_layout
+from .checkpoints import change_tensors, convert, convert_well, files_of, standard_model, tensors_of
+
+# Name and options, and a change of one of its tensors that makes it another function.
+CASES = {
+    "attn_res": ("attn_res", {"block_size": 3}, (r"mlp_res_proj.weight", "trained pseudo-query")),
+    "denseformer": ("denseformer", {}, (r"self_attention_res_proj.weight", "is trained: it averages earlier layers")),
+    "identity_hc, 2": ("identity_hc", {"streams": 2}, (r"mlp_res_proj.bias", "is trained")),
+    "identity_hc, 4": ("identity_hc", {"streams": 4}, (r"mlp_res_proj.scale", "coefficients depend on the tokens")),
+}
+EVERY_CASE = pytest.mark.parametrize("case", CASES)
+KIMI = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "linear_num_heads": 2,
+    "linear_head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+}
+IDS = torch.randint(3, 150, (2, 17), generator=torch.Generator().manual_seed(1))
+
+
+def source_model(model_type: str) -> PreTrainedModel:
+    return standard_model(model_type, **(KIMI if model_type == "kimi_linear" else {}))
+
+
+def difference(found: PreTrainedModel, expected: PreTrainedModel) -> float:
+    """The largest difference of their logits, as a share of the largest logit."""
+    with torch.no_grad():
+        a, b = (model.eval()(IDS % model.config.vocab_size).logits for model in (found, expected))
+    assert b.abs().max() >= 2, "the comparison needs logits of some size"
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+def assert_exact(found: PreTrainedModel, expected: PreTrainedModel) -> None:
+    """To rounding; and by the family's own delta attention, whose rounding is another, nearer still.
+
+    Attention residuals round more than the other connections: they multiply a mean of n sources by n.
+    """
+    assert difference(found, expected) <= 1e-5
+    nearer = 1e-5 if found.config.residual_connection == "attn_res" else 1e-6
+    assert difference(found, retrofit(expected, "standard")) <= nearer
+
+
+def flags(options: dict) -> list[str]:
+    return [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def test_every_connection_that_can_start_as_the_standard_one_is_tested_here():
+    retrofits = {name for name, connection in CONNECTIONS.items() if connection.retrofit is not None}
+    assert {name for name, _, _ in CASES.values()} == retrofits - {"standard"}
+
+
+@EVERY_CASE
+@pytest.mark.parametrize("model_type", ["llama", "kimi_linear"])
+def test_a_retrofit_in_memory_is_exact_and_stays_so_on_disk(case, model_type, tmp_path):
+    name, options, _ = CASES[case]
+    model = source_model(model_type)
+    result = retrofit(model, name, **options)
+    assert result.config.residual_connection == name
+    assert all(getattr(result.config, CONNECTIONS[name].options[key]) == value for key, value in options.items())
+    assert residual_tensors(result) and not any(tensor.is_meta for tensor in result.state_dict().values())
+    assert_exact(result, model)
+    result.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert again.config.residual_connection == name
+    assert_exact(again, model)
+
+
+@EVERY_CASE
+def test_a_retrofit_in_half_precision_has_its_dtype_and_mode(case):
+    name, options, _ = CASES[case]
+    result = retrofit(source_model("llama").to(torch.bfloat16).train(), name, **options)
+    assert {parameter.dtype for parameter in result.parameters()} == {torch.bfloat16} and result.training
+    assert all(tensor.requires_grad for tensor in residual_tensors(result).values())
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> Path:
+    """`llama` and `kimi_linear` in shards; not to be changed."""
+    folder = tmp_path_factory.mktemp("sources")
+    for model_type in ("llama", "kimi_linear"):
+        source_model(model_type).save_pretrained(folder / model_type, max_shard_size="40KB")
+    return folder
+
+
+@EVERY_CASE
+@pytest.mark.parametrize("model_type", ["llama", "kimi_linear"])
+def test_convert_verifies_it_and_the_result_reloads(case, model_type, sources, tmp_path):
+    name, options, _ = CASES[case]
+    run = convert_well(sources / model_type, tmp_path / "result", "--residual", name, *flags(options))
+    assert "Verified: " in run.out and "Not the same" not in run.out
+    before, after = files_of(sources / model_type), files_of(tmp_path / "result")
+    assert all(after[file] == before[file] for file in before if file.endswith(".safetensors"))
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
+    assert found.config.residual_connection == name
+    assert set(tensors_of(tmp_path / "result")) - set(tensors_of(sources / model_type)) == set(residual_tensors(found))
+    assert_exact(found, AutoModelForCausalLM.from_pretrained(sources / model_type))
+
+
+published = test_published_layout.published  # a fixture: Kimi Linear's own layout, written by hand
+
+
+@EVERY_CASE
+def test_so_it_does_for_kimi_linear_as_it_was_published(case, published, tmp_path):
+    name, options, _ = CASES[case]
+    convert_well(published, tmp_path / "result", "--residual", name, *flags(options))
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
+    assert_exact(found, AutoModelForCausalLM.from_pretrained(published))
+
+
+def test_a_connection_that_starts_at_random_starts_the_same_each_time(sources, tmp_path):
+    for name in ("one", "other"):
+        torch.rand(1)
+        options = ["--residual", "identity_hc", "--no-verify"]
+        convert_well(sources / "llama", tmp_path / name, *options)
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "other")
+    weights = [t for n, t in tensors_of(tmp_path / "one").items() if n.endswith("_res_proj.weight")]
+    assert not torch.equal(weights[0], weights[1]), "of each other they must differ"
+
+
+@EVERY_CASE
+def test_the_way_back_is_there_until_it_is_trained(case, sources, tmp_path):
+    name, options, (tensor, reason) = CASES[case]
+    convert_well(sources / "llama", tmp_path / "result", "--residual", name, *flags(options), "--no-verify")
+    convert_well(tmp_path / "result", tmp_path / "back", "--to", "standard")
+    before, after = files_of(sources / "llama"), files_of(tmp_path / "back")
+    assert after.keys() == before.keys()
+    index = "model.safetensors.index.json"
+    assert [file for file in before if after[file] != before[file] and file != index] == []
+    assert {*CONNECTIONS[name].fields, "residual_connection"}.isdisjoint(json.loads(after["config.json"]))
+
+    (trained,) = [n for n in tensors_of(tmp_path / "result") if n.endswith(f"layers.1.{tensor}")]
+    change_tensors(tmp_path / "result", {trained: tensors_of(tmp_path / "result")[trained] + 0.5})
+    error = convert(tmp_path / "result", tmp_path / "again", "--to", "standard").error
+    assert "no standard decoder computes the same function" in error and f"`{trained}`" in error and reason in error
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("name", ["denseformer", "identity_hc"])
+def test_what_has_no_blocks_is_not_regrouped(name, sources, tmp_path):
+    convert_well(sources / "llama", tmp_path / "result", "--residual", name, "--no-verify")
+    error = convert(tmp_path / "result", tmp_path / "regrouped", "--set-block-size", "2").error
+    assert repr(name) in error and "`block_size`" in error
+
+
+# ---- What is refused
+
+
+WRONG = [
+    ("attn_res", {"streams": 4}, "`streams`"),
+    ("denseformer", {"block_size": 2}, "`block_size`"),
+    ("denseformer", {"full": True}, "`full`"),
+    ("identity_hc", {"num_blocks": 2}, "`num_blocks`"),
+    ("identity_hc", {"scale": "sum"}, "`scale`"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "named"), WRONG)
+def test_an_option_that_the_connection_lacks_is_refused_by_both_names(name, options, named, tmp_path):
+    with pytest.raises(ValueError, match=f"{named}.* no option of the residual connection '{name}'") as caught:
+        retrofit(standard_model(), name, **options)
+    assert "\n" not in str(caught.value)
+    given = [part for part in flags(options) if part != "True"]
+    run = convert(tmp_path / "absent", tmp_path / "result", "--residual", name, *given)
+    assert run.code == 2
+    assert named in run.err and repr(name) in run.err and given[0] in run.err
+
+
+def test_values_that_are_not_allowed_are_refused_before_the_source_is_looked_for(tmp_path):
+    for options, message in (
+        (["--residual", "identity_hc", "--streams", "1"], "`residual_streams` is 1"),
+        (["--residual", "highway"], "'identity_hc'"),
+    ):
+        run = convert(tmp_path / "absent", tmp_path / "result", *options)
+        assert run.code == 2 and message in run.err
+
+
+def test_an_unknown_connection_is_refused_with_the_list():
+    with pytest.raises(ValueError, match=r"no residual connection 'highway'; there is 'attn_res', .*'identity_hc'"):
+        retrofit(standard_model(), "highway")
+
+
+@pytest.mark.parametrize("name", ["denseformer", "identity_hc"])
+def test_a_retrofit_is_not_retrofitted(name):
+    result = retrofit(standard_model(), name)
+    with pytest.raises(ValueError, match=f"residual_connection='{name}' already"):
+        retrofit(result)
+
+
+def test_the_command_line_has_every_option_of_every_connection():
+    known = inspect.signature(app.convert).parameters
+    for name in CONNECTIONS:
+        assert {option for option in retrofit_options(name) if option not in known} == set(), name
+
+
+def test_the_configuration_of_a_backbone_has_no_field_of_any_connection(tmp_path):
+    retrofit(standard_model(), "identity_hc", streams=3).save_pretrained(tmp_path / "result")
+    assert AutoConfig.from_pretrained(tmp_path / "result").residual_streams == 3
+    convert_well(tmp_path / "result", tmp_path / "back", "--to", "standard")
+    fields = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert not [key for key in fields if "res" in key.split("_")[0] and key.startswith(("attn_res", "residual"))]

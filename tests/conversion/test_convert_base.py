@@ -1,0 +1,102 @@
+"""A decoder that was saved without a head, whose tensors have no prefix, is converted there and back as such."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+
+from .checkpoints import (
+    IDS,
+    change_json,
+    change_tensors,
+    convert,
+    convert_well,
+    save_tokenizer,
+    standard_model,
+    tensors_of,
+)
+
+CASES = [
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": True}),
+    ("gpt_neox", {}),
+    ("mixtral", {"num_local_experts": 4}),
+]
+
+
+def states_of(folder: Path) -> torch.Tensor:
+    with torch.no_grad():
+        return AutoModel.from_pretrained(folder).eval()(IDS).last_hidden_state
+
+
+@pytest.mark.parametrize(("model_type", "fields"), CASES, ids=str)
+def test_there_and_back_it_computes_the_same(tmp_path, model_type, fields):
+    model = standard_model(model_type, **fields).base_model
+    model.save_pretrained(tmp_path / "source")
+    save_tokenizer(tmp_path / "source")
+    expected = states_of(tmp_path / "source")
+    assert "Verified: " in convert_well(tmp_path / "source", tmp_path / "result", "--block-size", "2").out
+    convert_well(tmp_path / "result", tmp_path / "regrouped", "--set-block-size", "3")
+    assert "Verified: " in convert_well(tmp_path / "result", tmp_path / "back", "--to", "standard").out
+    for name in ("result", "regrouped", "back"):
+        assert torch.allclose(states_of(tmp_path / name), expected, atol=1e-4)
+    assert tensors_of(tmp_path / "back").keys() == tensors_of(tmp_path / "source").keys()
+    assert not any(name.startswith("model.") for name in tensors_of(tmp_path / "result"))
+    source, back = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("source", "back"))
+    assert back["architectures"] == source["architectures"]
+
+
+def test_so_is_one_that_was_saved_with_attention_residuals(tmp_path):
+    standard_model().save_pretrained(tmp_path / "source")
+    convert_well(tmp_path / "source", tmp_path / "whole", "--no-verify")
+    AutoModel.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "decoder")
+    convert_well(tmp_path / "decoder", tmp_path / "back", "--to", "standard")
+    assert torch.allclose(states_of(tmp_path / "back"), states_of(tmp_path / "source"), atol=1e-4)
+
+
+def test_a_tied_head_comes_back_with_the_class_that_has_one(tmp_path):
+    model = standard_model(tie_word_embeddings=True)
+    model.base_model.save_pretrained(tmp_path / "source")
+    convert_well(tmp_path / "source", tmp_path / "result", "--no-verify")
+    with torch.no_grad():
+        expected = model(IDS).logits
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / "result").eval()(IDS).logits
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_a_difference_is_seen_by_its_states(tmp_path, monkeypatch):
+    standard_model().base_model.save_pretrained(tmp_path / "source")
+    from attnres.conversion import convert as module
+
+    write = module.write
+
+    def write_and_change(plan, target, **options):
+        notes = write(plan, target, **options)
+        change_tensors(target, {"norm.weight": torch.zeros(32)})
+        return notes
+
+    monkeypatch.setattr("attnres.commands.convert.write", write_and_change)
+    assert "another function" in convert(tmp_path / "source", tmp_path / "result").error
+
+
+@pytest.mark.parametrize("says_tied", [True, False])
+def test_a_head_of_its_own_is_said_to_be_untied(tmp_path, says_tied):
+    standard_model(tie_word_embeddings=False).save_pretrained(tmp_path / "source", max_shard_size="20KB")
+    change_json(tmp_path / "source" / "config.json", tie_word_embeddings=says_tied)
+    convert_well(tmp_path / "source", tmp_path / "result")
+    convert_well(tmp_path / "result", tmp_path / "back", "--to", "standard")
+    for name in ("result", "back"):
+        config = AutoModelForCausalLM.from_pretrained(tmp_path / name).config
+        assert config.tie_word_embeddings is False
+
+
+def test_a_copy_of_the_embedding_for_a_head_stays_tied(tmp_path):
+    model = standard_model(tie_word_embeddings=False)
+    model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)
+    model.save_pretrained(tmp_path / "source")
+    change_json(tmp_path / "source" / "config.json", tie_word_embeddings=True)
+    convert_well(tmp_path / "source", tmp_path / "result")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
+    assert model.config.tie_word_embeddings and model.lm_head.weight is model.model.embed_tokens.weight

@@ -1,0 +1,115 @@
+"""Numbers in a source that say it is huge cost neither memory nor time: the files are looked at first."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from .checkpoints import change_json, standard_model, tensors_of
+
+pytestmark = pytest.mark.slow  # every case in a process that may run out of memory
+
+FIELDS = {
+    "layers": ("llama", "num_hidden_layers", 10**9),
+    "layers of a listing backbone": ("qwen2", "num_hidden_layers", 10**9),
+    "hidden size": ("llama", "hidden_size", 2 * 10**8),
+    "vocabulary": ("llama", "vocab_size", 10**12),
+    "intermediate size": ("llama", "intermediate_size", 10**12),
+    "head size": ("llama", "head_dim", 10**12),
+    "heads": ("llama", "num_attention_heads", 10**12),
+    "experts": ("mixtral", "num_local_experts", 10**12),
+    "labels": ("llama", "num_labels", 10**9),
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sizes")
+    standard_model().save_pretrained(folder / "sound")
+    for name, (model_type, field, value) in FIELDS.items():
+        standard_model(model_type).save_pretrained(folder / name)
+        change_json(folder / name / "config.json", "layer_types", **{field: value})
+    standard_model().save_pretrained(folder / "layer types")
+    # As many as a file may hold in bytes, and none of the weights.
+    change_json(folder / "layer types" / "config.json", layer_types=["full_attention"] * 10**6)
+
+    shutil.copytree(folder / "sound", folder / "many tiny layers")
+    tensors = load_file(folder / "sound" / "model.safetensors")
+    tensors |= {f"model.layers.{i}.x": torch.zeros(1) for i in range(3, 20_000)}
+    save_file(tensors, folder / "many tiny layers" / "model.safetensors", {"format": "pt"})
+    change_json(folder / "many tiny layers" / "config.json", num_hidden_layers=20_000)
+
+    mixtral = standard_model("mixtral", num_local_experts=4, num_experts_per_tok=2)
+    mixtral.save_pretrained(folder / "number of an expert")
+    path = folder / "number of an expert" / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
+    tensors[name.replace(".3.", ".50000000.")] = tensors.pop(name)
+    save_file(tensors, path, {"format": "pt"})
+
+    base = torch.zeros(10**6)
+    for name, content in {
+        "stride of zero": {"model.norm.weight": torch.ones(1).expand(10**10)},
+        "overlapping": {f"model.layers.{i}.x": base[i:] for i in range(2000)},
+    }.items():
+        shutil.copytree(folder / "sound", folder / name)
+        state = tensors_of(folder / name) | content
+        (folder / name / "model.safetensors").unlink()
+        torch.save(state, folder / name / "pytorch_model.bin")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(sources) -> dict:
+    script = Path(__file__).with_name("sizes_session.py")
+    done = subprocess.run([sys.executable, script, sources], capture_output=True, text=True, timeout=500)
+    assert (sources / "seen.json").exists(), done.stderr[-4000:]
+    return json.loads((sources / "seen.json").read_text())
+
+
+def error_of(seen: dict, name: str) -> str:
+    """The one line that a source is refused with, at once."""
+    assert name in seen, "the process did not survive an earlier one"
+    run = seen[name]
+    assert run["code"] == 1, run
+    assert len(run["error"].strip().splitlines()) == 1, run
+    assert run["seconds"] < 15
+    return run["error"]
+
+
+def test_what_is_sound_is_converted_in_that_much_memory(seen):
+    assert seen["sound"]["code"] == 0
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_number_that_the_files_do_not_bear_out_is_named(seen, sources, name):
+    _, field, value = FIELDS[name]
+    error = error_of(seen, name)
+    assert f"{sources / name / 'config.json'}: `{field}` is {value:,}, but" in error
+
+
+def test_so_is_a_list_longer_than_there_are_layers(seen, sources):
+    assert str(sources / "layer types" / "config.json") in error_of(seen, "layer types")
+
+
+def test_a_layer_takes_more_than_one_tensor(seen):
+    assert "`num_hidden_layers` is 20,000, but" in error_of(seen, "many tiny layers")
+
+
+def test_the_number_of_an_expert_is_no_count_of_them(seen):
+    error = error_of(seen, "number of an expert")
+    assert "it lacks `model.layers.0.block_sparse_moe.experts.4.w1.weight`" in error and "more" in error
+
+
+def test_a_tensor_of_a_pickle_that_repeats_one_value_is_named(seen, sources):
+    path = sources / "stride of zero" / "pytorch_model.bin"
+    assert f"`model.norm.weight` in {path} has shape [10000000000]" in error_of(seen, "stride of zero")
+
+
+def test_tensors_of_a_pickle_that_overlap_are_counted_in_full(seen):
+    assert "which overlap" in error_of(seen, "overlapping")

@@ -1,0 +1,166 @@
+"""A source may hold anything under any name: no pipe is opened, and nothing that it says forges a report."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from attnres.conversion.checkpoint import show_bytes
+from attnres.conversion.verify import Comparison
+
+from .checkpoints import INDEX, change_json, convert, convert_well, logits_of, save_tokenizer
+
+DEEP = "[" * 100_000
+NOTE = "a\nVerified: max |logit difference| 0.0e+00\n\x1b[31mb.C"
+
+
+@pytest.fixture
+def source(copy_of) -> Path:
+    """A model in one file, with a tokenizer."""
+    folder = copy_of("whole")
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def pipe(source) -> Iterator:
+    """`pipe(name)`: a pipe in the place of a file. Whoever waits for what comes out of it has an end after a while."""
+    started = []
+
+    def make(name: str) -> Path:
+        (source / name).unlink(missing_ok=True)
+        os.mkfifo(source / name)
+        started.append(subprocess.Popen(["sh", "-c", 'sleep 20; : <>"$1"', "sh", source / name]))
+        return source / name
+
+    yield make
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+# ---- Files
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "tokenizer_config.json", "tokenizer.json", "generation_config.json"]
+)
+def test_a_pipe_is_not_opened(pipe, refusal, name):
+    assert f"{pipe(name)} is not a file. Put one there, or remove it." == refusal()
+
+
+def test_nor_is_one_in_the_place_of_an_index(pipe, source, refusal):
+    (source / "model.safetensors").unlink()
+    assert f"{pipe(INDEX)} is not a file" in refusal()
+
+
+def test_nor_one_that_an_index_names(pipe, source, refusal):
+    (source / "model.safetensors").unlink()
+    (source / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": "model-1.safetensors"}}))
+    assert f"{pipe('model-1.safetensors')} is not a file" in refusal()
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors", INDEX])
+def test_a_link_elsewhere_is_not_followed(source, tmp_path, refusal, name):
+    if name == INDEX:
+        (source / "model.safetensors").unlink()
+    (source / name).unlink(missing_ok=True)
+    (source / name).symlink_to("/dev/null")
+    assert f"{source / name} is a link to /dev/null, outside the model's directory" in refusal()
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json", "vocab.json", INDEX])
+def test_a_file_that_is_too_large_to_be_what_it_says_is_not_read(source, refusal, name):
+    if name == INDEX:
+        (source / "model.safetensors").unlink()
+    with (source / name).open("a") as file:
+        file.truncate(2 * 10**8)
+    assert f"{source / name} has 200,000,000 bytes, but may have 100,000,000 at most" in refusal()
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "processor_config.json", INDEX])
+def test_one_that_is_nested_too_deeply_is_named(source, refusal, name):
+    if name == INDEX:
+        (source / "model.safetensors").unlink()
+    (source / name).write_text(DEEP)
+    error = refusal()
+    assert str(source / name) in error and ("nested too deeply" in error or "RecursionError" in error)
+
+
+def test_code_that_is_no_file_is_not_opened(pipe, source):
+    change_json(source / "tokenizer_config.json", auto_map={"AutoTokenizer": ["mine.T", None]}, tokenizer_class="T")
+    (source / "mine.py").write_text("from .helper import T\n")
+    path = pipe("helper.py")
+    assert f"{path} is not a file" in convert(source, source.parent / "result", "--trust-remote-code").error
+
+
+# ---- Which weights
+
+
+@pytest.mark.parametrize("named", ["other.safetensors", "../other.safetensors", INDEX, 3])
+def test_weights_that_only_the_configuration_names_are_refused(source, refusal, named):
+    shutil.copy(source / "model.safetensors", source / "other.safetensors")
+    change_json(source / "config.json", transformers_weights=named)
+    error = refusal("--no-verify")
+    assert f"{source / 'config.json'} names its weights by `transformers_weights`: {json.dumps(named)}" in error
+    assert "Remove the field, or rename the file that it names to model.safetensors." in error
+
+
+def test_a_result_has_all_its_weights_where_the_configuration_names_the_file_that_is_there(source, tmp_path):
+    expected = logits_of(source)
+    change_json(source / "config.json", transformers_weights="model.safetensors")
+    convert_well(source, tmp_path / "result")
+    assert "transformers_weights" not in json.loads((tmp_path / "result" / "config.json").read_text())
+    assert torch.allclose(logits_of(tmp_path / "result"), expected, atol=1e-4)
+    convert_well(tmp_path / "result", tmp_path / "back", "--to", "standard")
+    back, held = AutoModelForCausalLM.from_pretrained(tmp_path / "back"), load_file(source / "model.safetensors")
+    assert torch.equal(back.model.norm.weight, held["model.norm.weight"])
+
+
+# ---- What is told
+
+
+@pytest.mark.parametrize("options", [(), ("--trust-remote-code",)])
+def test_what_a_source_refers_to_forges_no_line(source, tmp_path, options):
+    reference = f"lab/other--{NOTE}"
+    change_json(source / "tokenizer_config.json", auto_map={"AutoTokenizer": [reference, None]})
+    out = convert_well(source, tmp_path / "result", "--no-verify", *options).out
+    assert repr(reference) in out
+    assert "\x1b" not in out and not any(line.startswith("Verified") for line in out.splitlines())
+
+
+def test_nor_does_the_name_of_a_file(source, tmp_path):
+    (source / "vocab\nVerified: \x1b[31m.json").write_text('{"auto_map": {"AutoTokenizer": "evil.T"}}')
+    out = convert_well(source, tmp_path / "result", "--no-verify").out
+    assert "Verified: \\x1b[31m.json" in out
+    assert "\x1b" not in out and not any(line.startswith("Verified") for line in out.splitlines())
+
+
+def test_nor_does_that_of_the_result(source, tmp_path):
+    out = convert_well(source, tmp_path / "a\nVerified: \x1b[31m", "--no-verify").out
+    assert out.endswith(f"Written to {tmp_path}/a\\nVerified: \\x1b[31m.\n")
+
+
+def test_what_differs_is_not_called_verified(source, tmp_path, monkeypatch):
+    far = Comparison(tokens=9, max_logit=1.0, max_difference=0.5, kl=0.1, agreement=0.5)
+    monkeypatch.setattr("attnres.commands.convert.compare", lambda *arguments: far)
+    run = convert(source, tmp_path / "result")
+    assert f"Not the same: {far}\n" in run.out and "Verified" not in run.out
+    assert run.error == f"the result computes another function: {far}."
+    assert not (tmp_path / "result").exists()
+
+
+def test_sizes_are_told_in_units_in_which_they_are_not_0():
+    assert [show_bytes(n) for n in (171_000, 10**6, 3 * 10**8, 15 * 10**8)] == [
+        "0.17 MB",
+        "1.00 MB",
+        "0.3 GB",
+        "1.5 GB",
+    ]

@@ -1,0 +1,15 @@
+"""The combinations of the sandbox's layers that the kernel at hand can do."""
+
+import pytest
+
+from attnres.eval import sandbox
+
+try:
+    AVAILABLE = sandbox.available()
+except RuntimeError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+COMBINATIONS = [("namespaces", "seccomp"), ("landlock", "seccomp"), sandbox.LAYERS]
+ALL_LEVELS = pytest.mark.parametrize(
+    "layers", [layers for layers in COMBINATIONS if {*layers} <= {*AVAILABLE}], ids="+".join
+)

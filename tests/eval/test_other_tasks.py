@@ -1,0 +1,123 @@
+"""Tasks that are not the paper's, lm_eval's and the user's own, run and are reported like the others."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from attnres.commands.eval import run_eval
+from attnres.eval.benchmarks import benchmarks, load, pick
+
+OWN = """
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files: {data}
+test_split: train
+output_type: {kind}
+doc_to_text: question
+doc_to_target: answer
+doc_to_choice: choices
+metric_list:
+  - metric: {metric}
+"""
+
+
+@pytest.fixture
+def own(tmp_path) -> Path:
+    """A folder with a task of the user's, its data, and a group of it."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    rows = [{"question": f"{n} + 1 =", "choices": ["1", "7"], "answer": n % 2} for n in range(6)]
+    (folder / "data.json").write_text("\n".join(json.dumps(row) for row in rows))
+    (folder / "sums.yaml").write_text(task())
+    (folder / "group.yaml").write_text(
+        "group: pairs\ngroup_alias: My | pairs\ntask: [sums]\nnum_fewshot: 1\naggregate_metric_list: [{metric: acc}]\n"
+    )
+    for path in folder.glob("*.yaml"):
+        path.write_text(path.read_text().replace("DATA", str(folder / "data.json")))
+    return folder
+
+
+def task(name: str = "sums", kind: str = "multiple_choice", metric: str = "acc") -> str:
+    return OWN.format(name=name, kind=kind, metric=metric, data="DATA")
+
+
+def test_the_users_own_task_is_described_and_loaded(own):
+    (sums,) = pick("sums", own)
+    assert (sums.name, sums.title, sums.metric, sums.dataset, sums.baseline) == ("sums", "sums", "acc,none", None, None)
+    found = load(sums, None)["tasks"]["sums"]
+    assert len(found.eval_docs) == 6
+    (pairs,) = pick("pairs", own)
+    assert (pairs.title, pairs.metric) == ("My | pairs", "acc,none")
+
+
+def test_lm_evals_tasks_stand_after_the_papers():
+    picked = pick("minerva_math_algebra,gsm8k,gsm8k_cot,mmlu")
+    assert [benchmark.name for benchmark in picked] == ["mmlu", "gsm8k", "minerva_math_algebra", "gsm8k_cot"]
+    assert picked[:2] == [benchmarks()["mmlu"], benchmarks()["gsm8k"]]
+    assert picked[3].metric == "exact_match,strict-match"
+    assert picked[2].dataset == "EleutherAI/hendrycks_math"
+
+
+@pytest.mark.slow
+def test_a_task_of_a_folder_that_the_paper_does_not_need_is_found():
+    (piqa,) = pick("piqa")
+    assert (piqa.metric, piqa.dataset) == ("acc,none", "baber/piqa")
+
+
+def test_the_folder_of_data_serves_other_tasks_too(hub):
+    (challenge,) = pick("attnres_arc_challenge")
+    (found,) = load(challenge, hub)["tasks"].values()
+    assert str(hub / "allenai/ai2_arc") == found.DATASET_PATH
+
+
+@pytest.mark.parametrize(
+    ("tasks", "file", "message"),
+    [
+        ("summs", task(), "There is no benchmark 'summs'. Did you mean sums?"),
+        ("mmlu", task("mmlu"), "mmlu is a benchmark of the paper. Give the task in .*new.yaml another name"),
+        ("other", "task: [unclosed", r"no benchmark 'other'.* Not readable: .*new.yaml \("),
+        ("likely", task("likely", "loglikelihood", "perplexity"), "likely has no metric that is a mean .*perplexity"),
+        ("bare", "group: bare\ntask: [sums]", "bare has no number of its own. Name its tasks: sums"),
+        ("code", task("code") + "unsafe_code: true", "code runs generated programs, and not in the sandbox"),
+        ("python", "task: python\nclass: !function a.B", "python is a task of its own Python class"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_line(tasks, file, message, own):
+    (own / "new.yaml").write_text(file)
+    with pytest.raises(ValueError, match=message) as error:
+        pick(tasks, own)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_of_tasks_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match=f"--include-path {tmp_path}/no is not a directory"):
+        pick("mmlu", tmp_path / "no")
+
+
+def test_programs_of_a_users_task_run_in_the_sandbox(own):
+    scored = "unsafe_code: true\nprocess_results: !function attnres.eval.code.mbpp\n"
+    (own / "new.yaml").write_text(task("mine") + scored)
+    assert pick("mine", own)[0].runs_code
+
+
+@pytest.fixture
+def model(assets) -> str:
+    return str(assets / "checkpoints" / "stories260K-hf")
+
+
+def test_a_users_task_is_reported_beside_the_papers(own, model, hub, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    arguments = {"data": hub, "limit": 4}
+    run_eval(model, out, benchmarks=pick("arc_challenge,pairs", own), **arguments)
+    report = (out / "report.md").read_text()
+    (line,) = [line for line in report.splitlines() if r"My \| pairs" in line and line.startswith("|")]
+    assert line.endswith("| - | - |") and "| 4 | 1 |" in line
+    assert str(own) not in (out / "results.json").read_text()
+    monkeypatch.setattr("attnres.commands.eval._load_model", lambda *_: pytest.fail("a model was loaded"))
+    run_eval(model, out, benchmarks=pick("pairs", own), **arguments)
+    with pytest.raises(ValueError, match=r"sums\.json is a result with another num_fewshot of the task sums"):
+        run_eval(model, out, benchmarks=pick("sums", own), **arguments)
+    with pytest.raises(ValueError, match="pairs and sums both hold the task sums"):
+        run_eval(model, tmp_path / "other", benchmarks=pick("pairs,sums", own), **arguments)

@@ -1,0 +1,62 @@
+"""The report shows names as they are, whatever characters they have, and no more than there is to say."""
+
+import dataclasses
+
+import pytest
+from PIL import Image
+from rich.markdown import Markdown
+
+from attnres.eval.benchmarks import benchmarks
+from attnres.eval.paired import compare_pairs
+from attnres.eval.report import Row, Score, markdown, plot, screen
+
+RESULTS = {
+    "config": {"limit": None, "model_num_parameters": 10, "model_dtype": "torch.float32", "random_seed": 0},
+    "software": {"torch": "2.13"},
+}
+WILD = "a|b `c` <img src=x>\n# d_e _f_ *g* [h](i) $j$ \\k ~l~ &lt; $m$"
+
+
+def row(title: str = "MMLU", **changes) -> Row:
+    benchmark = dataclasses.replace(benchmarks()["mmlu"], title=title, **changes)
+    return Row(benchmark, 4, 5, Score(50, 25), 0.5, Score(25, 20), compare_pairs([1, 1, 0, 0], [1, 0, 0, 0]))
+
+
+def shown(text: str) -> list[str]:
+    """The text of a Markdown document as its reader sees it: one string for each heading, paragraph, item and cell."""
+    tokens = Markdown(text).parsed
+    kinds = {kind.type for token in tokens for kind in token.children or ()} - {"text", "softbreak", "text_special"}
+    assert not kinds, kinds  # no code, HTML, link, emphasis
+    return ["".join(child.content for child in token.children) for token in tokens if token.type == "inline"]
+
+
+def test_names_stand_in_the_report_as_they_are():
+    title, model, baseline, failure = (f"{place} {WILD}" for place in ("Title", "Model", "Baseline", "Failure"))
+    parts = shown(markdown([row(title)], [failure], model, baseline, RESULTS))
+    for name in (title, model, baseline, failure):
+        expected = " ".join(name.split())
+        assert any(expected in part for part in parts), (expected, parts)
+    table = [line for line in markdown([row(title)], [], model, baseline, RESULTS).splitlines() if line[:1] == "|"]
+    assert len({line.replace(r"\|", "").count("|") for line in table}) == 1
+    assert len(table) == 3
+
+
+@pytest.mark.parametrize("name", [WILD, "_hidden", "$", "$a$ b$", r"$\frac$", "[red]"])
+def test_names_of_any_kind_are_drawn_and_printed(name, tmp_path):
+    plot([row(name)], tmp_path / "scores.png", name, f"{name}2")
+    assert Image.open(tmp_path / "scores.png").size[0] > 100
+    assert screen([row(name)], name, f"{name}2").row_count == 1
+
+
+def test_what_the_paper_does_not_report_is_left_open():
+    other = row("Mine", baseline=None, attn_res=None)
+    both = markdown([row(), other], [], "m", None, RESULTS)
+    assert "| 74.6 |" in both and "| - | - |" in both and "# m on benchmarks\n" in both
+    alone = markdown([other], [], "m", None, RESULTS)
+    assert "paper" not in alone
+
+
+def test_scores_other_than_right_and_wrong_are_compared_without_a_test():
+    text = markdown([dataclasses.replace(row(), pair=None)], [], "m", "b", RESULTS)
+    assert "| +25.0 | - |" in text
+    assert "McNemar" not in text

@@ -1,0 +1,169 @@
+"""Healing: recipes train what they name on the same tokens, and the command stores, resumes and tabulates."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from attnres.analysis.depth_attention import depth_attention_map
+from attnres.residual_attnres import residual_tensors
+from attnres.training.runs import sequence_losses
+from attnres.training.text import python_sources, train_tokenizer
+from experiments import healing
+from experiments.data import Data
+from experiments.harness import SELECTION_SEED, Planned, Store
+from experiments.healing import Healing, Recipe
+
+ROOT = Path(__file__).parents[2]
+SETTING = {"steps": 3, "batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(python_sources(30_000), 300)
+
+
+@pytest.fixture(scope="module")
+def start() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=300, tie_word_embeddings=True, bos_token_id=1, **sizes))
+
+
+def changed(recipe: Recipe, start: LlamaForCausalLM) -> tuple[set[str], set[str]]:
+    """The tensors of the backbone, and those of the residual connections, that three steps of the recipe change."""
+    model = healing.prepare(start, recipe)
+    attnres = set(residual_tensors(model))
+    before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    blocks = torch.randint(3, 300, (6, 32), generator=torch.Generator().manual_seed(0))
+    healing.continue_training(model, blocks, recipe, steps=3, batch_size=2, seed=0, on_step=lambda: None)
+    names = {name for name, tensor in model.named_parameters() if not torch.equal(tensor, before[name])}
+    return names - attnres, names & attnres
+
+
+def test_a_recipe_trains_the_tensors_that_it_names_and_no_others(start):
+    backbone = {name for name, _ in start.named_parameters()}
+    # The first sublayer has one source: its pseudo-query changes nothing, and gets no gradient.
+    attnres = {name for name in residual_tensors(healing.prepare(start, Recipe(1))) if ".0.self_attention" not in name}
+    queries = {name for name in attnres if name.endswith("_proj.weight")}
+    assert 0 < len(queries) < len(attnres)
+    assert changed(Recipe(), start) == (backbone, set())
+    assert changed(Recipe(1), start) == (backbone, attnres)
+    assert changed(Recipe(2, trained="all but key norms"), start) == (backbone, queries)
+    assert changed(Recipe(2, trained="AttnRes"), start) == (set(), attnres)
+    assert changed(Recipe(1, trained="queries"), start) == (set(), queries)
+    assert changed(Recipe(trained="norms"), start) == ({name for name in backbone if "norm" in name}, set())
+    assert changed(Recipe(1, alone=1.0), start) == (set(), attnres)
+    assert changed(Recipe(1, alone=0.4), start) == (backbone, attnres)
+
+
+def test_every_recipe_sees_the_same_tokens_and_every_seed_others(start, tmp_path, monkeypatch):
+    held_out = torch.zeros(1, 4, dtype=torch.long)
+    data = Data(torch.arange(40).view(40, 1), held_out, held_out)
+    runs = Healing(start, data, Store(tmp_path / "runs.json", {"steps": 6, "batch_size": 4}))
+
+    def seen(recipe: Recipe, seed: int) -> list[int]:
+        parts = []
+        monkeypatch.setattr(healing, "train", lambda model, part, run, on_step: parts.append(part))
+        runs._measure(Planned("a run", recipe, seed, 6), lambda: None)
+        return torch.cat(parts).flatten().tolist()
+
+    standard = seen(Recipe(), 0)
+    assert len(set(standard)) == 24
+    assert seen(Recipe(1, trained="AttnRes"), 0) == seen(Recipe(2, alone=0.25), 0) == standard
+    assert seen(Recipe(), 1) != standard
+
+
+def test_a_text_without_a_block_is_refused(tokenizer, tmp_path):
+    for name in ("train", "valid"):
+        (tmp_path / f"{name}.txt").write_text("x\n\ny")
+    with pytest.raises(ValueError, match="longer text"):
+        healing.load_data(tmp_path, tokenizer)
+
+
+@pytest.mark.slow
+def test_the_pretrained_model_has_its_known_loss_on_this_packing(assets):
+    path = assets / "checkpoints" / "stories260K-hf"
+    data = healing.load_data(assets / "corpora" / "tinystories", AutoTokenizer.from_pretrained(path))
+    assert sequence_losses(AutoModelForCausalLM.from_pretrained(path), data.valid).mean().item() == pytest.approx(
+        1.4745, abs=1e-3
+    )
+
+
+def test_the_table_shows_mean_and_deviation_of_differences_within_seeds(tmp_path):
+    store = Store(tmp_path / "results.json", SETTING)
+    losses = {"standard": [1.0, 2.0, 3.0], "Full": [0.9, 1.8, 2.7]}
+    for name, values in losses.items():
+        for seed, loss in enumerate(values):
+            recipe = asdict(healing.REPORT[name])
+            store.add({"recipe": recipe, "seed": seed, "tokens": 1536, "before": 4.0, "after": loss})
+    table = healing.report_table(Store(store.path, SETTING), [0, 1, 2])
+    full = next(row for row in table.splitlines() if row.startswith("| Full |"))
+    assert re.findall(r"[+-]?\d\.\d+ ± \d\.\d+", full) == ["1.8000 ± 0.9000", "-0.2000 ± 0.1000", "-2.2000 ± 0.9000"]
+
+
+def test_the_distance_from_uniform_does_not_cancel_over_tokens(start):
+    model = healing.prepare(start, Recipe(1)).eval()
+    blocks = torch.randint(3, 300, (4, 32), generator=torch.Generator().manual_seed(0))
+    assert healing.distance_from_uniform(model, blocks) == pytest.approx(0, abs=1e-6)
+    torch.manual_seed(0)
+    for tensor in residual_tensors(model).values():
+        torch.nn.init.normal_(tensor)
+    of_means = [(row[~row.isnan()] - row.nanmean()).abs().sum() / 2 for row in depth_attention_map(model, [blocks])[1:]]
+    assert healing.distance_from_uniform(model, blocks) > 1.1 * torch.stack(of_means).mean() > 0
+
+
+def healing_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    paths = ["--checkpoint", "start", "--corpus", ".", "--results", "r/results.json", "--tables", "RESULTS.md"]
+    command = [sys.executable, "-m", "experiments", "healing", *paths, "--batch-size", "2", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_the_command_stores_each_run_resumes_and_writes_the_table(start, tokenizer, tmp_path):
+    start.save_pretrained(tmp_path / "start")
+    tokenizer.save_pretrained(tmp_path / "start")
+    documents = python_sources(60_000)
+    for name in ("train", "valid"):
+        (tmp_path / f"{name}.txt").write_text("\n<|endoftext|>\n".join([d[:4000] for d in documents] * 5))
+    (tmp_path / "RESULTS.md").write_text("Before.\n<!-- report -->\nold\n<!-- end -->\nAfter.\n")
+
+    report = ("--groups", "report", "--seeds", "0", "--steps", "3")
+    process = healing_command(tmp_path, *report, "--recipes", "standard")
+    assert process.returncode == 0, process.stderr
+    first = json.loads((tmp_path / "r" / "results.json").read_text())
+    assert first["setting"] == SETTING and len(first["runs"]) == 1
+
+    process = healing_command(tmp_path, *report, "--recipes", "standard", "Full")
+    assert process.returncode == 0, process.stderr
+    assert "2 runs, of which 1 are stored" in process.stdout
+    standard, full = json.loads((tmp_path / "r" / "results.json").read_text())["runs"]
+    assert [standard] == first["runs"]
+    assert full["before"] == pytest.approx(standard["before"], abs=2e-6)
+    assert [len(row) for row in full["depth_attention"]] == [1, 2, 3, 4, 5]
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert text.startswith("Before.\n<!-- report -->\n| model") and "<!-- end -->\nAfter.\n" in text
+    assert f"| Full | all | 1,536 | {full['after']:.4f} | {full['after'] - standard['after']:+.4f} |" in text
+
+    process = healing_command(tmp_path, "--groups", "report", "--steps", "4")
+    assert process.returncode == 1 and len(process.stderr.strip().splitlines()) == 1
+    assert "another setting" in process.stderr
+    process = healing_command(tmp_path, "--seeds", str(SELECTION_SEED))
+    assert process.returncode == 2 and "settings are chosen by" in process.stderr
+
+
+def test_the_tables_in_the_repository_are_those_of_the_stored_runs():
+    page = (ROOT / "experiments" / "healing.md").read_text()
+    path = ROOT / "experiments" / "results" / "healing.json"
+    store = Store(path, json.loads(path.read_text())["setting"])
+    tables = [healing.report_table(store, [0, 1, 2]), *(healing.sweep_table(store, title) for title in healing.SWEEPS)]
+    assert all(table in page for table in tables)
+    assert len(page.splitlines()) > sum(len(table.splitlines()) for table in tables) > 40

@@ -1,0 +1,218 @@
+"""Comparisons from scratch: the same start and the same tokens for all, rates chosen apart, and honest tables."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnres.residual_attnres import residual_tensors
+from experiments import scratch
+from experiments.data import Data, Text, load, prepare
+from experiments.harness import SELECTION_SEED, Planned, Store
+from experiments.scratch import DECLARED, Comparison, Experiment, Recipe, declared
+from experiments.tables import report_table, sweep_table
+
+ROOT = Path(__file__).parents[2]
+SMALL = replace(
+    declared("claim-tiny"),
+    text=Text("words", 300, 60_000),
+    length=32,
+    batch_size=2,
+    held_out=4,
+    tokens=256,
+    sweep_tokens=128,
+    rates=(1e-3, 2e-3),
+)
+MOE = replace(
+    declared("moe-cpu"),
+    model={
+        "name": "attnres-tiny",
+        "num_hidden_layers": 2,
+        "num_local_experts": 4,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    length=32,
+    batch_size=2,
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    words = [f"{a}{b}{c}" for a in "bdkmt" for b in "aeiou" for c in "lnrs"]
+    numbers = torch.randint(len(words), (12_000,), generator=torch.Generator().manual_seed(0)).tolist()
+    text = " ".join(words[number] for number in numbers)
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "train.txt").write_text(text[:40_000])
+    (folder / "valid.txt").write_text(text[40_000:])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prepared(corpus, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("prepared")
+    prepare(SMALL.text, corpus, out)
+    return out
+
+
+@pytest.fixture
+def data(prepared) -> Data:
+    return load(SMALL.text, SMALL.length, SMALL.held_out, prepared)
+
+
+def planned(recipe: Recipe, seed: int) -> Planned:
+    return Planned("a run", recipe, seed, SMALL.steps(recipe.tokens))
+
+
+def stored(experiment: Experiment, path: Path, runs: list[tuple[str, float, int, int, float]]) -> Comparison:
+    """With runs of (label, rate, tokens, seed, loss)."""
+    store = Store(path, {})
+    for label, rate, tokens, seed, loss in runs:
+        recipe = {"connection": experiment.connections[label], "rate": rate, "tokens": tokens}
+        store.add({"recipe": recipe, "seed": seed, "after": loss, "curve": [[1, loss]]})
+    return Comparison(experiment, store)
+
+
+@pytest.mark.parametrize("experiment", [SMALL, MOE], ids=["Llama", "MoE"])
+def test_one_seed_gives_every_connection_the_same_backbone(experiment):
+    models = {label: scratch.build(experiment, fields, 3) for label, fields in experiment.connections.items()}
+    tensors = {label: dict(model.named_parameters()) for label, model in models.items()}
+    attnres = {label: set(residual_tensors(model)) for label, model in models.items()}
+    assert not attnres["standard"] and attnres["Full"]
+    for label, own in tensors.items():
+        assert own.keys() - attnres[label] == tensors["standard"].keys()
+        assert all(torch.equal(own[name], tensors["standard"][name]) for name in tensors["standard"])
+    other = dict(scratch.build(experiment, experiment.connections["standard"], 4).named_parameters())
+    assert not torch.equal(other["model.embed_tokens.weight"], tensors["standard"]["model.embed_tokens.weight"])
+
+
+def test_every_connection_sees_the_same_batches_and_rates_are_chosen_on_other_text(data, monkeypatch):
+    seen = []
+    assert not {tuple(row) for row in data.selection.tolist()} & {tuple(row) for row in data.valid.tolist()}
+    monkeypatch.setattr(scratch, "train", lambda model, blocks, run, *rest, **more: seen.append(blocks) or [])
+    monkeypatch.setattr(scratch, "sequence_losses", lambda model, blocks: seen.append(blocks) or torch.ones(1))
+    for label, rate in (("standard", 1e-3), ("Full", 2e-3)):
+        recipe = Recipe(SMALL.connections[label], rate, 512)
+        for seed in (0, SELECTION_SEED):
+            scratch.measure(SMALL, data, planned(recipe, seed), lambda: None, None, "cpu")
+    batches, reported, others, selected, again, *_ = seen
+    assert len(batches) == 16 and torch.equal(batches, again) and not torch.equal(batches, others)
+    assert reported is data.valid and selected is data.selection
+
+
+def test_the_mix_of_experts_is_balanced_and_its_load_stored(data, tmp_path):
+    recipe = Recipe(MOE.connections["Block, S=2"], 1e-3, 256)
+    run = scratch.measure(MOE, data, planned(recipe, 0), lambda: None, None, "cpu")
+    assert 0 < run["expert_load_entropy"] <= 1
+    assert [len(row) for row in run["depth_attention"]] == [1, 2, 2, 3, 3]
+    assert run["curve"][-1][0] == 4
+
+
+def test_the_rate_is_each_connections_best_of_the_sweep(tmp_path):
+    losses = {1e-3: 3.0, 2e-3: 2.5, 4e-3: 2.7}
+    runs = [("Full", rate, 128, SELECTION_SEED, loss) for rate, loss in losses.items()]
+    runs += [("standard", rate, 128, SELECTION_SEED, -loss) for rate, loss in losses.items()]
+    runs += [("Full", 4e-3, 128, 0, 0.1), ("Full", 4e-3, 256, SELECTION_SEED, 0.1)]  # what is reported
+    comparison = stored(SMALL, tmp_path / "runs.json", runs)
+    assert comparison.best_rate("Full") == 2e-3
+    assert comparison.best_rate("standard") == 1e-3
+
+
+def test_the_sweep_goes_on_while_the_best_rate_is_the_last_one(tmp_path, monkeypatch):
+    """Upwards for one connection, downwards for another."""
+    experiment = replace(SMALL, rates=(1e-3, 2e-3, 4e-3))
+    best = {"standard": 8e-3, "Block, S=2": 1e-3, "Full": 1.9e-3}
+    measured = []
+
+    def measure(experiment: Experiment, data, run: Planned, *rest) -> dict:
+        label = next(name for name, fields in experiment.connections.items() if fields == run.recipe.connection)
+        measured.append((label, run.recipe.rate))
+        return {"after": abs(math.log(run.recipe.rate / best[label])), "seconds": 0.0}
+
+    monkeypatch.setattr(scratch, "measure", measure)
+    comparison = Comparison(experiment, Store(tmp_path / "runs.json", {}))
+    assert comparison.sweep(list(best)) == {**best, "Full": 2e-3}
+    assert measured[9:] == [("standard", 8e-3), ("Block, S=2", 5e-4), ("standard", 16e-3)]
+    table = sweep_table(comparison, list(best))
+    assert table.splitlines()[0] == "| model | 0.0005 | 0.001 | 0.002 | 0.004 | 0.008 | 0.016 |"
+    assert "| Full |  | 0.6419 | 0.0513 | 0.7444 |  |  |" in table
+
+
+def test_the_table_has_differences_within_seeds(tmp_path):
+    losses = {"standard": (5.0, 6.0, 7.0), "Full": (4.9, 5.8, 7.3)}
+    runs = [(label, 1e-3, 64, seed, loss) for label in losses for seed, loss in enumerate(losses[label])]
+    comparison = stored(SMALL, tmp_path / "runs.json", runs[:-1])
+    table = report_table(comparison, dict.fromkeys(losses, 1e-3), 64, [0, 1, 2])
+    assert "| standard | 0.001 | 3 | 6.0000 ± 1.0000 |  |" in table
+    assert "| Full | 0.001 | 2 | 5.3500 ± 0.6364 | -0.1500 ± 0.0707 |" in table
+
+
+def run(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess:
+    files = ["--results", folder / "r" / "runs.json", "--tables", folder / "page.md", "--work", folder / "work"]
+    options = [*map(str, (*files, *arguments))]
+    process = [sys.executable, "-m", "experiments", "claim", "--size", "tiny", *options]
+    return subprocess.run(process, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_the_command_trains_stores_and_goes_on(assets, tmp_path):
+    """Twice the same command: the second finds everything, and the tables come out the same."""
+    shorter = ["--corpus", assets / "corpora" / "tinystories", "--rate", "0.004", "--tokens", "2048"]
+    done = run(tmp_path, *shorter)
+    assert done.returncode == 0, done.stderr
+    runs = json.loads((tmp_path / "r" / "runs.json").read_text())["runs"]
+    assert [(run["recipe"]["tokens"], run["seed"]) for run in runs] == [(2048, seed) for seed in (0, 0, 0, 1, 1, 1)]
+    assert all(run["curve"][-1][0] == 4 and run["made_by"]["torch"] == torch.__version__ for run in runs)
+    assert [len(run.get("depth_attention", ())) for run in runs] == [0, 9, 9] * 2  # eight sublayers and the output
+    assert (tmp_path / "r" / "runs.png").stat().st_size > 10_000
+    assert not list((tmp_path / "work").iterdir())
+    page = (tmp_path / "page.md").read_text()
+    assert re.search(r"\| Full \| 0.004 \| 2 \| .* ± .* \| .* ± .* \|", page)
+    assert "The sweep was not made." in page
+    again = run(tmp_path, *shorter)
+    assert "1 runs, of which 1 are stored" in again.stdout
+    assert (tmp_path / "page.md").read_text() == page
+
+    for arguments, status, message in (
+        (["--connections", "Fall"], 1, "Fall is none of standard"),
+        *([] if torch.cuda.is_available() else [(["--device", "cuda"], 1, "PyTorch sees no GPU")]),
+        (["--seeds", str(SELECTION_SEED)], 2, "settings are chosen by"),
+    ):
+        failed = run(tmp_path, *arguments)
+        assert failed.returncode == status and message in failed.stderr.splitlines()[-1]
+
+
+def test_what_cannot_be_used_is_refused_in_one_line(corpus, prepared, tmp_path):
+    with pytest.raises(ValueError, match=r"words gives \d+ sequences of 32 tokens, not 20000"):
+        load(SMALL.text, 32, 10_000, prepared)
+    with pytest.raises(FileNotFoundError, match=r"words-300-60000.xz does not exist: .*--corpus"):
+        load(SMALL.text, 32, 4, tmp_path)
+    with pytest.raises(ValueError, match="There is no experiment 'claims-cpu', but there is claim-cpu, claim-gpu"):
+        declared("claims-cpu")
+
+
+@pytest.mark.parametrize("path", sorted(DECLARED.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_declaration_makes_its_models(path):
+    experiment = declared(path.stem)
+    assert next(iter(experiment.connections)) == scratch.BASELINE
+    for fields in experiment.connections.values():
+        config = experiment.config(fields)
+        assert config.vocab_size == experiment.text.vocab_size
+        assert getattr(config, "max_position_embeddings", experiment.length) >= experiment.length
+
+
+@pytest.mark.parametrize("name", ["moe-cpu"])
+def test_the_tables_in_the_repository_are_those_of_the_stored_runs(name):
+    experiment = declared(name)
+    store = Store(ROOT / "experiments" / "results" / f"{name}.json", experiment.setting())
+    comparison = Comparison(experiment, store)
+    text = (ROOT / "experiments" / f"{name.partition('-')[0]}.md").read_text()
+    assert sweep_table(comparison, list(experiment.connections)) in text
+    rates = {label: comparison.best_rate(label) for label in experiment.connections}
+    assert report_table(comparison, rates, experiment.tokens, experiment.seeds) in text

@@ -1,0 +1,69 @@
+"""Members of the family with a residual connection whose every coefficient counts, and what tests measure of them."""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from attnres.residual_attnres import residual_tensors
+
+BACKBONES = ["llama", "kimi_linear"]
+
+
+@torch.no_grad()
+def stir(model: PreTrainedModel) -> PreTrainedModel:
+    """Draw the tensors of the residual connections, so that they are far from where training starts."""
+    generator = torch.Generator().manual_seed(2)
+    for name, tensor in residual_tensors(model).items():
+        scale = tensor.shape[-1] ** -0.5 if tensor.ndim == 2 else 0.5
+        mean = 1.0 if name.endswith(".scale") else 0.0
+        tensor.copy_(mean + scale * torch.randn(tensor.shape, generator=generator))
+    return model
+
+
+def build(backbones: ModuleType, case: str, connection: str, **fields) -> PreTrainedModel:
+    """A member on the backbone of a case, in eval mode, stirred; `backbones.build(case)` has the other weights."""
+    return stir(build_start(backbones, case, connection, **fields))
+
+
+def build_start(backbones: ModuleType, case: str, connection: str, **fields) -> PreTrainedModel:
+    """As [`build`], with the connections at their start: a retrofit of `backbones.build(case)`."""
+    standard = backbones.build(case, **fields)
+    torch.manual_seed(3)
+    config = backbones.member_config(case, residual_connection=connection, **fields)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    missing, unexpected = model.load_state_dict(standard.state_dict(), strict=False)
+    assert not unexpected and set(missing) == set(residual_tensors(model))
+    return model
+
+
+def double(model: PreTrainedModel) -> PreTrainedModel:
+    """In float64, which the products of grouped experts are not made for."""
+    if hasattr(model.config, "_experts_implementation") and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    return model.double()
+
+
+def difference(actual: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest number."""
+    return ((actual - expected).abs().max() / expected.abs().max()).item()
+
+
+def loss_of(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
+    return model(token_ids, labels=token_ids, use_cache=False).loss
+
+
+def gradients(model: PreTrainedModel, token_ids: Tensor) -> dict[str, Tensor]:
+    """The gradient of every parameter that has one."""
+    model.zero_grad(set_to_none=True)
+    loss_of(model, token_ids).backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor], relative: float) -> None:
+    assert actual.keys() == expected.keys()
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
+    for name, gradient in actual.items():
+        tolerance = relative * max(expected[name].abs().max().item(), 1e-3 * largest)
+        assert (gradient - expected[name]).abs().max() <= tolerance, name

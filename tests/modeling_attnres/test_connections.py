@@ -1,0 +1,207 @@
+"""Every residual connection of the registry, on two backbones: what models are asked for besides their equation."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from attnres.residual_attnres import residual_tensors
+
+from .connections import BACKBONES, assert_same_gradients, build, build_start, difference, gradients, loss_of
+
+CONNECTIONS = ["denseformer", "identity_hc"]  # `attn_res` and `standard` have files of their own
+every_model = pytest.mark.parametrize(
+    ("case", "connection"), [(case, connection) for case in BACKBONES for connection in CONNECTIONS]
+)
+
+
+@every_model
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
+def test_with_a_cache_it_generates_what_it_does_without(backbones, case, connection, options):
+    model, token_ids = build(backbones, case, connection), backbones.token_ids()
+    options |= {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    generated = [model.generate(token_ids, use_cache=use_cache, **options) for use_cache in (True, False)]
+    assert generated[0].shape == (2, 17)
+    assert torch.equal(*generated)
+
+
+@torch.no_grad()
+@every_model
+def test_saved_it_loads_back_bit_for_bit(backbones, case, connection, tmp_path):
+    model, token_ids = build(backbones, case, connection), backbones.token_ids()
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(loaded) is type(model) and not any(report.values())
+    assert loaded.config.residual_connection == connection
+    assert AutoConfig.from_pretrained(tmp_path).to_dict() == loaded.config.to_dict()
+    assert torch.equal(loaded(token_ids).logits, model(token_ids).logits)
+
+
+@pytest.mark.slow
+def test_without_the_package_the_code_beside_the_weights_gives_the_same(backbones, run, tmp_path):
+    models = {
+        f"{case}-{connection}": build(backbones, case, connection) for case in BACKBONES for connection in CONNECTIONS
+    }
+    folder, token_ids = tmp_path / "models", backbones.token_ids()
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+    torch.save(token_ids, folder / "ids.pt")
+    run("remote_backbones_session.py", folder, tmp_path / "seen.pt")
+    seen = torch.load(tmp_path / "seen.pt")
+    assert seen["attnres_modules"] == []
+    for name, model in models.items():
+        there = seen["models"][name]
+        with torch.no_grad():
+            expected = model(token_ids, output_hidden_states=True)
+        assert there["class"][0].startswith("transformers_modules.") and there["report"] == {}
+        for logits in (there["logits"], there["again"]):
+            # Delta attention has another form where the package is not installed.
+            assert difference(logits, expected.logits) < 1e-5, name
+        assert len(there["hidden_states"]) == len(expected.hidden_states)
+        generated = model.generate(token_ids, max_new_tokens=5, do_sample=False, eos_token_id=None)
+        assert torch.equal(there["generated"], generated)
+        with torch.no_grad():
+            again = AutoModelForCausalLM.from_pretrained(folder / name / "again")(token_ids).logits
+        assert torch.equal(again, expected.logits)
+
+
+@every_model
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_gives_the_same_gradients(backbones, case, connection, use_reentrant):
+    model, token_ids = build(backbones, case, connection).train(), backbones.token_ids()
+    expected = gradients(model, token_ids)
+    assert expected.keys() == dict(model.named_parameters()).keys()
+    assert all(expected[name].abs().max() > 1e-6 for name in residual_tensors(model))
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    calls = []
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    assert_same_gradients(gradients(model, token_ids), expected, 1e-5)
+    assert len(calls) == 2 * len(model.model.layers)  # every layer ran twice
+
+
+@every_model
+@pytest.mark.parametrize("how", ["bfloat16", "autocast"])
+def test_in_half_precision_it_computes_and_learns_about_the_same(backbones, case, connection, how):
+    # Without a router, which rounding sends to other experts.
+    fields = {"mlp_layer_types": ["dense"] * 5} if case == "kimi_linear" else {}
+    model, token_ids = build(backbones, case, connection, **fields).train(), backbones.token_ids()
+    expected = loss_of(model, token_ids).detach()
+    wide = gradients(model, token_ids)
+    if how == "bfloat16":
+        model.to(torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
+        found = gradients(model, token_ids)
+        loss = loss_of(model, token_ids).float()
+    torch.testing.assert_close(loss.detach(), expected, rtol=0.05, atol=0)
+    assert found.keys() == wide.keys()
+    for name, gradient in found.items():
+        assert gradient.isfinite().all() and gradient.dtype is model.get_parameter(name).dtype, name
+    narrow, expected = (
+        torch.cat([all_of[name].float().flatten() for name in residual_tensors(model)]) for all_of in (found, wide)
+    )
+    assert torch.cosine_similarity(narrow, expected, dim=0) > 0.95
+
+
+@torch.no_grad()
+@every_model
+def test_hidden_states_are_the_inputs_of_the_layers_and_the_normed_output(backbones, case, connection):
+    model, token_ids, inputs = build(backbones, case, connection), backbones.token_ids(), []
+    for norm in (*(layer.input_layernorm for layer in model.model.layers), model.model.norm):
+        norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    outputs = model(token_ids, output_hidden_states=True)
+    inputs = inputs[: len(model.model.layers) + 1]
+    assert len(outputs.hidden_states) == len(inputs)
+    assert all(map(torch.equal, outputs.hidden_states[:-1], inputs[:-1]))
+    assert torch.equal(outputs.hidden_states[-1], model.model.norm(inputs[-1]))
+    assert torch.equal(outputs.logits, model(token_ids).logits)
+
+
+@torch.no_grad()
+@every_model
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_made_under_another_default_dtype_it_starts_as_the_standard_model(backbones, case, connection, dtype):
+    logits = []
+    for name in (connection, "standard"):
+        config = backbones.member_config(case, residual_connection=name)
+        torch.set_default_dtype(dtype)
+        try:
+            model = AutoModelForCausalLM.from_config(config)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert {tensor.dtype for tensor in residual_tensors(model).values()} <= {dtype}
+        model.load_state_dict(backbones.build(case).state_dict(), strict=False)
+        logits.append(model.float().eval()(backbones.token_ids()).logits)
+    assert difference(*logits) < 1e-6
+
+
+@every_model
+def test_made_on_the_meta_device_and_given_memory_it_is_at_its_start(backbones, case, connection):
+    expected = build_start(backbones, case, connection)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(backbones.member_config(case, residual_connection=connection))
+    assert {tensor.device.type for tensor in model.parameters()} == {"meta"}
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.fill_(torch.nan)
+    model.init_weights()
+    start = residual_tensors(expected)
+    for name, tensor in residual_tensors(model).items():
+        if tensor.ndim == 2:  # drawn at random
+            assert (tensor.std() / start[name].std()).item() == pytest.approx(1, rel=0.25), name
+        else:
+            assert torch.equal(tensor, start[name]), name
+
+
+COMPILE = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+import attnres
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation="eager")
+token_ids = torch.load(sys.argv[2])
+compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+with torch.set_grad_enabled(sys.argv[3] == "training"):
+    logits = compiled(token_ids, use_cache=False).logits  # the first call of the process
+    expected = model(token_ids, use_cache=False).logits
+assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
+if sys.argv[3] == "training":
+    for result in (logits, expected):
+        result.square().sum().backward()
+        found = {name: p.grad for name, p in model.named_parameters()}
+        if result is logits:
+            first = found
+            model.zero_grad()
+    for name, gradient in found.items():
+        assert (gradient - first[name]).abs().max() <= 1e-3 * gradient.abs().max() + 1e-5, name
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["training", "inference"])
+@pytest.mark.parametrize("connection", ["attn_res", "denseformer", "identity_hc"])
+@pytest.mark.parametrize("case", BACKBONES)
+def test_the_first_call_of_a_process_may_be_a_compiled_one(backbones, run, tmp_path, case, connection, mode):
+    fields = {"num_hidden_layers": 2, "hidden_size": 256}
+    if case == "kimi_linear":
+        fields |= {"layer_types": ["linear_attention", "full_attention"]}
+    build(backbones, case, connection, **fields).save_pretrained(tmp_path / "model")
+    torch.save(backbones.token_ids(), tmp_path / "ids.pt")
+    script = tmp_path / "first.py"
+    script.write_text(COMPILE)
+    run(script, tmp_path / "model", tmp_path / "ids.pt", mode, with_attnres=True)
+
+
+@torch.no_grad()
+@every_model
+def test_a_mean_in_the_place_of_an_output_is_broadcast(backbones, case, connection):
+    model, token_ids, logits = build(backbones, case, connection), backbones.token_ids(), []
+    for shape in (lambda mean, _: mean, lambda mean, output: mean.expand_as(output)):
+        hook = model.model.layers[1].mlp.register_forward_hook(
+            lambda module, args, output: shape(output.mean((0, 1), keepdim=True), output)  # noqa: B023
+        )
+        logits.append(model(token_ids).logits)
+        hook.remove()
+    assert torch.equal(*logits)
+    assert not torch.equal(logits[0], model(token_ids).logits)

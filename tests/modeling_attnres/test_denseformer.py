@@ -1,0 +1,118 @@
+"""DenseFormer with static weights: what layers read, rebuilt from the outputs of the sublayers, and where it starts."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnres.denseformer_attnres import DenseFormer
+from attnres.residual_attnres import residual_tensors
+
+from .connections import build, build_start, difference, double, loss_of
+
+
+def weighted_stream(weights: list[Tensor], per_layer: int):
+    """`read`: what the sublayer after `v_0 .. v_l` reads, by `Y_i = sum_j a_ij X_j` from all outputs, every time anew.
+
+    `X_0 = v_0`, and `X_j = Y_{j-1}` plus the outputs of layer j. Sublayers within a layer read what has been added up
+    there so far. `weights[i - 1]` are `a_i0 .. a_ii`.
+    """
+
+    def read(v: list[Tensor]) -> Tensor:
+        streams, stream = [v[0]], v[0]
+        for count, output in enumerate(v[1:], start=1):
+            stream = stream + output
+            if count % per_layer == 0:
+                streams.append(stream)
+                stream = sum(a * state for a, state in zip(weights[len(streams) - 2], streams, strict=True))
+        return stream
+
+    return read
+
+
+def weights_of(model) -> list[Tensor]:
+    """`a_1, a_2, ...`, by length: one for each layer, the last of the output."""
+    return sorted((tensor.detach() for tensor in residual_tensors(model).values()), key=len)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["llama", "kimi_linear", "gpt_neox"])  # the last with one sublayer in a layer
+def test_layers_read_averages_of_the_states_after_all_layers_before(backbones, case):
+    model, standard = double(build(backbones, case, "denseformer")), double(backbones.build(case))
+    token_ids, layers = backbones.token_ids(), model.config.num_hidden_layers
+    weights = weights_of(model)
+    assert [len(a) for a in weights] == list(range(2, layers + 2))
+    read = weighted_stream(weights, 1 if case == "gpt_neox" else 2)
+    expected = backbones.straight_line(standard, token_ids, read)
+    assert difference(standard(token_ids).logits, expected) > 0.05
+    assert difference(model(token_ids).logits, expected) < 1e-6
+    first = model(token_ids[:, :7], use_cache=True)
+    last = model(token_ids[:, 7:], past_key_values=first.past_key_values)
+    assert difference(torch.cat([first.logits, last.logits], dim=1), expected) < 1e-5
+
+
+def test_the_derivative_of_a_chain_of_reads_and_writes_is_that_of_finite_differences(backbones):
+    config = backbones.member_config("llama", residual_connection="denseformer", num_hidden_layers=3)
+    connections = [DenseFormer(config, sublayer).double() for sublayer in range(7)]
+    generator = torch.Generator().manual_seed(0)
+    new = {"generator": generator, "dtype": torch.float64}
+    weights = [torch.randn(n, **new).requires_grad_() for n in (2, 3, 4)]
+    embedding = torch.randn(2, 3, 4, **new).requires_grad_()
+
+    def chain(embedding: Tensor, *weights: Tensor) -> Tensor:
+        state, inputs = embedding, []
+        for i, connection in enumerate(connections):
+            own = {"weight": weights[i // 2 - 1]} if i and i % 2 == 0 else {}
+            read, _, state = torch.func.functional_call(connection, own, (state,))
+            inputs.append(read)
+            if i < 6:
+                state = connection.write(state, torch.sin(read + i))  # depends on what is read
+        return torch.stack(inputs)
+
+    assert torch.autograd.gradcheck(chain, (embedding, *weights))
+    assert torch.autograd.gradgradcheck(chain, (embedding, *weights))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", ["llama", "kimi_linear"])
+def test_it_starts_as_the_standard_model_to_the_last_bit_and_every_weight_learns(backbones, case, dtype):
+    model, token_ids = build_start(backbones, case, "denseformer").to(dtype), backbones.token_ids()
+    standard = build(backbones, case, "standard").to(dtype)
+    with torch.no_grad():
+        assert torch.equal(model(token_ids).logits, standard(token_ids).logits)
+    loss_of(model, token_ids).backward()
+    for name, tensor in residual_tensors(model).items():
+        assert (tensor.grad != 0).all(), name
+
+
+def test_in_bfloat16_an_average_is_rounded_once(backbones):
+    config = backbones.member_config("llama", residual_connection="denseformer", num_hidden_layers=8)
+    generator = torch.Generator().manual_seed(0)
+    connection = DenseFormer(config, 16).bfloat16()
+    with torch.no_grad():
+        connection.weight.normal_(generator=generator)
+    state = tuple(torch.randn(2, 5, 32, generator=generator).bfloat16() for _ in range(9))
+    exact = sum(a.double() * x.double() for a, x in zip(connection.weight, state))
+    read, _, _ = connection(state)
+    assert read.dtype is torch.bfloat16
+    # Half a step of bfloat16, and a little of float32 where terms cancel.
+    assert ((read - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
+
+
+@torch.no_grad()
+def test_a_model_whose_layers_were_removed_is_refused_in_one_line(backbones):
+    model = build(backbones, "llama", "denseformer")
+    model.model.layers = torch.nn.ModuleList([model.model.layers[i] for i in (0, 1, 3, 4)])
+    model.config.num_hidden_layers = 4
+    with pytest.raises(ValueError, match=r"sublayer 4 are for 4 earlier states, and there are 3: .*removed") as error:
+        model(backbones.token_ids())
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("change", "is_named"), [(lambda a: a, False), (lambda a: a[0].fill_(1e-3), True)])
+def test_trained_weights_are_told_from_the_start(backbones, change, is_named):
+    model = build_start(backbones, "llama", "denseformer")
+    tensors = residual_tensors(model)
+    with torch.no_grad():
+        change(tensors["model.layers.2.self_attention_res_proj.weight"])
+    reason = DenseFormer.differs_from_standard(model.config, tensors)
+    assert (reason is not None and "layers.2.self_attention_res_proj.weight" in reason) == is_named

@@ -1,0 +1,242 @@
+"""An output directory appears whole or not at all, and one writer at a time makes it."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from transformers.utils import logging
+
+from attnres.files import atomic_directory
+from attnres.quiet import quiet_transformers
+
+
+def write(out: str | Path, text: str = "new", overwrite: bool = False, meanwhile: Callable = lambda: None) -> None:
+    """Write a directory of two files, whose marker is `done` with the word "ours"."""
+    with atomic_directory(out, overwrite=overwrite, marker="done", content="ours") as stage:
+        (stage / "a").write_text(text)
+        meanwhile()
+        (stage / "done").write_text(f"ours: {text}")
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    return tmp_path / "out"
+
+
+def test_it_appears_when_the_block_ends(out):
+    write(out, meanwhile=lambda: out.exists() and pytest.fail("too early"))
+    assert {path.name for path in out.iterdir()} == {"a", "done"}
+    assert os.listdir(out.parent) == ["out"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_after_an_error_nothing_is_left(out, error):
+    def fail():
+        raise error
+
+    with pytest.raises(error):
+        write(out, meanwhile=fail)
+    assert os.listdir(out.parent) == []
+
+
+def test_folders_above_are_made_and_removed_again_with_a_failure(out):
+    write(out / "b" / "c")
+    assert (out / "b" / "c" / "done").exists()
+    with pytest.raises(ZeroDivisionError):
+        write(out / "b" / "d" / "e" / "f", meanwhile=lambda: 1 / 0)
+    assert os.listdir(out / "b") == ["c"]
+
+
+def test_an_existing_one_is_refused(out):
+    write(out, "old")
+    with pytest.raises(FileExistsError, match="give --overwrite"):
+        write(out)
+    assert (out / "a").read_text() == "old"
+
+
+def test_an_existing_one_is_replaced_when_asked(out):
+    write(out, "old")
+    (out / "left").write_text("over")
+    write(out, overwrite=True)
+    assert {path.name for path in out.iterdir()} == {"a", "done"}
+    assert (out / "a").read_text() == "new"
+    assert os.listdir(out.parent) == ["out"]
+
+
+def test_it_is_there_until_the_new_one_is_complete_and_stays_if_that_fails(out):
+    write(out, "old")
+    write(out, overwrite=True, meanwhile=lambda: (out / "a").read_text() == "old" or pytest.fail("too early"))
+    with pytest.raises(ZeroDivisionError):
+        write(out, "newer", overwrite=True, meanwhile=lambda: 1 / 0)
+    assert (out / "a").read_text() == "new"
+    assert os.listdir(out.parent) == ["out"]
+
+
+@pytest.mark.parametrize(
+    "files", [{}, {"thesis": "mine"}, {"done": "theirs"}], ids=["empty", "no marker", "other marker"]
+)
+def test_a_directory_of_another_origin_is_never_replaced(out, files):
+    out.mkdir()
+    for name, text in files.items():
+        (out / name).write_text(text)
+    with pytest.raises(FileExistsError, match="was not written by this command"):
+        write(out, overwrite=True)
+    assert {path.name: path.read_text() for path in out.iterdir()} == files
+
+
+def test_neither_is_a_file_or_a_link_to_nothing(out):
+    out.symlink_to("nothing")
+    for overwrite in (False, True):
+        with pytest.raises(FileExistsError):
+            write(out, overwrite=overwrite)
+    assert os.readlink(out) == "nothing"
+    out.unlink()
+    out.write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(FileExistsError):
+            write(out, overwrite=overwrite)
+    assert out.read_text() == "mine"
+
+
+def test_a_link_to_an_old_one_is_replaced_and_what_it_leads_to_is_not_touched(out, tmp_path):
+    write(tmp_path / "elsewhere", "old")
+    out.symlink_to("elsewhere")
+    write(out, overwrite=True)
+    assert not out.is_symlink() and (out / "a").read_text() == "new"
+    assert (tmp_path / "elsewhere" / "a").read_text() == "old"
+
+
+def test_it_goes_where_it_was_asked_for_even_if_the_current_folder_changes(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    write("out", meanwhile=lambda: os.chdir(tmp_path / "there"))
+    assert (os.listdir(tmp_path / "here"), os.listdir(tmp_path / "there")) == (["out"], [])
+
+
+def test_where_the_last_step_fails_the_old_one_is_put_back(out, monkeypatch):
+    write(out, "old")
+    rename = Path.rename
+
+    def fail_for_the_new_one(path, target):
+        if path.name == ".out.partial":
+            raise OSError("no")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail_for_the_new_one)
+    with pytest.raises(OSError, match="no"):
+        write(out, overwrite=True)
+    assert (out / "a").read_text() == "old"
+    assert os.listdir(out.parent) == ["out"]
+
+
+def leave(out: Path, role: str, **files: str) -> None:
+    """What a killed run may leave beside `out`."""
+    folder = out.with_name(f".{out.name}.{role}")
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+
+def test_what_a_killed_run_left_is_cleared(out):
+    leave(out, "partial", a="half", rest="of it")
+    out.with_name(".out.lock").touch()
+    write(out)
+    assert {path.name for path in out.iterdir()} == {"a", "done"}
+    assert os.listdir(out.parent) == ["out"]
+
+
+def test_an_old_one_that_a_killed_run_had_put_aside_comes_back(out):
+    leave(out, "replaced", a="old", done="ours: old")
+    leave(out, "partial", a="new", done="ours: new")
+    with pytest.raises(FileExistsError, match="give --overwrite"):
+        write(out)
+    assert (out / "a").read_text() == "old"
+    assert os.listdir(out.parent) == ["out"]
+
+
+def test_an_old_one_that_was_to_be_removed_is_removed_by_the_next_run(out):
+    write(out, "newer")
+    leave(out, "replaced", a="old", done="ours: old")
+    write(out, "newest", overwrite=True)
+    assert (out / "a").read_text() == "newest"
+    assert os.listdir(out.parent) == ["out"]
+
+
+def test_a_second_writer_is_refused_and_does_not_disturb_the_first(out):
+    def second():
+        with pytest.raises(FileExistsError, match="is being written by another process"):
+            write(out, "second")
+
+    write(out, "first", meanwhile=second)
+    assert (out / "a").read_text() == "first"
+    assert os.listdir(out.parent) == ["out"]
+
+
+def test_one_that_another_run_finishes_at_the_last_moment_is_refused_too(out, monkeypatch):
+    acquire = FileLock.acquire
+
+    def finish_another_first(lock, *args, **kwargs):
+        monkeypatch.setattr(FileLock, "acquire", acquire)
+        write(out, "first")
+        return acquire(lock, *args, **kwargs)
+
+    monkeypatch.setattr(FileLock, "acquire", finish_another_first)
+    with pytest.raises(FileExistsError, match="give --overwrite"):
+        write(out, "second")
+    assert (out / "a").read_text() == "first"
+    assert os.listdir(out.parent) == ["out"]
+
+
+def test_of_many_writers_at_once_one_wins_whole(out):
+    """Processes that begin together; each writes its number, and ends with 0 if it was its turn, 1 if refused."""
+    for _ in range(10):
+        start = time.monotonic() + 0.05
+        children = []
+        for number in range(6):
+            child = os.fork()
+            if child == 0:
+                try:
+                    time.sleep(max(0.0, start - time.monotonic()))
+                    write(out, str(number), meanwhile=lambda number=number: time.sleep(0.001 * number))
+                    os._exit(0)
+                except FileExistsError:
+                    os._exit(1)
+                finally:
+                    os._exit(2)
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        assert sorted(codes) == [0, 1, 1, 1, 1, 1]
+        winner = str(codes.index(0))
+        assert ((out / "a").read_text(), (out / "done").read_text()) == (winner, f"ours: {winner}")
+        assert os.listdir(out.parent) == ["out"]
+        (out / "a").unlink()
+        (out / "done").unlink()
+        out.rmdir()
+
+
+@pytest.mark.parametrize("parent", ["/proc", "/dev/null"])
+def test_where_nothing_can_be_written_the_message_is_not_of_another_process(parent):
+    with pytest.raises(OSError) as error:
+        write(f"{parent}/out")
+    assert "another process" not in str(error.value)
+
+
+@pytest.mark.parametrize("bars", [True, False])
+def test_quiet_transformers_restores_what_it_changes_even_after_an_error(bars):
+    verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    try:
+        logging.set_verbosity_info()
+        (logging.enable_progress_bar if bars else logging.disable_progress_bar)()
+        with pytest.raises(ZeroDivisionError), quiet_transformers():
+            assert logging.get_verbosity() == logging.ERROR
+            assert not logging.is_progress_bar_enabled()
+            1 / 0  # noqa: B018
+        assert logging.get_verbosity() == logging.INFO
+        assert logging.is_progress_bar_enabled() == bars
+    finally:
+        logging.set_verbosity(verbosity)
+        (logging.enable_progress_bar if had_bars else logging.disable_progress_bar)()

@@ -1,0 +1,375 @@
+"""What people do to a model besides calling it: hooks, patches, other defaults, transforms, fewer layers.
+
+Each has a meaning in a standard model, and here the same. Models are as wide as the CPU's kernels ask for (256), since
+those are what could pass over somebody's change.
+"""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from attnres.attn_res_attnres import AttnRes
+from attnres.functional_attnres import DEPTH_ATTENTION
+from attnres.residual_attnres import residual_tensors
+
+from .connections import BACKBONES, assert_same_gradients, build, difference, gradients
+
+WIDE = {"hidden_size": 256, "num_hidden_layers": 4}
+
+
+def make(backbones, case: str = "llama", implementation: str = "auto", **fields) -> PreTrainedModel:
+    """A wide member with attention residuals, on the model of `implementation`."""
+    fields = {**WIDE, "attn_res_block_size": 3, **fields}
+    if case == "kimi_linear":
+        fields.setdefault("layer_types", ["linear_attention", "full_attention"] * 2)
+    model = build(backbones, case, "attn_res", **fields)
+    with torch.no_grad():
+        for name, tensor in residual_tensors(model).items():
+            if name.endswith("_norm.weight"):
+                tensor.add_(1)  # as if drawn around one
+            else:
+                tensor.mul_(2)
+    model.config.depth_attention_implementation = implementation
+    return model
+
+
+def available(name: str) -> None:
+    if name == "numba":
+        pytest.importorskip("numba")
+
+
+# ---- Hooks and inputs
+
+
+@pytest.mark.parametrize("implementation", ["numba", "eager"])
+@pytest.mark.parametrize("block_size", [1, 2, 3])
+def test_a_mean_in_the_place_of_an_output_is_broadcast(backbones, implementation, block_size):
+    available(implementation)
+    model = make(backbones, implementation=implementation, attn_res_block_size=block_size)
+    token_ids, seen = backbones.token_ids(), []
+    for shape in (lambda mean, _: mean, lambda mean, output: mean.expand_as(output)):
+        hooks = [
+            layer.mlp.register_forward_hook(
+                lambda module, args, output: shape(output.mean((0, 1), keepdim=True), output)  # noqa: B023
+            )
+            for layer in model.model.layers[1:3]
+        ]
+        with torch.no_grad():
+            inferred = model(token_ids).logits
+        seen.append((inferred, model(token_ids).logits, gradients(model, token_ids)))
+        for hook in hooks:
+            hook.remove()
+    (inferred, logits, found), (inferred_expanded, logits_expanded, found_expanded) = seen
+    assert difference(inferred, inferred_expanded) < 1e-6
+    assert difference(logits, logits_expanded) < 1e-6
+    assert_same_gradients(found, found_expanded, 1e-4)
+    assert difference(model(token_ids).logits, logits) > 1e-2
+
+
+@pytest.mark.parametrize("width", [255, 1, 512])
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("implementation", ["auto", "eager"])
+def test_embeddings_of_another_width_are_refused_in_one_line(backbones, implementation, learns, width):
+    model = make(backbones, implementation=implementation)
+    with torch.set_grad_enabled(learns), pytest.raises(ValueError) as error:
+        model(inputs_embeds=torch.ones(1, 3, width))
+    message = str(error.value)
+    assert f"width {width}" in message and "256" in message and "hidden_size" in message and "\n" not in message
+
+
+# ---- Other defaults
+
+
+OTHER_DEFAULTS = """
+import sys
+from contextlib import nullcontext
+import torch
+from transformers import AutoModelForCausalLM
+import attnres
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+token_ids = torch.load(sys.argv[2])
+
+def numbers():
+    with torch.no_grad():
+        outputs = [model(token_ids, use_cache=True)]
+        for step in range(3):  # decoding, token by token
+            token = outputs[-1].logits[:, -1:].argmax(-1)
+            outputs.append(model(token, past_key_values=outputs[-1].past_key_values))
+    logits = [output.logits for output in outputs]
+    model.zero_grad()
+    learning = model(token_ids, use_cache=False).logits
+    learning.backward(torch.ones_like(learning))
+    return *logits, learning, *(p.grad for p in model.parameters())
+
+expected = numbers()
+assert all(tensor.isfinite().all() for tensor in expected)
+change = sys.argv[3]
+scope = torch.device("meta") if change == "meta" else nullcontext()
+if change != "meta":
+    torch.set_default_dtype(getattr(torch, change))
+with scope:
+    actual = numbers()
+torch.set_default_dtype(torch.float32)
+assert len(actual) == len(expected)
+for one, other in zip(actual, expected):
+    assert one.device == other.device and one.dtype is other.dtype
+    assert torch.equal(one, other), (one - other).abs().max() / other.abs().max()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["bfloat16", "float64", "meta"])
+@pytest.mark.parametrize("case", BACKBONES)
+def test_the_numbers_are_the_same_under_other_defaults(backbones, run, tmp_path, case, change):
+    make(backbones, case).save_pretrained(tmp_path / "model")
+    torch.save(backbones.token_ids(), tmp_path / "ids.pt")
+    script = tmp_path / "defaults.py"
+    script.write_text(OTHER_DEFAULTS)
+    run(script, tmp_path / "model", tmp_path / "ids.pt", change, with_attnres=True)
+
+
+# ---- Transforms and second derivatives
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"residual_connection": "standard"}, {"attn_res_block_size": 1}, {"attn_res_block_size": 3}],
+    ids=["standard", "full", "block"],
+)
+def test_gradients_per_sample_are_those_of_a_loop(backbones, fields):
+    fields = {"residual_connection": "attn_res", **WIDE, **fields, "num_hidden_layers": 2}
+    model = build(backbones, "llama", fields.pop("residual_connection"), **fields)
+    token_ids, parameters = backbones.token_ids(), dict(model.named_parameters())
+
+    def loss(parameters: dict[str, Tensor], sample: Tensor) -> Tensor:
+        return functional_call(model, parameters, (sample[None],), {"use_cache": False}).logits.square().mean()
+
+    per_sample = vmap(grad(loss), in_dims=(None, 0))(parameters, token_ids)
+    for i, sample in enumerate(token_ids):
+        model.zero_grad()
+        model(sample[None], use_cache=False).logits.square().mean().backward()
+        expected = {name: parameter.grad for name, parameter in parameters.items()}
+        assert_same_gradients({name: found[i] for name, found in per_sample.items()}, expected, 1e-4)
+        assert_same_gradients(grad(loss)(parameters, sample), expected, 1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["numba", "eager"])
+@pytest.mark.parametrize("block_size", [1, 3])
+def test_the_second_derivative_is_that_of_finite_differences(backbones, implementation, block_size):
+    available(implementation)
+    # The fused attention of PyTorch has no second derivative.
+    model = make(backbones, implementation=implementation, attn_res_block_size=block_size, num_hidden_layers=2)
+    model.set_attn_implementation("eager")
+    token_ids = backbones.token_ids()
+    tensors = [*residual_tensors(model).values(), model.model.layers[0].mlp.up_proj.weight]
+    generator = torch.Generator().manual_seed(0)
+    direction = [torch.randn(t.shape, generator=generator) * t.detach().abs().mean() for t in tensors]
+
+    def first(create_graph: bool = False) -> list[Tensor]:
+        loss = model(token_ids, use_cache=False).logits.square().mean()
+        return torch.autograd.grad(loss, tensors, create_graph=create_graph)
+
+    along = sum((g * d).sum() for g, d in zip(first(create_graph=True), direction))
+    second = torch.autograd.grad(along, tensors)
+    step, ends = 3e-3, []
+    for sign in (1, -2):
+        with torch.no_grad():
+            for tensor, d in zip(tensors, direction):
+                tensor.add_(d, alpha=sign * step)
+        ends.append(first())
+    for found, after, before in zip(second, *ends):
+        expected = (after - before) / (2 * step)
+        assert (found - expected).abs().max() <= 0.02 * max(expected.abs().max(), 1e-2 * max(map(largest, second)))
+
+
+def largest(tensor: Tensor) -> Tensor:
+    return tensor.abs().max()
+
+
+# ---- Patches of a class
+
+
+def patched_norm(monkeypatch) -> None:
+    forward = LlamaRMSNorm.forward
+    monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, x: 0.5 * forward(self, x).abs())
+
+
+def patched_read(monkeypatch) -> None:
+    forward = AttnRes.forward
+
+    def mine(self, state, norm_weight):
+        inputs, weights, state = forward(self, state, norm_weight)
+        return inputs.abs(), weights, state
+
+    monkeypatch.setattr(AttnRes, "forward", mine)
+
+
+def patched_write(monkeypatch) -> None:
+    write = AttnRes.write
+    monkeypatch.setattr(AttnRes, "write", lambda self, state, output: write(self, state, output.abs()))
+
+
+def patched_call(monkeypatch) -> None:
+    call = nn.Module.__call__
+
+    def mine(self, *args, **kwargs):
+        output = call(self, *args, **kwargs)
+        return output.abs() if isinstance(self, LlamaRMSNorm) else output
+
+    monkeypatch.setattr(nn.Module, "__call__", mine)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("patch", [patched_norm, patched_read, patched_write, patched_call])
+@pytest.mark.parametrize("block_size", [1, 3])
+def test_what_is_patched_runs(backbones, monkeypatch, patch: Callable, block_size):
+    model, token_ids = make(backbones, attn_res_block_size=block_size), backbones.token_ids()
+    before = model(token_ids).logits
+    patch(monkeypatch)
+    actual = model(token_ids).logits
+    model.config.depth_attention_implementation = "eager"
+    expected = model(token_ids).logits
+    assert difference(actual, expected) < 1e-5
+    assert difference(expected, before) > 1e-2
+    monkeypatch.undo()
+    model.config.depth_attention_implementation = "auto"
+    assert torch.equal(model(token_ids).logits, before)
+
+
+# ---- Other layers
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kept", [(0, 1, 4, 5), (0, 3, 4), (2, 3), (5, 4, 3, 2, 1, 0)], ids=str)
+@pytest.mark.parametrize("case", BACKBONES)
+def test_with_layers_removed_it_computes_what_the_saved_model_does(backbones, tmp_path, case, kept):
+    types = ["linear_attention", "full_attention"] * 3
+    fields = {"num_hidden_layers": 6} | ({"layer_types": types} if case == "kimi_linear" else {})
+    model, token_ids = make(backbones, case, **fields), backbones.token_ids()
+    before = model(token_ids, use_cache=False).logits
+    model.model.layers = nn.ModuleList([model.model.layers[i] for i in kept])
+    model.config.num_hidden_layers = len(kept)
+    for name in ("layer_types", "mlp_layer_types"):
+        if getattr(model.config, name, None):
+            setattr(model.config, name, [getattr(model.config, name)[i] for i in kept])
+    # That of the backbone: attention names its place in the cache itself.
+    for i, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = i
+    logits = model(token_ids, use_cache=False).logits
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert len(loaded.model.layers) == len(kept)
+    assert torch.equal(logits, loaded(token_ids, use_cache=False).logits)
+    assert difference(logits, before) > 1e-2
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(token_ids, **options), loaded.generate(token_ids, **options))
+
+
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("order", [(0, 1, 1, 2), (0, 1, 2, 1), (0, 0, 1, 2)], ids=str)
+def test_one_layer_at_two_places_is_refused_or_is_a_copy_of_itself(backbones, order, learns):
+    model, token_ids = make(backbones, num_hidden_layers=4), backbones.token_ids()
+    layers = list(model.model.layers)
+    with torch.set_grad_enabled(learns):
+        model.model.layers = nn.ModuleList([copy.deepcopy(layers[i]) for i in order])
+        expected = model(token_ids, use_cache=False).logits
+        model.model.layers = nn.ModuleList([layers[i] for i in order])
+        for _ in range(2):  # the second call begins where the first ended
+            try:
+                logits = model(token_ids, use_cache=False).logits
+            except ValueError as error:
+                assert "layers" in str(error) and "\n" not in str(error)
+            else:
+                assert difference(logits, expected) < 1e-6
+
+
+# ---- Who is looking
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("block_size", [1, 3])
+@pytest.mark.parametrize("case", BACKBONES)
+def test_logits_in_bfloat16_do_not_depend_on_who_is_looking(backbones, case, block_size):
+    model, token_ids = make(backbones, case, attn_res_block_size=block_size).bfloat16(), backbones.token_ids()
+    exact = copy.deepcopy(model).float()(token_ids).logits
+    alone = model(token_ids).logits.float()
+    recorded = model(token_ids, output_hidden_states=True).logits.float()
+    for layer in model.model.layers:
+        layer.post_attention_layernorm.register_forward_hook(lambda *_: None)
+    watched = model(token_ids).logits.float()
+    # Not to the last bit: sources read in another order are rounded elsewhere, and that goes through all later layers.
+    # Measured: 0 but for Llama in blocks of three, 0.023 of the largest logit, where bfloat16 itself costs 0.07.
+    for other in (recorded, watched):
+        assert difference(other, alone) <= min(2**-5, difference(alone, exact))
+
+
+# ---- The implementation by name
+
+
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("name", ["eager", "numba"])
+def test_an_implementation_is_chosen_by_name(backbones, monkeypatch, name, learns):
+    available(name)
+    model, token_ids = make(backbones, implementation=name), backbones.token_ids()
+    called = []
+    for other in ("eager", "numba", "triton", "auto"):
+        run = DEPTH_ATTENTION[other]
+
+        def note(*args, run=run, other=other, **kwargs):
+            called.append(other)
+            return run(*args, **kwargs)
+
+        monkeypatch.setitem(DEPTH_ATTENTION, other, note)
+    for layer in model.model.layers:  # somebody is looking: no reader
+        layer.self_attention_res_proj.register_forward_hook(lambda *_: None)
+    with torch.set_grad_enabled(learns):
+        model(token_ids)
+    assert called == [name] * 9
+
+
+def test_an_implementation_is_chosen_on_loading_and_not_saved(backbones, tmp_path):
+    model, token_ids = make(backbones, implementation="eager"), backbones.token_ids()
+    model.save_pretrained(tmp_path)
+    assert "depth_attention_implementation" not in (tmp_path / "config.json").read_text()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.depth_attention_implementation == "auto"
+    for name in ("eager", "numba"):
+        available(name)
+        chosen = AutoModelForCausalLM.from_pretrained(tmp_path, depth_attention_implementation=name)
+        assert chosen.config.depth_attention_implementation == name
+        assert difference(chosen(token_ids).logits, loaded(token_ids).logits) < 1e-5
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize(
+    ("name", "dtype", "reason"),
+    [("triton", torch.float32, ""), ("fla", torch.float32, ""), ("numba", torch.float64, "float64")],
+)
+def test_an_implementation_that_cannot_run_is_refused_in_one_line(backbones, name, dtype, reason, learns):
+    available(name)
+    model = make(backbones, implementation=name).to(dtype)
+    with torch.set_grad_enabled(learns), pytest.raises(ValueError) as error:
+        model(backbones.token_ids())
+    message = str(error.value)
+    assert f"{name!r} cannot run here" in message and reason in message and "'eager'" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("value", ["cuda", "", None, "reference"])
+def test_an_unknown_implementation_is_refused_in_one_line(backbones, tmp_path, value):
+    make(backbones, num_hidden_layers=1).save_pretrained(tmp_path)
+    for build_it in (
+        lambda **fields: AutoModelForCausalLM.from_pretrained(tmp_path, **fields),
+        lambda **fields: backbones.member_config("llama", **fields),
+    ):
+        with pytest.raises(ValueError, match="must be one of 'auto', 'eager'") as error:
+            build_it(depth_attention_implementation=value)
+        assert f"`depth_attention_implementation` is {value!r}" in str(error.value)

@@ -1,0 +1,120 @@
+"""The code that `save_pretrained` writes beside the weights is small, plain PyTorch, and touches nothing else."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+from transformers.dynamic_module_utils import get_imports
+
+from attnres import CONNECTIONS
+
+LIBRARIES = {"torch", "transformers", "safetensors"}
+OPTIONAL = {"attnres.accelerated"}
+FAMILY = {
+    f"{name}_attnres.py"
+    for name in ("backbones", "configuration", "decoder", "functional", "loading", "modeling", "residual")
+}
+FORBIDDEN_MODULES = {"ctypes", "marshal", "mmap", "pickle", "shutil", "socket", "subprocess", "tempfile"}
+FORBIDDEN_CALLS = {"__import__", "compile", "eval", "exec", "open"}
+FORBIDDEN_ATTRIBUTES = {
+    *("__code__", "co_code", "data_ptr", "import_module", "system", "popen"),
+    *("mkdir", "open", "rename", "unlink", "write_bytes", "write_text"),
+}
+
+
+@pytest.fixture(scope="module")
+def code(tiny_model, backbones, tmp_path_factory) -> dict[str, dict[str, str]]:
+    """The Python files saved with a Kimi Linear and a Llama member: name -> text."""
+    models = {"kimi_linear": tiny_model(), "llama": AutoModelForCausalLM.from_config(backbones.member_config("llama"))}
+    files = {}
+    for backbone, model in models.items():
+        folder = tmp_path_factory.mktemp(backbone)
+        model.save_pretrained(folder)
+        files[backbone] = {path.name: path.read_text(encoding="utf-8") for path in Path(folder).rglob("*.py")}
+    return files
+
+
+@pytest.fixture(scope="module")
+def files(code) -> dict[str, str]:
+    """Those of both together; what both have is the same."""
+    return code["kimi_linear"] | code["llama"]
+
+
+def of_connections(files: dict[str, str]) -> set[str]:
+    return set(files) - FAMILY
+
+
+def test_each_member_travels_with_its_part_of_seven_files_and_one_for_each_further_connection(code, files):
+    assert set(code["kimi_linear"]) == set(files) - {"backbones_attnres.py"}
+    assert set(code["llama"]) == set(files) - {"modeling_attnres.py"}
+    assert all(code["llama"].get(name, text) == text for name, text in code["kimi_linear"].items())
+    own_files = {f"{connection.__module__.rpartition('.')[2]}.py" for connection in CONNECTIONS.values()}
+    assert set(files) >= FAMILY and of_connections(files) == own_files - FAMILY
+
+
+def test_the_seven_files_have_at_most_1100_lines_and_50000_bytes(files):
+    assert sum(len(files[name].splitlines()) for name in FAMILY) <= 1100
+    assert sum(len(files[name].encode()) for name in FAMILY) <= 50_000
+
+
+def test_the_file_of_each_further_connection_has_under_150_lines(files):
+    assert of_connections(files)
+    assert all(len(files[name].splitlines()) < 150 for name in of_connections(files))
+
+
+def imports_of(tree: ast.AST) -> set[str]:
+    """The modules that a file imports, wherever in it; relative ones with their dots."""
+    modules = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules.add("." * node.level + (node.module or ""))
+    return modules
+
+
+def test_they_import_nothing_but_libraries_each_other_and_where_installed_the_acceleration(files):
+    for name, text in files.items():
+        for module in imports_of(ast.parse(text)) - OPTIONAL:
+            if module.startswith("."):
+                # Single dot, with a name: `transformers` finds the files to save by this form.
+                assert f"{module[1:]}.py" in files, f"{name} imports {module}"
+            else:
+                top = module.split(".")[0]
+                assert top in LIBRARIES | sys.stdlib_module_names - FORBIDDEN_MODULES, f"{name} imports {module}"
+
+
+def test_the_acceleration_is_imported_in_one_place_and_not_needed(files, tmp_path):
+    assert {name for name, text in files.items() if imports_of(ast.parse(text)) & OPTIONAL} == {"functional_attnres.py"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        # What `transformers` finds missing before it loads them; what stands in a `try` may be.
+        assert set(get_imports(tmp_path / name)) <= LIBRARIES | sys.stdlib_module_names, name
+
+
+def forbidden(tree: ast.AST) -> list[str]:
+    """What code with no business beyond tensors has no use for: addresses, code made at run time, files, processes."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in FORBIDDEN_ATTRIBUTES:
+            found.append(node.attr)
+        elif isinstance(node, ast.Name) and node.id in FORBIDDEN_CALLS:
+            found.append(node.id)
+    return found
+
+
+def test_they_reach_for_no_address_no_generated_code_no_file_and_no_process(files):
+    assert {name: names for name, text in files.items() if (names := forbidden(ast.parse(text)))} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("x.data_ptr()", "exec('1')", "eval('1')", "compile('1', '', 'eval')", "f.__code__.co_code", "open('a', 'w')"),
+        *("path.write_text('a')", "path.open('w')", "os.system('a')", "importlib.import_module('ctypes')"),
+    ],
+)
+def test_the_search_finds_what_is_forbidden(text):
+    assert forbidden(ast.parse(text))

@@ -1,0 +1,55 @@
+"""Run the tests of the model and of the conversion with older releases of `transformers`.
+
+    python tests/peers/versions.py [VERSION ...]
+
+Each release lies in an environment of its own, over the one that runs this. Exit status 1: a test failed with one.
+"""
+
+import os
+import subprocess
+import sys
+import time
+
+from environments import ROOT, environment
+
+# The oldest that has Kimi Linear, with the newest huggingface-hub that it takes; and the newest that vLLM takes.
+RELEASES = {"5.17.0": ("huggingface-hub==1.33.0",), "5.19.0": ()}
+# Where what `transformers` does is part of what is tested: not kernels, nor the command line.
+TESTS = (
+    "modeling_attnres/test_auto_classes.py",
+    "modeling_attnres/test_backbone_checkpoints.py",
+    "modeling_attnres/test_backbone_training.py",
+    "modeling_attnres/test_backbones.py",
+    "modeling_attnres/test_config.py",
+    "modeling_attnres/test_equations.py",
+    "modeling_attnres/test_generation.py",
+    "modeling_attnres/test_outputs.py",
+    "modeling_attnres/test_published_layout.py",
+    "modeling_attnres/test_remote_backbones.py",
+    "modeling_attnres/test_remote_code.py",
+    "modeling_attnres/test_saving_and_loading.py",
+    "modeling_attnres/test_sequence_classification.py",
+    "modeling_attnres/test_training_mode.py",
+    "conversion/test_backbone_exactness.py",
+    "conversion/test_convert.py",
+    "conversion/test_convert_back.py",
+    "conversion/test_convert_serving.py",
+    "conversion/test_retrofit.py",
+)
+
+
+def main(releases: list[str]) -> int:
+    failed = []
+    for release in releases:
+        started = time.monotonic()
+        python = environment(f"transformers-{release}", f"transformers=={release}", *RELEASES.get(release, ()))
+        command = [python, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", "--numprocesses", "2"]
+        done = subprocess.run([*command, *(ROOT / "tests" / name for name in TESTS)], cwd=ROOT, env=os.environ)
+        print(f"transformers {release}: exit status {done.returncode}, {time.monotonic() - started:.0f} s", flush=True)
+        if done.returncode:
+            failed.append(release)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:] or list(RELEASES)))

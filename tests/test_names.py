@@ -1,0 +1,50 @@
+"""No connection is known by its name outside the code of the models: the registry alone has it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from attnres import CONNECTIONS
+
+ROOT = Path(__file__).parents[1]
+# All code of the package but the models and what computes their depth attention, and the benchmarks.
+FOLDERS = ("analysis", "benchmarks", "commands", "configuration", "conversion", "eval", "training")
+FILES = sorted(path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+# "standard" is what a retrofit begins from, and what all others are compared with.
+NAMES = set(CONNECTIONS) - {"standard"}
+FIELDS = {field for connection in CONNECTIONS.values() for field in connection.fields}
+# Not the connection: a key of task files, for the number that the paper reports beside its baseline's.
+ALLOWED = {("eval/report.py", "attn_res")}
+
+
+def said(source: str) -> set[str]:
+    """The names of connections and of their fields that code says: as a whole string, a keyword or an attribute.
+
+    Docstrings may explain by them, and names of functions and variables may contain them.
+    """
+    words = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            words.add(node.value)
+        elif isinstance(node, ast.Attribute):
+            words.add(node.attr)
+        elif isinstance(node, ast.keyword):
+            words.add(node.arg)
+    return words & (NAMES | FIELDS)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["x == 'attn_res'", "c.attn_res_block_size", "load(attn_res_scale='sum')", "{'identity_hc': 1}", "c.attn_res"],
+)
+def test_what_says_a_name_is_seen(source):
+    assert len(said(source)) == 1
+    assert said(f"'''Of {source}.'''") == said("def retrofit_attn_res(): return flash_attn_res") == set()
+
+
+def test_nothing_outside_the_models_says_the_name_of_a_connection_or_of_a_field_of_one():
+    assert {path.parts[0] for path in FILES} == set(FOLDERS)
+    found = {(path.as_posix(), name) for path in FILES for name in said((ROOT / path).read_text(encoding="utf-8"))}
+    assert found - ALLOWED == set()
+    assert found >= ALLOWED, "an exception that is no longer needed"

@@ -1,0 +1,43 @@
+"""Code that came with the model that a run begins from is neither run nor referred to by what the run writes."""
+
+import json
+
+import pytest
+from transformers import AutoConfig, AutoTokenizer
+
+from attnres.training.recipe import Recipe
+from attnres.training.train import _model, _tokenizer
+
+from ..conversion.checkpoints import change_json, save_tokenizer, standard_model
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """One that begins from a model whose configurations name code: that leaves a trace where it is run."""
+    source = tmp_path / "source"
+    standard_model().save_pretrained(source)
+    save_tokenizer(source)
+    (source / "evil.py").write_text(
+        f"open({str(tmp_path / 'sprung')!r}, 'w').close()\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast\n\n\n"
+        "class T(PreTrainedTokenizerFast): ...\n\n\nclass C(LlamaConfig): ...\n\n\nclass M(LlamaForCausalLM): ...\n"
+    )
+    change_json(source / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.T"]})
+    change_json(source / "config.json", auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"})
+    return Recipe(str(source), ("text.txt",), str(tmp_path / "out"), steps=1)
+
+
+def test_it_is_neither_run_nor_written(recipe, tmp_path):
+    tokenizer = _tokenizer(recipe)
+    tokenizer.save_pretrained(tmp_path / "saved")
+    _model(recipe, tokenizer).save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "sprung").exists()
+    for name in ("config.json", "tokenizer_config.json"):
+        assert "auto_map" not in json.loads((tmp_path / "saved" / name).read_text())
+    assert not list((tmp_path / "saved").glob("*.py"))
+
+
+def test_the_trap_works_where_code_is_run(recipe, tmp_path):
+    AutoTokenizer.from_pretrained(recipe.model, trust_remote_code=True)
+    assert (tmp_path / "sprung").exists()
+    assert type(AutoConfig.from_pretrained(recipe.model, trust_remote_code=True)).__name__ == "C"

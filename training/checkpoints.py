@@ -1,0 +1,116 @@
+"""Whether a checkpoint of training holds all that its run goes on with.
+
+`transformers` goes on without what is missing: with an optimizer that begins anew, or other random numbers.
+"""
+
+import json
+import pickle
+import zipfile
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import TrainerState
+from transformers.trainer import (
+    OPTIMIZER_NAME,
+    SCHEDULER_NAME,
+    TRAINER_STATE_NAME,
+)
+from transformers.trainer_pt_utils import safe_globals
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+_RANDOM = "rng_state"
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Look at every file of a checkpoint. What `torch.save` wrote is read through, for its checksums.
+
+    Of weights, which have none, only the length is known, and that they are not all zero.
+
+    Raises:
+        ValueError: a file is missing, empty, cut off or broken.
+    """
+    # In this order: what is missing may be told by a file that has to be whole.
+    problem = next(filter(None, map(_broken, sorted(folder.rglob("*")))), None) or _missing(folder)
+    if problem:
+        raise ValueError(
+            f"{problem}, so the run cannot go on from {folder}. Put the file back, or remove that folder to go on from "
+            "the checkpoint before it, if there is one, or else from the start."
+        )
+
+
+def _missing(folder: Path) -> str | None:
+    names = {path.name for path in folder.iterdir()}
+    for name in (TRAINER_STATE_NAME, SCHEDULER_NAME):
+        if name not in names:
+            return f"{folder / name} is missing"
+    # Engines that divide a model use other names: `optimizer_0`, `pytorch_model_fsdp_0`, DeepSpeed's `global_step9`.
+    for usual, begins in (
+        (OPTIMIZER_NAME, ("optimizer", "global_step")),
+        (SAFE_WEIGHTS_NAME, ("model", "adapter_model", "pytorch_model", "shard-", "global_step")),
+    ):
+        if not any(name.startswith(begins) for name in names):
+            return f"{folder / usual} is missing"
+    if SAFE_WEIGHTS_INDEX_NAME in names:
+        shards = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))["weight_map"].values()
+        if lacking := sorted({*shards} - names):
+            return f"{folder / lacking[0]} is missing"
+    # Of one process, or of each by its number.
+    states = [name for name in names if name.startswith(_RANDOM)]
+    expected = [f"{_RANDOM}_{number}.pth" for number in range(len(states))]
+    if states != [f"{_RANDOM}.pth"] and (not states or sorted(states) != sorted(expected)):
+        lacking = next((name for name in expected if name not in states), f"{_RANDOM}.pth")
+        return f"{folder / lacking} is missing"
+    return None
+
+
+def _broken(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    if not path.stat().st_size:
+        return f"{path} is empty"
+    try:
+        if path.name == TRAINER_STATE_NAME:
+            return _wrong_state(path)
+        if path.suffix == ".json":
+            json.loads(path.read_text(encoding="utf-8"))
+        elif path.suffix == ".safetensors":
+            with safe_open(path, "pt") as weights:  # compares the length with what the header says
+                # As after a machine lost its power. Ends at the first tensor that is not zero.
+                tensors = map(weights.get_tensor, weights.offset_keys())
+                if not any(tensor.flatten().view(torch.uint8).any() for tensor in tensors):
+                    return f"{path} is broken (it holds nothing but zeros)"
+        elif path.suffix in (".pt", ".pth"):
+            return _wrong_archive(path)
+    except (SafetensorError, ValueError) as error:
+        return f"{path} is broken ({error})"
+    return None
+
+
+def _wrong_state(path: Path) -> str | None:
+    try:
+        steps = TrainerState.load_from_json(str(path)).global_step
+    except TypeError:  # no mapping, or one of other names
+        steps = None
+    return None if isinstance(steps, int) and steps > 0 else f"{path} is broken (it does not say after which step)"
+
+
+def _wrong_archive(path: Path) -> str | None:
+    try:
+        with zipfile.ZipFile(path) as archive:  # whose table of contents stands at the end
+            damaged = archive.testzip()
+    except (EOFError, NotImplementedError, OSError, RuntimeError, ValueError, zipfile.BadZipFile):
+        return f"{path} is broken or cut off"
+    if damaged is not None:
+        return f"{path} is broken (its part {damaged} is damaged)"
+    # As `transformers` loads them: plain data, which runs nothing. The tensors stay where they are.
+    if path.name.startswith((OPTIMIZER_NAME, SCHEDULER_NAME, _RANDOM)):
+        try:
+            with safe_globals():
+                torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except (EOFError, KeyError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError):
+            return f"{path} is broken (it does not hold what training writes there)"
+    return None
+
+
+__all__ = ["check_checkpoint"]
