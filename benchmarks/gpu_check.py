@@ -15,6 +15,7 @@ EPS = 1e-6
 # Sources, tokens, width.
 CASES = [(1, 37, 64), (2, 512, 1024), (5, 37, 1000), (9, 512, 2048), (17, 64, 4096), (64, 5, 8192)]
 QUICK = [(1, 5, 8), (3, 7, 64)]
+LEAST_SCALE = 0.01
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -89,8 +90,11 @@ def loss(result: Tensor, weights: Tensor) -> Tensor:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest entry; infinite where something is not a number."""
-    error = (found.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
+    """The largest difference, relative to the largest entry; infinite where something is not a number.
+
+    Of one source the query's gradient is zero, found as the difference of numbers near one: hence the least scale.
+    """
+    error = (found.double() - expected).abs().max() / expected.abs().max().clamp(min=LEAST_SCALE)
     return error.item() if bool(error.isfinite()) else float("inf")
 
 
