@@ -3,9 +3,10 @@
     python -m benchmarks --device cuda --out DIR [--minutes 9] [--quick]
 
 1. check: every implementation of depth attention against the readable form;
-2. one aggregation against a copy of what it moves, and the kernels of libraries;
-3. the tests of the kernels, where pytest is installed;
-4. models against the standard residual stream: prefill, a training step, decoding.
+2. the tests of the kernels, where pytest is installed;
+3. one aggregation against a copy of what it moves;
+4. models against the standard residual stream: prefill, a training step, decoding;
+5. one aggregation by the kernels of libraries, which may spend all time that is left on tuning themselves.
 
 Needs Python, torch, triton, transformers and the checkout (`pip install --no-deps --no-build-isolation -e .`). Every
 row is stored when it is measured, so that a run that is cut off leaves what it has. Where time is short there are fewer
@@ -24,17 +25,18 @@ import torch
 from attnres.files import atomic_write
 from attnres.quiet import quiet_transformers
 
-from . import gpu_check, gpu_models, gpu_ops, gpu_tests
+from . import gpu_check, gpu_libraries, gpu_models, gpu_ops, gpu_tests
 from .clock import Clock, OutOfTime
 from .machine import describe
 from .stored import markdown_table
 
 # Part -> its module, and its share of the time that is left when it begins.
 PARTS: dict[str, tuple[ModuleType, float]] = {
-    "check": (gpu_check, 0.15),
-    "ops": (gpu_ops, 0.25),
-    "tests": (gpu_tests, 0.25),
-    "models": (gpu_models, 1.0),
+    "check": (gpu_check, 0.1),
+    "tests": (gpu_tests, 0.3),
+    "ops": (gpu_ops, 0.15),
+    "models": (gpu_models, 0.75),
+    "libraries": (gpu_libraries, 1.0),
 }
 MARGIN = 10  # seconds before the end, to stop in
 

@@ -1,15 +1,20 @@
-"""One aggregation on a GPU, in bfloat16: against a copy of what it must move, and the kernels of libraries."""
+"""One aggregation on a GPU, in bfloat16: against a copy of what it must move; `gpu_libraries` adds other kernels.
 
-from collections.abc import Iterator
+What is timed are replays of CUDA graphs: the GPU's own time, not that of Python, which launches a kernel in more time
+than a small one takes. Models in eager mode (`gpu_models`) pay that too.
+"""
+
+from collections.abc import Iterator, Mapping
 from itertools import product
 
 import torch
 
 from .aggregation import BOUND, EAGER, OURS, Inputs, forward, forward_and_backward, runnable
 from .clock import Clock
-from .peers import gpu_peers
+from .graphs import graphed
+from .peers import Peer
 from .stored import cell, verdict
-from .timing import Setting, compare, interleave
+from .timing import Setting, Ways, compare, interleave
 
 TARGET = 1.3  # of ours / bound
 ELEMENTS = 2**24  # of each source: all of them are far larger than the caches
@@ -18,8 +23,8 @@ SOURCES, WIDTHS = (5, 9, 17, 2), (1024, 2048)
 PASSES = {"forward": forward, "forward+backward": forward_and_backward}
 
 
-def measure(device: str, quick: bool, clock: Clock) -> Iterator[dict]:
-    """A row for each pass, width and number of sources."""
+def measure(device: str, quick: bool, clock: Clock, peers: Mapping[str, Peer] | None = None) -> Iterator[dict]:
+    """A row for each pass, width and number of sources: of ours and, where they are given, those of the peers."""
     setting = Setting(repeats=2 if quick else 30, quick=quick, device=device)
     points = [(2, 64)] if quick else list(product(SOURCES, WIDTHS))
     for number, (n, width) in enumerate(points):
@@ -32,11 +37,19 @@ def measure(device: str, quick: bool, clock: Clock) -> Iterator[dict]:
                 yield row | {"missing": {OURS: "out of time"}}
                 continue
             inputs = inputs or Inputs(n, width, tokens, torch.bfloat16, device)
-            found, missing = runnable(ways(inputs, gpu_peers()))
+            found, missing = replayed(ways(inputs, peers or {}), device)
             times = interleave(found, setting, most_seconds=seconds / 2)
             pairs = {f"{OURS} / {BOUND}": (OURS, BOUND)}
             pairs |= {f"{peer} / {OURS}": (peer, OURS) for peer in found if peer not in (OURS, BOUND)}
             yield row | compare(times, pairs) | {"missing": missing}
+
+
+def replayed(ways: Ways, device: str) -> tuple[Ways, dict[str, str]]:
+    """The ways that run, each as a CUDA graph on a GPU, and of the others the first line of why not."""
+    found, missing = runnable(ways)
+    if device == "cpu":
+        return found, missing
+    return {name: graphed(way) for name, way in found.items()}, missing
 
 
 def table(rows: list[dict]) -> tuple[str, list[str], list[list[str]], str]:

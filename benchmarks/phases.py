@@ -20,7 +20,7 @@ TOKENS, WIDTH, EPS = 512, 1024, 1e-6
 SOURCES, QUERIES = (2, 4, 8, 16, 32), (2, 4, 8)
 # So many bytes are read in turn that a source comes from memory: in a model the weights are read between sublayers.
 POOL = 2**29
-BOTH, EAGER = "two phases / one", "eager, one by one / one"
+BOTH, EAGER = "two phases / one", "eager / one"
 
 
 def measure(setting: Setting) -> Iterator[dict]:

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 MAX_WIDTH = 16384
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PLAIN = (Tensor, nn.Parameter)  # and no subclass: those of other devices, distributed or quantised tensors
-# Chosen by what compiles without spilling registers, not yet by measurement on a GPU.
+# Measured on an H100, which was within 5% of its best for several of each (`benchmarks/gpu.md`).
 _TILE = 1024  # elements in a tile, as far as whole tokens allow
-_PER_THREAD = 16  # of these
+_PER_THREAD = 32  # of these
 _QUERY_TILE = 16384  # elements of the queries that a program keeps
 _CHUNK = 8  # pointers among which a loop picks
-_PROGRAMS = 1024  # at most, that share the sum of the query's gradient
+_PROGRAMS = 2048  # at most, that share the sum of the query's gradient
 
 
 @functools.cache

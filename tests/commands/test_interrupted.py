@@ -40,11 +40,10 @@ def start(name: str, assets: Path, folder: Path) -> subprocess.Popen:
         env=os.environ | {"PYTHONPROFILEIMPORTTIME": "1", "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        text=True,
         start_new_session=True,
     )
     for line in process.stderr:
-        if line.endswith("attnres.commands.main\n"):
+        if line.endswith(b"attnres.commands.main\n"):
             process.stderr.readline()  # the first import under the guard
             return process
     raise AssertionError("it has not begun")
@@ -53,17 +52,17 @@ def start(name: str, assets: Path, folder: Path) -> subprocess.Popen:
 def stop(process: subprocess.Popen, delay: float, number: int) -> str | None:
     """What it writes on standard error beside its imports; `None` if it was done before."""
     deadline = time.monotonic() + delay
-    lines = []
+    parts = []
     os.set_blocking(process.stderr.fileno(), False)
     while time.monotonic() < deadline and process.poll() is None:  # so that it never waits for its reader
-        lines.append(process.stderr.read() or "")
+        parts.append(process.stderr.read() or b"")
         time.sleep(min(0.02, max(0.0, deadline - time.monotonic())))
     if process.poll() is not None:
         return None
     os.killpg(process.pid, number)
     os.set_blocking(process.stderr.fileno(), True)
-    rest, _ = process.communicate(timeout=120)
-    text = "".join(lines) + rest
+    _, rest = process.communicate(timeout=120)
+    text = b"".join([*parts, rest]).decode()
     return "\n".join(line for line in text.splitlines() if not line.startswith("import time:"))
 
 

@@ -41,8 +41,8 @@ def stream_of(texts: list[str], tokenizer) -> list[int]:
     """Each text with its end; one whose last token is that already, spelt out or set by the tokenizer, has one end."""
     end, stream = tokenizer.eos_token_id, []
     for text in texts:
-        stream += tokenizer(text)["input_ids"]
-        stream += [] if stream[-1:] == [end] else [end]
+        ids = tokenizer(text)["input_ids"]
+        stream += ids if ids[-1:] == [end] else [*ids, end]
     return stream
 
 
