@@ -115,7 +115,7 @@ def _steps_of(run: Planned, advance: Callable[[], None], console: Console) -> Ca
 def made_by() -> dict[str, str]:
     """The commit, with a + if files of it are changed, the versions and the processor that a run is made with.
 
-    Where files were copied without their history, the environment variable `ATTNRES_COMMIT` names the commit.
+    The environment variable `ATTNRES_COMMIT` names it where files were copied without their history, or with an old one.
     """
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
     versions = {name: version(name) for name in ("torch", "transformers")}
@@ -132,11 +132,13 @@ def _commit() -> str:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
+    if "ATTNRES_COMMIT" in os.environ:
+        return os.environ["ATTNRES_COMMIT"]
     try:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", "*.py")
         return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("ATTNRES_COMMIT", "unknown")
+        return "unknown"
 
 
 def spread(values: list[float], sign: str = "") -> str:
