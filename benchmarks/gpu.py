@@ -6,7 +6,8 @@
 2. the tests of the kernels, where pytest is installed;
 3. one aggregation against a copy of what it moves;
 4. models against the standard residual stream: prefill, a training step, decoding;
-5. one aggregation by the kernels of libraries, which may spend all time that is left on tuning themselves.
+5. one aggregation by the kernels of libraries, which may spend all time that is left on tuning themselves;
+6. asked for by `--only tiles`: other tiles of our kernels than the chosen ones.
 
 Needs Python, torch, triton, transformers and the checkout (`pip install --no-deps --no-build-isolation -e .`). Every
 row is stored when it is measured, so that a run that is cut off leaves what it has. Where time is short there are fewer
@@ -25,7 +26,7 @@ import torch
 from attnres.files import atomic_write
 from attnres.quiet import quiet_transformers
 
-from . import gpu_check, gpu_libraries, gpu_models, gpu_ops, gpu_tests
+from . import gpu_check, gpu_libraries, gpu_models, gpu_ops, gpu_tests, gpu_tiles
 from .clock import Clock, OutOfTime
 from .machine import describe
 from .stored import markdown_table
@@ -37,7 +38,9 @@ PARTS: dict[str, tuple[ModuleType, float]] = {
     "ops": (gpu_ops, 0.15),
     "models": (gpu_models, 0.75),
     "libraries": (gpu_libraries, 1.0),
+    "tiles": (gpu_tiles, 1.0),
 }
+ON_REQUEST = ("tiles",)
 MARGIN = 10  # seconds before the end, to stop in
 
 
@@ -55,7 +58,9 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available() and not options.quick:
         print("benchmarks: PyTorch sees no GPU; --quick runs without one.", file=sys.stderr)
         return 1
-    return run_gpu(options.only or list(PARTS), options.out, options.minutes, options.quick)
+    return run_gpu(
+        options.only or [part for part in PARTS if part not in ON_REQUEST], options.out, options.minutes, options.quick
+    )
 
 
 def run_gpu(parts: list[str], out: Path | None, minutes: float, quick: bool) -> int:

@@ -115,7 +115,7 @@ def _steps_of(run: Planned, advance: Callable[[], None], console: Console) -> Ca
 def made_by() -> dict[str, str]:
     """The commit, with a + if files of it are changed, the versions and the processor that a run is made with.
 
-    The environment variable `ATTNRES_COMMIT` names it where files were copied without their history, or with an old one.
+    The environment variable `ATTNRES_COMMIT` names it where files were copied without their history.
     """
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
     versions = {name: version(name) for name in ("torch", "transformers")}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 MAX_WIDTH = 16384
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PLAIN = (Tensor, nn.Parameter)  # and no subclass: those of other devices, distributed or quantised tensors
-# Measured on an H100, which was within 5% of its best for several of each (`benchmarks/gpu.md`).
+# As measured on an H100 (`benchmarks/gpu.md`).
 _TILE = 1024  # elements in a tile, as far as whole tokens allow
 _PER_THREAD = 32  # of these
 _QUERY_TILE = 16384  # elements of the queries that a program keeps

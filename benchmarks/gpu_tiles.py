@@ -1,0 +1,79 @@
+"""Tiles of the kernels on a GPU: one aggregation with the chosen and with others, against a copy of what it moves."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from unittest.mock import patch
+
+import torch
+
+from attnres.accelerated.triton import kernels_available, launch
+
+from .aggregation import BOUND, Inputs
+from .clock import Clock
+from .gpu_ops import ELEMENTS, replayed
+from .stored import cell
+from .timing import Setting, compare, interleave
+
+# Sources, width, dtype.
+POINTS = [(5, 1024, "bfloat16"), (5, 2048, "bfloat16"), (8, 512, "float32")]
+TILES, PER_THREAD, PROGRAMS = (512, 1024, 2048), (8, 16, 32), (1024, 2048, 4096)
+CHOSEN = "chosen"
+
+
+def measure(device: str, quick: bool, clock: Clock) -> Iterator[dict]:
+    """A row for each point and pass; a tile is called by its elements, those of a thread, and the programs."""
+    setting = Setting(repeats=2 if quick else 10, quick=quick, device=device)
+    for number, (n, width, dtype) in enumerate(POINTS):
+        row = {"sources": n, "width": width, "dtype": dtype}
+        seconds = clock.row(len(POINTS) - number)
+        if seconds is None or not kernels_available(device, width):
+            yield row | {"missing": "out of time" if seconds is None else "the kernels do not run here"}
+            continue
+        inputs = Inputs(n, width, ELEMENTS // width, getattr(torch, dtype), device)
+        with torch.no_grad():
+            for name, ways in {"forward": forwards(inputs), "backward": backwards(inputs)}.items():
+                found, missing = replayed({BOUND: partial(inputs.copy, name)} | ways, device)
+                times = interleave(found, setting, most_seconds=seconds / 4)
+                pairs = {way: (way, BOUND) for way in found if way != BOUND}
+                yield row | {"pass": name} | compare(times, pairs) | {"missing": missing}
+
+
+def forwards(inputs: Inputs) -> dict:
+    def way(**chosen: int) -> None:
+        with patch.multiple(launch, **chosen):
+            launch.forward(inputs.query, inputs.sources, inputs.eps, False)
+
+    return {CHOSEN: way} | {
+        f"{tile}/{each}": lambda tile=tile, each=each: way(_TILE=tile, _PER_THREAD=each)
+        for tile, each in product(TILES, PER_THREAD)
+    }
+
+
+def backwards(inputs: Inputs) -> dict:
+    saved = launch.forward(inputs.query, inputs.sources, inputs.eps, False)[1:]
+
+    def way(**chosen: int) -> None:
+        with patch.multiple(launch, **chosen):
+            launch.backward(inputs.grad, None, [], inputs.query, inputs.sources, *saved, False, True)
+
+    return {CHOSEN: way} | {
+        f"{tile}/{each}/{programs}": lambda chosen=(tile, each, programs): way(
+            **dict(zip(("_TILE", "_PER_THREAD", "_PROGRAMS"), chosen))
+        )
+        for tile, each, programs in product(TILES, PER_THREAD, PROGRAMS)
+    }
+
+
+def table(rows: list[dict]) -> tuple[str, list[str], list[list[str]], str]:
+    """Title, columns, cells and note: what is chosen beside the best of those tried."""
+    cells = []
+    for row in rows:
+        if "ratios" not in row:
+            continue
+        best = min(row["ratios"], key=lambda way: row["ratios"][way]["median"])
+        about = [row["pass"], row["dtype"], str(row["width"]), str(row["sources"])]
+        cells.append([*about, cell(row, CHOSEN), best, cell(row, best)])
+    columns = ["pass", "dtype", "d", "sources", "chosen / bound", "best tile", "best / bound"]
+    notes = dict.fromkeys(row["missing"] for row in rows if isinstance(row["missing"], str))
+    return "Tiles: elements / of a thread / programs", columns, cells, " ".join(notes)
