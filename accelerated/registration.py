@@ -3,11 +3,9 @@
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from .autograd import depth_attention_in_operations
-from .compat import is_compiled, looks_at_operations
+from .compat import is_compiled
 from .interface import Implementation
 
 Attended = tuple[Tensor, Tensor, Sequence[Tensor]]
@@ -24,9 +22,6 @@ def register(interface: MutableMapping, implementations: Mapping[str, Implementa
         for candidate in candidates:
             if candidate.pays(query, sources) and candidate.supports(query, sources) is None:
                 return candidate.run(query, sources, eps, is_sum, fuse_later_grads)
-        # A transform may need derivatives that no function of our own has.
-        if not torch.compiler.is_compiling() and looks_at_operations() is not None:
-            return *depth_attention_in_operations(query, sources, eps, is_sum), sources
         return eager(query, sources, eps, is_sum)
 
     for name, implementation in implementations.items():
@@ -59,7 +54,8 @@ def reader(
     owners = [(layer._modules, sublayer.name, sublayer.first) for layer in model.layers for sublayer in layer.sublayers]
     owners.append((model._modules, "output_attn_res", None))
     reads = [(modules[f"{name}_proj"], modules[f"{name}_norm"], modules.get(first)) for modules, name, first in owners]
-    if any((type(connection), type(key_norm)) != classes for connection, key_norm, _ in reads):
+    connection, key_norm, _ = reads[-1]  # the others are of its classes, or no reader takes them
+    if (type(connection), type(key_norm)) != classes:
         return None
     return next((found for found in (make(reads) for make in readers) if found is not None), None)
 

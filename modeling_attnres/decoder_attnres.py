@@ -1,7 +1,7 @@
 """Residual connections on any decoder of `transformers`: mixins for its layer, its model and its heads.
 
 Each sublayer of a layer reads its input from the depth state and writes its output to it; last the final norm reads.
-The state takes the place of `hidden_states` in the backbone's own forward loop: one explicit value, no hooks.
+The state takes the place of `hidden_states` in the backbone's own forward loop: no hooks.
 """
 
 import os
@@ -50,7 +50,7 @@ class ResidualDecoderLayer:
             _add_connection(self, sublayer.name, config, layer_idx * len(sublayers) + i)
 
     def move_to(self, layer_idx: int) -> None:
-        """Take another place: layers were removed or moved."""
+        """Take another place."""
         self.layer_idx = layer_idx
         for i, sublayer in enumerate(self.sublayers):
             getattr(self, f"{sublayer.name}_proj").sublayer = layer_idx * len(self.sublayers) + i
@@ -192,11 +192,11 @@ class ResidualModel(ResidualPreTrainedModel):
         self.post_init()
 
     def forward(self, *args, record_depth_attentions: Callable[[tuple[Tensor, ...]], None] | None = None, **kwargs):
-        for i, layer in enumerate(self.layers):
-            if layer.layer_idx != i:
-                layer.move_to(i)
         if any(layer.layer_idx != i for i, layer in enumerate(self.layers)):
-            raise ValueError("one layer stands at two places of `layers`, but has one in the depth; use a copy of it.")
+            if len({*self.layers}) < len(self.layers):
+                raise ValueError("one layer stands at two places of `layers`, and has one in the depth: copy it.")
+            for i, layer in enumerate(self.layers):
+                layer.move_to(i)
         wanted = ("output_hidden_states", "output_depth_attentions")
         is_recorded = any(kwargs.get(name) or getattr(self.config, name, False) for name in wanted)
         fast = None

@@ -76,17 +76,18 @@ def attend(
 def eager(
     query: Tensor, sources: Sequence[Tensor], eps: float, is_sum: bool, fuse_later_grads: bool = False
 ) -> Attended:
-    """In PyTorch's operations; `query` is `w * g`, so that the key norm's weight never touches a source."""
+    """In PyTorch's operations; `query` is `w * g`: the key norm's weight never touches a source."""
     is_inference = not torch.is_grad_enabled()
-    # What `torch.func` can transform, and what a compiler fuses.
-    if torch._C._are_functorch_transforms_active() or (torch.compiler.is_compiling() and is_inference):
+    # What can be transformed and traced, and what a compiler fuses.
+    is_transformed = torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    if is_transformed or torch.jit.is_tracing() or (torch.compiler.is_compiling() and is_inference):
         return *reference(query, sources, None, eps, is_sum), sources
     # Under autocast the products would fall to half precision.
     with maybe_autocast(query.device.type, enabled=False):
         if not is_inference or sources[0].numel() > 8 * len(query):
             return *_DepthAttention.apply(query, eps, is_sum, *sources), sources
-        # Decoding costs launches, of which stacked sources need fewer. Not in training: there, what is computed
-        # without gradients first and with them later has to be the same to the last bit.
+        # Decoding costs launches, of which stacked sources need fewer. Not in training, where what is computed again
+        # has to be the same to the last bit.
         shape, n = sources[0].shape, len(sources)
         stacked = torch.stack([source.to(query.dtype) for source in sources]).view(n, -1, shape[-1])
         weights = (stacked @ query).mul_(_inverse_rms(stacked, eps, query.dtype)).softmax(0)  # (n, tokens)
@@ -106,7 +107,7 @@ class _DepthAttention(torch.autograd.Function):
         exp = (logits - logits.amax(0)).exp()
         normaliser = exp.sum(0)
         weights = exp / normaliser
-        # Not `weights * n`: in this order it is exactly one at zero queries, and `sum` is the plain sum of the sources.
+        # Not `weights * n`: this is exactly one at zero queries, where `sum` is the plain sum of the sources.
         mixing = exp * len(sources) / normaliser if is_sum else weights
         coefficients = mixing.unsqueeze(-1).unbind()  # n of (..., 1)
         result = coefficients[0] * sources[0].to(query.dtype)
@@ -122,7 +123,7 @@ class _DepthAttention(torch.autograd.Function):
         query, logits, inverse_rms, weights, mixing, *sources = ctx.saved_tensors
         grad = torch.zeros_like(sources[0], dtype=query.dtype) if grad is None else grad
         with maybe_autocast(grad.device.type, enabled=False):
-            if torch.is_grad_enabled():  # this derivative is going to be differentiated itself
+            if torch.is_grad_enabled():  # to be differentiated itself
                 (result, _), derivative = torch.func.vjp(
                     lambda query, *sources: reference(query, sources, None, ctx.eps, ctx.is_sum), query, *sources
                 )

@@ -1,6 +1,5 @@
 """The package as it is installed: one import name, all of its data, a light import, model files that can travel."""
 
-import ast
 import importlib.metadata
 import json
 import os
@@ -14,6 +13,8 @@ from zipfile import ZipFile
 import pytest
 
 import attnres
+
+from .imports import imports_of
 
 ROOT = Path(__file__).parents[1]
 MODEL_FOLDER = ROOT / "modeling_attnres"
@@ -91,17 +92,6 @@ def test_the_extras_are_those_of_the_project():
     assert set(PROJECT["project"]["optional-dependencies"]) == {"cpu", "gpu", "eval", "train", "dev"}
 
 
-def imports_of(path: Path) -> set[str]:
-    """All modules that a file imports, wherever in it; relative ones with their dots."""
-    modules = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            modules.add("." * node.level + (node.module or ""))
-    return modules
-
-
 def model_files() -> set[str]:
     """`modeling_attnres.py` and every file that it needs, by following the relative imports."""
     files, found = set(), {"modeling_attnres"}
@@ -110,7 +100,7 @@ def model_files() -> set[str]:
         found = {
             module.lstrip(".")
             for name in found
-            for module in imports_of(MODEL_FOLDER / f"{name}.py")
+            for module in imports_of((MODEL_FOLDER / f"{name}.py").read_text(encoding="utf-8"))
             if module.startswith(".")
         } - files
     return {f"{name}.py" for name in files}
@@ -125,7 +115,8 @@ def test_the_files_saved_beside_the_weights_are_the_model_files(tiny_model, tmp_
 def test_dependencies_never_point_back_to_the_rooms_above():
     for path in MODEL_FOLDER.glob("*.py"):
         if path.name != "__main__.py":
-            above = {module for module in imports_of(path) if module.split(".")[0] == "attnres"}
+            imported = imports_of(path.read_text(encoding="utf-8"))
+            above = {module for module in imported if module.split(".")[0] == "attnres"}
             assert above <= {"attnres.accelerated"}, path.name  # guarded; see `test_travelled_files.py`
 
 

@@ -112,17 +112,12 @@ def check_options(
     """
     names = [targets] if isinstance(targets, str) else targets
     for name, value, is_allowed, wanted in (
-        ("rank", rank, _is_number(rank) and rank == int(rank) >= 1, "a whole number, at least 1"),
+        ("rank", rank, _is_rank(rank), "a whole number, at least 1"),
         ("alpha", alpha, alpha is None or (_is_number(alpha) and alpha > 0), "a number above 0"),
         ("dropout", dropout, _is_number(dropout) and 0 <= dropout < 1, "a share from 0 on and below 1"),
         ("targets", targets, names is None or _are_names(names), "a list of names"),
         ("experts", experts, isinstance(experts, bool), "true or false"),
-        (
-            "expert_rank",
-            expert_rank,
-            expert_rank is None or (_is_number(expert_rank) and expert_rank == int(expert_rank) >= 1),
-            "a whole number, at least 1",
-        ),
+        ("expert_rank", expert_rank, expert_rank is None or _is_rank(expert_rank), "a whole number, at least 1"),
     ):
         if not is_allowed:
             raise ValueError(f"`{name}` of the adapters is {value!r}, but must be {wanted}.")
@@ -130,6 +125,10 @@ def check_options(
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_rank(value: Any) -> bool:
+    return _is_number(value) and value == int(value) >= 1
 
 
 def _are_names(value: Any) -> bool:

@@ -7,13 +7,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from .connections import close
+
 HERE = Path(__file__).parent
 CASES = ["llama", "gemma3_text", "mixtral", "gpt_neox"]
-
-
-def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Equal to rounding: without the installed implementations PyTorch's operations compute the same function."""
-    return torch.allclose(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,8 @@ from transformers import AutoModelForCausalLM, KimiLinearForCausalLM, PreTrained
 from attnres import AttnResForCausalLM, AttnResForSequenceClassification
 from attnres.residual_attnres import residual_tensors
 
+from .connections import close
+
 HERE = Path(__file__).parent
 FAMILY = ["AttnResModel", "AttnResForCausalLM", "AttnResForSequenceClassification"]
 QUERY = "model.layers.1.mlp_res_proj.weight"
@@ -63,11 +65,6 @@ def models(tmp_path_factory, tiny_model, ids) -> Path:
     fields = json.loads((folder / "whole" / "config.json").read_text())
     (folder / "bad-config" / "config.json").write_text(json.dumps(fields | {"attn_res_block_size": 0}))
     return folder
-
-
-def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Equal to rounding: without the installed implementations PyTorch's operations compute the same function."""
-    return torch.allclose(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,8 @@ from transformers.dynamic_module_utils import get_imports
 
 from attnres import CONNECTIONS
 
+from ..imports import imports_of
+
 LIBRARIES = {"torch", "transformers", "safetensors"}
 OPTIONAL = {"attnres.accelerated"}
 FAMILY = {
@@ -64,20 +66,9 @@ def test_the_file_of_each_further_connection_has_under_150_lines(files):
     assert all(len(files[name].splitlines()) < 150 for name in of_connections(files))
 
 
-def imports_of(tree: ast.AST) -> set[str]:
-    """The modules that a file imports, wherever in it; relative ones with their dots."""
-    modules = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            modules.add("." * node.level + (node.module or ""))
-    return modules
-
-
 def test_they_import_nothing_but_libraries_each_other_and_where_installed_the_acceleration(files):
     for name, text in files.items():
-        for module in imports_of(ast.parse(text)) - OPTIONAL:
+        for module in imports_of(text) - OPTIONAL:
             if module.startswith("."):
                 # Single dot, with a name: `transformers` finds the files to save by this form.
                 assert f"{module[1:]}.py" in files, f"{name} imports {module}"
@@ -87,7 +78,7 @@ def test_they_import_nothing_but_libraries_each_other_and_where_installed_the_ac
 
 
 def test_the_acceleration_is_imported_in_one_place_and_not_needed(files, tmp_path):
-    assert {name for name, text in files.items() if imports_of(ast.parse(text)) & OPTIONAL} == {"functional_attnres.py"}
+    assert {name for name, text in files.items() if imports_of(text) & OPTIONAL} == {"functional_attnres.py"}
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
         # What `transformers` finds missing before it loads them; what stands in a `try` may be.
