@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, __version__
 from transformers.conversion_mapping import WeightConverter, get_model_conversion_mapping
 from transformers.distributed import DistributedConfig
-from transformers.distributed.checkpoint import is_sharded_checkpoint
 
 from .recipe import did_you_mean
 
@@ -28,11 +27,13 @@ def read_division(settings: Mapping[str, Any] | None, num_processes: int) -> Dis
     """The recipe's `distributed` as `transformers` reads it; `None` where the model is not divided.
 
     Raises:
-        ValueError: an unknown field or a wrong value; another number of processes than the sizes multiply to; or an
-            engine of accelerate's that divides the model too.
+        ValueError: an unknown field or a wrong value; another number of processes than the sizes multiply to; an
+            engine of accelerate's that divides the model too; or a version of `transformers` that divides otherwise.
     """
     if not settings:
         return None
+    if not hasattr(DistributedConfig, "dp_size"):
+        raise ValueError(f"`distributed` of the recipe needs transformers 5.23 or newer, not {__version__}.")
     known = [item.name for item in fields(DistributedConfig) if item.name not in _REFUSED]
     for name, value in settings.items():
         if name not in known:
@@ -97,6 +98,8 @@ def _is_converted(source: str) -> bool:
     `transformers` makes it of each process's parts of them, which in order are not that process's part of the one:
     Kimi Linear's convolutions would be scrambled.
     """
+    from transformers.distributed.checkpoint import is_sharded_checkpoint  # older versions do not have it
+
     if is_sharded_checkpoint(source):
         return False
     with torch.device("meta"):
