@@ -10,6 +10,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from attnres.accelerated import inference_reader as reader_module
+from attnres.accelerated import numba as on_cpu
 from attnres.accelerated import phases
 from attnres.accelerated.numba import IMPLEMENTATION, call
 from attnres.attn_res_attnres import AttnRes
@@ -192,6 +193,16 @@ def test_each_read_looks_at_the_sources_that_are_new(change: Callable[[Tensor], 
         expected, _, _ = connection(sources, key_norm())
         torch.testing.assert_close(reader.read(connection, sources)[0], expected)
         sources = *sources, torch.randn_like(sources[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape, is_read", [((2, 1), True), ((2, 3), False), ((1, 16), False)])
+def test_of_what_is_small_one_token_is_read_by_the_loops_and_more_by_the_connections(shape, is_read, monkeypatch):
+    monkeypatch.setattr(on_cpu, "_MANY", 1 << 15)
+    reads, embedding = decoder(), torch.randn(*shape, WIDTH)
+    h, is_normed = IMPLEMENTATION.reader(reads).read(reads[0][0], embedding)
+    assert is_normed is is_read
+    torch.testing.assert_close(h, reads[0][2](embedding) if is_normed else embedding)
 
 
 def other_numbers(source: Tensor) -> None:
