@@ -7,6 +7,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
+from transformers.integrations import moe
 
 from attnres import AttnResForCausalLM, depth_attention
 from attnres.residual_attnres import residual_tensors
@@ -233,6 +234,11 @@ def compiled() -> Iterator[Callable]:
     torch._dynamo.reset()
 
 
+# Older versions choose their experts' kernel by what a compiler cannot know.
+compiles_experts = pytest.mark.skipif(
+    not hasattr(moe, "_grouped_mm_fallback_backward_fake"),
+    reason="this version of transformers cannot compile the gradients of its experts on a CPU",
+)
 COMPILATIONS = pytest.mark.parametrize(
     ("fields", "backend"),
     [
@@ -253,6 +259,7 @@ def test_forward_compiles_to_one_graph_with_the_same_result(vivid_model, token_i
     torch.testing.assert_close(actual.logits, expected.logits, rtol=0, atol=1e-4)
 
 
+@compiles_experts
 @COMPILATIONS
 def test_training_step_compiles_to_one_graph_with_the_same_gradients(vivid_model, token_ids, compiled, fields, backend):
     model = vivid_model(**fields).train()
@@ -260,6 +267,7 @@ def test_training_step_compiles_to_one_graph_with_the_same_gradients(vivid_model
     assert_same_gradients(gradients(model, token_ids, compiled(loss_of, backend)), expected, 1e-3)
 
 
+@compiles_experts
 def test_compiled_checkpointing_gives_the_same_gradients(vivid_model, token_ids, compiled):
     model = vivid_model(**QUICK_TO_TRACE).train()
     expected = gradients(model, token_ids)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from attnres import depth_attention, depth_attention_reference
 
@@ -42,11 +43,13 @@ def random_case(n: int, shape: tuple[int, ...], eps: float, query_scale: float =
 def fla_packages(pytestconfig) -> Path:
     """The directory that holds fla-core and what it needs beside torch; installed when it is not there."""
     target = pytestconfig.rootpath / ".peer" / PACKAGES[0].replace("==", "-")
-    if not target.exists():
-        unfinished = target.with_name(f"{target.name}.{os.getpid()}")
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(unfinished)]
-        subprocess.run([*command, *PACKAGES], check=True)
-        unfinished.rename(target)
+    target.parent.mkdir(exist_ok=True)
+    with FileLock(target.with_name(f"{target.name}.lock")):
+        if not target.exists():
+            unfinished = target.with_name(f"{target.name}.{os.getpid()}")
+            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(unfinished)]
+            subprocess.run([*command, *PACKAGES], check=True)
+            unfinished.rename(target)
     return target
 
 
