@@ -10,6 +10,14 @@ from tempfile import TemporaryFile
 from filelock import FileLock, Timeout
 
 
+def check_source(source: str | os.PathLike) -> None:
+    """Raises FileNotFoundError: a path at which there is no directory, and which cannot be a name on the Hub."""
+    path = Path(source)
+    can_be_on_hub = not (path.is_absolute() or str(source).startswith((".", "~")) or len(path.parts) > 2)
+    if not path.is_dir() and (path.exists() or not can_be_on_hub):
+        raise FileNotFoundError(f"{source} is not a directory.")
+
+
 def atomic_write(path: Path, content: str | bytes) -> None:
     """Write a file so that whoever reads it finds the old content or the new one."""
     partial = path.with_name(f".{path.name}.partial")
@@ -35,12 +43,12 @@ def atomic_directory(out: str | os.PathLike, *, overwrite: bool, marker: str, co
     """
     out = Path(os.path.abspath(out))
     stage, replaced, lock = (out.with_name(f".{out.name}.{role}") for role in ("partial", "replaced", "lock"))
-    _check_replaceable(out, overwrite, marker, content)
+    check_replaceable(out, overwrite, marker, content)
     with _parents(out), locked(lock, out):
         try:
             if os.path.lexists(replaced) and not os.path.lexists(out):
                 replaced.rename(out)  # a run was killed between the two renames below
-            _check_replaceable(out, overwrite, marker, content)  # again: another run may have ended meanwhile
+            check_replaceable(out, overwrite, marker, content)  # again: another run may have ended meanwhile
             _remove(stage)
             stage.mkdir()
             yield stage
@@ -59,7 +67,8 @@ def atomic_directory(out: str | os.PathLike, *, overwrite: bool, marker: str, co
                 _remove(replaced)
 
 
-def _check_replaceable(out: Path, overwrite: bool, marker: str, content: str) -> None:
+def check_replaceable(out: Path, overwrite: bool, marker: str, content: str) -> None:
+    """Raises FileExistsError: `out` exists and is not to be replaced, as for [`atomic_directory`]."""
     if not os.path.lexists(out):
         return
     if not overwrite:
