@@ -13,7 +13,8 @@ from typing import Annotated
 import typer
 
 from attnres import __version__
-from attnres.files import check_replaceable, check_source
+from attnres.files import check_replaceable
+from attnres.hub import check_source
 from attnres.packaged import configuration_names, recipe_names
 from attnres.wording import install_command
 

@@ -1,21 +1,17 @@
 """What can be told of an evaluation before lm_eval and PyTorch are imported: wrong paths, data that is not there."""
 
 import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from huggingface_hub import constants
 
-from attnres.files import check_source
+from attnres.hub import check_source, is_cached, is_offline
 
 from .benchmarks import Benchmark, data_missing
 from .failures import Failure, Failures, Reason
 
 RESULTS, BASELINE_RESULTS, REPORT, CHART = "results.json", "baseline.json", "report.md", "scores.png"
-_PATIENCE = 5.0  # seconds
 
 
 def check_run(model: str, out: Path, baseline: str | None = None, data: Path | None = None) -> None:
@@ -51,7 +47,7 @@ def find_missing(benchmarks: Sequence[Benchmark], data: Path | None, allow_code_
             if not (folder := data / benchmark.dataset).is_dir():
                 error = data_missing(benchmark, data, f"there is no folder {folder}")
                 failures[benchmark] = Failure(Reason.ABSENT, str(error))
-        elif benchmark.dataset is not None and not _is_cached(benchmark.dataset) and _is_offline():
+        elif benchmark.dataset is not None and not _is_cached(benchmark.dataset) and is_offline():
             constants.HF_HUB_OFFLINE = True
             error = data_missing(benchmark, None, "the Hub cannot be reached, and its cache does not have it")
             failures[benchmark] = Failure(Reason.ABSENT, str(error))
@@ -65,30 +61,11 @@ def code_refused(benchmark: Benchmark) -> Failure:
 
 
 def _is_cached(dataset: str) -> bool:
-    """Whether the caches of the Hub and of `datasets` have anything of a data set."""
-    organisation, _, name = dataset.partition("/")
-    repository = Path(constants.HF_HUB_CACHE) / f"datasets--{organisation}--{name}"
+    """Whether the Hub's cache, or that of `datasets`, has anything of a data set."""
     read = Path(os.environ.get("HF_DATASETS_CACHE", Path(constants.HF_HOME) / "datasets"))
     # `datasets` writes `TIGER-Lab/MMLU-Pro` as `TIGER-Lab___mmlu-pro`.
-    folder = f"{organisation}___{name}".lower()
-    return repository.is_dir() or any(path.name.lower() == folder for path in read.glob(f"{organisation}___*"))
-
-
-def _is_offline() -> bool:
-    """Whether the Hub certainly cannot be reached: one that is merely slow may answer yet, and so may a proxy."""
-    if constants.HF_HUB_OFFLINE:
-        return True
-    address = urlsplit(constants.ENDPOINT)
-    if getproxies().get(address.scheme):
-        return False
-    try:
-        port = address.port or socket.getservbyname(address.scheme)
-        with socket.create_connection((address.hostname, port), _PATIENCE):
-            return False
-    except TimeoutError:
-        return False
-    except OSError:
-        return True
+    folder = dataset.replace("/", "___").lower()
+    return is_cached("datasets", dataset) or any(path.name.lower() == folder for path in read.glob("*___*"))
 
 
 __all__ = ["BASELINE_RESULTS", "CHART", "REPORT", "RESULTS", "check_run", "code_refused", "find_missing"]

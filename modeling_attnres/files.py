@@ -10,14 +10,6 @@ from tempfile import TemporaryFile
 from filelock import FileLock, Timeout
 
 
-def check_source(source: str | os.PathLike) -> None:
-    """Raises FileNotFoundError: a path at which there is no directory, and which cannot be a name on the Hub."""
-    path = Path(source)
-    can_be_on_hub = not (path.is_absolute() or str(source).startswith((".", "~")) or len(path.parts) > 2)
-    if not path.is_dir() and (path.exists() or not can_be_on_hub):
-        raise FileNotFoundError(f"{source} is not a directory.")
-
-
 def atomic_write(path: Path, content: str | bytes) -> None:
     """Write a file so that whoever reads it finds the old content or the new one."""
     partial = path.with_name(f".{path.name}.partial")

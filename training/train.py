@@ -44,7 +44,8 @@ from attnres.analysis.figures import plot_loss_curves
 from attnres.configuration import load, names
 from attnres.conversion import retrofit
 from attnres.conversion.family import retrofit_config
-from attnres.files import atomic_write, check_source
+from attnres.files import atomic_write
+from attnres.hub import check_source
 from attnres.quiet import quiet_transformers
 from attnres.wording import counted, install_command
 
