@@ -13,12 +13,13 @@ from typing import Annotated
 import typer
 
 from attnres import __version__
+from attnres.connection_help import describe_connections
 from attnres.files import check_replaceable
 from attnres.hub import check_source
 from attnres.packaged import configuration_names, recipe_names
 from attnres.wording import install_command
 
-from .choices import WRITTEN_MODEL, Listed, Residual, Scale, describe_connections, refuse_options
+from .choices import DEFAULT_RESIDUAL, WRITTEN_MODEL, Listed, Residual, Scale, help_of, refuse_options
 from .guard import loading, show_tracebacks
 
 app = typer.Typer(
@@ -114,18 +115,22 @@ def convert(
     residual: Annotated[
         Residual,
         typer.Option(help=f"Residual connection to put in: {describe_connections()}."),
-    ] = Residual.attn_res,
-    block_size: Annotated[int | None, typer.Option(min=1, help="attn_res: block size S in sublayers.")] = None,
-    num_blocks: Annotated[
-        int | None, typer.Option(min=1, help="attn_res: number of blocks.  [default: about 8]")
+    ] = DEFAULT_RESIDUAL,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help=help_of("block_size", "block size S in sublayers."))
     ] = None,
-    full: Annotated[bool, typer.Option("--full", help="attn_res: Full AttnRes, every sublayer a block.")] = False,
+    num_blocks: Annotated[
+        int | None, typer.Option(min=1, help=help_of("num_blocks", "number of blocks.  [default: about 8]"))
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help=help_of("full", "Full AttnRes, every sublayer a block."))
+    ] = False,
     scale: Annotated[
         Scale | None,
-        typer.Option(help="attn_res: `sum` is exact; `mean` only up to the norms' epsilons.  [default: sum]"),
+        typer.Option(help=help_of("scale", "`sum` is exact; `mean` only up to the norms' epsilons.  [default: sum]")),
     ] = None,
     streams: Annotated[
-        int | None, typer.Option(min=2, help="identity_hc: number of residual streams.  [default: 4]")
+        int | None, typer.Option(min=2, help=help_of("streams", "number of residual streams.  [default: 4]"))
     ] = None,
     to: Annotated[Undone | None, typer.Option(help="`standard` undoes a retrofit that is not trained yet.")] = None,
     set_block_size: Annotated[

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from attnres import ResidualConfig
-from attnres.attn_res_attnres import AttnRes
+from attnres.connection_help import remark_on_blocks
 from attnres.conversion.checkpoint import Checkpoint, find, open_checkpoint, show_bytes
 from attnres.conversion.convert import Plan, write
 from attnres.conversion.verify import MAX_CHARACTERS, PROMPTS, compare, missing_memory
@@ -56,8 +56,8 @@ def run_convert(
             checkpoint = open_checkpoint(folder, Path(scratch))
             plan = make_plan(checkpoint)
             console.print(_describe(plan))
-            if remark := _remark(plan, num_blocks):
-                console.print(remark)
+            if isinstance(plan.config, ResidualConfig) and (remark := remark_on_blocks(plan.config, num_blocks)):
+                console.print(f"Note: {remark}")
             with _progress(console) as progress:
                 task = progress.add_task("linking" if hard_link else "copying", total=plan.num_bytes)
                 options = {"hard_link": hard_link, "trust_remote_code": trust_remote_code}
@@ -92,30 +92,6 @@ def _describe(plan: Plan) -> str:
     if plan.dropped:
         parts.append(f"{counted(len(plan.dropped), 'tensor')} left out")
     return "\n".join(parts)
-
-
-def _remark(plan: Plan, num_blocks: int | None) -> str | None:
-    """What the blocks become, where that may not be what was meant."""
-    size = getattr(plan.config, "attn_res_block_size", None)
-    if size is None or plan.config.residual_connection != AttnRes.name:
-        return None
-    sublayers = plan.config.num_sublayers
-    count = math.ceil(sublayers / size)
-    if num_blocks is not None and count != num_blocks:
-        blocks = (
-            "one block"
-            if count == 1
-            else "Full AttnRes, each a block of its own"
-            if size == 1
-            else f"{count} blocks of {size}"
-        )
-        return f"Note: --num-blocks {num_blocks} becomes {count}: {sublayers} sublayers make {blocks}."
-    if count == 1 and size > 1:
-        return (
-            f"Note: a block size of {size} puts all {sublayers} sublayers into one block, so that each has but the "
-            f"embedding and one sum to attend to. --block-size {math.ceil(sublayers / 8)} would make about 8."
-        )
-    return None
 
 
 def _read_text(path: Path) -> str:

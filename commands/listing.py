@@ -3,9 +3,10 @@
 from rich.console import Console
 from rich.padding import Padding
 
+from attnres.connection_help import CONNECTIONS
 from attnres.packaged import configuration_names, recipe_names
 
-from .choices import CONNECTIONS, Listed
+from .choices import Listed
 from .guard import loading
 
 HEADINGS = {
