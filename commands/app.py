@@ -60,22 +60,6 @@ def attnres(
     """
 
 
-@app.command(name="list")
-def list_names(
-    kind: Annotated[Listed | None, typer.Argument(help="Only these.  [default: all]")] = None,
-    debug: Debug = False,
-) -> None:
-    """List the names that commands take.
-
-    \b
-    attnres list
-    attnres list recipes
-    """
-    from .listing import print_names
-
-    print_names(kind)
-
-
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Directory to write the model, figures and results to.")] = Path(
@@ -255,11 +239,11 @@ def evaluate(
 
     from .left_out import stop_without_data
 
-    check_run(model, out, baseline, data)
     try:
         benchmarks = pick(tasks, include_path)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    check_run(model, out, baseline, data)
     stop_without_data(benchmarks, data, allow_code_execution)
     with loading():
         from .eval import run_eval
@@ -388,3 +372,19 @@ def bench(
     if out is None and not quick:
         out = HERE / "results"
     run_bench([part for part in PARTS if not only or part in only], Setting(threads, repeats, quick), out)
+
+
+@app.command(name="list")
+def list_names(
+    kind: Annotated[Listed | None, typer.Argument(help="Only these.  [default: all]")] = None,
+    debug: Debug = False,
+) -> None:
+    """List the names that commands take.
+
+    \b
+    attnres list
+    attnres list recipes
+    """
+    from .listing import print_names
+
+    print_names(kind)

@@ -13,8 +13,8 @@ from .benchmarks import Benchmark
 class Reason(Enum):
     """What benchmarks can have in common; `OTHER` is of one alone."""
 
-    ABSENT = auto()  # the data set is not where it is looked for, or the Hub cannot be reached
     RUNS_CODE = auto()
+    ABSENT = auto()  # the data set is not where it is looked for, or the Hub cannot be reached
     OTHER = auto()
 
 
