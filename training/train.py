@@ -203,7 +203,7 @@ def _check_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     if recipe.retrofit is not None:
         try:
             retrofit_config(config, **recipe.retrofit)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"`retrofit` of the recipe is {recipe.retrofit}: {error}") from error
 
 
