@@ -1,4 +1,7 @@
-"""The options of all commands; what they do is imported when one is run."""
+"""The options of all commands; what they do is imported when one is run.
+
+Before that, paths and names are checked: to tell of a wrong one takes none of the seconds that PyTorch does.
+"""
 
 import sys
 from enum import StrEnum
@@ -9,11 +12,18 @@ from typing import Annotated
 
 import typer
 
+from attnres import __version__
+from attnres.connection_help import describe_connections
+from attnres.files import check_replaceable
+from attnres.hub import check_source
+from attnres.packaged import configuration_names, recipe_names
+from attnres.wording import install_command
+
+from .choices import DEFAULT_RESIDUAL, WRITTEN_MODEL, Listed, Residual, Scale, help_of, refuse_options
 from .guard import loading, show_tracebacks
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -24,9 +34,30 @@ Debug = Annotated[
 ]
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"attnres {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def attnres(debug: Debug = False) -> None:
-    """Attention Residuals for Transformers."""
+def attnres(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True, expose_value=False),
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Attention Residuals for Transformers.
+
+    \b
+    attnres list                                  the names that commands take
+    attnres convert MODEL my-attnres              put attention residuals into a pretrained model
+    attnres train heal model=my-attnres train=text.jsonl out=runs/heal
+    attnres eval my-attnres --baseline MODEL --out scores
+
+    attnres COMMAND --help shows the options of a command.
+    """
 
 
 @app.command()
@@ -62,19 +93,29 @@ class Undone(StrEnum):
 
 @app.command()
 def convert(
+    context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="SRC", help="Directory or Hub id of the model.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Directory to write.")],
     residual: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Residual connection to put in.  [default: attention residuals]"),
+        Residual,
+        typer.Option(help=f"Residual connection to put in: {describe_connections()}."),
+    ] = DEFAULT_RESIDUAL,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help=help_of("block_size", "block size S in sublayers."))
     ] = None,
-    block_size: Annotated[int | None, typer.Option(min=1, help="Block size S in sublayers.")] = None,
-    num_blocks: Annotated[int | None, typer.Option(min=1, help="Number of blocks.  [default: about 8]")] = None,
-    full: Annotated[bool, typer.Option("--full", help="Full AttnRes: every sublayer a block.")] = False,
+    num_blocks: Annotated[
+        int | None, typer.Option(min=1, help=help_of("num_blocks", "number of blocks.  [default: about 8]"))
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help=help_of("full", "Full AttnRes, every sublayer a block."))
+    ] = False,
     scale: Annotated[
-        str | None, typer.Option(help="`sum` is exact; `mean` only up to the norms' epsilons.  [default: sum]")
+        Scale | None,
+        typer.Option(help=help_of("scale", "`sum` is exact; `mean` only up to the norms' epsilons.  [default: sum]")),
     ] = None,
-    streams: Annotated[int | None, typer.Option(min=1, help="Number of residual streams.")] = None,
+    streams: Annotated[
+        int | None, typer.Option(min=2, help=help_of("streams", "number of residual streams.  [default: 4]"))
+    ] = None,
     to: Annotated[Undone | None, typer.Option(help="`standard` undoes a retrofit that is not trained yet.")] = None,
     set_block_size: Annotated[
         int | None, typer.Option(min=1, help="Regroup an AttnRes model, where its function stays the same.")
@@ -98,27 +139,28 @@ def convert(
 ) -> None:
     """Retrofit a pretrained decoder exactly, or the way back.
 
-    The result computes the same function as the decoder, from the same weights, and is ready to be trained. Each
-    residual connection has options of its own.
+    The result computes the same function as the decoder, from the same weights, and is ready to be trained.
+
+    \b
+    attnres convert meta-llama/Llama-3.2-1B llama-attnres --num-blocks 8
+    attnres convert my-model my-model-hc --residual identity_hc --streams 4
+    attnres convert llama-attnres regrouped --set-block-size 2
+    attnres convert llama-attnres llama-again --to standard
     """
     values = {
         "block_size": block_size,
         "num_blocks": num_blocks,
         "full": full or None,
-        "scale": scale,
+        "scale": scale and scale.value,
         "streams": streams,
     }
     options = {name: value for name, value in values.items() if value is not None}
-    if residual is not None:
-        options["residual"] = residual
-    kinds = {"--set-block-size": set_block_size, "--to": to}
-    given = [name for name, value in kinds.items() if value is not None]
-    flags = [f"--{name.replace('_', '-')}" for name in options]
-    if len(given) + bool(flags) > 1:
-        raise typer.BadParameter(f"{' and '.join([*given, *flags])} exclude each other.")
+    is_named = context.get_parameter_source("residual").name == "COMMANDLINE"
+    refuse_options(residual, options, {"--set-block-size": set_block_size, "--to": to}, is_named)
+    check_source(source)
+    check_replaceable(target, overwrite, **WRITTEN_MODEL)
     with loading():
         from attnres.conversion.convert import plan_change, plan_retrofit, plan_standard
-        from attnres.conversion.family import check_options
 
         from .convert import run_convert
 
@@ -127,11 +169,7 @@ def convert(
     elif to is not None:
         plan = plan_standard
     else:
-        try:
-            check_options(**options)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint=flags) from error
-        plan = partial(plan_retrofit, **options)
+        plan = partial(plan_retrofit, residual=residual.value, **options)
     run_convert(
         source,
         target,
@@ -142,6 +180,7 @@ def convert(
         hard_link=hard_link,
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
+        num_blocks=num_blocks,
     )
 
 
@@ -180,24 +219,34 @@ def evaluate(
     """Evaluate on the paper's 15 benchmarks.
 
     With lm-evaluation-harness, which runs the same tasks by itself as well: `--print-task-path`.
-    """
-    with loading():
-        from attnres.eval.benchmarks import pick, task_path
 
-    if print_task_path:
-        print(task_path())
-        return
-    if missing := " and ".join(name for name, value in (("MODEL", model), ("--out", out)) if value is None):
+    \b
+    attnres eval my-attnres --out scores --tasks mmlu,gsm8k --limit 100
+    attnres eval my-attnres --baseline meta-llama/Llama-3.2-1B --out scores
+    """
+    if print_task_path or model is None or out is None:
+        from attnres.eval.benchmarks import task_path
+
+        if print_task_path:
+            print(task_path())
+            return
+        missing = " and ".join(name for name, value in (("MODEL", model), ("--out", out)) if value is None)
         raise typer.BadParameter(f"{missing} missing.")
+    if lacking := next((name for name in ("yaml", "lm_eval", "scipy") if find_spec(name) is None), None):
+        raise RuntimeError(f"attnres eval needs the package {lacking}: {install_command('eval')}")
+    from attnres.eval.benchmarks import pick
+    from attnres.eval.start import check_run
+
+    from .left_out import stop_without_data
+
     try:
         benchmarks = pick(tasks, include_path)
-        with loading():
-            from .eval import run_eval
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    except ModuleNotFoundError as error:
-        package = error.name.partition(".")[0]
-        raise RuntimeError(f"attnres eval needs the package {package}: pip install 'attnres[eval]'.") from error
+    check_run(model, out, baseline, data)
+    stop_without_data(benchmarks, data, allow_code_execution)
+    with loading():
+        from .eval import run_eval
 
     run_eval(
         model,
@@ -213,24 +262,38 @@ def evaluate(
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="A YAML file, or one of: finetune, heal, lora, pretrain, sft.")],
+    recipe: Annotated[
+        str, typer.Argument(help=f"A YAML file, or one of: {', '.join(recipe_names())}.", autocompletion=recipe_names)
+    ],
     changes: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Changes to it.")] = None,
     debug: Debug = False,
 ) -> None:
     """Pre-train, heal or fine-tune by a recipe.
 
-    In one process; over several: accelerate launch -m attnres train RECIPE [key=value]...
-    """
-    with loading():
-        from attnres.training.recipe import read_recipe
+    A recipe is a YAML file with the defaults of a run; each key=value changes one of them. In one process; over
+    several: accelerate launch -m attnres train RECIPE [key=value]...
 
-        from .train import train_in_this_process
+    \b
+    attnres train heal model=my-attnres train=text.jsonl out=runs/heal
+    attnres train finetune model=my-attnres train=ORG/DATA out=runs/more steps=500
+    attnres train pretrain model=attnres-194m tokenizer=ORG/NAME train=ORG/DATA out=runs/new
+    """
+    if find_spec("yaml") is None:
+        raise RuntimeError(f"attnres train needs the package yaml: {install_command('train')}")
+    from attnres.training.place import check_place
+    from attnres.training.recipe import read_recipe
 
     try:
         read = read_recipe(recipe, changes or ())
     except (FileNotFoundError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
-    train_in_this_process(read)
+    check_place(Path(read.out))
+    if read.model not in configuration_names():
+        check_source(read.model)
+    with loading():
+        from .train import train_in_this_process
+
+    train_in_this_process(read, name=recipe)
 
 
 class Part(StrEnum):
@@ -271,6 +334,10 @@ def bench(
     """Measure speed and memory against peers.
 
     From a checkout of the repository, where `python -m benchmarks` is the same.
+
+    \b
+    attnres bench --quick
+    attnres bench --only models --threads 1
     """
     checkout = Path(__file__).resolve().parents[1]
     if (checkout / "benchmarks" / "run.py").is_file():
@@ -300,8 +367,24 @@ def bench(
         raise typer.Exit(on_gpu([*(["--out", str(out)] if out else []), *(["--quick"] if quick else [])]))
     if find_spec("numba") is None:
         raise ModuleNotFoundError(
-            "attnres bench measures the compiled loops, which need the package numba: pip install 'attnres[cpu]'."
+            f"attnres bench measures the compiled loops, which need the package numba: {install_command('cpu')}"
         )
     if out is None and not quick:
         out = HERE / "results"
     run_bench([part for part in PARTS if not only or part in only], Setting(threads, repeats, quick), out)
+
+
+@app.command(name="list")
+def list_names(
+    kind: Annotated[Listed | None, typer.Argument(help="Only these.  [default: all]")] = None,
+    debug: Debug = False,
+) -> None:
+    """List the names that commands take.
+
+    \b
+    attnres list
+    attnres list recipes
+    """
+    from .listing import print_names
+
+    print_names(kind)

@@ -8,13 +8,16 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from transformers.utils import CONFIG_NAME
 
 from attnres import ResidualConfig
+from attnres.connection_help import remark_on_blocks
 from attnres.conversion.checkpoint import Checkpoint, find, open_checkpoint, show_bytes
 from attnres.conversion.convert import Plan, write
 from attnres.conversion.verify import MAX_CHARACTERS, PROMPTS, compare, missing_memory
 from attnres.files import atomic_directory
+from attnres.wording import counted
+
+from .choices import WRITTEN_MODEL
 
 
 def run_convert(
@@ -28,6 +31,7 @@ def run_convert(
     hard_link: bool = False,
     overwrite: bool = False,
     trust_remote_code: bool = False,
+    num_blocks: int | None = None,
 ) -> None:
     """Convert the directory or Hub repository `source` into the directory `target`.
 
@@ -36,29 +40,32 @@ def run_convert(
         verify: compare the two models' logits; by default, if one of them fits in memory at float32.
         text: compare on this file instead of the built-in prompts.
         trust_remote_code: take code along that came with the source, such as that of its tokenizer.
+        num_blocks: that the plan was asked for, to say so where it becomes another.
 
     Raises:
         OSError, RuntimeError, ValueError: nothing is left behind, and the message names the file, tensor or value.
     """
-    console = Console()
+    console = Console(soft_wrap=True, highlight=False)
     folder = find(source, revision)
     for one, other in ((folder, target), (target, folder)):
         if one.resolve().is_relative_to(other.resolve()):
             raise ValueError(f"{target} and {source} lie in each other. Choose another directory for the result.")
     texts = PROMPTS if text is None else [_read_text(text)]
-    with atomic_directory(target, overwrite=overwrite, marker=CONFIG_NAME, content='"model_type"') as stage:
+    with atomic_directory(target, overwrite=overwrite, **WRITTEN_MODEL) as stage:
         with TemporaryDirectory(dir=stage) as scratch:
             checkpoint = open_checkpoint(folder, Path(scratch))
             plan = make_plan(checkpoint)
-            console.print(_describe(plan), soft_wrap=True, highlight=False)
+            console.print(_describe(plan))
+            if isinstance(plan.config, ResidualConfig) and (remark := remark_on_blocks(plan.config, num_blocks)):
+                console.print(f"Note: {remark}")
             with _progress(console) as progress:
                 task = progress.add_task("linking" if hard_link else "copying", total=plan.num_bytes)
                 options = {"hard_link": hard_link, "trust_remote_code": trust_remote_code}
                 notes = write(plan, stage, **options, on_bytes=lambda n: progress.advance(task, n))
             for note in notes:
-                console.print(_shown(note), soft_wrap=True, highlight=False)
+                console.print(_shown(note))
         _verify(console, plan, stage, verify, texts)
-    console.print(f"Written to [bold]{_shown(str(target))}[/].", soft_wrap=True, highlight=False)
+    console.print(f"Written to [bold]{_shown(str(target))}[/].")
 
 
 def _shown(text: str) -> str:
@@ -73,16 +80,17 @@ def _progress(console: Console) -> Progress:
 
 def _describe(plan: Plan) -> str:
     checkpoint, config = plan.checkpoint, plan.config
-    files = "1 file" if len(checkpoint.shards) == 1 else f"{len(checkpoint.shards)} files"
-    parts = [f"{len(checkpoint.entries)} tensors in {files}, {checkpoint.num_bytes / 1e6:,.1f} MB"]
+    tensors, files = counted(len(checkpoint.entries), "tensor"), counted(len(checkpoint.shards), "file")
+    parts = [f"{tensors} in {files}, {show_bytes(checkpoint.num_bytes)}"]
     if isinstance(config, ResidualConfig):
         parts.append(f"{config.model_type}: {config.connection.describe(config)}")
     else:
         parts.append(f"{config.model_type}: standard residual connections")
     if plan.added:
-        parts.append(f"{len(plan.added)} tensors added, {sum(t.nbytes for t in plan.added.values()) / 1e6:,.2f} MB")
+        size = show_bytes(sum(tensor.nbytes for tensor in plan.added.values()))
+        parts.append(f"{counted(len(plan.added), 'tensor')} added, {size}")
     if plan.dropped:
-        parts.append(f"{len(plan.dropped)} tensors left out")
+        parts.append(f"{counted(len(plan.dropped), 'tensor')} left out")
     return "\n".join(parts)
 
 
@@ -111,13 +119,13 @@ def _verify(console: Console, plan: Plan, stage: Path, verify: bool | None, text
         return
     lacking = missing_memory(sum(math.prod(entry.shape) for entry in plan.checkpoint.entries.values()))
     if verify is None and lacking:
-        console.print(f"Not verified: {show_bytes(lacking)} more memory are needed. --verify tries all the same.")
+        console.print(f"Not verified: {show_bytes(lacking)} more memory is needed. --verify tries all the same.")
         return
     with console.status("Comparing the two models on text ..."):
         comparison = compare(plan.checkpoint.folder, stage, texts)
     label = "Verified" if comparison.is_same else "Not the same"
-    console.print(f"{label}: {comparison}", soft_wrap=True, highlight=False)
+    console.print(f"{label}: {comparison}")
     if plan.difference is not None:
-        console.print(f"Not the same function: {_shown(plan.difference)}.", soft_wrap=True, highlight=False)
+        console.print(f"Not the same function: {_shown(plan.difference)}.")
     elif not comparison.is_same:
         raise RuntimeError(f"the result computes another function: {comparison}.")

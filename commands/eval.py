@@ -15,14 +15,18 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from attnres.conversion.checkpoint import find
 from attnres.eval import sandbox
 from attnres.eval.benchmarks import Benchmark
+from attnres.eval.failures import Failures, told
 from attnres.eval.report import make_row, markdown, plot, screen
 from attnres.eval.shared_prefix import SharedPrefixLM
+from attnres.eval.start import BASELINE_RESULTS, CHART, REPORT, RESULTS, check_run
 from attnres.eval.store import Store, to_json
-from attnres.eval.suite import Failures, Loaded, collect, load_all, run_jobs, software, unfinished
+from attnres.eval.suite import Loaded, collect, load_all, run_jobs, software, unfinished
 from attnres.files import atomic_write, locked
 from attnres.quiet import quiet_transformers
 
-RESULTS, BASELINE_RESULTS, REPORT, CHART = "results.json", "baseline.json", "report.md", "scores.png"
+from .left_out import no_result, tell
+
+WIDE = 160  # characters of a table that goes to a file
 
 
 @dataclass(frozen=True)
@@ -61,13 +65,10 @@ def run_eval(
         FileNotFoundError, OSError, ValueError: a model or the data folder is not there.
         RuntimeError: some benchmarks have no result; the others are reported.
     """
-    console = Console()
-    if baseline == model:
-        raise ValueError(f"MODEL and --baseline are both {model}. Compare two models, or leave out --baseline.")
+    console = Console(soft_wrap=True, highlight=False)
+    check_run(model, out, baseline, data)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RuntimeError("attnres eval runs as one process. Over several, use accelerate launch -m lm_eval.")
-    if data is not None and not data.is_dir():
-        raise FileNotFoundError(f"--data {data} is not a directory.")
     folders = {name: find(name) for name in filter(None, (model, baseline))}
     with _only_run(out), quiet_transformers():
         subjects = [
@@ -81,21 +82,23 @@ def run_eval(
                 status.update(f"Loading the data of {escape(benchmark.title)} ...")
 
             loaded, failures = load_all(benchmarks, data, allow_code_execution, on_load)
-        _tell(console, failures)
+        tell(console, failures, data)
         if any(benchmark.runs_code for benchmark in loaded):
-            console.print(f"Generated programs run with: {sandbox.level()}.", soft_wrap=True, highlight=False)
+            console.print(f"Generated programs run with: {sandbox.level()}.")
         if loaded:
             try:
-                failures |= _run_all(console, subjects, loaded, limit, batch_size, seed)
+                failed = _run_all(console, subjects, loaded, limit, batch_size, seed)
             except (KeyboardInterrupt, SystemExit):
                 console.print("Stopped. The same command goes on from the tasks that are finished.")
                 raise
-            for benchmark in failures:
-                loaded.pop(benchmark, None)
+            tell(console, failed, data)
+            failures |= failed
+            for benchmark in failed:
+                loaded.pop(benchmark)
         if loaded:
-            _report(console, out, subjects, loaded, list(failures.values()))
+            _report(console, out, subjects, loaded, told(failures, data))
     if failures:
-        raise RuntimeError(f"{len(failures)} of {len(benchmarks)} benchmarks have no result (see above).")
+        raise no_result(len(failures), len(benchmarks))
 
 
 @contextlib.contextmanager
@@ -103,12 +106,8 @@ def _only_run(out: Path) -> Iterator[None]:
     """Hold the directory `out`, which is new, empty, or an earlier run's.
 
     Raises:
-        FileExistsError: it is something else, or another run is in it.
+        FileExistsError: another run is in it.
     """
-    written = {RESULTS, BASELINE_RESULTS, REPORT, CHART}
-    known = {"model", "baseline", ".lock", *written, *(f".{name}.partial" for name in written)}
-    if out.exists() and (not out.is_dir() or {path.name for path in out.iterdir()} - known):
-        raise FileExistsError(f"{out} holds other files than those of this command. Choose another --out.")
     out.mkdir(parents=True, exist_ok=True)
     with locked(out / ".lock", out):
         yield
@@ -151,13 +150,7 @@ def _run_all(
             before += sum(job.work for job in jobs)
             del lm
             torch.cuda.empty_cache()
-    _tell(console, failures)
     return failures
-
-
-def _tell(console: Console, failures: Failures) -> None:
-    for failure in failures.values():
-        console.print(f"[red]Left out:[/] {escape(failure)}", soft_wrap=True, highlight=False)
 
 
 def _load_model(folder: Path, batch_size: int) -> SharedPrefixLM:
@@ -177,5 +170,5 @@ def _report(console: Console, out: Path, subjects: Sequence[Subject], loaded: Lo
     names = model.name, baseline.name if baseline else None
     atomic_write(out / REPORT, markdown(rows, failures, *names, results=results[-1]))
     plot(rows, out / CHART, *names)
-    console.print(screen(rows, *names))
-    console.print(f"Written to [bold]{escape(str(out))}[/]: {REPORT}, {CHART}, {RESULTS}.", soft_wrap=True)
+    console.print(screen(rows, *names), width=None if console.is_terminal else WIDE)
+    console.print(f"Written to [bold]{escape(str(out))}[/]: {REPORT}, {CHART}, {RESULTS}.")

@@ -7,9 +7,9 @@ Each directory is one model: `attnres-tiny` for tests and demos, the five models
 import json
 from dataclasses import fields
 from difflib import get_close_matches
-from importlib.resources import files
 
 from attnres import CONNECTIONS, AttnResConfig
+from attnres.packaged import configuration_names, configurations
 
 from .counting import ParameterCount, count_parameters
 
@@ -20,8 +20,7 @@ _PER_LAYER_FIELDS = ("layer_types", "mlp_layer_types")
 
 def names() -> tuple[str, ...]:
     """The names that [`load`] knows, in alphabetical order."""
-    directories = (entry for entry in files(__name__).iterdir() if entry.is_dir())
-    return tuple(sorted(entry.name for entry in directories if entry.joinpath("config.json").is_file()))
+    return configuration_names()
 
 
 def load(name: str, **overrides) -> AttnResConfig:
@@ -47,7 +46,7 @@ def load(name: str, **overrides) -> AttnResConfig:
     if name not in known_names:
         raise ValueError(f"There is no configuration {name!r}, but there is {', '.join(known_names)}.")
     _check_fields(overrides)
-    config = json.loads(files(__name__).joinpath(name, "config.json").read_text(encoding="utf-8"))
+    config = json.loads((configurations() / name / "config.json").read_text(encoding="utf-8"))
     if "num_hidden_layers" in overrides:
         for field in _PER_LAYER_FIELDS:
             config[field] = config[field][: overrides["num_hidden_layers"]]

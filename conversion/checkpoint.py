@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
+from attnres.hub import check_path
 from attnres.loading_attnres import explain_broken_shard
 
 from .pickles import read_pickle
@@ -106,8 +107,7 @@ def find(source: str | os.PathLike, revision: str | None = None) -> Path:
         if revision is not None:
             raise ValueError(f"{source} is a directory, which has no revisions. Leave out --revision.")
         return folder
-    if folder.exists() or folder.is_absolute() or str(source).startswith(".") or len(folder.parts) > 2:
-        raise FileNotFoundError(f"{source} is not a directory.")
+    check_path(source)
     small = ["config.json", "*.py", *SIDE_FILES]
     try:
         folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=[*small, "model*.safetensors*"]))

@@ -28,9 +28,12 @@ def member_config(config: PreTrainedConfig) -> ResidualConfig:
     """
     if isinstance(config, ResidualConfig):
         if config.residual_connection != "standard":
+            regroup = (
+                "--set-block-size S regroups its blocks, and " if "block_size" in config.connection.options else ""
+            )
             raise ValueError(
-                f"the model has residual_connection={config.residual_connection!r} already; "
-                "a retrofit takes a 'standard' one."
+                f"the model has residual_connection={config.residual_connection!r} already; a retrofit takes a "
+                f"'standard' one. Of `attnres convert`, {regroup}--to standard undoes it if it is not trained yet."
             )
         return config.from_dict(config.to_dict())
     if config.model_type not in BACKBONES:
@@ -74,11 +77,6 @@ def retrofit_options(residual: str = DEFAULT_CONNECTION) -> list[str]:
     return [*connection.options, *(option.name for option in parameters if option.default is not option.empty)]
 
 
-def check_options(residual: str = DEFAULT_CONNECTION, **options: Any) -> None:
-    """Raises ValueError if no decoder can be retrofitted like this: it needs none to tell."""
-    retrofit_config(AttnResConfig(residual_connection="standard"), residual, **options)
-
-
 def _connection(name: str) -> type[ResidualConnection]:
     if name not in list(CONNECTIONS):  # it may be anything, as a recipe's
         names = ", ".join(map(repr, CONNECTIONS))
@@ -97,7 +95,6 @@ def start_connections(model: PreTrainedModel, dtype: torch.dtype) -> None:
 __all__ = [
     "DEFAULT_CONNECTION",
     "backbone_config",
-    "check_options",
     "member_config",
     "member_type",
     "retrofit_config",

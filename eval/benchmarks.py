@@ -59,6 +59,14 @@ class Benchmark:
     include_path: Path | None = None
 
 
+class DataMissing(FileNotFoundError):
+    """A benchmark's data cannot be read; `is_absent` if there is none where it was looked for."""
+
+    def __init__(self, text: str, is_absent: bool = False) -> None:
+        super().__init__(text)
+        self.is_absent = is_absent
+
+
 class _DescriptionLoader(yaml.SafeLoader):
     """Reads task files without importing what their `!function` tags name."""
 
@@ -135,11 +143,11 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
     if data is not None and benchmark.dataset is not None:
         folder = Path(data) / benchmark.dataset
         if not folder.is_dir():
-            raise _missing(benchmark, data, f"there is no folder {folder}")
+            raise data_missing(benchmark, data, f"there is no folder {folder}", is_absent=True)
         try:
             data_folder.check(folder)
         except (OSError, ValueError) as error:
-            raise _missing(benchmark, data, str(error)) from error
+            raise data_missing(benchmark, data, str(error)) from error
         folder = folder.absolute()
         overrides = {"dataset_path": str(folder), "dataset_kwargs": {"cache_dir": str(_cache_of(folder))}}
     manager = task_manager()
@@ -158,16 +166,16 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
                 manager.task_index[benchmark.group], overrides=overrides, registry=manager.task_index
             )
     except KeyError as error:
-        raise _missing(benchmark, data, f"it has no split or column {error}") from error
+        raise data_missing(benchmark, data, f"it has no split or column {error}") from error
     except ConnectionError as error:
         # Each attempt takes half a minute. What is in the cache loads without.
         datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
-        raise _missing(benchmark, data, str(error)) from error
+        raise data_missing(benchmark, data, str(error), is_absent=True) from error
     except DatasetsError as error:
         damaged = data_folder.damaged_file(folder) if folder else None
-        raise _missing(benchmark, data, damaged or f"{error}: {error.__cause__}") from error
+        raise data_missing(benchmark, data, damaged or f"{error}: {error.__cause__}") from error
     except Exception as error:  # of `datasets`, templates, a task's own functions: that benchmark fails, others go on
-        raise _missing(benchmark, data, str(error) or type(error).__name__) from error
+        raise data_missing(benchmark, data, str(error) or type(error).__name__) from error
     return manager.load(group)
 
 
@@ -230,12 +238,12 @@ def _cache_of(folder: Path) -> Path:
     return Path(datasets.config.HF_DATASETS_CACHE) / "attnres" / sha256(repr(state).encode()).hexdigest()[:16]
 
 
-def _missing(benchmark: Benchmark, data: Path | None, reason: str) -> FileNotFoundError:
+def data_missing(benchmark: Benchmark, data: Path | None, reason: str, is_absent: bool = False) -> DataMissing:
     """The error that names the benchmark, its data set, what is wrong and the remedy, in one line."""
     reason = reason.partition(" with any supported extension")[0]  # and a list of 150
     if benchmark.dataset is None:
         reason = shorten(reason, 240, placeholder=" ...").rstrip(".")
-        return FileNotFoundError(f"{benchmark.title}: cannot load the data that its task file names: {reason}.")
+        return DataMissing(f"{benchmark.title}: cannot load the data that its task file names: {reason}.")
     source = "on the Hub" if data is None else f"in {data}"
     folder = Path("DATA" if data is None else data) / benchmark.dataset
     remedy = f"`hf download --repo-type dataset {benchmark.dataset} --local-dir {folder}`"
@@ -244,7 +252,8 @@ def _missing(benchmark: Benchmark, data: Path | None, reason: str) -> FileNotFou
     if benchmark.gated:
         page = f"https://huggingface.co/datasets/{benchmark.dataset}"
         remedy = f"accept the terms at {page}, run `hf auth login`, then {remedy}"
-    return FileNotFoundError(
+    return DataMissing(
         f"{benchmark.title}: cannot read the data set {benchmark.dataset} {source}: "
-        f"{shorten(reason, 240, placeholder=' ...').rstrip('.')}. To get it: {remedy}."
+        f"{shorten(reason, 240, placeholder=' ...').rstrip('.')}. To get it: {remedy}.",
+        is_absent,
     )

@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attnres.wording import install_command
+
 from .benchmarks import Benchmark, index_of, task_manager
 
 if TYPE_CHECKING:
@@ -34,7 +36,9 @@ def describe(names: Collection[str], include_path: Path | None, paper: Collectio
         import lm_eval  # noqa: F401
     except ModuleNotFoundError as error:
         others = ", ".join(name for name in names if name not in paper)
-        raise ValueError(f"{others}: not of the paper's. Other tasks need pip install 'attnres[eval]'.") from error
+        raise ValueError(
+            f"{others}: not of the paper's. Other tasks need lm_eval: {install_command('eval')}"
+        ) from error
     if include_path is not None:
         if not include_path.is_dir():
             raise ValueError(f"--include-path {include_path} is not a directory.")

@@ -24,6 +24,7 @@ from .benchmarks import Benchmark
 from .paired import Paired, compare_pairs
 from .store import Store
 
+TITLE_CHARACTERS, MODEL_CHARACTERS = 24, 48
 ItemScores = dict[tuple[str, int, str], float]  # (task, number of the item, hash of the prompt) -> 0 or 1
 
 
@@ -175,29 +176,47 @@ def screen(rows: Sequence[Row], model: str, baseline: str | None) -> Table:
 
 
 def plot(rows: Sequence[Row], path: str | os.PathLike, model: str, baseline: str | None) -> None:
-    """Draw the scores as bars with their standard errors, a group for each benchmark, to a PNG file."""
+    """Draw the scores as bars with their standard errors, a group for each benchmark, to a PNG file.
+
+    Long names are shortened in the middle; those of the models stand below, where they cover no bar.
+    """
     series = {model: [row.score for row in rows]}
     if baseline:
         series = {baseline: [row.baseline for row in rows], **series}
     width = 0.8 / len(series)
-    figure, axes = plt.subplots(figsize=(2 + 0.75 * len(rows), 4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(max(5.0, 2 + 0.75 * len(rows)), 4.5), layout="constrained")
     for i, (label, scores) in enumerate(series.items()):
         places = [row + (i - (len(series) - 1) / 2) * width for row in range(len(rows))]
         errors = [score.stderr or 0 for score in scores]
         color = "tab:gray" if len(series) > 1 and i == 0 else "tab:blue"
         axes.bar(
-            places, [score.value for score in scores], width, yerr=errors, capsize=2, label=_label(label), color=color
+            places,
+            [score.value for score in scores],
+            width,
+            yerr=errors,
+            capsize=2,
+            label=_label(label, MODEL_CHARACTERS),
+            color=color,
         )
-    axes.set_xticks(range(len(rows)), [_label(row.benchmark.title) for row in rows], rotation=35, ha="right")
+    titles = [_label(row.benchmark.title, TITLE_CHARACTERS) for row in rows]
+    turned = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if len(rows) > 1 else {}
+    axes.set_xticks(range(len(rows)), titles, **turned)
+    axes.set_xlim(-max(0.6, 1.6 - 0.4 * len(rows)), len(rows) - 1 + max(0.6, 1.6 - 0.4 * len(rows)))
     axes.set_ylabel("score (%), ± one standard error")
     axes.set_ylim(bottom=0)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
-    axes.legend(frameon=False)
+    figure.legend(loc="outside lower center", ncols=1, frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def _label(text: str) -> str:
-    """A name as matplotlib shows it: `$` begins a formula, and a first underscore hides a line of the legend."""
+def _label(text: str, characters: int) -> str:
+    """A name as matplotlib shows it: `$` begins a formula, and a first underscore hides a line of the legend.
+
+    One of more than so many characters loses its middle: names of models differ at their ends.
+    """
+    text = " ".join(text.split())
+    if len(text) > characters:
+        text = f"{text[: characters // 3]} ... {text[len(text) - characters + characters // 3 + 5 :]}"
     return re.sub("^_", " _", text.replace("$", r"\$"))

@@ -22,6 +22,8 @@ class Store:
 
     A result carries a hash of all that it says, so that one that was edited is not taken for a measurement.
 
+    Until there is a result, the setup can be another: a run that found no data goes on with data from elsewhere.
+
     Raises:
         FileExistsError: the folder holds results of another setup.
         ValueError: its setup is damaged.
@@ -30,9 +32,10 @@ class Store:
     def __init__(self, folder: Path, setup: Mapping[str, Any]) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / SETUP).exists():
-            _check_same(folder, self.setup, setup)
-        else:
+        stored = self.setup if (folder / SETUP).exists() else None
+        if stored is not None and any(path.name != SETUP for path in folder.glob("*.json")):
+            _check_same(folder, stored, setup)
+        elif stored != setup:
             atomic_write(folder / SETUP, to_json(setup, indent=2))
 
     def __contains__(self, task: str) -> bool:

@@ -21,12 +21,13 @@ from tqdm import tqdm
 from transformers import set_seed
 
 from . import sandbox
-from .benchmarks import Benchmark, load
+from .benchmarks import Benchmark, DataMissing, load
+from .failures import Failure, Failures, Reason
 from .shared_prefix import SharedPrefixLM
+from .start import code_refused
 from .store import Store, to_json
 
 Loaded = dict[Benchmark, TaskDict]
-Failures = dict[Benchmark, str]  # why a benchmark has no result, in one line
 
 # What the harness says of each task in its results, beside the samples.
 PARTS = ("results", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
@@ -43,18 +44,16 @@ def load_all(
     for benchmark in chosen:
         on_load(benchmark)
         if benchmark.runs_code and not allow_code_execution:
-            failures[benchmark] = (
-                f"{benchmark.title} runs programs that the model writes; --allow-code-execution allows it."
-            )
+            failures[benchmark] = code_refused(benchmark)
             continue
         try:
             if benchmark.runs_code:
                 sandbox.available()
             loaded[benchmark] = load(benchmark, data)
-        except FileNotFoundError as error:
-            failures[benchmark] = str(error)
+        except DataMissing as error:
+            failures[benchmark] = Failure(Reason.ABSENT if error.is_absent else Reason.OTHER, str(error))
         except RuntimeError as error:  # nothing here would contain the programs
-            failures[benchmark] = f"{benchmark.title}: {error}"
+            failures[benchmark] = Failure(Reason.OTHER, f"{benchmark.title}: {error}")
     _check_distinct(loaded)
     return loaded, failures
 
@@ -162,7 +161,8 @@ def run_jobs(
             try:
                 store.write(job.task.task_name, _evaluate(lm, job.task, limit, seed))
             except RuntimeError as error:
-                failures[job.benchmark] = f"{job.benchmark.title}: {' '.join(str(error).split())}"
+                text = f"{job.benchmark.title}: {' '.join(str(error).split())}"
+                failures[job.benchmark] = Failure(Reason.OTHER, text)
         before += job.work
         on_work(job.benchmark, before)
     return failures

@@ -36,6 +36,10 @@ class DenseFormer(ResidualConnection):
             self.reset_parameters()
 
     @classmethod
+    def describe(cls, config: PreTrainedConfig) -> str:
+        return f"DenseFormer ({config.num_sublayers} sublayers)"
+
+    @classmethod
     def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> str | None:
         for name, weight in tensors.items():
             if weight[-1] != 1 or weight[:-1].count_nonzero():

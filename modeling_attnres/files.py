@@ -35,12 +35,12 @@ def atomic_directory(out: str | os.PathLike, *, overwrite: bool, marker: str, co
     """
     out = Path(os.path.abspath(out))
     stage, replaced, lock = (out.with_name(f".{out.name}.{role}") for role in ("partial", "replaced", "lock"))
-    _check_replaceable(out, overwrite, marker, content)
+    check_replaceable(out, overwrite, marker, content)
     with _parents(out), locked(lock, out):
         try:
             if os.path.lexists(replaced) and not os.path.lexists(out):
                 replaced.rename(out)  # a run was killed between the two renames below
-            _check_replaceable(out, overwrite, marker, content)  # again: another run may have ended meanwhile
+            check_replaceable(out, overwrite, marker, content)  # again: another run may have ended meanwhile
             _remove(stage)
             stage.mkdir()
             yield stage
@@ -59,7 +59,8 @@ def atomic_directory(out: str | os.PathLike, *, overwrite: bool, marker: str, co
                 _remove(replaced)
 
 
-def _check_replaceable(out: Path, overwrite: bool, marker: str, content: str) -> None:
+def check_replaceable(out: Path, overwrite: bool, marker: str, content: str) -> None:
+    """Raises FileExistsError: `out` exists and is not to be replaced, as for [`atomic_directory`]."""
     if not os.path.lexists(out):
         return
     if not overwrite:

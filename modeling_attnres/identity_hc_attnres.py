@@ -53,7 +53,7 @@ class IdentityHyperConnections(ResidualConnection):
 
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:
-        return f"{cls.name}, {config.residual_streams} streams"
+        return f"Identity Hyper-Connections, {config.residual_streams} streams"
 
     @classmethod
     def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> str | None:

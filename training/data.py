@@ -12,9 +12,12 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
+
+from attnres.wording import counted
 
 from .cache import built_once
 from .documents import DataSpec, Documents, Skipped
@@ -23,8 +26,8 @@ from .packing import Place, Tokens, pack
 
 SHUFFLE_BUFFER = 2048  # blocks in memory, among which a stream is shuffled
 
-_VERSION = 2  # of what the cache holds
-_TOKENS, _BLOCKS, _SKIPPED = "tokens.arrow", "blocks.arrow", "skipped.json"
+_VERSION = 3  # of what the cache holds
+_TOKENS, _BLOCKS, _SKIPPED, _COUNTS = "tokens.arrow", "blocks.arrow", "skipped.json", "counts.json"
 _TOKENS_AT_ONCE = 1 << 22
 
 logger = logging.getLogger(__name__)
@@ -61,7 +64,8 @@ def load_blocks(
 
     Returns:
         Rows `{"input_ids": [length], "labels": [length], "documents": "train.jsonl:17-19"}`: tensors, and the lines or
-        rows that the block was made from. Labels are the tokens (models shift them), unless `encode` gives others.
+        rows that the block was made from. Labels are the tokens (models shift them), unless `encode` gives others. A
+        data set that is no stream says in its `info.description` how many documents and tokens it was made of.
 
     Raises:
         OSError: a file is absent or cannot be read, or the cache cannot be written.
@@ -176,10 +180,11 @@ def _write_blocks(tokens: Path, length: int, seed: int | None, folder: Path, nam
             lists = [pa.FixedSizeListArray.from_arrays(part, length) for part in parts]
             file.write_batch(pa.record_batch([*lists, pa.array(blocks.documents)], schema=schema))
             count += len(blocks.documents)
+    total = pc.sum(pc.list_value_length(documents.data.column("input_ids"))).as_py() or 0
     if not count:
-        total = sum(len(batch.ids) for batch in _read_tokens(documents))
         raise ValueError(_too_few(name, len(documents), total, length, skipped))
     (folder / _SKIPPED).write_text(json.dumps(vars(skipped)))
+    (folder / _COUNTS).write_text(json.dumps({"document": len(documents), "token": total}))
 
 
 def _read_tokens(documents: Dataset) -> Iterator[Tokens]:
@@ -201,6 +206,8 @@ def _open_blocks(folder: Path, seed: int | None) -> Dataset:
         blocks = concatenate_datasets([blocks, labels], axis=1)
     if seed is not None:
         blocks = blocks.select(_order(seed, 1, len(blocks)))
+    counts = json.loads((folder / _COUNTS).read_text())
+    blocks.info.description = ", ".join(counted(number, noun) for noun, number in counts.items())
     return blocks.with_format("torch")
 
 
@@ -213,7 +220,11 @@ def _read_skipped(folder: Path) -> Skipped:
 
 
 def _too_few(name: str, documents: int, tokens: int, length: int, skipped: Skipped) -> str:
-    found = f"{name}: {documents} documents with {tokens} tokens are too few for one block of {length}."
+    verb = "is" if documents == 1 else "are"
+    found = (
+        f"{name}: {counted(documents, 'document')} with {counted(tokens, 'token')} {verb} too few for one block of "
+        f"{length}."
+    )
     if tokens >= length:
         found = f"{name}: no block of {length} tokens holds any of the assistant's to learn. Give a larger `length`."
     return f"{found} {skipped}" if skipped else found

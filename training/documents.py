@@ -15,13 +15,11 @@ from huggingface_hub import metadata_load
 from pyarrow import ArrowException
 from yaml import YAMLError
 
+from .choices import BAD_ROWS
 from .readers import READERS, ROWS_AT_ONCE, TEXT_COLUMN, Document, check_column, kind_of, no_column
 
 _HUB_ID = re.compile(r"(?P<id>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[^/:]+))?")
 _SUFFIXES = ", ".join(list(READERS)[:-1]) + f" or {list(READERS)[-1]}"
-
-
-BAD_ROWS = ("error", "skip")
 
 
 @dataclass(frozen=True)

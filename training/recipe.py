@@ -6,20 +6,16 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import date
 from difflib import get_close_matches
-from importlib.resources import files
 from inspect import signature
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-import torch
 import yaml
-from transformers import TrainingArguments
 
-from attnres.conversion.family import retrofit_options
+from attnres.packaged import recipe_names, recipe_path
 
-from .documents import BAD_ROWS
-from .optimizer import OPTIMIZERS, SCHEDULES
+from .choices import BAD_ROWS, OPTIMIZERS, SCHEDULES
 
 # What a number has to be; that it is none of the others, and no number at all, fails too.
 _POSITIVE = (lambda value: value >= 1, "at least 1")
@@ -153,17 +149,22 @@ class Recipe:
         if owned := next((key for key in self.trainer if key in OWNED), None):
             instead = f"give {OWNED[owned]} instead" if OWNED[owned] else "leave it out"
             raise ValueError(f"`trainer.{owned}` of the recipe is not to be set, as the run decides it: {instead}.")
-        _check_keys("trainer", self.trainer, _options_of(TrainingArguments))
+        if self.trainer:
+            from transformers import TrainingArguments  # here and below: what only some recipes need takes seconds
+
+            _check_keys("trainer", self.trainer, _options_of(TrainingArguments))
         workers = self.trainer.get("dataloader_num_workers", 0)
         if not isinstance(workers, int) or workers < 0:
             raise ValueError(
                 f"`trainer.dataloader_num_workers` of the recipe is {workers!r}, but must be a whole number from 0 on."
             )
         if self.retrofit is not None:
+            from attnres.conversion.family import retrofit_options
+
             chosen = {"residual": self.retrofit["residual"]} if "residual" in self.retrofit else {}
             _check_keys("retrofit", self.retrofit, ["residual", *retrofit_options(**chosen)])
         if self.lora is not None:
-            with suppress(ImportError):  # peft is an extra, and takes a while to import
+            with suppress(ImportError):  # peft is an extra
                 from .lora import add_adapters, check_options
 
                 _check_keys("lora", self.lora, _options_of(add_adapters))
@@ -177,10 +178,14 @@ class Recipe:
         if not self.train:
             raise ValueError("`train` of the recipe names no data.")
         dtype = self.config.get("dtype")
-        if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise ValueError(
-                f"`config.dtype` of the recipe is {dtype!r}, but must be auto or a type of PyTorch such as bfloat16."
-            )
+        if isinstance(dtype, str) and dtype != "auto":
+            import torch
+
+            if not isinstance(getattr(torch, dtype, None), torch.dtype):
+                raise ValueError(
+                    f"`config.dtype` of the recipe is {dtype!r}, but must be auto or a type of PyTorch, "
+                    "such as bfloat16."
+                )
 
     @property
     def num_steps(self) -> int:
@@ -226,11 +231,6 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
     return Recipe(**content)
 
 
-def recipe_names() -> tuple[str, ...]:
-    """The recipes that come with `attnres`."""
-    return tuple(sorted(path.name.removesuffix(".yaml") for path in _folder().iterdir()))
-
-
 def write_recipe(recipe: Recipe) -> str:
     """The recipe as YAML, all of it."""
     content = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(recipe).items()}
@@ -253,17 +253,13 @@ def _check_keys(name: str, arguments: dict[str, Any], known: Collection[str]) ->
         raise ValueError(f"`{name}` has no `{key}`.{did_you_mean(key, known, otherwise_all=False)}")
 
 
-def _folder():
-    return files("attnres.configuration").joinpath("recipes")
-
-
 def _text(path: str | Path) -> str:
     if Path(path).is_file():
         try:
             return Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not a recipe: it is not text in UTF-8 ({error}).") from error
-    packaged = _folder().joinpath(f"{path}.yaml")
+    packaged = recipe_path(str(path))
     if not packaged.is_file():
         raise FileNotFoundError(
             f"There is no file {path}, and no recipe of that name. There is {', '.join(recipe_names())}."

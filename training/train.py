@@ -9,6 +9,7 @@ import json
 import math
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,23 +45,28 @@ from attnres.configuration import load, names
 from attnres.conversion import retrofit
 from attnres.conversion.family import retrofit_config
 from attnres.files import atomic_write
+from attnres.hub import check_source
 from attnres.quiet import quiet_transformers
+from attnres.wording import counted, install_command
 
 from .chat import encode_chat
 from .checkpoints import check_checkpoint
 from .data import DataSpec, load_blocks
+from .header import describe_run, show_share
 from .loading import load_divided, read_division
-from .recipe import Recipe, read_recipe, write_recipe
+from .place import RESULTS, claim
+from .recipe import Recipe
 from .trainer import AttnResTrainer
 
-RECIPE, MODEL, ADAPTER, RESULTS, CURVE = "recipe.yaml", "model", "adapter", "results.json", "loss.png"
+MODEL, ADAPTER, CURVE = "model", "adapter", "loss.png"
 START = ".start"
-# What two runs of one training may differ in.
-FREE = ("log_every", "save_every", "keep", "micro_batch_size")
 
 
-def run_train(recipe: Recipe) -> dict[str, Any]:
+def run_train(recipe: Recipe, name: str = "") -> dict[str, Any]:
     """Train by the recipe into its folder `out`; what a run there was stopped at is continued.
+
+    Args:
+        name: of the recipe, where it is one of those that come with `attnres`.
 
     Returns:
         What is written to `results.json`.
@@ -79,12 +85,16 @@ def run_train(recipe: Recipe) -> dict[str, Any]:
     division = read_division(recipe.distributed, state.num_processes)
     with quiet_transformers():
         arguments = _arguments(recipe, state, division)
+    if recipe.model not in names():
+        check_source(recipe.model)
     with state.main_process_first():
         if state.is_main_process:
-            _claim(out, recipe)
+            claim(out, recipe)
     last = get_last_checkpoint(str(out))
     if last is not None:
         check_checkpoint(Path(last))
+    if last is not None:
+        arguments.eval_on_start = False
     set_seed(recipe.seed)
     with quiet_transformers(), state.main_process_first():
         tokenizer = _tokenizer(recipe)
@@ -99,10 +109,17 @@ def run_train(recipe: Recipe) -> dict[str, Any]:
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(display)
-        if last and state.is_main_process:
-            print(f"Going on from {last}.")
-        with contextlib.closing(display):
-            trainer.train(resume_from_checkpoint=last)
+        if state.is_main_process:
+            print("\n".join(describe_run(recipe, name, model, train, held_out, arguments.device)), flush=True)
+            if last:
+                print(f"Going on from {last}.", flush=True)
+        try:
+            with contextlib.closing(display):
+                trainer.train(resume_from_checkpoint=last)
+        except KeyboardInterrupt:
+            if state.is_main_process:
+                print(_what_is_saved(out, trainer.state.global_step))
+            raise
         if trainer.stopping.received:
             if state.is_main_process:
                 print(f"Stopped after step {trainer.state.global_step}. The same command goes on from there.")
@@ -110,30 +127,20 @@ def run_train(recipe: Recipe) -> dict[str, Any]:
         results = _results(trainer, recipe)
         _write(trainer, tokenizer, recipe, results)
     if state.is_main_process:
+        before = next((f" (before training {loss:.4f})" for step, loss in results["held_out_losses"] if step == 0), "")
         print(
-            f"Held-out loss {results['held_out_loss']:.4f}, perplexity {results['perplexity']:.2f}. Written to {out}."
+            f"Held-out loss {results['held_out_loss']:.4f}{before}, perplexity {results['perplexity']:.2f}. "
+            f"Written to {out}."
         )
     return results
 
 
-def _claim(out: Path, recipe: Recipe) -> None:
-    if (out / RESULTS).exists():
-        raise FileExistsError(f"{out} holds a finished run. Choose another `out`.")
-    if (out / RECIPE).exists() and get_last_checkpoint(str(out)):
-        before = read_recipe(out / RECIPE)
-        differing = [name for name in vars(recipe) if getattr(before, name) != getattr(recipe, name)]
-        if differing := [name for name in differing if name not in FREE]:
-            name = differing[0]
-            raise FileExistsError(
-                f"{out} holds a run with {name} {getattr(before, name)!r}, not {getattr(recipe, name)!r}. "
-                "Choose another `out`, or go on with the recipe as it was."
-            )
-    elif out.exists() and not out.is_dir():
-        raise FileExistsError(f"{out} is a file. Choose another `out`.")
-    elif out.exists() and any(out.iterdir()) and not (out / RECIPE).exists():
-        raise FileExistsError(f"{out} holds other files. Choose another `out`.")
-    out.mkdir(parents=True, exist_ok=True)
-    atomic_write(out / RECIPE, write_recipe(recipe))
+def _what_is_saved(out: Path, steps: int) -> str:
+    """What to say of a run that Ctrl-C stopped."""
+    last = get_last_checkpoint(str(out))
+    if last is None:
+        return f"Stopped after {counted(steps, 'step')}, before the first checkpoint: the same command begins anew."
+    return f"Stopped after {counted(steps, 'step')}. Saved is {last}: the same command goes on from there."
 
 
 def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -141,11 +148,27 @@ def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         raise ValueError(f"{recipe.model} starts from scratch: the recipe needs a `tokenizer`, a directory or Hub id.")
     source = recipe.tokenizer or recipe.model
     # Code that came with it is neither run nor asked about, nor referred to by what the run writes.
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    with _named("tokenizer" if recipe.tokenizer else "model", source):
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     tokenizer.init_kwargs.pop("auto_map", None)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {source} has no end-of-text token; set its `eos_token`.")
     return tokenizer
+
+
+@contextlib.contextmanager
+def _named(what: str, source: str) -> Iterator[None]:
+    """Raises FileNotFoundError, which names the source, where `transformers` does not find or cannot read it."""
+    try:
+        yield
+    except OSError as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        named = f"no directory, nor a named configuration ({', '.join(names())})" if what == "model" else "no directory"
+        raise FileNotFoundError(
+            f"the {what} {source} cannot be read; it is {named}, and as a name on the Hub it fails: {reason}."
+            if not Path(source).is_dir()
+            else f"the {what} in {source} cannot be read: {reason}."
+        ) from error
 
 
 def _data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset | IterableDataset, Dataset]:
@@ -173,13 +196,14 @@ def _check_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         if recipe.model in names():
             _named_config(recipe, tokenizer)
             return
-        config = AutoConfig.from_pretrained(recipe.model, trust_remote_code=False, **recipe.config)
+        with _named("model", recipe.model):
+            config = AutoConfig.from_pretrained(recipe.model, trust_remote_code=False, **recipe.config)
     except (StrictDataclassError, TypeError, ValueError) as error:
         raise ValueError(f"`config` of the recipe does not fit {recipe.model}: {error}") from error
     if recipe.retrofit is not None:
         try:
             retrofit_config(config, **recipe.retrofit)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"`retrofit` of the recipe is {recipe.retrofit}: {error}") from error
 
 
@@ -214,7 +238,7 @@ def _lora() -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "peft":
             raise
-        raise ModuleNotFoundError("`lora` of a recipe needs the package peft: pip install 'attnres[train]'.") from error
+        raise ModuleNotFoundError(f"`lora` of a recipe needs the package peft: {install_command('train')}") from error
     return lora
 
 
@@ -258,6 +282,7 @@ def _arguments(recipe: Recipe, state: PartialState, division: DistributedConfig 
     defaults = {
         "eval_strategy": "steps",
         "eval_steps": recipe.save_every,
+        "eval_on_start": True,
         "report_to": "none",
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
@@ -281,7 +306,6 @@ class Display(TrainerCallback):
         "tokens_per_second": ("tokens/s", ",.0f"),
         "model_flop_use": ("FLOP use", ".1%"),
         "expert_max_violation": ("expert overload", ".2f"),
-        "depth_entropy": ("depth entropy", ".3f"),
     }
 
     def __init__(self) -> None:
@@ -299,6 +323,8 @@ class Display(TrainerCallback):
         if self.bar is None or not {"loss", "eval_loss"} & logs.keys():
             return
         parts = [f"{self.SHOWN[name][0]} {logs[name]:{self.SHOWN[name][1]}}" for name in self.SHOWN if name in logs]
+        if "depth_entropy" in logs:
+            parts.append(f"depth entropy {show_share(logs['depth_entropy'])}")
         self.bar.write(f"step {state.global_step}: {', '.join(parts)}", file=sys.stdout)
 
     def close(self) -> None:

@@ -132,6 +132,41 @@ def test_the_block_size_can_be_chosen(whole, tmp_path, options, block_size):
     assert json.loads((tmp_path / "result" / "config.json").read_text())["attn_res_block_size"] == block_size
 
 
+@pytest.mark.parametrize(
+    "options, note",
+    [
+        (("--num-blocks", "4"), "Note: --num-blocks 4 becomes 3: 6 sublayers, 2 to a block.\n"),
+        (("--num-blocks", "50"), "Note: --num-blocks 50 becomes Full AttnRes: there are 6 sublayers, each a block.\n"),
+        (("--block-size", "100"), "Note: a block size of 100 puts all 6 sublayers into one block, "),
+        (("--num-blocks", "3"), None),
+        (("--full",), None),
+        ((), None),
+        (("--residual", "denseformer"), None),
+    ],
+)
+def test_blocks_that_become_others_are_pointed_out(whole, tmp_path, options, note):
+    shown = convert_well(whole, tmp_path / "result", "--no-verify", *options).out
+    assert note in shown if note else "Note:" not in shown
+
+
+def test_a_retrofit_is_not_retrofitted_and_the_line_says_how_to_regroup_it(whole, tmp_path):
+    convert_well(whole, tmp_path / "one", "--no-verify")
+    error = convert(tmp_path / "one", tmp_path / "two", "--block-size", "3").error
+    assert "residual_connection='attn_res' already" in error
+    assert "--set-block-size S regroups its blocks, and --to standard undoes it" in error
+
+
+@pytest.mark.parametrize(
+    "options, described",
+    [
+        (("--residual", "denseformer"), "attnres_llama: DenseFormer (6 sublayers)"),
+        (("--residual", "identity_hc", "--streams", "3"), "attnres_llama: Identity Hyper-Connections, 3 streams"),
+    ],
+)
+def test_other_connections_are_shown_by_their_names(whole, tmp_path, options, described):
+    assert f"\n{described}\n" in convert_well(whole, tmp_path / "result", "--no-verify", *options).out
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_named", [True, False], ids=["dtype in config.json", "no dtype in config.json"])
 def test_the_dtype_is_kept_and_the_new_tensors_have_it(tmp_path, dtype, is_named):

@@ -128,7 +128,7 @@ def test_other_tokens_are_noticed(source, copy):
 
 def test_without_the_memory_it_is_left_out_unless_asked_for(source, tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1_000_000))
-    assert "Not verified: 1.1 GB more memory are needed" in convert_well(source, tmp_path / "a").out
+    assert "Not verified: 1.1 GB more memory is needed" in convert_well(source, tmp_path / "a").out
     assert "Verified: " in convert_well(source, tmp_path / "b", "--verify").out
 
 

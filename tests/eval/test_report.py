@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import matplotlib.pyplot as plt
 import pytest
 from PIL import Image
 from rich.markdown import Markdown
@@ -60,3 +61,20 @@ def test_scores_other_than_right_and_wrong_are_compared_without_a_test():
     text = markdown([dataclasses.replace(row(), pair=None)], [], "m", "b", RESULTS)
     assert "| +25.0 | - |" in text
     assert "McNemar" not in text
+
+
+@pytest.mark.parametrize("number", [1, 15])
+def test_the_chart_has_room_for_one_benchmark_and_for_all_with_long_names(number, tmp_path, monkeypatch):
+    """No text leaves the picture, and the legend, which is below the axes, covers no bar."""
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    names = [f"/a/very/long/path/of/a/model/that/goes/on/and/on/{'x' * 60}-{end}" for end in ("seed-0", "seed-1")]
+    plot([row(f"benchmark {'y' * 40} {i}") for i in range(number)], tmp_path / "scores.png", *names)
+    figure = plt.gcf()
+    monkeypatch.undo()
+    (legend,), (axes,) = figure.legends, figure.axes
+    assert legend.get_window_extent().y1 <= axes.get_tightbbox().y0
+    assert [text.get_text()[-6:] for text in legend.get_texts()] == ["seed-1", "seed-0"]
+    for text in [*legend.get_texts(), *axes.get_xticklabels(), axes.yaxis.label]:
+        box = text.get_window_extent()
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and box.y0 >= figure.bbox.y0
+    plt.close(figure)

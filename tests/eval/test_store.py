@@ -89,3 +89,13 @@ def test_a_task_of_any_name_is_kept_in_a_file_of_its_own(tmp_path, task):
     assert store.setup == SETUP
     assert len([*(tmp_path / "out" / "model").iterdir()]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_without_a_result_the_setup_can_become_another(tmp_path):
+    """As when a run found no data, and the next one is told where it lies."""
+    Store(tmp_path, SETUP)
+    store = Store(tmp_path, SETUP | {"limit": 7})
+    assert store.setup == SETUP | {"limit": 7}
+    store.write("gsm8k", {})
+    with pytest.raises(FileExistsError, match="holds results with limit 7"):
+        Store(tmp_path, SETUP)

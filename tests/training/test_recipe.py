@@ -126,7 +126,10 @@ def test_a_recipe_refuses_what_the_run_sets_itself(monkeypatch, tmp_path):
     monkeypatch.setattr(train, "TrainingArguments", lambda **arguments: seen.update(arguments) or TrainingArguments())
     monkeypatch.chdir(tmp_path)
     train._arguments(read_recipe("finetune", NEEDED), PartialState(cpu=True), None)
-    assert seen.keys() - OWNED.keys() == {"eval_strategy", "eval_steps", "report_to", "dataloader_pin_memory"}
+    assert seen.keys() - OWNED.keys() == {
+        *("eval_strategy", "eval_steps", "eval_on_start"),
+        *("report_to", "dataloader_pin_memory"),
+    }
     # Fields come and go with the versions of `transformers`; a name that never was one would be a slip here.
     assert OWNED.keys() - {item.name for item in fields(TrainingArguments)} <= {"warmup_ratio"}
 

@@ -1,0 +1,59 @@
+"""What options choose from by name, known before PyTorch is imported."""
+
+from collections.abc import Collection, Mapping
+from enum import StrEnum
+
+import typer
+
+from attnres.connection_help import CONNECTIONS, flag, owner
+
+# How a directory shows that `convert` may replace it, as for `attnres.files.atomic_directory`.
+WRITTEN_MODEL = {"marker": "config.json", "content": '"model_type"'}
+
+Residual = StrEnum("Residual", [(name, name) for name in CONNECTIONS])
+DEFAULT_RESIDUAL = next(iter(Residual))
+
+
+class Scale(StrEnum):
+    """How attention residuals scale what they read."""
+
+    sum = "sum"
+    mean = "mean"
+
+
+class Listed(StrEnum):
+    """What `list` lists."""
+
+    configurations = "configurations"
+    recipes = "recipes"
+    connections = "connections"
+    tasks = "tasks"
+    backbones = "backbones"
+
+
+def help_of(option: str, text: str) -> str:
+    """The help of an option of one connection, which it names."""
+    return f"{owner(option)}: {text}"
+
+
+def refuse_options(residual: str, options: Collection[str], others: Mapping[str, object], is_named: bool) -> None:
+    """Check which options of `convert` are given together.
+
+    Args:
+        residual: the connection; `is_named`: by the user.
+        options: the arguments of it that are given.
+        others: options that do something else than a retrofit, with their values.
+
+    Raises:
+        typer.BadParameter: some exclude each other, or belong to another connection.
+    """
+    given = [name for name, value in others.items() if value is not None]
+    flags = [*(["--residual"] if is_named else []), *map(flag, options)]
+    if len(given) + bool(flags) > 1:
+        raise typer.BadParameter(f"{' and '.join([*given, *flags])} exclude each other.")
+    for option in options:
+        if option not in CONNECTIONS[residual][1]:
+            raise typer.BadParameter(f"{flag(option)} belongs to --residual {owner(option)}, not to {residual}.")
+    sizes = [flag(option) for option in ("block_size", "num_blocks", "full") if option in options]
+    if len(sizes) > 1:
+        raise typer.BadParameter(f"{' and '.join(sizes)} exclude each other.")

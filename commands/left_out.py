@@ -1,0 +1,32 @@
+"""What `attnres eval` says of benchmarks without a result."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from attnres.eval.benchmarks import Benchmark
+from attnres.eval.failures import Failures, told
+from attnres.eval.start import find_missing
+from attnres.wording import counted
+
+
+def tell(console: Console, failures: Failures, data: Path | None) -> None:
+    """Print why, one line for each reason."""
+    for line in told(failures, data):
+        console.print(f"[red]Left out:[/] {escape(line)}", soft_wrap=True, highlight=False)
+
+
+def no_result(number: int, total: int) -> RuntimeError:
+    """The error that ends a command after [`tell`] has told."""
+    verb = "has" if total == 1 else "have"
+    return RuntimeError(f"{number} of {counted(total, 'benchmark')} {verb} no result (see above).")
+
+
+def stop_without_data(benchmarks: Sequence[Benchmark], data: Path | None, allow_code_execution: bool) -> None:
+    """Raises RuntimeError, having told why, if none of the benchmarks can run."""
+    failures = find_missing(benchmarks, data, allow_code_execution)
+    if len(failures) == len(benchmarks):
+        tell(Console(), failures, data)
+        raise no_result(len(failures), len(benchmarks))

@@ -1,0 +1,54 @@
+"""What the command line says of residual connections, without importing PyTorch; a test holds it against the registry.
+
+It does not travel with weights.
+"""
+
+import math
+from typing import Any
+
+# Name -> what it is, and the options that a retrofit with it has; the first is the default.
+CONNECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "attn_res": ("attention residuals, Full or in blocks", ("block_size", "scale", "num_blocks", "full")),
+    "standard": ("the residual stream", ()),
+    "denseformer": ("DenseFormer's averages over depth", ()),
+    "identity_hc": ("Identity Hyper-Connections", ("streams",)),
+}
+
+
+def flag(option: str) -> str:
+    """The option of the command line for an argument of a function: `--num-blocks`."""
+    return f"--{option.replace('_', '-')}"
+
+
+def owner(option: str) -> str:
+    """The connection that has the option."""
+    return next(name for name, (_, options) in CONNECTIONS.items() if option in options)
+
+
+def describe_connections() -> str:
+    """Each connection with its meaning and its options, for a help text."""
+    return "; ".join(
+        f"{name} ({meaning}; {', '.join(map(flag, options)) or 'no options'})"
+        for name, (meaning, options) in CONNECTIONS.items()
+    )
+
+
+def remark_on_blocks(config: Any, num_blocks: int | None) -> str | None:
+    """What the blocks of a retrofitted configuration become, where that may not be what was meant."""
+    if config.residual_connection != owner("num_blocks"):
+        return None
+    size, sublayers = config.attn_res_block_size, config.num_sublayers
+    count = math.ceil(sublayers / size)
+    if num_blocks is not None and count != num_blocks:
+        if size == 1:
+            return f"--num-blocks {num_blocks} becomes Full AttnRes: there are {sublayers} sublayers, each a block."
+        return f"--num-blocks {num_blocks} becomes {count}: {sublayers} sublayers, {size} to a block."
+    if num_blocks is None and count == 1 and size > 1:
+        return (
+            f"a block size of {size} puts all {sublayers} sublayers into one block, so that each has but the embedding "
+            f"and one sum to attend to. --block-size {math.ceil(sublayers / 8)} would make about 8."
+        )
+    return None
+
+
+__all__ = ["CONNECTIONS", "describe_connections", "flag", "owner", "remark_on_blocks"]

@@ -1,0 +1,54 @@
+"""What can be told of names on the Hub without asking for them: whether it can be reached, and what its cache has."""
+
+import os
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from huggingface_hub import constants
+
+_PORTS = {"http": 80, "https": 443}
+_PATIENCE = 5.0  # seconds
+
+
+def check_path(source: str | os.PathLike) -> None:
+    """Raises FileNotFoundError: the name of a model is that of no directory, and cannot be an id on the Hub."""
+    path, name = Path(source), str(source)
+    on_hub = not (path.exists() or path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2)
+    if not path.is_dir() and not on_hub:
+        raise FileNotFoundError(f"{source} is not a directory.")
+
+
+def check_source(source: str | os.PathLike) -> None:
+    """Raises FileNotFoundError: a model is no directory, and the Hub cannot be asked for it, as far as that shows."""
+    check_path(source)
+    if not Path(source).is_dir() and not is_cached("models", str(source)) and is_offline():
+        raise FileNotFoundError(
+            f"{source} is not a directory, and the Hub does not give it: the Hub cannot be reached, and its cache here "
+            "does not have it."
+        )
+
+
+def is_cached(kind: str, name: str) -> bool:
+    """Whether the Hub's cache has anything of a repository of this kind, `models` or `datasets`."""
+    return (Path(constants.HF_HUB_CACHE) / f"{kind}--{name.replace('/', '--')}").is_dir()
+
+
+def is_offline() -> bool:
+    """Whether the Hub certainly cannot be reached: one that is merely slow may answer yet, and so may a proxy."""
+    if constants.HF_HUB_OFFLINE:
+        return True
+    address = urlsplit(constants.ENDPOINT)
+    if getproxies().get(address.scheme):
+        return False
+    try:
+        with socket.create_connection((address.hostname, address.port or _PORTS[address.scheme]), _PATIENCE):
+            return False
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
+__all__ = ["check_path", "check_source", "is_cached", "is_offline"]

@@ -1,0 +1,31 @@
+"""Commands that need no model, one after the other in this process: what each says, and then what is imported.
+
+quick_session.py < [[ARGUMENT, ...], ...]
+"""
+
+import contextlib
+import io
+import json
+import sys
+
+__file__ = "attnres"  # as the command itself: the model family can wait
+
+from attnres.commands.main import main
+
+
+def run(arguments: list[str]) -> dict:
+    """`attnres ARGUMENTS`."""
+    out, err = io.StringIO(), io.StringIO()
+    sys.argv = ["attnres", *arguments]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+
+
+if __name__ == "__main__":
+    runs = [run(arguments) for arguments in json.load(sys.stdin)]
+    print(json.dumps({"runs": runs, "modules": sorted(sys.modules)}))

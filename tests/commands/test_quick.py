@@ -1,0 +1,127 @@
+"""What needs no model is told before PyTorch is imported: help, names, wrong paths, usage errors, missing data."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from attnres import BACKBONES, CONNECTIONS, AttnResConfig, connection_help
+from attnres.commands.app import app
+from attnres.commands.choices import DEFAULT_RESIDUAL, Scale
+from attnres.configuration import names
+from attnres.conversion.family import DEFAULT_CONNECTION, retrofit_options
+from attnres.eval.benchmarks import benchmarks
+
+ATTNRES = Path(sys.executable).with_name("attnres")
+HEAVY = {"torch", "transformers", "numpy", "datasets", "lm_eval", "matplotlib", "attnres.family"}
+# Arguments, exit status, and what it says.
+CASES = [
+    (("--help",), 0, "attnres list "),
+    (("--version",), 0, "attnres 0."),
+    (("list", "tasks"), 0, "gpqa_diamond"),
+    (("convert", "nowhere/at/all", "out"), 1, "attnres: nowhere/at/all is not a directory."),
+    (("convert", "lab/model", "out"), 1, "attnres: lab/model is not a directory, and the Hub does not give it: "),
+    (("convert", "model", "taken"), 1, "attnres: taken exists. "),
+    (("convert", "model", "out", "--streams", "3"), 2, "--streams belongs to --residual identity_hc, not to "),
+    (("convert", "model", "out", "--residual", "highway"), 2, "'highway' is not one of 'attn_res', 'standard'"),
+    (("convert", "model", "out", "--full", "--block-size", "2"), 2, "--block-size and --full exclude each other."),
+    (("convert", "model", "out", "--to", "standard", "--residual", "standard"), 2, "--to and --residual exclude "),
+    (("train", "heel"), 2, "There is no file heel, and no recipe of that name. There is finetune, heal, "),
+    (("train", "heal", "stepz=3"), 2, "Did you mean `steps`?"),
+    (("train", "heal"), 2, "The recipe lacks `model` and `train` and `out`"),
+    (("train", "heal", "model=./no", "train=a.txt", "out=out"), 1, "attnres: ./no is not a directory."),
+    (("train", "heal", "model=model", "train=a.txt", "out=taken"), 1, "attnres: taken holds other files. "),
+    (("eval",), 2, "MODEL and --out missing."),
+    (("eval", "--print-task-path"), 0, "/tasks"),
+    (("eval", "./no", "--out", "out"), 1, "attnres: ./no is not a directory."),
+    (("eval", "model", "--out", "taken"), 1, "attnres: taken holds other files "),
+    (("eval", "model", "--out", "out", "--data", "taken"), 1, "attnres: 15 of 15 benchmarks have no result"),
+    (("eval", "model", "--out", "out", "--tasks", "mmlu"), 1, "attnres: 1 of 1 benchmark has no result"),
+]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """One in which the Hub cannot be reached, and has not been before."""
+    without_proxy = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
+    return without_proxy | {"HF_HOME": str(folder / "home"), "HF_ENDPOINT": "http://127.0.0.1:9"}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory) -> dict:
+    """What `quick_session.py` saw of all cases, in a folder with `model` and `taken`."""
+    folder = tmp_path_factory.mktemp("quick")
+    (folder / "model").mkdir()
+    (folder / "taken").mkdir()
+    (folder / "taken" / "thesis.tex").write_text("five years")
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("quick_session.py")],
+        input=json.dumps([arguments for arguments, *_ in CASES]),
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout) | {"left": {path.name for path in folder.iterdir()}}
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: " ".join(CASES[number][0]))
+def test_what_needs_no_model_is_told(number, seen):
+    _, code, told = CASES[number]
+    run = seen["runs"][number]
+    assert run["code"] == code, run["err"]
+    assert told in (run["err"] if code else run["out"])
+    if code == 1:
+        assert run["err"].count("\n") == 1
+
+
+def test_nothing_heavy_was_imported_to_tell_it_and_nothing_written(seen):
+    assert "attnres.commands.app" in seen["modules"]
+    assert not HEAVY & set(seen["modules"])
+    assert seen["left"] == {"model", "taken"}
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ("attnres con", {"convert"}),
+        ("attnres convert --residual ", set(CONNECTIONS)),
+        ("attnres train pre", {"pretrain"}),
+    ],
+)
+def test_the_shell_completes_commands_names_and_recipes(words, expected, tmp_path):
+    asked = {"_ATTNRES_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = subprocess.run([ATTNRES], env=os.environ | asked, capture_output=True, text=True, timeout=60, check=True)
+    assert set(done.stdout.split()) == expected
+
+
+def test_what_the_command_line_says_of_connections_is_what_the_registry_has():
+    assert connection_help.CONNECTIONS.keys() == CONNECTIONS.keys()
+    assert DEFAULT_RESIDUAL == DEFAULT_CONNECTION
+    for name, (_, options) in connection_help.CONNECTIONS.items():
+        assert set(options) == set(retrofit_options(name))
+    for scale in Scale:
+        AttnResConfig(attn_res_scale=scale.value).check_fields()
+
+
+@pytest.mark.parametrize(
+    "kind, expected",
+    [("backbones", BACKBONES), ("configurations", names()), ("connections", CONNECTIONS), ("tasks", benchmarks())],
+)
+def test_the_list_has_every_name(kind, expected):
+    heading, *listed = CliRunner().invoke(app, ["list", kind]).stdout.splitlines()
+    assert heading.startswith(("Backbones", "Configurations", "Residual connections", "Benchmarks"))
+    assert [line.strip() for line in listed] == list(expected)
+
+
+def test_every_help_has_examples_that_are_commands():
+    runner = CliRunner()
+    for command in ("list", "convert", "eval", "train", "bench"):
+        help_text = runner.invoke(app, [command, "--help"]).stdout
+        assert f"\n  attnres {command} " in help_text, command

@@ -1,0 +1,83 @@
+"""What a run says before it begins, and what of a recipe is pointed out as hardly meant."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from attnres.conversion import retrofit
+from attnres.training.data import DataSpec, load_blocks
+from attnres.training.header import describe_run, show_share
+from attnres.training.recipe import Recipe
+
+
+@pytest.fixture(scope="module")
+def parts(assets, tmp_path_factory):
+    """A model of 512 positions, its retrofit, and 13 blocks of 64 tokens from 2 documents."""
+    folder = assets / "checkpoints" / "stories260K-hf"
+    text = (assets / "corpora" / "tinystories" / "valid.txt").read_text()[:4000]
+    file = tmp_path_factory.mktemp("header") / "text.jsonl"
+    file.write_text("".join(json.dumps({"text": part}) + "\n" for part in (text[:2000], text[2000:])))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    blocks = load_blocks(DataSpec((str(file),)), tokenizer, 64, seed=0, cache=file.parent / "cache")
+    return {"model": model, "retrofit": retrofit(folder, block_size=2), "blocks": blocks}
+
+
+def described(parts, model: str, name: str = "heal", **changes) -> list[str]:
+    blocks = parts["blocks"]
+    train, held_out = blocks.select(range(len(blocks) - 3)), blocks.select(range(len(blocks) - 3, len(blocks)))
+    recipe = Recipe("lab/model", ("a",), "runs/x", **{"steps": 2, "batch_size": 4, "length": 64} | changes)
+    return describe_run(recipe, name, parts[model], train, held_out, torch.device("cpu"))
+
+
+def test_the_header_names_model_parameters_data_and_steps(parts):
+    model, parameters, data, run = described(parts, "retrofit")
+    assert model == (
+        "Model: lab/model (attnres_llama), Block AttnRes, 5 blocks of 2 sublayers (10 sublayers), scale sum"
+    )
+    total = sum(tensor.numel() for tensor in parts["retrofit"].parameters())
+    assert parameters == f"Parameters: {total:,}, of which all are trained, on cpu"
+    count = len(parts["blocks"])
+    tokens = int(data.split(" documents, ")[1].split(" tokens")[0].replace(",", ""))
+    assert data.startswith("Data: 2 documents, ") and count * 64 <= tokens < (count + 1) * 64
+    assert data.endswith(f": {count - 3} sequences of 64 tokens to train on, 3 held out")
+    assert run == f"Run: 2 steps of 4 sequences, 512 tokens, {8 / (count - 3):.2g} epochs; into runs/x"
+
+
+def test_frozen_parameters_are_not_counted_as_trained(parts):
+    parts["retrofit"].lm_head.weight.requires_grad_(False)
+    try:
+        trained = sum(tensor.numel() for tensor in parts["retrofit"].parameters() if tensor.requires_grad)
+        assert f"of which {trained:,} are trained" in described(parts, "retrofit")[1]
+    finally:
+        parts["retrofit"].lm_head.weight.requires_grad_(True)
+
+
+@pytest.mark.parametrize(
+    "model, name, changes, note",
+    [
+        ("retrofit", "heal", {"steps": 1000}, "Note: the run reads its data "),
+        ("retrofit", "heal", {"length": 513}, "Note: length=513 is beyond the 512 positions"),
+        ("model", "heal", {}, "Note: lab/model has standard residual connections, so there is nothing to heal"),
+        ("model", "finetune", {}, None),
+    ],
+)
+def test_what_is_hardly_meant_is_pointed_out(parts, model, name, changes, note):
+    notes = [line for line in described(parts, model, name, **changes) if line.startswith("Note: ")]
+    assert len(notes) == bool(note) and all(line.startswith(note) for line in notes)
+
+
+def test_as_many_steps_as_are_proposed_are_not_pointed_out(parts):
+    (note,) = (line for line in described(parts, "retrofit", steps=1000) if line.startswith("Note: "))
+    steps = int(note.partition("steps=")[2].split()[0])
+    assert len(described(parts, "retrofit", steps=steps)) == 4
+    assert len(described(parts, "retrofit", steps=steps + 1)) == 5
+
+
+@pytest.mark.parametrize(
+    "share, shown", [(0.93214, "0.9321"), (0.99996, "1 - 4.0e-05"), (1.0, "1 - 0.0e+00"), (1 + 1e-7, "1 - 0.0e+00")]
+)
+def test_a_share_close_to_one_is_shown_by_what_is_missing(share, shown):
+    assert show_share(share) == shown
