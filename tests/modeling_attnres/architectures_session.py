@@ -11,8 +11,6 @@ import transformers
 
 imported_first = transformers
 
-from transformers import pipeline  # noqa: E402, F401
-
 import attnres  # noqa: E402, F401
 
 modules = imported_first, sys.modules["transformers"]
