@@ -8,22 +8,19 @@ import sys
 from functools import cache
 
 import transformers
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
-from transformers.conversion_mapping import (
-    WeightRenaming,
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
+from transformers import CONFIG_MAPPING, MODEL_MAPPING, conversion_mapping
+from transformers.conversion_mapping import WeightRenaming
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .configuration_attnres import BACKBONES, ResidualConfig
-from .decoder_attnres import (
-    ResidualDecoderLayer,
-    ResidualForCausalLM,
-    ResidualForSequenceClassification,
-    ResidualModel,
-    ResidualPreTrainedModel,
-)
+from .decoder_attnres import ResidualDecoderLayer, ResidualHead, ResidualModel, ResidualPreTrainedModel
+
+_HEADS = {
+    "AutoModelForCausalLM": transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+    "AutoModelForQuestionAnswering": transformers.MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    "AutoModelForTokenClassification": transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+}
 
 
 class BackboneConfig(ResidualConfig):
@@ -37,11 +34,10 @@ class BackboneConfig(ResidualConfig):
 
 @cache
 def config_on(backbone: str) -> type[ResidualConfig]:
-    """The family's configuration class on a backbone, a model type of `transformers`."""
+    """The family's configuration class on a backbone."""
     parent = CONFIG_MAPPING[backbone]
-    members = {"model_type": f"attnres_{backbone}", "backbone": backbone, "base_model_pp_plan": None}
     doc = f"All fields of [`{parent.__name__}`] and of [`ResidualConfig`]."
-    config_class = _make(parent, BackboneConfig, __doc__=doc, **members)
+    config_class = _make(parent, BackboneConfig, __doc__=doc, model_type=f"attnres_{backbone}", backbone=backbone)
     config_class.register_for_auto_class()
     return config_class
 
@@ -50,27 +46,25 @@ def config_on(backbone: str) -> type[ResidualConfig]:
 def models_on(backbone: str) -> dict[str, type[ResidualPreTrainedModel]]:
     """The family's models on a backbone, by Auto class."""
     config_class, backbone_config = config_on(backbone), CONFIG_MAPPING[backbone]
-    model, causal_lm = MODEL_MAPPING[backbone_config], MODEL_FOR_CAUSAL_LM_MAPPING[backbone_config]
+    heads = {name: models[backbone_config] for name, models in _HEADS.items() if backbone_config in models}
+    model, causal_lm = MODEL_MAPPING[backbone_config], heads["AutoModelForCausalLM"]
     layer_class = _make(getattr(sys.modules[model.__module__], model._no_split_modules[0]), ResidualDecoderLayer)
     shared = {"config_class": config_class, "_no_split_modules": [layer_class.__name__]}
     model_class = _make(model, ResidualModel, layer_class=layer_class, **shared)
     shared |= {"model_class": model_class, "base_model_prefix": causal_lm.base_model_prefix}
     name = causal_lm.__name__.replace("ForCausalLM", "ForSequenceClassification")
-    classifier_class = _make(model.__base__, ResidualForSequenceClassification, name=name, **shared)
-    classes = {
-        "AutoModel": model_class,
-        "AutoModelForCausalLM": _make(causal_lm, ResidualForCausalLM, **shared),
-        "AutoModelForSequenceClassification": classifier_class,
-    }
+    classifier = _make(model.__base__, ResidualHead, GenericForSequenceClassification, name=name, **shared)
+    classes = {"AutoModel": model_class, "AutoModelForSequenceClassification": classifier}
+    classes |= {auto_class: _make(head, ResidualHead, **shared) for auto_class, head in heads.items()}
     for auto_class, a_class in classes.items():
         a_class.auto_classes = {key: value.__name__ for key, value in classes.items()}
         a_class.register_for_auto_class(auto_class)
     # Checkpoints have the backbone's layout, which `transformers` knows by model type or class name.
-    of_classes = ((parent.__name__, f"AttnRes{parent.__name__}") for parent in (model, causal_lm))
+    of_classes = ((parent.__name__, f"AttnRes{parent.__name__}") for parent in (model, *heads.values()))
     for theirs, ours in ((backbone, config_class.model_type), *of_classes):
-        rules = get_checkpoint_conversion_mapping(theirs)
-        if rules is not None:
-            register_checkpoint_conversion_mapping(ours, [_exact(rule) for rule in rules], overwrite=True)
+        if rules := conversion_mapping.get_checkpoint_conversion_mapping(theirs):
+            rules = [_exact(rule) for rule in rules]
+            conversion_mapping.register_checkpoint_conversion_mapping(ours, rules, overwrite=True)
     return classes
 
 
@@ -81,10 +75,10 @@ def _exact(rule: object) -> object:
     return rule
 
 
-def _make(parent: type, mixin: type, name: str | None = None, **members) -> type:
-    """The class `AttnRes{parent}`, a mixin before a backbone's class, as if written here."""
+def _make(parent: type, *mixins: type, name: str | None = None, **members) -> type:
+    """The class `AttnRes{parent}`, mixins before a backbone's class, as if written here."""
     name = f"AttnRes{name or parent.__name__}"
-    globals()[name] = type(name, (mixin, parent), {"__module__": __name__, **members})
+    globals()[name] = type(name, (*mixins, parent), {"__module__": __name__, **members})
     return globals()[name]
 
 

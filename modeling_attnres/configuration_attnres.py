@@ -78,14 +78,11 @@ BACKBONES: dict[str, Sublayers | Callable[[PreTrainedConfig], Sublayers]] = {
 
 
 class ResidualConfig(PreTrainedConfig):
-    r"""
-    Of every family member, beside the fields of its backbone and the `fields` of its connection:
+    """Of every family member, beside the fields of its backbone and the `fields` of its connection:
 
-    Args:
-        residual_connection (`str`, defaults to `"attn_res"`):
-            A key of `CONNECTIONS`; with `"standard"`, the residual stream, the model is the backbone itself.
-        depth_attention_implementation (`str`, defaults to `"auto"`):
-            Name of an implementation; by default the fastest that runs. Not saved.
+    - `residual_connection`, `"attn_res"` by default: a key of `CONNECTIONS`; with `"standard"`, the residual stream,
+      the model is the backbone itself.
+    - `depth_attention_implementation`, `"auto"` by default: the name of one, or the fastest that runs. Not saved.
     """
 
     backbone = ""  # model type of the backbone, a key of `BACKBONES`

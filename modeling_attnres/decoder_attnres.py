@@ -4,9 +4,9 @@ Each sublayer of a layer reads its input from the depth state and writes its out
 The state takes the place of `hidden_states` in the backbone's own forward loop: no hooks.
 """
 
-import os
-from collections.abc import Callable
+import re
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import ModelOutput
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
@@ -23,13 +22,13 @@ from .configuration_attnres import CONNECTIONS, ResidualConfig, Sublayers
 from .loading_attnres import check_residual_tensors, check_shapes, explain_broken_shard
 from .residual_attnres import DepthState, ResidualConnection, ResidualNorm
 
-# What the first sublayer of a layer may be called: what it reads is recorded as the layer's input.
+# Names of a layer's first sublayer: what it reads is recorded as the layer's input.
 _FIRST_SUBLAYER = ("self_attention_res", "parallel_res")
 
 
 def _add_connection(module: nn.Module, name: str, config: ResidualConfig, sublayer: int) -> None:
     """Register a connection as `{name}_proj` and its norm as `{name}_norm`, as in the released weights."""
-    # Not `config.connection`: a configuration that came with a checkpoint has another copy of these files.
+    # Not `config.connection`: a checkpoint's configuration has another copy of these files.
     connection = CONNECTIONS[config.residual_connection](config, sublayer)
     module.add_module(f"{name}_proj", connection)
     if connection.has_norm:
@@ -112,6 +111,10 @@ class ResidualPreTrainedModel:
         super().__init_subclass__(**kwargs)
         if not issubclass(cls, PreTrainedModel):
             return  # another mixin
+        backbone = next(c for c in cls.__mro__ if c.__module__.startswith("transformers.models."))
+        cls.__doc__ = cls.__doc__ or f"[`{backbone.__name__}`] with attention residuals or another of `CONNECTIONS`."
+        # `transformers` looks for a decorator in the class's file.
+        cls._can_set_experts_implementation = backbone._can_set_experts_implementation
         _show_backbone_signature(cls)
         # The input of every layer, then that of the final norm, in whose place comes its output.
         record = partial(OutputRecorder, ResidualConnection)
@@ -132,12 +135,6 @@ class ResidualPreTrainedModel:
         elif isinstance(module, ResidualNorm):
             init.ones_(module.weight)
 
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        # `transformers` looks for a decorator in the class's file.
-        backbone = next(c for c in cls.__mro__ if c.__module__.startswith("transformers.models."))
-        return backbone._can_set_experts_implementation()
-
     def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=checkpoint, **kwargs):
         def checkpoint_layer(forward: partial, state: DepthState) -> DepthState:
             if isinstance(state, tuple):  # reentrant checkpointing differentiates by positional tensors alone
@@ -157,11 +154,16 @@ class ResidualPreTrainedModel:
         check_residual_tensors(model, info["missing_keys"], source)
         return (model, info) if output_loading_info else model
 
-    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs):
+    def save_pretrained(self, save_directory: str | Path, **kwargs):
         # FSDP2 derives a class in a file of torch's from the one whose code is saved.
         cls = type(self)
         own = next(c for c in cls.__mro__ if not c.__module__.startswith("torch."))
         named = cls.__module__, cls.__name__
+        # `Trainer` resumes from `checkpoint-7` by a model's own names. All else saved has the published layout.
+        to, of = (re.fullmatch(r"checkpoint-\d+", Path(path).name) for path in (save_directory, self.name_or_path))
+        kwargs.setdefault("save_original_format", not to)
+        if of:
+            vars(self).pop("_weight_conversions", None)
         self.config.auto_map = auto_map(own)
         try:
             cls.__module__, cls.__name__ = own.__module__, own.__name__
@@ -191,7 +193,7 @@ class ResidualModel(ResidualPreTrainedModel):
         _add_connection(self, "output_attn_res", config, config.num_sublayers)
         self.post_init()
 
-    def forward(self, *args, record_depth_attentions: Callable[[tuple[Tensor, ...]], None] | None = None, **kwargs):
+    def forward(self, *args, record_to: list | None = None, **kwargs):
         if any(layer.layer_idx != i for i, layer in enumerate(self.layers)):
             if len({*self.layers}) < len(self.layers):
                 raise ValueError("one layer stands at two places of `layers`, and has one in the depth: copy it.")
@@ -203,32 +205,15 @@ class ResidualModel(ResidualPreTrainedModel):
         if not (is_recorded or torch.is_grad_enabled() or torch.compiler.is_compiling()):
             fast = CONNECTIONS[self.config.residual_connection].reader(self)
         outputs = super().forward(*args, reader=DepthReader(self, fast), **kwargs)
-        if record_depth_attentions is not None and "depth_attentions" in outputs:
-            record_depth_attentions(outputs["depth_attentions"])
+        if record_to is not None and "depth_attentions" in outputs:
+            record_to.append(outputs["depth_attentions"])
         return outputs
 
 
 class ResidualHead(ResidualPreTrainedModel):
-    """Mixin of a model with a head: passes on the depth attentions, which a backbone's head knows nothing of."""
+    """Mixin of a backbone's model with a head, which knows nothing of depth attentions."""
 
     model_class: type[ResidualModel]
-
-    @can_return_tuple
-    def forward(self, *args, **kwargs) -> ModelOutput:
-        """With `output_depth_attentions`: `depth_attentions`, `[sources, batch, seq]` of sublayers and output."""
-        recorded = []
-        # Only if asked for: it goes on to the loss function too.
-        if kwargs.get("output_depth_attentions", getattr(self.config, "output_depth_attentions", False)):
-            kwargs["record_depth_attentions"] = recorded.append
-        outputs = super().forward(*args, **kwargs | {"return_dict": True})
-        outputs.depth_attentions = None
-        if recorded:
-            (outputs["depth_attentions"],) = recorded
-        return outputs
-
-
-class ResidualForCausalLM(ResidualHead):
-    """Mixin of a backbone's causal language model."""
 
     def __init__(self, config: ResidualConfig):
         config.check_fields()
@@ -241,21 +226,21 @@ class ResidualForCausalLM(ResidualHead):
         setattr(self, self.base_model_prefix, decoder)
         self.post_init()
 
-
-class ResidualForSequenceClassification(ResidualHead, GenericForSequenceClassification):
-    """Mixin of a backbone with a classification head."""
-
-    def __init__(self, config: ResidualConfig):
-        super(GenericForSequenceClassification, self).__init__(config)
-        self.num_labels = config.num_labels
-        # Not `AutoModel`, which does not know remote code.
-        setattr(self, self.base_model_prefix, self.model_class(config))
-        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
-        self.post_init()
+    @can_return_tuple
+    def forward(self, *args, **kwargs) -> ModelOutput:
+        recorded = []
+        # Only if asked for: it goes on to the loss function too.
+        if kwargs.get("output_depth_attentions", getattr(self.config, "output_depth_attentions", False)):
+            kwargs["record_to"] = recorded
+        outputs = super().forward(*args, **kwargs | {"return_dict": True})
+        outputs.depth_attentions = None
+        if recorded:
+            (outputs["depth_attentions"],) = recorded
+        return outputs
 
 
 def auto_map(model_class: type[ResidualPreTrainedModel]) -> dict[str, str]:
-    """What each Auto class, not the saved one alone, loads from the code beside the weights."""
+    """What each Auto class loads from the code beside the weights."""
     config_class = model_class.config_class
     own, of_config = (module.__module__.rpartition(".")[2] for module in (model_class, config_class))
     heads = {auto_class: f"{own}.{name}" for auto_class, name in model_class.auto_classes.items()}
@@ -279,9 +264,14 @@ def _show_backbone_signature(model_class: type[ResidualPreTrainedModel]) -> None
     """Give `forward` the backbone's signature, which `generate` and `Trainer` read."""
     own, *inherited = (vars(c)["forward"] for c in model_class.__mro__ if "forward" in vars(c))
     if own.__module__ == __name__:
+        theirs = next(forward for forward in inherited if forward.__module__ != __name__)
 
-        @wraps(next(forward for forward in inherited if forward.__module__ != __name__))
+        @wraps(theirs)
         def forward(self, *args, **kwargs):
             return own(self, *args, **kwargs)
 
+        forward.__doc__ = (
+            f"As [`{theirs.__qualname__}`]; `output_depth_attentions` adds `depth_attentions`: the weights "
+            "`[sources, batch, seq]` with which each sublayer, and last the output, reads."
+        )
         model_class.forward = forward

@@ -1,6 +1,8 @@
 """The names of the package `attnres`, and the registration of the model family with `transformers`' Auto classes."""
 
 import transformers
+from torch import nn
+from transformers import processing_utils
 
 from . import backbones_attnres
 from .configuration_attnres import BACKBONES, CONNECTIONS, AttnResConfig, ResidualConfig, Sublayer, Sublayers
@@ -12,7 +14,7 @@ from .modeling_attnres import (
     AttnResModel,
     AttnResPreTrainedModel,
 )
-from .residual_attnres import ResidualConnection
+from .residual_attnres import ResidualConnection, residual_tensors
 
 
 def add_backbone(model_type: str, sublayers: Sublayers) -> None:
@@ -34,6 +36,22 @@ def add_backbone(model_type: str, sublayers: Sublayers) -> None:
     transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
 
 
+def peft_modules_to_save(model: nn.Module) -> list[str]:
+    """The modules of a model that hold the residual connections' tensors, for PEFT's `modules_to_save`.
+
+    PEFT freezes all that is no target, and these tensors are none, not of `all-linear` either: they are vectors. Named
+    to it, they are trained whole and saved with the adapter.
+
+    ```python
+    >>> config = LoraConfig(target_modules="all-linear", modules_to_save=attnres.peft_modules_to_save(model))
+    ```
+
+    Returns:
+        Their names in the module that holds them, such as `mlp_res_proj`; none for a standard model.
+    """
+    return sorted({name.split(".")[-2] for name in residual_tensors(model)})
+
+
 transformers.AutoConfig.register(AttnResConfig.model_type, AttnResConfig, exist_ok=True)
 for _auto_class, _name in AttnResPreTrainedModel.auto_classes.items():
     getattr(transformers, _auto_class).register(AttnResConfig, globals()[_name], exist_ok=True)
@@ -45,6 +63,18 @@ for _backbone, _sublayers in BACKBONES.items():
 def __getattr__(name: str) -> type:
     """The classes on other backbones, such as `AttnResLlamaForCausalLM`, when they are first asked for."""
     return getattr(backbones_attnres, name)
+
+
+def _in_transformers(name: str) -> type:
+    """`transformers.AttnResForCausalLM`: tools look the `architectures` of a configuration up there."""
+    if name.startswith("AttnRes"):
+        return globals().get(name) or __getattr__(name)
+    raise AttributeError(name)  # `transformers` goes on with its own
+
+
+# `processing_utils` puts a new module `transformers` in the place of the one that whoever was first has imported.
+for _module in (transformers, processing_utils.transformers_module):
+    _module.__getattr__ = _in_transformers
 
 
 __all__ = [
@@ -62,4 +92,5 @@ __all__ = [
     "add_backbone",
     "depth_attention",
     "depth_attention_reference",
+    "peft_modules_to_save",
 ]

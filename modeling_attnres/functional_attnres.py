@@ -2,7 +2,7 @@
 
     h = sum_i a_i s_i,   a = softmax_i( w . (g * RMSNorm(s_i)) )                              (AttnRes, section 3)
 
-`reference` is the equation line by line; `eager` never stacks the sources and never writes normalised keys.
+`reference` is the equation line by line; `eager` never writes normalised keys.
 """
 
 from collections.abc import Sequence

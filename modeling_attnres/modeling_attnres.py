@@ -12,21 +12,12 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
-from transformers.conversion_mapping import (
-    WeightRenaming,
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
+from transformers import conversion_mapping
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
 from .configuration_attnres import AttnResConfig, Sublayers
-from .decoder_attnres import (
-    ResidualDecoderLayer,
-    ResidualForCausalLM,
-    ResidualForSequenceClassification,
-    ResidualModel,
-    ResidualPreTrainedModel,
-)
+from .decoder_attnres import ResidualDecoderLayer, ResidualHead, ResidualModel, ResidualPreTrainedModel
 from .functional_attnres import accelerated
 
 
@@ -59,19 +50,24 @@ class AttnResModel(ResidualModel, AttnResPreTrainedModel, kimi_linear.KimiLinear
     layer_class = AttnResDecoderLayer
 
 
-class AttnResForCausalLM(ResidualForCausalLM, AttnResPreTrainedModel, kimi_linear.KimiLinearForCausalLM):
+class AttnResForCausalLM(ResidualHead, AttnResPreTrainedModel, kimi_linear.KimiLinearForCausalLM):
     model_class = AttnResModel
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
-class AttnResForSequenceClassification(ResidualForSequenceClassification, AttnResPreTrainedModel):
-    model_class = AttnResModel
+class AttnResForSequenceClassification(ResidualHead, GenericForSequenceClassification, AttnResPreTrainedModel):
+    def __init__(self, config: AttnResConfig):
+        AttnResPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = AttnResModel(config)  # not by `AutoModel`, which does not know remote code
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
+        self.post_init()
 
 
-# Marks the classes as ones whose code `save_pretrained` writes beside the weights.
+# `save_pretrained` writes the code of these classes beside the weights.
 AttnResConfig.register_for_auto_class()
-for _auto_class, _name in AttnResPreTrainedModel.auto_classes.items():
-    globals()[_name].register_for_auto_class(_auto_class)
+for _auto, _name in AttnResPreTrainedModel.auto_classes.items():
+    globals()[_name].register_for_auto_class(_auto)
 
 
 if accelerated is None and not torch.accelerator.is_available() and any(map(find_spec, ("fla", "causal_conv1d"))):
@@ -82,10 +78,10 @@ if accelerated is None and not torch.accelerator.is_available() and any(map(find
 
 # `transformers` reads the published layout of Kimi Linear, but writes a dense MLP as `block_sparse_moe` too. Reversed,
 # on saving, these come last and give it its published name; on loading they cancel out, and both names load.
-_DENSE_MLP = [
-    WeightRenaming(source_patterns=rf"\.mlp\.{part}\.", target_patterns=rf"\.block_sparse_moe\.{part}\.")
+_LAYOUT = [
+    conversion_mapping.WeightRenaming(rf"\.mlp\.{part}\.", rf"\.block_sparse_moe\.{part}\.")
     for part in ("gate_proj", "up_proj", "down_proj")
 ]
-_LAYOUT = _DENSE_MLP + get_checkpoint_conversion_mapping("kimi_linear")
-# Loaded as remote code beside an installed `attnres`, this file runs twice, with the same mapping.
-register_checkpoint_conversion_mapping(AttnResConfig.model_type, _LAYOUT, overwrite=True)
+_LAYOUT += conversion_mapping.get_checkpoint_conversion_mapping("kimi_linear")
+# Where remote code meets an installed `attnres`, this file runs twice, with the same mapping.
+conversion_mapping.register_checkpoint_conversion_mapping(AttnResConfig.model_type, _LAYOUT, overwrite=True)

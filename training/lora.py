@@ -3,8 +3,7 @@
     W + (alpha / rank) B A        for each projection, and for each expert's part of a stacked weight
 
 The tensors of residual connections, such as pseudo-queries, are small: they are trained whole, and saved with the
-adapter. PEFT by itself freezes them with all else that is no target; `modules_to_save=residual_modules(model)` names
-them to it.
+adapter. PEFT by itself freezes them with all else that is no target; [`attnres.peft_modules_to_save`] names them to it.
 """
 
 import math
@@ -18,6 +17,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
+from attnres import peft_modules_to_save
 from attnres.residual_attnres import residual_tensors
 
 
@@ -58,7 +58,7 @@ def add_adapters(
     parameters = expert_weights(model) if experts else []
     if targets is not None:
         targets = [targets] if isinstance(targets, str) else list(targets)
-        own = sorted({target for target in targets if target.split(".")[-1] in residual_modules(model)})
+        own = sorted({target for target in targets if target.split(".")[-1] in peft_modules_to_save(model)})
         if own:
             raise ValueError(
                 f"{' and '.join(map(repr, own))} cannot have an adapter: the tensors of residual connections "
@@ -85,7 +85,7 @@ def add_adapters(
         lora_dropout=dropout,
         target_modules=modules,
         target_parameters=parameters or None,
-        modules_to_save=residual_modules(model) or None,
+        modules_to_save=peft_modules_to_save(model) or None,
         **options,
     )
     adapted = get_peft_model(model, config)
@@ -133,18 +133,6 @@ def _is_rank(value: Any) -> bool:
 
 def _are_names(value: Any) -> bool:
     return isinstance(value, Collection) and bool(value) and all(isinstance(name, str) and name for name in value)
-
-
-def residual_modules(model: nn.Module) -> list[str]:
-    """The modules that hold the residual tensors, by their names in the model that holds them: `mlp_res_proj`.
-
-    For PEFT's methods by themselves, which otherwise freeze the residual connections:
-
-    ```python
-    >>> config = LoraConfig(target_modules="all-linear", modules_to_save=residual_modules(model))
-    ```
-    """
-    return sorted({name.split(".")[-2] for name in residual_tensors(model)})
 
 
 def projections(model: PreTrainedModel) -> list[str]:
@@ -196,4 +184,4 @@ def _chosen(modules: list[str], parameters: list[str], targets: Collection[str])
     return tuple([name for name in names if any(ends(name, t) for t in targets)] for names in (modules, parameters))
 
 
-__all__ = ["add_adapters", "check_options", "expert_weights", "projections", "residual_modules"]
+__all__ = ["add_adapters", "check_options", "expert_weights", "projections"]

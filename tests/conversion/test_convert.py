@@ -116,8 +116,8 @@ def test_the_configuration_is_the_old_one_with_the_new_fields(copy, tmp_path):
     assert changed == {"model_type", "architectures", "auto_map", *fields}
     assert (new["model_type"], new["architectures"]) == ("attnres_llama", ["AttnResLlamaForCausalLM"])
     assert [new[field] for field in sorted(fields)] == [4, "sum", "attn_res"]
-    heads = {f"AutoModel{head}" for head in ("", "ForCausalLM", "ForSequenceClassification")}
-    assert new["auto_map"].keys() == {"AutoConfig", *heads}
+    heads = ("CausalLM", "QuestionAnswering", "SequenceClassification", "TokenClassification")
+    assert new["auto_map"].keys() == {"AutoConfig", "AutoModel", *(f"AutoModelFor{head}" for head in heads)}
     for reference in new["auto_map"].values():
         assert (tmp_path / "result" / f"{reference.split('.')[0]}.py").is_file()
 

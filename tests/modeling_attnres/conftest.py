@@ -106,11 +106,13 @@ def peak_bytes() -> Callable[[Callable[[], object]], int]:
 
 
 @pytest.fixture(scope="session")
-def run(tmp_path_factory) -> Callable[..., None]:
+def run(tmp_path_factory) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`run(script, *arguments, with_attnres=False, **environment)`: a script in a process with caches of its own."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
 
-    def run_script(script: str, *arguments: object, with_attnres: bool = False, **environment: str) -> None:
+    def run_script(
+        script: str, *arguments: object, with_attnres: bool = False, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         command = [sys.executable]
         if not with_attnres:
             command += [
@@ -130,5 +132,6 @@ def run(tmp_path_factory) -> Callable[..., None]:
             timeout=300,
         )
         assert done.returncode == 0, done.stderr[-4000:]
+        return done
 
     return run_script

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+import transformers
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 models, out = Path(sys.argv[1]), Path(sys.argv[2])
 ids = torch.load(models / "ids.pt")
@@ -19,10 +20,11 @@ for folder in sorted(path for path in models.iterdir() if path.is_dir()):
     outputs = model(ids, output_hidden_states=True, output_depth_attentions=True)
     config = AutoConfig.from_pretrained(folder, **trusted)
     with torch.device("meta"):
-        made = [
-            type(auto_class.from_config(config, **trusted)).__name__
-            for auto_class in (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification)
-        ]
+        made = {
+            name: type(getattr(transformers, name).from_config(config, **trusted)).__name__
+            for name in config.auto_map
+            if name != "AutoConfig"
+        }
     try:
         model.generate(ids, attention_maks=ids, max_new_tokens=1)
     except ValueError as error:

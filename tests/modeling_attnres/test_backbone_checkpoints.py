@@ -161,7 +161,8 @@ def test_a_checkpoint_that_lacks_some_attn_res_tensors_is_refused_by_name(backbo
 def test_the_code_beside_the_weights_holds_every_class_that_the_configuration_names(backbones, save):
     folder = save(backbones.build_member("llama"))
     references = AutoConfig.from_pretrained(folder).auto_map
-    assert set(references) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"}
+    heads = ("CausalLM", "QuestionAnswering", "SequenceClassification", "TokenClassification")
+    assert set(references) == {"AutoConfig", "AutoModel", *(f"AutoModelFor{head}" for head in heads)}
     assert {reference.partition(".")[0] for reference in references.values()} == {"backbones_attnres"}
     assert {path.stem for path in folder.glob("*.py")} >= {
         "backbones_attnres",

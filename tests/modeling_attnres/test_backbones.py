@@ -55,12 +55,13 @@ def test_the_auto_classes_know_every_member(backbones, backbone):
 def test_a_class_is_named_after_that_of_its_backbone():
     for names in (
         ["LlamaConfig", "LlamaModel", "LlamaForCausalLM", "LlamaForSequenceClassification"],
+        ["LlamaForQuestionAnswering", "LlamaForTokenClassification", "Gemma2ForTokenClassification"],
         ["Qwen3Config", "Qwen3ForCausalLM", "Qwen3MoeConfig", "Qwen3MoeForCausalLM"],
         ["Gemma3TextConfig", "Gemma3TextModel", "Gemma3ForCausalLM", "GPTNeoXForSequenceClassification"],
     ):
         for name in names:
             assert getattr(attnres, f"AttnRes{name}").__name__ == f"AttnRes{name}"
-    for name in ("AttnResGPT2ForCausalLM", "AttnResLlamaForQuestionAnswering", "LlamaForCausalLM", "depth"):
+    for name in ("AttnResGPT2ForCausalLM", "AttnResGemma2ForQuestionAnswering", "LlamaForCausalLM", "depth"):
         with pytest.raises(AttributeError, match=name):
             getattr(attnres, name)
 

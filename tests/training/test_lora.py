@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
+import attnres
 from attnres.configuration import load
 from attnres.residual_attnres import residual_tensors
-from attnres.training.lora import add_adapters, expert_weights, projections, residual_modules
+from attnres.training.lora import add_adapters, expert_weights, projections
 from attnres.training.optimizer import build_optimizer
 
 SMALL = {
@@ -401,7 +402,9 @@ def test_pefts_own_all_linear_leaves_the_attn_res_tensors_alone(base):
 @pytest.mark.parametrize("name", ["attnres", "attnres_llama"])
 def test_peft_trains_and_saves_the_attn_res_tensors_that_it_is_told_of(base, tmp_path, name):
     model = AutoModelForCausalLM.from_pretrained(base(name))
-    config = LoraConfig(target_modules="all-linear", modules_to_save=residual_modules(model), task_type="CAUSAL_LM")
+    names = attnres.peft_modules_to_save(model)
+    assert "output_attn_res_proj" in names and "mlp_res_norm" in names
+    config = LoraConfig(target_modules="all-linear", modules_to_save=names, task_type="CAUSAL_LM")
     adapted = get_peft_model(model, config)
     trained = [tensor for tensor in residual_tensors(adapted).values() if tensor.requires_grad]
     assert len(trained) == len(residual_tensors(AutoModelForCausalLM.from_pretrained(base(name))))

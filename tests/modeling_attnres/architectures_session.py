@@ -1,0 +1,17 @@
+"""Look an architecture up in `transformers`, before any model is made; run by `test_tools.py`.
+
+architectures_session.py OUT        the names of the classes found go to the file `OUT`
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import transformers
+
+imported_first = transformers
+
+import attnres  # noqa: E402, F401
+
+modules = imported_first, sys.modules["transformers"]
+Path(sys.argv[1]).write_text(json.dumps([module.AttnResMistralForCausalLM.__name__ for module in modules]))

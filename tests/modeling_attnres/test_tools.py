@@ -1,0 +1,84 @@
+"""Tools of `transformers` find the family where they look: architectures, pipelines, the server, tokenizers, help."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers.cli.serving.model_manager import ModelManager
+
+import attnres
+from attnres.conversion import retrofit
+
+TEXT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def result(assets, tmp_path_factory) -> Path:
+    """A retrofit with its tokenizer."""
+    source, folder = assets / "checkpoints" / "stories260K-hf", tmp_path_factory.mktemp("result")
+    retrofit(AutoModelForCausalLM.from_pretrained(source), num_blocks=4).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder
+
+
+def test_transformers_has_the_architectures_of_the_family_and_its_own_names(run, tmp_path):
+    run("architectures_session.py", tmp_path / "seen.json", with_attnres=True)
+    assert json.loads((tmp_path / "seen.json").read_text()) == ["AttnResMistralForCausalLM"] * 2
+    for name in ("AttnResForCausalLM", "AttnResLlamaForCausalLM", "AttnResQwen3ForTokenClassification"):
+        assert getattr(transformers, name) is getattr(attnres, name)
+    assert transformers.LlamaForCausalLM.__module__.startswith("transformers.")
+    for name in ("AttnResGPT2ForCausalLM", "AttnResNothing", "Nothing"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(transformers, name)
+
+
+@torch.no_grad()
+def test_transformers_serve_loads_a_result(result):
+    manager = ModelManager(device="cpu", dtype="float32")
+    try:
+        model, tokenizer = manager.load_model_and_processor(manager.process_model_name(str(result)))
+        assert type(model) is attnres.AttnResLlamaForCausalLM
+        ids = tokenizer(TEXT, return_tensors="pt").input_ids
+        assert torch.equal(model(ids).logits, AutoModelForCausalLM.from_pretrained(result)(ids).logits)
+    finally:
+        manager.shutdown()
+
+
+def test_a_pipeline_labels_tokens(result):
+    label = pipeline("token-classification", model=str(result))
+    assert type(label.model) is attnres.AttnResLlamaForTokenClassification
+    assert {entity["word"] for entity in label(TEXT)} <= set(label.tokenizer.tokenize(TEXT)) | {"<s>"}
+
+
+def test_without_attnres_the_tokenizer_needs_no_code_and_asks_nothing(result, run, tmp_path):
+    done = run("tokenizer_session.py", result, TEXT, tmp_path / "seen.json")
+    expected = AutoTokenizer.from_pretrained(result)(TEXT).input_ids
+    assert json.loads((tmp_path / "seen.json").read_text()) == {"by class": expected, "by auto class": expected}
+    assert done.stdout.split() == ["PreTrainedTokenizerFast", "AutoTokenizer"]  # no question between
+    # Only the Auto class warns, of the configuration that it does not know.
+    warnings = [line for line in done.stderr.splitlines() if "PyTorch" not in line]
+    assert len(warnings) == 1 and "You are using a model of type `attnres_llama`" in warnings[0]
+
+
+CLASSES = [
+    "AttnResModel",
+    "AttnResForCausalLM",
+    "AttnResForSequenceClassification",
+    "AttnResLlamaForTokenClassification",
+]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_docstrings_are_the_familys_own(name):
+    model_class = getattr(attnres, name)
+    assert "attention residuals" in model_class.__doc__
+    assert "`output_depth_attentions`" in model_class.forward.__doc__
+    assert "Mixin" not in model_class.__doc__ + model_class.forward.__doc__
+
+
+def test_the_docstring_of_forward_leads_to_the_backbones():
+    assert "[`LlamaForCausalLM`]" in attnres.AttnResLlamaForCausalLM.__doc__
+    assert "[`LlamaForCausalLM.forward`]" in attnres.AttnResLlamaForCausalLM.forward.__doc__
