@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from attnres import AttnResForCausalLM
 from attnres.training.comparison import Trial, compare, difference, pack, split
 from attnres.training.runs import Run
 
@@ -35,10 +35,11 @@ def test_too_little_text_is_refused(tokenizer):
         pack([], [document(99)] * 3, tokenizer, length=16, least=1)
 
 
-def test_a_seed_gives_every_model_the_same_start_and_batches(tiny_config, tokenizer):
+def test_a_seed_gives_every_model_the_same_start_and_batches(tokenizer):
     data = pack(*split([document(40 + i) for i in range(12)]), tokenizer, length=16, least=8)
-    config = tiny_config(vocab_size=300)
-    starts = {label: lambda: AttnResForCausalLM(config) for label in ("a", "b")}
+    shape = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = AutoConfig.for_model("attnres_llama", **shape)
+    starts = {label: lambda: AutoModelForCausalLM.from_config(config) for label in ("a", "b")}
     run = Run(steps=3, batch_size=4, learning_rate=1e-2)
     found = list(compare(starts, data, run, range(2), on_run=lambda name: None, on_step=lambda: None))
     trials = [trial for trial, _ in found]
