@@ -142,17 +142,15 @@ class _Demo:
         models = self.compare(starts, data, LEARNING_RATE)
         self.console.print(AT_THIS_LENGTH.format(tokens=self.steps * BATCH_SIZE * LENGTH))
         self.heading("Act two: the standard model just trained, retrofitted to attention residuals")
-        size = config.attn_res_block_size
-        self.show_retrofit(
-            models[STANDARD], retrofit(copy.deepcopy(models[STANDARD]), block_size=size), tokenizer, data
-        )
+        retrofitted = retrofit(models[STANDARD], block_size=config.attn_res_block_size)
+        self.show_retrofit(models[STANDARD], retrofitted, tokenizer, data)
         return self.finish(models[ATTN_RES], tokenizer, data)
 
     def from_checkpoint(self, checkpoint: str) -> dict[str, Any]:
         standard, tokenizer = _load_checkpoint(checkpoint)
         data = self.read(tokenizer)
         self.heading(f"Act one: {checkpoint}, retrofitted to attention residuals")
-        self.show_retrofit(standard, retrofit(copy.deepcopy(standard)), tokenizer, data)
+        self.show_retrofit(standard, retrofit(standard), tokenizer, data)
         self.heading(f"Act two: both go on from there on the same batches ({SEEDS} seeds)")
         self.results["held_out_loss_before"] = sequence_losses(standard, data.held_out).mean().item()
         starts = {
