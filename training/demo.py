@@ -46,7 +46,7 @@ from .text import python_sources, read_documents, train_tokenizer
 CONFIGURATION = "attnres-tiny"
 STANDARD, ATTN_RES = "standard", "Block AttnRes"
 SEEDS = 3
-LENGTH, BATCH_SIZE = 128, 8
+LENGTH, BATCH_SIZE = 128, 6
 # Fixed, not measured, so that the same seed gives the same numbers: of all runs together, about what a CPU core does.
 STEPS_PER_MINUTE = 150
 LEARNING_RATE, CHECKPOINT_LEARNING_RATE = 3e-3, 3e-4
