@@ -1,6 +1,5 @@
 """Figures as PNG files: the depth-attention map of a model, and loss curves."""
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 
@@ -9,6 +8,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+import numpy as np
 from torch import Tensor
 
 from attnres import ResidualConfig
@@ -27,31 +27,58 @@ def plot_depth_attention(weights: Tensor, path: str | os.PathLike, config: Resid
         config: that of the model, which names the sublayers.
     """
     rows, columns = weights.shape
-    num_sources = (~weights.isnan()).sum(1).tolist()
-    # A source begins with the output of one sublayer, and is read from the next one on; the first is the embedding.
-    begins = [num_sources.index(count) for count in range(2, columns + 1)] + [rows]
-    block_size = begins[1] - begins[0] if columns > 1 else 1
+    block_size = _block_size(weights)
     relative = (weights * weights.isfinite().sum(1, keepdim=True)).log2()
-    # At least a factor of 2, so that rounding in a map of uniform rows is not drawn as structure.
-    limit = max(1.0, relative.nan_to_num(neginf=0.0).abs().max().item())
+    limit = _limit(relative)
 
     figure, axes = plt.subplots(figsize=(1.9 + 0.55 * columns, 1.4 + 0.28 * rows), layout="constrained")
     image = axes.imshow(relative.numpy(), aspect="auto", cmap="PuOr_r", vmin=-limit, vmax=limit)
     for row in range(rows):
         for column in range(columns):
             if not weights[row, column].isnan():
-                axes.text(column, row, f"{weights[row, column]:.2f}", ha="center", va="center", fontsize=7)
-    names = sublayer_names(config)
-    axes.set_yticks(range(rows), [*names, "output"], fontsize=8)
-    blocks = ["embedding"] + [str(b) if block_size > 1 else names[b - 1] for b in range(1, columns)]
-    axes.set_xticks(range(columns), blocks, fontsize=8, rotation=45, ha="right")
+                color = "white" if relative[row, column].abs() > 0.6 * limit else "black"
+                text = f"{weights[row, column]:.2f}"
+                axes.text(column, row, text, ha="center", va="center", fontsize=7, color=color)
+    axes.set_yticks(range(rows), [*sublayer_names(config), "output"], fontsize=8)
+    axes.set_xticks(
+        range(columns),
+        [name.removeprefix("block ") for name in source_names(weights, config)],
+        fontsize=8,
+        rotation=45,
+        ha="right",
+    )
     axes.set_xlabel(f"source: block of {block_size} sublayers" if block_size > 1 else "source: sublayer output")
     axes.set_ylabel("reader: sublayer")
     axes.set_title("Depth attention, mean over tokens", fontsize=10)
-    ticks = range(math.ceil(-limit), math.floor(limit) + 1)
-    bar = figure.colorbar(image, ax=axes, label="weight / uniform weight", ticks=list(ticks))
-    bar.ax.set_yticklabels([f"{2.0**tick:g}" for tick in ticks])
+    ticks = [share * limit for share in (-1.0, -0.5, 0.0, 0.5, 1.0)]
+    bar = figure.colorbar(image, ax=axes, label="weight / uniform weight", ticks=ticks, extend="both")
+    bar.ax.set_yticklabels([f"{2.0**tick:.2f}" for tick in ticks])
     _write(figure, path)
+
+
+def source_names(weights: Tensor, config: ResidualConfig) -> list[str]:
+    """A name for each column of a map: `embedding`, then blocks by number or, where they are single, sublayers."""
+    single = _block_size(weights) == 1
+    names = sublayer_names(config) if single else [f"block {b}" for b in range(1, weights.shape[1])]
+    return ["embedding", *names][: weights.shape[1]]
+
+
+def _block_size(weights: Tensor) -> int:
+    """Sublayers in a block, or all where there is one block: as many rows as gain no source after the first block's."""
+    rows, columns = weights.shape
+    num_sources = (~weights.isnan()).sum(1).tolist()
+    # A source begins with the output of one sublayer, and is read from the next one on; the first is the embedding.
+    begins = [num_sources.index(count) for count in range(2, columns + 1)] + [rows]
+    return begins[1] - begins[0] if columns > 1 else 1
+
+
+def _limit(relative: Tensor) -> float:
+    """Where the colours of a map end: beyond nine tenths of what differs, so that a single cell does not pale the rest.
+
+    At least 0.05 (a factor of 1.04), so that rounding in a map of uniform rows is not drawn as structure.
+    """
+    differing = relative[relative.isfinite() & (relative.abs() > 1e-3)].abs()
+    return max(0.05, differing.quantile(0.9).item()) if len(differing) else 0.05
 
 
 def sublayer_names(config: ResidualConfig) -> list[str]:
@@ -91,6 +118,40 @@ def plot_loss_curves(
     lower.set_xlabel("step")
     for axes in panels.flat:
         axes.grid(alpha=0.3)
+    _write(figure, path)
+
+
+def plot_paired_runs(runs: Mapping[str, Sequence[Points]], path: str | os.PathLike, points: int = 10) -> None:
+    """Draw the training loss of two models, run from the same seeds, and below it their difference within a seed.
+
+    Lines are means over the seeds, bands reach one standard deviation to either side.
+
+    Args:
+        runs: label -> the points of each seed, at the same steps in all; the difference is first minus second.
+        path: the PNG file to write.
+        points: of a line, each the mean of as many steps as that leaves: single batches differ more than models do.
+    """
+    first, second = (np.array([[loss for _, loss in curve] for curve in curves]) for curves in runs.values())
+    ends = np.array([step for step, _ in next(iter(runs.values()))[0]])
+    parts = np.array_split(np.arange(len(ends)), min(points, len(ends)))
+    steps = [ends[part].mean() for part in parts]
+
+    figure, (upper, lower) = plt.subplots(2, sharex=True, figsize=(7, 6), height_ratios=[3, 2], layout="constrained")
+    lines = {label: (upper, losses) for label, losses in zip(runs, (first, second))}
+    lines[" - ".join(runs)] = (lower, first - second)
+    for color, (label, (axes, losses)) in zip(("tab:orange", "tab:blue", "black"), lines.items()):
+        means = np.stack([losses[:, part].mean(1) for part in parts], axis=1)  # [seeds, points]
+        middle, spread = means.mean(0), means.std(0, ddof=1)
+        axes.plot(steps, middle, label=label, color=color, linewidth=1.6, marker="o", markersize=3)
+        axes.fill_between(steps, middle - spread, middle + spread, color=color, alpha=0.2, linewidth=0)
+        axes.grid(alpha=0.3)
+    upper.set_ylabel("training loss (nats/token)")
+    upper.set_title(f"Lines: mean of {len(first)} seeds; bands: one standard deviation", fontsize=9)
+    upper.legend(frameon=False)
+    lower.axhline(0, color="gray", linewidth=0.8)
+    lower.set_ylabel("difference")
+    lower.set_title(f"{' - '.join(runs)}, within a seed", fontsize=9)
+    lower.set_xlabel("step")
     _write(figure, path)
 
 

@@ -65,20 +65,25 @@ def demo(
     out: Annotated[Path, typer.Option(help="Directory to write the model, figures and results to.")] = Path(
         "attnres-demo"
     ),
-    minutes: Annotated[float, typer.Option(min=0.01, help="Training time to aim at, on 2 CPU cores.")] = 4.0,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Time to aim at, on 2 idle CPU cores.")] = 4.0,
     checkpoint: Annotated[
-        str | None, typer.Option(help="Start from this model (directory or Hub id) instead of training one.")
+        str | None, typer.Option(help="Retrofit this model (directory or Hub id) and train it on, not new ones.")
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Train on this file instead of the Python sources.")
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Use this file's text, not the Python sources; an empty line ends a document.",
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same numbers.")] = 0,
+    seed: Annotated[int, typer.Option(help="The first of three; the same seed and text give the same numbers.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier demo wrote.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Train, retrofit, continue and compare a small model.
+    """Compare attention residuals with the residual stream in small models, and retrofit one.
 
-    A standard model is trained for a moment, retrofitted into Block AttnRes exactly, and both are continued.
+    Both train from the same weights on the same batches, three times; then the standard model is retrofitted exactly.
     """
     with loading():
         from attnres.training.demo import run_demo

@@ -1,1 +1,1 @@
-"""Training of AttnRes models: text, parameter groups, and the demo that shows a retrofit from end to end."""
+"""Training of AttnRes models: text, parameter groups, and the demo."""

@@ -1,18 +1,20 @@
-"""The demo: a standard model becomes a Block AttnRes model that computes the same function, and both train on.
+"""The demo, in two acts: attention residuals against the residual stream from scratch, and an exact retrofit.
 
 It needs no network and no account: the text is the Python installation's own sources. It prints what it measures,
-whichever model wins.
+whichever model wins. Given a checkpoint, the retrofit comes first, and both models go on from there.
 """
 
 import contextlib
 import copy
+import hashlib
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +29,38 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    set_seed,
 )
 
 from attnres import AttnResForCausalLM
 from attnres.analysis.depth_attention import depth_attention_map
-from attnres.analysis.figures import Points, plot_depth_attention, plot_loss_curves
+from attnres.analysis.figures import plot_depth_attention, plot_paired_runs, source_names, sublayer_names
 from attnres.configuration import load
 from attnres.conversion import retrofit
 from attnres.files import atomic_directory
 from attnres.quiet import quiet_transformers
 
-from .packing import in_blocks
-from .runs import Run, sequence_losses, train
-from .text import python_sources, read_documents, token_stream, train_tokenizer
+from .comparison import Data, Difference, compare, difference, pack, split
+from .runs import Run, sequence_losses
+from .text import python_sources, read_documents, train_tokenizer
 
 CONFIGURATION = "attnres-tiny"
-LENGTH, BATCH_SIZE = 128, 8
-HELD_OUT_BLOCKS = 128
-# Fixed, not measured, so that the same seed gives the same numbers: about what a CPU core does.
-STEPS_PER_MINUTE = 130
+STANDARD, ATTN_RES = "standard", "Block AttnRes"
+SEEDS = 3
+LENGTH, BATCH_SIZE = 128, 6
+# Fixed, not measured, so that the same seed gives the same numbers: of all runs together, about what a CPU core does.
+STEPS_PER_MINUTE = 150
 LEARNING_RATE, CHECKPOINT_LEARNING_RATE = 3e-3, 3e-4
-RESIDUAL_LR_FACTOR = 0.3
+RESIDUAL_LR_FACTOR = 0.3  # of a retrofit; from scratch all rates are one
 MAX_TEXT_CHARACTERS = 4_000_000
-SAMPLE_PROMPT = "def "
+PROMPT, PROMPT_CHARACTERS = "def ", 60
+NEW_TOKENS = 40
 RESULTS = "results.json"
+
+AT_THIS_LENGTH = (
+    "At this length only: {tokens:,} tokens, the first moments of a training. With more of it a lead shrinks: that of "
+    "a model with 28 million parameters was largest after 300 steps, and 0.26 ± 0.03 nats after 16.8 million tokens "
+    "(experiments/claim.md in the repository)."
+)
 
 _GENERATE = """
 import sys
@@ -67,12 +76,20 @@ print(tokenizer.decode(ids[0], skip_special_tokens=True))
 
 
 @dataclass(frozen=True)
-class Data:
-    """Packed token blocks `[n, length]`: for training the start model, for continuing both, and held out."""
+class Text:
+    """What is trained on, what is held out, and what the samples continue."""
 
-    base: Tensor
-    continued: Tensor
-    held_out: Tensor
+    source: str
+    train: list[str]
+    held_out: list[str]
+    prompt: str
+
+    @property
+    def sha256(self) -> str:
+        digest = hashlib.sha256()
+        for document in (*self.held_out, *self.train):
+            digest.update(document.encode("utf-8") + b"\0")
+        return digest.hexdigest()
 
 
 def run_demo(
@@ -97,77 +114,157 @@ def run_demo(
         _torch_threads(threads),
         atomic_directory(out, overwrite=overwrite, marker=RESULTS) as target,
     ):
-        results = _run(Console(), target, minutes, checkpoint, text, seed)
+        demo = _Demo(Console(), target, minutes, _read(text), seed)
+        results = demo.from_checkpoint(checkpoint) if checkpoint else demo.from_scratch()
     Console().print(f"Written to [bold]{out}[/]: the model, its figures, {RESULTS}.", soft_wrap=True)
     return results
 
 
-def _run(
-    console: Console, target: Path, minutes: float, checkpoint: str | None, text: Path | None, seed: int
-) -> dict[str, Any]:
-    set_seed(seed)
-    documents = read_documents(text, MAX_TEXT_CHARACTERS) if text else python_sources(MAX_TEXT_CHARACTERS)
-    steps = max(8, round(minutes * STEPS_PER_MINUTE))
-    continue_steps = steps // 4
-    base_steps = 0 if checkpoint else steps - 2 * continue_steps
-    rate = CHECKPOINT_LEARNING_RATE if checkpoint else LEARNING_RATE
-    run = Run(continue_steps, BATCH_SIZE, rate, residual_lr_factor=RESIDUAL_LR_FACTOR, seed=seed)
+class _Demo:
+    """The acts, in either order, and what they share: text, runs, screen and directory."""
 
-    with _progress(console) as progress:
-        bar = progress.add_task("tokenizing", total=base_steps + 2 * continue_steps)
+    def __init__(self, console: Console, target: Path, minutes: float, text: Text, seed: int):
+        self.console, self.target, self.text, self.seed = console, target, text, seed
+        self.seeds = range(seed, seed + SEEDS)
+        self.steps = max(4, round(minutes * STEPS_PER_MINUTE / (2 * SEEDS)))
+        self.results: dict[str, Any] = {}
 
-        def train_with_bar(description: str, model: PreTrainedModel, blocks: Tensor, run: Run) -> Points:
-            progress.update(bar, description=description)
-            return train(model, blocks, run, on_step=lambda: progress.advance(bar))
+    def from_scratch(self) -> dict[str, Any]:
+        config = load(CONFIGURATION)
+        tokenizer = train_tokenizer(self.text.train, config.vocab_size)
+        special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        starts = {
+            STANDARD: lambda: AttnResForCausalLM(load(CONFIGURATION, residual_connection="standard", **special)),
+            ATTN_RES: lambda: AttnResForCausalLM(load(CONFIGURATION, **special)),
+        }
+        data = self.read(tokenizer)
+        self.heading(f"Act one: the same start and the same batches, two connections ({SEEDS} seeds)")
+        models = self.compare(starts, data, LEARNING_RATE)
+        self.console.print(AT_THIS_LENGTH.format(tokens=self.steps * BATCH_SIZE * LENGTH))
+        self.heading("Act two: the standard model just trained, retrofitted to attention residuals")
+        retrofitted = retrofit(models[STANDARD], block_size=config.attn_res_block_size)
+        self.show_retrofit(models[STANDARD], retrofitted, tokenizer, data)
+        return self.finish(models[ATTN_RES], tokenizer, data)
 
-        standard, tokenizer = _load_checkpoint(checkpoint) if checkpoint else _new_model(documents)
-        data = _data(documents, tokenizer, base_steps, continue_steps)
-        source = str(text) if text else "the Python standard library"
-        console.print(f"Text: {source}, {len(documents)} documents; tokens: {_tokens(data)}.")
+    def from_checkpoint(self, checkpoint: str) -> dict[str, Any]:
+        standard, tokenizer = _load_checkpoint(checkpoint)
+        data = self.read(tokenizer)
+        self.heading(f"Act one: {checkpoint}, retrofitted to attention residuals")
+        self.show_retrofit(standard, retrofit(standard), tokenizer, data)
+        self.heading(f"Act two: both go on from there on the same batches ({SEEDS} seeds)")
+        self.results["held_out_loss_before"] = sequence_losses(standard, data.held_out).mean().item()
+        starts = {
+            STANDARD: lambda: copy.deepcopy(standard),
+            ATTN_RES: lambda: retrofit(copy.deepcopy(standard)),
+        }
+        models = self.compare(starts, data, CHECKPOINT_LEARNING_RATE, RESIDUAL_LR_FACTOR)
+        return self.finish(models[ATTN_RES], tokenizer, data)
 
-        curves = {}
-        if base_steps:
-            base_run = replace(run, steps=base_steps, warmup_steps=base_steps // 10)
-            points = train_with_bar("training a standard model", standard, data.base, base_run)
-            curves["standard, from scratch"] = points
-        attn_res = retrofit(copy.deepcopy(standard))
+    def heading(self, title: str) -> None:
+        self.console.print(f"\n{title}", style="bold", soft_wrap=True, highlight=False)
+
+    def read(self, tokenizer: PreTrainedTokenizerBase) -> Data:
+        text = self.text
+        data = pack(text.train, text.held_out, tokenizer, LENGTH, least=2 * BATCH_SIZE)
+        sizes = {
+            "training_documents": len(text.train),
+            "held_out_documents": len(data.documents.unique()),
+            "held_out_tokens": data.held_out.numel(),
+        }
+        self.results["text"] = {"source": text.source, "sha256": text.sha256, **sizes}
+        self.console.print(
+            f"Text: {text.source}, sha256 {text.sha256[:12]}: {len(text.train)} documents to train on, "
+            f"{data.held_out.numel():,} tokens of {sizes['held_out_documents']} others held out."
+        )
+        return data
+
+    def compare(
+        self,
+        starts: dict[str, Callable[[], PreTrainedModel]],
+        data: Data,
+        rate: float,
+        residual_lr_factor: float = 1.0,
+    ) -> dict[str, PreTrainedModel]:
+        """Train, print and draw; returns the models of the first seed."""
+        run = Run(
+            self.steps,
+            BATCH_SIZE,
+            rate,
+            warmup_steps=self.steps // 10,
+            decay_steps=self.steps // 2,
+            residual_lr_factor=residual_lr_factor,
+        )
+        models, trials = {}, []
+        with _progress(self.console) as progress:
+            bar = progress.add_task("", total=len(starts) * SEEDS * self.steps)
+            for trial, model in compare(
+                starts,
+                data,
+                run,
+                self.seeds,
+                on_run=lambda name: progress.update(bar, description=f"training {name}"),
+                on_step=lambda: progress.advance(bar),
+            ):
+                models.setdefault(trial.label, model)
+                trials.append(trial)
+            progress.update(bar, description="trained")
+        found = difference(trials, ATTN_RES, STANDARD, data.documents)
+        losses = {label: [t.losses.mean().item() for t in trials if t.label == label] for label in starts}
+        self.results |= {
+            "seeds": list(self.seeds),
+            "steps": self.steps,
+            "tokens_per_step": BATCH_SIZE * LENGTH,
+            "learning_rate": rate,
+            "held_out_loss": losses,
+            "difference": asdict(found),
+        }
+        self.console.print(_table(self.seeds, losses, found, self.results.get("held_out_loss_before")))
+        self.console.print(_errors(found, self.results["text"]["held_out_documents"]))
+        curves = {label: [t.curve for t in trials if t.label == label] for label in (ATTN_RES, STANDARD)}
+        self.results["training_loss"] = curves
+        plot_paired_runs(curves, self.target / "loss_curves.png")
+        return models
+
+    def show_retrofit(
+        self, standard: PreTrainedModel, attn_res: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: Data
+    ) -> None:
         same = _compare_functions(standard, attn_res, data.held_out)
-        console.print(_retrofit_line(attn_res.config, same))
+        texts = [_continue_greedily(model, tokenizer, self.text.prompt) for model in (standard, attn_res)]
+        same["same_text"] = texts[0] == texts[1]
+        self.results["retrofit"] = same
+        self.console.print(_retrofit_line(attn_res.config, same))
+        if same["same_text"]:
+            self.console.print("Without sampling, both write the same text:")
+        else:
+            self.console.print("Without sampling, they write different texts, the standard model first:")
+        for written in texts[: 1 if same["same_text"] else 2]:
+            self.console.print(repr(written), markup=False, highlight=False, soft_wrap=True)
 
-        models = {"standard": standard, "Block AttnRes": attn_res}
-        before = {name: sequence_losses(model, data.held_out) for name, model in models.items()}
-        for name, model in models.items():
-            decaying = replace(run, decay_steps=continue_steps // 2)
-            points = train_with_bar(f"continuing {name}", model, data.continued, decaying)
-            curves[f"{name}, continued"] = [(base_steps + step, loss) for step, loss in points]
-        after = {name: sequence_losses(model, data.held_out) for name, model in models.items()}
-        progress.update(bar, description="done")
-
-    results = {
-        "seed": seed,
-        "steps": {"base": base_steps, "continued": continue_steps},
-        "tokens_per_step": BATCH_SIZE * LENGTH,
-        "retrofit": same,
-        "held_out_loss": {name: {"before": _mean(before[name]), "after": _mean(after[name])} for name in models},
-        "difference_after": _paired(after["Block AttnRes"] - after["standard"]),
-    }
-    console.print(_table(results))
-    _write_figures(target, attn_res, data.held_out, curves)
-    attn_res.save_pretrained(target / "model")
-    tokenizer.save_pretrained(target / "model")
-    results["sample"] = _generate_without_attnres(target / "model", seed)
-    console.print("Sample, from a fresh process that has no attnres:", style="bold")
-    console.print(results["sample"], markup=False, highlight=False)
-    (target / RESULTS).write_text(json.dumps(results, indent=2) + "\n")
-    return results
+    def finish(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: Data) -> dict[str, Any]:
+        """Show what the depth attention has learned, and write everything."""
+        weights = depth_attention_map(model.eval(), data.held_out[:64].split(16))
+        self.results["depth_attention"] = [[round(w, 4) for w in row[~row.isnan()].tolist()] for row in weights]
+        self.console.print(_depth_attention_lines(weights, model.config))
+        plot_depth_attention(weights, self.target / "depth_attention.png", model.config)
+        model.save_pretrained(self.target / "model")
+        tokenizer.save_pretrained(self.target / "model")
+        self.results["sample"] = _generate_without_attnres(self.target / "model", self.text.prompt, self.seed)
+        self.heading("Sample of the model that is written, from a fresh process that has no attnres")
+        self.console.print(self.results["sample"], markup=False, highlight=False)
+        (self.target / RESULTS).write_text(json.dumps(self.results, indent=2) + "\n")
+        return self.results
 
 
-def _new_model(documents: list[str]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    config = load(CONFIGURATION, residual_connection="standard")
-    tokenizer = train_tokenizer(documents, config.vocab_size)
-    for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        setattr(config, field, getattr(tokenizer, field))
-    return AttnResForCausalLM(config), tokenizer
+def _read(path: Path | None) -> Text:
+    if path is None:
+        train, held_out = split(python_sources(MAX_TEXT_CHARACTERS))
+        return Text(f"the standard library of Python {platform.python_version()}", train, held_out, PROMPT)
+    train, held_out = split(read_documents(path, MAX_TEXT_CHARACTERS))
+    # Words that a document begins with, and of the last of them, which may be cut, nothing.
+    prompt = held_out[0][: PROMPT_CHARACTERS + 1]
+    if len(prompt) > PROMPT_CHARACTERS:
+        prompt = prompt.rpartition(" ")[0] or prompt[:-1]
+    return Text(str(path), train, held_out, prompt)
 
 
 def _load_checkpoint(checkpoint: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -181,27 +278,8 @@ def _load_checkpoint(checkpoint: str) -> tuple[PreTrainedModel, PreTrainedTokeni
     return model, tokenizer
 
 
-def _data(documents: list[str], tokenizer: PreTrainedTokenizerBase, base_steps: int, continue_steps: int) -> Data:
-    """Every tenth document is held out; the blocks of the others are shuffled, and each stage takes what it needs."""
-    shuffled = []
-    for part in ([d for i, d in enumerate(documents) if i % 10], documents[::10]):
-        blocks = torch.from_numpy(in_blocks(token_stream(part, tokenizer), LENGTH))
-        shuffled.append(blocks[torch.randperm(len(blocks))])
-    blocks, held_out = shuffled[0], shuffled[1][:HELD_OUT_BLOCKS]
-    if len(blocks) < 2 * BATCH_SIZE or len(held_out) < 2:
-        raise ValueError(
-            f"the text gives {len(blocks)} training and {len(held_out)} held-out blocks of {LENGTH} tokens, "
-            f"but the demo needs at least {2 * BATCH_SIZE} and 2. Give a longer --text."
-        )
-    # A text shorter than that is divided in the same proportion, and each stage repeats its part.
-    wanted = base_steps * BATCH_SIZE, continue_steps * BATCH_SIZE
-    share = min(1.0, len(blocks) / sum(wanted))
-    split, end = round(share * wanted[0]), round(share * sum(wanted))
-    return Data(blocks[:split], blocks[split:end], held_out)
-
-
 @torch.no_grad()
-def _compare_functions(a: PreTrainedModel, b: PreTrainedModel, blocks: Tensor) -> dict[str, float]:
+def _compare_functions(a: PreTrainedModel, b: PreTrainedModel, blocks: Tensor) -> dict[str, Any]:
     """Compare two models' logits on `blocks` `[n, length]`."""
     difference, largest, agreement = 0.0, 0.0, []
     a.eval(), b.eval()
@@ -217,59 +295,64 @@ def _compare_functions(a: PreTrainedModel, b: PreTrainedModel, blocks: Tensor) -
     }
 
 
-def _generate_without_attnres(path: Path, seed: int) -> str:
+def _continue_greedily(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    ids = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+    return tokenizer.decode(ids[0], skip_special_tokens=True)
+
+
+def _generate_without_attnres(path: Path, prompt: str, seed: int) -> str:
     with tempfile.TemporaryDirectory() as modules:
         environment = os.environ | {"HF_MODULES_CACHE": modules, "TRANSFORMERS_VERBOSITY": "error"}
-        command = [sys.executable, "-c", _GENERATE, str(path), SAMPLE_PROMPT, str(seed)]
+        command = [sys.executable, "-c", _GENERATE, str(path), prompt, str(seed)]
         process = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if process.returncode != 0:
         raise RuntimeError(f"the saved model does not load without attnres: {process.stderr.strip().splitlines()[-1]}")
     return process.stdout.strip()
 
 
-def _write_figures(target: Path, model: PreTrainedModel, blocks: Tensor, curves: dict[str, Points]) -> None:
-    depth_map = depth_attention_map(model, blocks.split(16))
-    plot_depth_attention(depth_map, target / "depth_attention.png", model.config)
-    compare = "Block AttnRes, continued", "standard, continued"
-    plot_loss_curves(curves, target / "loss_curves.png", compare)
-
-
-def _retrofit_line(config: PreTrainedConfig, same: dict[str, float]) -> str:
+def _retrofit_line(config: PreTrainedConfig, same: dict[str, Any]) -> str:
     return (
-        f"Retrofit, {config.connection.describe(config)}: "
+        f"{config.connection.describe(config)}: "
         f"max |logit difference| [bold]{same['max_abs_logit_difference']:.1e}[/] "
         f"at logits up to {same['max_abs_logit']:.1f}, "
         f"top-1 agreement [bold]{same['top1_agreement']:.2%}[/]."
     )
 
 
-def _table(results: dict[str, Any]) -> Table:
+def _table(seeds: range, losses: dict[str, list[float]], found: Difference, before: float | None) -> Table:
     table = Table(title="Held-out loss (nats/token)")
-    for column in ("model", "before", "after", "change"):
-        table.add_column(column, justify="left" if column == "model" else "right")
-    for name, loss in results["held_out_loss"].items():
-        change = loss["after"] - loss["before"]
-        table.add_row(name, f"{loss['before']:.4f}", f"{loss['after']:.4f}", f"{change:+.4f}")
-    difference = results["difference_after"]
+    for column in ("seed", STANDARD, ATTN_RES, "difference"):
+        table.add_column(column, justify="left" if column == "seed" else "right")
+    if before is not None:
+        table.add_row("before", f"{before:.4f}", f"{before:.4f}", "")
+        table.add_section()
+    for row in zip(seeds, losses[STANDARD], losses[ATTN_RES], found.by_seed):
+        table.add_row(str(row[0]), f"{row[1]:.4f}", f"{row[2]:.4f}", f"{row[3]:+.4f}")
     table.add_section()
-    margin = f"{difference['mean']:+.4f} ± {difference['standard_error']:.4f}"
-    table.add_row("AttnRes - standard", "", margin, "")
+    means = (f"{sum(losses[label]) / SEEDS:.4f}" for label in (STANDARD, ATTN_RES))
+    table.add_row("mean", *means, f"[bold]{found.mean:+.4f} ± {found.over_seeds:.4f}[/]")
     return table
 
 
-def _mean(losses: Tensor) -> float:
-    return losses.mean().item()
+def _errors(found: Difference, documents: int) -> str:
+    return (
+        f"± is the standard deviation over seeds. For the choice of the {documents} held-out documents the mean has a "
+        f"standard error of {found.over_documents:.4f}."
+    )
 
 
-def _paired(differences: Tensor) -> dict[str, float]:
-    """Mean of paired per-sequence differences and its standard error over the sequences (one seed)."""
-    error = differences.std().item() / len(differences) ** 0.5
-    return {"mean": differences.mean().item(), "standard_error": error}
-
-
-def _tokens(data: Data) -> str:
-    parts = {"from scratch": data.base, "continued": data.continued, "held out": data.held_out}
-    return ", ".join(f"{blocks.numel():,} {name}" for name, blocks in parts.items() if blocks.numel())
+def _depth_attention_lines(weights: Tensor, config: PreTrainedConfig) -> str:
+    """What the output reads, and the sublayer that has gone furthest from uniform weights."""
+    names, sources = [*sublayer_names(config), "output"], source_names(weights, config)
+    counts = weights.isfinite().sum(1)
+    furthest = int((weights - 1 / counts[:, None]).abs().nansum(1).argmax())
+    lines = ["What the trained AttnRes model reads, mean over tokens (all of it in depth_attention.png):"]
+    for row in dict.fromkeys((furthest, len(names) - 1)):
+        read = ", ".join(f"{name} {w:.2f}" for name, w in zip(sources, weights[row, : counts[row]].tolist()))
+        note = f" (uniform: {1 / counts[row]:.2f} each)"
+        lines.append(f"  {names[row]}: {read}{note}")
+    return "\n".join(lines)
 
 
 def _progress(console: Console) -> Progress:

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from attnres.analysis import figures
 from attnres.analysis.depth_attention import depth_attention_map
-from attnres.analysis.figures import plot_depth_attention, plot_loss_curves, sublayer_names
+from attnres.analysis.figures import plot_depth_attention, plot_loss_curves, plot_paired_runs, sublayer_names
 
 
 def test_rows_are_mean_weights_and_sum_to_one(tiny_model, token_ids):
@@ -84,3 +84,38 @@ def test_the_sources_of_a_figure_are_read_from_the_map(
     plot_depth_attention(depth_attention_map(model, [token_ids]), tmp_path / "map.png", model.config)
     assert drawn[0].get_xlabel() == axis
     assert [label.get_text() for label in drawn[0].get_xticklabels()][:4] == sources
+
+
+def test_lines_are_means_over_seeds_and_the_difference_is_taken_within_a_seed(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures, "_write", lambda figure, path: drawn.append(figure))
+    steps = range(2, 42, 2)
+    runs = {
+        "a": [[(step, seed + 1.0 / step) for step in steps] for seed in range(3)],
+        "b": [[(step, seed + 0.5 + 1.0 / step) for step in steps] for seed in range(3)],
+    }
+    plot_paired_runs(runs, tmp_path / "runs.png", points=5)
+    upper, lower = drawn[0].axes
+    (a, b) = upper.get_lines()
+    assert a.get_xdata()[0] == 5.0  # the mean of steps 2, 4, 6 and 8
+    assert a.get_ydata()[0] == pytest.approx(1.0 + (1 / 2 + 1 / 4 + 1 / 6 + 1 / 8) / 4)
+    assert (b.get_ydata() - a.get_ydata()) == pytest.approx([0.5] * 5)
+    assert lower.get_lines()[0].get_ydata() == pytest.approx([-0.5] * 5)
+    (band,) = lower.collections
+    assert band.get_paths()[0].get_extents().height < 1e-9  # seeds that differ in both alike
+
+
+@pytest.mark.parametrize("spread", [0.01, 0.5])
+def test_a_map_has_contrast_however_little_its_weights_differ(tiny_config, tmp_path, monkeypatch, spread):
+    drawn = []
+    monkeypatch.setattr(figures, "_write", lambda figure, path: drawn.append(figure.axes[0].images[0]))
+    weights = torch.full((9, 3), float("nan"))
+    weights[:, 0] = 1.0
+    weights[1:, :2] = torch.tensor([0.5 - 0.1 * spread, 0.5 + 0.1 * spread])
+    weights[5:] = torch.tensor([1 - spread, 1.0, 1 + spread]) / 3
+    plot_depth_attention(weights, tmp_path / "map.png", tiny_config(attn_res_block_size=4))
+    (image,) = drawn
+    assert image.norm.vmin == -image.norm.vmax
+    strongest = abs(image.get_array()).max()
+    assert strongest >= 0.25 * image.norm.vmax
+    assert (strongest >= image.norm.vmax) == (spread > 0.1)  # what is nearly uniform is not drawn as strong

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -45,7 +46,7 @@ def error_line(process: subprocess.CompletedProcess) -> str:
 
 
 @pytest.mark.slow
-def test_it_shows_the_same_function_trains_both_and_leaves_a_model_that_loads(stories, tmp_path):
+def test_it_compares_over_seeds_shows_the_same_function_and_leaves_a_model_that_loads(stories, tmp_path):
     process = attnres("demo", "--out", "a", "--minutes", 0.07, "--text", stories, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     assert os.listdir(tmp_path) == ["a"]
@@ -56,18 +57,29 @@ def test_it_shows_the_same_function_trains_both_and_leaves_a_model_that_loads(st
         "depth_attention.png",
     }
     results = json.loads((tmp_path / "a" / "results.json").read_text())
-    same, losses = results["retrofit"], results["held_out_loss"]
+    losses, difference = results["held_out_loss"], results["difference"]
+    for row in zip(results["seeds"], losses["standard"], losses["Block AttnRes"], difference["by_seed"], strict=True):
+        assert row[3] == pytest.approx(row[2] - row[1], abs=1e-9)
+        numbers = r"\W+".join([str(row[0]), f"{row[1]:.4f}", f"{row[2]:.4f}", rf"[+-]{abs(row[3]):.4f}"])
+        assert re.search(numbers, process.stdout)
+    assert len(set(losses["standard"])) == 3
+    assert difference["mean"] == pytest.approx(statistics.mean(difference["by_seed"]))
+    assert difference["over_seeds"] == pytest.approx(statistics.stdev(difference["by_seed"]))
+    assert f"{difference['mean']:+.4f} ± {difference['over_seeds']:.4f}" in process.stdout
+    assert "At this length only" in process.stdout
+    for curves in results["training_loss"].values():
+        assert all(curve[-1][1] < curve[0][1] - 0.3 for curve in curves)
+
+    same = results["retrofit"]
     assert same["max_abs_logit_difference"] <= 1e-4 * same["max_abs_logit"]
-    assert same["top1_agreement"] == 1.0
-    assert losses["standard"]["before"] == pytest.approx(losses["Block AttnRes"]["before"], abs=1e-5)
-    assert all(loss["after"] < loss["before"] for loss in losses.values())
-    difference = losses["Block AttnRes"]["after"] - losses["standard"]["after"]
-    assert results["difference_after"]["mean"] == pytest.approx(difference, abs=1e-9)
-    for name, loss in losses.items():
-        assert re.search(rf"{name}\W+{loss['before']:.4f}\W+{loss['after']:.4f}", process.stdout)
-    assert results["sample"] and results["sample"].splitlines()[0] in process.stdout
+    assert same["top1_agreement"] == 1.0 and same["same_text"]
+    opening = stories.read_text()[:20]
+    assert f"both write the same text:\n'{opening}" in process.stdout
+    assert results["sample"].startswith(opening) and results["sample"].splitlines()[0][:70] in process.stdout
+    assert results["text"]["sha256"][:12] in process.stdout
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "model")
-    assert model.config.residual_connection == "attn_res"
+    assert (model.config.residual_connection, model.config.attn_res_scale) == ("attn_res", "mean")
+    assert any(parameter.any() for name, parameter in model.named_parameters() if name.endswith("res_proj.weight"))
 
     # The same seed gives the same numbers.
     again = attnres("demo", "--out", "a", "--minutes", 0.07, "--text", stories, "--overwrite", cwd=tmp_path)
@@ -76,17 +88,20 @@ def test_it_shows_the_same_function_trains_both_and_leaves_a_model_that_loads(st
 
 
 @pytest.mark.slow
-def test_it_starts_from_a_checkpoint(text, tiny_model, tmp_path):
-    model = tiny_model(residual_connection="standard", vocab_size=600)
-    model.save_pretrained(tmp_path / "start")
-    train_tokenizer(python_sources(50_000), 600).save_pretrained(tmp_path / "start")
-    process = attnres("demo", "--checkpoint", "start", "--minutes", 0.07, "--text", text, cwd=tmp_path)
+def test_given_a_checkpoint_it_is_retrofitted_first_and_continues_the_users_text(stories, assets, tmp_path):
+    checkpoint = assets / "checkpoints" / "stories260K-hf"
+    process = attnres("demo", "--checkpoint", checkpoint, "--minutes", 0.07, "--text", stories, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
+    acts = [process.stdout.index(name) for name in ("Act one: ", "same text:", "Act two: both", "Held-out loss")]
+    assert acts == sorted(acts)
     results = json.loads((tmp_path / "attnres-demo" / "results.json").read_text())
-    assert results["steps"]["base"] == 0
-    assert results["retrofit"]["top1_agreement"] == 1.0
+    assert results["retrofit"]["top1_agreement"] == 1.0 and results["retrofit"]["same_text"]
+    for losses in results["held_out_loss"].values():  # a few steps at a low rate: it is still that model
+        assert losses == pytest.approx([results["held_out_loss_before"]] * 3, abs=0.1)
+    assert results["sample"].startswith(stories.read_text()[:20])
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "attnres-demo" / "model")
-    assert saved.config.hidden_size == model.config.hidden_size
+    assert saved.config.model_type == "attnres_llama"
+    assert saved.config.attn_res_scale == "sum"
 
 
 @pytest.mark.slow
