@@ -84,6 +84,10 @@ def demo(
     """Compare attention residuals with the residual stream in small models, and retrofit one.
 
     Both train from the same weights on the same batches, three times; then the standard model is retrofitted exactly.
+
+    \b
+    attnres demo
+    attnres demo --checkpoint MODEL --text FILE --out attnres-demo-2
     """
     with loading():
         from attnres.training.demo import run_demo

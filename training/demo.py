@@ -83,6 +83,7 @@ class Text:
     train: list[str]
     held_out: list[str]
     prompt: str
+    note: str = ""
 
     @property
     def sha256(self) -> str:
@@ -174,7 +175,7 @@ class _Demo:
         self.results["text"] = {"source": text.source, "sha256": text.sha256, **sizes}
         self.console.print(
             f"Text: {text.source}, sha256 {text.sha256[:12]}: {len(text.train)} documents to train on, "
-            f"{data.held_out.numel():,} tokens of {sizes['held_out_documents']} others held out."
+            f"{data.held_out.numel():,} tokens of {sizes['held_out_documents']} others held out.{text.note}"
         )
         return data
 
@@ -258,7 +259,8 @@ class _Demo:
 def _read(path: Path | None) -> Text:
     if path is None:
         train, held_out = split(python_sources(MAX_TEXT_CHARACTERS))
-        return Text(f"the standard library of Python {platform.python_version()}", train, held_out, PROMPT)
+        source = f"the standard library of Python {platform.python_version()}"
+        return Text(source, train, held_out, PROMPT, " Another Python has another text.")
     train, held_out = split(read_documents(path, MAX_TEXT_CHARACTERS))
     # Words that a document begins with, and of the last of them, which may be cut, nothing.
     prompt = held_out[0][: PROMPT_CHARACTERS + 1]
