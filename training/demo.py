@@ -45,6 +45,7 @@ from .text import python_sources, read_documents, train_tokenizer
 
 CONFIGURATION = "attnres-tiny"
 STANDARD, ATTN_RES = "standard", "Block AttnRes"
+BLOCKS = 4  # of the retrofit, as many as the configuration has
 SEEDS = 3
 LENGTH, BATCH_SIZE = 128, 6
 # Fixed, not measured, so that the same seed gives the same numbers: of all runs together, about what a CPU core does.
@@ -131,8 +132,7 @@ class _Demo:
         self.results: dict[str, Any] = {}
 
     def from_scratch(self) -> dict[str, Any]:
-        config = load(CONFIGURATION)
-        tokenizer = train_tokenizer(self.text.train, config.vocab_size)
+        tokenizer = train_tokenizer(self.text.train, load(CONFIGURATION).vocab_size)
         special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         starts = {
             STANDARD: lambda: AttnResForCausalLM(load(CONFIGURATION, residual_connection="standard", **special)),
@@ -143,7 +143,7 @@ class _Demo:
         models = self.compare(starts, data, LEARNING_RATE)
         self.console.print(AT_THIS_LENGTH.format(tokens=self.steps * BATCH_SIZE * LENGTH))
         self.heading("Act two: the standard model just trained, retrofitted to attention residuals")
-        retrofitted = retrofit(models[STANDARD], block_size=config.attn_res_block_size)
+        retrofitted = retrofit(models[STANDARD], num_blocks=BLOCKS)
         self.show_retrofit(models[STANDARD], retrofitted, tokenizer, data)
         return self.finish(models[ATTN_RES], tokenizer, data)
 
