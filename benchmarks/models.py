@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .report import cell, make_table, verdict
-from .shapes import compared, shapes, token_ids, variants
+from .shapes import Shape, compared, llama, shapes, token_ids, variants
 from .timing import Setting, Ways, compare, interleave
 from .workloads import compiled_decoding, decoding, prefill, training_step
 
@@ -27,11 +27,17 @@ TARGETS = {
     "decoding": (1.02, 1.05),
     "decoding, compiled": (1.02, 1.05),
 }
+# A model so small that the number of operations is what it costs.
+TOY = "Llama, d = 64"
+TOY_TARGETS = {"prefill": 1.3, "training step": 1.1, "decoding": 1.3}
 
 
 def measure(setting: Setting) -> Iterator[dict]:
     """A row for each model, dtype, workload and connection."""
-    for name, shape in shapes(setting.quick).items():
+    measured = shapes(setting.quick)
+    if not setting.quick:
+        measured |= {TOY: Shape(llama(width=64, layers=5), ("Block S=4", "Full"))}
+    for name, shape in measured.items():
         for dtype in ("float32", "bfloat16"):
             models = variants(shape, getattr(torch, dtype), setting.device)
             ids = token_ids(shape.config, 16 if setting.quick else TOKENS, 1, setting.device)
@@ -59,6 +65,8 @@ WORKLOADS: dict[str, tuple[Callable[[dict[str, PreTrainedModel], Tensor], Ways],
 
 
 def target(row: dict) -> float:
+    if row["model"] == TOY:
+        return TOY_TARGETS[row["workload"]]
     block, full = TARGETS[row["workload"]]
     return full if row["connection"] == "Full" else block
 
