@@ -89,6 +89,8 @@ def demo(
     attnres demo
     attnres demo --checkpoint MODEL --text FILE --out attnres-demo-2
     """
+    if checkpoint is not None:
+        check_source(checkpoint)
     with loading():
         from attnres.training.demo import run_demo
     run_demo(out, minutes=minutes, checkpoint=checkpoint, text=text, seed=seed, overwrite=overwrite)

@@ -154,20 +154,21 @@ class ResidualPreTrainedModel:
         check_residual_tensors(model, info["missing_keys"], source)
         return (model, info) if output_loading_info else model
 
-    def save_pretrained(self, save_directory: str | Path, **kwargs):
+    def save_pretrained(self, save_directory: str | Path, *args, **kwargs):
         # FSDP2 derives a class in a file of torch's from the one whose code is saved.
         cls = type(self)
         own = next(c for c in cls.__mro__ if not c.__module__.startswith("torch."))
         named = cls.__module__, cls.__name__
         # `Trainer` resumes from `checkpoint-7` by a model's own names. All else saved has the published layout.
-        to, of = (re.fullmatch(r"checkpoint-\d+", Path(path).name) for path in (save_directory, self.name_or_path))
+        names = (Path(path or "").resolve().name for path in (save_directory, self.name_or_path))
+        to, of = (re.fullmatch(r"checkpoint-\d+", name) for name in names)
         kwargs.setdefault("save_original_format", not to)
         if of:
             vars(self).pop("_weight_conversions", None)
         self.config.auto_map = auto_map(own)
         try:
             cls.__module__, cls.__name__ = own.__module__, own.__name__
-            super().save_pretrained(save_directory, **kwargs)
+            super().save_pretrained(save_directory, *args, **kwargs)
         finally:
             cls.__module__, cls.__name__ = named
 

@@ -15,6 +15,8 @@ _PATIENCE = 5.0  # seconds
 def check_path(source: str | os.PathLike) -> None:
     """Raises FileNotFoundError: the name of a model is that of no directory, and cannot be an id on the Hub."""
     path, name = Path(source), str(source)
+    if not name:
+        raise FileNotFoundError("the name of the model is empty: give a directory or the id of a model on the Hub.")
     on_hub = not (path.exists() or path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2)
     if not path.is_dir() and not on_hub:
         raise FileNotFoundError(f"{source} is not a directory.")
@@ -36,11 +38,18 @@ def is_cached(kind: str, name: str) -> bool:
 
 
 def is_offline() -> bool:
-    """Whether the Hub certainly cannot be reached: one that is merely slow may answer yet, and so may a proxy."""
+    """Whether the Hub certainly cannot be reached: one that is merely slow may answer yet, and so may a proxy.
+
+    Raises:
+        ValueError: the environment variable HF_ENDPOINT is no address.
+    """
     if constants.HF_HUB_OFFLINE:
         return True
     address = urlsplit(constants.ENDPOINT)
-    if getproxies().get(address.scheme):
+    if address.scheme not in _PORTS or not address.hostname:
+        raise ValueError(f"HF_ENDPOINT is {constants.ENDPOINT!r}, but must begin with https:// or http://.")
+    proxies = getproxies()
+    if proxies.get(address.scheme) or proxies.get("all"):
         return False
     try:
         with socket.create_connection((address.hostname, address.port or _PORTS[address.scheme]), _PATIENCE):
