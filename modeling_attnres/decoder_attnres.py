@@ -155,13 +155,13 @@ class ResidualPreTrainedModel:
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory: str | Path, *args, **kwargs):
-        # FSDP2 derives a class in a file of torch's from the one whose code is saved.
+        # FSDP2 derives a class in a file of torch's.
         cls = type(self)
         own = next(c for c in cls.__mro__ if not c.__module__.startswith("torch."))
         named = cls.__module__, cls.__name__
-        # `Trainer` resumes from `checkpoint-7` by a model's own names. All else saved has the published layout.
-        names = (Path(path or "").resolve().name for path in (save_directory, self.name_or_path))
-        to, of = (re.fullmatch(r"checkpoint-\d+", name) for name in names)
+        # `Trainer` resumes from `checkpoint-7` by own names; all else saved has the published layout.
+        paths = save_directory, self.name_or_path or ""
+        to, of = (re.fullmatch(r"checkpoint-\d+", Path(path).resolve().name) for path in paths)
         kwargs.setdefault("save_original_format", not to)
         if of:
             vars(self).pop("_weight_conversions", None)

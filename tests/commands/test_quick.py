@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from attnres import BACKBONES, CONNECTIONS, AttnResConfig, connection_help
+from attnres import BACKBONES, CONNECTIONS, AttnResConfig, connection_help, hub
 from attnres.commands.app import app
 from attnres.commands.choices import DEFAULT_RESIDUAL, Scale
 from attnres.configuration import names
@@ -125,3 +125,24 @@ def test_every_help_has_examples_that_are_commands():
     for command in ("list", "convert", "eval", "train", "bench"):
         help_text = runner.invoke(app, [command, "--help"]).stdout
         assert f"\n  attnres {command} " in help_text, command
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:8080", "hf-mirror.example"])
+def test_an_endpoint_that_is_no_address_is_named(endpoint, monkeypatch):
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub.constants, "ENDPOINT", endpoint)
+    with pytest.raises(ValueError, match=f"HF_ENDPOINT is '{endpoint}'"):
+        hub.is_offline()
+
+
+def test_a_proxy_for_everything_may_reach_the_hub(monkeypatch):
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub.constants, "ENDPOINT", "http://hub.invalid")
+    assert hub.is_offline()
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
+    assert not hub.is_offline()
+
+
+def test_a_model_without_a_name_is_told():
+    with pytest.raises(FileNotFoundError, match="the name of the model is empty"):
+        hub.check_source("")
