@@ -144,15 +144,16 @@ class ResidualPreTrainedModel:
         super()._set_gradient_checkpointing(enable, checkpoint_layer, **kwargs)
 
     @classmethod
-    def from_pretrained(cls, source, *args, output_loading_info=False, ignore_mismatched_sizes=False, **kwargs):
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """A backbone's checkpoint loads with its connections at their start; raises what `loading_attnres` raises."""
+        source, asked = pretrained_model_name_or_path, kwargs.copy()
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         with explain_broken_shard(source, kwargs.get("subfolder", "")):
             model, info = super().from_pretrained(source, *args, **kwargs)
-        if not ignore_mismatched_sizes:  # refused here, where the error names them
+        if not asked.get("ignore_mismatched_sizes"):  # refused here, by name
             check_shapes(info["mismatched_keys"], source)
         check_residual_tensors(model, info["missing_keys"], source)
-        return (model, info) if output_loading_info else model
+        return (model, info) if asked.get("output_loading_info") else model
 
     def save_pretrained(self, save_directory: str | Path, *args, **kwargs):
         # FSDP2 derives a class in a file of torch's.
@@ -212,7 +213,7 @@ class ResidualModel(ResidualPreTrainedModel):
 
 
 class ResidualHead(ResidualPreTrainedModel):
-    """Mixin of a backbone's model with a head, which knows nothing of depth attentions."""
+    """Mixin of a backbone's model with a head."""
 
     model_class: type[ResidualModel]
 

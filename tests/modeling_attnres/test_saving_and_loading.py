@@ -189,3 +189,9 @@ def test_a_standard_checkpoint_becomes_attn_res_by_one_override(tiny_model, toke
     )
     assert set(report["missing_keys"]) == set(residual_tensors(loaded))
     torch.testing.assert_close(loaded(token_ids).logits, model(token_ids).logits, rtol=0, atol=1e-5)
+
+
+def test_a_model_is_loaded_by_the_name_that_transformers_gives_its_argument(tiny_model, tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    loaded, info = AttnResForCausalLM.from_pretrained(pretrained_model_name_or_path=tmp_path, output_loading_info=True)
+    assert isinstance(loaded, AttnResForCausalLM) and not info["missing_keys"]
