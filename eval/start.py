@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from huggingface_hub import constants
@@ -40,6 +41,7 @@ def find_missing(benchmarks: Sequence[Benchmark], data: Path | None, allow_code_
     Where the Hub cannot be reached, what is in its cache is used without asking it again.
     """
     failures: Failures = {}
+    cannot_ask = cache(is_offline)  # of one Hub, once, whatever is asked for: where it is slow the answer takes seconds
     for benchmark in benchmarks:
         if benchmark.runs_code and not allow_code_execution:
             failures[benchmark] = code_refused(benchmark)
@@ -47,7 +49,7 @@ def find_missing(benchmarks: Sequence[Benchmark], data: Path | None, allow_code_
             if not (folder := data / benchmark.dataset).is_dir():
                 error = data_missing(benchmark, data, f"there is no folder {folder}")
                 failures[benchmark] = Failure(Reason.ABSENT, str(error))
-        elif benchmark.dataset is not None and not _is_cached(benchmark.dataset) and is_offline():
+        elif benchmark.dataset is not None and not _is_cached(benchmark.dataset) and cannot_ask():
             constants.HF_HUB_OFFLINE = True
             error = data_missing(benchmark, None, "the Hub cannot be reached, and its cache does not have it")
             failures[benchmark] = Failure(Reason.ABSENT, str(error))

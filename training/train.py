@@ -45,7 +45,6 @@ from attnres.configuration import load, names
 from attnres.conversion import retrofit
 from attnres.conversion.family import retrofit_config
 from attnres.files import atomic_write
-from attnres.hub import check_source
 from attnres.quiet import quiet_transformers
 from attnres.wording import counted, install_command
 
@@ -85,15 +84,12 @@ def run_train(recipe: Recipe, name: str = "") -> dict[str, Any]:
     division = read_division(recipe.distributed, state.num_processes)
     with quiet_transformers():
         arguments = _arguments(recipe, state, division)
-    if recipe.model not in names():
-        check_source(recipe.model)
     with state.main_process_first():
         if state.is_main_process:
             claim(out, recipe)
     last = get_last_checkpoint(str(out))
     if last is not None:
         check_checkpoint(Path(last))
-    if last is not None:
         arguments.eval_on_start = False
     set_seed(recipe.seed)
     with quiet_transformers(), state.main_process_first():
