@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from .functional_attnres import accelerated, attend
+from .functional_attnres import accelerated, attend, reference
 from .residual_attnres import DepthState, ResidualConnection, ResidualNorm, norm_eps, one_of, require
 
 
@@ -105,12 +105,21 @@ class AttnRes(ResidualConnection):
         init.zeros_(self.weight)  # uniform depth weights
 
     def forward(self, state: DepthState, norm_weight: Tensor) -> tuple[Tensor, Tensor, DepthState]:
-        sources = state if isinstance(state, tuple) else (state,)
+        """`coefficients` and `mix` in one, by the fastest implementation."""
         implementation, is_sum = self.config.depth_attention_implementation, self.scale == "sum"
-        return attend(self.weight, sources, norm_weight, self.eps, is_sum, implementation, fuse_later_grads=True)
+        return attend(self.weight, _sources(state), norm_weight, self.eps, is_sum, implementation, True)
+
+    def coefficients(self, state: DepthState, norm_weight: Tensor) -> Tensor:
+        """The depth weights `[sources, batch, seq]`, with the scale "sum" times their number."""
+        _, weights = reference(self.weight[0], _sources(state), norm_weight, self.eps, self.scale == "sum")
+        return weights * len(weights) if self.scale == "sum" else weights
+
+    def mix(self, state: DepthState, coefficients: Tensor) -> tuple[Tensor, DepthState]:
+        sources = _sources(state)
+        return sum(weight.unsqueeze(-1) * source for weight, source in zip(coefficients, sources)), sources
 
     def write(self, state: DepthState, output: Tensor) -> tuple[Tensor, ...]:
-        sources = state if isinstance(state, tuple) else (state,)
+        sources = _sources(state)
         if self.sublayer % self.block_size == 0:
             # Under autocast the embedding is wider than an output; a block is summed in the wider of the two dtypes.
             return *sources, output.to(sources[0].dtype)
@@ -122,3 +131,7 @@ class AttnRes(ResidualConnection):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[-1]}, sublayer={self.sublayer}, block_size={self.block_size}, scale={self.scale}"
+
+
+def _sources(state: DepthState) -> tuple[Tensor, ...]:
+    return state if isinstance(state, tuple) else (state,)

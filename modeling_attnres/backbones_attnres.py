@@ -69,7 +69,7 @@ def models_on(backbone: str) -> dict[str, type[ResidualPreTrainedModel]]:
 
 
 def _exact(rule: object) -> object:
-    """On saving, a target like `.mlp.` is a regular expression, which would match `.mlp_res_proj` too."""
+    """On saving, a target like `.mlp.` is a regular expression, and matches `.mlp_res_proj` too."""
     if type(rule) is WeightRenaming and all(re.fullmatch(r"\.[\w.]+\.", name) for name in rule.target_patterns):
         return WeightRenaming(rule.source_patterns, [re.escape(name) for name in rule.target_patterns])
     return rule

@@ -8,12 +8,13 @@ from transformers import KimiLinearConfig, PreTrainedConfig
 from .attn_res_attnres import AttnRes
 from .denseformer_attnres import DenseFormer
 from .functional_attnres import DEPTH_ATTENTION
+from .highway_attnres import Highway
 from .identity_hc_attnres import IdentityHyperConnections
-from .residual_attnres import ResidualConnection, StandardResidual, one_of, require
+from .post_norm_attnres import PostNorm
+from .residual_attnres import ResidualConnection, one_of, require
+from .standard_attnres import StandardResidual
 
-CONNECTIONS: dict[str, type[ResidualConnection]] = {
-    connection.name: connection for connection in (AttnRes, StandardResidual, DenseFormer, IdentityHyperConnections)
-}
+CONNECTIONS: dict[str, type[ResidualConnection]] = {}  # by name; the first is the default
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,15 @@ SANDWICH = attention_and_mlp(
 
 
 def gpt_neox_sublayers(config: PreTrainedConfig) -> Sublayers:
-    """With a parallel residual, both read the same input and together make one output."""
+    """With a parallel residual, both read the same input and make one output."""
     attention = ("input_layernorm", "attention", "post_attention_dropout")
     mlp = ("post_attention_layernorm", "mlp", "post_mlp_dropout")
     is_parallel = config.use_parallel_residual
     return (Sublayer("parallel_res", (attention, mlp)),) if is_parallel else attention_and_mlp(attention, mlp)
 
 
-# Model type in `transformers` -> the sublayers of a layer, or a function of the configuration that tells them. A line
-# here makes `attnres_{model type}`, with the backbone's own code.
+# Model type in `transformers` -> the sublayers of a layer, or a function of the configuration. A line here makes
+# `attnres_{model type}`.
 BACKBONES: dict[str, Sublayers | Callable[[PreTrainedConfig], Sublayers]] = {
     "deepseek_v3": PRE_NORM,
     "gemma2": SANDWICH,
@@ -80,8 +81,7 @@ BACKBONES: dict[str, Sublayers | Callable[[PreTrainedConfig], Sublayers]] = {
 class ResidualConfig(PreTrainedConfig):
     """Of every family member, beside the fields of its backbone and the `fields` of its connection:
 
-    - `residual_connection`, `"attn_res"` by default: a key of `CONNECTIONS`; with `"standard"`, the residual stream,
-      the model is the backbone itself.
+    - `residual_connection`, `"attn_res"` by default: a key of `CONNECTIONS`; with `"standard"` it is the backbone.
     - `depth_attention_implementation`, `"auto"` by default: the name of one, or the fastest that runs. Not saved.
     """
 
@@ -101,7 +101,7 @@ class ResidualConfig(PreTrainedConfig):
     def check_fields(self) -> None:
         """Raises ValueError: a value is not allowed. Models check again: it may have changed."""
         require(self, "residual_connection", self.residual_connection in CONNECTIONS, one_of(CONNECTIONS))
-        for field, default in self.connection.fields.items():
+        for field, default in CONNECTIONS[self.residual_connection].fields.items():
             setattr(self, field, getattr(self, field, default))  # of its own, so that it is saved
         self.connection.check(self)
         chosen = self.depth_attention_implementation
@@ -109,7 +109,7 @@ class ResidualConfig(PreTrainedConfig):
 
     @property
     def connection(self) -> type[ResidualConnection]:
-        return CONNECTIONS[self.residual_connection]
+        return CONNECTIONS[self.residual_connection].form(self)
 
     @property
     def sublayers(self) -> Sublayers:
@@ -124,7 +124,7 @@ class ResidualConfig(PreTrainedConfig):
 
     @classmethod
     def get_config_dict(cls, *args, **kwargs):
-        # A backbone's checkpoint loads without a warning about its model type.
+        # No warning about a backbone's model type.
         config_dict, kwargs = super().get_config_dict(*args, **kwargs)
         if config_dict.get("model_type") == cls.backbone:
             config_dict["model_type"] = cls.model_type
@@ -136,19 +136,25 @@ class ResidualConfig(PreTrainedConfig):
         return fields
 
 
-for _connection in CONNECTIONS.values():
-    for _field, _default in _connection.fields.items():
-        setattr(ResidualConfig, _field, _default)
+def register(connection: type[ResidualConnection]) -> None:
+    """Make it a value of `residual_connection`, and its fields those of any configuration."""
+    CONNECTIONS[connection.name] = connection
+    for field, default in connection.fields.items():
+        setattr(ResidualConfig, field, default)
+
+
+for _connection in (AttnRes, StandardResidual, DenseFormer, Highway, IdentityHyperConnections, PostNorm):
+    register(_connection)
 
 
 class AttnResConfig(ResidualConfig, KimiLinearConfig):
-    """Of [`AttnResModel`] and its heads: all fields of [`KimiLinearConfig`] and of [`ResidualConfig`]."""
+    """All fields of [`KimiLinearConfig`] and of [`ResidualConfig`]."""
 
     model_type = "attnres"
     backbone = "kimi_linear"
 
     def check_fields(self) -> None:
-        """Also those of Kimi Linear that otherwise fail late and without a name."""
+        """Also those of Kimi Linear that otherwise fail late."""
         super().check_fields()
         layers, heads = self.num_hidden_layers, self.num_attention_heads
         kinds = {"layer_types": ("linear_attention", "full_attention"), "mlp_layer_types": ("dense", "sparse")}
@@ -157,7 +163,7 @@ class AttnResConfig(ResidualConfig, KimiLinearConfig):
             allowed = f"a list of length {layers} (`num_hidden_layers`), not {len(value)}"
             require(self, field, len(value) == layers, allowed)
             require(self, field, set(value) <= {one, other}, f"a list of {one!r} and {other!r}")
-        has_full_attention = "full_attention" in self.layer_types  # where the cache counts its tokens
+        has_full_attention = "full_attention" in self.layer_types  # the cache counts its tokens there
         require(self, "layer_types", has_full_attention, "a list with at least one 'full_attention' layer")
         for field in ("num_attention_heads", "linear_num_heads"):
             require(self, field, getattr(self, field) >= 1, "an integer >= 1")

@@ -1,7 +1,7 @@
 """Residual connections on any decoder of `transformers`: mixins for its layer, its model and its heads.
 
-Each sublayer of a layer reads its input from the depth state and writes its output to it; last the final norm reads.
-The state takes the place of `hidden_states` in the backbone's own forward loop: no hooks.
+Each sublayer reads its input from the depth state and writes its output to it; last the final norm reads. The state
+takes the place of `hidden_states` in the backbone's own forward loop: no hooks.
 """
 
 import re
@@ -27,9 +27,9 @@ _FIRST_SUBLAYER = ("self_attention_res", "parallel_res")
 
 
 def _add_connection(module: nn.Module, name: str, config: ResidualConfig, sublayer: int) -> None:
-    """Register a connection as `{name}_proj` and its norm as `{name}_norm`, as in the released weights."""
+    """Register a connection as `{name}_proj`, its norm as `{name}_norm`: the names of the released weights."""
     # Not `config.connection`: a checkpoint's configuration has another copy of these files.
-    connection = CONNECTIONS[config.residual_connection](config, sublayer)
+    connection = CONNECTIONS[config.residual_connection].form(config)(config, sublayer)
     module.add_module(f"{name}_proj", connection)
     if connection.has_norm:
         module.add_module(f"{name}_norm", ResidualNorm(config.hidden_size))
@@ -42,7 +42,7 @@ class ResidualDecoderLayer:
     layer_idx: int
 
     def connect(self, config: ResidualConfig, sublayers: Sublayers, layer_idx: int) -> None:
-        """Add the residual connections to a layer that its backbone has built."""
+        """Add the residual connections to a layer of the backbone."""
         _check_declaration(self, config.backbone, sublayers)
         self.sublayers, self.layer_idx = sublayers, layer_idx
         for i, sublayer in enumerate(sublayers):
@@ -58,7 +58,7 @@ class ResidualDecoderLayer:
         """State in, state out; what the `reader` makes of it after the last layer."""
         state, reader = hidden_states, reader or DepthReader()
         for sublayer in self.sublayers:
-            inputs, is_normed, state = reader.read(self, sublayer.name, state)
+            inputs, is_normed, state = reader.read(self, sublayer.name, state, sublayer.first)
             outputs = []
             for branch in sublayer.branches:
                 output = inputs
@@ -78,20 +78,22 @@ class ResidualDecoderLayer:
 
 
 class DepthReader:
-    """How a pass reads: by the connections of the `model` or by what is `fast` in their place."""
+    """How a pass reads: by the connections of the `model`, or by `fast` in their place."""
 
     def __init__(self, model: "ResidualModel | None" = None, fast: Any = None):
         self.model, self.fast = model, fast
 
-    def read(self, owner: nn.Module, name: str, state: DepthState) -> tuple[Tensor, bool, DepthState]:
-        """A sublayer's input or, if the second value is true, what its norm makes of that; and the state."""
+    def read(self, owner: nn.Module, name: str, state: DepthState, first: str | None = None) -> tuple[Any, ...]:
+        """A sublayer's input or, if the second value is true, what its norm `first` makes of that; and the state."""
         connection, norm = getattr(owner, f"{name}_proj"), getattr(owner, f"{name}_norm", None)
         if self.fast is not None and not torch.compiler.is_compiling():
             return *self.fast.read(connection, state), state
         if hasattr(connection, "get_base_layer") or hasattr(norm, "get_base_layer"):
             raise TypeError(f"`{name}` holds no layer for an adapter: train it by `modules_to_save`.")
-        inputs, _, state = connection(state) if norm is None else connection(state, norm())
-        return inputs, False, state
+        is_normed = connection.takes_norm and first is not None
+        argument = getattr(owner, first) if is_normed else None if norm is None else norm()
+        inputs, _, state = connection(state, argument)
+        return inputs, is_normed, state
 
     def after(self, layer_idx: int, state: DepthState) -> DepthState:
         """The state after a layer; after the last one the input of the final norm `[batch, seq, hidden]`."""
@@ -116,7 +118,7 @@ class ResidualPreTrainedModel:
         # `transformers` looks for a decorator in the class's file.
         cls._can_set_experts_implementation = backbone._can_set_experts_implementation
         _show_backbone_signature(cls)
-        # The input of every layer, then that of the final norm, in whose place comes its output.
+        # The input of every layer, then that of the final norm, replaced by its output.
         record = partial(OutputRecorder, ResidualConnection)
         first = partial(record, index=0, capture_initial_hidden_state=False)
         reads = [first(layer_name=f"{name}_proj") for name in (*_FIRST_SUBLAYER, "output_attn_res")]
@@ -145,7 +147,7 @@ class ResidualPreTrainedModel:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """A backbone's checkpoint loads with its connections at their start; raises what `loading_attnres` raises."""
+        """A backbone's checkpoint loads with connections at their start; raises what `loading_attnres` raises."""
         source, asked = pretrained_model_name_or_path, kwargs.copy()
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         with explain_broken_shard(source, kwargs.get("subfolder", "")):
@@ -160,7 +162,7 @@ class ResidualPreTrainedModel:
         cls = type(self)
         own = next(c for c in cls.__mro__ if not c.__module__.startswith("torch."))
         named = cls.__module__, cls.__name__
-        # `Trainer` resumes from `checkpoint-7` by own names; all else saved has the published layout.
+        # `Trainer` resumes from `checkpoint-7` by own names; else the layout is the published one.
         paths = save_directory, self.name_or_path or ""
         to, of = (re.fullmatch(r"checkpoint-\d+", Path(path).resolve().name) for path in paths)
         kwargs.setdefault("save_original_format", not to)
@@ -175,7 +177,7 @@ class ResidualPreTrainedModel:
 
 
 class ResidualModel(ResidualPreTrainedModel):
-    """Mixin of a backbone's decoder without a head."""
+    """Mixin of a backbone's decoder."""
 
     layer_class: type[ResidualDecoderLayer]
 
@@ -185,7 +187,7 @@ class ResidualModel(ResidualPreTrainedModel):
         self.connect()
 
     def connect(self) -> None:
-        """Add the residual connections to a decoder that its backbone has built."""
+        """Add the residual connections to a decoder of the backbone."""
         config, sublayers = self.config, self.config.sublayers
         if not isinstance(getattr(self, "layers", None), nn.ModuleList):
             raise ValueError(f"the decoder of {config.backbone!r} does not keep its layers in `layers`.")
@@ -198,14 +200,14 @@ class ResidualModel(ResidualPreTrainedModel):
     def forward(self, *args, record_to: list | None = None, **kwargs):
         if any(layer.layer_idx != i for i, layer in enumerate(self.layers)):
             if len({*self.layers}) < len(self.layers):
-                raise ValueError("one layer stands at two places of `layers`, and has one in the depth: copy it.")
+                raise ValueError("one layer stands at two places of `layers`: copy it.")
             for i, layer in enumerate(self.layers):
                 layer.move_to(i)
         wanted = ("output_hidden_states", "output_depth_attentions")
         is_recorded = any(kwargs.get(name) or getattr(self.config, name, False) for name in wanted)
         fast = None
         if not (is_recorded or torch.is_grad_enabled() or torch.compiler.is_compiling()):
-            fast = CONNECTIONS[self.config.residual_connection].reader(self)
+            fast = CONNECTIONS[self.config.residual_connection].form(self.config).reader(self)
         outputs = super().forward(*args, reader=DepthReader(self, fast), **kwargs)
         if record_to is not None and "depth_attentions" in outputs:
             record_to.append(outputs["depth_attentions"])
@@ -220,7 +222,7 @@ class ResidualHead(ResidualPreTrainedModel):
     def __init__(self, config: ResidualConfig):
         config.check_fields()
         super().__init__(config)
-        # A new object: what `transformers` records is noted as a model is made.
+        # A new object: `transformers` notes what it records as a model is made.
         decoder = self.model_class.__new__(self.model_class)
         PreTrainedModel.__init__(decoder, config)
         vars(decoder).update(vars(self.base_model))
@@ -231,7 +233,7 @@ class ResidualHead(ResidualPreTrainedModel):
     @can_return_tuple
     def forward(self, *args, **kwargs) -> ModelOutput:
         recorded = []
-        # Only if asked for: it goes on to the loss function too.
+        # It goes on to the loss function too.
         if kwargs.get("output_depth_attentions", getattr(self.config, "output_depth_attentions", False)):
             kwargs["record_to"] = recorded
         outputs = super().forward(*args, **kwargs | {"return_dict": True})
@@ -250,7 +252,7 @@ def auto_map(model_class: type[ResidualPreTrainedModel]) -> dict[str, str]:
 
 
 def _check_declaration(layer: nn.Module, backbone: str, sublayers: Sublayers) -> None:
-    """Raises ValueError: the declared `sublayers` do not fit a layer of the backbone."""
+    """Raises ValueError: `sublayers` do not fit a layer of the backbone."""
     names = [sublayer.name for sublayer in sublayers]
     if names[0] not in _FIRST_SUBLAYER or len(set(names)) < len(names):
         first = " or ".join(map(repr, _FIRST_SUBLAYER))
@@ -263,7 +265,7 @@ def _check_declaration(layer: nn.Module, backbone: str, sublayers: Sublayers) ->
 
 
 def _show_backbone_signature(model_class: type[ResidualPreTrainedModel]) -> None:
-    """Give `forward` the backbone's signature, which `generate` and `Trainer` read."""
+    """Give `forward` the signature that `generate` and `Trainer` read."""
     own, *inherited = (vars(c)["forward"] for c in model_class.__mro__ if "forward" in vars(c))
     if own.__module__ == __name__:
         theirs = next(forward for forward in inherited if forward.__module__ != __name__)
@@ -274,6 +276,6 @@ def _show_backbone_signature(model_class: type[ResidualPreTrainedModel]) -> None
 
         forward.__doc__ = (
             f"As [`{theirs.__qualname__}`]; `output_depth_attentions` adds `depth_attentions`: the weights "
-            "`[sources, batch, seq]` with which each sublayer, and last the output, reads."
+            "`[sources, batch, seq]` with which each sublayer and the output read."
         )
         model_class.forward = forward

@@ -53,9 +53,9 @@ class DenseFormer(ResidualConnection):
             start[-1] = 1
             init.copy_(self.weight, start)
 
-    def forward(self, state: DepthState, norm_weight: None = None) -> tuple[Tensor, None, DepthState]:
+    def mix(self, state: DepthState, coefficients: None) -> tuple[Tensor, DepthState]:
         if self.weight is None:
-            return (state[-1] if isinstance(state, tuple) else state), None, state
+            return (state[-1] if isinstance(state, tuple) else state), state
         *layers, last = state  # `X_0 .. X_{i-1}`, and the stream after the layer that has just ended: `X_i`
         if len(layers) + 1 != len(self.weight):
             raise ValueError(
@@ -69,7 +69,7 @@ class DenseFormer(ResidualConnection):
         for weight, earlier in zip(weights, layers):
             mixed = mixed + weight * earlier
         mixed = mixed.to(last.dtype)
-        return mixed, None, (*layers, last, mixed)
+        return mixed, (*layers, last, mixed)
 
     def write(self, state: DepthState, output: Tensor) -> tuple[Tensor, ...]:
         states = state if isinstance(state, tuple) else (state, state)  # `X_0`, and the stream, which begins from it

@@ -17,12 +17,12 @@ try:
     import attnres.accelerated as accelerated
 except ModuleNotFoundError:
     accelerated = None
-# Of what `accelerated` offers: a copy of this file that came with a checkpoint may meet another version.
+# A copy of this file that came with a checkpoint may meet another version of `accelerated`.
 INTERFACE = 1
 if accelerated is not None and accelerated.INTERFACE != INTERFACE:
     logging.get_logger(__name__).warning(
-        f"The installed `attnres` offers interface {accelerated.INTERFACE} and the model's code needs {INTERFACE}: it "
-        "runs in plain PyTorch. Install the version that the checkpoint was saved with."
+        f"The installed `attnres` has interface {accelerated.INTERFACE}, the model's code needs {INTERFACE}: it runs "
+        "in plain PyTorch. Install the version that the checkpoint was saved with."
     )
     accelerated = None
 
@@ -32,7 +32,7 @@ Attended = tuple[Tensor, Tensor, Sequence[Tensor]]
 def reference(
     query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor | None, eps: float, is_sum: bool
 ) -> tuple[Tensor, Tensor]:
-    """`h` `[..., D]` and `a` `[n, ...]`; `is_sum` multiplies `h` by `n`."""
+    """`h` `[..., D]`, with `is_sum` times `n`, and `a` `[n, ...]`."""
     dtype, stat_dtype = _dtypes(sources)
     values = torch.stack([source.to(stat_dtype) for source in sources])  # (n, ..., D)
     key_norm_weight = None if key_norm_weight is None else key_norm_weight.to(stat_dtype)
@@ -53,8 +53,8 @@ def attend(
 ) -> Attended:
     """[`reference`] by an implementation, and the sources to go on with: the same values.
 
-    The query has D elements; the sources are `n >= 1` tensors `[..., D]`, which broadcast. With `fuse_later_grads` this
-    read's backward pass may add the gradients of those who read the returned sources next.
+    The query has D elements; the sources are `n >= 1` tensors `[..., D]`, which broadcast. With `fuse_later_grads` the
+    backward pass may add the gradients of whoever reads the returned sources next.
 
     Raises ValueError: the query has another width; the implementation is unknown or cannot run here.
     """
@@ -86,8 +86,7 @@ def eager(
     with maybe_autocast(query.device.type, enabled=False):
         if not is_inference or sources[0].numel() > 8 * len(query):
             return *_DepthAttention.apply(query, eps, is_sum, *sources), sources
-        # Decoding costs launches, of which stacked sources need fewer. Not in training, where what is computed again
-        # has to be the same to the last bit.
+        # Decoding costs launches, of which stacked sources need fewer. Training may compute again, to the same bits.
         shape, n = sources[0].shape, len(sources)
         stacked = torch.stack([source.to(query.dtype) for source in sources]).view(n, -1, shape[-1])
         weights = (stacked @ query).mul_(_inverse_rms(stacked, eps, query.dtype)).softmax(0)  # (n, tokens)
@@ -96,7 +95,7 @@ def eager(
 
 
 class _DepthAttention(torch.autograd.Function):
-    """With `r_i = rsqrt(mean(s_i^2) + eps)` the logits are `r_i (query . s_i)`; sources and statistics are saved."""
+    """With `r_i = rsqrt(mean(s_i^2) + eps)` the logits are `r_i (query . s_i)`."""
 
     @staticmethod
     def forward(ctx, *arguments: Tensor | float | bool) -> tuple[Tensor, Tensor]:
@@ -130,7 +129,6 @@ class _DepthAttention(torch.autograd.Function):
                 grad_weights = torch.zeros_like(weights) if grad_weights is None else grad_weights
                 grad_query, *grad_sources = derivative((grad.to(result.dtype), grad_weights))
                 return grad_query, None, None, *grad_sources
-            # Contracted with d h / d l_i and d a_i / d l_i: (n, ...)
             similarity = torch.stack([(grad * source).sum(-1) for source in sources])
             grad_logits = mixing * (similarity - (weights * similarity).sum(0))
             if grad_weights is not None:
@@ -151,7 +149,7 @@ class _DepthAttention(torch.autograd.Function):
 
 
 class DepthAttentionInterface(GeneralInterface):
-    """Name -> implementation with the signature of [`eager`].
+    """Name -> function like [`eager`].
 
     `attnres.accelerated` adds others, which raise ValueError where they cannot run, and an `auto` that chooses.
     """

@@ -1,10 +1,10 @@
 """AttnRes on a Kimi Linear backbone. What differs from `transformers`' Kimi Linear:
 
-- each sublayer and the final norm read from the depth state, as on any backbone (`decoder_attnres`);
-- where `attnres` is installed, the delta attention is an exact and faster one if no GPU kernel applies;
+- sublayers and the final norm read from the depth state, as on any backbone;
+- where `attnres` is installed, its faster delta attention is taken if no GPU kernel applies;
 - the published layout of Kimi Linear checkpoints loads and is written.
 
-Tools that look in this file for the experts' decorator, `@use_experts_implementation`, find it here.
+Tools look in this file for the experts' decorator, `@use_experts_implementation`.
 """
 
 import inspect
@@ -77,11 +77,11 @@ if accelerated is None and not torch.accelerator.is_available() and any(map(find
         setattr(kimi_linear, _name, inspect.unwrap(getattr(kimi_linear, _name)))
 
 # `transformers` reads the published layout of Kimi Linear, but writes a dense MLP as `block_sparse_moe` too. Reversed,
-# on saving, these come last and give it its published name; on loading they cancel out, and both names load.
+# on saving, these come last and give it its published name; on loading both names load.
 _LAYOUT = [
     conversion_mapping.WeightRenaming(rf"\.mlp\.{part}\.", rf"\.block_sparse_moe\.{part}\.")
     for part in ("gate_proj", "up_proj", "down_proj")
 ]
 _LAYOUT += conversion_mapping.get_checkpoint_conversion_mapping("kimi_linear")
-# Where remote code meets an installed `attnres`, this file runs twice, with the same mapping.
+# Beside an installed `attnres` remote code does this twice, with the same mapping.
 conversion_mapping.register_checkpoint_conversion_mapping(AttnResConfig.model_type, _LAYOUT, overwrite=True)

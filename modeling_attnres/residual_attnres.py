@@ -2,11 +2,10 @@
 
 A connection is one module per sublayer with two operations on the *state* that flows through the decoder layers:
 
-    read    (state) -> input of sublayer l, depth weights, state    `connection(state, norm_weight)`
-    write   (state, output of sublayer l) -> state                  `connection.write(state, output)`
+    read    (state) -> input of sublayer l, state         `coefficients`, which may depend on the state, then `mix`
+    write   (state, output of sublayer l) -> state        `write`
 
-It alone knows its tensors, their start, its fields and what the state holds; a new one is a class in a file of its own
-and an entry of `CONNECTIONS`.
+It alone knows its tensors, their start, its fields and what the state holds.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-# The embedding `[batch, seq, hidden]`, and then what `write` returned: a tensor of that shape, or a tuple of tensors.
+# The embedding `[batch, seq, hidden]`, and then what `write` returned: such a tensor, or a tuple of tensors.
 DepthState = Tensor | tuple[Tensor, ...]
 
 
@@ -37,50 +36,64 @@ class ResidualConnection(nn.Module):
     fields: ClassVar[dict[str, Any]] = {}  # of the configuration, with their defaults
     options: ClassVar[dict[str, str]] = {}  # what a retrofit may choose -> the field that it sets
     retrofit: ClassVar[dict[str, Any] | None] = None  # fields at which it starts as the standard one, if it can
-    has_norm: ClassVar[bool] = False  # whether `forward` gets the weight of a [`ResidualNorm`]
+    has_norm: ClassVar[bool] = False  # a read gets the weight of a [`ResidualNorm`]
+    takes_norm: ClassVar[bool] = False  # it gets the sublayer's norm, and returns what that makes of its input
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__()
         self.sublayer = sublayer
 
     @classmethod
+    def form(cls, config: PreTrainedConfig) -> "type[ResidualConnection]":
+        """The class for these fields, if there are several."""
+        return cls
+
+    @classmethod
     def check(cls, config: PreTrainedConfig) -> None:
-        """Raises ValueError: one of the `fields` has a value that is not allowed."""
+        """Raises ValueError: a field has a value that is not allowed."""
 
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:
-        """The form of the connection, in a few words."""
+        """Its form, in a few words."""
         return cls.name
 
     @classmethod
     def plan_retrofit(cls, config: PreTrainedConfig, **options: Any) -> None:
-        """Set the fields such that it starts as the standard one. Raises ValueError: it cannot, or not so."""
+        """Set the fields so that it starts as the standard one. Raises ValueError: it cannot."""
         if cls.retrofit is None:
             raise ValueError(f"no model can be retrofitted with {cls.name!r}: it never equals the standard residual.")
         chosen = {option: value for option, value in options.items() if value is not None and value is not False}
-        for option in chosen.keys() - cls.options.keys():
+        for option in chosen.keys() - cls.options.keys() - cls.fields.keys():
             raise ValueError(f"`{option}` ({chosen[option]!r}) is no option of the residual connection {cls.name!r}.")
-        for field, value in (cls.retrofit | {cls.options[option]: value for option, value in chosen.items()}).items():
+        for field, value in (cls.retrofit | {cls.options.get(name, name): chosen[name] for name in chosen}).items():
             setattr(config, field, value)
         cls.check(config)
 
     @classmethod
     def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> str | None:
-        """Why a model with these tensors may compute another function than the standard one, or `None`."""
+        """Why a model with these tensors may be another function than the standard one, or `None`."""
         return f"{cls.name!r} is another function"
 
     @classmethod
     def plan_change(cls, config: PreTrainedConfig, connections: Mapping[str, Any], **options: Any) -> None:
-        """Set fields anew. Raises ValueError: a model with these connections, by name, would be another function."""
+        """Set fields anew. Raises ValueError: a model with these connections would be another function."""
         raise ValueError(f"{cls.name!r} has no {' or '.join(f'`{option}`' for option in options)} to change.")
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Set the tensors to their start."""
 
-    def forward(self, state: DepthState, norm_weight: Tensor | None = None) -> tuple[Tensor, Any, DepthState]:
-        """Read: the input `[batch, seq, hidden]`, the depth weights `[sources, batch, seq]`, the state."""
+    def coefficients(self, state: DepthState, norm: Any = None) -> Any:
+        """What of a read depends on the state's values; for the second argument see `has_norm`."""
+
+    def mix(self, state: DepthState, coefficients: Any) -> tuple[Tensor, DepthState]:
+        """The input `[batch, seq, hidden]`, and the state; linear in the state, as `write` is."""
         raise NotImplementedError
+
+    def forward(self, state: DepthState, norm: Any = None) -> tuple[Tensor, Any, DepthState]:
+        """Read: the input, the depth weights `[sources, batch, seq]` if there are, the state."""
+        inputs, state = self.mix(state, self.coefficients(state, norm))
+        return inputs, None, state
 
     def write(self, state: DepthState, output: Tensor) -> DepthState:
         """Write: the state after a sublayer with this output `[batch, seq, hidden]`."""
@@ -88,28 +101,11 @@ class ResidualConnection(nn.Module):
 
     @classmethod
     def reader(cls, model: nn.Module) -> Any:
-        """What may read in place of a decoder's connections in a pass without gradients, or `None`."""
-
-
-class StandardResidual(ResidualConnection):
-    """The residual stream, `h_l = v_0 + v_1 + ... + v_{l-1}`. State: that running sum."""
-
-    name = "standard"
-    retrofit = {}
-
-    @classmethod
-    def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> None:
-        return None
-
-    def forward(self, state: Tensor, norm_weight: None = None) -> tuple[Tensor, None, Tensor]:
-        return state, None, state
-
-    def write(self, state: Tensor, output: Tensor) -> Tensor:
-        return state + output
+        """What may read in place of a decoder's connections without gradients, or `None`."""
 
 
 class ResidualNorm(nn.Module):
-    """Holds the key norm's weight `g_l` `[hidden]`; called, since offloading engines then fetch a module's tensors."""
+    """The key norm's weight `g_l` `[hidden]`; called, since offloading engines fetch the tensors of what is called."""
 
     def __init__(self, hidden_size: int):
         super().__init__()
@@ -126,7 +122,7 @@ def norm_eps(config: PreTrainedConfig) -> float:
 
 
 def residual_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What the residual connections add to a backbone, by name."""
+    """What the connections add to a backbone, by name."""
     return {
         f"{module_name}.{name}": parameter
         for module_name, module in model.named_modules()

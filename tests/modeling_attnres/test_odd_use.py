@@ -18,7 +18,7 @@ from attnres.attn_res_attnres import AttnRes
 from attnres.functional_attnres import DEPTH_ATTENTION
 from attnres.residual_attnres import residual_tensors
 
-from .connections import BACKBONES, assert_same_gradients, build, difference, gradients
+from .connections import BACKBONES, assert_same_gradients, build, close, difference, gradients
 
 WIDE = {"hidden_size": 256, "num_hidden_layers": 4}
 
@@ -66,8 +66,8 @@ def test_a_mean_in_the_place_of_an_output_is_broadcast(backbones, implementation
         for hook in hooks:
             hook.remove()
     (inferred, logits, found), (inferred_expanded, logits_expanded, found_expanded) = seen
-    assert difference(inferred, inferred_expanded) < 1e-6
-    assert difference(logits, logits_expanded) < 1e-6
+    assert close(inferred, inferred_expanded)
+    assert close(logits, logits_expanded)
     assert_same_gradients(found, found_expanded, 1e-4)
     assert difference(model(token_ids).logits, logits) > 1e-2
 

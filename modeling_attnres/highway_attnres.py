@@ -1,0 +1,64 @@
+"""Highway networks (arXiv 1505.00387): a gate carries the stream on in one channel and takes the output in another.
+
+    h_{l+1} = g_l * v_l + (1 - g_l) * h_l,   g_l = sigmoid(W_g RMSNorm(h_l) + b_g)
+
+The gate is elementwise. `b_g` starts at -1: layers mostly carry at first. Both shares add up to one, so that no setting
+is the standard residual, `h_l + v_l`.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers import initialization as init
+
+from .residual_attnres import DepthState, ResidualConnection, norm_eps, require
+
+
+class Highway(ResidualConnection):
+    """State: the stream, between a read and a write with the gate, each `[batch, seq, hidden]`.
+
+    `weight` `[hidden, hidden]` is `W_g`, `bias` `[hidden]` is `b_g`; the output has neither.
+    """
+
+    name = "highway"
+    fields = {"highway_bias": -1.0}
+
+    def __init__(self, config: PreTrainedConfig, sublayer: int):
+        super().__init__(config, sublayer)
+        self.start, self.eps = config.highway_bias, norm_eps(config)
+        self.std = getattr(config, "initializer_range", 0.02)
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+        if sublayer < config.num_sublayers:
+            self.weight = nn.Parameter(torch.zeros(config.hidden_size, config.hidden_size))
+            self.bias = nn.Parameter(torch.zeros(config.hidden_size))
+            self.reset_parameters()
+
+    @classmethod
+    def check(cls, config: PreTrainedConfig) -> None:
+        bias = config.highway_bias
+        is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool) and abs(bias) < float("inf")
+        require(config, "highway_bias", is_number, "a finite number")
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            init.normal_(self.weight, std=self.std)
+            init.constant_(self.bias, self.start)
+
+    def coefficients(self, state: Tensor, norm: None = None) -> Tensor | None:
+        """The gate `[batch, seq, hidden]`."""
+        if self.weight is None:
+            return None
+        return F.linear(F.rms_norm(state, state.shape[-1:], eps=self.eps), self.weight, self.bias).sigmoid()
+
+    def mix(self, state: Tensor, coefficients: Tensor | None) -> tuple[Tensor, DepthState]:
+        return state, (state if coefficients is None else (state, coefficients))
+
+    def write(self, state: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
+        stream, gate = state
+        return gate.to(stream.dtype) * output + (1 - gate).to(stream.dtype) * stream
+
+
+__all__ = ["Highway"]
