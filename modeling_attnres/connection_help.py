@@ -11,7 +11,9 @@ CONNECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "attn_res": ("attention residuals, Full or in blocks", ("block_size", "scale", "num_blocks", "full")),
     "standard": ("the residual stream", ()),
     "denseformer": ("DenseFormer's averages over depth", ()),
+    "highway": ("Highway gates, from scratch only", ()),
     "identity_hc": ("Identity Hyper-Connections", ("streams",)),
+    "post_norm": ("norms on the stream itself, from scratch only", ()),
 }
 
 

@@ -5,7 +5,7 @@ from torch import nn
 from transformers import processing_utils
 
 from . import backbones_attnres
-from .configuration_attnres import BACKBONES, CONNECTIONS, AttnResConfig, ResidualConfig, Sublayer, Sublayers
+from .configuration_attnres import BACKBONES, CONNECTIONS, AttnResConfig, ResidualConfig, Sublayer, Sublayers, register
 from .functional import depth_attention, depth_attention_reference
 from .functional_attnres import DEPTH_ATTENTION
 from .modeling_attnres import (
@@ -34,6 +34,30 @@ def add_backbone(model_type: str, sublayers: Sublayers) -> None:
     BACKBONES[model_type] = sublayers if callable(sublayers) else tuple(sublayers)
     config_class = backbones_attnres.config_on(model_type)
     transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+
+
+def register_residual_connection(connection: type[ResidualConnection]) -> type[ResidualConnection]:
+    """Bring another residual connection to the family: its `name` becomes a value of `residual_connection`.
+
+    It works as a decorator of the class. The class stays where it is: a checkpoint that uses it loads where it has been
+    registered, and not by the code beside the weights.
+
+    Args:
+        connection: with a `name`, `mix` and `write`; `fields` and all else are optional.
+
+    Raises:
+        ValueError: another connection has that name, or that field with another default.
+    """
+    name, defaults = connection.name, {}
+    for other in CONNECTIONS.values():
+        if other.name == name and other is not connection:
+            raise ValueError(f"there is a residual connection {name!r} already: {other.__qualname__}.")
+        defaults |= other.fields
+    for field, default in connection.fields.items():
+        if defaults.get(field, default) != default or (field not in defaults and hasattr(ResidualConfig, field)):
+            raise ValueError(f"`{field}` of {connection.__qualname__} is a field of the configuration already.")
+    register(connection)
+    return connection
 
 
 def peft_modules_to_save(model: nn.Module) -> list[str]:
@@ -93,4 +117,5 @@ __all__ = [
     "depth_attention",
     "depth_attention_reference",
     "peft_modules_to_save",
+    "register_residual_connection",
 ]

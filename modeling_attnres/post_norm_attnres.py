@@ -24,7 +24,7 @@ class PostNorm(ResidualConnection):
 
     @classmethod
     def check(cls, config: PreTrainedConfig) -> None:
-        has_norms = all(sublayer.first is not None for sublayer in config.sublayers)
+        has_norms = all("norm" in (sublayer.first or "") for sublayer in config.sublayers)
         allowed = f"another one: the sublayers of {config.backbone!r} do not begin with a norm"
         require(config, "residual_connection", has_norms, allowed)
 

@@ -7,12 +7,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.residual_attnres import residual_tensors
+
+from .conversion import backbones as _backbones
 
 ROOT = Path(__file__).parents[1]
 # Started in the background, by a shell without job control, this process ignores SIGINT, and so would those it starts.
@@ -42,6 +45,12 @@ TINY = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+@pytest.fixture(scope="session")
+def backbones() -> ModuleType:
+    """The module `tests/conversion/backbones.py`: standard models and family members on every backbone."""
+    return _backbones
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """Fixtures of the conversion tests: a standard model of every backbone and what it computes, and small checkpoints."""
 
-import importlib.util
 import os
 import shutil
 from collections.abc import Callable
@@ -12,11 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from . import backbones as _backbones
 from .checkpoints import convert, standard_model
-
-_spec = importlib.util.spec_from_file_location("backbones", Path(__file__).with_name("backbones.py"))
-_backbones = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_backbones)
 
 
 @dataclass
@@ -30,12 +26,6 @@ class Original:
     sequences: Tensor
     step_logits: Tensor  # [step, batch, vocab]
     gradients: dict[str, Tensor]
-
-
-@pytest.fixture(scope="session")
-def backbones():
-    """The module `backbones.py` beside this file."""
-    return _backbones
 
 
 @pytest.fixture(scope="session")

@@ -43,12 +43,6 @@ def straight_line() -> ModuleType:
     return load(Path(__file__).with_name("straight_line.py"))
 
 
-@pytest.fixture(scope="session")
-def backbones() -> ModuleType:
-    """The module `tests/conversion/backbones.py`."""
-    return load(Path(__file__).parents[1] / "conversion" / "backbones.py")
-
-
 @pytest.fixture
 def vivid_model(tiny_model) -> Callable[..., AttnResForCausalLM]:
     """`vivid_model(seed=0, **overrides)`: as `tiny_model`, with weights so large that every term moves the logits.

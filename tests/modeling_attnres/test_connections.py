@@ -4,13 +4,21 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import attnres
 from attnres.residual_attnres import residual_tensors
 
 from .connections import BACKBONES, assert_same_gradients, build, build_start, difference, gradients, loss_of
 
-CONNECTIONS = ["denseformer", "identity_hc"]  # `attn_res` and `standard` have files of their own
-every_model = pytest.mark.parametrize(
-    ("case", "connection"), [(case, connection) for case in BACKBONES for connection in CONNECTIONS]
+# `attn_res` and `standard` have files of their own.
+CONNECTIONS = [
+    "denseformer",
+    "highway",
+    "identity_hc",
+    "post_norm",
+]
+every_model, every_retrofit = (
+    pytest.mark.parametrize(("case", "connection"), [(case, name) for case in BACKBONES for name in names])
+    for names in (CONNECTIONS, [name for name in CONNECTIONS if attnres.CONNECTIONS[name].retrofit is not None])
 )
 
 
@@ -92,14 +100,16 @@ def test_in_half_precision_it_computes_and_learns_about_the_same(backbones, case
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
         found = gradients(model, token_ids)
         loss = loss_of(model, token_ids).float()
-    torch.testing.assert_close(loss.detach(), expected, rtol=0.05, atol=0)
+    # A stream that does not grow with the depth, by norms or by gates, weighs each output and its rounding more.
+    amplifies = attnres.CONNECTIONS[connection].retrofit is None
+    torch.testing.assert_close(loss.detach(), expected, rtol=0.1 if amplifies else 0.05, atol=0)
     assert found.keys() == wide.keys()
     for name, gradient in found.items():
         assert gradient.isfinite().all() and gradient.dtype is model.get_parameter(name).dtype, name
-    narrow, expected = (
-        torch.cat([all_of[name].float().flatten() for name in residual_tensors(model)]) for all_of in (found, wide)
-    )
-    assert torch.cosine_similarity(narrow, expected, dim=0) > 0.95
+    if not amplifies:
+        own = residual_tensors(model)
+        narrow, expected = (torch.cat([of[name].float().flatten() for name in own]) for of in (found, wide))
+        assert torch.cosine_similarity(narrow, expected, dim=0) > 0.95
 
 
 @torch.no_grad()
@@ -107,7 +117,10 @@ def test_in_half_precision_it_computes_and_learns_about_the_same(backbones, case
 def test_hidden_states_are_the_inputs_of_the_layers_and_the_normed_output(backbones, case, connection):
     model, token_ids, inputs = build(backbones, case, connection), backbones.token_ids(), []
     for norm in (*(layer.input_layernorm for layer in model.model.layers), model.model.norm):
-        norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+        if connection == "post_norm" and norm is not model.model.norm:  # the stream goes on from what the norm makes
+            norm.register_forward_hook(lambda _, args, output: inputs.append(output))
+        else:
+            norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     outputs = model(token_ids, output_hidden_states=True)
     inputs = inputs[: len(model.model.layers) + 1]
     assert len(outputs.hidden_states) == len(inputs)
@@ -117,7 +130,7 @@ def test_hidden_states_are_the_inputs_of_the_layers_and_the_normed_output(backbo
 
 
 @torch.no_grad()
-@every_model
+@every_retrofit
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_made_under_another_default_dtype_it_starts_as_the_standard_model(backbones, case, connection, dtype):
     logits = []
@@ -180,7 +193,7 @@ if sys.argv[3] == "training":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["training", "inference"])
-@pytest.mark.parametrize("connection", ["attn_res", "denseformer", "identity_hc"])
+@pytest.mark.parametrize("connection", ["attn_res", *CONNECTIONS])
 @pytest.mark.parametrize("case", BACKBONES)
 def test_the_first_call_of_a_process_may_be_a_compiled_one(backbones, run, tmp_path, case, connection, mode):
     fields = {"num_hidden_layers": 2, "hidden_size": 256}

@@ -1,0 +1,87 @@
+"""Depth-mixing matrices of every connection: the inputs rebuilt from the outputs, and the rank that theory gives."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, BatchEncoding
+
+import attnres
+from attnres.analysis import mixing_matrix, semiseparable_rank, token_mixing
+
+from ..modeling_attnres.connections import BACKBONES, build, difference
+
+SUBLAYERS = 10
+# (connection, fields) -> the semiseparable rank of each token's matrix; `None` where it may be anything.
+FORMS = {
+    "standard": ({}, 1),
+    "post_norm": ({}, 1),
+    "highway": ({}, 1),
+    "denseformer": ({}, None),
+    "identity_hc": ({"residual_streams": 3}, 3),
+    "attn_res": ({"attn_res_block_size": 3}, 4),
+}
+
+
+def test_there_is_a_form_for_every_connection():
+    assert FORMS.keys() == attnres.CONNECTIONS.keys()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("connection", FORMS)
+@pytest.mark.parametrize("case", BACKBONES)
+def test_inputs_are_rebuilt_from_the_outputs(backbones, case, connection):
+    fields, rank = FORMS[connection]
+    model, token_ids = build(backbones, case, connection, **fields), backbones.token_ids()
+    logits = model(token_ids).logits
+    mixing = token_mixing(model, token_ids)
+    # Nothing of the recording stays behind.
+    assert torch.equal(model(token_ids).logits, logits)
+    assert not any("write" in vars(module) or module._forward_hooks for module in model.modules())
+    assert mixing.inputs.shape == mixing.outputs.shape == (SUBLAYERS + 1, *token_ids.shape, model.config.hidden_size)
+    assert mixing.matrices.shape[:4] == (SUBLAYERS + 1, SUBLAYERS + 1, *token_ids.shape)
+    assert difference(mixing.rebuilt(), mixing.inputs) < 1e-5
+    assert not mixing.matrices.permute(2, 3, 4, 0, 1).triu(1).any()
+    # They are the model's own: of the pass with hidden states, and of hooks on the modules.
+    hidden = model(token_ids, output_hidden_states=True).hidden_states
+    per_layer = len(model.config.sublayers)
+    for layer, state in enumerate(hidden[:-1]):
+        torch.testing.assert_close(mixing.inputs[per_layer * layer], state.double(), rtol=0, atol=0)
+    if rank is not None:
+        chosen = [mixing.matrices[:, :, b, t, channel] for b, t in ((0, 0), (1, 7)) for channel in (0, -1)]
+        assert {semiseparable_rank(matrix) for matrix in chosen} == {rank}
+
+
+@torch.no_grad()
+def test_the_matrix_of_a_model_is_the_mean_over_tokens_that_count(backbones):
+    model, token_ids = build(backbones, "llama", "attn_res"), backbones.token_ids()
+    mask = torch.ones_like(token_ids)
+    mask[0, :4] = 0
+    inputs = BatchEncoding({"input_ids": token_ids, "attention_mask": mask})
+    every = token_mixing(model, inputs).matrices.squeeze(-1)
+    torch.testing.assert_close(mixing_matrix(model, inputs), every[:, :, mask.bool()].mean(-1), rtol=1e-9, atol=1e-12)
+    matrix = mixing_matrix(model, token_ids)
+    torch.testing.assert_close(matrix, token_mixing(model, token_ids).matrices.mean((2, 3, 4)), rtol=1e-9, atol=1e-12)
+    assert not torch.equal(matrix, mixing_matrix(model, inputs))
+
+
+@torch.no_grad()
+def test_depth_weights_are_the_entries_of_full_attention_residuals(backbones):
+    model, token_ids = build(backbones, "llama", "attn_res", attn_res_block_size=1), backbones.token_ids()
+    recorded = model(token_ids, output_depth_attentions=True).depth_attentions
+    matrices = token_mixing(model, token_ids).matrices.squeeze(-1)
+    for row, weights in zip(matrices, recorded, strict=True):
+        torch.testing.assert_close(row[: len(weights)], weights.double(), rtol=1e-4, atol=1e-6)
+
+
+def test_the_rank_of_a_product_of_vectors_is_their_number():
+    generator = torch.Generator().manual_seed(0)
+    for n in (1, 2, 5):
+        left, right = torch.randn(2, 20, n, generator=generator, dtype=torch.float64)
+        assert semiseparable_rank((left @ right.T).tril()) == n
+    assert semiseparable_rank(torch.eye(9)) == 1
+    assert semiseparable_rank(torch.ones(9, 9).tril()) == 1
+
+
+def test_a_model_without_residual_connections_is_refused(backbones):
+    standard = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **backbones.COMMON))
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no residual connections of the family: retrofit it"):
+        mixing_matrix(standard, backbones.token_ids())

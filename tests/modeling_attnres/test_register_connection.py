@@ -1,0 +1,198 @@
+"""Residual connections from outside the package: three of models in `transformers`, each in about fifteen lines."""
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import initialization as init
+
+import attnres
+from attnres import CONNECTIONS, ResidualConfig, ResidualConnection, register_residual_connection
+from attnres.analysis import semiseparable_rank, token_mixing
+from attnres.conversion import retrofit
+from attnres.residual_attnres import residual_tensors
+
+from .connections import BACKBONES, assert_same_gradients, build, difference, double, gradients
+
+
+class ChannelGate(ResidualConnection):
+    """Of `muse_spark`: `alpha * h + beta * v`, a gate for each channel. Not close to the plain sum."""
+
+    name = "channel_gate"
+    fields = {"gate_temperature": 1.0}
+
+    def __init__(self, config, sublayer):
+        super().__init__(config, sublayer)
+        self.temperature = config.gate_temperature
+        if sublayer < config.num_sublayers:
+            self.weight = nn.Parameter(torch.zeros(config.hidden_size))
+
+    def reset_parameters(self):
+        if hasattr(self, "weight"):
+            init.zeros_(self.weight)
+
+    def mix(self, state, coefficients):
+        return state, state
+
+    def write(self, state, output):
+        w = self.weight / self.temperature
+        beta = w.sigmoid()
+        alpha = ((-w).sigmoid() * (1 + beta)).clamp(min=1e-3).sqrt()
+        return alpha * state + beta * output
+
+
+class ScaledStream(ResidualConnection):
+    """Of `zaya`: `scale * (h + bias) + v`, for each channel. The plain sum at its start."""
+
+    name = "scaled_stream"
+    retrofit = {}
+
+    def __init__(self, config, sublayer):
+        super().__init__(config, sublayer)
+        if sublayer < config.num_sublayers:
+            self.scale = nn.Parameter(torch.ones(config.hidden_size))
+            self.bias = nn.Parameter(torch.zeros(config.hidden_size))
+
+    def reset_parameters(self):
+        if hasattr(self, "scale"):
+            init.ones_(self.scale)
+            init.zeros_(self.bias)
+
+    def mix(self, state, coefficients):
+        return state, state
+
+    def write(self, state, output):
+        return (state + self.bias) * self.scale + output
+
+
+class DepthScaled(ResidualConnection):
+    """Of `beam`: `sqrt((k - 1) / k) * h + v / sqrt(k)`, k the place in the depth. Has no tensors."""
+
+    name = "depth_scaled"
+
+    def mix(self, state, coefficients):
+        return state, state
+
+    def write(self, state, output):
+        k = self.sublayer + 2
+        return math.sqrt((k - 1) / k) * state + output / math.sqrt(k)
+
+
+def channel_gate_step(h: Tensor, v: Tensor, k: int, tensors: dict[str, Tensor]) -> Tensor:
+    b = 1 / (1 + torch.exp(-tensors["weight"]))
+    return torch.sqrt(torch.clamp((1 - b) * (1 + b), min=1e-3)) * h + b * v
+
+
+STEPS: dict[type[ResidualConnection], Callable[..., Tensor]] = {
+    ChannelGate: channel_gate_step,
+    ScaledStream: lambda h, v, k, tensors: tensors["scale"] * h + tensors["scale"] * tensors["bias"] + v,
+    DepthScaled: lambda h, v, k, tensors: h * (1 - 1 / k) ** 0.5 + v * k**-0.5,
+}
+every_neighbour = pytest.mark.parametrize("connection", STEPS, ids=lambda connection: connection.name)
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    """The three are registered, and no longer after the test."""
+    before = dict(CONNECTIONS)
+    for connection in STEPS:
+        assert register_residual_connection(connection) is connection
+    yield
+    for name in CONNECTIONS.keys() - before:
+        for field in CONNECTIONS.pop(name).fields:
+            delattr(ResidualConfig, field)
+
+
+def tensors_of(model: nn.Module) -> list[dict[str, Tensor]]:
+    """Of every sublayer in turn."""
+    connections = (module for module in model.modules() if isinstance(module, ResidualConnection))
+    return [dict(c.named_parameters()) for c in sorted(connections, key=lambda connection: connection.sublayer)]
+
+
+@torch.no_grad()
+@every_neighbour
+@pytest.mark.parametrize("case", BACKBONES)
+def test_it_computes_its_equation_and_generates_with_a_cache(backbones, case, connection):
+    model, standard = double(build(backbones, case, connection.name)), double(backbones.build(case))
+    token_ids, of_sublayers = backbones.token_ids(), tensors_of(model)
+
+    def read(v: list[Tensor]) -> Tensor:
+        h = v[0]
+        for k, (output, tensors) in enumerate(zip(v[1:], of_sublayers), start=2):
+            h = STEPS[connection](h, output, k, tensors)
+        return h
+
+    expected = backbones.straight_line(standard, token_ids, read)
+    # The shares of `depth_scaled` are 1/sqrt(k) of everything, which the norms take out again.
+    assert (difference(standard(token_ids).logits, expected) < 1e-4) == (connection is DepthScaled)
+    assert difference(model(token_ids).logits, expected) < 1e-6
+    generated = [
+        model.generate(token_ids, use_cache=use_cache, max_new_tokens=5, do_sample=False) for use_cache in (True, False)
+    ]
+    assert torch.equal(*generated)
+
+
+@every_neighbour
+def test_it_trains_with_checkpointing_and_loads_back(backbones, connection, tmp_path):
+    model, token_ids = build(backbones, "llama", connection.name).train(), backbones.token_ids()
+    expected = gradients(model, token_ids)
+    assert expected.keys() == dict(model.named_parameters()).keys()
+    model.gradient_checkpointing_enable()
+    assert_same_gradients(gradients(model, token_ids), expected, 1e-5)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.residual_connection == connection.name
+    with torch.no_grad():
+        assert torch.equal(loaded(token_ids).logits, model.eval()(token_ids).logits)
+    CONNECTIONS.pop(connection.name)
+    with pytest.raises(
+        ValueError, match=f"`residual_connection` is '{connection.name}', but must be one of 'attn_res'"
+    ):
+        AutoConfig.from_pretrained(tmp_path)
+    CONNECTIONS[connection.name] = connection
+
+
+@torch.no_grad()
+@every_neighbour
+def test_its_depth_mixing_is_that_of_a_stream(backbones, connection):
+    mixing = token_mixing(build(backbones, "llama", connection.name), backbones.token_ids())
+    assert difference(mixing.rebuilt(), mixing.inputs) < 1e-5
+    assert mixing.constants.any() == (connection is ScaledStream)
+    assert semiseparable_rank(mixing.matrices[..., 0, 0, -1]) == 1
+
+
+def test_a_retrofit_is_exact_where_the_connection_says_so(backbones):
+    standard, token_ids = backbones.build("llama"), backbones.token_ids()
+    model = retrofit(standard, "scaled_stream")
+    assert residual_tensors(model)
+    with torch.no_grad():
+        assert difference(model(token_ids).logits, standard(token_ids).logits) < 1e-6
+    for name in ("channel_gate", "depth_scaled"):
+        with pytest.raises(ValueError, match=f"'{name}': it never equals the standard residual"):
+            retrofit(standard, name)
+
+
+def test_a_field_is_read_checked_and_saved(backbones, tmp_path):
+    config = backbones.member_config("llama", residual_connection="channel_gate", gate_temperature=2.0)
+    config.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).gate_temperature == 2.0
+    assert backbones.member_config("llama", residual_connection="channel_gate").gate_temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ({"name": "attn_res"}, "there is a residual connection 'attn_res' already: AttnRes"),
+        ({"name": "other", "fields": {"attn_res_scale": "max"}}, "`attn_res_scale` of Other is a field .* already"),
+        ({"name": "other", "fields": {"backbone": ""}}, "`backbone` of Other is a field .* already"),
+    ],
+    ids=["name", "field of another connection", "field of every configuration"],
+)
+def test_what_would_take_the_place_of_something_else_is_refused(members, message):
+    before = dict(CONNECTIONS)
+    with pytest.raises(ValueError, match=message):
+        attnres.register_residual_connection(type("Other", (ResidualConnection,), members))
+    assert before == CONNECTIONS
