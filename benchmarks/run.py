@@ -12,7 +12,7 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColum
 from attnres.analysis.tables import update_tables
 from attnres.quiet import quiet_transformers
 
-from . import kda, layers, memory, models, ops, phases, scaling
+from . import connections, kda, layers, memory, models, ops, phases, scaling
 from .machine import Others, describe
 from .report import markdown, open_console, store
 from .timing import Setting, keep_freed_memory
@@ -21,6 +21,7 @@ PARTS = {
     "ops": ops,
     "phases": phases,
     "models": models,
+    "connections": connections,
     "layers": layers,
     "kda": kda,
     "memory": memory,

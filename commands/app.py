@@ -313,6 +313,7 @@ class Part(StrEnum):
     ops = "ops"
     phases = "phases"
     models = "models"
+    connections = "connections"
     layers = "layers"
     kda = "kda"
     memory = "memory"

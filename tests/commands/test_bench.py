@@ -21,6 +21,7 @@ FIELDS = {
     "ops": {"pass", "dtype", "width", "sources", "tokens"},
     "phases": {"sources", "sublayers", "tokens", "width", "chosen"},
     "models": {"model", "dtype", "workload", "connection", "tokens"},
+    "connections": {"model", "workload", "bytes"},
     "kda": {"tokens", "heads", "d_k", "decay", "errors", "bytes", "bytes_ratio"},
     "scaling": {"panel", "layers", "block_size", "width", "tokens", "predicted"},
 }

@@ -1,0 +1,88 @@
+"""Every residual connection against the residual stream, on the same weights: a training step, its memory, decoding.
+
+Attention residuals have their kernels here, as where `attnres` is installed; the other connections are PyTorch's operations.
+"""
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from attnres import AttnResConfig
+
+from .memory import step_bytes
+from .models import DECODED, TOKENS
+from .report import cell, make_table
+from .shapes import STANDARD, kimi_linear, llama, tiny_kimi_linear, token_ids
+from .timing import Setting, compare, interleave
+from .workloads import decoding, training_step
+
+# Name in the table -> the fields of the configuration.
+FORMS: dict[str, dict] = {
+    STANDARD: {"residual_connection": "standard"},
+    "post_norm": {"residual_connection": "post_norm"},
+    "highway": {"residual_connection": "highway"},
+    "denseformer": {"residual_connection": "denseformer"},
+    "identity_hc, 4 streams": {"residual_connection": "identity_hc"},
+    "attn_res, S=4": {"attn_res_block_size": 4},
+    "attn_res, Full": {"attn_res_block_size": 1},
+}
+COLUMNS = ("training step", "memory of the step", "decoding")
+
+
+def measure(setting: Setting) -> Iterator[dict]:
+    """A row for each model and workload, with all connections as its ways."""
+    shapes = {"Llama": llama(width=512), "Kimi Linear": kimi_linear(hidden_size=512)}
+    if setting.quick:
+        shapes = {"Llama": llama(width=64, layers=2), "Kimi Linear": tiny_kimi_linear()}
+    pairs = {f"{name} / {STANDARD}": (name, STANDARD) for name in FORMS if name != STANDARD}
+    for shape, config in shapes.items():
+        models = build(config, setting.device)
+        ids = token_ids(config, 16 if setting.quick else TOKENS, 1, setting.device)
+        steps = training_step(models, ids)
+        found = {name: step_bytes(models[name], step, setting.device)["step"] for name, step in steps.items()}
+        yield {"model": shape, "workload": "training step", "bytes": found} | compare(interleave(steps, setting), pairs)
+        repeats = replace(setting, repeats=4 * setting.repeats)
+        seconds = interleave(decoding(models, ids), repeats, calls=DECODED)
+        yield {"model": shape, "workload": "decoding", "bytes": {}} | compare(seconds, pairs)
+        del models, steps
+        gc.collect()
+
+
+def build(config: PreTrainedConfig, device: str) -> dict[str, PreTrainedModel]:
+    """A model for each of the forms, where training starts, all with the same backbone."""
+    fields = config.to_dict()
+    del fields["model_type"]
+    models = {}
+    for name, form in FORMS.items():
+        torch.manual_seed(0)
+        if isinstance(config, AttnResConfig):
+            own = AttnResConfig(**fields | form)
+        else:
+            own = AutoConfig.for_model(f"attnres_{config.model_type}", **fields | form)
+        with torch.device(device):
+            models[name] = AutoModelForCausalLM.from_config(own, dtype=torch.float32).eval()
+        if name != STANDARD:
+            models[name].load_state_dict(models[STANDARD].state_dict(keep_vars=True), strict=False, assign=True)
+    return models
+
+
+def tables(rows: list[dict]) -> dict[str, Table]:
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    by_place = {(row["model"], row["workload"]): row for row in rows}
+
+    def cells(name: str, model: str) -> list[str]:
+        step, decode = by_place[model, "training step"], by_place[model, "decoding"]
+        memory = step["bytes"][name] / step["bytes"][STANDARD]
+        return [cell(step, f"{name} / {STANDARD}", 2), f"{memory:.2f}", cell(decode, f"{name} / {STANDARD}", 2)]
+
+    return {
+        "connections": make_table(
+            "Residual connections, as a ratio to the standard residual stream",
+            ["connection", *(f"{model}, {column}" for model in models for column in COLUMNS)],
+            [[name, *(c for model in models for c in cells(name, model))] for name in FORMS if name != STANDARD],
+        )
+    }
