@@ -1,6 +1,6 @@
 """Every residual connection against the residual stream, on the same weights: a training step, its memory, decoding.
 
-Attention residuals have their kernels here, as where `attnres` is installed; the other connections are PyTorch's operations.
+Attention residuals run by their kernels, as where `attnres` is installed; the others are PyTorch's operations.
 """
 
 import gc

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import attnres
 from attnres import AttnResForCausalLM
 from attnres.configuration import load
 from attnres.training.text import python_sources, train_tokenizer
@@ -13,6 +14,7 @@ from attnres.training.text import python_sources, train_tokenizer
 ROOT = Path(__file__).parent.parent
 SOURCE = "Qwen/Qwen3-0.6B"  # of the README; here a small one of its kind lies at that path
 PAGES = [path for path in ROOT.glob("*/README.md") if not path.parent.name.startswith(".")]
+CONNECTIONS = ROOT / "modeling_attnres" / "connections.md"
 
 
 @pytest.fixture
@@ -64,7 +66,24 @@ def test_the_python_of_the_page_on_models_runs(demo_directory, monkeypatch, caps
     assert "attnres-48b-a3b" in output
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.parent.name)
+def test_the_python_of_the_page_on_analysis_runs(demo_directory, monkeypatch, capsys):
+    monkeypatch.chdir(demo_directory)
+    assert run_blocks(ROOT / "analysis" / "README.md") == 3
+    assert capsys.readouterr().out.endswith("tensor(True)\n")
+
+
+def test_the_page_on_residual_connections_names_all_and_adds_one(capsys):
+    before = dict(attnres.CONNECTIONS)
+    try:
+        assert run_blocks(CONNECTIONS) == 3
+        assert attnres.CONNECTIONS.keys() - before.keys() == {"scaled_stream"}
+    finally:
+        attnres.CONNECTIONS.pop("scaled_stream", None)
+    assert "mhc 4" in capsys.readouterr().out
+    assert set(re.findall(r"^\| \[`(\w+)`\]", CONNECTIONS.read_text(), flags=re.MULTILINE)) == before.keys()
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES, CONNECTIONS], ids=lambda page: page.parent.name)
 def test_every_link_to_a_file_leads_somewhere(page):
     links = [link.partition("#")[0] for link in re.findall(r'(?:\]\(|src=")(?!https?:)([^)"]+)', page.read_text())]
     assert len(links) >= 5 or page.parent != ROOT

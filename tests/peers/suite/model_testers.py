@@ -169,9 +169,24 @@ class Llama(Suite, unittest.TestCase):
     config_fields = LLAMA
 
 
-class OnLlama(AttnResSuite, unittest.TestCase):
+class AttnResOnLlama(AttnResSuite):
     all_model_classes = (attnres.AttnResLlamaModel, attnres.AttnResLlamaForCausalLM)
+
+
+class OnLlama(AttnResOnLlama, unittest.TestCase):
     config_fields = LLAMA | {"attn_res_block_size": 3}
+
+
+def _with_each_connection(suite: type[Suite], backbone: str, fields: dict) -> None:
+    """A test class for each residual connection that has none yet, such as `HighwayOnLlama`."""
+    for connection in attnres.CONNECTIONS.keys() - {"attn_res"}:
+        name = f"{connection.title().replace('_', '')}On{backbone}"
+        members = {"config_fields": fields | {"residual_connection": connection}, "__module__": __name__}
+        globals()[name] = type(name, (suite, unittest.TestCase), members)
+
+
+_with_each_connection(OnKimiLinear, "KimiLinear", KIMI_LINEAR)
+_with_each_connection(AttnResOnLlama, "Llama", LLAMA)
 
 
 class Mixtral(Suite, unittest.TestCase):
