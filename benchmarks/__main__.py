@@ -9,5 +9,4 @@ if __name__ == "__main__":
         sys.exit(main())
     from attnres.commands.main import main
 
-    sys.argv[1:1] = ["bench"]
-    main()
+    main("bench")

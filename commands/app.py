@@ -19,7 +19,7 @@ from attnres.hub import check_source
 from attnres.packaged import configuration_names, recipe_names
 from attnres.wording import install_command
 
-from .choices import DEFAULT_RESIDUAL, WRITTEN_MODEL, Listed, Residual, Scale, help_of, refuse_options
+from .choices import DEFAULT_RESIDUAL, WRITTEN_MODEL, Command, Listed, Residual, Scale, help_of, refuse_options
 from .guard import loading, show_tracebacks
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+command = partial(app.command, cls=Command)
 
 Debug = Annotated[
     bool,
@@ -37,6 +38,14 @@ Debug = Annotated[
 def _show_version(wanted: bool) -> None:
     if wanted:
         print(f"attnres {__version__}")
+        raise typer.Exit
+
+
+def _print_task_path(wanted: bool) -> None:
+    if wanted:
+        from attnres.eval.benchmarks import task_path
+
+        print(task_path())
         raise typer.Exit
 
 
@@ -60,7 +69,7 @@ def attnres(
     """
 
 
-@app.command()
+@command(short_help="Compare attention residuals with the residual stream, in minutes.")
 def demo(
     out: Annotated[Path, typer.Option(help="Directory to write the model, figures and results to.")] = Path(
         "attnres-demo"
@@ -102,7 +111,7 @@ class Undone(StrEnum):
     standard = "standard"
 
 
-@app.command()
+@command()
 def convert(
     context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="SRC", help="Directory or Hub id of the model.")],
@@ -195,12 +204,10 @@ def convert(
     )
 
 
-@app.command(name="eval")
+@command(name="eval")
 def evaluate(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Directory or Hub id of the model.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Directory for results; a run that was stopped goes on there.")] = (
-        None
-    ),
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory or Hub id of the model.")],
+    out: Annotated[Path, typer.Option(help="Directory for results; a run that was stopped goes on there.")],
     baseline: Annotated[
         str | None, typer.Option(metavar="MODEL", help="A second model, compared with the first item by item.")
     ] = None,
@@ -223,7 +230,14 @@ def evaluate(
         bool, typer.Option("--allow-code-execution", help="Run the programs that HumanEval and MBPP ask for.")
     ] = False,
     print_task_path: Annotated[
-        bool, typer.Option("--print-task-path", help="Print the directory for lm_eval's --include_path, and exit.")
+        bool,
+        typer.Option(
+            "--print-task-path",
+            help="Print the directory for lm_eval's --include_path, and exit.",
+            callback=_print_task_path,
+            is_eager=True,
+            expose_value=False,
+        ),
     ] = False,
     debug: Debug = False,
 ) -> None:
@@ -235,14 +249,6 @@ def evaluate(
     attnres eval my-attnres --out scores --tasks mmlu,gsm8k --limit 100
     attnres eval my-attnres --baseline meta-llama/Llama-3.2-1B --out scores
     """
-    if print_task_path or model is None or out is None:
-        from attnres.eval.benchmarks import task_path
-
-        if print_task_path:
-            print(task_path())
-            return
-        missing = " and ".join(name for name, value in (("MODEL", model), ("--out", out)) if value is None)
-        raise typer.BadParameter(f"{missing} missing.")
     if lacking := next((name for name in ("yaml", "lm_eval", "scipy") if find_spec(name) is None), None):
         raise RuntimeError(f"attnres eval needs the package {lacking}: {install_command('eval')}")
     from attnres.eval.benchmarks import pick
@@ -271,12 +277,17 @@ def evaluate(
     )
 
 
-@app.command()
+@command()
 def train(
     recipe: Annotated[
-        str, typer.Argument(help=f"A YAML file, or one of: {', '.join(recipe_names())}.", autocompletion=recipe_names)
+        str,
+        typer.Argument(
+            metavar="RECIPE",
+            help=f"A YAML file, or one of: {', '.join(recipe_names())}.",
+            autocompletion=recipe_names,
+        ),
     ],
-    changes: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Changes to it.")] = None,
+    changes: Annotated[list[str] | None, typer.Argument(metavar="key=value", help="Changes to it.")] = None,
     debug: Debug = False,
 ) -> None:
     """Pre-train, heal or fine-tune by a recipe.
@@ -300,7 +311,7 @@ def train(
         raise typer.BadParameter(str(error)) from error
     check_place(Path(read.out))
     if read.model not in configuration_names():
-        check_source(read.model)
+        check_source(read.model, configuration_names())
     with loading():
         from .train import train_in_this_process
 
@@ -327,7 +338,7 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
-@app.command()
+@command()
 def bench(
     context: typer.Context,
     only: Annotated[list[Part] | None, typer.Option(help="Measure this part; may be repeated.  [default: all]")] = None,
@@ -386,9 +397,9 @@ def bench(
     run_bench([part for part in PARTS if not only or part in only], Setting(threads, repeats, quick), out)
 
 
-@app.command(name="list")
+@command(name="list")
 def list_names(
-    kind: Annotated[Listed | None, typer.Argument(help="Only these.  [default: all]")] = None,
+    kind: Annotated[Listed | None, typer.Argument(metavar="KIND", help="Only these.  [default: all]")] = None,
     debug: Debug = False,
 ) -> None:
     """List the names that commands take.

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from enum import StrEnum
 
 import typer
+from typer.core import TyperCommand
 
 from attnres.connection_help import CONNECTIONS, flag, owner
 
@@ -12,6 +13,17 @@ WRITTEN_MODEL = {"marker": "config.json", "content": '"model_type"'}
 
 Residual = StrEnum("Residual", [(name, name) for name in CONNECTIONS])
 DEFAULT_RESIDUAL = next(iter(Residual))
+
+
+class Command(TyperCommand):
+    """A command that tells of a wrong value without what pydantic says first: `Value error, `."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            raise
 
 
 class Scale(StrEnum):

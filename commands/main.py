@@ -6,9 +6,12 @@ Exit status: 0 done, 1 failed (one line on stderr), 2 bad usage, 130 interrupted
 from .guard import guarded
 
 
-def main() -> None:
-    """Run the command line, and leave by `SystemExit`."""
+def main(command: str | None = None) -> None:
+    """Run the command line, or one `command` of it alone, and leave by `SystemExit`."""
     with guarded():
-        from .app import app  # once the guard stands
+        from typer.main import get_command  # once the guard stands
 
-        app()
+        from .app import app
+
+        commands = get_command(app)
+        (commands.commands[command] if command else commands)()

@@ -6,10 +6,10 @@ Each directory is one model: `attnres-tiny` for tests and demos, the five models
 
 import json
 from dataclasses import fields
-from difflib import get_close_matches
 
 from attnres import CONNECTIONS, AttnResConfig
 from attnres.packaged import configuration_names, configurations
+from attnres.wording import did_you_mean
 
 from .counting import ParameterCount, count_parameters
 
@@ -44,7 +44,8 @@ def load(name: str, **overrides) -> AttnResConfig:
     """
     known_names = names()
     if name not in known_names:
-        raise ValueError(f"There is no configuration {name!r}, but there is {', '.join(known_names)}.")
+        hint = did_you_mean(name, known_names, otherwise_all=False)
+        raise ValueError(f"There is no configuration {name!r}, but there is {', '.join(known_names)}.{hint}")
     _check_fields(overrides)
     config = json.loads((configurations() / name / "config.json").read_text(encoding="utf-8"))
     if "num_hidden_layers" in overrides:
@@ -63,9 +64,7 @@ def _check_fields(overrides: dict) -> None:
     known_fields.update(*(connection.fields for connection in CONNECTIONS.values()))
     for field in overrides:
         if field not in known_fields:
-            similar = get_close_matches(field, sorted(known_fields), n=1)
-            hint = f"did you mean `{similar[0]}`?" if similar else f"there are {', '.join(sorted(known_fields))}."
-            raise ValueError(f"`{field}` is not a field of `AttnResConfig`: {hint}")
+            raise ValueError(f"`{field}` is not a field of `AttnResConfig`.{did_you_mean(field, sorted(known_fields))}")
 
 
 __all__ = ["ParameterCount", "count_parameters", "load", "names"]

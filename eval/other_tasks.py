@@ -7,12 +7,11 @@ aggregates.
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnres.wording import install_command
+from attnres.wording import did_you_mean, install_command
 
 from .benchmarks import Benchmark, index_of, task_manager
 
@@ -87,8 +86,7 @@ def _is_whole(name: str, manager: "TaskManager") -> bool:
 def _describe(name: str, include_path: Path | None, paper: Collection[str]) -> Benchmark:
     index = manager_of(name, include_path).task_index
     if name not in index:
-        similar = get_close_matches(name, [*paper, *index], n=1)
-        hint = f" Did you mean {similar[0]}?" if similar else ""
+        hint = did_you_mean(name, [*paper, *index], otherwise_all=False)
         raise ValueError(
             f"There is no benchmark {name!r}.{hint} There is paper (all), {', '.join(paper)}, what "
             f"`lm_eval ls tasks` lists, and the tasks of --include-path.{_unread(include_path)}"

@@ -2,11 +2,14 @@
 
 import os
 import socket
+from collections.abc import Collection
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from huggingface_hub import constants
+
+from .wording import did_you_mean
 
 _PORTS = {"http": 80, "https": 443}
 _PATIENCE = 5.0  # seconds
@@ -22,14 +25,22 @@ def check_path(source: str | os.PathLike) -> None:
         raise FileNotFoundError(f"{source} is not a directory.")
 
 
-def check_source(source: str | os.PathLike) -> None:
-    """Raises FileNotFoundError: a model is no directory, and the Hub cannot be asked for it, as far as that shows."""
+def check_source(source: str | os.PathLike, named: Collection[str] = ()) -> None:
+    """Raises FileNotFoundError: a model is no directory, and the Hub cannot be asked for it, as far as that shows.
+
+    The message has the one of the names `named` that was probably meant.
+    """
     check_path(source)
     if not Path(source).is_dir() and not is_cached("models", str(source)) and is_offline():
         raise FileNotFoundError(
             f"{source} is not a directory, and the Hub does not give it: the Hub cannot be reached, and its cache here "
-            "does not have it."
+            f"does not have it.{meant(str(source), named)}"
         )
+
+
+def meant(source: str, named: Collection[str]) -> str:
+    """The end of a message on a model that is not there: the one of the names that is all but spelt like it."""
+    return did_you_mean(source, named, otherwise_all=False, alike=0.8)
 
 
 def is_cached(kind: str, name: str) -> bool:
@@ -60,4 +71,4 @@ def is_offline() -> bool:
         return True
 
 
-__all__ = ["check_path", "check_source", "is_cached", "is_offline"]
+__all__ = ["check_path", "check_source", "is_cached", "is_offline", "meant"]

@@ -64,8 +64,8 @@ def _notes(recipe: Recipe, name: str, model: PreTrainedModel, train: Dataset | I
     is_standard = not isinstance(config, ResidualConfig) or config.residual_connection == "standard"
     if name == HEAL and is_standard:
         yield (
-            f"{recipe.model} has standard residual connections, so there is nothing to heal: `attnres convert` it "
-            "first, or add retrofit={}."
+            f"{recipe.model} has standard residual connections, so there is nothing to heal: it is trained on without "
+            "attention residuals. To put them in: `attnres convert` it first, or add retrofit={}."
         )
 
 

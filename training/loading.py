@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, __ve
 from transformers.conversion_mapping import WeightConverter, get_model_conversion_mapping
 from transformers.distributed import DistributedConfig
 
-from .recipe import did_you_mean
+from attnres.wording import did_you_mean
 
 # Neither is a division that a `Trainer` can train under.
 _REFUSED = ("enable_sequence_parallel", "enable_expert_parallel", "pp_size")

@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import date
-from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
 from types import UnionType
@@ -14,6 +13,7 @@ from typing import Any, get_args, get_origin
 import yaml
 
 from attnres.packaged import recipe_names, recipe_path
+from attnres.wording import did_you_mean
 
 from .choices import BAD_ROWS, OPTIMIZERS, SCHEDULES
 
@@ -207,12 +207,16 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a recipe: it should hold `key: value` lines.")
     given = set()
-    for change in changes:
+    for number, change in enumerate(changes):
         key, equals, value = change.partition("=")
         if not equals:
-            raise ValueError(f"{change!r} is not of the form key=value.")
+            raise ValueError(f"{change!r} is not of the form key=value. A value with spaces needs quotes.")
         name, dot, inner = key.partition(".")
-        parsed = _yaml(value, change)
+        try:
+            parsed = _yaml(value, change)
+        except ValueError:
+            _check_undivided(changes[number:])
+            raise
         content[name] = {**_mapping(name, content.get(name) or {}), inner: parsed} if dot else parsed
         given.add(name)
     # A run is as long as one of the two says: that of a change, where the file has the other.
@@ -227,7 +231,7 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
         content[name] = _typed(name, value, known[name].type)
     if missing := [name for name in _NEEDED if not content.get(name)]:
         names = " and ".join(f"`{name}`" for name in missing)
-        raise ValueError(f"The recipe lacks {names}: add it to {path}, or give {missing[0]}=...")
+        raise ValueError(f"The recipe lacks {names}: give {' '.join(f'{name}=...' for name in missing)}")
     return Recipe(**content)
 
 
@@ -235,13 +239,6 @@ def write_recipe(recipe: Recipe) -> str:
     """The recipe as YAML, all of it."""
     content = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(recipe).items()}
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
-
-
-def did_you_mean(name: str, known: Collection[str], *, otherwise_all: bool = True) -> str:
-    """The end of a message on an unknown name: the one spelt alike, or all that are known."""
-    if similar := get_close_matches(name, known, n=1):
-        return f" Did you mean `{similar[0]}`?"
-    return f" There is {', '.join(known)}." if otherwise_all else ""
 
 
 def _options_of(function: Callable) -> list[str]:
@@ -273,6 +270,17 @@ def _yaml(text: str, place: str | Path) -> Any:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none is a `ValueError`
         raise ValueError(f"{place} is broken YAML: {' '.join(str(error).split())}") from error
+
+
+def _check_undivided(changes: Sequence[str]) -> None:
+    """Raises ValueError if the first change is broken YAML only because the shell divided it at its spaces."""
+    for end in range(2, len(changes) + 1):
+        whole = " ".join(changes[:end])
+        try:
+            _yaml(whole.partition("=")[2], whole)
+        except ValueError:
+            continue
+        raise ValueError(f"The shell divides {whole} at its spaces: put it in quotes, '{whole}'.")
 
 
 def _mapping(name: str, value: Any) -> dict[str, Any]:

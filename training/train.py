@@ -45,6 +45,7 @@ from attnres.configuration import load, names
 from attnres.conversion import retrofit
 from attnres.conversion.family import retrofit_config
 from attnres.files import atomic_write
+from attnres.hub import meant
 from attnres.quiet import quiet_transformers
 from attnres.wording import counted, install_command
 
@@ -162,6 +163,7 @@ def _named(what: str, source: str) -> Iterator[None]:
         named = f"no directory, nor a named configuration ({', '.join(names())})" if what == "model" else "no directory"
         raise FileNotFoundError(
             f"the {what} {source} cannot be read; it is {named}, and as a name on the Hub it fails: {reason}."
+            f"{meant(source, names() if what == 'model' else ())}"
             if not Path(source).is_dir()
             else f"the {what} in {source} cannot be read: {reason}."
         ) from error
@@ -178,6 +180,12 @@ def _data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset |
     if recipe.streaming:
         raise ValueError("A stream has no end to take `held_out_sequences` from: give `held_out`.")
     size = len(train) - recipe.held_out_sequences
+    if size <= 0:
+        raise ValueError(
+            f"`held_out_sequences` of the recipe is {recipe.held_out_sequences}, but the data has only "
+            f"{counted(len(train), 'sequence')} of {recipe.length} tokens: hold out fewer, name other data by "
+            "`held_out`, or give more data, or a smaller `length`."
+        )
     if size < recipe.batch_size:
         raise ValueError(
             f"the data has {len(train)} sequences of {recipe.length} tokens, {recipe.held_out_sequences} of them held "

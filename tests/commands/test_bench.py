@@ -81,6 +81,11 @@ def test_memory_of_a_training_step_is_told_for_every_connection(tmp_path):
     assert "profiler" not in done.stderr
 
 
+def test_the_folder_says_how_it_is_called():
+    done = bench("--help", cwd=ROOT, command=("-m", "benchmarks"))
+    assert done.stdout.startswith("Usage: python -m benchmarks [OPTIONS]\n")
+
+
 @pytest.mark.slow
 def test_the_folder_runs_as_a_module_and_a_quick_run_writes_nothing():
     results = ROOT / "benchmarks" / "results"

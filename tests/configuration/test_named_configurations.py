@@ -204,6 +204,11 @@ def test_tiny_learns_a_batch_in_a_few_steps():
     assert losses[-1] < losses[0] - 2
 
 
+def test_a_misspelt_name_is_refused_with_the_right_spelling():
+    with pytest.raises(ValueError, match=r"There is no configuration 'attnres-tinny', .* Did you mean `attnres-tiny`"):
+        load("attnres-tinny")
+
+
 def test_an_unknown_name_is_refused_with_the_names_there_are():
     with pytest.raises(ValueError, match=r"'attnres-1b', but there is attnres-194m, .*, attnres-tiny"):
         load("attnres-1b")
@@ -216,12 +221,12 @@ def test_a_path_is_not_a_name(not_a_name):
 
 
 def test_a_misspelt_field_is_refused_with_the_right_spelling():
-    with pytest.raises(ValueError, match=r"`residual_conection` is not a field .* did you mean `residual_connection`"):
+    with pytest.raises(ValueError, match=r"`residual_conection` is not a field .* Did you mean `residual_connection`"):
         load("attnres-tiny", residual_conection="standard")
 
 
 def test_an_unknown_field_unlike_any_other_is_refused_with_the_fields_there_are():
-    with pytest.raises(ValueError, match=r"`zzz` is not a field .* there are .*attn_res_block_size.*vocab_size"):
+    with pytest.raises(ValueError, match=r"`zzz` is not a field .* There is .*attn_res_block_size.*vocab_size"):
         load("attnres-tiny", zzz=1)
 
 

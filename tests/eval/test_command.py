@@ -195,9 +195,9 @@ def test_the_task_path_is_printed_for_the_harness():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["model", "--out", "out", "--tasks", "mmlu,gsm9k"], "There is no benchmark 'gsm9k'. Did you mean gsm8k?"),
-        (["model"], "--out missing"),
-        (["--out", "out"], "MODEL missing"),
+        (["model", "--out", "out", "--tasks", "mmlu,gsm9k"], "There is no benchmark 'gsm9k'. Did you mean `gsm8k`?"),
+        (["model"], "Missing option '--out'"),
+        (["--out", "out"], "Missing argument 'MODEL'"),
         (["model", "--out", "out", "--tasks", "mine", "--include-path", "no"], "--include-path no is not a directory"),
         (["model", "--out", "out", "--limit", "0"], "--limit"),
     ],

@@ -75,7 +75,7 @@ def test_the_folder_of_data_serves_other_tasks_too(hub):
 @pytest.mark.parametrize(
     ("tasks", "file", "message"),
     [
-        ("summs", task(), "There is no benchmark 'summs'. Did you mean sums?"),
+        ("summs", task(), "There is no benchmark 'summs'. Did you mean `sums`?"),
         ("mmlu", task("mmlu"), "mmlu is a benchmark of the paper. Give the task in .*new.yaml another name"),
         ("other", "task: [unclosed", r"no benchmark 'other'.* Not readable: .*new.yaml \("),
         ("likely", task("likely", "loglikelihood", "perplexity"), "likely has no metric that is a mean .*perplexity"),

@@ -60,7 +60,7 @@ def test_frozen_parameters_are_not_counted_as_trained(parts):
     [
         ("retrofit", "heal", {"steps": 1000}, "Note: the run reads its data "),
         ("retrofit", "heal", {"length": 513}, "Note: length=513 is beyond the 512 positions"),
-        ("model", "heal", {}, "Note: lab/model has standard residual connections, so there is nothing to heal"),
+        ("model", "heal", {}, "Note: lab/model has standard residual connections, so there is nothing to heal: it is "),
         ("model", "finetune", {}, None),
     ],
 )

@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 
+import datasets
 import pytest
 from accelerate import PartialState
 from hypothesis import given
@@ -64,7 +65,12 @@ def test_tokens_are_rounded_up_to_steps():
     "changes, message",
     [
         (("learning_rat=1",), "A recipe has no `learning_rat`. Did you mean `learning_rate`?"),
-        (("steps",), "'steps' is not of the form key=value."),
+        (("steps",), "'steps' is not of the form key=value. A value with spaces needs quotes."),
+        (
+            ("config={dtype:", "float32,", "eos_token_id:", "[1,", "2]}", "steps=5"),
+            "The shell divides config={dtype: float32, eos_token_id: [1, 2]} at its spaces: put it in quotes, 'c",
+        ),
+        (("train=[a.txt,", "b.txt]"), "put it in quotes, 'train=[a.txt, b.txt]'."),
         (("steps=many",), "`steps` of the recipe is 'many', which is not int."),
         (("steps=1.5",), "`steps` of the recipe is 1.5, which is not int."),
         (("chat=perhaps",), "`chat` of the recipe is 'perhaps', which is not bool."),
@@ -118,6 +124,24 @@ def test_a_value_that_cannot_be_used_is_named(changes, message):
     with pytest.raises(ValueError) as caught:
         read_recipe("finetune", (*NEEDED, *changes))
     assert message in str(caught.value)
+
+
+def test_a_model_that_is_not_on_the_hub_may_be_a_misspelt_configuration():
+    for what, hint in (("model", True), ("tokenizer", False)):
+        with pytest.raises(FileNotFoundError) as caught, train._named(what, "attnres-tinny"):
+            raise OSError("404")
+        assert str(caught.value).endswith(" Did you mean `attnres-tiny`?") == hint
+
+
+def test_more_held_out_than_there_is_is_named(tokenizer, monkeypatch, tmp_path):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    (tmp_path / "text.txt").write_text("one two three four five six seven eight nine " * 20)
+    changes = ("model=m", f"train={tmp_path / 'text.txt'}", "out=o", "length=16", "batch_size=1")
+    read = [read_recipe("finetune", (*changes, f"held_out_sequences={number}")) for number in (1, 1000)]
+    count = sum(map(len, train._data(read[0], tokenizer)))
+    message = f"^`held_out_sequences` of the recipe is 1000, but the data has only {count} sequences of 16 tokens: "
+    with pytest.raises(ValueError, match=message):
+        train._data(read[1], tokenizer)
 
 
 def test_a_recipe_refuses_what_the_run_sets_itself(monkeypatch, tmp_path):
@@ -192,7 +216,9 @@ def test_what_yaml_takes_for_a_number_or_a_date_may_be_a_name():
 
 
 def test_what_the_user_has_to_give_is_named():
-    with pytest.raises(ValueError, match=r"The recipe lacks `model` and `train` and `out`: .* or give model=\.\.\."):
+    with pytest.raises(
+        ValueError, match=r"The recipe lacks `model` and `train` and `out`: give model=\.\.\. train=\.\.\. out="
+    ):
         read_recipe("finetune")
     with pytest.raises(
         FileNotFoundError, match=r"no file pretrian, and no recipe of that name. There is finetune, heal"
