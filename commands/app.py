@@ -260,7 +260,7 @@ def evaluate(
         benchmarks = pick(tasks, include_path)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    check_run(model, out, baseline, data)
+    check_run(model, out, benchmarks, baseline, data)
     stop_without_data(benchmarks, data, allow_code_execution)
     with loading():
         from .eval import run_eval

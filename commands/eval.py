@@ -16,9 +16,9 @@ from attnres.conversion.checkpoint import find
 from attnres.eval import sandbox
 from attnres.eval.benchmarks import Benchmark
 from attnres.eval.failures import Failures, told
-from attnres.eval.report import make_row, markdown, plot, screen
+from attnres.eval.report import make_row, markdown, plot, screen, tell_cut
 from attnres.eval.shared_prefix import SharedPrefixLM
-from attnres.eval.start import BASELINE_RESULTS, CHART, REPORT, RESULTS, check_run
+from attnres.eval.start import BASELINE_RESULTS, CHART, REPORT, RESULTS, find_lost
 from attnres.eval.store import Store, to_json
 from attnres.eval.suite import Loaded, collect, load_all, run_jobs, software, unfinished
 from attnres.files import atomic_write, locked
@@ -53,7 +53,7 @@ def run_eval(
     """Evaluate the directory or Hub repository `model`, and `baseline` on the same prompts, and report in `out`.
 
     What `out` holds already is not computed again: results are stored task by task, under the settings that decide
-    them.
+    them. Names and folders are as [`attnres.eval.start.check_run`] wants them.
 
     Args:
         benchmarks: as from [`attnres.eval.benchmarks.pick`].
@@ -61,12 +61,11 @@ def run_eval(
         limit: the first so many items of each task.
 
     Raises:
-        FileExistsError: `out` holds something else.
-        FileNotFoundError, OSError, ValueError: a model or the data folder is not there.
+        FileExistsError: `out` holds results of another setup, or of a benchmark that cannot be loaded now.
+        OSError, ValueError: a model is not there, or a stored result is damaged.
         RuntimeError: some benchmarks have no result; the others are reported.
     """
     console = Console(soft_wrap=True, highlight=False)
-    check_run(model, out, baseline, data)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RuntimeError("attnres eval runs as one process. Over several, use accelerate launch -m lm_eval.")
     folders = {name: find(name) for name in filter(None, (model, baseline))}
@@ -83,6 +82,11 @@ def run_eval(
 
             loaded, failures = load_all(benchmarks, data, allow_code_execution, on_load)
         tell(console, failures, data)
+        if lost := find_lost(out, loaded):
+            raise FileExistsError(
+                f"{out / REPORT} shows {', '.join(lost)}, and would lose that. Let this run have it too, or choose "
+                "another --out."
+            )
         if any(benchmark.runs_code for benchmark in loaded):
             console.print(f"Generated programs run with: {sandbox.level()}.")
         if loaded:
@@ -171,4 +175,6 @@ def _report(console: Console, out: Path, subjects: Sequence[Subject], loaded: Lo
     atomic_write(out / REPORT, markdown(rows, failures, *names, results=results[-1]))
     plot(rows, out / CHART, *names)
     console.print(screen(rows, *names), width=None if console.is_terminal else WIDE)
+    if cut := tell_cut(rows, model.name):
+        console.print(f"Note: {escape(cut)}")
     console.print(f"Written to [bold]{escape(str(out))}[/]: {REPORT}, {CHART}, {RESULTS}.")

@@ -104,7 +104,7 @@ def markdown(
     rows: Sequence[Row], failures: Sequence[str], model: str, baseline: str | None, results: Mapping[str, Any]
 ) -> str:
     """The report as Markdown. Numbers are percent; names stand as they are, whatever characters they have."""
-    model, baseline = _text(model), baseline and _text(baseline)
+    name, model, baseline = model, _text(model), baseline and _text(baseline)
     papers = [row for row in rows if row.benchmark.baseline is not None]
     columns = [*_columns(model, baseline), *(["paper: baseline", "paper: AttnRes"] if papers else [])]
     subject = "the paper's benchmarks" if len(papers) == len(rows) else "benchmarks"
@@ -122,8 +122,8 @@ def markdown(
             f"and Min, p that of McNemar's exact test. Of {pairs} tests at 5%, {0.05 * pairs:.1f} would come "
             "out significant if the models were equal.",
         ]
-    if cut := [f"{_text(row.benchmark.title)} {row.cut:.0%}" for row in rows if row.cut]:
-        lines += ["", f"Prompts longer than the context of {model} lost their beginning: {', '.join(cut)} of them."]
+    if cut := tell_cut(rows, name):
+        lines += ["", _text(cut)]
     if failures:
         lines += ["", "Without a result:", "", *(f"- {_text(failure)}" for failure in failures)]
     config = results["config"]
@@ -134,6 +134,12 @@ def markdown(
     parameters = f"{config['model_num_parameters']:,} parameters, {config['model_dtype'].removeprefix('torch.')}"
     lines += ["", f"{model}: {parameters}; {limit}; seed {config['random_seed']}; {software}.", ""]
     return "\n".join(lines)
+
+
+def tell_cut(rows: Sequence[Row], model: str) -> str | None:
+    """Of which benchmarks the model did not see whole prompts."""
+    cut = ", ".join(f"{row.benchmark.title} {row.cut:.0%}" for row in rows if row.cut)
+    return f"Prompts longer than the context of {model} lost their beginning: {cut} of them." if cut else None
 
 
 def _columns(model: str, baseline: str | None) -> list[str]:

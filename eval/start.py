@@ -1,7 +1,8 @@
 """What can be told of an evaluation before lm_eval and PyTorch are imported: wrong paths, data that is not there."""
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -9,17 +10,19 @@ from huggingface_hub import constants
 
 from attnres.hub import check_source, is_cached, is_offline
 
-from .benchmarks import Benchmark, data_missing
+from .benchmarks import Benchmark, benchmarks, data_missing
 from .failures import Failure, Failures, Reason
 
 RESULTS, BASELINE_RESULTS, REPORT, CHART = "results.json", "baseline.json", "report.md", "scores.png"
 
 
-def check_run(model: str, out: Path, baseline: str | None = None, data: Path | None = None) -> None:
-    """Check the names of models and folders.
+def check_run(
+    model: str, out: Path, asked: Collection[Benchmark], baseline: str | None = None, data: Path | None = None
+) -> None:
+    """Check the names of models and folders, and that the report in `out` will show what it shows.
 
     Raises:
-        FileExistsError: `out` holds other files than those of an evaluation.
+        FileExistsError: `out` holds other files than those of an evaluation, or more than is asked for.
         FileNotFoundError: a model or the data folder is not there.
         ValueError: both models are the same.
     """
@@ -33,6 +36,39 @@ def check_run(model: str, out: Path, baseline: str | None = None, data: Path | N
     known = {"model", "baseline", ".lock", *written, *(f".{name}.partial" for name in written)}
     if out.exists() and (not out.is_dir() or {path.name for path in out.iterdir()} - known):
         raise FileExistsError(f"{out} holds other files than those of this command. Choose another --out.")
+    if lost := find_lost(out, asked):
+        tasks = ",".join([*(benchmark.name for benchmark in asked), *lost])
+        raise FileExistsError(
+            f"{out / REPORT} shows {', '.join(lost)} too, and would lose that. Give --tasks {tasks}, where what is "
+            "finished is not computed again, or choose another --out."
+        )
+    if baseline is None and (out / BASELINE_RESULTS).exists():
+        name = _read(out / BASELINE_RESULTS)["config"]["model_args"]["pretrained"]
+        raise FileExistsError(
+            f"{out / REPORT} compares with {name}, and would lose that. Give --baseline {name}, or choose "
+            "another --out."
+        )
+
+
+def find_lost(out: Path, kept: Collection[Benchmark]) -> list[str]:
+    """The names of the benchmarks that the report in `out` shows, and that are not among those `kept`."""
+    if not (out / RESULTS).exists():
+        return []
+    results = _read(out / RESULTS)
+    parts = {child for children in results["group_subtasks"].values() for child in children}
+    names = {benchmark.group: benchmark.name for benchmark in benchmarks().values()}
+    groups = results["results"].keys() - parts - {benchmark.group for benchmark in kept}
+    return sorted(names.get(group, group) for group in groups)
+
+
+def _read(path: Path) -> dict:
+    """What an earlier run told of a model."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content["results"], content["group_subtasks"].values(), content["config"]["model_args"]["pretrained"]
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}). Remove it: it is written again.") from error
+    return content
 
 
 def find_missing(benchmarks: Sequence[Benchmark], data: Path | None, allow_code_execution: bool) -> Failures:
@@ -70,4 +106,4 @@ def _is_cached(dataset: str) -> bool:
     return is_cached("datasets", dataset) or any(path.name.lower() == folder for path in read.glob("*___*"))
 
 
-__all__ = ["BASELINE_RESULTS", "CHART", "REPORT", "RESULTS", "check_run", "code_refused", "find_missing"]
+__all__ = ["BASELINE_RESULTS", "CHART", "REPORT", "RESULTS", "check_run", "code_refused", "find_lost", "find_missing"]

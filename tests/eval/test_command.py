@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from attnres.commands.eval import run_eval
 from attnres.conversion import retrofit
 from attnres.eval import sandbox
 from attnres.eval.benchmarks import benchmarks, pick, task_path
+from attnres.eval.start import check_run
 
 LIMIT = 6
 SOME = "arc_challenge,gsm8k,cmath"
@@ -105,7 +107,7 @@ def test_no_file_to_publish_names_a_folder_of_this_machine(evaluate, tmp_path, m
         assert sys.prefix not in text
 
 
-def test_a_model_that_answers_differently_is_compared_item_by_item(evaluate, tmp_path):
+def test_a_model_that_answers_differently_is_compared_item_by_item(evaluate, tmp_path, capsys):
     evaluate("other", tmp_path / "out", "arc_challenge", baseline="source", limit=40)
     scores = [
         {sample["doc_id"]: sample["acc_norm"] for sample in json.loads(path.read_text())["samples"]}
@@ -113,7 +115,9 @@ def test_a_model_that_answers_differently_is_compared_item_by_item(evaluate, tmp
     ]
     difference = sum(scores[0][item] - scores[1][item] for item in scores[1]) / 40
     assert difference != 0
-    assert f"| {100 * difference:+.1f} [" in (tmp_path / "out" / "report.md").read_text()
+    note = "Prompts longer than the context of other lost their beginning: ARC-Challenge 100% of them."
+    for text in ((tmp_path / "out" / "report.md").read_text(), capsys.readouterr().out):
+        assert f"{100 * difference:+.1f} [" in text and note in text
 
 
 def test_finished_tasks_are_not_computed_again(evaluate, evaluated, models, tmp_path, monkeypatch):
@@ -121,11 +125,28 @@ def test_finished_tasks_are_not_computed_again(evaluate, evaluated, models, tmp_
     monkeypatch.setattr("attnres.commands.eval._load_model", lambda *_: pytest.fail("a model was loaded"))
     (evaluated / ".results.json.partial").write_text('{"resul')  # as of a process that was killed
     before = (evaluated / "model" / "gsm8k_cot.json").stat().st_mtime_ns
-    evaluate(str(models / "retrofit"), evaluated, "gsm8k,cmath", baseline=str(models / "source"))
-    assert (evaluated / "model" / "gsm8k_cot.json").stat().st_mtime_ns == before
     report = (evaluated / "report.md").read_text()
-    assert "GSM8K" in report
-    assert "ARC" not in report
+    evaluate(str(models / "retrofit"), evaluated, "cmath,gsm8k,arc_challenge", baseline=str(models / "source"))
+    assert (evaluated / "model" / "gsm8k_cot.json").stat().st_mtime_ns == before
+    assert (evaluated / "report.md").read_text() == report
+
+
+def test_what_a_report_shows_is_not_lost_from_it(evaluate, evaluated, models, tmp_path):
+    model, source = str(models / "retrofit"), str(models / "source")
+    check_run(model, evaluated, pick(f"{SOME},mmlu"), source)
+    shows = "report.md shows arc_challenge, cmath too, and would lose that. Give --tasks gsm8k,arc_challenge,cmath, "
+    with pytest.raises(FileExistsError, match=shows):
+        check_run(model, evaluated, pick("gsm8k"), source)
+    with pytest.raises(FileExistsError, match=f"report.md compares with {source}, .* Give --baseline {source}"):
+        check_run(model, evaluated, pick(SOME))
+    shutil.copytree(evaluated, tmp_path / "out")
+    before = {path: path.read_bytes() for path in (tmp_path / "out").glob("*.*")}
+    with pytest.raises(FileExistsError, match=r"report\.md shows gsm8k, and would lose that"):
+        evaluate(model, tmp_path / "out", "arc_challenge,cmath", baseline=source)  # as if its data were not there
+    assert {path: path.read_bytes() for path in before} == before
+    (tmp_path / "out" / "results.json").write_text('{"results": 3}')
+    with pytest.raises(ValueError, match=r"results\.json is damaged .* Remove it: it is written again\."):
+        check_run(model, tmp_path / "out", pick(SOME), source)
 
 
 def test_a_missing_data_set_is_told_before_a_model_runs_and_the_others_go_on(evaluate, tmp_path, capsys):
@@ -155,10 +176,10 @@ def test_results_of_another_model_or_limit_are_not_mixed(evaluate, evaluated, mo
         evaluate("source", evaluated)
 
 
-def test_a_folder_of_other_things_is_left_alone(evaluate, tmp_path):
+def test_a_folder_of_other_things_is_left_alone(models, tmp_path):
     (tmp_path / "thesis.tex").write_text("five years")
     with pytest.raises(FileExistsError, match="holds other files"):
-        evaluate("source", tmp_path)
+        check_run(str(models / "source"), tmp_path, pick(SOME))
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
@@ -170,9 +191,10 @@ def test_a_folder_of_other_things_is_left_alone(evaluate, tmp_path):
         ({"baseline": "./missing"}, FileNotFoundError, "missing is not a directory"),
     ],
 )
-def test_bad_input_is_refused_in_one_line_and_leaves_nothing(evaluate, tmp_path, arguments, error, message):
+def test_bad_input_is_refused_in_one_line_and_leaves_nothing(models, monkeypatch, tmp_path, arguments, error, message):
+    monkeypatch.chdir(models)
     with pytest.raises(error, match=message) as caught:
-        evaluate("source", tmp_path / "out", **arguments)
+        check_run("source", tmp_path / "out", pick(SOME), **arguments)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 

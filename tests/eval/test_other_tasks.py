@@ -116,7 +116,8 @@ def test_a_users_task_is_reported_beside_the_papers(own, model, hub, tmp_path, m
     assert line.endswith("| - | - |") and "| 4 | 1 |" in line
     assert str(own) not in (out / "results.json").read_text()
     monkeypatch.setattr("attnres.commands.eval._load_model", lambda *_: pytest.fail("a model was loaded"))
-    run_eval(model, out, benchmarks=pick("pairs", own), **arguments)
+    run_eval(model, out, benchmarks=pick("pairs,arc_challenge", own), **arguments)
+    (out / "results.json").unlink()
     with pytest.raises(ValueError, match=r"sums\.json is a result with another num_fewshot of the task sums"):
         run_eval(model, out, benchmarks=pick("sums", own), **arguments)
     with pytest.raises(ValueError, match="pairs and sums both hold the task sums"):
