@@ -13,6 +13,7 @@ from attnres import ResidualConfig
 from attnres.connection_help import remark_on_blocks
 from attnres.conversion.checkpoint import Checkpoint, find, open_checkpoint, show_bytes
 from attnres.conversion.convert import Plan, write
+from attnres.conversion.layout import in_published_layout
 from attnres.conversion.verify import MAX_CHARACTERS, PROMPTS, compare, missing_memory
 from attnres.files import atomic_directory
 from attnres.wording import counted
@@ -53,7 +54,8 @@ def run_convert(
     texts = PROMPTS if text is None else [_read_text(text)]
     with atomic_directory(target, overwrite=overwrite, **WRITTEN_MODEL) as stage:
         with TemporaryDirectory(dir=stage) as scratch:
-            checkpoint = open_checkpoint(folder, Path(scratch))
+            with console.status("Reading the checkpoint ..."):
+                checkpoint = in_published_layout(open_checkpoint(folder, Path(scratch)), Path(scratch))
             plan = make_plan(checkpoint)
             console.print(_describe(plan))
             if isinstance(plan.config, ResidualConfig) and (remark := remark_on_blocks(plan.config, num_blocks)):

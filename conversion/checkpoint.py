@@ -153,11 +153,25 @@ def open_checkpoint(folder: Path, scratch: Path) -> Checkpoint:
                 with explain_writing(scratch / name):
                     save_file(tensors, scratch / name, {"format": "pt"})
                 shards.append(read_shard(scratch / name))
-            return _checkpoint(folder, shards, None, is_temporary=True)
+            return make_checkpoint(folder, shards, is_temporary=True)
         with explain_broken_shard(folder):
             shards = [read_shard(folder / file) for file in files]
-        return _checkpoint(folder, shards, weight_map)
+        return make_checkpoint(folder, shards, weight_map)
     raise FileNotFoundError(f"{folder} has no weights: neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}, nor an index.")
+
+
+def make_checkpoint(
+    folder: Path, shards: list[Shard], weight_map: dict[str, str] | None = None, is_temporary: bool = False
+) -> Checkpoint:
+    """The checkpoint of these shards; without a `weight_map` (tensor -> file) they hold nothing else."""
+    by_file = {shard.path.name: shard for shard in shards}
+    held = {(shard.path.name, entry.name) for shard in shards for entry in shard.entries}
+    if weight_map is None:
+        weight_map = {name: file for file, name in sorted(held)}
+    for name, file in weight_map.items():
+        if (file, name) not in held:
+            raise FileNotFoundError(f"{folder} is incomplete: {file} lacks `{name}`, which the index says it holds.")
+    return Checkpoint(folder, tuple(shards), {name: by_file[file] for name, file in weight_map.items()}, is_temporary)
 
 
 def read_shard(path: Path) -> Shard:
@@ -286,19 +300,6 @@ def _read_index(path: Path) -> dict[str, str]:
         raise OSError(f"{path} is not an index of weights ({error!r}). Copy it again.") from error
 
 
-def _checkpoint(
-    folder: Path, shards: list[Shard], weight_map: dict[str, str] | None, is_temporary: bool = False
-) -> Checkpoint:
-    by_file = {shard.path.name: shard for shard in shards}
-    held = {(shard.path.name, entry.name) for shard in shards for entry in shard.entries}
-    if weight_map is None:
-        weight_map = {name: file for file, name in sorted(held)}
-    for name, file in weight_map.items():
-        if (file, name) not in held:
-            raise FileNotFoundError(f"{folder} is incomplete: {file} lacks `{name}`, which the index says it holds.")
-    return Checkpoint(folder, tuple(shards), {name: by_file[file] for name, file in weight_map.items()}, is_temporary)
-
-
 def _read(source: BinaryIO, entry: Entry, path: Path) -> Iterator[memoryview]:
     buffer = memoryview(bytearray(min(CHUNK, entry.end - entry.start)))
     source.seek(entry.start)
@@ -346,6 +347,7 @@ __all__ = [
     "copy_shard",
     "explain_writing",
     "find",
+    "make_checkpoint",
     "open_checkpoint",
     "read_shard",
     "same_bytes",

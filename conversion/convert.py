@@ -104,6 +104,12 @@ def plan_change(checkpoint: Checkpoint, **options: Any) -> Plan:
         FileNotFoundError, RuntimeError: a tensor is missing or has another shape than the configuration says.
     """
     config, model, unused = _read_member(checkpoint)
+    if lacking := [option for option in options if option not in config.connection.options]:
+        flags = " and ".join(f"--set-{option.replace('_', '-')}" for option in lacking)
+        raise ValueError(
+            f"{checkpoint.folder} has residual_connection={config.residual_connection!r}, where {flags} has "
+            "nothing to set."
+        )
     connections = {name: module for name, module in model.named_modules() if isinstance(module, ResidualConnection)}
     config.connection.plan_change(config, connections, **options)
     return Plan(checkpoint, config, unused=unused, has_head=_has_head(model))

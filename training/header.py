@@ -65,7 +65,7 @@ def _notes(recipe: Recipe, name: str, model: PreTrainedModel, train: Dataset | I
     if name == HEAL and is_standard:
         yield (
             f"{recipe.model} has standard residual connections, so there is nothing to heal: it is trained on without "
-            "attention residuals. To put them in: `attnres convert` it first, or add retrofit={}."
+            "attention residuals. To put them in: `attnres convert` it to DIR and give model=DIR, or add retrofit={}."
         )
 
 

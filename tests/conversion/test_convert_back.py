@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnres.attn_res_attnres import AttnRes
+from attnres.conversion import retrofit
 from attnres.conversion.checkpoint import open_checkpoint
 from attnres.conversion.convert import plan_change
 from attnres.residual_attnres import residual_tensors
@@ -99,6 +100,41 @@ def test_a_query_that_is_no_number_is_not_taken_for_zero(copy, tmp_path, options
 @pytest.mark.parametrize("options", [["--to", "standard"], ["--set-block-size", "3"]], ids=" ".join)
 def test_a_standard_model_has_nothing_to_undo_or_to_regroup(source, tmp_path, options):
     assert "'llama', which has standard residual connections" in convert(source, tmp_path / "result", *options).error
+
+
+def test_other_connections_have_no_blocks_to_regroup_and_the_flag_is_named(source, tmp_path):
+    convert_well(source, tmp_path / "result", "--residual", "denseformer", "--no-verify")
+    error = convert(tmp_path / "result", tmp_path / "other", "--set-block-size", "3").error
+    assert "has residual_connection='denseformer', where --set-block-size has nothing to set." in error
+
+
+@pytest.mark.parametrize("size", ["20KB", "1GB"])
+@pytest.mark.parametrize("case", ["kimi_linear", "mixtral", "qwen3_moe"])
+def test_a_checkpoint_that_a_run_goes_on_from_is_taken_back_to_the_published_layout(case, size, backbones, tmp_path):
+    model = retrofit(backbones.build(case))
+    run, published = tmp_path / "checkpoint-3", tmp_path / "published"
+    for folder in (run, published):
+        model.save_pretrained(folder, max_shard_size=size)
+    assert tensors_of(run).keys() == model.state_dict().keys() != tensors_of(published).keys()
+    for options in (["--set-block-size", "3"], ["--to", "standard"]):
+        out = tmp_path / options[-1]
+        found = convert_well(run, out, *options)
+        assert "Verified: " in found.out
+        expected, tensors = tensors_of(published), tensors_of(out)
+        if "standard" in options:
+            expected = {name: expected[name] for name in expected.keys() - residual_tensors(model).keys()}
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    assert not (out / "modeling_attnres.py").exists()
+
+
+def test_so_is_one_of_a_standard_model_that_is_retrofitted(backbones, tmp_path):
+    model = backbones.build("mixtral")
+    model.save_pretrained(tmp_path / "own", save_original_format=False)
+    model.save_pretrained(tmp_path / "published")
+    convert_well(tmp_path / "own", tmp_path / "result")
+    added = residual_tensors(AutoModelForCausalLM.from_pretrained(tmp_path / "result"))
+    assert tensors_of(tmp_path / "result").keys() - added.keys() == tensors_of(tmp_path / "published").keys()
 
 
 def test_a_retrofit_is_not_retrofitted(retrofitted, tmp_path):
