@@ -102,12 +102,6 @@ def test_a_standard_model_has_nothing_to_undo_or_to_regroup(source, tmp_path, op
     assert "'llama', which has standard residual connections" in convert(source, tmp_path / "result", *options).error
 
 
-def test_other_connections_have_no_blocks_to_regroup_and_the_flag_is_named(source, tmp_path):
-    convert_well(source, tmp_path / "result", "--residual", "denseformer", "--no-verify")
-    error = convert(tmp_path / "result", tmp_path / "other", "--set-block-size", "3").error
-    assert "has residual_connection='denseformer', where --set-block-size has nothing to set." in error
-
-
 @pytest.mark.parametrize("size", ["20KB", "1GB"])
 @pytest.mark.parametrize("case", ["kimi_linear", "mixtral", "qwen3_moe"])
 def test_a_checkpoint_that_a_run_goes_on_from_is_taken_back_to_the_published_layout(case, size, backbones, tmp_path):
