@@ -27,7 +27,7 @@ CASES = [
     (("convert", "lab/model", "out"), 1, "attnres: lab/model is not a directory, and the Hub does not give it: "),
     (("convert", "model", "taken"), 1, "attnres: taken exists. "),
     (("convert", "model", "out", "--streams", "3"), 2, "--streams belongs to --residual identity_hc, not to "),
-    (("convert", "model", "out", "--residual", "highway"), 2, "'--residual': 'highway' is not one of 'attn_res', "),
+    (("convert", "model", "out", "--residual", "highways"), 2, "'--residual': 'highways' is not one of 'attn_res', "),
     (("convert", "model", "out", "--full", "--block-size", "2"), 2, "--block-size and --full exclude each other."),
     (("convert", "model", "out", "--to", "standard", "--residual", "standard"), 2, "--to and --residual exclude "),
     (("train", "heel"), 2, "There is no file heel, and no recipe of that name. There is finetune, heal, "),
