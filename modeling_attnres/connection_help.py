@@ -11,7 +11,10 @@ CONNECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "attn_res": ("attention residuals, Full or in blocks", ("block_size", "scale", "num_blocks", "full")),
     "standard": ("the residual stream", ()),
     "denseformer": ("DenseFormer's averages over depth", ()),
-    "identity_hc": ("Identity Hyper-Connections", ("streams",)),
+    "hyper_connections": ("Hyper-Connections", ("streams",)),
+    "identity_hc": ("Hyper-Connections whose streams are not mixed", ("streams",)),
+    "mhc": ("those with Sinkhorn's doubly stochastic mixing", ("streams",)),
+    "mhc_lite": ("those with averages of permutations", ("streams",)),
 }
 
 
@@ -20,9 +23,10 @@ def flag(option: str) -> str:
     return f"--{option.replace('_', '-')}"
 
 
-def owner(option: str) -> str:
-    """The connection that has the option."""
-    return next(name for name, (_, options) in CONNECTIONS.items() if option in options)
+def owners(option: str) -> str:
+    """The connections that have the option."""
+    *others, last = (name for name, (_, options) in CONNECTIONS.items() if option in options)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def describe_connections() -> str:
@@ -35,7 +39,7 @@ def describe_connections() -> str:
 
 def remark_on_blocks(config: Any, num_blocks: int | None) -> str | None:
     """What the blocks of a retrofitted configuration become, where that may not be what was meant."""
-    if config.residual_connection != owner("num_blocks"):
+    if config.residual_connection != owners("num_blocks"):
         return None
     size, sublayers = config.attn_res_block_size, config.num_sublayers
     count = math.ceil(sublayers / size)
@@ -51,4 +55,4 @@ def remark_on_blocks(config: Any, num_blocks: int | None) -> str | None:
     return None
 
 
-__all__ = ["CONNECTIONS", "describe_connections", "flag", "owner", "remark_on_blocks"]
+__all__ = ["CONNECTIONS", "describe_connections", "flag", "owners", "remark_on_blocks"]
