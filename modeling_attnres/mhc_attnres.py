@@ -7,7 +7,7 @@
 With `b_1 = -ln(n - 1)`, `b_2 = 0` and `a = 0` the model is the standard one exactly, whatever `b_3`: all streams are
 equal, and `H_res` makes of them averages whose weights sum to 1. `b_3` starts at 0 on the diagonal and -8 beside it: a
 stream keeps 99.9% of itself, and half of what sets it apart is still there after 500 sublayers. Uniform matrices would
-average it away at once; and beyond -80 nothing but 0 and 1 would be left of `H_res`, and no gradient.
+average it away at once; and far below -80 float32 would leave nothing of `H_res` but 0 and 1, and no gradient.
 """
 
 import torch
@@ -16,8 +16,6 @@ from transformers import PreTrainedConfig
 
 from .projected_streams_attnres import ProjectedStreams, minus_identity
 from .residual_attnres import require
-
-_LOWEST = -60.0  # logit of an entry, below the highest of its row
 
 
 class MHC(ProjectedStreams):
@@ -49,23 +47,16 @@ class MHC(ProjectedStreams):
 
 
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
-    """A positive matrix near `exp(logits)` `[..., n, n]` whose rows and columns sum to 1: each in turn, columns last.
+    """A doubly stochastic matrix near `exp(logits)` `[..., n, n]`: rows and columns are divided by their sums in turn.
 
-        H = diag(r) K diag(c),   K = exp(logits),   r = 1 / (K c),   c = 1 / (K^T r),   from c = 1
-
-    The columns then sum to 1 to rounding, so that averages of equal streams are these streams; the rows do so as nearly
-    as the iterations have converged. No denominator needs an epsilon: of the entries of `K` the highest in a row is 1,
-    and all are held above `e^-60`, which also bounds `r` and `c`.
+    The columns then sum to 1 to rounding, the rows as nearly as the iterations have converged. In logarithms no sum is
+    zero and none needs an epsilon, and gradients are finite whatever the logits.
     """
-    # The tokens last: sums over n numbers that lie side by side would be slow.
+    # The tokens last: sums over n numbers that lie side by side take ten times as long.
     scores = logits.movedim((-2, -1), (0, 1)).contiguous()
-    kernel = (scores - scores.detach().amax(1, keepdim=True)).clamp_min(_LOWEST).exp()
-    column = torch.ones_like(kernel[:1])
-    for _ in range(iterations):
-        row = (kernel * column).sum(1, keepdim=True).reciprocal()
-        scaled = row * kernel
-        column = scaled.sum(0, keepdim=True).reciprocal()
-    return (scaled * column).movedim((0, 1), (-2, -1))
+    for _ in range(iterations - 1):
+        scores = scores.log_softmax(1).log_softmax(0)
+    return scores.log_softmax(1).softmax(0).movedim((0, 1), (-2, -1))
 
 
 __all__ = ["MHC", "sinkhorn"]

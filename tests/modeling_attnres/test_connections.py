@@ -8,7 +8,8 @@ from attnres.residual_attnres import residual_tensors
 
 from .connections import BACKBONES, assert_same_gradients, build, build_start, difference, gradients, loss_of
 
-CONNECTIONS = ["denseformer", "identity_hc"]  # `attn_res` and `standard` have files of their own
+# `attn_res` and `standard` have files of their own.
+CONNECTIONS = ["denseformer", "hyper_connections", "identity_hc", "mhc", "mhc_lite"]
 every_model = pytest.mark.parametrize(
     ("case", "connection"), [(case, connection) for case in BACKBONES for connection in CONNECTIONS]
 )
@@ -147,7 +148,7 @@ def test_made_on_the_meta_device_and_given_memory_it_is_at_its_start(backbones, 
     model.init_weights()
     start = residual_tensors(expected)
     for name, tensor in residual_tensors(model).items():
-        if tensor.ndim == 2:  # drawn at random
+        if connection != "hyper_connections" and tensor.ndim == 2:  # drawn at random
             assert (tensor.std() / start[name].std()).item() == pytest.approx(1, rel=0.25), name
         else:
             assert torch.equal(tensor, start[name]), name
@@ -180,7 +181,7 @@ if sys.argv[3] == "training":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["training", "inference"])
-@pytest.mark.parametrize("connection", ["attn_res", "denseformer", "identity_hc"])
+@pytest.mark.parametrize("connection", ["attn_res", *CONNECTIONS])
 @pytest.mark.parametrize("case", BACKBONES)
 def test_the_first_call_of_a_process_may_be_a_compiled_one(backbones, run, tmp_path, case, connection, mode):
     fields = {"num_hidden_layers": 2, "hidden_size": 256}
