@@ -6,7 +6,7 @@ from enum import StrEnum
 import typer
 from typer.core import TyperCommand
 
-from attnres.connection_help import CONNECTIONS, flag, owner
+from attnres.connection_help import CONNECTIONS, flag, owners
 
 # How a directory shows that `convert` may replace it, as for `attnres.files.atomic_directory`.
 WRITTEN_MODEL = {"marker": "config.json", "content": '"model_type"'}
@@ -44,8 +44,8 @@ class Listed(StrEnum):
 
 
 def help_of(option: str, text: str) -> str:
-    """The help of an option of one connection, which it names."""
-    return f"{owner(option)}: {text}"
+    """The help of an option, with the connections that have it."""
+    return f"{owners(option)}: {text}"
 
 
 def refuse_options(residual: str, options: Collection[str], others: Mapping[str, object], is_named: bool) -> None:
@@ -65,7 +65,7 @@ def refuse_options(residual: str, options: Collection[str], others: Mapping[str,
         raise typer.BadParameter(f"{' and '.join([*given, *flags])} exclude each other.")
     for option in options:
         if option not in CONNECTIONS[residual][1]:
-            raise typer.BadParameter(f"{flag(option)} belongs to --residual {owner(option)}, not to {residual}.")
+            raise typer.BadParameter(f"{flag(option)} belongs to --residual {owners(option)}, not to {residual}.")
     sizes = [flag(option) for option in ("block_size", "num_blocks", "full") if option in options]
     if len(sizes) > 1:
         raise typer.BadParameter(f"{' and '.join(sizes)} exclude each other.")

@@ -1,4 +1,4 @@
-"""Configuration of the AttnRes family: a backbone and the residual connection that runs through its depth."""
+"""Configuration of the family: a backbone and the residual connection through its depth."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,10 @@ from .attn_res_attnres import AttnRes
 from .denseformer_attnres import DenseFormer
 from .functional_attnres import DEPTH_ATTENTION
 from .highway_attnres import Highway
+from .hyper_connections_attnres import HyperConnections
 from .identity_hc_attnres import IdentityHyperConnections
+from .mhc_attnres import MHC
+from .mhc_lite_attnres import MHCLite
 from .post_norm_attnres import PostNorm
 from .residual_attnres import ResidualConnection, one_of, require
 from .standard_attnres import StandardResidual
@@ -36,7 +39,7 @@ Sublayers = tuple[Sublayer, ...]
 
 
 def attention_and_mlp(attention: tuple[str, ...], mlp: tuple[str, ...], multiplier: str | None = None) -> Sublayers:
-    """The sublayers of a layer whose attention and MLP, each one chain of modules, follow each other."""
+    """Of a layer whose attention and MLP, each one chain of modules, follow each other."""
     return Sublayer("self_attention_res", (attention,), multiplier), Sublayer("mlp_res", (mlp,), multiplier)
 
 
@@ -57,7 +60,7 @@ def gpt_neox_sublayers(config: PreTrainedConfig) -> Sublayers:
     return (Sublayer("parallel_res", (attention, mlp)),) if is_parallel else attention_and_mlp(attention, mlp)
 
 
-# Model type in `transformers` -> the sublayers of a layer, or a function of the configuration. A line here makes
+# Model type in `transformers` -> the sublayers of a layer, or a function of the configuration; makes
 # `attnres_{model type}`.
 BACKBONES: dict[str, Sublayers | Callable[[PreTrainedConfig], Sublayers]] = {
     "deepseek_v3": PRE_NORM,
@@ -137,13 +140,14 @@ class ResidualConfig(PreTrainedConfig):
 
 
 def register(connection: type[ResidualConnection]) -> None:
-    """Make it a value of `residual_connection`, and its fields those of any configuration."""
+    """Make it a `residual_connection`, and its fields those of any configuration."""
     CONNECTIONS[connection.name] = connection
     for field, default in connection.fields.items():
         setattr(ResidualConfig, field, default)
 
 
-for _connection in (AttnRes, StandardResidual, DenseFormer, Highway, IdentityHyperConnections, PostNorm):
+_STREAMS = HyperConnections, IdentityHyperConnections, MHC, MHCLite
+for _connection in (AttnRes, StandardResidual, DenseFormer, Highway, *_STREAMS, PostNorm):
     register(_connection)
 
 

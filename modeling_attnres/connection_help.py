@@ -12,7 +12,10 @@ CONNECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "standard": ("the residual stream", ()),
     "denseformer": ("DenseFormer's averages over depth", ()),
     "highway": ("Highway gates, from scratch only", ()),
-    "identity_hc": ("Identity Hyper-Connections", ("streams",)),
+    "hyper_connections": ("Hyper-Connections", ("streams",)),
+    "identity_hc": ("Hyper-Connections whose streams are not mixed", ("streams",)),
+    "mhc": ("Hyper-Connections with Sinkhorn's doubly stochastic mixing", ("streams",)),
+    "mhc_lite": ("Hyper-Connections with averages of permutations", ("streams",)),
     "post_norm": ("norms on the stream itself, from scratch only", ()),
 }
 
@@ -22,9 +25,10 @@ def flag(option: str) -> str:
     return f"--{option.replace('_', '-')}"
 
 
-def owner(option: str) -> str:
-    """The connection that has the option."""
-    return next(name for name, (_, options) in CONNECTIONS.items() if option in options)
+def owners(option: str) -> str:
+    """The connections that have the option."""
+    *others, last = (name for name, (_, options) in CONNECTIONS.items() if option in options)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def describe_connections() -> str:
@@ -37,7 +41,7 @@ def describe_connections() -> str:
 
 def remark_on_blocks(config: Any, num_blocks: int | None) -> str | None:
     """What the blocks of a retrofitted configuration become, where that may not be what was meant."""
-    if config.residual_connection != owner("num_blocks"):
+    if config.residual_connection != owners("num_blocks"):
         return None
     size, sublayers = config.attn_res_block_size, config.num_sublayers
     count = math.ceil(sublayers / size)
@@ -53,4 +57,4 @@ def remark_on_blocks(config: Any, num_blocks: int | None) -> str | None:
     return None
 
 
-__all__ = ["CONNECTIONS", "describe_connections", "flag", "owner", "remark_on_blocks"]
+__all__ = ["CONNECTIONS", "describe_connections", "flag", "owners", "remark_on_blocks"]

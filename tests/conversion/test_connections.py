@@ -21,8 +21,17 @@ from .checkpoints import change_tensors, convert, convert_well, files_of, standa
 CASES = {
     "attn_res": ("attn_res", {"block_size": 3}, (r"mlp_res_proj.weight", "trained pseudo-query")),
     "denseformer": ("denseformer", {}, (r"self_attention_res_proj.weight", "is trained: it averages earlier layers")),
+    "hyper_connections, 3": (
+        "hyper_connections",
+        {"streams": 3},
+        (r"mlp_res_proj.weight", "coefficients depend on the tokens"),
+    ),
+    "hyper_connections, 4": ("hyper_connections", {"streams": 4}, (r"mlp_res_proj.static", "is trained")),
     "identity_hc, 2": ("identity_hc", {"streams": 2}, (r"mlp_res_proj.bias", "is trained")),
     "identity_hc, 4": ("identity_hc", {"streams": 4}, (r"mlp_res_proj.scale", "coefficients depend on the tokens")),
+    "mhc, 2": ("mhc", {"streams": 2}, (r"mlp_res_proj.scale", "coefficients depend on the tokens")),
+    "mhc, 4": ("mhc", {"streams": 4}, (r"mlp_res_proj.bias", "is trained")),
+    "mhc_lite, 4": ("mhc_lite", {"streams": 4}, (r"mlp_res_proj.bias", "is trained")),
 }
 EVERY_CASE = pytest.mark.parametrize("case", CASES)
 KIMI = {

@@ -1,0 +1,92 @@
+"""Hyper-Connections (arXiv 2409.19606): n residual streams, read, mixed and written with free weights.
+
+    input  h = A_m^T X,      output  X' = A_r^T X + B (x) f(h)
+    [A_m, A_r, B] = S + [s_a, s_a, s_b] tanh(N [W_m, W_r, W_b]),   N = RMSNorm(X), each stream by itself
+
+`S`, static, starts as `A_m = e_{l mod n}` for sublayer l, `A_r = I` and `B = 1`, and the dynamic part with `W = 0` and
+the scales `s` at 0.01: the model is the standard one exactly, and the streams differ once they are trained. A weight of
+the norm would add nothing to `W`.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers import initialization as init
+from transformers.utils.generic import maybe_autocast
+
+from .residual_attnres import DepthState, require
+from .streams_attnres import ResidualStreams, inverse_rms, wide
+
+
+class HyperConnections(ResidualStreams):
+    """`static` `[n, n + 2]` holds of each stream its `A_m`, its row of `A_r` and its `B`; `weight` `[n + 2, hidden]`
+    `W_m`, `W_r` and `W_b`; `scale` `[2]` `s_a` and `s_b`. With `hyper_connections_dynamic=False` there is only the
+    first.
+    """
+
+    name = "hyper_connections"
+    title = "Hyper-Connections"
+    fields = ResidualStreams.fields | {"hyper_connections_dynamic": True}
+
+    @classmethod
+    def check(cls, config: PreTrainedConfig) -> None:
+        super().check(config)
+        is_dynamic = config.hyper_connections_dynamic
+        require(config, "hyper_connections_dynamic", isinstance(is_dynamic, bool), "true or false")
+
+    @classmethod
+    def describe(cls, config: PreTrainedConfig) -> str:
+        return ("" if config.hyper_connections_dynamic else "static ") + super().describe(config)
+
+    @classmethod
+    def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> str | None:
+        n = config.residual_streams
+        for name, tensor in tensors.items():
+            if name.endswith(".weight") and tensor.count_nonzero():
+                return f"`{name}` is not zero: its coefficients depend on the tokens"
+            if name.endswith(".static"):
+                # The streams stay equal if each column, but that of `B`, sums to 1.
+                read, between, write = tensor.split([1, n, 1], dim=1)
+                is_start = (read == 0).sum() == n - 1 and read.sum() == 1 and (write == 1).all()
+                if not (is_start and torch.equal(between, torch.eye(n).to(between))):
+                    return f"`{name}` is trained: its streams have other weights"
+        return None
+
+    def add_tensors(self, config: PreTrainedConfig) -> None:
+        self.static = nn.Parameter(torch.zeros(self.streams, self.streams + 2))
+        if config.hyper_connections_dynamic:
+            self.weight = nn.Parameter(torch.zeros(self.streams + 2, config.hidden_size))
+            self.scale = nn.Parameter(torch.zeros(2))
+        else:
+            self.weight = self.scale = None
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if self.is_output:
+            return
+        one = torch.eye(self.streams, device=self.static.device)
+        start = torch.cat([one[:, self.sublayer % self.streams, None], one, torch.ones_like(one[:, :1])], dim=1)
+        init.copy_(self.static, start)
+        if self.weight is not None:
+            init.zeros_(self.weight)
+            init.constant_(self.scale, 0.01)
+
+    def coefficients(self, state: DepthState, norm: None = None) -> tuple[Tensor, Tensor, Tensor] | None:
+        if self.is_output:
+            return None
+        streams = self.expand(state)[-1]
+        dtype, n = wide(streams), self.streams
+        weights = self.static.to(dtype).expand(*streams.shape[:-1], -1)  # [batch, seq, n, n + 2]
+        if self.weight is not None:
+            with maybe_autocast(streams.device.type, enabled=False):
+                streams = streams.to(dtype)
+                projected = F.linear(streams, self.weight.to(dtype)) * inverse_rms(streams, self.eps)
+                alpha, beta = self.scale.to(dtype)
+                weights = weights + projected.tanh() * torch.cat([alpha.expand(n + 1), beta.expand(1)])
+        return weights[..., 0], weights[..., -1], weights[..., 1:-1] - torch.eye(n, dtype=dtype, device=streams.device)
+
+
+__all__ = ["HyperConnections"]

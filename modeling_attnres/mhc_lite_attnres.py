@@ -1,0 +1,59 @@
+"""mHC-lite (arXiv 2601.05732): n residual streams, mixed by averages of permutations.
+
+    x = RMSNorm(flatten(X)),   H_pre = sigmoid(a_1 F_1 x + b_1),   H_post = 2 sigmoid(a_2 F_2 x + b_2)        both [n]
+    H_res = sum_r p_r P_r,   p = softmax(a_3 F_3 x + b_3)        over all n! permutation matrices, the identity first
+    input  h = sum_j H_pre[j] X_j,            output  X' = H_res^T X + H_post (x) f(h)
+
+`H_res` is doubly stochastic to rounding, without iterations. With `b_1 = -ln(n - 1)`, `b_2 = 0` and `a = 0` the model
+is the standard one exactly, whatever `b_3`. That starts at 0 for the identity and -8 for the others: of four streams
+each keeps 99.4% of itself. Averaged uniformly they would have nothing of their own.
+"""
+
+import math
+from itertools import permutations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers import initialization as init
+
+from .projected_streams_attnres import ProjectedStreams, minus_identity
+from .residual_attnres import require
+
+
+class MHCLite(ProjectedStreams):
+    """The tensors are those of [`ProjectedStreams`]; `F_3` has n! rows, permutations in lexicographic order."""
+
+    name = "mhc_lite"
+    title = "mHC-lite"
+
+    @classmethod
+    def check(cls, config: PreTrainedConfig) -> None:
+        super().check(config)
+        allowed = "from 2 to 5: each of the n! permutations has a weight for every channel of every stream"
+        require(config, "residual_streams", config.residual_streams <= 5, allowed)
+
+    @staticmethod
+    def mixing_rows(streams: int) -> int:
+        return math.factorial(streams)
+
+    def add_tensors(self, config: PreTrainedConfig) -> None:
+        super().add_tensors(config)
+        shape = self.mixing_rows(self.streams), self.streams, self.streams
+        self.register_buffer("permutations", torch.zeros(shape), persistent=False)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if not self.is_output:
+            order = torch.tensor([*permutations(range(self.streams))], device=self.permutations.device)
+            init.copy_(self.permutations, torch.nn.functional.one_hot(order, self.streams))
+
+    def mixing(self, logits: Tensor) -> Tensor:
+        identity, others = logits.tensor_split([1], dim=-1)
+        shares = torch.cat([identity, others - 8], dim=-1).softmax(-1)
+        averages = shares @ self.permutations.flatten(1).to(shares.dtype)
+        return minus_identity(averages.unflatten(-1, (self.streams, self.streams)))
+
+
+__all__ = ["MHCLite"]

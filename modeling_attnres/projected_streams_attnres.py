@@ -1,0 +1,82 @@
+"""Residual connections whose n streams are read, mixed and written as mHC (arXiv 2512.24880) does it.
+
+    x = RMSNorm(flatten(X)),   H_pre = sigmoid(a_1 F_1 x + b_1),   H_post = 2 sigmoid(a_2 F_2 x + b_2)        both [n]
+
+With `b_1 = -ln(n - 1)`, `b_2 = 0` and `a = 0` the weights are 1/n and 1, and the model is the standard one exactly, if
+`H_res` makes of equal streams the same streams. What is kept and trained is how far `b` is from there: zero is exact in
+every dtype, `-ln(n - 1)` in bfloat16 is not.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers import initialization as init
+from transformers.utils.generic import maybe_autocast
+
+from .residual_attnres import DepthState
+from .streams_attnres import ResidualStreams, inverse_rms, wide
+
+
+class ProjectedStreams(ResidualStreams):
+    """A class may add `H_res - I` as `mixing(a_3 F_3 x + b_3)`.
+
+    `weight` `[2n + m, n hidden]` holds `F_1`, `F_2` and the m rows of `F_3`, `scale` the `a`, and `bias` `[2n + m]`
+    what is added to the `b` of the start.
+    """
+
+    def add_tensors(self, config: PreTrainedConfig) -> None:
+        self.std = getattr(config, "initializer_range", 0.02)
+        rows = self.mixing_rows(self.streams)
+        self.parts = (self.streams, self.streams, *([rows] if rows else []))
+        self.weight = nn.Parameter(torch.zeros(sum(self.parts), self.streams * config.hidden_size))
+        self.bias = nn.Parameter(torch.zeros(sum(self.parts)))
+        self.scale = nn.Parameter(torch.zeros(len(self.parts)))
+
+    @staticmethod
+    def mixing_rows(streams: int) -> int:
+        """How many logits `mixing` takes; 0 if `H_res` is the identity."""
+        return 0
+
+    def mixing(self, logits: Tensor) -> Tensor:
+        """`H_res - I` `[..., n, n]` from logits `[..., m]`."""
+        raise NotImplementedError
+
+    @classmethod
+    def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> str | None:
+        for name, tensor in tensors.items():
+            if name.endswith(".scale") and tensor.count_nonzero():
+                return f"`{name}` is not zero: its coefficients depend on the tokens"
+            if name.endswith(".bias") and tensor.count_nonzero():
+                return f"`{name}` is trained: its streams have other weights"
+        return None
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if not self.is_output:
+            init.normal_(self.weight, std=self.std)  # not zero: it breaks the symmetry of the streams
+            init.zeros_(self.bias)
+            init.zeros_(self.scale)
+
+    def coefficients(self, state: DepthState, norm: None = None) -> tuple[Tensor, ...] | None:
+        if self.is_output:
+            return None
+        streams = self.expand(state)[-1]
+        with maybe_autocast(streams.device.type, enabled=False):
+            flat = streams.flatten(-2).to(wide(streams))
+            logits = F.linear(flat, self.weight.to(flat.dtype)) * inverse_rms(flat, self.eps)
+            parts = (part.split(self.parts, -1) for part in (logits, self.bias.to(flat.dtype)))
+            pre, post, *mixing = (a * part + b for a, part, b in zip(self.scale.to(flat.dtype), *parts))
+            return (pre - math.log(self.streams - 1)).sigmoid(), 2 * post.sigmoid(), *map(self.mixing, mixing)
+
+
+def minus_identity(matrix: Tensor) -> Tensor:
+    """`matrix - I` for one `[..., n, n]` whose columns sum to 1; those of the result sum to 0 to *its* rounding."""
+    others = matrix.tril(-1) + matrix.triu(1)
+    return others - others.sum(-2).diag_embed()
+
+
+__all__ = ["ProjectedStreams", "minus_identity"]

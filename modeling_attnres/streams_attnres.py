@@ -1,0 +1,95 @@
+"""Residual connections with n streams: what Hyper-Connections and those that followed have in common.
+
+    input  h = sum_j H_pre[j] X_j,            output  X' = H_res^T X + H_post (x) f(h)
+
+The streams X `[n, hidden]` begin as n copies of the embedding; what the model puts out is their mean. (The papers sum
+them; at the starts all streams are equal, and their mean is the standard residual stream.) `H_res[i, j]` is how much of
+stream i goes on in stream j.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.utils.generic import maybe_autocast
+
+from .residual_attnres import DepthState, ResidualConnection, norm_eps, require
+
+
+class ResidualStreams(ResidualConnection):
+    """State: a tuple that begins with the streams `[batch, seq, n, hidden]`; from a read to its write `H_post` follows.
+
+    The coefficients are `H_pre` and `H_post` `[batch, seq, n]` and, if streams are mixed, `H_res - I`
+    `[batch, seq, n, n]`, in float32 or wider, under autocast too. The output has neither coefficients nor tensors.
+    """
+
+    fields = {"residual_streams": 4}
+    options = {"streams": "residual_streams"}
+    retrofit = {}
+    title: ClassVar[str]
+
+    def __init__(self, config: PreTrainedConfig, sublayer: int):
+        super().__init__(config, sublayer)
+        self.streams, self.eps = config.residual_streams, norm_eps(config)
+        self.is_output = sublayer >= config.num_sublayers
+        if not self.is_output:
+            self.add_tensors(config)
+            self.reset_parameters()
+
+    def add_tensors(self, config: PreTrainedConfig) -> None:
+        """Register the tensors of a sublayer."""
+        raise NotImplementedError
+
+    @classmethod
+    def check(cls, config: PreTrainedConfig) -> None:
+        streams = config.residual_streams
+        is_valid = isinstance(streams, int) and not isinstance(streams, bool) and streams >= 2
+        require(config, "residual_streams", is_valid, "an integer >= 2")
+
+    @classmethod
+    def describe(cls, config: PreTrainedConfig) -> str:
+        return f"{cls.title}, {config.residual_streams} streams"
+
+    def expand(self, state: DepthState) -> tuple[Tensor, ...]:
+        """The state, which the embedding becomes."""
+        if isinstance(state, tuple):
+            return state
+        return (state.unsqueeze(-2).expand(*state.shape[:-1], self.streams, -1),)
+
+    def forward(self, state: DepthState, norm: None = None) -> tuple[Tensor, Any, DepthState]:
+        streams = self.expand(state)[0]
+        # One copy in float32 for both steps of a read.
+        return super().forward((streams, streams.to(wide(streams))), norm)
+
+    def mix(self, state: DepthState, coefficients: tuple[Tensor, ...] | None) -> tuple[Tensor, DepthState]:
+        streams, *copies = self.expand(state)
+        if coefficients is None:
+            return streams.mean(-2, dtype=wide(streams)).to(streams.dtype), (streams,)
+        pre, post, *changes = coefficients
+        # Products of matrices as small as these cost less than sums over streams; one for each result, since parts of
+        # one tensor would keep all of it in memory. Under autocast they would fall to half precision.
+        with maybe_autocast(streams.device.type, enabled=False):
+            copy = copies[0] if copies else streams.to(pre.dtype)
+            inputs = (pre.unsqueeze(-2) @ copy).squeeze(-2).to(streams.dtype)
+            for change in changes:  # none or one; apart from the identity, it cannot blur equal streams by rounding
+                streams = (copy + change.mT @ copy).to(streams.dtype)
+        return inputs, (streams, post)
+
+    def write(self, state: tuple[Tensor, Tensor], output: Tensor) -> tuple[Tensor]:
+        streams, post = state
+        with maybe_autocast(streams.device.type, enabled=False):
+            return ((streams + post.unsqueeze(-1) @ output.unsqueeze(-2).to(post.dtype)).to(streams.dtype),)
+
+
+def wide(tensor: Tensor) -> torch.dtype:
+    """The tensor's dtype, or float32 if it is narrower."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """What an RMSNorm multiplies `x` by, `[..., 1]`; after a projection, it needs no normed copy of `x`."""
+    return (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1] + eps).rsqrt()
+
+
+__all__ = ["ResidualStreams", "inverse_rms", "wide"]

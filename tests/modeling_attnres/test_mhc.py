@@ -1,0 +1,106 @@
+"""mHC: Sinkhorn's matrices, and a step against that of DeepSeek V4 in `transformers`."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DeepseekV4Config
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
+
+from attnres.mhc_attnres import MHC, sinkhorn
+
+# No deadline: machines differ. Derandomised: the same examples everywhere.
+EXAMPLES = settings(deadline=None, derandomize=True, max_examples=60)
+
+
+def drawn(n: int, size: float, seed: int) -> torch.Tensor:
+    return size * torch.randn(3, 7, n, n, generator=torch.Generator().manual_seed(seed))
+
+
+@EXAMPLES
+@given(n=st.integers(2, 6), size=st.floats(0, 1.5), seed=st.integers(0, 99))
+def test_rows_and_columns_sum_to_one(n, size, seed):
+    h = sinkhorn(drawn(n, size, seed), 200)
+    assert (h > 0).all()
+    torch.testing.assert_close(h.sum(-2), torch.ones(3, 7, n), rtol=0, atol=1e-6)
+    torch.testing.assert_close(h.sum(-1), torch.ones(3, 7, n), rtol=0, atol=1e-3)
+
+
+@EXAMPLES
+@given(n=st.integers(2, 6), size=st.floats(0, 300), seed=st.integers(0, 99), iterations=st.integers(1, 200))
+def test_columns_do_however_few_the_iterations_and_large_the_logits(n, size, seed, iterations):
+    logits = drawn(n, size, seed).requires_grad_()
+    h = sinkhorn(logits, iterations)
+    torch.testing.assert_close(h.sum(-2), torch.ones(3, 7, n), rtol=0, atol=1e-6)
+    h.square().sum().backward()
+    assert h.isfinite().all() and (h >= 0).all() and logits.grad.isfinite().all()
+
+
+@EXAMPLES
+@given(n=st.integers(2, 5), seed=st.integers(0, 99), iterations=st.integers(1, 25))
+def test_each_in_turn_is_divided_by_its_sum(n, seed, iterations):
+    logits = drawn(n, 3.0, seed).double()
+    expected = logits.exp()
+    for _ in range(iterations):
+        expected = expected / expected.sum(-1, keepdim=True)
+        expected = expected / expected.sum(-2, keepdim=True)
+    torch.testing.assert_close(sinkhorn(logits, iterations), expected)
+    shifted = logits + 1e3 * torch.randn(7, n, 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    torch.testing.assert_close(sinkhorn(shifted, iterations), expected)  # rows are invariant
+
+
+@pytest.mark.parametrize("beside", [0.0, -8.0, -30.0, -80.0])
+def test_no_logit_is_without_a_gradient(beside):
+    """Where all beside the diagonal is rounded to zero, the mixing never learns."""
+    logits = (beside * (1 - torch.eye(4))).requires_grad_()
+    towards = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    (sinkhorn(logits, 20) * towards).sum().backward()
+    assert (logits.grad != 0).all() and logits.grad.isfinite().all()
+    exact = logits.detach().double().requires_grad_()
+    (sinkhorn(exact, 20) * towards).sum().backward()
+    off = ~torch.eye(4, dtype=torch.bool)
+    torch.testing.assert_close(logits.grad[off].double(), exact.grad[off], rtol=1e-3, atol=0)
+
+
+def test_the_mixing_learns_from_where_a_model_starts(backbones):
+    of = MHC(backbones.member_config("llama", residual_connection="mhc"), 1)
+    generator = torch.Generator().manual_seed(0)
+    x, towards = (torch.randn(2, 5, 4, 32, generator=generator) for _ in range(2))
+    _, _, (streams, _) = of((x,))
+    (streams * towards).sum().backward()
+    assert (of.bias.grad[8:] != 0).all() and of.scale.grad[2] != 0
+    assert (streams - x).norm() < 0.003 * x.norm(), "streams last"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("streams", [2, 4])
+def test_a_step_is_that_of_another_implementation(backbones, streams):
+    fields = {"residual_connection": "mhc", "residual_streams": streams, "hidden_size": 8, "rms_norm_eps": 0.1}
+    ours = MHC(backbones.member_config("llama", mhc_sinkhorn_iterations=6, **fields), 1)
+    theirs = DeepseekV4HyperConnection(
+        DeepseekV4Config(hidden_size=8, hc_mult=streams, hc_eps=0.0, hc_sinkhorn_iters=6, rms_norm_eps=0.1)
+    )
+    generator = torch.Generator().manual_seed(0)
+    for tensor in ours.parameters():
+        tensor.normal_(generator=generator)
+    theirs.fn.copy_(ours.weight)
+    theirs.scale.copy_(ours.scale)
+    start = [-math.log(streams - 1)] * streams + [0.0] * streams
+    theirs.base.copy_(ours.bias + torch.cat([torch.tensor(start), -8 * (1 - torch.eye(streams)).flatten()]))
+    x, output = torch.randn(2, 5, streams, 8, generator=generator), torch.randn(2, 5, 8, generator=generator)
+    inputs, _, state = ours((x,))
+    post, comb, expected = theirs(x)
+    torch.testing.assert_close(inputs, expected)
+    # As its decoder layer writes.
+    expected = post.unsqueeze(-1) * output.unsqueeze(-2) + torch.matmul(comb.transpose(-1, -2), x)
+    torch.testing.assert_close(ours.write(state, output)[0], expected)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, "20", True, None])
+def test_a_wrong_number_of_iterations_is_refused_in_one_line(backbones, value):
+    with pytest.raises(ValueError) as error:
+        backbones.member_config("llama", residual_connection="mhc", mhc_sinkhorn_iterations=value)
+    assert f"`mhc_sinkhorn_iterations` is {value!r}, but must be an integer >= 1." in str(error.value)
+    assert "\n" not in str(error.value)

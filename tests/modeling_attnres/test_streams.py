@@ -1,0 +1,334 @@
+"""Connections with n streams: what sublayers read, rebuilt from the outputs before them, and what all four share."""
+
+import math
+from itertools import permutations
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnres import CONNECTIONS
+from attnres.residual_attnres import residual_tensors
+from attnres.streams_attnres import ResidualStreams
+
+from .connections import build, build_start, difference, double, loss_of
+
+EPS = 0.1  # that one can see
+STREAMS = ["hyper_connections", "identity_hc", "mhc", "mhc_lite"]
+every_connection = pytest.mark.parametrize("connection", STREAMS)
+
+# ---- The equations, as straight lines
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + EPS)
+
+
+def hyper_connections(x: Tensor, of: dict[str, Tensor], n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A_m, B and A_r of the streams `x` `[..., n, d]`: static, and where there is a `weight`, `s tanh(N W)` more."""
+    a_m, a_r, b = of["static"][:, 0], of["static"][:, 1 : n + 1], of["static"][:, n + 1]
+    if "weight" in of:
+        w, (s_a, s_b), normed = of["weight"], of["scale"], rms_norm(x)
+        a_m = a_m + s_a * torch.tanh(torch.einsum("...nd,d->...n", normed, w[0]))
+        a_r = a_r + s_a * torch.tanh(torch.einsum("...nd,kd->...nk", normed, w[1 : n + 1]))
+        b = b + s_b * torch.tanh(torch.einsum("...nd,d->...n", normed, w[n + 1]))
+    return a_m, b, a_r
+
+
+def pre_and_post(x: Tensor, of: dict[str, Tensor], n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """H_pre and H_post of mHC and what followed, and the logits of H_res without their start."""
+    flat = rms_norm(torch.cat([x[..., j, :] for j in range(n)], dim=-1))
+    f, a, b = of["weight"], of["scale"], of["bias"]
+    pre = a[0] * (flat @ f[:n].T) + b[:n] - math.log(n - 1)
+    post = a[1] * (flat @ f[n : 2 * n].T) + b[n : 2 * n]
+    logits = a[-1] * (flat @ f[2 * n :].T) + b[2 * n :]
+    return 1 / (1 + torch.exp(-pre)), 2 / (1 + torch.exp(-post)), logits
+
+
+def identity_hc(x: Tensor, of: dict[str, Tensor], n: int) -> tuple[Tensor, Tensor, Tensor]:
+    pre, post, _ = pre_and_post(x, of, n)
+    return pre, post, torch.eye(n).to(x)
+
+
+def mhc(x: Tensor, of: dict[str, Tensor], n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """H_res: the exponential, then 20 times each row and each column divided by its sum."""
+    pre, post, logits = pre_and_post(x, of, n)
+    h = torch.exp(logits.unflatten(-1, (n, n)) - 8 * (1 - torch.eye(n).to(x)))
+    for _ in range(20):
+        h = h / h.sum(-1, keepdim=True)
+        h = h / h.sum(-2, keepdim=True)
+    return pre, post, h
+
+
+def mhc_lite(x: Tensor, of: dict[str, Tensor], n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """H_res: the permutation matrices, in the order of `itertools`, weighted by a softmax."""
+    pre, post, logits = pre_and_post(x, of, n)
+    p = torch.exp(logits - torch.tensor([0.0] + [8.0] * (math.factorial(n) - 1)).to(x))
+    p = p / p.sum(-1, keepdim=True)
+    h = torch.zeros(*p.shape[:-1], n, n).to(x)
+    for r, order in enumerate(permutations(range(n))):
+        for i, j in enumerate(order):
+            h[..., i, j] += p[..., r]
+    return pre, post, h
+
+
+def stream_recurrence(coefficients, weights: list[dict[str, Tensor]], n: int):
+    """`read`: what the sublayer after `v_0 .. v_l` reads, with the streams built anew from all outputs every time.
+
+    X = v_0, n times;  h = sum_j pre_j X_j;  X_j becomes sum_i res_ij X_i + post_j v. At the end the mean.
+    """
+
+    def read(v: list[Tensor]) -> Tensor:
+        x = torch.stack([v[0]] * n, dim=-2)
+        for output, of in zip(v[1:], weights):
+            _, post, res = coefficients(x, of, n)
+            x = torch.einsum("...ij,...id->...jd", res, x) + post[..., None] * output[..., None, :]
+        if len(v) > len(weights):
+            return sum(x[..., j, :] for j in range(n)) / n
+        pre, _, _ = coefficients(x, weights[len(v) - 1], n)
+        return torch.einsum("...j,...jd->...d", pre, x)
+
+    return read
+
+
+def connections_of(model) -> list[ResidualStreams]:
+    """Those of the sublayers in turn, without that of the output, which has no tensors."""
+    connections = [module for module in model.modules() if isinstance(module, ResidualStreams)]
+    *connections, last = sorted(connections, key=lambda connection: connection.sublayer)
+    assert not last.state_dict()
+    return connections
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("case", "n", "fields"),
+    [
+        ("llama", 2, {}),
+        ("llama", 3, {"hyper_connections_dynamic": False}),
+        ("llama", 4, {}),
+        ("kimi_linear", 3, {}),
+    ],
+    ids=str,
+)
+@every_connection
+def test_sublayers_read_mix_and_write_the_streams(backbones, case, connection, n, fields):
+    model = double(build(backbones, case, connection, residual_streams=n, rms_norm_eps=EPS, **fields))
+    standard, token_ids = double(backbones.build(case, rms_norm_eps=EPS)), backbones.token_ids()
+    weights = [dict(of.named_parameters()) for of in connections_of(model)]
+    read = stream_recurrence(globals()[connection], weights, n)
+    expected = backbones.straight_line(standard, token_ids, read)
+    assert difference(standard(token_ids).logits, expected) > 0.05
+    assert difference(model(token_ids).logits, expected) < 1e-6
+    first = model(token_ids[:, :7], use_cache=True)
+    last = model(token_ids[:, 7:], past_key_values=first.past_key_values)
+    assert difference(torch.cat([first.logits, last.logits], dim=1), expected) < 1e-5
+
+
+# ---- A connection by itself
+
+
+def stirred(backbones, connection: str, n: int, hidden: int = 4, sublayers: int = 2, **fields) -> list[ResidualStreams]:
+    """The connections of some sublayers and of the output, in float64, every coefficient far from its start."""
+    generator = torch.Generator().manual_seed(0)
+    fields |= {"residual_streams": n, "hidden_size": hidden, "num_hidden_layers": (sublayers + 1) // 2}
+    config = backbones.member_config("llama", residual_connection=connection, **fields)
+    made = [CONNECTIONS[connection](config, i).double() for i in (*range(sublayers), config.num_sublayers)]
+    with torch.no_grad():
+        for tensor in (tensor for of in made for tensor in of.parameters()):
+            tensor.normal_(generator=generator)
+    return made
+
+
+def random_streams(n: int, hidden: int = 4) -> Tensor:
+    return torch.randn(2, 5, n, hidden, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+FIELDS = [("hyper_connections", {"hyper_connections_dynamic": False})] + [(name, {}) for name in STREAMS]
+
+
+@pytest.mark.parametrize(("connection", "fields"), FIELDS, ids=str)
+def test_the_derivative_of_a_chain_of_reads_and_writes_is_that_of_finite_differences(backbones, connection, fields):
+    made = stirred(backbones, connection, 3, mhc_sinkhorn_iterations=3, **fields)
+    own = [dict(of.named_parameters()) for of in made]
+    embedding = torch.randn(1, 2, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+
+    def chain(embedding: Tensor, *tensors: Tensor) -> Tensor:
+        state, inputs, tensors = embedding, [], iter(tensors)
+        for i, of in enumerate(made):
+            read, _, state = torch.func.functional_call(of, {name: next(tensors) for name in own[i]}, (state,))
+            inputs.append(read)
+            if i < 2:
+                state = of.write(state, torch.sin(read + i))  # what is written depends on what is read
+        return torch.stack(inputs)
+
+    tensors = [tensor.detach().requires_grad_() for of in own for tensor in of.values()]
+    assert torch.autograd.gradcheck(chain, (embedding, *tensors))
+    assert torch.autograd.gradgradcheck(chain, (embedding, *tensors), fast_mode=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("connection", "fields"), FIELDS, ids=str)
+def test_with_coefficients_held_a_read_and_a_write_are_linear_in_the_state(backbones, connection, fields):
+    of, _, last = stirred(backbones, connection, 3, **fields)
+    streams, other, output = random_streams(3), random_streams(3).flip(1), torch.ones(2, 5, 4, dtype=torch.float64)
+    coefficients = of.coefficients((streams,))
+    assert [tuple(c.shape) for c in coefficients] == [(2, 5, 3), (2, 5, 3), (2, 5, 3, 3)][: len(coefficients)]
+
+    inputs, state = of.mix((streams,), coefficients)
+    read, _, after = of((streams,))
+    assert torch.equal(read, inputs) and all(map(torch.equal, after, state))
+
+    def step(streams: Tensor, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Input, streams after the write, and their mean."""
+        inputs, state = of.mix((streams,), coefficients)
+        written = of.write(state, output)
+        return inputs, *written, last.mix(written, last.coefficients(written))[0]
+
+    for both, one, two in zip(step(3 * streams - other, output), step(streams, output), step(other, 2 * output)):
+        torch.testing.assert_close(both, 3 * one - two)
+    # One-hot sources `[sources, batch, seq, 1]` in place of the embedding and of the output: the weights of each.
+    embedding = torch.zeros(2, 1, 1, 1, dtype=torch.float64)
+    embedding[0] = 1
+    weights = of.write(of.mix(embedding.expand(2, 2, 5, 1), coefficients)[1], 1 - embedding)
+    assert weights[0].shape == (2, 2, 5, 3, 1)
+    copies = streams[..., :1, :].expand_as(streams)
+    torch.testing.assert_close(step(copies, output)[1], weights[0][0] * copies + weights[0][1] * output.unsqueeze(-2))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("order", [(1, 0, 2), (2, 0, 1)])
+@every_connection
+def test_no_stream_is_told_from_another_but_by_its_tensors(backbones, connection, order):
+    of, *_ = stirred(backbones, connection, 3)
+    streams, output, order = random_streams(3), torch.ones(2, 5, 4, dtype=torch.float64), torch.tensor(order)
+    tensors = {name: tensor.clone() for name, tensor in of.named_parameters()}
+    if connection == "hyper_connections":
+        columns = torch.tensor([0, *(1 + order), 4])
+        tensors["static"] = tensors["static"][order][:, columns]
+        tensors["weight"] = tensors["weight"][columns]
+    else:
+        pairs = (order[:, None] * 3 + order).flatten()
+        every = [*permutations(range(3))]
+        moved = [tuple(int((order == p[o]).nonzero()) for o in order.tolist()) for p in every]
+        conjugates = torch.tensor(sorted(range(6), key=lambda r: every.index(moved[r])))
+        mixing = {"identity_hc": order[:0], "mhc": pairs, "mhc_lite": conjugates}[connection]
+        rows = torch.cat([order, 3 + order, 6 + mixing])
+        tensors["weight"] = tensors["weight"].unflatten(1, (3, 4))[rows][:, order].flatten(1)
+        tensors["bias"] = tensors["bias"][rows]
+    read, _, state = of((streams,))
+    again, _, permuted = torch.func.functional_call(of, tensors, ((streams[..., order, :],),))
+    torch.testing.assert_close(again, read)
+    torch.testing.assert_close(of.write(permuted, output)[0], of.write(state, output)[0][..., order, :])
+
+
+# ---- The start
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("streams", [2, 3, 4, 5])
+@pytest.mark.parametrize("case", ["llama", "kimi_linear"])
+@every_connection
+def test_it_starts_as_the_standard_model(backbones, case, connection, streams):
+    model, token_ids = build_start(backbones, case, connection, residual_streams=streams), backbones.token_ids()
+    found, expected = model(token_ids).logits, build_start(backbones, case, "standard")(token_ids).logits
+    if streams in (2, 4):
+        assert torch.equal(found, expected)
+    else:  # 1/n is no number of the computer, so that rounding differs, and these weights amplify it
+        assert difference(found, expected) < 1e-5
+    found = model.bfloat16()(token_ids).logits
+    assert torch.equal(found, build_start(backbones, case, "standard").bfloat16()(token_ids).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("streams", [2, 3, 4, 5])
+@every_connection
+def test_at_the_start_equal_streams_stay_equal_through_a_hundred_sublayers(backbones, connection, streams):
+    """They are the running sum, to the last bit: nothing drifts, however deep the model is."""
+    config = backbones.member_config("llama", residual_connection=connection, residual_streams=streams)
+    of = CONNECTIONS[connection](config, 3)
+    stream = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+    state = stream
+    for _ in range(100):
+        read, _, state = of(state)
+        torch.testing.assert_close(read, stream, rtol=1e-6, atol=0)
+        stream = stream + torch.sin(stream)
+        state = of.write(state, torch.sin(state[0][..., 0, :]))
+        assert torch.equal(state[0], stream.unsqueeze(-2).expand_as(state[0]))
+
+
+@every_connection
+def test_from_the_start_every_tensor_learns_and_the_streams_part(backbones, connection):
+    model, token_ids = build_start(backbones, "llama", connection), backbones.token_ids()
+    optimizer = torch.optim.SGD(residual_tensors(model).values(), lr=0.1)
+    for _ in range(4):  # the mixing after what it mixes, the projections after their scales, or they after those
+        optimizer.zero_grad()
+        loss_of(model, token_ids).backward()
+        optimizer.step()
+    for name, tensor in residual_tensors(model).items():
+        assert tensor.grad.abs().max() > 0, name
+    seen = []
+    model.model.output_attn_res_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        model(token_ids)
+    ((streams,),) = seen
+    assert (streams - streams.mean(-2, keepdim=True)).abs().max() > 1e-4
+
+
+@every_connection
+def test_a_model_made_under_another_default_dtype_starts_the_same(backbones, connection):
+    config = backbones.member_config("llama", residual_connection=connection)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        made = CONNECTIONS[connection](config, 3)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {tensor.dtype for tensor in made.parameters()} == {torch.bfloat16}
+    streams = torch.ones(1, 1, 4, 32)
+    expected = CONNECTIONS[connection](config, 3).coefficients((streams,))
+    assert all(map(torch.equal, made.coefficients((streams,)), expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@every_connection
+def test_coefficients_are_in_float32_in_half_precision_and_under_autocast(backbones, connection, dtype):
+    model, token_ids = build(backbones, "llama", connection), backbones.token_ids()
+    of = model.model.layers[1].mlp_res_proj
+    streams = torch.randn(2, 5, 4, 32, generator=torch.Generator().manual_seed(0))
+    states, expected = [], (of((streams,)), of.coefficients((streams,)))
+    model.model.output_attn_res_proj.register_forward_pre_hook(lambda _, args: states.append(args[0][0]))
+    with torch.autocast("cpu", dtype=dtype):
+        (read, _, state), coefficients = of((streams,)), of.coefficients((streams,))
+        model(token_ids)
+    assert torch.equal(read, expected[0][0])
+    assert all(map(torch.equal, (*state, *coefficients), (*expected[0][2], *expected[1])))
+    model.to(dtype)(token_ids)
+    assert [streams.dtype for streams in states] == [torch.float32, dtype]
+    assert {c.dtype for c in of.coefficients((streams.to(dtype),))} == {torch.float32}
+
+
+# ---- What is refused, and what is told
+
+
+@pytest.mark.parametrize("value", [1, 0, -4, 2.5, "4", True, None])
+@every_connection
+def test_a_wrong_number_of_streams_is_refused_in_one_line(backbones, connection, value):
+    with pytest.raises(ValueError) as error:
+        backbones.member_config("llama", residual_connection=connection, residual_streams=value)
+    assert f"`residual_streams` is {value!r}, but must be an integer >= 2." in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("changed", [None, "bias", "scale", "static", "weight"])
+@every_connection
+def test_trained_weights_are_told_from_the_start(backbones, connection, changed):
+    model = build_start(backbones, "llama", connection)
+    tensors, name = residual_tensors(model), f"model.layers.2.mlp_res_proj.{changed}"
+    if changed and name not in tensors:
+        pytest.skip("it has no such tensor")
+    with torch.no_grad():
+        if changed:
+            tensors[name].view(-1)[0] += 0.5
+    reason = CONNECTIONS[connection].differs_from_standard(model.config, tensors)
+    # While `W` (of Hyper-Connections), or the scales (of the others), are zero, the other does nothing.
+    silent = {"hyper_connections": "scale"}.get(connection, "weight")
+    assert reason is None if changed in (None, silent) else name in reason
