@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from .attn_res_attnres import AttnRes
@@ -61,6 +61,10 @@ class SwitchedAttnRes(DepthWeights):
             raise ValueError(f"blocks of {block_size} sublayers would change the function: {reason}.")
         config.attn_res_block_size = block_size
         cls.check(config)
+
+    @classmethod
+    def reader(cls, model: nn.Module) -> None:
+        return None
 
     def forward(self, state: DepthState, norm_weight: Tensor | None = None) -> tuple[Tensor, Tensor, DepthState]:
         """Read; the depth weights are the `a`, of several heads their mean, and zero for sources that are dropped."""
