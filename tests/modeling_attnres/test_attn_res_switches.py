@@ -51,8 +51,8 @@ def sheet(weights: list[dict[str, Tensor]], config):
     """`read`: what the sublayer after `v_0 .. v_{l-1}` reads, source by source and head by head.
 
     `logit_i = q . k_i`, `q = w` or `W x`, `k = g * s / rms(s)` or `s`, or a trained number; plus log(outputs); softmax
-    or sigmoids; values `s` or `s / rms(s)`; blocks `sum v`, or `sum v / rms(v)` when finished; with a gate the stream plus
-    gamma times all that.
+    or sigmoids; values `s` or `s / rms(s)`; blocks `sum v`, or `sum v / rms(v)` when finished; with a gate the
+    stream plus gamma times all that.
     """
     switch = {name: getattr(config, f"attn_res_{name}") for name in ("block_size", "scale")}
     switch |= {field.removeprefix("attn_res_"): getattr(config, field) for field in SWITCHES}

@@ -193,7 +193,9 @@ if sys.argv[3] == "training":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["training", "inference"])
-@pytest.mark.parametrize("connection", ["attn_res", "denseformer", "identity_hc", *FORMS])
+@pytest.mark.parametrize(
+    "connection", ["attn_res", "denseformer", "identity_hc", "attn_res, gated", "attn_res, by head"]
+)
 @pytest.mark.parametrize("case", BACKBONES)
 def test_the_first_call_of_a_process_may_be_a_compiled_one(backbones, run, tmp_path, case, connection, mode):
     fields = {"num_hidden_layers": 2, "hidden_size": 256}
