@@ -16,8 +16,8 @@ def depth_attention_map(model: PreTrainedModel, batches: Iterable[Tensor]) -> Te
         batches: token ids, each `[batch, seq]`.
 
     Returns:
-        `[sublayers + 1, sources]` in float32: a row for each sublayer in turn and one for the output. Rows sum to one;
-        sources that a sublayer does not have are NaN.
+        `[sublayers + 1, sources]` in float32: a row for each sublayer in turn and one for the output. Rows sum to one,
+        unless they are sigmoids; sources that a sublayer does not have are NaN, those that a window drops zero.
 
     Raises:
         ValueError: the model has no depth attention, or there is no batch.

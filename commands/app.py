@@ -19,7 +19,17 @@ from attnres.hub import check_source
 from attnres.packaged import configuration_names, recipe_names
 from attnres.wording import install_command
 
-from .choices import DEFAULT_RESIDUAL, WRITTEN_MODEL, Command, Listed, Residual, Scale, help_of, refuse_options
+from .choices import (
+    DEFAULT_RESIDUAL,
+    WRITTEN_MODEL,
+    Command,
+    Listed,
+    Residual,
+    Scale,
+    help_of,
+    read_fields,
+    refuse_options,
+)
 from .guard import loading, show_tracebacks
 
 app = typer.Typer(
@@ -136,6 +146,14 @@ def convert(
     streams: Annotated[
         int | None, typer.Option(min=2, help=help_of("streams", "number of residual streams.  [default: 4]"))
     ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="Set a field of the connection, such as attn_res_gated=true; repeatable.",
+        ),
+    ] = None,
     to: Annotated[Undone | None, typer.Option(help="`standard` undoes a retrofit that is not trained yet.")] = None,
     set_block_size: Annotated[
         int | None, typer.Option(min=1, help="Regroup an AttnRes model, where its function stays the same.")
@@ -164,6 +182,7 @@ def convert(
     \b
     attnres convert meta-llama/Llama-3.2-1B llama-attnres --num-blocks 8
     attnres convert my-model my-model-hc --residual identity_hc --streams 4
+    attnres convert my-model my-model-gated --set attn_res_gated=true --set attn_res_query=input_dependent
     attnres convert llama-attnres regrouped --set-block-size 2
     attnres convert llama-attnres llama-again --to standard
     """
@@ -176,20 +195,25 @@ def convert(
     }
     options = {name: value for name, value in values.items() if value is not None}
     is_named = context.get_parameter_source("residual").name == "COMMANDLINE"
-    refuse_options(residual, options, {"--set-block-size": set_block_size, "--to": to}, is_named)
+    fields = read_fields(settings or ())
+    refuse_options(residual, options, {"--set-block-size": set_block_size, "--to": to}, is_named, bool(fields))
     check_source(source)
     check_replaceable(target, overwrite, **WRITTEN_MODEL)
     with loading():
         from attnres.conversion.convert import plan_change, plan_retrofit, plan_standard
+        from attnres.conversion.family import retrofit_fields
 
         from .convert import run_convert
 
+    if unknown := [name for name in fields if name not in retrofit_fields(residual)]:
+        has = ", ".join(retrofit_fields(residual)) or "none"
+        raise typer.BadParameter(f"--set {unknown[0]}: {residual} has no such field. Its fields: {has}.")
     if set_block_size is not None:
         plan = partial(plan_change, block_size=set_block_size)
     elif to is not None:
         plan = plan_standard
     else:
-        plan = partial(plan_retrofit, residual=residual.value, **options)
+        plan = partial(plan_retrofit, residual=residual.value, **options, **fields)
     run_convert(
         source,
         target,

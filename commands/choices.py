@@ -48,19 +48,42 @@ def help_of(option: str, text: str) -> str:
     return f"{owners(option)}: {text}"
 
 
-def refuse_options(residual: str, options: Collection[str], others: Mapping[str, object], is_named: bool) -> None:
+def read_fields(settings: Collection[str]) -> dict[str, object]:
+    """Fields of a configuration from `name=value`, with values in YAML.
+
+    Raises:
+        typer.BadParameter: one is not of this form, or is given twice.
+    """
+    import yaml
+
+    fields = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not (name and equals) or name in fields:
+            raise typer.BadParameter(f"--set {setting}: give FIELD=VALUE, each field once.")
+        try:
+            fields[name] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise typer.BadParameter(f"--set {setting}: the value is no YAML.") from None
+    return fields
+
+
+def refuse_options(
+    residual: str, options: Collection[str], others: Mapping[str, object], is_named: bool, has_fields: bool
+) -> None:
     """Check which options of `convert` are given together.
 
     Args:
         residual: the connection; `is_named`: by the user.
         options: the arguments of it that are given.
         others: options that do something else than a retrofit, with their values.
+        has_fields: fields are set by name.
 
     Raises:
         typer.BadParameter: some exclude each other, or belong to another connection.
     """
     given = [name for name, value in others.items() if value is not None]
-    flags = [*(["--residual"] if is_named else []), *map(flag, options)]
+    flags = [*(["--residual"] if is_named else []), *(["--set"] if has_fields else []), *map(flag, options)]
     if len(given) + bool(flags) > 1:
         raise typer.BadParameter(f"{' and '.join([*given, *flags])} exclude each other.")
     for option in options:

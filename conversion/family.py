@@ -60,6 +60,9 @@ def retrofit_config(config: PreTrainedConfig, residual: str = DEFAULT_CONNECTION
     """
     connection = _connection(residual)
     config = member_config(config)
+    for option, field in connection.options.items():
+        if options.get(option) is not None and field in options:
+            raise ValueError(f"give one of {option} and {field}, not both.")
     config.residual_connection = residual
     connection.plan_retrofit(config, **options)
     config.check_fields()
@@ -75,6 +78,15 @@ def retrofit_options(residual: str = DEFAULT_CONNECTION) -> list[str]:
     connection = _connection(residual)
     parameters = signature(connection.plan_retrofit).parameters.values()
     return [*connection.options, *(option.name for option in parameters if option.default is not option.empty)]
+
+
+def retrofit_fields(residual: str = DEFAULT_CONNECTION) -> list[str]:
+    """The names of the fields of a residual connection, which a retrofit may set as well.
+
+    Raises:
+        ValueError: there is no such connection.
+    """
+    return list(_connection(residual).fields)
 
 
 def _connection(name: str) -> type[ResidualConnection]:
@@ -98,6 +110,7 @@ __all__ = [
     "member_config",
     "member_type",
     "retrofit_config",
+    "retrofit_fields",
     "retrofit_options",
     "start_connections",
 ]

@@ -8,6 +8,7 @@ Full, or in blocks of S sublayers. Fields of the configuration:
   1 is Full AttnRes; S may be odd, and the last block may be shorter.
 - `attn_res_scale`: `"mean"`, the default, is the softmax average of the sources (for training from scratch); `"sum"`
   that times their number (for retrofits: at zero queries it is the residual stream).
+- the switches of `attn_res_fields_attnres`, with which it has another form.
 """
 
 import math
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
+from .attn_res_fields_attnres import SWITCHES, check_switches, never_standard, switches
 from .functional_attnres import accelerated, attend, reference
 from .residual_attnres import DepthState, ResidualConnection, ResidualNorm, norm_eps, one_of, require
 
@@ -32,7 +34,7 @@ class AttnRes(ResidualConnection):
     """
 
     name = "attn_res"
-    fields = {"attn_res_block_size": 6, "attn_res_scale": "mean"}
+    fields = {"attn_res_block_size": 6, "attn_res_scale": "mean"} | SWITCHES
     options = {"block_size": "attn_res_block_size", "scale": "attn_res_scale"}
     retrofit = {"attn_res_scale": "sum"}  # at zero queries the aggregate is the plain sum of all outputs
     has_norm = True
@@ -45,11 +47,18 @@ class AttnRes(ResidualConnection):
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size))
 
     @classmethod
+    def form(cls, config: PreTrainedConfig) -> "type[AttnRes]":
+        from .attn_res_switches_attnres import SwitchedAttnRes  # which derives from this class
+
+        return SwitchedAttnRes if switches(config) else AttnRes
+
+    @classmethod
     def check(cls, config: PreTrainedConfig) -> None:
         size = config.attn_res_block_size
         is_valid = isinstance(size, int) and not isinstance(size, bool) and size >= 1
         require(config, "attn_res_block_size", is_valid, "an integer >= 1 (block size in sublayers)")
         require(config, "attn_res_scale", config.attn_res_scale in ("mean", "sum"), one_of(("mean", "sum")))
+        check_switches(config)
 
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:
@@ -63,7 +72,8 @@ class AttnRes(ResidualConnection):
         cls, config: PreTrainedConfig, num_blocks: int | None = None, full: bool = False, **options: Any
     ) -> None:
         """`block_size`, the number of blocks, or `full`; by default about 8 blocks (AttnRes, section 3)."""
-        given = {"block_size": options.get("block_size"), "num_blocks": num_blocks, "full": full or None}
+        block_size = options.get("block_size", options.get("attn_res_block_size"))
+        given = {"block_size": block_size, "num_blocks": num_blocks, "full": full or None}
         given = [name for name, value in given.items() if value is not None]
         if len(given) > 1:
             raise ValueError(f"give one of block_size, num_blocks and full, not {' and '.join(given)}.")
@@ -71,6 +81,8 @@ class AttnRes(ResidualConnection):
             raise ValueError(f"`num_blocks` is {num_blocks}, but must be an integer >= 1.")
         config.attn_res_block_size = 1 if full else math.ceil(config.num_sublayers / (num_blocks or 8))
         super().plan_retrofit(config, **options)
+        if reason := never_standard(config):
+            raise ValueError(f"no model can be retrofitted so: {reason}. With `attn_res_gated` any can.")
 
     @classmethod
     def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> str | None:
@@ -132,7 +144,7 @@ class AttnRes(ResidualConnection):
         return None if accelerated is None else accelerated.reader(model, AttnRes, ResidualNorm)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[-1]}, sublayer={self.sublayer}, block_size={self.block_size}, scale={self.scale}"
+        return f"{self.config.hidden_size}, sublayer={self.sublayer}, block_size={self.block_size}, scale={self.scale}"
 
 
 def _sources(state: DepthState) -> tuple[Tensor, ...]:

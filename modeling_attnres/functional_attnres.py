@@ -33,7 +33,7 @@ def reference(
     query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor | None, eps: float, is_sum: bool
 ) -> tuple[Tensor, Tensor]:
     """`h` `[..., D]`, with `is_sum` times `n`, and `a` `[n, ...]`."""
-    dtype, stat_dtype = _dtypes(sources)
+    dtype, stat_dtype = dtypes_of(sources)
     values = torch.stack([source.to(stat_dtype) for source in sources])  # (n, ..., D)
     key_norm_weight = None if key_norm_weight is None else key_norm_weight.to(stat_dtype)
     keys = F.rms_norm(values, values.shape[-1:], key_norm_weight, eps)
@@ -65,7 +65,7 @@ def attend(
         raise ValueError(f"the sources have width {width}, but the pseudo-query has {query.numel()} (`hidden_size`).")
     if implementation not in DEPTH_ATTENTION:
         raise ValueError(f"{implementation!r} is no implementation of depth attention: {', '.join(DEPTH_ATTENTION)}.")
-    dtype, stat_dtype = _dtypes(sources)
+    dtype, stat_dtype = dtypes_of(sources)
     query = query.flatten().to(stat_dtype)
     if key_norm_weight is not None:
         query = query * key_norm_weight.to(stat_dtype)
@@ -89,7 +89,7 @@ def eager(
         # Decoding costs launches, of which stacked sources need fewer. Training may compute again, to the same bits.
         shape, n = sources[0].shape, len(sources)
         stacked = torch.stack([source.to(query.dtype) for source in sources]).view(n, -1, shape[-1])
-        weights = (stacked @ query).mul_(_inverse_rms(stacked, eps, query.dtype)).softmax(0)  # (n, tokens)
+        weights = (stacked @ query).mul_(one_over_rms(stacked, eps, query.dtype)).softmax(0)  # (n, tokens)
         result = torch.bmm(weights.t().unsqueeze(1), stacked.transpose(0, 1)).view(shape)
         return (result.mul_(n) if is_sum else result), weights.view(n, *shape[:-1]), sources
 
@@ -101,7 +101,7 @@ class _DepthAttention(torch.autograd.Function):
     def forward(ctx, *arguments: Tensor | float | bool) -> tuple[Tensor, Tensor]:
         # `torch.compile` would take `(ctx, query, eps, is_sum, *sources)` with two sources for one without `ctx`.
         query, eps, is_sum, *sources = arguments
-        inverse_rms = torch.stack([_inverse_rms(source, eps, query.dtype) for source in sources])  # (n, ...)
+        inverse_rms = torch.stack([one_over_rms(source, eps, query.dtype) for source in sources])  # (n, ...)
         logits = torch.stack([source.to(query.dtype) @ query for source in sources]) * inverse_rms
         exp = (logits - logits.amax(0)).exp()
         normaliser = exp.sum(0)
@@ -162,13 +162,13 @@ if accelerated is not None:
     accelerated.register(DEPTH_ATTENTION)
 
 
-def _inverse_rms(source: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+def one_over_rms(source: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """`1 / sqrt(mean(s^2) + eps)` `[...]`, without a squared copy of the source."""
     norm = torch.linalg.vector_norm(source, dim=-1, dtype=dtype)
     return (norm.square() / source.shape[-1] + eps).rsqrt()
 
 
-def _dtypes(sources: Sequence[Tensor]) -> tuple[torch.dtype, torch.dtype]:
+def dtypes_of(sources: Sequence[Tensor]) -> tuple[torch.dtype, torch.dtype]:
     """The dtype of the result, and that of the statistics."""
     dtype = sources[0].dtype
     for source in sources[1:]:

@@ -78,12 +78,15 @@ def flops_per_token(config: PreTrainedConfig, length: int) -> float:
 def depth_attention_summary(depth_attentions: tuple[Tensor | None, ...]) -> dict[str, float]:
     """How the weights `a` `[sources, batch, seq]` of each aggregation are spread; means over those with K > 1 sources.
 
+    They are taken as shares of their sum, since sigmoids do not add up to one.
+
     `depth_entropy`: `H(a) / log K`, 1 for uniform weights, 0 for a single source; `depth_weight_nearest` and
     `depth_weight_embedding`: the weight on the last and on the first source.
     """
     several = [weights.float() for weights in depth_attentions if weights is not None and len(weights) > 1]
     if not several:
         return {}
+    several = [a / a.sum(0) for a in several]
     measures = {
         "depth_entropy": [torch.special.entr(a).sum(0).mean() / math.log(len(a)) for a in several],
         "depth_weight_nearest": [a[-1].mean() for a in several],

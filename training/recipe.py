@@ -159,10 +159,11 @@ class Recipe:
                 f"`trainer.dataloader_num_workers` of the recipe is {workers!r}, but must be a whole number from 0 on."
             )
         if self.retrofit is not None:
-            from attnres.conversion.family import retrofit_options
+            from attnres.conversion.family import retrofit_fields, retrofit_options
 
             chosen = {"residual": self.retrofit["residual"]} if "residual" in self.retrofit else {}
-            _check_keys("retrofit", self.retrofit, ["residual", *retrofit_options(**chosen)])
+            allowed = ["residual", *retrofit_options(**chosen), *retrofit_fields(**chosen)]
+            _check_keys("retrofit", self.retrofit, allowed)
         if self.lora is not None:
             with suppress(ImportError):  # peft is an extra
                 from .lora import add_adapters, check_options

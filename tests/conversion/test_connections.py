@@ -179,6 +179,72 @@ def test_what_has_no_blocks_is_not_regrouped(name, sources, tmp_path):
     assert f"residual_connection={name!r}, where --set-block-size has nothing to set." in error
 
 
+# ---- Fields by name
+
+
+def test_fields_that_are_set_by_name_make_another_form_exactly(sources, tmp_path):
+    fields = {
+        "attn_res_gated": True,
+        "attn_res_query": "input_dependent",
+        "attn_res_window": 2,
+        "attn_res_blocks": "rms",
+    }
+    given = [part for field, value in fields.items() for part in ("--set", f"{field}={json.dumps(value)}")]
+    run = convert_well(sources / "llama", tmp_path / "result", "--block-size", "3", *given)
+    assert "Verified: " in run.out and "query input_dependent, window 2, blocks rms, gated True" in run.out
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
+    assert (fields | {"attn_res_block_size": 3}).items() <= found.config.to_dict().items()
+    assert any(name.endswith("_proj.gamma") for name in residual_tensors(found))
+    assert_exact(found, AutoModelForCausalLM.from_pretrained(sources / "llama"))
+    convert_well(tmp_path / "result", tmp_path / "regrouped", "--set-block-size", "2")
+    convert_well(tmp_path / "regrouped", tmp_path / "back", "--to", "standard")
+    assert json.loads((tmp_path / "back" / "config.json").read_text()).keys().isdisjoint(fields)
+
+    gate = "model.layers.1.mlp_res_proj.gamma"
+    change_tensors(tmp_path / "result", {gate: torch.ones(1)})
+    for options in (["--to", "standard"], ["--set-block-size", "2"]):
+        error = convert(tmp_path / "result", tmp_path / "again", *options).error
+        assert f"`{gate}` is trained" in error
+
+
+def test_static_weights_are_not_regrouped(sources, tmp_path):
+    convert_well(sources / "llama", tmp_path / "result", "--set", "attn_res_query=none", "--no-verify")
+    error = convert(tmp_path / "result", tmp_path / "again", "--set-block-size", "2").error
+    assert "`attn_res_query` is 'none'" in error
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        ("--set attn_res_gate=true", 2, "attn_res has no such field. Its fields: attn_res_block_size, "),
+        (
+            "--residual identity_hc --set attn_res_gated=true",
+            2,
+            "identity_hc has no such field. Its fields: residual_streams.",
+        ),
+        ("--set attn_res_gated", 2, "--set attn_res_gated: give FIELD=VALUE"),
+        ("--set attn_res_gated=true --set attn_res_gated=false", 2, "each field once"),
+        ("--set attn_res_gated={", 2, "the value is no YAML"),
+        ("--set attn_res_gated=true --to standard", 2, "--to and --set exclude each other"),
+        ("--set attn_res_query=static", 1, "but must be one of 'learned', 'input_dependent', 'none'"),
+        ("--set attn_res_window=2", 1, "no model can be retrofitted so: `attn_res_window` is 2: sources are dropped"),
+        (
+            "--set residual_streams=false --residual identity_hc",
+            1,
+            "`residual_streams` is False, but must be an integer",
+        ),
+        ("--block-size 2 --set attn_res_block_size=3", 1, "give one of block_size and attn_res_block_size, not both."),
+        ("--full --set attn_res_block_size=3", 1, "give one of block_size, num_blocks and full"),
+    ],
+)
+def test_a_field_or_value_that_is_not_there_is_refused_in_one_line(options, code, message, sources, tmp_path):
+    run = convert(sources / "llama", tmp_path / "result", *options.split())
+    assert run.code == code and message in run.err
+    assert not (tmp_path / "result").exists()
+    if code == 1:
+        assert "\n" not in run.error
+
+
 # ---- What is refused
 
 

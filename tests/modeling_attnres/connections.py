@@ -9,6 +9,22 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from attnres.residual_attnres import residual_tensors
 
 BACKBONES = ["llama", "kimi_linear"]
+# Forms of a connection that start as the standard one: its name and fields.
+FORMS = {
+    "attn_res, gated": (
+        "attn_res",
+        {"attn_res_gated": True, "attn_res_window": 2, "attn_res_blocks": "rms", "attn_res_block_size": 3},
+    ),
+    "attn_res, by head": (
+        "attn_res",
+        {"attn_res_query": "input_dependent", "attn_res_heads": 4, "attn_res_activation": "sigmoid"}
+        | {"attn_res_scale": "sum", "attn_res_block_size": 3},
+    ),
+    "attn_res, static": (
+        "attn_res",
+        {"attn_res_query": "none", "attn_res_count_prior": True, "attn_res_values": "normed", "attn_res_gated": True},
+    ),
+}
 
 
 @torch.no_grad()
@@ -17,9 +33,17 @@ def stir(model: PreTrainedModel) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(2)
     for name, tensor in residual_tensors(model).items():
         scale = tensor.shape[-1] ** -0.5 if tensor.ndim == 2 else 0.5
+        if tensor.ndim == 2 and tensor.shape[0] == tensor.shape[1]:
+            scale *= 0.1  # what it multiplies for a query is not normed: logits are to be of size 1
         mean = 1.0 if name.endswith(".scale") else 0.0
         tensor.copy_(mean + scale * torch.randn(tensor.shape, generator=generator))
     return model
+
+
+def fields_of(connection: str) -> dict:
+    """The fields of the configuration for a connection, or a form of one."""
+    name, fields = FORMS.get(connection, (connection, {}))
+    return {"residual_connection": name, **fields}
 
 
 def build(backbones: ModuleType, case: str, connection: str, **fields) -> PreTrainedModel:
@@ -31,7 +55,7 @@ def build_start(backbones: ModuleType, case: str, connection: str, **fields) -> 
     """As [`build`], with the connections at their start: a retrofit of `backbones.build(case)`."""
     standard = backbones.build(case, **fields)
     torch.manual_seed(3)
-    config = backbones.member_config(case, residual_connection=connection, **fields)
+    config = backbones.member_config(case, **fields_of(connection) | fields)
     model = AutoModelForCausalLM.from_config(config).eval()
     missing, unexpected = model.load_state_dict(standard.state_dict(), strict=False)
     assert not unexpected and set(missing) == set(residual_tensors(model))

@@ -7,15 +7,29 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import attnres
 from attnres.residual_attnres import residual_tensors
 
-from .connections import BACKBONES, assert_same_gradients, build, build_start, difference, gradients, loss_of
+from .connections import (
+    BACKBONES,
+    FORMS,
+    assert_same_gradients,
+    build,
+    build_start,
+    difference,
+    fields_of,
+    gradients,
+    loss_of,
+)
 
-# `attn_res` and `standard` have files of their own.
+# `attn_res` in its plain forms and `standard` have files of their own.
 CONNECTIONS = [
     *("denseformer", "highway", "hyper_connections", "identity_hc", "mhc", "mhc_lite", "post_norm"),
+    *FORMS,
+]
+RETROFITS = [
+    name for name in CONNECTIONS if attnres.CONNECTIONS[fields_of(name)["residual_connection"]].retrofit is not None
 ]
 every_model, every_retrofit = (
     pytest.mark.parametrize(("case", "connection"), [(case, name) for case in BACKBONES for name in names])
-    for names in (CONNECTIONS, [name for name in CONNECTIONS if attnres.CONNECTIONS[name].retrofit is not None])
+    for names in (CONNECTIONS, RETROFITS)
 )
 
 
@@ -36,7 +50,7 @@ def test_saved_it_loads_back_bit_for_bit(backbones, case, connection, tmp_path):
     model.save_pretrained(tmp_path, max_shard_size="40KB")
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert type(loaded) is type(model) and not any(report.values())
-    assert loaded.config.residual_connection == connection
+    assert fields_of(connection).items() <= loaded.config.to_dict().items()
     assert AutoConfig.from_pretrained(tmp_path).to_dict() == loaded.config.to_dict()
     assert torch.equal(loaded(token_ids).logits, model(token_ids).logits)
 
@@ -75,7 +89,9 @@ def test_checkpointing_gives_the_same_gradients(backbones, case, connection, use
     model, token_ids = build(backbones, case, connection).train(), backbones.token_ids()
     expected = gradients(model, token_ids)
     assert expected.keys() == dict(model.named_parameters()).keys()
-    assert all(expected[name].abs().max() > 1e-6 for name in residual_tensors(model))
+    # The first sublayer has but one source, and a softmax over that no derivative.
+    first = "model.layers.0.self_attention_res_" if connection in FORMS else "none"
+    assert all(expected[name].abs().max() > 1e-6 for name in residual_tensors(model) if not name.startswith(first))
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     calls = []
     for layer in model.model.layers:
@@ -98,7 +114,7 @@ def test_in_half_precision_it_computes_and_learns_about_the_same(backbones, case
         found = gradients(model, token_ids)
         loss = loss_of(model, token_ids).float()
     # A stream that does not grow with the depth, by norms or by gates, weighs each output and its rounding more.
-    amplifies = attnres.CONNECTIONS[connection].retrofit is None
+    amplifies = connection not in RETROFITS
     torch.testing.assert_close(loss.detach(), expected, rtol=0.1 if amplifies else 0.05, atol=0)
     assert found.keys() == wide.keys()
     for name, gradient in found.items():
@@ -132,7 +148,7 @@ def test_hidden_states_are_the_inputs_of_the_layers_and_the_normed_output(backbo
 def test_made_under_another_default_dtype_it_starts_as_the_standard_model(backbones, case, connection, dtype):
     logits = []
     for name in (connection, "standard"):
-        config = backbones.member_config(case, residual_connection=name)
+        config = backbones.member_config(case, **fields_of(name))
         torch.set_default_dtype(dtype)
         try:
             model = AutoModelForCausalLM.from_config(config)
@@ -141,14 +157,15 @@ def test_made_under_another_default_dtype_it_starts_as_the_standard_model(backbo
         assert {tensor.dtype for tensor in residual_tensors(model).values()} <= {dtype}
         model.load_state_dict(backbones.build(case).state_dict(), strict=False)
         logits.append(model.float().eval()(backbones.token_ids()).logits)
-    assert difference(*logits) < 1e-6
+    # Sums of blocks round in another order.
+    assert difference(*logits) < (1e-5 if connection in FORMS else 1e-6)
 
 
 @every_model
 def test_made_on_the_meta_device_and_given_memory_it_is_at_its_start(backbones, case, connection):
     expected = build_start(backbones, case, connection)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(backbones.member_config(case, residual_connection=connection))
+        model = AutoModelForCausalLM.from_config(backbones.member_config(case, **fields_of(connection)))
     assert {tensor.device.type for tensor in model.parameters()} == {"meta"}
     model.to_empty(device="cpu")
     with torch.no_grad():
@@ -157,7 +174,7 @@ def test_made_on_the_meta_device_and_given_memory_it_is_at_its_start(backbones, 
     model.init_weights()
     start = residual_tensors(expected)
     for name, tensor in residual_tensors(model).items():
-        if connection != "hyper_connections" and tensor.ndim == 2:  # drawn at random
+        if tensor.ndim == 2 and start[name].any():  # drawn at random
             assert (tensor.std() / start[name].std()).item() == pytest.approx(1, rel=0.25), name
         else:
             assert torch.equal(tensor, start[name]), name
@@ -189,9 +206,8 @@ if sys.argv[3] == "training":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["training", "inference"])
 @pytest.mark.parametrize("connection", ["attn_res", *CONNECTIONS])
-@pytest.mark.parametrize("case", BACKBONES)
+@pytest.mark.parametrize(("case", "mode"), [("llama", "training"), ("kimi_linear", "inference")])
 def test_the_first_call_of_a_process_may_be_a_compiled_one(backbones, run, tmp_path, case, connection, mode):
     fields = {"num_hidden_layers": 2, "hidden_size": 256}
     if case == "kimi_linear":

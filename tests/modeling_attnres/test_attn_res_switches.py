@@ -1,0 +1,290 @@
+"""Attention residuals with switches set: what they read, written out from the equations, and where they start."""
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnres.analysis.depth_attention import depth_attention_map
+from attnres.attn_res_attnres import AttnRes
+from attnres.attn_res_fields_attnres import SWITCHES
+from attnres.attn_res_switches_attnres import SwitchedAttnRes
+from attnres.conversion import retrofit
+from attnres.residual_attnres import ResidualNorm
+from attnres.training.monitor import depth_attention_summary
+
+from .connections import BACKBONES, build, build_start, difference, double
+
+EPS = 0.1  # that one can see
+SINGLE = [
+    {"query": "input_dependent"},
+    {"query": "none"},
+    {"activation": "sigmoid"},
+    {"key_norm": False},
+    {"heads": 4},
+    {"window": 2},
+    {"values": "normed"},
+    {"blocks": "rms"},
+    {"count_prior": True},
+    {"gated": True},
+]
+SEVERAL = [
+    {"query": "input_dependent", "heads": 2, "key_norm": False, "activation": "sigmoid"},
+    {"query": "input_dependent", "blocks": "rms", "gated": True, "window": 1, "count_prior": True},
+    {"query": "none", "activation": "sigmoid", "values": "normed", "window": 3},
+    {"query": "none", "count_prior": True, "blocks": "rms"},
+    {"heads": 8, "values": "normed", "blocks": "rms", "count_prior": True, "gated": True},
+]
+
+
+def named(switches: dict) -> dict:
+    return {f"attn_res_{name}": value for name, value in switches.items()}
+
+
+def text(value) -> str:
+    return ",".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+
+
+def sheet(weights: list[dict[str, Tensor]], config):
+    """`read`: what the sublayer after `v_0 .. v_{l-1}` reads, source by source and head by head.
+
+    `logit_i = q . k_i`, `q = w` or `W x`, `k = g * s / rms(s)` or `s`, or a trained number; plus log(outputs); softmax
+    or sigmoids; values `s` or `s / rms(s)`; blocks `sum v`, or `sum v / rms(v)` when finished; with a gate the
+    stream plus gamma times all that.
+    """
+    switch = {name: getattr(config, f"attn_res_{name}") for name in ("block_size", "scale")}
+    switch |= {field.removeprefix("attn_res_"): getattr(config, field) for field in SWITCHES}
+
+    def rms(x: Tensor) -> Tensor:
+        return torch.sqrt((x * x).mean(-1, keepdim=True) + EPS)
+
+    def read(v: list[Tensor]) -> Tensor:
+        of, size = weights[len(v) - 1], switch["block_size"]
+        s, outputs = [v[0]], [1]
+        for start in range(1, len(v), size):
+            block = v[start : start + size]
+            is_normed = switch["blocks"] == "rms" and len(block) == size
+            s.append(sum(output / rms(output) if is_normed else output for output in block))
+            outputs.append(len(block))
+        if switch["window"] is not None:
+            kept = [0, *range(len(s))[1:][-switch["window"] :]]
+            s, outputs = [s[i] for i in kept], [outputs[i] for i in kept]
+        is_sum, width = switch["scale"] == "sum", v[0].shape[-1] // switch["heads"]
+        x = read(v[:-1]) if len(v) > 1 else v[0]
+        heads = []
+        for head in range(switch["heads"]):
+            channels = slice(head * width, head * width + width)
+            exponentials = []
+            for i, source in enumerate(s):
+                if switch["query"] == "none":
+                    logit = of["bias"][i] * torch.ones_like(source[..., :1])
+                else:
+                    query = of["weight"][0] if switch["query"] == "learned" else x @ of["weight"].T
+                    key = of["norm"] * source / rms(source) if switch["key_norm"] else source
+                    logit = (query * key)[..., channels].sum(-1, keepdim=True)
+                exponentials.append(torch.exp(logit + (math.log(outputs[i]) if switch["count_prior"] else 0)))
+            if switch["activation"] == "sigmoid":
+                a = [1 / (1 + 1 / e) * (2 if is_sum else 1) for e in exponentials]
+            else:
+                a = [e / sum(exponentials) * (len(s) if is_sum else 1) for e in exponentials]
+            values = [source / rms(source) if switch["values"] == "normed" else source for source in s]
+            heads.append(sum(share * value[..., channels] for share, value in zip(a, values)))
+        h = torch.cat(heads, dim=-1)
+        return sum(v) + of["gamma"] * h if switch["gated"] else h
+
+    return read
+
+
+def weights_of(model) -> list[dict[str, Tensor]]:
+    """The tensors of every sublayer in turn and of the output; their names in the model are part of its files."""
+    tensors, result = model.state_dict(), []
+    places = [
+        f"layers.{i}.{name}" for i in range(len(model.model.layers)) for name in ("self_attention_res", "mlp_res")
+    ]
+    for place in (*places, "output_attn_res"):
+        own = {key: tensors.get(f"model.{place}_proj.{key}") for key in ("weight", "bias", "gamma")}
+        result.append(own | {"norm": tensors.get(f"model.{place}_norm.weight")})
+    return result
+
+
+def connections_of(model) -> list[AttnRes]:
+    return sorted((m for m in model.modules() if isinstance(m, AttnRes)), key=lambda m: m.sublayer)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("block_size", [1, 3])
+@pytest.mark.parametrize("switches", SINGLE + SEVERAL, ids=text)
+@pytest.mark.parametrize("case", BACKBONES)
+def test_sublayers_read_what_the_equations_say(backbones, case, switches, block_size):
+    scale = "sum" if switches in SEVERAL or "activation" in switches else "mean"
+    fields = {"attn_res_block_size": block_size, "attn_res_scale": scale, "rms_norm_eps": EPS}
+    model = double(build(backbones, case, "attn_res", **fields, **named(switches)))
+    assert {type(connection) for connection in connections_of(model)} == {SwitchedAttnRes}
+    standard, token_ids = double(backbones.build(case, rms_norm_eps=EPS)), backbones.token_ids()
+    expected = backbones.straight_line(standard, token_ids, sheet(weights_of(model), model.config))
+    assert difference(standard(token_ids).logits, expected) > 0.05
+    assert difference(model(token_ids).logits, expected) < 1e-6
+    first = model(token_ids[:, :7], use_cache=True)
+    last = model(token_ids[:, 7:], past_key_values=first.past_key_values)
+    assert difference(torch.cat([first.logits, last.logits], dim=1), expected) < 1e-4  # delta attention is in float32
+
+
+def test_every_switch_matters_and_without_one_it_is_the_plain_form(backbones):
+    assert {field for switches in SINGLE for field in named(switches)} == SWITCHES.keys()
+    plain = build(backbones, "llama", "attn_res", attn_res_block_size=3, **SWITCHES)
+    assert {type(connection) for connection in connections_of(plain)} == {AttnRes}
+    read = sheet(weights_of(plain), plain.config)
+    v = list(torch.randn(8, 2, 3, 32, generator=torch.Generator().manual_seed(0)))
+    for switches in SINGLE:
+        other = build(backbones, "llama", "attn_res", attn_res_block_size=3, **named(switches))
+        assert difference(sheet(weights_of(other), other.config)(v), read(v)) > 1e-3, switches
+
+
+@pytest.mark.parametrize("block_size", [1, 3])
+@pytest.mark.parametrize("switches", SEVERAL, ids=text)
+def test_derivatives_of_a_chain_of_reads_and_writes_are_those_of_finite_differences(backbones, switches, block_size):
+    fields = {"attn_res_block_size": block_size, "hidden_size": 8, "num_hidden_layers": 2, **named(switches)}
+    config = backbones.member_config("llama", **fields)
+    connections = [SwitchedAttnRes(config, sublayer).double() for sublayer in range(5)]
+    norm = ResidualNorm(8).double()() if connections[0].has_norm else None
+    new = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64}
+    own = [torch.randn(p.shape, **new).requires_grad_() for c in connections for p in c.parameters()]
+    embedding = torch.randn(1, 1, 8, **new).requires_grad_()
+
+    def chain(embedding: Tensor, *tensors: Tensor) -> Tensor:
+        state, inputs, tensors = embedding, [], list(tensors)
+        for connection in connections:
+            named = {name: tensors.pop(0) for name, _ in connection.named_parameters()}
+            read, _, state = torch.func.functional_call(connection, named, (state, norm))
+            inputs.append(read)
+            state = connection.write(state, torch.sin(read + len(inputs)))  # what is written depends on what is read
+        return torch.stack(inputs)
+
+    assert torch.autograd.gradcheck(chain, (embedding, *own))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("switches", SINGLE + SEVERAL, ids=text)
+def test_replayed_on_one_hot_outputs_it_gives_the_matrix_of_what_each_output_counts(backbones, switches):
+    model = double(build(backbones, "llama", "attn_res", attn_res_block_size=3, **named(switches)))
+    connections, reads, outputs = connections_of(model), [], []
+    forward, write = SwitchedAttnRes.forward, SwitchedAttnRes.write
+
+    def read_recorded(self, state, norm_weight=None):
+        inputs, weights, after = forward(self, state, norm_weight)
+        reads.append((self.coefficients(state, norm_weight), inputs))
+        outputs.extend([] if outputs else [state])
+        return inputs, weights, after
+
+    def write_recorded(self, state, output):
+        outputs.append(output)
+        return write(self, state, output)
+
+    with mock.patch.multiple(SwitchedAttnRes, forward=read_recorded, write=write_recorded):
+        model(backbones.token_ids(), use_cache=False)
+    outputs = torch.stack(outputs)
+    one_hot = torch.eye(len(outputs), dtype=torch.float64)[..., None, None, None].expand(-1, -1, 2, 11, 1)
+    state = one_hot[0]
+    for l, (connection, (coefficients, inputs)) in enumerate(zip(connections, reads, strict=True)):  # noqa: E741
+        row, state = connection.mix(state, coefficients)  # (outputs, batch, seq, 1 or hidden)
+        assert not row[l + 1 :].any()
+        assert difference((row * outputs).sum(0), inputs) < 1e-9
+        state = connection.write(state, one_hot[l + 1]) if l + 1 < len(outputs) else None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "switches", [{"window": 2}, {"heads": 4}, {"activation": "sigmoid"}, {"query": "none"}], ids=text
+)
+def test_depth_attentions_are_the_weights_of_all_sources(backbones, switches):
+    model, token_ids = (
+        build(backbones, "llama", "attn_res", attn_res_block_size=3, **named(switches)),
+        backbones.token_ids(),
+    )
+    attentions = model(token_ids, output_depth_attentions=True).depth_attentions
+    assert [tuple(a.shape) for a in attentions] == [(n, 2, 11) for n in (1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5)]
+    if "activation" not in switches:
+        torch.testing.assert_close(torch.stack([a.sum(0) for a in attentions]), torch.ones(11, 2, 11))
+    if "window" in switches:
+        assert not attentions[-1][1:3].any() and attentions[-1][[0, 3, 4]].all()
+    rows = depth_attention_map(model, [token_ids])
+    torch.testing.assert_close(rows[-1], attentions[-1].mean((1, 2)))
+    assert 0 < depth_attention_summary(attentions)["depth_entropy"] <= 1
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("switches", SINGLE + SEVERAL, ids=text)
+def test_a_retrofit_starts_as_the_standard_model_or_is_refused(backbones, switches, gated):
+    standard, token_ids = backbones.build("llama"), backbones.token_ids()
+    if switches == {"gated": True} and not gated:
+        return  # the plain form
+    switches = switches | {"gated": gated}
+    inexact = [
+        field
+        for field in named(switches)
+        if field.split("attn_res_")[1] in ("window", "values", "blocks", "count_prior")
+    ]
+    if inexact and not gated:
+        with pytest.raises(ValueError, match="no model can be retrofitted so: `attn_res_") as caught:
+            retrofit(standard, block_size=3, **named(switches))
+        assert "\n" not in str(caught.value) and any(f"`{field}` is " in str(caught.value) for field in inexact)
+        started = build_start(
+            backbones, "llama", "attn_res", attn_res_block_size=3, attn_res_scale="sum", **named(switches)
+        )
+        with torch.no_grad():
+            assert difference(started(token_ids).logits, standard(token_ids).logits) > 1e-3
+        return
+    for block_size in (1, 3):
+        model = retrofit(standard, block_size=block_size, **named(switches))
+        assert named(switches).items() <= model.config.to_dict().items()
+        with torch.no_grad():
+            found, expected = model(token_ids).logits, standard(token_ids).logits
+        assert torch.equal(found, expected) if gated else difference(found, expected) < 1e-6
+        connection, tensors = SwitchedAttnRes, dict(model.named_parameters())
+        tensors = {name: tensor.detach().clone() for name, tensor in tensors.items() if "_res_" in name}
+        assert connection.differs_from_standard(model.config, tensors) is None
+        trained = next(name for name in tensors if name.endswith("gamma" if gated else ("_proj.weight", "_proj.bias")))
+        tensors[trained].view(-1)[0] = 0.5
+        assert f"`{trained}` is trained" in connection.differs_from_standard(model.config, tensors)
+
+
+REFUSED = [
+    (
+        {"query": "none", "key_norm": False},
+        "`attn_res_key_norm` is False, but must be True where `attn_res_query` is 'none'",
+    ),
+    ({"query": "none", "heads": 4}, "`attn_res_heads` is 4, but must be 1 where `attn_res_query` is 'none'"),
+    (
+        {"activation": "sigmoid", "count_prior": True},
+        "`attn_res_count_prior` is True, .* `attn_res_activation` is 'sigmoid'",
+    ),
+    ({"heads": 5}, r"`attn_res_heads` is 5, .* divides `hidden_size` \(32\)"),
+    ({"heads": True}, "`attn_res_heads` is True, but must be an integer"),
+    ({"window": 0}, "`attn_res_window` is 0, but must be None or an integer >= 1"),
+    ({"query": "static"}, "`attn_res_query` is 'static', but must be one of 'learned', 'input_dependent', 'none'"),
+    ({"activation": None}, "`attn_res_activation` is None, but must be one of 'softmax', 'sigmoid'"),
+    ({"values": "rms"}, "`attn_res_values` is 'rms', but must be one of 'raw', 'normed'"),
+    ({"blocks": "mean"}, "`attn_res_blocks` is 'mean', but must be one of 'sum', 'rms'"),
+    ({"gated": 1}, "`attn_res_gated` is 1, but must be true or false"),
+]
+
+
+@pytest.mark.parametrize(("switches", "message"), REFUSED, ids=text)
+def test_what_makes_no_sense_is_refused_in_one_line(backbones, switches, message):
+    for refuse in (
+        lambda: backbones.member_config("llama", **named(switches)),
+        lambda: retrofit(backbones.build("llama"), **named(switches)),
+    ):
+        with pytest.raises(ValueError, match=message) as caught:
+            refuse()
+        assert "\n" not in str(caught.value)
+
+
+@torch.no_grad()
+def test_where_the_place_of_a_layer_counts_none_can_be_removed(backbones):
+    model = build(backbones, "llama", "attn_res", attn_res_count_prior=True, attn_res_block_size=3)
+    model.model.layers = model.model.layers[:3]
+    with pytest.raises(ValueError, match="sublayer 10 reads 5 sources, and there are 3"):
+        model(backbones.token_ids())
