@@ -9,6 +9,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 
 from attnres import CONNECTIONS, AttnResConfig
+from attnres.attention_gate_attnres import GATE_FIELDS
 from attnres.packaged import configuration_names, configurations
 
 from .counting import ParameterCount, count_parameters
@@ -60,7 +61,7 @@ def _check_fields(overrides: dict) -> None:
         ValueError: naming those that are not, and fields spelt alike.
     """
     known_fields = {field.name for field in fields(AttnResConfig)} | {*_SETTINGS}
-    known_fields.update(*(connection.fields for connection in CONNECTIONS.values()))
+    known_fields.update(GATE_FIELDS, *(connection.fields for connection in CONNECTIONS.values()))
     for field in overrides:
         if field not in known_fields:
             similar = get_close_matches(field, sorted(known_fields), n=1)
