@@ -83,11 +83,9 @@ def _empty(ungated: type[nn.Module]) -> nn.Module:
     return object.__new__(_gated(ungated))
 
 
-def _apply(
-    head_dim: int, granularity: str, form: str, activation: str, scale: str, y: Tensor, logits: Tensor
-) -> Tensor:
+def _apply(head_dim: int, granularity: str, form: str, activation: str, scale: str, y: Tensor, xw: Tensor) -> Tensor:
     """`Y'` `[batch, seq, heads * head_dim]` of `Y`, the same, and `X W` `[batch, seq, width of g_proj]`."""
-    gate = F.silu(logits) if activation == "silu" else logits.sigmoid()
+    gate = F.silu(xw) if activation == "silu" else xw.sigmoid()
     gate = 2 * gate if scale == "double" else gate
     combine = Tensor.mul if form == "multiply" else Tensor.add
     if granularity == "elementwise":
@@ -98,11 +96,12 @@ def _apply(
 
 def add_attention_gate(layer: nn.Module, config: PreTrainedConfig) -> None:
     """Gate the attention of a decoder layer, if the configuration says so. Raises ValueError: it has no such place."""
+    attention = getattr(layer, "self_attn", None) or getattr(layer, "attention", None)
     kinds = getattr(config, "layer_types", None)
-    if config.attention_gate is None or (kinds and kinds[layer.layer_idx] == "linear_attention"):
+    is_linear = bool(kinds) and kinds[layer.layer_idx] == "linear_attention"
+    if config.attention_gate is None or is_linear or isinstance(attention, GatedAttention):
         return
     place, granularity, form, *function = (getattr(config, field) for field in GATE_FIELDS)
-    attention = getattr(layer, "self_attn", None) or getattr(layer, "attention", None)
     names, norm = _PLACES[place]
     name = next((name for name in names if isinstance(getattr(attention, name, None), nn.Linear)), "")
     allowed = f"another place: the attention of {config.backbone!r} has no {' or '.join(names)}"

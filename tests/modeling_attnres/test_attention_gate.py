@@ -153,7 +153,7 @@ def test_the_gradient_of_latent_attentions_gate_is_that_of_the_straight_lines(bu
         tensors = model.state_dict() | {name: tensor + sign * step * direction}
         losses.append(straight_line.logits(tensors, model.config, token_ids).square().mean().item())
     expected = (losses[0] - losses[1]) / (2 * step)
-    assert (tensor.grad * direction).sum().item() == pytest.approx(expected, rel=1e-3) and abs(expected) > 1e-3
+    assert (tensor.grad * direction).sum().item() == pytest.approx(expected, rel=1e-3) and abs(expected) > 1e-4
 
 
 @EVERY_PLACE
