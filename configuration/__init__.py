@@ -8,6 +8,7 @@ import json
 from dataclasses import fields
 
 from attnres import CONNECTIONS, AttnResConfig
+from attnres.attention_gate_attnres import GATE_FIELDS
 from attnres.packaged import configuration_names, configurations
 from attnres.wording import did_you_mean
 
@@ -61,7 +62,7 @@ def _check_fields(overrides: dict) -> None:
         ValueError: naming those that are not, and fields spelt alike.
     """
     known_fields = {field.name for field in fields(AttnResConfig)} | {*_SETTINGS}
-    known_fields.update(*(connection.fields for connection in CONNECTIONS.values()))
+    known_fields.update(GATE_FIELDS, *(connection.fields for connection in CONNECTIONS.values()))
     for field in overrides:
         if field not in known_fields:
             raise ValueError(f"`{field}` is not a field of `AttnResConfig`.{did_you_mean(field, sorted(known_fields))}")

@@ -111,7 +111,7 @@ def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, added: Collec
     _check_experts(checkpoint)
     # A dtype that is not known here is none of a weight: of the others, names and shapes are enough.
     state = {name: torch.empty(e.shape, dtype=DTYPES.get(e.dtype), device="meta") for name, e in entries.items()}
-    state |= {name: tensor for name, tensor in residual_tensors(model).items() if name in added}
+    state |= {name: tensor for name, tensor in model.named_parameters() if name in added}
     try:
         with quiet_transformers():
             _, info = type(model).from_pretrained(

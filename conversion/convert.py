@@ -22,12 +22,14 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from attnres import ResidualConfig
+from attnres.attention_gate_attnres import gate_tensors
 from attnres.decoder_attnres import auto_map
 from attnres.residual_attnres import ResidualConnection, residual_tensors
 
+from .attention_gate import differs_from_ungated, is_gated
 from .checkpoint import DTYPES, Checkpoint, Shard, check_space, copy_shard, explain_writing
 from .complete import check_complete, empty_model, explain_config, read_config, settle_ties
-from .family import DEFAULT_CONNECTION, backbone_config, retrofit_config, start_connections
+from .family import DEFAULT_CONNECTION, added_tensors, backbone_config, retrofit_config, start_added
 from .side_files import copy_side_files
 
 ADDED_SHARD = "model-residual.safetensors"
@@ -66,14 +68,18 @@ def plan_retrofit(checkpoint: Checkpoint, residual: str = DEFAULT_CONNECTION, **
         FileNotFoundError, RuntimeError: a tensor is missing or has another shape than the configuration says.
     """
     with explain_config(checkpoint.folder):
-        config = retrofit_config(read_config(checkpoint), residual, **options)
+        source = read_config(checkpoint)
+        config = retrofit_config(source, residual, **options)
         model = empty_model(config, checkpoint)
-    unused = check_complete(checkpoint, model, residual_tensors(model))
+    names = added_tensors(model, source).keys()
+    if is_gated(config) and not is_gated(source) and getattr(source, "quantization_config", None) is not None:
+        raise ValueError(f"{checkpoint.folder} is quantised, and its gates would load as quantised. Gate the original.")
+    unused = check_complete(checkpoint, model, names)
     settle_ties(checkpoint, model, config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        start_connections(model, config.dtype or _stored_dtype(checkpoint))
-    added = {name: tensor.detach() for name, tensor in residual_tensors(model).items()}
+        start_added(model, source, config.dtype or _stored_dtype(checkpoint))
+    added = {name: tensor.detach() for name, tensor in added_tensors(model, source).items()}
     # A standard member of the family may have kept trained tensors of connections, which it does not read.
     dropped = frozenset(added.keys() & checkpoint.entries)
     difference = config.connection.differs_from_standard(config, added)
@@ -81,7 +87,7 @@ def plan_retrofit(checkpoint: Checkpoint, residual: str = DEFAULT_CONNECTION, **
 
 
 def plan_standard(checkpoint: Checkpoint) -> Plan:
-    """Plan to undo a retrofit: the backbone's own checkpoint, without the tensors of the residual connections.
+    """Plan to undo a retrofit: the backbone's own checkpoint, without the tensors of residual connections and gates.
 
     Raises:
         ValueError: it is none of the family, or a tensor is not finite or has been trained, so that no standard decoder
@@ -89,10 +95,11 @@ def plan_standard(checkpoint: Checkpoint) -> Plan:
         FileNotFoundError, RuntimeError: a tensor is missing or has another shape than the configuration says.
     """
     config, model, unused = _read_member(checkpoint)
-    tensors = residual_tensors(model)
-    if difference := config.connection.differs_from_standard(config, tensors):
+    tensors, gates = residual_tensors(model), gate_tensors(model)
+    difference = config.connection.differs_from_standard(config, tensors) or differs_from_ungated(config, gates)
+    if difference:
         raise ValueError(f"no standard decoder computes the same function: {difference}.")
-    dropped, has_head = frozenset(tensors), _has_head(model)
+    dropped, has_head = frozenset(tensors | gates), _has_head(model)
     return Plan(checkpoint, backbone_config(config), dropped=dropped, unused=unused, has_head=has_head)
 
 
@@ -173,7 +180,7 @@ def write(
 def _read_member(checkpoint: Checkpoint) -> tuple[ResidualConfig, PreTrainedModel, frozenset[str]]:
     """The configuration of a complete checkpoint of the family, its model, and what that does not use.
 
-    The model is on the meta device, but for the tensors of its residual connections.
+    The model is on the meta device, but for the tensors of its residual connections and gates.
     """
     with explain_config(checkpoint.folder):
         config = read_config(checkpoint)
@@ -184,7 +191,9 @@ def _read_member(checkpoint: Checkpoint) -> tuple[ResidualConfig, PreTrainedMode
         model = empty_model(config, checkpoint)
     unused = check_complete(checkpoint, model)
     settle_ties(checkpoint, model, config)
-    for name in residual_tensors(model):
+    for name in residual_tensors(model) | gate_tensors(model):
+        if name not in checkpoint.where:
+            raise ValueError(f"{checkpoint.folder} has no `{name}`: its attention gates are quantised.")
         path = checkpoint.where[name].path
         with safe_open(path, framework="pt") as file:
             tensor = file.get_tensor(name)

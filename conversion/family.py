@@ -5,10 +5,14 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from attnres import BACKBONES, CONNECTIONS, AttnResConfig, ResidualConfig, ResidualConnection
-from attnres.residual_attnres import ResidualNorm
+from attnres.attention_gate_attnres import GATE_FIELDS, gate_tensors
+from attnres.residual_attnres import ResidualNorm, residual_tensors
+
+from .attention_gate import is_gated, plan_gate, start_gates
 
 DEFAULT_CONNECTION = next(iter(CONNECTIONS))
 # Fields that say which class a configuration is of, or what code belongs to that class, not what the model computes.
@@ -47,7 +51,7 @@ def member_config(config: PreTrainedConfig) -> ResidualConfig:
 
 def backbone_config(config: ResidualConfig) -> PreTrainedConfig:
     """The configuration of the standard decoder that a member of the family has as its backbone."""
-    own = {*_IDENTITY, *ResidualConfig.__annotations__, *chain(*(c.fields for c in CONNECTIONS.values()))}
+    own = {*_IDENTITY, *ResidualConfig.__annotations__, *GATE_FIELDS, *chain(*(c.fields for c in CONNECTIONS.values()))}
     fields = {key: value for key, value in config.to_dict().items() if key not in own}
     return CONFIG_MAPPING[config.backbone].from_dict(fields)
 
@@ -59,12 +63,14 @@ def retrofit_config(config: PreTrainedConfig, residual: str = DEFAULT_CONNECTION
         ValueError: the decoder cannot be retrofitted, or one of the arguments is not valid.
     """
     connection = _connection(residual)
+    gate = {field: options.pop(field) for field in GATE_FIELDS if field in options}
     config = member_config(config)
     for option, field in connection.options.items():
         if options.get(option) is not None and field in options:
             raise ValueError(f"give one of {option} and {field}, not both.")
     config.residual_connection = residual
     connection.plan_retrofit(config, **options)
+    plan_gate(config, **gate)
     config.check_fields()
     return config
 
@@ -77,7 +83,8 @@ def retrofit_options(residual: str = DEFAULT_CONNECTION) -> list[str]:
     """
     connection = _connection(residual)
     parameters = signature(connection.plan_retrofit).parameters.values()
-    return [*connection.options, *(option.name for option in parameters if option.default is not option.empty)]
+    own = [*connection.options, *(option.name for option in parameters if option.default is not option.empty)]
+    return [*own, *GATE_FIELDS]
 
 
 def retrofit_fields(residual: str = DEFAULT_CONNECTION) -> list[str]:
@@ -96,21 +103,29 @@ def _connection(name: str) -> type[ResidualConnection]:
     return CONNECTIONS[name]
 
 
-def start_connections(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give the residual connections of a model on the meta device their tensors, on the CPU and where they start."""
+def added_tensors(model: PreTrainedModel, source: PreTrainedConfig) -> dict[str, nn.Parameter]:
+    """What a retrofit to this model adds to a decoder with the configuration `source`, by name."""
+    return residual_tensors(model) | ({} if is_gated(source) else gate_tensors(model))
+
+
+def start_added(model: PreTrainedModel, source: PreTrainedConfig, dtype: torch.dtype) -> None:
+    """Give what is added to a model on the meta device its tensors, on the CPU and where they start."""
     for module in model.modules():
         if isinstance(module, (ResidualConnection, ResidualNorm)):
             module.to_empty(device="cpu").to(dtype)
             model._init_weights(module)
+    if not is_gated(source):
+        start_gates(model, dtype)
 
 
 __all__ = [
     "DEFAULT_CONNECTION",
+    "added_tensors",
     "backbone_config",
     "member_config",
     "member_type",
     "retrofit_config",
     "retrofit_fields",
     "retrofit_options",
-    "start_connections",
+    "start_added",
 ]

@@ -9,15 +9,14 @@ the standard residual stream, term by term and for every block size.
 """
 
 import os
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from attnres.residual_attnres import residual_tensors
-
-from .family import DEFAULT_CONNECTION, retrofit_config, start_connections
+from .family import DEFAULT_CONNECTION, added_tensors, retrofit_config, start_added
 
 
 def retrofit(
@@ -30,8 +29,9 @@ def retrofit(
         residual: name of the residual connection, a key of `attnres.CONNECTIONS`.
         options: those of the connection. Attention residuals have `block_size` (S in sublayers, two per decoder layer,
             one where attention and MLP are parallel) or `num_blocks` or `full=True`, by default 8 blocks; and `scale`,
-            by default `"sum"`, while `"mean"` is the same function only up to the epsilons of the norms. Any field of the
-            connection is one too, such as `attn_res_gated=True`.
+            by default `"sum"`, while `"mean"` is the same function only up to the epsilons of the norms. Any field of
+            the connection is one too, such as `attn_res_gated=True`, and so are those of `attention_gate_attnres`:
+            `attention_gate="sdpa"` also adds gates to the attention.
 
     Returns:
         The model with these connections, where they start: it computes the same function. It **shares** its backbone
@@ -56,9 +56,10 @@ def retrofit(
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=source.dtype, **implementations)
-    _share_tensors(model, source)
-    start_connections(model, source.dtype)
-    for module_name in {name.rpartition(".")[0] for name in residual_tensors(model)}:
+    added = added_tensors(model, source.config)
+    _share_tensors(model, source, added)
+    start_added(model, source.config, source.dtype)
+    for module_name in {name.rpartition(".")[0] for name in added}:
         model.get_submodule(module_name).to(_device_beside(source, module_name))
     model.generation_config = source.generation_config
     return model.train(source.training)
@@ -89,7 +90,7 @@ def _is_tied(source: PreTrainedModel) -> bool:
     return head.weight.data_ptr() == embedding.weight.data_ptr() and head.weight.shape == embedding.weight.shape
 
 
-def _share_tensors(model: nn.Module, source: nn.Module) -> None:
+def _share_tensors(model: nn.Module, source: nn.Module, added: Collection[str]) -> None:
     """Make every tensor of `source` that of the same name in `model`, whose own are on the meta device."""
     shared = source.state_dict(keep_vars=True)
     # `assign` gives the shared parameters the requires_grad of the ones they replace.
@@ -97,7 +98,7 @@ def _share_tensors(model: nn.Module, source: nn.Module) -> None:
         if name in shared:
             parameter.requires_grad_(shared[name].requires_grad)
     incompatible = model.load_state_dict(shared, strict=False, assign=True)
-    missing = sorted(set(incompatible.missing_keys) - set(residual_tensors(model)))
+    missing = sorted(set(incompatible.missing_keys) - set(added))
     if missing or incompatible.unexpected_keys:
         raise ValueError(f"the backbone's tensors do not fit: missing {missing}, left {incompatible.unexpected_keys}.")
     for name, buffer in source.named_buffers(remove_duplicate=False):
@@ -114,7 +115,7 @@ def _is_number(value: object) -> bool:
 
 
 def _device_beside(source: PreTrainedModel, name: str) -> torch.device:
-    """The device of the decoder layer that the connection `name` belongs to, or of the final norm."""
+    """The device of the decoder layer that the connection or gate `name` belongs to, or of the final norm."""
     owner = source.get_submodule(name.rpartition(".")[0])
     if hasattr(owner, "layers"):  # the decoder: the final norm follows its last layer
         owner = owner.layers[-1]

@@ -59,7 +59,7 @@ def models_on(backbone: str) -> dict[str, type[ResidualPreTrainedModel]]:
     for auto_class, a_class in classes.items():
         a_class.auto_classes = {key: value.__name__ for key, value in classes.items()}
         a_class.register_for_auto_class(auto_class)
-    # Checkpoints have the backbone's layout, which `transformers` knows by model type or class name.
+    # Checkpoints have the backbone's layout, known by model type or class name.
     of_classes = ((parent.__name__, f"AttnRes{parent.__name__}") for parent in (model, *heads.values()))
     for theirs, ours in ((backbone, config_class.model_type), *of_classes):
         if rules := conversion_mapping.get_checkpoint_conversion_mapping(theirs):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from transformers import KimiLinearConfig, PreTrainedConfig
 
+from .attention_gate_attnres import GatedConfig, check_attention_gate
 from .attn_res_attnres import AttnRes
 from .denseformer_attnres import DenseFormer
 from .functional_attnres import DEPTH_ATTENTION
@@ -81,10 +82,11 @@ BACKBONES: dict[str, Sublayers | Callable[[PreTrainedConfig], Sublayers]] = {
 }
 
 
-class ResidualConfig(PreTrainedConfig):
+class ResidualConfig(GatedConfig, PreTrainedConfig):
     """Of every family member, beside the fields of its backbone and the `fields` of its connection:
 
     - `residual_connection`, `"attn_res"` by default: a key of `CONNECTIONS`; with `"standard"` it is the backbone.
+    - `attention_gate`, `None` by default: see its file.
     - `depth_attention_implementation`, `"auto"` by default: the name of one, or the fastest that runs. Not saved.
     """
 
@@ -107,6 +109,7 @@ class ResidualConfig(PreTrainedConfig):
         for field, default in CONNECTIONS[self.residual_connection].fields.items():
             setattr(self, field, getattr(self, field, default))  # of its own, so that it is saved
         self.connection.check(self)
+        check_attention_gate(self)
         chosen = self.depth_attention_implementation
         require(self, "depth_attention_implementation", chosen in DEPTH_ATTENTION, one_of(DEPTH_ATTENTION))
 
@@ -127,11 +130,11 @@ class ResidualConfig(PreTrainedConfig):
 
     @classmethod
     def get_config_dict(cls, *args, **kwargs):
-        # No warning about a backbone's model type.
-        config_dict, kwargs = super().get_config_dict(*args, **kwargs)
-        if config_dict.get("model_type") == cls.backbone:
-            config_dict["model_type"] = cls.model_type
-        return config_dict, kwargs
+        # No warning about the model type.
+        fields, kwargs = super().get_config_dict(*args, **kwargs)
+        if fields.get("model_type") == cls.backbone:
+            fields["model_type"] = cls.model_type
+        return fields, kwargs
 
     def to_dict(self):
         fields = super().to_dict()

@@ -1,7 +1,7 @@
 """Residual connections on any decoder of `transformers`: mixins for its layer, its model and its heads.
 
 Each sublayer reads its input from the depth state and writes its output to it; last the final norm reads. The state
-takes the place of `hidden_states` in the backbone's own forward loop: no hooks.
+takes the place of `hidden_states` in the backbone's loop: no hooks.
 """
 
 import re
@@ -18,17 +18,18 @@ from transformers.modeling_outputs import ModelOutput
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
 
+from .attention_gate_attnres import add_attention_gate
 from .configuration_attnres import CONNECTIONS, ResidualConfig, Sublayers
 from .loading_attnres import check_residual_tensors, check_shapes, explain_broken_shard
 from .residual_attnres import DepthState, ResidualConnection, ResidualNorm
 
-# Names of a layer's first sublayer: what it reads is recorded as the layer's input.
+# A layer's first sublayer: what it reads is recorded as the layer's input.
 _FIRST_SUBLAYER = ("self_attention_res", "parallel_res")
 
 
 def _add_connection(module: nn.Module, name: str, config: ResidualConfig, sublayer: int) -> None:
-    """Register a connection as `{name}_proj`, its norm as `{name}_norm`: the names of the released weights."""
-    # Not `config.connection`: a checkpoint's configuration has another copy of these files.
+    """Register a connection as `{name}_proj`, its norm as `{name}_norm`: names of the released weights."""
+    # Not `config.connection`: a checkpoint's configuration has its own copy of these files.
     connection = CONNECTIONS[config.residual_connection].form(config)(config, sublayer)
     module.add_module(f"{name}_proj", connection)
     if connection.has_norm:
@@ -42,11 +43,12 @@ class ResidualDecoderLayer:
     layer_idx: int
 
     def connect(self, config: ResidualConfig, sublayers: Sublayers, layer_idx: int) -> None:
-        """Add the residual connections to a layer of the backbone."""
+        """Make a backbone's layer one of the family."""
         _check_declaration(self, config.backbone, sublayers)
         self.sublayers, self.layer_idx = sublayers, layer_idx
         for i, sublayer in enumerate(sublayers):
             _add_connection(self, sublayer.name, config, layer_idx * len(sublayers) + i)
+        add_attention_gate(self, config)
 
     def move_to(self, layer_idx: int) -> None:
         """Take another place."""
@@ -73,7 +75,7 @@ class ResidualDecoderLayer:
         return reader.after(self.layer_idx, state)
 
     def attend(self, attention: nn.Module, hidden_states: Tensor, **kwargs) -> Tensor:
-        """The output `[batch, seq, hidden]` of an attention, called as the backbone calls it."""
+        """The output `[batch, seq, hidden]` of an attention."""
         return attention(hidden_states, **kwargs)[0]
 
 
@@ -118,7 +120,7 @@ class ResidualPreTrainedModel:
         # `transformers` looks for a decorator in the class's file.
         cls._can_set_experts_implementation = backbone._can_set_experts_implementation
         _show_backbone_signature(cls)
-        # The input of every layer, then that of the final norm, replaced by its output.
+        # The input of every layer, then of the final norm, replaced by its output.
         record = partial(OutputRecorder, ResidualConnection)
         first = partial(record, index=0, capture_initial_hidden_state=False)
         reads = [first(layer_name=f"{name}_proj") for name in (*_FIRST_SUBLAYER, "output_attn_res")]
@@ -139,7 +141,7 @@ class ResidualPreTrainedModel:
 
     def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=checkpoint, **kwargs):
         def checkpoint_layer(forward: partial, state: DepthState) -> DepthState:
-            if isinstance(state, tuple):  # reentrant checkpointing differentiates by positional tensors alone
+            if isinstance(state, tuple):  # reentrant, it differentiates by positional tensors alone
                 return gradient_checkpointing_func(lambda *tensors: forward(tensors), *state)
             return gradient_checkpointing_func(forward, state)
 
@@ -147,7 +149,7 @@ class ResidualPreTrainedModel:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """A backbone's checkpoint loads with connections at their start; raises what `loading_attnres` raises."""
+        """A backbone's checkpoint loads with connections at their start; raises as `loading_attnres`."""
         source, asked = pretrained_model_name_or_path, kwargs.copy()
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         with explain_broken_shard(source, kwargs.get("subfolder", "")):
@@ -158,11 +160,11 @@ class ResidualPreTrainedModel:
         return (model, info) if asked.get("output_loading_info") else model
 
     def save_pretrained(self, save_directory: str | Path, *args, **kwargs):
-        # FSDP2 derives a class in a file of torch's.
+        # FSDP2 derives a class of torch's.
         cls = type(self)
         own = next(c for c in cls.__mro__ if not c.__module__.startswith("torch."))
         named = cls.__module__, cls.__name__
-        # `Trainer` resumes from `checkpoint-7` by own names; else the layout is the published one.
+        # `Trainer` resumes from `checkpoint-7` by own names; else the layout is published.
         paths = save_directory, self.name_or_path or ""
         to, of = (re.fullmatch(r"checkpoint-\d+", Path(path).resolve().name) for path in paths)
         kwargs.setdefault("save_original_format", not to)
@@ -187,7 +189,7 @@ class ResidualModel(ResidualPreTrainedModel):
         self.connect()
 
     def connect(self) -> None:
-        """Add the residual connections to a decoder of the backbone."""
+        """Make a backbone's decoder one of the family."""
         config, sublayers = self.config, self.config.sublayers
         if not isinstance(getattr(self, "layers", None), nn.ModuleList):
             raise ValueError(f"the decoder of {config.backbone!r} does not keep its layers in `layers`.")
@@ -222,7 +224,7 @@ class ResidualHead(ResidualPreTrainedModel):
     def __init__(self, config: ResidualConfig):
         config.check_fields()
         super().__init__(config)
-        # A new object: `transformers` notes what it records as a model is made.
+        # A new object: `transformers` notes what it records when one is made.
         decoder = self.model_class.__new__(self.model_class)
         PreTrainedModel.__init__(decoder, config)
         vars(decoder).update(vars(self.base_model))
@@ -244,7 +246,7 @@ class ResidualHead(ResidualPreTrainedModel):
 
 
 def auto_map(model_class: type[ResidualPreTrainedModel]) -> dict[str, str]:
-    """What each Auto class loads from the code beside the weights."""
+    """What each Auto class loads from the saved code."""
     config_class = model_class.config_class
     own, of_config = (module.__module__.rpartition(".")[2] for module in (model_class, config_class))
     heads = {auto_class: f"{own}.{name}" for auto_class, name in model_class.auto_classes.items()}

@@ -20,7 +20,7 @@ def check_residual_tensors(model: nn.Module, missing: Collection[str], source: s
     if absent and len(absent) < len(tensors):
         raise ValueError(
             f"{source} holds {len(tensors) - len(absent)} of the {len(tensors)} tensors of its residual connections; "
-            f"missing: {', '.join(absent)}. Restore them, or remove all to begin at their start."
+            f"missing: {', '.join(absent)}. Restore them, or remove all to start anew."
         )
     for name, tensor in tensors.items():
         if tensor.is_meta and hasattr(model, "hf_device_map"):  # offloaded

@@ -71,7 +71,7 @@ class ResidualConnection(nn.Module):
 
     @classmethod
     def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> str | None:
-        """Why a model with these tensors may be another function than the standard one, or `None`."""
+        """Why a model with these tensors may not be the standard function, or `None`."""
         return f"{cls.name!r} is another function"
 
     @classmethod
@@ -87,16 +87,16 @@ class ResidualConnection(nn.Module):
         """What of a read depends on the state's values; for the second argument see `has_norm`."""
 
     def mix(self, state: DepthState, coefficients: Any) -> tuple[Tensor, DepthState]:
-        """The input `[batch, seq, hidden]`, and the state; linear in the state, as `write` is."""
+        """The input, and the state; linear in the state, as `write` is."""
         raise NotImplementedError
 
     def forward(self, state: DepthState, norm: Any = None) -> tuple[Tensor, Any, DepthState]:
-        """Read: the input, the depth weights `[sources, batch, seq]` if there are, the state."""
+        """Read: the input `[batch, seq, hidden]`, depth weights `[sources, batch, seq]` or `None`, the state."""
         inputs, state = self.mix(state, self.coefficients(state, norm))
         return inputs, None, state
 
     def write(self, state: DepthState, output: Tensor) -> DepthState:
-        """Write: the state after a sublayer with this output `[batch, seq, hidden]`."""
+        """The state after a sublayer with this output."""
         raise NotImplementedError
 
     @classmethod

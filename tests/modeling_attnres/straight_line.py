@@ -1,4 +1,5 @@
-"""A whole AttnRes model as straight lines of float64, written from the equations: the yardstick of `test_equations.py`.
+"""A whole AttnRes model as straight lines of float64, written from the equations: the yardstick of `test_equations.py`
+and `test_attention_gate.py`. Its backbone is Kimi Linear or, where a configuration has no kinds of layers, Llama.
 
 Nothing of the package or of transformers' models is used, nothing is cached, chunked, batched over experts or fused. A
 sublayer's input is computed from the list `v_0, v_1, ...` of sublayer outputs by index arithmetic:
@@ -25,10 +26,11 @@ def logits(tensors: Mapping[str, Tensor], config: Any, token_ids: Tensor) -> Ten
     for layer in range(config.num_hidden_layers):
         weights = _below(tensors, f"layers.{layer}.")
         x = _rms_norm(_read(outputs, weights, "self_attention_res", config), config.rms_norm_eps)
-        attention = {"linear_attention": _kda, "full_attention": _mla}[config.layer_types[layer]]
+        kind = "llama" if config.backbone == "llama" else config.layer_types[layer]
+        attention = {"linear_attention": _kda, "full_attention": _mla, "llama": _grouped}[kind]
         outputs.append(attention(x * weights["input_layernorm.weight"], _below(weights, "self_attn."), config))
         x = _rms_norm(_read(outputs, weights, "mlp_res", config), config.rms_norm_eps)
-        mlp = {"dense": _mlp, "sparse": _moe}[config.mlp_layer_types[layer]]
+        mlp = _moe if kind != "llama" and config.mlp_layer_types[layer] == "sparse" else _mlp
         outputs.append(mlp(x * weights["post_attention_layernorm.weight"], _below(weights, "mlp."), config))
     x = _rms_norm(_read(outputs, tensors, "output_attn_res", config), config.rms_norm_eps)
     return x * tensors["norm.weight"] @ tensors["lm_head.weight"].T
@@ -92,6 +94,7 @@ def _mla(x: Tensor, weights: Mapping[str, Tensor], config: Any) -> Tensor:
     else:
         q = _rms_norm(x @ weights["q_a_proj.weight"].T, LATENT_EPS) * weights["q_a_layernorm.weight"]
         q = q @ weights["q_b_proj.weight"].T
+    q = _gated("query", q, x, weights, config, heads)
     q = q.reshape(batch, length, heads, own + config.qk_rope_head_dim)
     latent = x @ weights["kv_a_proj_with_mqa.weight"].T
     k_shared = latent[..., rank:]  # one key for all heads
@@ -106,7 +109,56 @@ def _mla(x: Tensor, weights: Mapping[str, Tensor], config: Any) -> Tensor:
         attention = torch.exp(scores / (own + config.qk_rope_head_dim) ** 0.5)
         attention = attention / attention.sum(-1, keepdim=True)
         o[:, t] = torch.einsum("bhs,bshd->bhd", attention, v[:, : t + 1])
-    return o.reshape(batch, length, heads * config.v_head_dim) @ weights["o_proj.weight"].T
+    return _project_output(o, x, weights, config)
+
+
+def _grouped(x: Tensor, weights: Mapping[str, Tensor], config: Any) -> Tensor:
+    """Attention of Llama: several query heads share a key and value head, channels `c` and `c + width / 2` rotate."""
+    batch, length, _ = x.shape
+    heads, groups, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    q, k, v = (
+        _gated(place, x @ weights[f"{place[0]}_proj.weight"].T, x, weights, config, count).reshape(
+            batch, length, count, width
+        )
+        for place, count in (("query", heads), ("key", groups), ("value", groups))
+    )
+    pair = torch.arange(width // 2, dtype=torch.float64)
+    angle = torch.arange(length)[:, None] * config.rope_parameters["rope_theta"] ** (-2 * pair / width)
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]  # [length, 1, width / 2]
+    q, k = (
+        torch.cat([cos * a - sin * b, cos * b + sin * a], dim=-1)
+        for a, b in (y.split(width // 2, dim=-1) for y in (q, k))
+    )
+    o = torch.zeros(batch, length, heads, width, dtype=torch.float64)
+    for t in range(length):
+        for head in range(heads):
+            group = head // (heads // groups)
+            scores = torch.einsum("bd,bsd->bs", q[:, t, head], k[:, : t + 1, group]) / width**0.5
+            o[:, t, head] = torch.einsum("bs,bsd->bd", scores.softmax(-1), v[:, : t + 1, group])
+    return _project_output(o, x, weights, config)
+
+
+def _project_output(o: Tensor, x: Tensor, weights: Mapping[str, Tensor], config: Any) -> Tensor:
+    heads = o.shape[2]
+    y = _gated("sdpa", o.reshape(*o.shape[:2], -1), x, weights, config, heads) @ weights["o_proj.weight"].T
+    return _gated("output", y, x, weights, config, heads)
+
+
+def _gated(place: str, y: Tensor, x: Tensor, weights: Mapping[str, Tensor], config: Any, heads: int) -> Tensor:
+    """`y` `[batch, length, heads * width]` times, or plus, `s(x W)`, channel by channel, if the gate has this place."""
+    if config.attention_gate != place:
+        return y
+    s = x @ weights["g_proj.weight"].T
+    s = _silu(s) if config.attention_gate_activation == "silu" else torch.sigmoid(s)
+    if config.attention_gate_scale == "double":
+        s = s + s
+    result, width = torch.zeros_like(y), y.shape[-1] // heads
+    for channel in range(y.shape[-1]):
+        numbers = {"elementwise": channel, "headwise": channel // width, "head_shared": channel % width}
+        one = s[..., numbers[config.attention_gate_granularity]]
+        is_factor = config.attention_gate_form == "multiply"
+        result[..., channel] = y[..., channel] * one if is_factor else y[..., channel] + one
+    return result
 
 
 def _mlp(x: Tensor, weights: Mapping[str, Tensor], config: Any) -> Tensor:

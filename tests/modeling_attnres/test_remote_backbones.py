@@ -10,12 +10,18 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from .connections import close
 
 HERE = Path(__file__).parent
-CASES = ["llama", "gemma3_text", "mixtral", "gpt_neox"]
+# Two of them with gated attention.
+CASES = {
+    "llama": {"attention_gate": "value", "attention_gate_granularity": "headwise"},
+    "gemma3_text": {},
+    "mixtral": {},
+    "gpt_neox": {"attention_gate": "sdpa"},
+}
 
 
 @pytest.fixture(scope="module")
 def originals(backbones) -> dict[str, PreTrainedModel]:
-    return {case: backbones.build_member(case, attn_res_block_size=3) for case in CASES}
+    return {case: backbones.build_member(case, attn_res_block_size=3, **fields) for case, fields in CASES.items()}
 
 
 @pytest.fixture(scope="module")

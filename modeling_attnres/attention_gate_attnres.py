@@ -1,0 +1,148 @@
+"""Gated attention (arXiv 2505.06708): a learned gate on one of the tensors of every attention that has a softmax.
+
+    Y' = Y * s(X W)   or   Y + s(X W)
+
+`X` `[batch, seq, hidden]` is the attention's input, as a rule normed; `W` that of `self_attn.g_proj`, an `nn.Linear`
+without bias, named as in Kimi K3's weights. Any residual connection may run around it. Fields:
+
+- `attention_gate`, `None` by default: what `Y` is. `"sdpa"`: the weighted sum of the values, before the output
+  projection; `"value"`, `"key"`, `"query"`: what that projection makes, before norm, rotary embedding and cache;
+  `"output"`: what the output projection makes.
+- `attention_gate_granularity`: `"elementwise"`, the default: each channel of each head has a gate; `"headwise"`: each
+  head; `"head_shared"`: each channel, one for all heads.
+- `attention_gate_form`: `"multiply"`, the default, or `"add"`.
+- `attention_gate_activation`: `s`, `"sigmoid"` by default, or `"silu"`.
+- `attention_gate_scale`: `"unit"`, the default, or `"double"` for `2 sigmoid`, which is 1 at `W = 0`.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from .residual_attnres import one_of, require
+
+# Field -> its values, the default first.
+_VALUES = {
+    "attention_gate": (None, "sdpa", "value", "key", "query", "output"),
+    "attention_gate_granularity": ("elementwise", "headwise", "head_shared"),
+    "attention_gate_form": ("multiply", "add"),
+    "attention_gate_activation": ("sigmoid", "silu"),
+    "attention_gate_scale": ("unit", "double"),
+}
+GATE_FIELDS: dict[str, str | None] = {field: values[0] for field, values in _VALUES.items()}
+GatedConfig = type("GatedConfig", (), GATE_FIELDS)  # what a configuration without the fields has
+_OUTPUT = ("o_proj", "dense")
+# Place -> the names that its projection may have, and the norm that may come after it.
+_PLACES = {"sdpa": (_OUTPUT, ""), "output": (_OUTPUT, ""), "value": (("v_proj",), "")}
+_PLACES |= {"key": (("k_proj",), "k_norm"), "query": (("q_proj", "q_b_proj"), "q_norm")}
+
+
+class GatedAttention:
+    """Mixin of a backbone's attention, which calls its projections as `self.v_proj(x)`: it runs with a stand-in for
+    `self` that has projection and gate in that place. Nothing is hooked or kept, and every implementation fits.
+    """
+
+    ungated: type[nn.Module]  # the backbone's class
+    g_proj: nn.Linear
+    gate: Callable[[Tensor, Tensor], Tensor]
+    gated: str  # name of the projection that makes `Y` or, with `is_before`, takes it
+    is_before: bool
+
+    def forward(self, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
+        projection, logits = getattr(self, self.gated), self.g_proj(hidden_states)
+
+        def gated(x: Tensor) -> Tensor:
+            return projection(self.gate(x, logits)) if self.is_before else self.gate(projection(x), logits)
+
+        return self.ungated.forward(_StandIn(self, self.gated, gated), hidden_states, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _empty, (self.ungated,), vars(self)  # no file has this class by name
+
+
+class _StandIn:
+    """A module, but with a function in the place of its child `name`."""
+
+    def __init__(self, module: nn.Module, name: str, function: Callable[[Tensor], Tensor]):
+        vars(self).update({"_module": module, name: function})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+@cache
+def _gated(ungated: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Gated{ungated.__name__}", (GatedAttention, ungated), {"ungated": ungated, "__module__": __name__})
+
+
+def _empty(ungated: type[nn.Module]) -> nn.Module:
+    return object.__new__(_gated(ungated))
+
+
+def _apply(head_dim: int, granularity: str, form: str, activation: str, scale: str, y: Tensor, xw: Tensor) -> Tensor:
+    """`Y'` `[batch, seq, heads * head_dim]` of `Y`, the same, and `X W` `[batch, seq, width of g_proj]`."""
+    gate = F.silu(xw) if activation == "silu" else xw.sigmoid()
+    gate = 2 * gate if scale == "double" else gate
+    combine = Tensor.mul if form == "multiply" else Tensor.add
+    if granularity == "elementwise":
+        return combine(y, gate)
+    gate = gate.unsqueeze(-1 if granularity == "headwise" else -2)
+    return combine(y.unflatten(-1, (-1, head_dim)), gate).flatten(-2)
+
+
+def add_attention_gate(layer: nn.Module, config: PreTrainedConfig) -> None:
+    """Gate the attention of a decoder layer, if the configuration says so. Raises ValueError: it has no such place."""
+    attention = getattr(layer, "self_attn", None) or getattr(layer, "attention", None)
+    kinds = getattr(config, "layer_types", None)
+    is_linear = bool(kinds) and kinds[layer.layer_idx] == "linear_attention"
+    if config.attention_gate is None or is_linear or isinstance(attention, GatedAttention):
+        return
+    place, granularity, form, *function = (getattr(config, field) for field in GATE_FIELDS)
+    names, norm = _PLACES[place]
+    name = next((name for name in names if isinstance(getattr(attention, name, None), nn.Linear)), "")
+    allowed = f"another place: the attention of {config.backbone!r} has no {' or '.join(names)}"
+    require(config, "attention_gate", bool(name), allowed)
+    projection = getattr(attention, name)
+    width = projection.in_features if place == "sdpa" else projection.out_features
+    heads = config.num_key_value_heads if place in ("key", "value") else config.num_attention_heads
+    if (granularity, form) == ("headwise", "multiply") and hasattr(attention, norm):
+        is_kept = getattr(attention, norm).weight.numel() > width // heads  # a norm of more than one head
+        require(config, "attention_gate_granularity", is_kept, f"another one: {norm} undoes a factor of a whole head")
+    size = {"elementwise": width, "headwise": heads, "head_shared": width // heads}[granularity]
+    attention.__class__ = _gated(type(attention))
+    attention.g_proj = nn.Linear(config.hidden_size, size, bias=False)
+    attention.gated, attention.is_before = name, place == "sdpa"
+    attention.gate = partial(_apply, width // heads, granularity, form, *function)
+
+
+def gate_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What the gates add to a backbone, by name."""
+    gates = ((name, module.g_proj) for name, module in model.named_modules() if isinstance(module, GatedAttention))
+    return {f"{name}.g_proj.{key}": tensor for name, gate in gates for key, tensor in gate.named_parameters()}
+
+
+def check_attention_gate(config: PreTrainedConfig) -> None:
+    """Raises ValueError: a field has a value that is not allowed, alone or beside the others."""
+    if config.attention_gate is None:
+        return
+    for field, values in _VALUES.items():
+        setattr(config, field, getattr(config, field))  # of its own, so that it is saved
+        require(config, field, getattr(config, field) in values, one_of(values))
+    place, granularity, *function, scale = (getattr(config, field) for field in GATE_FIELDS)
+    has_heads = place != "output" or granularity == "elementwise"
+    require(config, "attention_gate_granularity", has_heads, "'elementwise' where `attention_gate` is 'output'")
+    allowed = "'unit' where `attention_gate_form` and `attention_gate_activation` are not 'multiply' and 'sigmoid'"
+    require(config, "attention_gate_scale", scale == "unit" or function == ["multiply", "sigmoid"], allowed)
+    # Under tensor parallelism a gate divides as its projection; one that heads share leaves their attention whole.
+    plan, divides = type(config).base_model_tp_plan or {}, "rowwise" if place == "sdpa" else "colwise"
+    paths = [path.rsplit(".", 1) for path, rule in plan.items() if rule == divides and place != "output"]
+    owners = [owner for owner, name in paths if name in _PLACES[place][0]]
+    if granularity == "head_shared":
+        plan = {path: rule for path, rule in plan.items() if path.rsplit(".", 1)[0] not in owners}
+    else:
+        plan = plan | {f"{owner}.g_proj": "colwise" for owner in owners}
+    config.base_model_tp_plan = plan
