@@ -6,8 +6,10 @@ Attention residuals run by their kernels, as where `attnres` is installed; the o
 import gc
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import torch
+import yaml
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -20,16 +22,7 @@ from .shapes import STANDARD, kimi_linear, llama, tiny_kimi_linear, token_ids
 from .timing import Setting, compare, interleave
 from .workloads import decoding, training_step
 
-# Name in the table -> the fields of the configuration.
-FORMS: dict[str, dict] = {
-    STANDARD: {"residual_connection": "standard"},
-    "post_norm": {"residual_connection": "post_norm"},
-    "highway": {"residual_connection": "highway"},
-    "denseformer": {"residual_connection": "denseformer"},
-    "identity_hc, 4 streams": {"residual_connection": "identity_hc"},
-    "attn_res, S=4": {"attn_res_block_size": 4},
-    "attn_res, Full": {"attn_res_block_size": 1},
-}
+FORMS: dict[str, dict] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 COLUMNS = ("training step", "memory of the step", "decoding")
 
 

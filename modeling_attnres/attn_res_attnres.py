@@ -118,10 +118,8 @@ class AttnRes(ResidualConnection):
 
     def forward(self, state: DepthState, norm_weight: Tensor) -> tuple[Tensor, Tensor, DepthState]:
         """`coefficients` and `mix` in one, by the fastest implementation."""
-        implementation, is_sum = self.config.depth_attention_implementation, self.scale == "sum"
-        return attend(
-            self.weight, _sources(state), norm_weight, self.eps, is_sum, implementation, fuse_later_grads=True
-        )
+        options = self.eps, self.scale == "sum", self.config.depth_attention_implementation
+        return attend(self.weight, _sources(state), norm_weight, *options, fuse_later_grads=True)
 
     def coefficients(self, state: DepthState, norm_weight: Tensor) -> Tensor:
         """The depth weights `[sources, batch, seq]`, with the scale "sum" times their number."""

@@ -104,7 +104,7 @@ class ResidualConfig(GatedConfig, PreTrainedConfig):
         self.validate()
 
     def check_fields(self) -> None:
-        """Raises ValueError: a value is not allowed. Models check again: it may have changed."""
+        """Raises ValueError: a value is not allowed. Models check again."""
         require(self, "residual_connection", self.residual_connection in CONNECTIONS, one_of(CONNECTIONS))
         for field, default in CONNECTIONS[self.residual_connection].fields.items():
             setattr(self, field, getattr(self, field, default))  # of its own, so that it is saved
@@ -143,7 +143,7 @@ class ResidualConfig(GatedConfig, PreTrainedConfig):
 
 
 def register(connection: type[ResidualConnection]) -> None:
-    """Make it a `residual_connection`, and its fields those of any configuration."""
+    """Make it a `residual_connection`, with its fields."""
     CONNECTIONS[connection.name] = connection
     for field, default in connection.fields.items():
         setattr(ResidualConfig, field, default)

@@ -80,7 +80,7 @@ class ResidualDecoderLayer:
 
 
 class DepthReader:
-    """How a pass reads: by the connections of the `model`, or by `fast` in their place."""
+    """How a pass reads: by the `model`'s connections, or by `fast` in their place."""
 
     def __init__(self, model: "ResidualModel | None" = None, fast: Any = None):
         self.model, self.fast = model, fast
@@ -157,6 +157,8 @@ class ResidualPreTrainedModel:
         if not asked.get("ignore_mismatched_sizes"):  # refused here, by name
             check_shapes(info["mismatched_keys"], source)
         check_residual_tensors(model, info["missing_keys"], source)
+        if _by_own_names(source or "", kwargs.get("subfolder", "")):
+            vars(model).pop("_weight_conversions", None)
         return (model, info) if asked.get("output_loading_info") else model
 
     def save_pretrained(self, save_directory: str | Path, *args, **kwargs):
@@ -164,12 +166,7 @@ class ResidualPreTrainedModel:
         cls = type(self)
         own = next(c for c in cls.__mro__ if not c.__module__.startswith("torch."))
         named = cls.__module__, cls.__name__
-        # `Trainer` resumes from `checkpoint-7` by own names; else the layout is published.
-        paths = save_directory, self.name_or_path or ""
-        to, of = (re.fullmatch(r"checkpoint-\d+", Path(path).resolve().name) for path in paths)
-        kwargs.setdefault("save_original_format", not to)
-        if of:
-            vars(self).pop("_weight_conversions", None)
+        kwargs.setdefault("save_original_format", not _by_own_names(save_directory))
         self.config.auto_map = auto_map(own)
         try:
             cls.__module__, cls.__name__ = own.__module__, own.__name__
@@ -243,6 +240,11 @@ class ResidualHead(ResidualPreTrainedModel):
         if recorded:
             (outputs["depth_attentions"],) = recorded
         return outputs
+
+
+def _by_own_names(*path: str | Path) -> bool:
+    """`Trainer` resumes from `checkpoint-7` by own names; else the layout is published."""
+    return bool(re.fullmatch(r"checkpoint-\d+", Path(*path).resolve().name))
 
 
 def auto_map(model_class: type[ResidualPreTrainedModel]) -> dict[str, str]:

@@ -17,7 +17,7 @@ try:
     import attnres.accelerated as accelerated
 except ModuleNotFoundError:
     accelerated = None
-# A copy of this file that came with a checkpoint may meet another version of `accelerated`.
+# A copy of this file beside a checkpoint may meet another version.
 INTERFACE = 1
 if accelerated is not None and accelerated.INTERFACE != INTERFACE:
     logging.get_logger(__name__).warning(

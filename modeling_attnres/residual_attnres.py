@@ -59,7 +59,7 @@ class ResidualConnection(nn.Module):
 
     @classmethod
     def plan_retrofit(cls, config: PreTrainedConfig, **options: Any) -> None:
-        """Set the fields so that it starts as the standard one. Raises ValueError: it cannot."""
+        """Set the fields to start as the standard one. Raises ValueError: it cannot."""
         if cls.retrofit is None:
             raise ValueError(f"no model can be retrofitted with {cls.name!r}: it never equals the standard residual.")
         chosen = {o: v for o, v in options.items() if o in cls.fields or (v is not None and v is not False)}
@@ -76,7 +76,7 @@ class ResidualConnection(nn.Module):
 
     @classmethod
     def plan_change(cls, config: PreTrainedConfig, connections: Mapping[str, Any], **options: Any) -> None:
-        """Set fields anew. Raises ValueError: a model with these connections would be another function."""
+        """Set fields anew. Raises ValueError: these connections would be another function."""
         raise ValueError(f"{cls.name!r} has no {' or '.join(f'`{option}`' for option in options)} to change.")
 
     @torch.no_grad()
@@ -84,7 +84,7 @@ class ResidualConnection(nn.Module):
         """Set the tensors to their start."""
 
     def coefficients(self, state: DepthState, norm: Any = None) -> Any:
-        """What of a read depends on the state's values; for the second argument see `has_norm`."""
+        """What of a read depends on the state's values; for `norm` see `has_norm`."""
 
     def mix(self, state: DepthState, coefficients: Any) -> tuple[Tensor, DepthState]:
         """The input, and the state; linear in the state, as `write` is."""
@@ -122,7 +122,7 @@ def norm_eps(config: PreTrainedConfig) -> float:
 
 
 def residual_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What the connections add to a backbone, by name."""
+    """What connections add to a backbone."""
     return {
         f"{module_name}.{name}": parameter
         for module_name, module in model.named_modules()

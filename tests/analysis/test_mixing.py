@@ -7,29 +7,33 @@ from transformers import AutoConfig, AutoModelForCausalLM, BatchEncoding
 import attnres
 from attnres.analysis import mixing_matrix, semiseparable_rank, token_mixing
 
-from ..modeling_attnres.connections import BACKBONES, build, difference
+from ..modeling_attnres.connections import BACKBONES, FORMS, build, difference
 
 SUBLAYERS = 10
 # (connection, fields) -> the semiseparable rank of each token's matrix; `None` where it may be anything.
-FORMS = {
+RANKS = {
     "standard": ({}, 1),
     "post_norm": ({}, 1),
     "highway": ({}, 1),
     "denseformer": ({}, None),
+    "hyper_connections": ({"residual_streams": 3}, 3),
     "identity_hc": ({"residual_streams": 3}, 3),
+    "mhc": ({"residual_streams": 3}, 3),
+    "mhc_lite": ({"residual_streams": 3}, 3),
     "attn_res": ({"attn_res_block_size": 3}, 4),
+    **dict.fromkeys(FORMS, ({}, None)),
 }
 
 
 def test_there_is_a_form_for_every_connection():
-    assert FORMS.keys() == attnres.CONNECTIONS.keys()
+    assert RANKS.keys() - FORMS == attnres.CONNECTIONS.keys()
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("connection", FORMS)
+@pytest.mark.parametrize("connection", RANKS)
 @pytest.mark.parametrize("case", BACKBONES)
 def test_inputs_are_rebuilt_from_the_outputs(backbones, case, connection):
-    fields, rank = FORMS[connection]
+    fields, rank = RANKS[connection]
     model, token_ids = build(backbones, case, connection, **fields), backbones.token_ids()
     logits = model(token_ids).logits
     mixing = token_mixing(model, token_ids)

@@ -11,7 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from attnres import CONNECTIONS
 from attnres.commands import app
+from benchmarks import connections
 from benchmarks.run import PARTS
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +36,11 @@ def bench(
     return subprocess.run(
         [sys.executable, *command, *arguments], cwd=cwd, capture_output=True, text=True, timeout=600, check=False
     )
+
+
+def test_every_connection_is_measured():
+    assert {form["residual_connection"] for form in connections.FORMS.values()} == CONNECTIONS.keys()
+    assert next(iter(connections.FORMS)) == connections.STANDARD
 
 
 def test_every_part_can_be_asked_for():

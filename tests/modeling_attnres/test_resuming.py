@@ -35,8 +35,10 @@ def test_a_resumed_run_ends_with_the_tensors_of_one_that_was_not_interrupted(bac
     # A checkpoint is a model like any other; saved elsewhere, it has the names of the published layout.
     (tmp_path / "latest").symlink_to(first)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "latest")
+    AutoModelForCausalLM.from_pretrained(tmp_path, subfolder="checkpoint-1").save_pretrained(tmp_path / "by subfolder")
     assert set(load_file(first / "model.safetensors")) <= set(expected)
     loaded.save_pretrained(tmp_path / "again")
     other.save_pretrained(tmp_path / "published")
-    again, published = (set(load_file(tmp_path / name / "model.safetensors")) for name in ("again", "published"))
-    assert again == published and any("block_sparse_moe" in name for name in published)
+    names = ("again", "by subfolder", "published")
+    again, by_subfolder, published = (set(load_file(tmp_path / name / "model.safetensors")) for name in names)
+    assert again == by_subfolder == published and any("block_sparse_moe" in name for name in published)
