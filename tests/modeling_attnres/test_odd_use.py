@@ -66,8 +66,8 @@ def test_a_mean_in_the_place_of_an_output_is_broadcast(backbones, implementation
         for hook in hooks:
             hook.remove()
     (inferred, logits, found), (inferred_expanded, logits_expanded, found_expanded) = seen
-    assert difference(inferred, inferred_expanded) < 1e-6
-    assert difference(logits, logits_expanded) < 1e-6
+    assert difference(inferred, inferred_expanded) < 1e-5
+    assert difference(logits, logits_expanded) < 1e-5
     assert_same_gradients(found, found_expanded, 1e-4)
     assert difference(model(token_ids).logits, logits) > 1e-2
 

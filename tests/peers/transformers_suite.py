@@ -14,6 +14,7 @@ import sys
 import tarfile
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
@@ -41,6 +42,7 @@ EMPTY_STAND_INS = {
     "generation/test_utils.py": "class GenerationTesterMixin:\n    pass\n",
 }
 MAX_SECONDS_PER_RUN = 900
+PROCESSES = 2
 
 
 def fetch_sdist(cache: Path) -> Path:
@@ -120,16 +122,17 @@ def main() -> int:
 
     started = time.monotonic()
     worse = []
-    with tempfile.TemporaryDirectory() as root:
+    variants = arguments.variants or list(YARDSTICKS)
+    yardsticks = {YARDSTICKS[variant] for variant in variants}
+    with tempfile.TemporaryDirectory() as root, ThreadPoolExecutor(PROCESSES) as pool:
         lay_out(fetch_sdist(arguments.cache), Path(root))
-        yardsticks: dict[str, dict[str, str]] = {}
-        for variant in arguments.variants or YARDSTICKS:
-            name = YARDSTICKS[variant]
-            if name not in yardsticks:
-                yardsticks[name] = run(name, Path(root))
-                failing = [test for test, result in yardsticks[name].items() if result == "failed"]
-                print(f"    fails for {name} itself: {', '.join(failing) or 'nothing'}")
-            found = compare(variant, run(variant, Path(root)), yardsticks[name])
+        names = [*sorted(yardsticks), *variants]
+        outcomes = dict(zip(names, pool.map(lambda name: run(name, Path(root)), names)))
+        for name in sorted(yardsticks):
+            failing = [test for test, result in outcomes[name].items() if result == "failed"]
+            print(f"fails for {name} itself: {', '.join(failing) or 'nothing'}")
+        for variant in variants:
+            found = compare(variant, outcomes[variant], outcomes[YARDSTICKS[variant]])
             worse += found
             if found:
                 print(*found, (Path(root) / f"{variant}.log").read_text(), sep="\n")
