@@ -11,7 +11,7 @@ demo: .venv/demo.installed
 	.venv/bin/attnres demo --overwrite
 
 test: .venv/test.installed
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not slow" --numprocesses 2
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not slow" --numprocesses 2 --dist worksteal
 
 lint: .venv/test.installed
 	.venv/bin/ruff check .

@@ -27,6 +27,8 @@ def run(
     words = [*map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("output", "errors")]
+        for file in files:
+            file.touch()
         given = {"words": words, "cwd": str(cwd or Path.cwd()), "environment": dict(env), "files": files}
         process = _FORKS.Process(target=runpy.run_path, args=(__file__, {"given": given}, "fork"))
         process.start()
@@ -41,7 +43,7 @@ def run(
 def _become(words: list[str], cwd: str, environment: dict[str, str], files: list[Path]) -> None:
     """Do as the interpreter that is started with these words."""
     for number, file in enumerate(files, start=1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)

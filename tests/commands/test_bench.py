@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 from attnres.commands import app
 from benchmarks.run import PARTS
 
+from .. import forks
+
 ROOT = Path(__file__).parents[2]
 QUICK = ("--quick", "--repeats", "2", "--threads", "1")
 # What the first row of each part says beside its times.
@@ -30,9 +32,7 @@ TIMED = {"ratios", "processor_ratios", "seconds"}
 def bench(
     *arguments: str, cwd: Path, command: tuple[str, ...] = ("-m", "attnres", "bench")
 ) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *command, *arguments], cwd=cwd, capture_output=True, text=True, timeout=600, check=False
-    )
+    return forks.run(*command, *arguments, cwd=cwd)
 
 
 def test_every_part_can_be_asked_for():
