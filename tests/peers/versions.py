@@ -1,4 +1,4 @@
-"""Run the tests of the model and of the conversion with older releases of `transformers`.
+"""Run tests of the model and of the conversion with older releases of `transformers`.
 
     python tests/peers/versions.py [VERSION ...]
 
