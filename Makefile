@@ -6,12 +6,12 @@ PYTHON ?= python3
 PIP = .venv/bin/python -m pip --disable-pip-version-check --quiet
 INSTALL = $(PIP) install --constraint constraints.txt
 
-.PHONY: demo test lint serving versions clean
+.PHONY: demo test lint serving suite versions clean
 demo: .venv/demo.installed
 	.venv/bin/attnres demo --overwrite
 
 test: .venv/test.installed
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not slow" --numprocesses 2
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not slow" --numprocesses 2 --dist worksteal
 
 lint: .venv/test.installed
 	.venv/bin/ruff check .
@@ -36,6 +36,10 @@ lint: .venv/test.installed
 # What takes an environment of its own under .peer-*, made by pip.
 serving: .venv/test.installed
 	.venv/bin/python -m pytest -m serving
+
+# `transformers`' own model tests with every residual connection on two backbones.
+suite: .venv/test.installed
+	.venv/bin/python tests/peers/transformers_suite.py --every
 
 versions: .venv/test.installed
 	.venv/bin/python tests/peers/versions.py

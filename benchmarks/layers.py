@@ -81,7 +81,7 @@ def measure(setting: Setting) -> Iterator[dict]:
     if setting.quick:
         shapes = {"2 x 64": llama(width=64, layers=2)}
     for shape, config in shapes.items():
-        for dtype in ("float32", "bfloat16"):
+        for dtype in ("float32",) if setting.quick else ("float32", "bfloat16"):
             standard = build(config, getattr(torch, dtype), setting.device)
             ids = token_ids(config, 16 if setting.quick else TOKENS, 1, setting.device)
             for connection in ("Block S=4", "Full"):

@@ -38,7 +38,7 @@ def measure(setting: Setting) -> Iterator[dict]:
     if not setting.quick:
         measured |= {TOY: Shape(llama(width=64, layers=5), ("Block S=4", "Full"))}
     for name, shape in measured.items():
-        for dtype in ("float32", "bfloat16"):
+        for dtype in ("float32",) if setting.quick else ("float32", "bfloat16"):
             models = variants(shape, getattr(torch, dtype), setting.device)
             ids = token_ids(shape.config, 16 if setting.quick else TOKENS, 1, setting.device)
             for workload, (prepare, calls, times) in WORKLOADS.items():

@@ -1,13 +1,13 @@
 """Fixtures: other processes, and kernels that compute what is as small as in these tests."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from attnres.accelerated import numba as on_cpu
+
+from .. import forks
 
 
 @pytest.fixture(scope="module")
@@ -20,17 +20,12 @@ def cpu_kernels() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def printed() -> Callable[..., str]:
-    """`printed(code, **environment)`: what another process prints; it must not fail."""
+def printed(tmp_path_factory) -> Callable[..., str]:
+    """`printed(code, **environment)`: what a fork of a process without numba prints; it must not fail."""
+    elsewhere = tmp_path_factory.mktemp("cwd")
 
     def run(code: str, **environment: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", code],
-            capture_output=True,
-            text=True,
-            timeout=500,
-            env=os.environ | environment,
-        )
+        done = forks.run("-c", code, cwd=elsewhere, env=os.environ | environment)
         assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
         return done.stdout.strip()
 

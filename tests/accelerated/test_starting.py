@@ -4,13 +4,15 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import attnres.accelerated
 
-pytest.importorskip("numba")
+numba = pytest.importorskip("numba")
+from attnres.accelerated.numba import cache, loops  # noqa: E402
 
 ASK = """
 import warnings, torch
@@ -24,12 +26,21 @@ print(reasons[0], "|", sum("depth attention does without it" in str(warning.mess
 """
 
 
-def test_importing_starts_nothing(printed):
+def printed_anew(code: str, **environment: str) -> str:
+    """What a process prints that imports all itself: PyTorch reads OMP_NUM_THREADS when it is imported."""
+    command, environment = [sys.executable, "-P", "-c", code], os.environ | environment
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
+    assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
+    return done.stdout.strip()
+
+
+def test_importing_starts_nothing():
     code = """
 import sys, attnres.accelerated
 print(*attnres.accelerated.IMPLEMENTATIONS, sorted({"numba", "llvmlite", "triton", "fla"} & set(sys.modules)))
 """
-    assert printed(code).split()[0] == "numba" and printed(code).endswith(" []")
+    output = printed_anew(code)
+    assert output.split()[0] == "numba" and output.endswith(" []")
 
 
 def test_without_compiling_numba_is_not_used(printed):
@@ -69,6 +80,49 @@ def copy_of_package(folder: Path) -> Path:
     return shutil.copytree(source, folder / "accelerated", ignore=shutil.ignore_patterns("__pycache__"))
 
 
+@pytest.fixture
+def small_loop(monkeypatch, tmp_path) -> Callable[[], numba.core.registry.CPUDispatcher]:
+    """`small_loop()`: a function whose machine code is kept as that of the loops is, and compiled in no time."""
+    monkeypatch.setattr(cache, "folder", lambda: tmp_path)
+
+    def add_one(number):
+        return number + 1
+
+    def build() -> numba.core.registry.CPUDispatcher:
+        dispatcher = numba.njit(add_one)
+        dispatcher._cache = cache.MachineCode("add_one")
+        return dispatcher
+
+    return build
+
+
+def test_the_loops_are_kept():
+    assert all(isinstance(loop._cache, cache.MachineCode) for pair in loops.LOOPS.values() for loop in pair)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole: whole[: len(whole) // 2],
+        lambda whole: b"",
+        lambda whole: whole[:-9] + b"\x00" * 9,
+        lambda whole: whole.replace(b"add_one", b"add_two"),
+    ],
+    ids=["half", "nothing", "end", "middle"],
+)
+def test_a_damaged_or_shortened_file_of_machine_code_is_written_anew(small_loop, tmp_path, damage):
+    assert small_loop()(2) == 3
+    (file,) = tmp_path.iterdir()
+    whole = file.read_bytes()
+    read = small_loop()
+    assert read(2) == 3 and sum(read.stats.cache_hits.values()) == 1
+    file.write_bytes(damage(whole))
+    compiled = small_loop()
+    assert compiled(2) == 3 and not compiled.stats.cache_hits
+    assert len(file.read_bytes()) > 0.9 * len(whole)
+    assert sum((again := small_loop()).stats.cache_hits.values()) == 0 and again(2) == 3 and again.stats.cache_hits
+
+
 SUM = """
 import torch
 from accelerated.numba import IMPLEMENTATION
@@ -78,36 +132,19 @@ print(IMPLEMENTATION.run(query, sources, 1e-6, True)[0].mean().item())  # not tr
 
 
 @pytest.mark.slow
-def test_a_damaged_or_shortened_cache_is_written_anew(printed, tmp_path):
-    copy_of_package(tmp_path)
+def test_a_change_of_any_kernel_file_is_compiled(printed, tmp_path):
+    folder = copy_of_package(tmp_path) / "numba"
     environment = {"PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    # The base, which is zeros, must not be, for a change of the loads to show.
+    zeros, ones = "np.zeros(width, np.float32), np.float32(", "np.ones(width, np.float32), np.float32("
+    replace(folder / "loops.py", f"{zeros}0)", f"{ones}0)")
     assert printed(SUM, **environment) == "4.0"
-    files = sorted((tmp_path / "cache").rglob("*.nbc"))
-    assert files
-    for damage in (lambda whole: whole[: len(whole) // 2], lambda whole: b"", lambda whole: whole[:-9] + b"\x00" * 9):
-        whole = [file.read_bytes() for file in files]
-        for file, content in zip(files, whole):
-            file.write_bytes(damage(content))
-        assert printed(SUM, **environment) == "4.0"
-        assert all(len(file.read_bytes()) > 9999 for file in files)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["rows.py", "loops.py"])
-def test_a_change_of_any_kernel_file_is_compiled(printed, tmp_path, name):
-    package = copy_of_package(tmp_path)
-    environment = {"PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-    assert printed(SUM, **environment) == "4.0"
-    changed = {
-        "rows.py": ("first = _splat(builder, values[2], lanes)", "first = _constant(_FLOAT, 7.0, lanes)"),
-        "loops.py": ("np.zeros(width, np.float32), np.float32(0)", "np.ones(width, np.float32), np.float32(7)"),
-    }
-    if name == "rows.py":  # the base, which is zeros, must not be, to show
-        replace(package / "numba" / "loops.py", "np.zeros(width, np.float32), np.float32(0)",
-                "np.ones(width, np.float32), np.float32(0)")  # fmt: skip
-        assert printed(SUM, **environment) == "4.0"
-    replace(package / "numba" / name, *changed[name])
+    loads = "first = _splat(builder, values[2], lanes)", "first = _constant(_FLOAT, 7.0, lanes)"
+    replace(folder / "rows.py", *loads)
     assert printed(SUM, **environment) == "11.0"
+    replace(folder / "rows.py", *reversed(loads))
+    replace(folder / "loops.py", f"{ones}0)", f"{ones}9)")
+    assert printed(SUM, **environment) == "13.0"
 
 
 def replace(file: Path, old: str, new: str) -> None:
@@ -182,8 +219,8 @@ print(numba.threading_layer(), len(wrong))
 
 
 @pytest.mark.parametrize("layer", ["workqueue", "default"])
-def test_several_threads_may_call_at_once(printed, layer):
-    answer = printed(CROWD, NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS="2", OMP_NUM_THREADS="2")
+def test_several_threads_may_call_at_once(layer):
+    answer = printed_anew(CROWD, NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS="2", OMP_NUM_THREADS="2")
     assert answer.endswith(" 0") and (layer == "default" or answer.startswith("workqueue"))
 
 

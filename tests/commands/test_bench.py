@@ -16,6 +16,8 @@ from attnres.commands import app
 from benchmarks import connections
 from benchmarks.run import PARTS
 
+from .. import forks
+
 ROOT = Path(__file__).parents[2]
 QUICK = ("--quick", "--repeats", "2", "--threads", "1")
 # What the first row of each part says beside its times.
@@ -33,9 +35,7 @@ TIMED = {"ratios", "processor_ratios", "seconds"}
 def bench(
     *arguments: str, cwd: Path, command: tuple[str, ...] = ("-m", "attnres", "bench")
 ) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *command, *arguments], cwd=cwd, capture_output=True, text=True, timeout=600, check=False
-    )
+    return forks.run(*command, *arguments, cwd=cwd)
 
 
 def test_every_connection_is_measured():

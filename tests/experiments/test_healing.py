@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,6 +19,8 @@ from experiments import healing
 from experiments.data import Data
 from experiments.harness import SELECTION_SEED, Planned, Store
 from experiments.healing import Healing, Recipe
+
+from .. import forks
 
 ROOT = Path(__file__).parents[2]
 SETTING = {"steps": 3, "batch_size": 2}
@@ -122,9 +123,8 @@ def test_the_distance_from_uniform_does_not_cancel_over_tokens(start):
 
 def healing_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     paths = ["--checkpoint", "start", "--corpus", ".", "--results", "r/results.json", "--tables", "RESULTS.md"]
-    command = [sys.executable, "-m", "experiments", "healing", *paths, "--batch-size", "2", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    command = ["-m", "experiments", "healing", *paths, "--batch-size", "2", *arguments]
+    return forks.run(*command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,8 @@ from experiments.data import Data, Text, load, prepare
 from experiments.harness import SELECTION_SEED, Planned, Store
 from experiments.scratch import DECLARED, Comparison, Experiment, Recipe, declared
 from experiments.tables import report_table, sweep_table
+
+from .. import forks
 
 ROOT = Path(__file__).parents[2]
 SMALL = replace(
@@ -156,8 +157,7 @@ def test_the_table_has_differences_within_seeds(tmp_path):
 def run(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess:
     files = ["--results", folder / "r" / "runs.json", "--tables", folder / "page.md", "--work", folder / "work"]
     options = [*map(str, (*files, *arguments))]
-    process = [sys.executable, "-m", "experiments", "claim", "--size", "tiny", *options]
-    return subprocess.run(process, cwd=ROOT, capture_output=True, text=True)
+    return forks.run("-m", "experiments", "claim", "--size", "tiny", *options, cwd=ROOT)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import attnres
 from attnres.residual_attnres import residual_tensors
 
+from .. import forks
 from .connections import (
     BACKBONES,
     FORMS,
@@ -208,15 +209,14 @@ if sys.argv[3] == "training":
 @pytest.mark.slow
 @pytest.mark.parametrize("connection", ["attn_res", *CONNECTIONS])
 @pytest.mark.parametrize(("case", "mode"), [("llama", "training"), ("kimi_linear", "inference")])
-def test_the_first_call_of_a_process_may_be_a_compiled_one(backbones, run, tmp_path, case, connection, mode):
+def test_the_first_call_of_a_process_may_be_a_compiled_one(backbones, tmp_path, case, connection, mode):
     fields = {"num_hidden_layers": 2, "hidden_size": 256}
     if case == "kimi_linear":
         fields |= {"layer_types": ["linear_attention", "full_attention"]}
     build(backbones, case, connection, **fields).save_pretrained(tmp_path / "model")
     torch.save(backbones.token_ids(), tmp_path / "ids.pt")
-    script = tmp_path / "first.py"
-    script.write_text(COMPILE)
-    run(script, tmp_path / "model", tmp_path / "ids.pt", mode, with_attnres=True)
+    done = forks.run("-c", COMPILE, tmp_path / "model", tmp_path / "ids.pt", mode)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @torch.no_grad()

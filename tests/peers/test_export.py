@@ -1,8 +1,5 @@
 """`torch.export` makes one graph of a retrofit, for any batch and length; and the first call may be a compiled one."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.export import Dim, export
@@ -10,6 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from attnres.conversion import retrofit
 from attnres.residual_attnres import residual_tensors
+
+from .. import forks
 
 SMALL = {
     "vocab_size": 99,
@@ -60,5 +59,5 @@ with torch.no_grad():
 @pytest.mark.slow
 def test_the_first_call_of_all_may_be_a_compiled_one():
     """In a process of its own: what an earlier call has put in place would not have to be compiled."""
-    done = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, timeout=600, check=False)
+    done = forks.run("-c", FIRST_CALL)
     assert done.returncode == 0, done.stderr[-4000:]

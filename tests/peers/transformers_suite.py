@@ -1,6 +1,6 @@
 """Run `transformers`' own model tests on AttnRes, held against its backbones under the same tests.
 
-    python tests/peers/transformers_suite.py [--cache DIR] [VARIANT ...]
+    python tests/peers/transformers_suite.py [--cache DIR] [--every] [VARIANT ...]
 
 The tests come from the sdist of the installed `transformers`; pip fetches it once, into the cache. Exit status 0: in
 every variant every test passed that passed for its backbone, and no test failed that did not fail there. 1: not so.
@@ -14,6 +14,7 @@ import sys
 import tarfile
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
@@ -26,14 +27,15 @@ CONNECTIONS = [name.title().replace("_", "") for name in connection_help.CONNECT
 BY_DEFAULT = {
     "Standard": "KimiLinear",
     "Full": "KimiLinear",
-    "BlocksOf4": "KimiLinear",
     "BlocksOf3": "KimiLinear",
     "OnLlama": "Llama",
     "OnMixtral": "Mixtral",
-    **{f"{name}OnLlama": "Llama" for name in CONNECTIONS},
+    "HighwayOnLlama": "Llama",
+    "MhcOnLlama": "Llama",
 }
-ON_REQUEST = {f"{name}OnKimiLinear": "KimiLinear" for name in CONNECTIONS}
-YARDSTICKS = BY_DEFAULT | ON_REQUEST
+# Every residual connection on both backbones: each by its name, or all with `--every`.
+ON_REQUEST = {f"{name}On{backbone}": backbone for name in CONNECTIONS for backbone in ("Llama", "KimiLinear")}
+YARDSTICKS = BY_DEFAULT | {"BlocksOf4": "KimiLinear"} | ON_REQUEST
 FROM_SDIST = (
     "test_modeling_common.py",
     "test_training_mixin.py",
@@ -47,6 +49,7 @@ EMPTY_STAND_INS = {
     "generation/test_utils.py": "class GenerationTesterMixin:\n    pass\n",
 }
 MAX_SECONDS_PER_RUN = 900
+PROCESSES = 2
 
 
 def fetch_sdist(cache: Path) -> Path:
@@ -120,6 +123,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     help_text = f"of {', '.join(YARDSTICKS)}; default: the first {len(BY_DEFAULT)}"
     parser.add_argument("variants", nargs="*", metavar="VARIANT", help=help_text)
+    parser.add_argument("--every", action="store_true", help="all of them, which takes half an hour")
     parser.add_argument("--cache", type=Path, default=HERE.parents[1] / ".peer", help="where the sdist is kept")
     arguments = parser.parse_args()
     if unknown := set(arguments.variants) - set(YARDSTICKS):
@@ -127,16 +131,17 @@ def main() -> int:
 
     started = time.monotonic()
     worse = []
-    with tempfile.TemporaryDirectory() as root:
+    variants = arguments.variants or list(YARDSTICKS if arguments.every else BY_DEFAULT)
+    yardsticks = {YARDSTICKS[variant] for variant in variants}
+    with tempfile.TemporaryDirectory() as root, ThreadPoolExecutor(PROCESSES) as pool:
         lay_out(fetch_sdist(arguments.cache), Path(root))
-        yardsticks: dict[str, dict[str, str]] = {}
-        for variant in arguments.variants or BY_DEFAULT:
-            name = YARDSTICKS[variant]
-            if name not in yardsticks:
-                yardsticks[name] = run(name, Path(root))
-                failing = [test for test, result in yardsticks[name].items() if result == "failed"]
-                print(f"    fails for {name} itself: {', '.join(failing) or 'nothing'}")
-            found = compare(variant, run(variant, Path(root)), yardsticks[name])
+        names = [*sorted(yardsticks), *variants]
+        outcomes = dict(zip(names, pool.map(lambda name: run(name, Path(root)), names)))
+        for name in sorted(yardsticks):
+            failing = [test for test, result in outcomes[name].items() if result == "failed"]
+            print(f"fails for {name} itself: {', '.join(failing) or 'nothing'}")
+        for variant in variants:
+            found = compare(variant, outcomes[variant], outcomes[YARDSTICKS[variant]])
             worse += found
             if found:
                 print(*found, (Path(root) / f"{variant}.log").read_text(), sep="\n")

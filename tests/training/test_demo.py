@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from attnres.training.text import python_sources, train_tokenizer
 
+from .. import forks
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
@@ -33,8 +35,7 @@ def stories(assets, tmp_path) -> Path:
 
 
 def attnres(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "attnres", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    return forks.run("-m", "attnres", *arguments, cwd=cwd)
 
 
 def error_line(process: subprocess.CompletedProcess) -> str:

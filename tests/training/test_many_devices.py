@@ -24,6 +24,7 @@ from attnres.conversion import retrofit
 from attnres.training.loading import read_division
 from attnres.training.recipe import read_recipe
 
+from .. import forks
 from .running import results, wait_for
 
 YAMLS = sorted(Path(attnres.configuration.__file__).with_name("accelerate").glob("*.yaml"))
@@ -67,7 +68,8 @@ def single(folders, arguments) -> Callable[[str], Path]:
     def out_of(run: str) -> Path:
         out = folders["shared"] / f"{run}-on-one"
         if not out.exists():
-            finish(subprocess.Popen([sys.executable, "-m", "attnres", "train", *arguments(run, out)], **PIPES))
+            done = forks.run("-m", "attnres", "train", *arguments(run, out), timeout=300)
+            assert done.returncode == 0, done.stderr[-4000:]
         return out
 
     return out_of

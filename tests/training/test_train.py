@@ -18,6 +18,7 @@ from attnres import AttnResLlamaForCausalLM
 from attnres.conversion import retrofit
 from attnres.training.data import DataSpec, load_blocks
 
+from .. import forks
 from .running import results, wait_for
 
 pytestmark = pytest.mark.slow
@@ -61,8 +62,9 @@ def command(folders, assets) -> Callable[..., list[str]]:
     return build
 
 
-def run(arguments: list[str], **options) -> subprocess.CompletedProcess:
-    return subprocess.run(arguments, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300, **options)
+def run(arguments: list[str]) -> subprocess.CompletedProcess:
+    """A command that nothing disturbs, in a fork; the others are processes of their own."""
+    return forks.run(*arguments[1:], timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +230,9 @@ def test_a_disk_that_is_full_leaves_the_last_checkpoint_whole(command, uninterru
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
 
-    done = run(command("heal", out), preexec_fn=limit)
+    done = subprocess.run(
+        command("heal", out), preexec_fn=limit, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300
+    )
     assert done.returncode == 1
     assert "the checkpoint of step 8 could not be written" in done.stderr
     assert f"The last one is {out / 'checkpoint-4'}." in done.stderr
