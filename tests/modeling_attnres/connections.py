@@ -18,7 +18,13 @@ def stir(model: PreTrainedModel) -> PreTrainedModel:
     for name, tensor in residual_tensors(model).items():
         scale = tensor.shape[-1] ** -0.5 if tensor.ndim == 2 else 0.5
         mean = 1.0 if name.endswith(".scale") else 0.0
-        tensor.copy_(mean + scale * torch.randn(tensor.shape, generator=generator))
+        noise = torch.randn(tensor.shape, generator=generator)
+        if name.endswith((".static", ".scale")) and tensor.any():
+            tensor.add_(
+                0.2 * noise
+            )  # of Hyper-Connections: nothing bounds them, and far off all differences would grow
+        else:
+            tensor.copy_(mean + scale * noise)
     return model
 
 
