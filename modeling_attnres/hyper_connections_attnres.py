@@ -86,7 +86,9 @@ class HyperConnections(ResidualStreams):
                 projected = F.linear(streams, self.weight.to(dtype)) * inverse_rms(streams, self.eps)
                 alpha, beta = self.scale.to(dtype)
                 weights = weights + projected.tanh() * torch.cat([alpha.expand(n + 1), beta.expand(1)])
-        return weights[..., 0], weights[..., -1], weights[..., 1:-1] - torch.eye(n, dtype=dtype, device=streams.device)
+        # Products of batches of matrices are slow where their rows have gaps.
+        read, write = weights[..., 0].contiguous(), weights[..., -1].contiguous()
+        return read, write, weights[..., 1:-1] - torch.eye(n, dtype=dtype, device=streams.device)
 
 
 __all__ = ["HyperConnections"]

@@ -36,7 +36,13 @@ def stir(model: PreTrainedModel) -> PreTrainedModel:
         if tensor.ndim == 2 and tensor.shape[0] == tensor.shape[1]:
             scale *= 0.1  # what it multiplies for a query is not normed: logits are to be of size 1
         mean = 1.0 if name.endswith(".scale") else 0.0
-        tensor.copy_(mean + scale * torch.randn(tensor.shape, generator=generator))
+        noise = torch.randn(tensor.shape, generator=generator)
+        if name.endswith((".static", ".scale")) and tensor.any():
+            tensor.add_(
+                0.2 * noise
+            )  # of Hyper-Connections: nothing bounds them, and far off all differences would grow
+        else:
+            tensor.copy_(mean + scale * noise)
     return model
 
 
