@@ -30,8 +30,8 @@ def retrofit(
         residual: name of the residual connection, a key of `attnres.CONNECTIONS`.
         options: those of the connection. Attention residuals have `block_size` (S in sublayers, two per decoder layer,
             one where attention and MLP are parallel) or `num_blocks` or `full=True`, by default 8 blocks; and `scale`,
-            by default `"sum"`, while `"mean"` is the same function only up to the epsilons of the norms. Any field of the
-            connection is one too, such as `attn_res_gated=True`.
+            by default `"sum"`, while `"mean"` is the same function only up to the epsilons of the norms. Each field of
+            the connection is one too, such as `attn_res_gated=True`.
 
     Returns:
         The model with these connections, where they start: it computes the same function. It **shares** its backbone
