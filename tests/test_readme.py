@@ -58,7 +58,7 @@ def test_the_python_of_the_readme_runs(demo_directory, monkeypatch, capsys):
 
 def test_the_python_of_the_page_on_models_runs(demo_directory, monkeypatch, capsys):
     monkeypatch.chdir(demo_directory)
-    assert run_blocks(ROOT / "modeling_attnres" / "README.md") == 4
+    assert run_blocks(ROOT / "modeling_attnres" / "README.md") == 5
     output = capsys.readouterr().out
     assert "attn_res 4" in output
     assert "attnres-48b-a3b" in output
