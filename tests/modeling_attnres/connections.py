@@ -38,9 +38,8 @@ def stir(model: PreTrainedModel) -> PreTrainedModel:
         mean = 1.0 if name.endswith(".scale") else 0.0
         noise = torch.randn(tensor.shape, generator=generator)
         if name.endswith((".static", ".scale")) and tensor.any():
-            tensor.add_(
-                0.2 * noise
-            )  # of Hyper-Connections: nothing bounds them, and far off all differences would grow
+            # Of Hyper-Connections: nothing bounds them, and far off, differences would grow with the depth.
+            tensor.add_(0.1 * noise)
         else:
             tensor.copy_(mean + scale * noise)
     return model
