@@ -2,13 +2,12 @@
 
     h_l = sum_i softmax_i(w_l . (g_l * RMSNorm(s_i))) s_i
 
-Full, or in blocks of S sublayers. Fields of the configuration:
+Full, or in blocks of S sublayers. Fields of the configuration, beside the switches of `attn_res_fields_attnres`:
 
 - `attn_res_block_size`, 6 by default: S >= 1 in *sublayers* (attention or MLP). Each block is summed into one source.
   1 is Full AttnRes; S may be odd, and the last block may be shorter.
 - `attn_res_scale`: `"mean"`, the default, is the softmax average of the sources (for training from scratch); `"sum"`
   that times their number (for retrofits: at zero queries it is the residual stream).
-- the switches of `attn_res_fields_attnres`, with which it has another form.
 """
 
 import math
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from .attn_res_fields_attnres import SWITCHES, check_switches, never_standard, switches
+from .attn_res_fields_attnres import SWITCHES, check_switches, is_count, never_standard, switches
 from .functional_attnres import accelerated, attend, reference
 from .residual_attnres import DepthState, ResidualConnection, ResidualNorm, norm_eps, one_of, require
 
@@ -48,15 +47,16 @@ class AttnRes(ResidualConnection):
 
     @classmethod
     def form(cls, config: PreTrainedConfig) -> "type[AttnRes]":
+        if not switches(config):
+            return AttnRes
         from .attn_res_switches_attnres import SwitchedAttnRes  # which derives from this class
 
-        return SwitchedAttnRes if switches(config) else AttnRes
+        return SwitchedAttnRes
 
     @classmethod
     def check(cls, config: PreTrainedConfig) -> None:
-        size = config.attn_res_block_size
-        is_valid = isinstance(size, int) and not isinstance(size, bool) and size >= 1
-        require(config, "attn_res_block_size", is_valid, "an integer >= 1 (block size in sublayers)")
+        allowed = "an integer >= 1 (block size in sublayers)"
+        require(config, "attn_res_block_size", is_count(config.attn_res_block_size), allowed)
         require(config, "attn_res_scale", config.attn_res_scale in ("mean", "sum"), one_of(("mean", "sum")))
         check_switches(config)
 
@@ -73,8 +73,8 @@ class AttnRes(ResidualConnection):
     ) -> None:
         """`block_size`, the number of blocks, or `full`; by default about 8 blocks (AttnRes, section 3)."""
         block_size = options.get("block_size", options.get("attn_res_block_size"))
-        given = {"block_size": block_size, "num_blocks": num_blocks, "full": full or None}
-        given = [name for name, value in given.items() if value is not None]
+        values = {"block_size": block_size, "num_blocks": num_blocks, "full": full or None}
+        given = [name for name, value in values.items() if value is not None]
         if len(given) > 1:
             raise ValueError(f"give one of block_size, num_blocks and full, not {' and '.join(given)}.")
         if num_blocks is not None and num_blocks < 1:

@@ -86,6 +86,7 @@ def test_tokens_are_rounded_up_to_steps():
         (("trainer.label_names=[a]",), "the run decides it: leave it out."),
         (("trainer.bf_16=true",), "`trainer` has no `bf_16`. Did you mean `bf16`?"),
         (("retrofit={blocksize: 2}",), "`retrofit` has no `blocksize`. Did you mean `block_size`?"),
+        (("retrofit={attn_res_gatd: true}",), "`retrofit` has no `attn_res_gatd`. Did you mean `attn_res_gated`?"),
         (("retrofit={residual: identity_hc, stream: 2}",), "`retrofit` has no `stream`. Did you mean `streams`?"),
         (("retrofit={residual: denseformer, scale: sum}",), "`retrofit` has no `scale`."),
         (("retrofit={residual: [1]}",), "there is no residual connection [1]; there is 'attn_res', "),
