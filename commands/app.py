@@ -151,7 +151,7 @@ def convert(
         typer.Option(
             "--set",
             metavar="FIELD=VALUE",
-            help="Set a field of the connection, such as attn_res_gated=true; repeatable.",
+            help="Set a field of the connection or of gated attention, as attention_gate=sdpa; repeatable.",
         ),
     ] = None,
     to: Annotated[Undone | None, typer.Option(help="`standard` undoes a retrofit that is not trained yet.")] = None,
@@ -206,8 +206,8 @@ def convert(
         from .convert import run_convert
 
     if unknown := [name for name in fields if name not in retrofit_fields(residual)]:
-        has = ", ".join(retrofit_fields(residual)) or "none"
-        raise typer.BadParameter(f"--set {unknown[0]}: {residual} has no such field. Its fields: {has}.")
+        has = ", ".join(retrofit_fields(residual))
+        raise typer.BadParameter(f"--set {unknown[0]}: a retrofit with {residual} has no such field, but {has}.")
     if set_block_size is not None:
         plan = partial(plan_change, block_size=set_block_size)
     elif to is not None:

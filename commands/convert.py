@@ -85,7 +85,8 @@ def _describe(plan: Plan) -> str:
     tensors, files = counted(len(checkpoint.entries), "tensor"), counted(len(checkpoint.shards), "file")
     parts = [f"{tensors} in {files}, {show_bytes(checkpoint.num_bytes)}"]
     if isinstance(config, ResidualConfig):
-        parts.append(f"{config.model_type}: {config.connection.describe(config)}")
+        gate = f", attention gated ({config.attention_gate})" if config.attention_gate else ""
+        parts.append(f"{config.model_type}: {config.connection.describe(config)}{gate}")
     else:
         parts.append(f"{config.model_type}: standard residual connections")
     if plan.added:

@@ -83,17 +83,16 @@ def retrofit_options(residual: str = DEFAULT_CONNECTION) -> list[str]:
     """
     connection = _connection(residual)
     parameters = signature(connection.plan_retrofit).parameters.values()
-    own = [*connection.options, *(option.name for option in parameters if option.default is not option.empty)]
-    return [*own, *GATE_FIELDS]
+    return [*connection.options, *(option.name for option in parameters if option.default is not option.empty)]
 
 
 def retrofit_fields(residual: str = DEFAULT_CONNECTION) -> list[str]:
-    """The names of the fields of a residual connection, which a retrofit may set as well.
+    """The names of the fields that a retrofit may set as well: of a residual connection, and of gated attention.
 
     Raises:
         ValueError: there is no such connection.
     """
-    return list(_connection(residual).fields)
+    return [*_connection(residual).fields, *GATE_FIELDS]
 
 
 def _connection(name: str) -> type[ResidualConnection]:

@@ -10,7 +10,6 @@ import pytest
 from typer.testing import CliRunner
 
 from attnres import BACKBONES, CONNECTIONS, AttnResConfig, connection_help, hub
-from attnres.attention_gate_attnres import GATE_FIELDS
 from attnres.commands.app import app
 from attnres.commands.choices import DEFAULT_RESIDUAL, Scale
 from attnres.configuration import names
@@ -114,7 +113,7 @@ def test_what_the_command_line_says_of_connections_is_what_the_registry_has():
     assert connection_help.CONNECTIONS.keys() == CONNECTIONS.keys()
     assert DEFAULT_RESIDUAL == DEFAULT_CONNECTION
     for name, (_, options) in connection_help.CONNECTIONS.items():
-        assert set(options) == set(retrofit_options(name)) - GATE_FIELDS.keys()
+        assert set(options) == set(retrofit_options(name))
     for scale in Scale:
         AttnResConfig(attn_res_scale=scale.value).check_fields()
 

@@ -10,7 +10,7 @@ from attnres.attention_gate_attnres import GATE_FIELDS, gate_tensors
 from attnres.conversion import retrofit
 from attnres.conversion.checkpoint import open_checkpoint
 from attnres.conversion.convert import Plan, plan_retrofit, plan_standard, write
-from attnres.conversion.family import retrofit_options
+from attnres.conversion.family import retrofit_fields
 from attnres.residual_attnres import residual_tensors
 
 from ..modeling_attnres import test_published_layout
@@ -159,4 +159,4 @@ def test_a_quantised_checkpoint_takes_none(tmp_path):
 
 
 def test_the_fields_are_options_of_every_retrofit():
-    assert all(GATE_FIELDS.keys() <= set(retrofit_options(connection)) for connection in ("attn_res", "standard"))
+    assert all(GATE_FIELDS.keys() <= set(retrofit_fields(connection)) for connection in ("attn_res", "standard"))

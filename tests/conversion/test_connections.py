@@ -216,11 +216,11 @@ def test_static_weights_are_not_regrouped(sources, tmp_path):
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        ("--set attn_res_gate=true", 2, "attn_res has no such field. Its fields: attn_res_block_size, "),
+        ("--set attn_res_gate=true", 2, "a retrofit with attn_res has no such field, but attn_res_block_size, "),
         (
             "--residual identity_hc --set attn_res_gated=true",
             2,
-            "identity_hc has no such field. Its fields: residual_streams.",
+            "a retrofit with identity_hc has no such field, but residual_streams, attention_gate, ",
         ),
         ("--set attn_res_gated", 2, "--set attn_res_gated: give FIELD=VALUE"),
         ("--set attn_res_gated=true --set attn_res_gated=false", 2, "each field once"),
@@ -278,8 +278,8 @@ def test_values_that_are_not_allowed_are_refused_before_the_source_is_looked_for
 
 
 def test_an_unknown_connection_is_refused_with_the_list():
-    with pytest.raises(ValueError, match=r"no residual connection 'highway'; there is 'attn_res', .*'identity_hc'"):
-        retrofit(standard_model(), "highway")
+    with pytest.raises(ValueError, match=r"no residual connection 'siblings'; there is 'attn_res', .*'identity_hc'"):
+        retrofit(standard_model(), "siblings")
 
 
 @pytest.mark.parametrize("name", ["denseformer", "identity_hc"])

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from transformers.utils import logging
 
 import attnres
-from attnres import BACKBONES
+from attnres import BACKBONES, CONNECTIONS
 from attnres.residual_attnres import residual_tensors
 
 release = Version(transformers.__version__)
@@ -308,7 +308,7 @@ def test_a_configuration_of_the_backbone_is_read_whole_and_without_a_warning(bac
         ("attn_res_block_size", 0, "an integer >= 1 (block size in sublayers)"),
         ("attn_res_block_size", 2.5, "an integer >= 1 (block size in sublayers)"),
         ("attn_res_scale", "max", "one of 'mean', 'sum'"),
-        ("residual_connection", "hyper", "one of 'attn_res', 'standard', 'denseformer', 'identity_hc'"),
+        ("residual_connection", "hyper", f"one of {', '.join(map(repr, CONNECTIONS))}"),
     ],
 )
 def test_a_wrong_field_is_refused_wherever_it_comes_from(backbones, case, field, value, allowed, tmp_path):

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from attnres import AttnResConfig, AttnResForCausalLM
+from attnres import CONNECTIONS, AttnResConfig, AttnResForCausalLM
 
 # The messages below are matched whole: field, value and what is allowed.
 BLOCK_SIZE = "`attn_res_block_size` is {!r}, but must be an integer >= 1 (block size in sublayers)."
 SCALE = "`attn_res_scale` is {!r}, but must be one of 'mean', 'sum'."
-CONNECTION = "`residual_connection` is {!r}, but must be one of 'attn_res', 'standard', 'denseformer', 'identity_hc'."
+CONNECTION = f"`residual_connection` is {{!r}}, but must be one of {', '.join(map(repr, CONNECTIONS))}."
 LENGTH = "`{}` is {!r}, but must be a list of length 4 (`num_hidden_layers`), not {}."
 HEADS = (
     "`num_key_value_heads` is {!r}, but must be `num_attention_heads` (4): "
