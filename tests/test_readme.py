@@ -60,7 +60,7 @@ def test_the_python_of_the_readme_runs(demo_directory, monkeypatch, capsys):
 
 def test_the_python_of_the_page_on_models_runs(demo_directory, monkeypatch, capsys):
     monkeypatch.chdir(demo_directory)
-    assert run_blocks(ROOT / "modeling_attnres" / "README.md") == 5
+    assert run_blocks(ROOT / "modeling_attnres" / "README.md") == 6
     output = capsys.readouterr().out
     assert "attn_res 4" in output
     assert "attnres-48b-a3b" in output

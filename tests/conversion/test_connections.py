@@ -271,7 +271,7 @@ def test_an_option_that_the_connection_lacks_is_refused_by_both_names(name, opti
 def test_values_that_are_not_allowed_are_refused_before_the_source_is_looked_for(tmp_path):
     for options, message in (
         (["--residual", "identity_hc", "--streams", "1"], "'--streams'"),
-        (["--residual", "highway"], "'identity_hc'"),
+        (["--residual", "siblings"], "'identity_hc'"),
     ):
         run = convert(tmp_path / "absent", tmp_path / "result", *options)
         assert run.code == 2 and message in run.err
