@@ -39,7 +39,7 @@ def stir(model: PreTrainedModel) -> PreTrainedModel:
         noise = torch.randn(tensor.shape, generator=generator)
         if name.endswith((".static", ".scale")) and tensor.any():
             # Of Hyper-Connections: nothing bounds them, and far off, differences would grow with the depth.
-            tensor.add_(0.1 * noise)
+            tensor.add_(0.05 * noise)
         else:
             tensor.copy_(mean + scale * noise)
     return model
