@@ -114,8 +114,12 @@ def test_the_configuration_is_the_old_one_with_the_new_fields(copy, tmp_path):
     new = json.loads((tmp_path / "result" / "config.json").read_text())
     changed = {key for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
     fields = {"residual_connection", "attn_res_block_size", "attn_res_scale"}
-    assert changed == {"model_type", "architectures", "auto_map", "residual_connection", *AttnRes.fields} - {"attn_res_window"}
-    assert all(new[field] == value for field, value in AttnRes.fields.items() if field not in fields)  # the window: null
+    assert changed == {"model_type", "architectures", "auto_map", "residual_connection", *AttnRes.fields} - {
+        "attn_res_window"
+    }
+    assert all(
+        new[field] == value for field, value in AttnRes.fields.items() if field not in fields
+    )  # the window: null
     assert (new["model_type"], new["architectures"]) == ("attnres_llama", ["AttnResLlamaForCausalLM"])
     assert [new[field] for field in sorted(fields)] == [4, "sum", "attn_res"]
     heads = ("CausalLM", "QuestionAnswering", "SequenceClassification", "TokenClassification")

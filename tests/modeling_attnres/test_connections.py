@@ -208,8 +208,13 @@ if sys.argv[3] == "training":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("connection", ["attn_res", *CONNECTIONS])
-@pytest.mark.parametrize(("case", "mode"), [("llama", "training"), ("kimi_linear", "inference")])
+@pytest.mark.parametrize(
+    ("connection", "case", "mode"),
+    [
+        *((connection, "llama", "training") for connection in ("attn_res", *CONNECTIONS)),
+        *((connection, "kimi_linear", "inference") for connection in ("attn_res", "mhc", "attn_res, by head")),
+    ],
+)
 def test_the_first_call_of_a_process_may_be_a_compiled_one(backbones, tmp_path, case, connection, mode):
     fields = {"num_hidden_layers": 2, "hidden_size": 256}
     if case == "kimi_linear":
