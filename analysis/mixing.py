@@ -7,6 +7,7 @@ A connection reads and writes linearly once its coefficients are known (`coeffic
 vectors in place of `v_0, v_1, ...` give the rows of `M`. `c_l` is what a connection adds of its own, as a rule nothing.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -55,12 +56,14 @@ def mixing_matrix(model: PreTrainedModel, batch: Tensor | Mapping[str, Tensor]) 
         last one that of the output; column 0 is the embedding and column `i` the output of the i-th sublayer.
 
     Raises:
-        ValueError: the model has no residual connections of the family.
+        ValueError: the model has no residual connections of the family, or the mask is not `[batch, seq]`.
     """
-    inputs = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
+    inputs = _inputs(batch)
+    mask = inputs.get("attention_mask", torch.ones(1, 1))
+    if mask.ndim != 2:
+        raise ValueError(f"the attention mask has shape {list(mask.shape)}, but must be [batch, seq].")
     trace = _record(model, inputs)
-    mask = inputs.get("attention_mask", torch.ones(1, 1)).to(trace.outputs[0].device, torch.float64).unsqueeze(-1)
-    mask = mask.expand(*trace.outputs[0].shape[:2], 1)
+    mask = mask.to(trace.outputs[0].device, torch.float64).unsqueeze(-1).expand(*trace.outputs[0].shape[:2], 1)
     return torch.stack([(row * mask).sum((1, 2)).mean(-1) / mask.sum() for row, _ in trace.rows()])
 
 
@@ -70,7 +73,7 @@ def token_mixing(model: PreTrainedModel, batch: Tensor | Mapping[str, Tensor]) -
     Raises:
         ValueError: the model has no residual connections of the family.
     """
-    trace = _record(model, dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch})
+    trace = _record(model, _inputs(batch))
     rows, constants = zip(*trace.rows())
     channels = max(row.shape[-1] for row in rows)
     rows, constants = (
@@ -115,6 +118,12 @@ class _Trace:
                 state = connection.write(state, unit[place + 1])
 
 
+def _inputs(batch: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors among what a model is called with."""
+    given = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+    return {name: value for name, value in given.items() if isinstance(value, Tensor)}
+
+
 def _wide(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
@@ -125,15 +134,18 @@ def _record(model: PreTrainedModel, inputs: dict[str, Tensor]) -> _Trace:
     connections = [module for module in model.modules() if isinstance(module, ResidualConnection)]
     if not connections:
         raise ValueError(f"{type(model).__name__} has no residual connections of the family: retrofit it first.")
-    trace = _Trace([], [], [])
+    trace, thread = _Trace([], [], []), threading.get_ident()  # another one may run the model meanwhile
 
     def before(connection: ResidualConnection, arguments: tuple) -> None:
+        if threading.get_ident() != thread:
+            return
         if not trace.reads:  # the embedding is the first state
             trace.outputs.append(arguments[0].double())
         trace.reads.append((connection, connection.coefficients(*arguments)))
 
     def after(connection: ResidualConnection, arguments: tuple, result: tuple) -> None:
-        trace.inputs.append(result[0].double())
+        if threading.get_ident() == thread:
+            trace.inputs.append(result[0].double())
 
     with ExitStack() as stack:
         for connection in connections:
@@ -147,10 +159,11 @@ def _record(model: PreTrainedModel, inputs: dict[str, Tensor]) -> _Trace:
 @contextmanager
 def _watched(connection: ResidualConnection, see: Callable[[Tensor], None]) -> Iterator[None]:
     """While this lasts, `see` gets what is written by the connection."""
-    write = connection.write
+    write, thread = connection.write, threading.get_ident()
 
     def watched(state: Any, output: Tensor) -> Any:
-        see(output)
+        if threading.get_ident() == thread:
+            see(output)
         return write(state, output)
 
     connection.write = watched

@@ -207,7 +207,7 @@ def convert(
 
     if unknown := [name for name in fields if name not in retrofit_fields(residual)]:
         has = ", ".join(retrofit_fields(residual))
-        raise typer.BadParameter(f"--set {unknown[0]}: a retrofit with {residual} has no such field, but {has}.")
+        raise typer.BadParameter(f"--set {unknown[0]}: --residual {residual} has no such field. It has {has}.")
     if set_block_size is not None:
         plan = partial(plan_change, block_size=set_block_size)
     elif to is not None:

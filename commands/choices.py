@@ -59,12 +59,12 @@ def read_fields(settings: Collection[str]) -> dict[str, object]:
     fields = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
-        if not (name and equals) or name in fields:
+        if not (name and equals and value.strip()) or name in fields:
             raise typer.BadParameter(f"--set {setting}: give FIELD=VALUE, each field once.")
         try:
             fields[name] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise typer.BadParameter(f"--set {setting}: the value is no YAML.") from None
+        except (yaml.YAMLError, ValueError, KeyError, RecursionError):  # what its constructors raise, too
+            raise typer.BadParameter(f"--set {setting[:100]}: the value is no YAML.") from None
     return fields
 
 

@@ -197,6 +197,8 @@ def _read_member(checkpoint: Checkpoint) -> tuple[ResidualConfig, PreTrainedMode
         path = checkpoint.where[name].path
         with safe_open(path, framework="pt") as file:
             tensor = file.get_tensor(name)
+        if not tensor.is_floating_point():
+            raise ValueError(f"`{name}` in {path} is {tensor.dtype}, but must be of floating point.")
         if not torch.isfinite(tensor).all():
             raise ValueError(f"`{name}` in {path} holds NaN or infinite values. Use an earlier checkpoint.")
         owner, _, key = name.rpartition(".")

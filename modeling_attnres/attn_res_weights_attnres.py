@@ -92,6 +92,11 @@ class DepthWeights(AttnRes):
     ) -> Tensor:
         if self.is_static:
             shape = sources[0].shape
+            if len(self.bias) != len(sources):
+                raise ValueError(
+                    f"sublayer {self.sublayer} has static logits for {len(self.bias)} sources, and reads "
+                    f"{len(sources)}: layers cannot be moved in this model, removed or added."
+                )
             logits = self.bias.to(dtype).view(-1, *(1 for _ in shape)).expand(-1, *shape[:-1], 1)
         else:
             query = F.linear(previous.to(dtype), self.weight.to(dtype)) if self.is_dynamic else self.weight[0].to(dtype)

@@ -105,13 +105,13 @@ class ResidualConfig(GatedConfig, PreTrainedConfig):
 
     def check_fields(self) -> None:
         """Raises ValueError: a value is not allowed. Models check again."""
-        require(self, "residual_connection", self.residual_connection in CONNECTIONS, one_of(CONNECTIONS))
+        require(self, "residual_connection", self.residual_connection in [*CONNECTIONS], one_of(CONNECTIONS))
         for field, default in CONNECTIONS[self.residual_connection].fields.items():
             setattr(self, field, getattr(self, field, default))  # of its own, so that it is saved
         self.connection.check(self)
         check_attention_gate(self)
         chosen = self.depth_attention_implementation
-        require(self, "depth_attention_implementation", chosen in DEPTH_ATTENTION, one_of(DEPTH_ATTENTION))
+        require(self, "depth_attention_implementation", chosen in [*DEPTH_ATTENTION], one_of(DEPTH_ATTENTION))
 
     @property
     def connection(self) -> type[ResidualConnection]:

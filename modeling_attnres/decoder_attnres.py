@@ -18,10 +18,10 @@ from transformers.modeling_outputs import ModelOutput
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
 
-from .attention_gate_attnres import add_attention_gate
+from .attention_gate_attnres import add_attention_gate, gate_tensors
 from .configuration_attnres import CONNECTIONS, ResidualConfig, Sublayers
-from .loading_attnres import check_residual_tensors, check_shapes, explain_broken_shard
-from .residual_attnres import DepthState, ResidualConnection, ResidualNorm
+from .loading_attnres import check_added, check_shapes, explain_broken_shard
+from .residual_attnres import DepthState, ResidualConnection, ResidualNorm, residual_tensors
 
 # A layer's first sublayer: what it reads is recorded as the layer's input.
 _FIRST_SUBLAYER = ("self_attention_res", "parallel_res")
@@ -156,7 +156,8 @@ class ResidualPreTrainedModel:
             model, info = super().from_pretrained(source, *args, **kwargs)
         if not asked.get("ignore_mismatched_sizes"):  # refused here, by name
             check_shapes(info["mismatched_keys"], source)
-        check_residual_tensors(model, info["missing_keys"], source)
+        for added in (residual_tensors(model), gate_tensors(model)):
+            check_added(model, added, info["missing_keys"], source)
         if _by_own_names(source or "", kwargs.get("subfolder", "")):
             vars(model).pop("_weight_conversions", None)
         return (model, info) if asked.get("output_loading_info") else model

@@ -28,10 +28,9 @@ class DenseFormer(ResidualConnection):
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__(config, sublayer)
         self.per_layer = len(config.sublayers)
-        self.is_first = sublayer % self.per_layer == 0
         # Not in an `nn.Linear`, whose blanket initialisation would destroy the start.
         self.register_parameter("weight", None)
-        if sublayer > 0 and self.is_first:
+        if sublayer > 0 and sublayer % self.per_layer == 0:
             self.weight = nn.Parameter(torch.zeros(sublayer // self.per_layer + 1))
             self.reset_parameters()
 
@@ -54,14 +53,17 @@ class DenseFormer(ResidualConnection):
             init.copy_(self.weight, start)
 
     def mix(self, state: DepthState, coefficients: None) -> tuple[Tensor, DepthState]:
-        if self.weight is None:
-            return (state[-1] if isinstance(state, tuple) else state), state
-        *layers, last = state  # `X_0 .. X_{i-1}`, and the stream after the layer that has just ended: `X_i`
-        if len(layers) + 1 != len(self.weight):
+        # `X_0 .. X_{i-1}`, and the stream after the layer that has just ended: `X_i`
+        *layers, last = state if isinstance(state, tuple) else (state,)
+        averages = self.sublayer > 0 and self.sublayer % self.per_layer == 0
+        expected, found = 0 if self.weight is None else len(self.weight), len(layers) + 1 if averages else 0
+        if expected != found:
             raise ValueError(
-                f"the DenseFormer weights of sublayer {self.sublayer} are for {len(self.weight)} earlier states, and "
-                f"there are {len(layers) + 1}: layers cannot be removed from this model."
+                f"the DenseFormer weights of sublayer {self.sublayer} are for {expected} earlier states, and there are "
+                f"{found}: layers cannot be moved in this model, removed or added."
             )
+        if self.weight is None:
+            return last, state
         # One product after the other, rounded once at the end: `1 X_i` and `0 X_j` are exact. A weight `[1]`, unlike a
         # scalar, takes part in type promotion: no state is copied to float32.
         weights = self.weight.to(torch.promote_types(last.dtype, torch.float32)).split(1)

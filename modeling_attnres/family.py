@@ -46,16 +46,26 @@ def register_residual_connection(connection: type[ResidualConnection]) -> type[R
         connection: with a `name`, `mix` and `write`; `fields` and all else are optional.
 
     Raises:
-        ValueError: another connection has that name, or that field with another default.
+        TypeError: it is no class that derives from [`ResidualConnection`].
+        ValueError: its name is no identifier or that of another connection, or one of its fields is a field of a
+            configuration already. A class that takes the place of itself, as when a notebook's cell runs again, may.
     """
-    name, defaults = connection.name, {}
+    if not (isinstance(connection, type) and issubclass(connection, ResidualConnection)):
+        raise TypeError(f"{connection!r} is no class that derives from ResidualConnection.")
+    name, title = getattr(connection, "name", None), connection.__qualname__
+    if not (isinstance(name, str) and name.isidentifier()):
+        raise ValueError(f"the `name` of {title} is {name!r}, but must be an identifier.")
+    known, defaults = CONNECTIONS.get(name), {}
+    if known is not None and (known.__module__, known.__qualname__) != (connection.__module__, title):
+        raise ValueError(f"there is a residual connection {name!r} already: {known.__qualname__}.")
     for other in CONNECTIONS.values():
-        if other.name == name and other is not connection:
-            raise ValueError(f"there is a residual connection {name!r} already: {other.__qualname__}.")
-        defaults |= other.fields
+        defaults |= {} if other is known else other.fields
+    configs = [AttnResConfig, *(backbones_attnres.config_on(name) for name in BACKBONES if name != "kimi_linear")]
+    taken = {field for config in configs for field in (*dir(config), *config.attribute_map)}
+    taken -= defaults.keys() | (known.fields.keys() if known else set())
     for field, default in connection.fields.items():
-        if defaults.get(field, default) != default or (field not in defaults and hasattr(ResidualConfig, field)):
-            raise ValueError(f"`{field}` of {connection.__qualname__} is a field of the configuration already.")
+        if defaults.get(field, default) != default or field in taken or not field.isidentifier():
+            raise ValueError(f"`{field}` of {title} is a field of the configuration already, or no identifier.")
     register(connection)
     return connection
 

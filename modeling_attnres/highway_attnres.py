@@ -38,8 +38,8 @@ class Highway(ResidualConnection):
     @classmethod
     def check(cls, config: PreTrainedConfig) -> None:
         bias = config.highway_bias
-        is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool) and abs(bias) < float("inf")
-        require(config, "highway_bias", is_number, "a finite number")
+        is_valid = isinstance(bias, (int, float)) and not isinstance(bias, bool) and -100 <= bias <= 100
+        require(config, "highway_bias", is_valid, "a number from -100 to 100")
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

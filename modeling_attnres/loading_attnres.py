@@ -10,19 +10,16 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.integrations.accelerate import load_offloaded_parameter
 
-from .residual_attnres import residual_tensors
 
-
-def check_residual_tensors(model: nn.Module, missing: Collection[str], source: str | os.PathLike) -> None:
-    """Raises ValueError: some tensors of the residual connections are missing and others are not, or not finite."""
-    tensors = residual_tensors(model)
-    absent = sorted(set(tensors) & set(missing))
-    if absent and len(absent) < len(tensors):
+def check_added(model: nn.Module, added: dict, missing: Collection[str], source: str | os.PathLike) -> None:
+    """Raises ValueError: some tensors `added` to a backbone are missing and others are not, or not finite."""
+    absent = sorted(set(added) & set(missing))
+    if absent and len(absent) < len(added):
         raise ValueError(
-            f"{source} holds {len(tensors) - len(absent)} of the {len(tensors)} tensors of its residual connections; "
-            f"missing: {', '.join(absent)}. Restore them, or remove all to start anew."
+            f"{source} holds {len(added) - len(absent)} of the {len(added)} tensors added to its backbone; missing: "
+            f"{', '.join(absent)}. Restore them, or remove all to start anew."
         )
-    for name, tensor in tensors.items():
+    for name, tensor in added.items():
         if tensor.is_meta and hasattr(model, "hf_device_map"):  # offloaded
             shape, tensor = tensor.shape, load_offloaded_parameter(model, name)
             if tensor.shape != shape:

@@ -37,8 +37,8 @@ class MHC(ProjectedStreams):
     def check(cls, config: PreTrainedConfig) -> None:
         super().check(config)
         iterations = config.mhc_sinkhorn_iterations
-        is_valid = isinstance(iterations, int) and not isinstance(iterations, bool) and iterations >= 1
-        require(config, "mhc_sinkhorn_iterations", is_valid, "an integer >= 1")
+        is_valid = isinstance(iterations, int) and not isinstance(iterations, bool) and 1 <= iterations <= 1000
+        require(config, "mhc_sinkhorn_iterations", is_valid, "an integer from 1 to 1000")
 
     def mixing(self, logits: Tensor) -> Tensor:
         logits = logits.unflatten(-1, (self.streams, self.streams))

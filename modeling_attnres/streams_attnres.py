@@ -44,8 +44,8 @@ class ResidualStreams(ResidualConnection):
     @classmethod
     def check(cls, config: PreTrainedConfig) -> None:
         streams = config.residual_streams
-        is_valid = isinstance(streams, int) and not isinstance(streams, bool) and streams >= 2
-        require(config, "residual_streams", is_valid, "an integer >= 2")
+        is_valid = isinstance(streams, int) and not isinstance(streams, bool) and 2 <= streams <= 64
+        require(config, "residual_streams", is_valid, "an integer from 2 to 64")
 
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:

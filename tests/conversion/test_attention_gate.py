@@ -160,3 +160,17 @@ def test_a_quantised_checkpoint_takes_none(tmp_path):
 
 def test_the_fields_are_options_of_every_retrofit():
     assert all(GATE_FIELDS.keys() <= set(retrofit_fields(connection)) for connection in ("attn_res", "standard"))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [(torch.nan, f"`{GATE}` holds NaN or infinite values"), (None, f"missing: {GATE}. Restore them")],
+    ids=["not finite", "one missing"],
+)
+def test_a_checkpoint_with_a_damaged_gate_does_not_load(value, message, tmp_path):
+    model = retrofit(source_model("llama"), "standard", attention_gate="sdpa")
+    model.save_pretrained(tmp_path)
+    change_tensors(tmp_path, {GATE: value and torch.full_like(model.get_parameter(GATE), value)})
+    with pytest.raises(ValueError) as error:
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert message in str(error.value)

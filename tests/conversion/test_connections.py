@@ -216,15 +216,18 @@ def test_static_weights_are_not_regrouped(sources, tmp_path):
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        ("--set attn_res_gate=true", 2, "a retrofit with attn_res has no such field, but attn_res_block_size, "),
+        ("--set attn_res_gate=true", 2, "--residual attn_res has no such field. It has attn_res_block_size, "),
         (
             "--residual identity_hc --set attn_res_gated=true",
             2,
-            "a retrofit with identity_hc has no such field, but residual_streams, attention_gate, ",
+            "--residual identity_hc has no such field. It has residual_streams, attention_gate, ",
         ),
         ("--set attn_res_gated", 2, "--set attn_res_gated: give FIELD=VALUE"),
         ("--set attn_res_gated=true --set attn_res_gated=false", 2, "each field once"),
         ("--set attn_res_gated={", 2, "the value is no YAML"),
+        ("--set attn_res_heads=2020-13-45", 2, "the value is no YAML"),
+        ("--set attn_res_heads=!!bool\u00a0x", 2, "the value is no YAML"),
+        ("--set attention_gate=", 2, "--set attention_gate=: give FIELD=VALUE"),
         ("--set attn_res_gated=true --to standard", 2, "--to and --set exclude each other"),
         ("--set attn_res_query=static", 1, "but must be one of 'learned', 'input_dependent', 'none'"),
         ("--set attn_res_window=2", 1, "no model can be retrofitted so: `attn_res_window` is 2: sources are dropped"),

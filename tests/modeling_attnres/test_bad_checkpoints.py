@@ -63,7 +63,7 @@ def test_missing_tensors_are_named(change, loader, missing):
     with pytest.raises(ValueError, match="missing: ") as error:
         loader.from_pretrained(folder)
     assert f"missing: {', '.join(sorted(missing))}." in str(error.value)
-    assert f"{folder} holds {18 - len(missing)} of the 18 tensors of its residual connections" in str(error.value)
+    assert f"{folder} holds {18 - len(missing)} of the 18 tensors added to its backbone" in str(error.value)
 
 
 @pytest.mark.parametrize("head", [AutoModel, AttnResForSequenceClassification])

@@ -22,7 +22,7 @@ GROUPS = (
 RESIDUAL_FIELDS = [
     *[("attn_res_block_size", value, BLOCK_SIZE.format(value)) for value in (0, -1, 2.0, 2.5, "6", True, None, [2])],
     *[("attn_res_scale", value, SCALE.format(value)) for value in ("max", "Mean", "", 1, None, ["sum"])],
-    *[("residual_connection", value, CONNECTION.format(value)) for value in ("hyper", "", None, 0, False)],
+    *[("residual_connection", value, CONNECTION.format(value)) for value in ("hyper", "", None, 0, False, ["mhc"])],
 ]
 BACKBONE_FIELDS = [
     *[("num_key_value_heads", value, HEADS.format(value)) for value in (2, 3, 8, 0, -2)],

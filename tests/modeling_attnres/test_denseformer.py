@@ -1,5 +1,7 @@
 """DenseFormer with static weights: what layers read, rebuilt from the outputs of the sublayers, and where it starts."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -106,6 +108,17 @@ def test_a_model_whose_layers_were_removed_is_refused_in_one_line(backbones):
     with pytest.raises(ValueError, match=r"sublayer 4 are for 4 earlier states, and there are 3: .*removed") as error:
         model(backbones.token_ids())
     assert "\n" not in str(error.value)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("order", [(1, 2, 3, 4), (0, 0, 1, 2), (0, 1, 0, 2), (0, 1, 2, 0)])
+def test_a_layer_at_the_place_of_another_is_refused_in_one_line(backbones, order):
+    model = build(backbones, "llama", "denseformer")
+    model.model.layers = torch.nn.ModuleList(copy.deepcopy(model.model.layers[i]) for i in order)
+    model.config.num_hidden_layers = 4
+    token_ids = backbones.token_ids()  # two sequences, which are no two states
+    with pytest.raises(ValueError, match="layers cannot be moved in this model, removed or added"):
+        model(token_ids)
 
 
 @pytest.mark.parametrize(("change", "is_named"), [(lambda a: a, False), (lambda a: a[0].fill_(1e-3), True)])

@@ -102,5 +102,5 @@ def test_a_step_is_that_of_another_implementation(backbones, streams):
 def test_a_wrong_number_of_iterations_is_refused_in_one_line(backbones, value):
     with pytest.raises(ValueError) as error:
         backbones.member_config("llama", residual_connection="mhc", mhc_sinkhorn_iterations=value)
-    assert f"`mhc_sinkhorn_iterations` is {value!r}, but must be an integer >= 1." in str(error.value)
+    assert f"`mhc_sinkhorn_iterations` is {value!r}, but must be an integer from 1 to 1000." in str(error.value)
     assert "\n" not in str(error.value)

@@ -188,11 +188,27 @@ def test_a_field_is_read_checked_and_saved(backbones, tmp_path):
         ({"name": "attn_res"}, "there is a residual connection 'attn_res' already: AttnRes"),
         ({"name": "other", "fields": {"attn_res_scale": "max"}}, "`attn_res_scale` of Other is a field .* already"),
         ({"name": "other", "fields": {"backbone": ""}}, "`backbone` of Other is a field .* already"),
+        ({"name": "other", "fields": {"hidden_size": 7}}, "`hidden_size` of Other is a field .* already"),
+        ({"name": "other", "fields": {"kv_lora_rank": 7}}, "`kv_lora_rank` of Other is a field .* already"),
     ],
-    ids=["name", "field of another connection", "field of every configuration"],
+    ids=["name", "field of another connection", "field of every configuration", *("field of a backbone",) * 2],
 )
 def test_what_would_take_the_place_of_something_else_is_refused(members, message):
     before = dict(CONNECTIONS)
     with pytest.raises(ValueError, match=message):
         attnres.register_residual_connection(type("Other", (ResidualConnection,), members))
     assert before == CONNECTIONS
+
+
+@pytest.mark.parametrize("name", [None, "", 3, "a b", ["x"]])
+def test_a_name_that_is_no_identifier_is_refused(name):
+    with pytest.raises(ValueError, match=r"the `name` of Other is .*, but must be an identifier"):
+        register_residual_connection(type("Other", (ResidualConnection,), {"name": name}))
+    with pytest.raises(TypeError, match="'mhc' is no class that derives from ResidualConnection"):
+        register_residual_connection("mhc")
+
+
+def test_a_class_that_is_made_anew_takes_the_place_of_itself():
+    again = type("ChannelGate", (ChannelGate,), {"fields": {"gate_temperature": 2.0}, "__module__": __name__})
+    assert register_residual_connection(again) is CONNECTIONS["channel_gate"]
+    assert ResidualConfig.gate_temperature == 2.0
