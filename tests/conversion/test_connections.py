@@ -226,7 +226,6 @@ def test_static_weights_are_not_regrouped(sources, tmp_path):
         ("--set attn_res_gated=true --set attn_res_gated=false", 2, "each field once"),
         ("--set attn_res_gated={", 2, "the value is no YAML"),
         ("--set attn_res_heads=2020-13-45", 2, "the value is no YAML"),
-        ("--set attn_res_heads=!!bool\u00a0x", 2, "the value is no YAML"),
         ("--set attention_gate=", 2, "--set attention_gate=: give FIELD=VALUE"),
         ("--set attn_res_gated=true --to standard", 2, "--to and --set exclude each other"),
         ("--set attn_res_query=static", 1, "but must be one of 'learned', 'input_dependent', 'none'"),
