@@ -13,12 +13,10 @@ import yaml
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from attnres import AttnResConfig
-
 from .memory import step_bytes
 from .models import DECODED, TOKENS
 from .report import cell, make_table
-from .shapes import STANDARD, kimi_linear, llama, tiny_kimi_linear, token_ids
+from .shapes import STANDARD, llama, token_ids
 from .timing import Setting, compare, interleave
 from .workloads import decoding, training_step
 
@@ -28,9 +26,7 @@ COLUMNS = ("training step", "memory of the step", "decoding")
 
 def measure(setting: Setting) -> Iterator[dict]:
     """A row for each model and workload, with all connections as its ways."""
-    shapes = {"Llama": llama(width=512), "Kimi Linear": kimi_linear(hidden_size=512)}
-    if setting.quick:
-        shapes = {"Llama": llama(width=64, layers=2), "Kimi Linear": tiny_kimi_linear()}
+    shapes = {"Llama": llama(width=64, layers=2) if setting.quick else llama(width=512, layers=6)}
     pairs = {f"{name} / {STANDARD}": (name, STANDARD) for name in FORMS if name != STANDARD}
     for shape, config in shapes.items():
         models = build(config, setting.device)
@@ -52,10 +48,7 @@ def build(config: PreTrainedConfig, device: str) -> dict[str, PreTrainedModel]:
     models = {}
     for name, form in FORMS.items():
         torch.manual_seed(0)
-        if isinstance(config, AttnResConfig):
-            own = AttnResConfig(**fields | form)
-        else:
-            own = AutoConfig.for_model(f"attnres_{config.model_type}", **fields | form)
+        own = AutoConfig.for_model(f"attnres_{config.model_type}", **fields | form)
         with torch.device(device):
             models[name] = AutoModelForCausalLM.from_config(own, dtype=torch.float32).eval()
         if name != STANDARD:
