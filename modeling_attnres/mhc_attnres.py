@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from .projected_streams_attnres import ProjectedStreams, minus_identity
-from .residual_attnres import require
+from .streams_attnres import require_integer
 
 
 class MHC(ProjectedStreams):
@@ -36,9 +36,7 @@ class MHC(ProjectedStreams):
     @classmethod
     def check(cls, config: PreTrainedConfig) -> None:
         super().check(config)
-        iterations = config.mhc_sinkhorn_iterations
-        is_valid = isinstance(iterations, int) and not isinstance(iterations, bool) and 1 <= iterations <= 1000
-        require(config, "mhc_sinkhorn_iterations", is_valid, "an integer from 1 to 1000")
+        require_integer(config, "mhc_sinkhorn_iterations", 1, 1000)
 
     def mixing(self, logits: Tensor) -> Tensor:
         logits = logits.unflatten(-1, (self.streams, self.streams))

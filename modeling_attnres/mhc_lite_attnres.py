@@ -29,9 +29,11 @@ class MHCLite(ProjectedStreams):
 
     @classmethod
     def check(cls, config: PreTrainedConfig) -> None:
-        super().check(config)
+        streams = config.residual_streams
+        is_too_many = isinstance(streams, int) and streams > 5
         allowed = "from 2 to 5: each of the n! permutations has a weight for every channel of every stream"
-        require(config, "residual_streams", config.residual_streams <= 5, allowed)
+        require(config, "residual_streams", not is_too_many, allowed)
+        super().check(config)
 
     @staticmethod
     def mixing_rows(streams: int) -> int:

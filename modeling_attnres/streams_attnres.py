@@ -43,9 +43,7 @@ class ResidualStreams(ResidualConnection):
 
     @classmethod
     def check(cls, config: PreTrainedConfig) -> None:
-        streams = config.residual_streams
-        is_valid = isinstance(streams, int) and not isinstance(streams, bool) and 2 <= streams <= 64
-        require(config, "residual_streams", is_valid, "an integer from 2 to 64")
+        require_integer(config, "residual_streams", 2, 64)
 
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:
@@ -82,6 +80,13 @@ class ResidualStreams(ResidualConnection):
             return ((streams + post.unsqueeze(-1) @ output.unsqueeze(-2).to(post.dtype)).to(streams.dtype),)
 
 
+def require_integer(config: PreTrainedConfig, field: str, least: int, most: int) -> None:
+    """Raises ValueError: the field is no integer, or out of its range."""
+    value = getattr(config, field)
+    is_valid = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+    require(config, field, is_valid, f"an integer from {least} to {most}")
+
+
 def wide(tensor: Tensor) -> torch.dtype:
     """The tensor's dtype, or float32 if it is narrower."""
     return torch.promote_types(tensor.dtype, torch.float32)
@@ -92,4 +97,4 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
     return (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1] + eps).rsqrt()
 
 
-__all__ = ["ResidualStreams", "inverse_rms", "wide"]
+__all__ = ["ResidualStreams", "inverse_rms", "require_integer", "wide"]

@@ -1,12 +1,13 @@
 """Members of the family with a residual connection whose every coefficient counts, and what tests measure of them."""
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from attnres.residual_attnres import residual_tensors
+from attnres.residual_attnres import ResidualConnection, residual_tensors
 
 BACKBONES = ["llama", "kimi_linear"]
 # Forms of a connection that start as the standard one: its name and fields.
@@ -67,6 +68,11 @@ def build_start(backbones: ModuleType, case: str, connection: str, **fields) -> 
     return model
 
 
+def connections_of(model: PreTrainedModel) -> list[ResidualConnection]:
+    """Of every sublayer in turn, the output last."""
+    return sorted((m for m in model.modules() if isinstance(m, ResidualConnection)), key=lambda c: c.sublayer)
+
+
 def double(model: PreTrainedModel) -> PreTrainedModel:
     """In float64, which the products of grouped experts are not made for."""
     if hasattr(model.config, "_experts_implementation") and model._can_set_experts_implementation():
@@ -82,6 +88,36 @@ def difference(actual: Tensor, expected: Tensor) -> float:
 def close(actual: Tensor, expected: Tensor) -> bool:
     """Equal to rounding: another implementation of depth attention computes the same function."""
     return actual.shape == expected.shape and difference(actual, expected) <= 1e-5
+
+
+def logits_token_by_token(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
+    cache, logits = None, []
+    for token in token_ids.split(1, dim=1):
+        outputs = model(token, past_key_values=cache, use_cache=True)
+        cache = outputs.past_key_values
+        logits.append(outputs.logits)
+    return torch.cat(logits, dim=1)
+
+
+def assert_reads(
+    backbones: ModuleType,
+    model: PreTrainedModel,
+    standard: PreTrainedModel,
+    read: Callable[[list[Tensor]], Tensor],
+    uncached: float = 1e-6,
+    cached: float = 1e-5,
+) -> None:
+    """The model is the standard one, except that sublayers read `read([v_0, v_1, ...])`; and it matters that they do.
+
+    Both in float64; `uncached` and `cached` bound the largest difference of the logits, relative to the largest one.
+    """
+    token_ids = backbones.token_ids()
+    expected = backbones.straight_line(standard, token_ids, read)
+    assert difference(standard(token_ids).logits, expected) > 0.05
+    assert difference(model(token_ids).logits, expected) < uncached
+    first = model(token_ids[:, :7], use_cache=True)
+    last = model(token_ids[:, 7:], past_key_values=first.past_key_values)
+    assert difference(torch.cat([first.logits, last.logits], dim=1), expected) < cached
 
 
 def loss_of(model: PreTrainedModel, token_ids: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from attnres.attention_gate_attnres import GATE_FIELDS, GatedAttention, gate_tensors
 
-from .connections import assert_same_gradients, double, gradients
+from .connections import assert_same_gradients, double, gradients, logits_token_by_token
 
 FUNCTIONS = [
     {},
@@ -61,15 +61,6 @@ def build(tiny_config):
         return make_vivid(AutoModelForCausalLM.from_config(config).eval())
 
     return build_model
-
-
-def logits_token_by_token(model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
-    cache, logits = None, []
-    for token in token_ids.split(1, dim=1):
-        outputs = model(token, past_key_values=cache, use_cache=True)
-        cache = outputs.past_key_values
-        logits.append(outputs.logits)
-    return torch.cat(logits, dim=1)
 
 
 @torch.no_grad()

@@ -8,21 +8,14 @@ from transformers import KimiLinearConfig, KimiLinearForCausalLM
 
 from attnres.residual_attnres import residual_tensors
 
+from .connections import logits_token_by_token
+
 BLOCK_SIZES = (1, 2, 3, 4, 6, 8, 100)  # 8: the whole depth of 4 layers
 # An epsilon that one can see: with the usual 1e-5 the norms would hide a wrong scale, and a wrong epsilon.
 EPS = 0.1
 # Logits have a standard deviation of about one. Kimi Linear computes its norms, its gates and the delta rule in float32
 # whatever the model's dtype, and these deep products amplify it: the float64 model is no closer than the float32 one.
 TOLERANCE = 2e-4
-
-
-def logits_token_by_token(model, token_ids: torch.Tensor) -> torch.Tensor:
-    cache, logits = None, []
-    for token in token_ids.split(1, dim=1):
-        outputs = model(token, past_key_values=cache, use_cache=True)
-        cache = outputs.past_key_values
-        logits.append(outputs.logits)
-    return torch.cat(logits, dim=1)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from attnres.analysis import semiseparable_rank, token_mixing
 from attnres.conversion import retrofit
 from attnres.residual_attnres import residual_tensors
 
-from .connections import BACKBONES, assert_same_gradients, build, difference, double, gradients
+from .connections import BACKBONES, assert_same_gradients, build, connections_of, difference, double, gradients
 
 
 class ChannelGate(ResidualConnection):
@@ -108,8 +108,7 @@ def registered() -> Iterator[None]:
 
 def tensors_of(model: nn.Module) -> list[dict[str, Tensor]]:
     """Of every sublayer in turn."""
-    connections = (module for module in model.modules() if isinstance(module, ResidualConnection))
-    return [dict(c.named_parameters()) for c in sorted(connections, key=lambda connection: connection.sublayer)]
+    return [dict(connection.named_parameters()) for connection in connections_of(model)]
 
 
 @torch.no_grad()
