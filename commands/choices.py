@@ -54,7 +54,7 @@ def read_fields(settings: Collection[str]) -> dict[str, object]:
     Raises:
         typer.BadParameter: one is not of this form, or is given twice.
     """
-    import yaml
+    from attnres.training.recipe import read_yaml
 
     fields = {}
     for setting in settings:
@@ -62,8 +62,8 @@ def read_fields(settings: Collection[str]) -> dict[str, object]:
         if not (name and equals and value.strip()) or name in fields:
             raise typer.BadParameter(f"--set {setting}: give FIELD=VALUE, each field once.")
         try:
-            fields[name] = yaml.safe_load(value)
-        except (yaml.YAMLError, ValueError, KeyError, RecursionError):  # what its constructors raise, too
+            fields[name] = read_yaml(value, setting)
+        except ValueError:
             raise typer.BadParameter(f"--set {setting[:100]}: the value is no YAML.") from None
     return fields
 

@@ -204,7 +204,7 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
         FileNotFoundError: no such file or recipe.
         ValueError: unknown key, value of the wrong type, or one that the recipe cannot have.
     """
-    content = _yaml(_text(path), path) or {}
+    content = read_yaml(_text(path), path) or {}
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a recipe: it should hold `key: value` lines.")
     given = set()
@@ -214,7 +214,7 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
             raise ValueError(f"{change!r} is not of the form key=value. A value with spaces needs quotes.")
         name, dot, inner = key.partition(".")
         try:
-            parsed = _yaml(value, change)
+            parsed = read_yaml(value, change)
         except ValueError:
             _check_undivided(changes[number:])
             raise
@@ -265,11 +265,11 @@ def _text(path: str | Path) -> str:
     return packaged.read_text(encoding="utf-8")
 
 
-def _yaml(text: str, place: str | Path) -> Any:
+def read_yaml(text: str, place: str | Path) -> Any:
     """Raises ValueError, naming `place` and what is wrong there, if the text is not YAML."""
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none is a `ValueError`
+    except (yaml.YAMLError, ValueError, KeyError, RecursionError) as error:  # what constructors raise, as of dates
         raise ValueError(f"{place} is broken YAML: {' '.join(str(error).split())}") from error
 
 
@@ -278,7 +278,7 @@ def _check_undivided(changes: Sequence[str]) -> None:
     for end in range(2, len(changes) + 1):
         whole = " ".join(changes[:end])
         try:
-            _yaml(whole.partition("=")[2], whole)
+            read_yaml(whole.partition("=")[2], whole)
         except ValueError:
             continue
         raise ValueError(f"The shell divides {whole} at its spaces: put it in quotes, '{whole}'.")
