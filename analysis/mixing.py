@@ -134,24 +134,31 @@ def _record(model: PreTrainedModel, inputs: dict[str, Tensor]) -> _Trace:
     connections = [module for module in model.modules() if isinstance(module, ResidualConnection)]
     if not connections:
         raise ValueError(f"{type(model).__name__} has no residual connections of the family: retrofit it first.")
-    trace, thread = _Trace([], [], []), threading.get_ident()  # another one may run the model meanwhile
+    trace, thread = _Trace([], [], []), threading.get_ident()
+
+    def is_ours() -> bool:  # another thread may run the model meanwhile
+        return threading.get_ident() == thread
 
     def before(connection: ResidualConnection, arguments: tuple) -> None:
-        if threading.get_ident() != thread:
+        if not is_ours():
             return
         if not trace.reads:  # the embedding is the first state
             trace.outputs.append(arguments[0].double())
         trace.reads.append((connection, connection.coefficients(*arguments)))
 
     def after(connection: ResidualConnection, arguments: tuple, result: tuple) -> None:
-        if threading.get_ident() == thread:
+        if is_ours():
             trace.inputs.append(result[0].double())
+
+    def wrote(output: Tensor) -> None:
+        if is_ours():
+            trace.outputs.append(output.double())
 
     with ExitStack() as stack:
         for connection in connections:
             for handle in (connection.register_forward_pre_hook(before), connection.register_forward_hook(after)):
                 stack.callback(handle.remove)
-            stack.enter_context(_watched(connection, lambda output: trace.outputs.append(output.double())))
+            stack.enter_context(_watched(connection, wrote))
         model(**{name: value.to(model.device) for name, value in inputs.items()}, use_cache=False)
     return trace
 
@@ -159,11 +166,10 @@ def _record(model: PreTrainedModel, inputs: dict[str, Tensor]) -> _Trace:
 @contextmanager
 def _watched(connection: ResidualConnection, see: Callable[[Tensor], None]) -> Iterator[None]:
     """While this lasts, `see` gets what is written by the connection."""
-    write, thread = connection.write, threading.get_ident()
+    write = connection.write
 
     def watched(state: Any, output: Tensor) -> Any:
-        if threading.get_ident() == thread:
-            see(output)
+        see(output)
         return write(state, output)
 
     connection.write = watched
