@@ -3,7 +3,6 @@
 Attention residuals run by their kernels, as where `attnres` is installed; the others are PyTorch's operations.
 """
 
-import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,20 +24,17 @@ COLUMNS = ("training step", "memory of the step", "decoding")
 
 
 def measure(setting: Setting) -> Iterator[dict]:
-    """A row for each model and workload, with all connections as its ways."""
-    shapes = {"Llama": llama(width=64, layers=2) if setting.quick else llama(width=512, layers=6)}
+    """A row for each workload, with all connections as its ways."""
+    config = llama(width=64, layers=2) if setting.quick else llama(width=512, layers=6)
+    models, row = build(config, setting.device), {"model": "Llama"}
     pairs = {f"{name} / {STANDARD}": (name, STANDARD) for name in FORMS if name != STANDARD}
-    for shape, config in shapes.items():
-        models = build(config, setting.device)
-        ids = token_ids(config, 16 if setting.quick else TOKENS, 1, setting.device)
-        steps = training_step(models, ids)
-        found = {name: step_bytes(models[name], step, setting.device)["step"] for name, step in steps.items()}
-        yield {"model": shape, "workload": "training step", "bytes": found} | compare(interleave(steps, setting), pairs)
-        repeats = replace(setting, repeats=4 * setting.repeats)
-        seconds = interleave(decoding(models, ids), repeats, calls=DECODED)
-        yield {"model": shape, "workload": "decoding", "bytes": {}} | compare(seconds, pairs)
-        del models, steps
-        gc.collect()
+    ids = token_ids(config, 16 if setting.quick else TOKENS, 1, setting.device)
+    steps = training_step(models, ids)
+    found = {name: step_bytes(models[name], step, setting.device)["step"] for name, step in steps.items()}
+    seconds = interleave(steps, setting)
+    yield row | {"workload": "training step", "bytes": found} | compare(seconds, pairs)
+    seconds = interleave(decoding(models, ids), replace(setting, repeats=4 * setting.repeats), calls=DECODED)
+    yield row | {"workload": "decoding", "bytes": {}} | compare(seconds, pairs)
 
 
 def build(config: PreTrainedConfig, device: str) -> dict[str, PreTrainedModel]:
@@ -57,18 +53,16 @@ def build(config: PreTrainedConfig, device: str) -> dict[str, PreTrainedModel]:
 
 
 def tables(rows: list[dict]) -> dict[str, Table]:
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    by_place = {(row["model"], row["workload"]): row for row in rows}
+    step, decode = rows
 
-    def cells(name: str, model: str) -> list[str]:
-        step, decode = by_place[model, "training step"], by_place[model, "decoding"]
-        memory = step["bytes"][name] / step["bytes"][STANDARD]
-        return [cell(step, f"{name} / {STANDARD}", 2), f"{memory:.2f}", cell(decode, f"{name} / {STANDARD}", 2)]
+    def cells(name: str) -> list[str]:
+        ratio = f"{name} / {STANDARD}"
+        return [cell(step, ratio, 2), f"{step['bytes'][name] / step['bytes'][STANDARD]:.2f}", cell(decode, ratio, 2)]
 
     return {
         "connections": make_table(
             "Residual connections, as a ratio to the standard residual stream",
-            ["connection", *(f"{model}, {column}" for model in models for column in COLUMNS)],
-            [[name, *(c for model in models for c in cells(name, model))] for name in FORMS if name != STANDARD],
+            ["connection", *COLUMNS],
+            [[name, *cells(name)] for name in FORMS if name != STANDARD],
         )
     }
