@@ -1,6 +1,26 @@
-"""What a model does across its depth: measured depth attention, depth-mixing matrices, and figures of them."""
+"""What a model does across its depth: measured on text, as numbers, figures and a page."""
 
-from .depth_attention import depth_attention_map
-from .mixing import TokenMixing, mixing_matrix, semiseparable_rank, token_mixing
+from .attention_sinks import AttentionSinks, attention_sinks
+from .depth_attention import DepthAttention, depth_attention
+from .interventions import Interventions, interventions
+from .magnitudes import Magnitudes, magnitudes
+from .mixing import DepthMixing, TokenMixing, depth_mixing, mixing_matrix, semiseparable_rank, token_mixing
+from .names import Depth
 
-__all__ = ["TokenMixing", "depth_attention_map", "mixing_matrix", "semiseparable_rank", "token_mixing"]
+__all__ = [
+    "AttentionSinks",
+    "Depth",
+    "DepthAttention",
+    "DepthMixing",
+    "Interventions",
+    "Magnitudes",
+    "TokenMixing",
+    "attention_sinks",
+    "depth_attention",
+    "depth_mixing",
+    "interventions",
+    "magnitudes",
+    "mixing_matrix",
+    "semiseparable_rank",
+    "token_mixing",
+]

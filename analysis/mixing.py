@@ -7,18 +7,44 @@ A connection reads and writes linearly once its coefficients are known (`coeffic
 vectors in place of `v_0, v_1, ...` give the rows of `M`. `c_l` is what a connection adds of its own, as a rule nothing.
 """
 
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
-from attnres import ResidualConnection
+from .names import Depth, depth_of
+from .watching import Batch, connections_of, inputs_of, mask_of, measuring, run, several, watched
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class DepthMixing:
+    """The depth-mixing matrix of a model, over the tokens of a text.
+
+    Attributes:
+        depth: the names of its rows (`readers`) and columns (`outputs`).
+        mean: the mean of `M` over tokens, and over channels where these differ, `[L + 1, L + 1]` in float64.
+        spread: the standard deviation over tokens, likewise.
+        tokens: how many were counted.
+    """
+
+    depth: Depth
+    mean: Tensor
+    spread: Tensor
+    tokens: int
+
+    def plot(self, path: str | os.PathLike | None = None) -> "Figure":
+        """Draw the matrix; see [`attnres.analysis.figures.draw_mixing`]."""
+        from .figures import draw_mixing, finish
+
+        return finish(draw_mixing(self), path)
 
 
 @dataclass(frozen=True)
@@ -43,43 +69,62 @@ class TokenMixing:
         return torch.stack([(row * self.outputs).sum(0) for row in self.matrices]) + self.constants
 
 
-def mixing_matrix(model: PreTrainedModel, batch: Tensor | Mapping[str, Tensor]) -> Tensor:
-    """The mean of `M` over the tokens of a batch, and over the channels where these differ.
+def depth_mixing(model: PreTrainedModel, batches: Batch | Iterable[Batch]) -> DepthMixing:
+    """Measure `M` over all tokens of the batches, which may be streamed.
 
     Args:
         model: a model of the family, with any residual connection.
-        batch: token ids `[batch, seq]`, or what a tokenizer returns; tokens that its attention mask leaves out do not
-            count.
+        batches: one or several, each token ids `[batch, seq]` or what a tokenizer returns; tokens that an attention
+            mask leaves out do not count.
 
     Returns:
-        `M`, `[L + 1, L + 1]` in float64, L being the number of sublayers: row `l` is the input of sublayer `l` and the
-        last one that of the output; column 0 is the embedding and column `i` the output of the i-th sublayer.
+        `M`, with L sublayers: row `l` is the input of sublayer `l` and the last one that of the output; column 0 is the
+        embedding and column `i` the output of the i-th sublayer.
 
     Raises:
-        ValueError: the model has no residual connections of the family, or the mask is not `[batch, seq]`.
+        ValueError: the model has no residual connections of the family, there is no batch, a mask is not `[batch,
+            seq]`, or what the model computes is not finite.
     """
-    inputs = _inputs(batch)
-    mask = inputs.get("attention_mask", torch.ones(1, 1))
-    if mask.ndim != 2:
-        raise ValueError(f"the attention mask has shape {list(mask.shape)}, but must be [batch, seq].")
-    trace = _record(model, inputs)
-    mask = mask.to(trace.outputs[0].device, torch.float64).unsqueeze(-1).expand(*trace.outputs[0].shape[:2], 1)
-    return torch.stack([(row * mask).sum((1, 2)).mean(-1) / mask.sum() for row, _ in trace.rows()])
+    total, tokens = None, 0
+    for batch in several(batches):
+        mask = mask_of(batch)
+        for i, counts in enumerate(mask):  # one sequence at a time, since a row has L + 1 numbers for each token
+            sums = []
+
+            def see(row: Tensor, constant: Tensor, counts: Tensor = counts, sums: list = sums) -> None:
+                row = row[:, 0, counts.to(row.device)].mean(-1)  # [L + 1, tokens]
+                sums.append(torch.stack([row.sum(1), row.square().sum(1)]).cpu())
+
+            _trace(model, {name: value[i : i + 1] for name, value in inputs_of(batch).items()}, see)
+            sums = torch.stack(sums, dim=1)[:, :, : len(sums)]
+            total = sums if total is None else total + sums
+        tokens += int(mask.sum())
+    if total is None:
+        raise ValueError("no batch of token ids was given.")
+    mean, square = total / tokens
+    return DepthMixing(depth_of(model), mean, (square - mean.square()).clamp_min(0).sqrt(), tokens)
 
 
-def token_mixing(model: PreTrainedModel, batch: Tensor | Mapping[str, Tensor]) -> TokenMixing:
+def mixing_matrix(model: PreTrainedModel, batches: Batch | Iterable[Batch]) -> Tensor:
+    """The mean of [`depth_mixing`] alone, `[L + 1, L + 1]` in float64."""
+    return depth_mixing(model, batches).mean
+
+
+def token_mixing(model: PreTrainedModel, batch: Batch) -> TokenMixing:
     """`M` of every token, for small batches: `(L + 1)^2` numbers for each, and for each channel where they differ.
 
     Raises:
         ValueError: the model has no residual connections of the family.
     """
-    trace = _record(model, _inputs(batch))
-    rows, constants = zip(*trace.rows())
-    channels = max(row.shape[-1] for row in rows)
+    rows, constants, passed = [], [], ([], [])
+    _trace(model, batch, lambda row, constant: (rows.append(row), constants.append(constant)), passed)
+    device, channels = rows[0].device, max(row.shape[-1] for row in rows)
     rows, constants = (
-        torch.stack([part.expand(*part.shape[:-1], channels) for part in parts]) for parts in (rows, constants)
+        torch.stack([part.to(device).expand(*part.shape[:-1], channels) for part in parts])
+        for parts in (rows, constants)
     )
-    return TokenMixing(rows, constants, torch.stack(trace.inputs), torch.stack(trace.outputs))
+    inputs, outputs = (torch.stack([tensor.to(device) for tensor in tensors]) for tensors in passed)
+    return TokenMixing(rows[:, : len(rows)], constants, inputs, outputs)
 
 
 def semiseparable_rank(matrix: Tensor, tolerance: float = 1e-9) -> int:
@@ -95,88 +140,55 @@ def semiseparable_rank(matrix: Tensor, tolerance: float = 1e-9) -> int:
     return max(int(torch.linalg.matrix_rank(block.double(), rtol=tolerance)) for block in blocks)
 
 
-@dataclass(frozen=True)
-class _Trace:
-    """What a pass recorded: the reads in their order, and the outputs `v_0 .. v_L`."""
+@torch.no_grad()
+def _trace(
+    model: PreTrainedModel,
+    batch: Batch,
+    see: Callable[[Tensor, Tensor], Any],
+    passed: tuple[list[Tensor], list[Tensor]] | None = None,
+) -> None:
+    """One pass, in which the reads and writes are done once more, with unit vectors for outputs.
 
-    reads: list[tuple[ResidualConnection, Any]]
-    inputs: list[Tensor]
-    outputs: list[Tensor]
+    `see` gets `M[l]` `[columns, batch, seq, channels]` and `c_l` `[batch, seq, channels]` of each read in turn, on its
+    device; there is a column for each output, and there may be more. The lists of `passed` get all inputs and outputs.
+    """
+    if not (connections := connections_of(model)):
+        raise ValueError(f"{type(model).__name__} has no residual connections of the family: retrofit it first.")
+    inputs, outputs = passed or ([], [])
+    count, reads = len(connections), 0  # an adapter keeps copies that are not read by
+    unit = torch.eye(count, count + 1, dtype=torch.float64)[:, :, None, None, None]  # the last column has no output
+    mixing: Any = None  # the state, with those vectors in it
 
-    def rows(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """`M[l]` `[L + 1, batch, seq, channels]` and `c_l` `[batch, seq, channels]`, for each read in turn."""
-        count = len(self.outputs)
-        # A column for each output, and one without any, which leaves the constants.
-        unit = torch.eye(count, count + 1, dtype=torch.float64, device=self.outputs[0].device)
-        unit = unit[:, :, None, None, None].expand(-1, -1, *self.outputs[0].shape[:2], 1)
-        state = unit[0]
-        for place, (connection, coefficients) in enumerate(self.reads):
-            mixed, state = connection.mix(state, tree_map(_wide, coefficients))
-            mixed = mixed.expand(*unit[0].shape[:-1], mixed.shape[-1])
-            yield mixed[:-1] - mixed[-1], mixed[-1]
-            if place + 1 < count:
-                state = connection.write(state, unit[place + 1])
+    def expanded(place: int, tensor: Tensor) -> Tensor:
+        return unit[place].to(tensor.device).expand(-1, *tensor.shape[:2], 1)
 
+    def read(connection: nn.Module, forward: Any, state: Any, *norm: Any) -> Any:
+        nonlocal mixing, reads
+        coefficients = connection.coefficients(state, *norm)
+        result = forward(state, *norm)
+        if reads == 0:  # the embedding is the first state
+            mixing = expanded(0, state)
+            outputs.append(state.double())
+        inputs.append(result[0].double())
+        mixing = tree_map(lambda tensor: tensor.to(result[0].device), mixing)
+        row, mixing = connection.mix(mixing, tree_map(_wide, coefficients))
+        row = row.expand(count + 1, *result[0].shape[:2], row.shape[-1])
+        see(row[:-1] - row[-1], row[-1])
+        reads += 1
+        return result
 
-def _inputs(batch: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors among what a model is called with."""
-    given = batch if isinstance(batch, Mapping) else {"input_ids": batch}
-    return {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    def write(connection: nn.Module, own: Any, state: Any, output: Tensor) -> Any:
+        nonlocal mixing
+        mixing = own(mixing, expanded(reads, output))
+        outputs.append(output.double())
+        return own(state, output)
+
+    with measuring(model), watched(model, read, write):
+        run(model, batch)
 
 
 def _wide(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-@torch.no_grad()
-def _record(model: PreTrainedModel, inputs: dict[str, Tensor]) -> _Trace:
-    """One pass of the model, in which its connections are looked at."""
-    connections = [module for module in model.modules() if isinstance(module, ResidualConnection)]
-    if not connections:
-        raise ValueError(f"{type(model).__name__} has no residual connections of the family: retrofit it first.")
-    trace, thread = _Trace([], [], []), threading.get_ident()
-
-    def is_ours() -> bool:  # another thread may run the model meanwhile
-        return threading.get_ident() == thread
-
-    def before(connection: ResidualConnection, arguments: tuple) -> None:
-        if not is_ours():
-            return
-        if not trace.reads:  # the embedding is the first state
-            trace.outputs.append(arguments[0].double())
-        trace.reads.append((connection, connection.coefficients(*arguments)))
-
-    def after(connection: ResidualConnection, arguments: tuple, result: tuple) -> None:
-        if is_ours():
-            trace.inputs.append(result[0].double())
-
-    def wrote(output: Tensor) -> None:
-        if is_ours():
-            trace.outputs.append(output.double())
-
-    with ExitStack() as stack:
-        for connection in connections:
-            for handle in (connection.register_forward_pre_hook(before), connection.register_forward_hook(after)):
-                stack.callback(handle.remove)
-            stack.enter_context(_watched(connection, wrote))
-        model(**{name: value.to(model.device) for name, value in inputs.items()}, use_cache=False)
-    return trace
-
-
-@contextmanager
-def _watched(connection: ResidualConnection, see: Callable[[Tensor], None]) -> Iterator[None]:
-    """While this lasts, `see` gets what is written by the connection."""
-    write = connection.write
-
-    def watched(state: Any, output: Tensor) -> Any:
-        see(output)
-        return write(state, output)
-
-    connection.write = watched
-    try:
-        yield
-    finally:
-        del connection.write
-
-
-__all__ = ["TokenMixing", "mixing_matrix", "semiseparable_rank", "token_mixing"]
+__all__ = ["DepthMixing", "TokenMixing", "depth_mixing", "mixing_matrix", "semiseparable_rank", "token_mixing"]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from attnres.analysis.depth_attention import depth_attention_map
+from attnres.analysis.depth_attention import depth_attention
 from attnres.analysis.tables import update_tables
 from attnres.conversion import retrofit
 from attnres.residual_attnres import residual_tensors

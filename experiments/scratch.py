@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, set_seed
 
-from attnres.analysis.depth_attention import depth_attention_map
+from attnres.analysis.depth_attention import depth_attention
 from attnres.configuration import count_parameters, load
 from attnres.training.balance import ExpertBalance, routers
 from attnres.training.runs import Run, sequence_losses, train

@@ -63,9 +63,9 @@ def test_the_matrix_of_a_model_is_the_mean_over_tokens_that_count(backbones):
     mask[0, :4] = 0
     inputs = BatchEncoding({"input_ids": token_ids, "attention_mask": mask})
     every = token_mixing(model, inputs).matrices.squeeze(-1)
-    torch.testing.assert_close(mixing_matrix(model, inputs), every[:, :, mask.bool()].mean(-1), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(mixing_matrix(model, inputs), every[:, :, mask.bool()].mean(-1), rtol=1e-6, atol=1e-7)
     matrix = mixing_matrix(model, token_ids)
-    torch.testing.assert_close(matrix, token_mixing(model, token_ids).matrices.mean((2, 3, 4)), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(matrix, token_mixing(model, token_ids).matrices.mean((2, 3, 4)), rtol=1e-6, atol=1e-7)
     assert not torch.equal(matrix, mixing_matrix(model, inputs))
 
 

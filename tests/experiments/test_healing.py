@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from attnres.analysis.depth_attention import depth_attention_map
+from attnres.analysis.depth_attention import depth_attention
 from attnres.residual_attnres import residual_tensors
 from attnres.training.runs import sequence_losses
 from attnres.training.text import python_sources, train_tokenizer

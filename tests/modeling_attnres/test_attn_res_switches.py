@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnres.analysis.depth_attention import depth_attention_map
+from attnres.analysis.depth_attention import depth_attention
 from attnres.attn_res_attnres import AttnRes
 from attnres.attn_res_fields_attnres import SWITCHES
 from attnres.attn_res_switches_attnres import SwitchedAttnRes

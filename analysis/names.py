@@ -1,0 +1,71 @@
+"""What the rows and columns of a measurement are called: the readers of a model, and the sources they read."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+_KINDS = {"self_attention_res": "attention", "mlp_res": "MLP", "parallel_res": "layer"}
+
+
+@dataclass(frozen=True)
+class Depth:
+    """The depth of a model.
+
+    Attributes:
+        kinds: of the sublayers of a decoder layer, in turn: `("attention", "MLP")`, or `("layer",)` where the two are
+            parallel.
+        readers: `attention 0`, `MLP 0`, ..., `output`, `[L + 1]`.
+        outputs: `embedding`, then the sublayers by name, `[L + 1]`: those of which a mixing matrix tells.
+        sources: `embedding`, then blocks by number or, where they are single, sublayers; those of the depth attention,
+            and the same as `outputs` where there is none.
+        block_size: sublayers in a block; 1 where there are no blocks.
+    """
+
+    kinds: tuple[str, ...]
+    readers: tuple[str, ...]
+    outputs: tuple[str, ...]
+    sources: tuple[str, ...]
+    block_size: int
+
+    @property
+    def num_sublayers(self) -> int:
+        return len(self.readers) - 1
+
+    def kind(self, reader: int) -> str:
+        """That of a reader; `output` for the last one."""
+        return self.kinds[reader % len(self.kinds)] if reader < self.num_sublayers else "output"
+
+    def members(self, source: int) -> range:
+        """The places in `outputs` of what a source sums up."""
+        first = (source - 1) * self.block_size + 1
+        return range(first, min(first + self.block_size, len(self.outputs))) if source else range(1)
+
+
+def depth_of(model: PreTrainedModel, weights: Tensor | None = None) -> Depth:
+    """The depth of a model of the family, with its mean depth weights `[L + 1, sources]`, if it has any."""
+    names = sublayer_names(model.config)
+    outputs, block_size = ("embedding", *names), 1 if weights is None else _block_size(weights)
+    sources = outputs
+    if block_size > 1:
+        sources = ("embedding", *(f"block {block}" for block in range(1, weights.shape[1])))
+    kinds = tuple(name.rpartition(" ")[0] for name in names[: len(model.config.sublayers)])
+    return Depth(kinds, (*names, "output"), outputs, sources, block_size)
+
+
+def sublayer_names(config: PreTrainedConfig) -> list[str]:
+    """A name for each sublayer in turn: `attention 0`, `MLP 0`, ..., or `layer 0`, ... where the two are parallel."""
+    layers, sublayers = range(config.num_hidden_layers), config.sublayers
+    return [f"{_KINDS.get(sublayer.name, sublayer.name)} {layer}" for layer in layers for sublayer in sublayers]
+
+
+def _block_size(weights: Tensor) -> int:
+    """Sublayers in a block, or all where there is one block: as many rows as gain no source after the first block's."""
+    rows, columns = weights.shape
+    num_sources = (~weights.isnan()).sum(1).tolist()
+    # A source begins with the output of one sublayer, and is read from the next one on; the first is the embedding.
+    begins = [num_sources.index(count) for count in range(2, columns + 1)] + [rows]
+    return begins[1] - begins[0] if columns > 1 else 1
+
+
+__all__ = ["Depth", "depth_of", "sublayer_names"]

@@ -1,0 +1,162 @@
+"""The residual connections of a model seen at work: every read and every write of a pass, as it is or changed.
+
+Also found here: what models and batches of token ids have in common, for all measurements of this folder.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import dispatch_model
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attnres.conversion import retrofit
+
+Batch = Tensor | Mapping[str, Tensor]  # token ids [batch, seq], or what a tokenizer returns
+
+
+def connections_of(model: nn.Module) -> list[nn.Module]:
+    """The residual connections of a model, in no particular order; a checkpoint's own code has classes of its own."""
+    return [
+        module for module in model.modules() if any(c.__name__ == "ResidualConnection" for c in type(module).__mro__)
+    ]
+
+
+def family_member(model: PreTrainedModel) -> PreTrainedModel:
+    """The model itself if it is of the family, else one that shares its weights and reads a standard residual stream.
+
+    Raises:
+        ValueError: the model is not of the family, and cannot become one: its backbone is not known, or it is
+            quantised, offloaded, or no causal language model.
+    """
+    if connections_of(model):
+        return model
+    member = retrofit(model, "standard")
+    places = getattr(model, "hf_device_map", {})
+    return dispatch_model(member, places) if len(set(places.values())) > 1 else member
+
+
+@contextmanager
+def measuring(model: nn.Module) -> Iterator[None]:
+    """While this lasts, the model is in eval mode, and what is compiled of it runs as it is written."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def watched(
+    model: nn.Module,
+    read: Callable[..., tuple[Tensor, Tensor | None, Any]] | None = None,
+    write: Callable[..., Any] | None = None,
+) -> Iterator[None]:
+    """While this lasts, `read` and `write` stand between the model and its connections, in this thread.
+
+    They are called as `read(connection, forward, state, norm)` and `write(connection, write, state, output)`, with what
+    they stand for as second argument, and return in its place. In `read` the tensors of a connection are there, also
+    where they are offloaded; its hooks see what `read` returns. What reads in place of connections without gradients
+    does not, while they are watched.
+    """
+    thread = threading.get_ident()
+
+    def between(see: Callable[..., Any], connection: nn.Module, own: Callable[..., Any], *args: Any) -> Any:
+        if threading.get_ident() != thread:  # another thread may run the model meanwhile
+            return own(*args)
+        return see(connection, own, *args)
+
+    with ExitStack() as stack:
+        for connection in connections_of(model):
+            # Where `accelerate` has put its hooks around `forward`, what it calls between them.
+            forward = "_old_forward" if hasattr(connection, "_old_forward") else "forward"
+            for name, see in ((forward, read), ("write", write)):
+                if see is not None:
+                    stack.enter_context(_replaced(connection, name, partial(between, see, connection)))
+        yield
+
+
+@contextmanager
+def _replaced(module: nn.Module, name: str, make: Callable[..., Any]) -> Iterator[None]:
+    """While this lasts, a method of one module is another, which gets the method before its arguments."""
+    own, is_own = getattr(module, name), name in vars(module)
+    setattr(module, name, partial(make, own))
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(module, name, own)
+        else:
+            delattr(module, name)
+
+
+def run(model: PreTrainedModel, batch: Batch, **kwargs: Any) -> Any:
+    """One pass over a batch.
+
+    Raises:
+        ValueError: what comes out is not finite; the message names the first weight that is not, if there is one.
+    """
+    inputs = {name: value.to(model.device) for name, value in inputs_of(batch).items()}
+    outputs = model(**inputs, use_cache=False, **kwargs)
+    result = outputs.logits if "logits" in outputs else outputs.last_hidden_state
+    if not result.isfinite().all():
+        broken = (name for name, tensor in model.named_parameters() if not (tensor.is_meta or tensor.isfinite().all()))
+        weight = next(broken, None)
+        why = f"`{weight}` holds values that are not finite" if weight else f"they overflow in {model.dtype}"
+        raise ValueError(f"what {type(model).__name__} computes is not finite: {why}.")
+    return outputs
+
+
+def inputs_of(batch: Batch) -> dict[str, Tensor]:
+    """The tensors among what a model is called with."""
+    given = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+    return {name: value for name, value in given.items() if isinstance(value, Tensor)}
+
+
+def mask_of(batch: Batch) -> Tensor:
+    """Which tokens count, `[batch, seq]`: all but those that the attention mask leaves out.
+
+    Raises:
+        ValueError: the mask is not `[batch, seq]`, or leaves out all of them.
+    """
+    inputs = inputs_of(batch)
+    ids = inputs["input_ids"]
+    mask = inputs.get("attention_mask", torch.ones_like(ids))
+    if mask.shape != ids.shape:
+        raise ValueError(f"the attention mask has shape {list(mask.shape)}, but must be [batch, seq].")
+    if not mask.any():
+        raise ValueError("the attention mask leaves out every token.")
+    return mask.bool()
+
+
+def labelled(batch: Batch) -> dict[str, Tensor]:
+    """A batch with labels, those of tokens that do not count left out."""
+    inputs = inputs_of(batch)
+    ids = inputs["input_ids"]
+    return inputs | {"labels": ids.masked_fill(~mask_of(batch).to(ids.device), -100)}
+
+
+def several(batches: Batch | Iterable[Batch]) -> Iterable[Batch]:
+    """One batch, or several, as several."""
+    return [batches] if isinstance(batches, (Tensor, Mapping)) else batches
+
+
+__all__ = [
+    "Batch",
+    "connections_of",
+    "family_member",
+    "inputs_of",
+    "labelled",
+    "mask_of",
+    "measuring",
+    "run",
+    "several",
+    "watched",
+]
