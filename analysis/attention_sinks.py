@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,14 +61,7 @@ def attention_sinks(model: PreTrainedModel, batches: Batch | Iterable[Batch]) ->
             mask = mask_of(batch)
             first, later = mask.int().argmax(1), mask & (mask.cumsum(1) > 1)
 
-            def see(
-                place: int,
-                module: nn.Module,
-                arguments: tuple,
-                result: Any,
-                first: Tensor = first,
-                later: Tensor = later,
-            ) -> None:
+            def see(place: int, result: Any, first: Tensor = first, later: Tensor = later) -> None:
                 weights = result[1] if isinstance(result, tuple) and len(result) > 1 else None
                 if not (isinstance(weights, Tensor) and weights.ndim == 4):
                     return  # linear attention
@@ -80,7 +72,8 @@ def attention_sinks(model: PreTrainedModel, batches: Batch | Iterable[Batch]) ->
             with ExitStack() as stack:
                 for place, layer in enumerate(layers):
                     for attention in (getattr(layer, name) for name in _ATTENTIONS if hasattr(layer, name)):
-                        stack.callback(attention.register_forward_hook(partial(see, place)).remove)
+                        hook = attention.register_forward_hook(lambda *call, place=place, see=see: see(place, call[-1]))
+                        stack.callback(hook.remove)
                 run(model, batch)
             queries += int(later.sum())
             uniform += float((1 / mask.cumsum(1))[later].sum())

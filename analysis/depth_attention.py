@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+class NoDepthAttention(ValueError):
+    """The residual connections of a model do not attend over the depth."""
+
+
 @dataclass(frozen=True)
 class DepthAttention:
     """The depth weights of each reader, over the tokens of a text.
@@ -91,26 +95,17 @@ def depth_attention(model: PreTrainedModel, batches: Batch | Iterable[Batch]) ->
             mask leaves out do not count.
 
     Raises:
-        ValueError: the model has no depth attention, there is no batch, or what the model computes is not finite.
+        NoDepthAttention: the model has none.
+        ValueError: there is no batch, or what the model computes is not finite.
     """
     sums, tokens = None, 0
-    recorded: list[Tensor | None] = []
-
-    def read(connection: nn.Module, forward: Any, *arguments: Any) -> Any:
-        result = forward(*arguments)
-        recorded.append(result[1])
-        return result
-
-    with measuring(model), watched(model, read), torch.no_grad():
-        for batch in several(batches):
-            recorded.clear()
-            run(model, batch)
-            if not recorded or any(weights is None for weights in recorded):
-                raise ValueError(f"{type(model).__name__} recorded no depth attention: it has no attention residuals.")
-            mask = mask_of(batch)
-            parts = [_sums(weights.double()[:, mask.to(weights.device)].cpu()) for weights in recorded]
-            sums = parts if sums is None else [[a + b for a, b in zip(*pair)] for pair in zip(sums, parts)]
-            tokens += int(mask.sum())
+    for batch in several(batches):
+        mask = mask_of(batch)
+        parts = [
+            _sums(weights[:, mask.to(weights.device)].double().cpu()) for weights in weights_by_token(model, batch)
+        ]
+        sums = parts if sums is None else [[a + b for a, b in zip(*pair)] for pair in zip(sums, parts)]
+        tokens += int(mask.sum())
     if sums is None:
         raise ValueError("no batch of token ids was given.")
     mean, square = (_table([of[i] / tokens for of in sums]) for i in (0, 1))
@@ -118,6 +113,28 @@ def depth_attention(model: PreTrainedModel, batches: Batch | Iterable[Batch]) ->
     # The difference of two means of squares may fall below zero by rounding.
     spread = (square - mean.square()).clamp_min(0).sqrt()
     return DepthAttention(depth_of(model, mean), mean, spread, entropy, distance, tokens)
+
+
+@torch.no_grad()
+def weights_by_token(model: PreTrainedModel, batch: Batch) -> list[Tensor]:
+    """The weights of each reader in turn, `[sources, batch, seq]` as the model computes them.
+
+    Raises:
+        NoDepthAttention: there are none.
+        ValueError: what the model computes is not finite.
+    """
+    recorded: list[Tensor | None] = []
+
+    def read(connection: nn.Module, forward: Any, *arguments: Any) -> Any:
+        result = forward(*arguments)
+        recorded.append(result[1])
+        return result
+
+    with measuring(model), watched(model, read):
+        run(model, batch)
+    if not recorded or any(weights is None for weights in recorded):
+        raise NoDepthAttention(f"{type(model).__name__} recorded no depth attention: it has no attention residuals.")
+    return recorded
 
 
 def share_measures(weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,4 +159,4 @@ def _table(rows: list[Tensor]) -> Tensor:
     return table
 
 
-__all__ = ["DepthAttention", "depth_attention", "share_measures"]
+__all__ = ["DepthAttention", "NoDepthAttention", "depth_attention", "share_measures", "weights_by_token"]

@@ -37,9 +37,9 @@ class Interventions:
     Attributes:
         depth: names of readers and sources.
         loss: of the model as it is.
-        hidden: how much it rises when a source is hidden from all readers after it, `[sources]` in float64.
-        uniform: how much it rises when a reader's depth weights are made uniform, `[L + 1]`; NaN where it has one source
-            or the model has no depth attention.
+        hidden: the rise when a source is hidden from all readers after it, `[sources]` in float64.
+        uniform: the rise when a reader's depth weights are made uniform, `[L + 1]`; NaN where it has one source, or the
+            model no depth attention.
         tokens: how many were predicted.
     """
 
@@ -97,9 +97,8 @@ def interventions(
             for reader in range(len(depth.readers))
         ]
     tokens = sum(_count(batch) for batch in batches)
-    return Interventions(
-        depth, loss, *(torch.tensor(rises, dtype=torch.float64) for rises in (hidden, uniform)), tokens
-    )
+    hidden, uniform = (torch.tensor(rises, dtype=torch.float64) for rises in (hidden, uniform))
+    return Interventions(depth, loss, hidden, uniform, tokens)
 
 
 def count_passes(depth: Depth, attention: DepthAttention | None = None) -> int:

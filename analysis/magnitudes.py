@@ -28,8 +28,7 @@ class Magnitudes:
         depth: names of readers and outputs.
         inputs: of `h_l`, what each sublayer and the output read, before a norm.
         outputs: of `v_l`, the embedding and what each sublayer puts out.
-        stream: of the sum that each output has been added to: the residual stream; with attention residuals, the running
-            sum of the block.
+        stream: of the sum that each output has joined: the residual stream or, in blocks, the running sum of the block.
         gradients: of the derivative of a sequence's loss, summed over its tokens, by `v_l`; NaN where they were not
             measured.
         largest: the largest `|h_l|` over the median one ("massive activations"); of several batches, over the mean of
@@ -149,9 +148,8 @@ def _gradients(model: PreTrainedModel, sequence: dict[str, Tensor], mask: Tensor
     with watched(model, read, write):
         loss = run(model, labelled(sequence)).loss * mask[:, 1:].sum().item()
     found = torch.autograd.grad(loss, probes)
-    return torch.stack(
-        [gradient[mask.to(gradient.device)].double().square().mean(-1).sum().cpu() for gradient in found]
-    )
+    counted = (gradient[mask.to(gradient.device)].double() for gradient in found)
+    return torch.stack([gradient.square().mean(-1).sum().cpu() for gradient in counted])
 
 
 __all__ = ["Magnitudes", "magnitudes"]

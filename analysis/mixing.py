@@ -87,18 +87,12 @@ def depth_mixing(model: PreTrainedModel, batches: Batch | Iterable[Batch]) -> De
     """
     total, tokens = None, 0
     for batch in several(batches):
-        mask = mask_of(batch)
-        for i, counts in enumerate(mask):  # one sequence at a time, since a row has L + 1 numbers for each token
-            sums = []
-
-            def see(row: Tensor, constant: Tensor, counts: Tensor = counts, sums: list = sums) -> None:
-                row = row[:, 0, counts.to(row.device)].mean(-1)  # [L + 1, tokens]
-                sums.append(torch.stack([row.sum(1), row.square().sum(1)]).cpu())
-
-            _trace(model, {name: value[i : i + 1] for name, value in inputs_of(batch).items()}, see)
-            sums = torch.stack(sums, dim=1)[:, :, : len(sums)]
+        for i, counts in enumerate(mask_of(batch)):  # one sequence at a time: (L + 1)^2 numbers for each token
+            sequence = {name: value[i : i + 1] for name, value in inputs_of(batch).items()}
+            rows = rows_by_token(model, sequence)[:, :, counts.cpu()]
+            sums = torch.stack([rows.sum(-1), rows.square().sum(-1)])
             total = sums if total is None else total + sums
-        tokens += int(mask.sum())
+            tokens += int(counts.sum())
     if total is None:
         raise ValueError("no batch of token ids was given.")
     mean, square = total / tokens
@@ -108,6 +102,17 @@ def depth_mixing(model: PreTrainedModel, batches: Batch | Iterable[Batch]) -> De
 def mixing_matrix(model: PreTrainedModel, batches: Batch | Iterable[Batch]) -> Tensor:
     """The mean of [`depth_mixing`] alone, `[L + 1, L + 1]` in float64."""
     return depth_mixing(model, batches).mean
+
+
+def rows_by_token(model: PreTrainedModel, sequence: Batch) -> Tensor:
+    """`M` of each token of one sequence `[1, seq]`, `[L + 1, L + 1, seq]`, a mean over channels where these differ.
+
+    Raises:
+        ValueError: the model has no residual connections of the family, or what it computes is not finite.
+    """
+    rows: list[Tensor] = []
+    _trace(model, sequence, lambda row, constant: rows.append(row[:, 0].mean(-1).cpu()))
+    return torch.stack(rows)[:, : len(rows)]
 
 
 def token_mixing(model: PreTrainedModel, batch: Batch) -> TokenMixing:
@@ -191,4 +196,12 @@ def _wide(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-__all__ = ["DepthMixing", "TokenMixing", "depth_mixing", "mixing_matrix", "semiseparable_rank", "token_mixing"]
+__all__ = [
+    "DepthMixing",
+    "TokenMixing",
+    "depth_mixing",
+    "mixing_matrix",
+    "rows_by_token",
+    "semiseparable_rank",
+    "token_mixing",
+]

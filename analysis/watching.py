@@ -14,6 +14,7 @@ from accelerate import dispatch_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from attnres import BACKBONES
 from attnres.conversion import retrofit
 
 Batch = Tensor | Mapping[str, Tensor]  # token ids [batch, seq], or what a tokenizer returns
@@ -35,6 +36,11 @@ def family_member(model: PreTrainedModel) -> PreTrainedModel:
     """
     if connections_of(model):
         return model
+    if model.config.model_type not in BACKBONES:
+        raise ValueError(
+            f"the model type {model.config.model_type!r} cannot be inspected: it is not of the family, and none of its "
+            f"backbones, {', '.join(map(repr, BACKBONES))}. `attnres.add_backbone` brings the family to others."
+        )
     member = retrofit(model, "standard")
     places = getattr(model, "hf_device_map", {})
     return dispatch_model(member, places) if len(set(places.values())) > 1 else member

@@ -176,9 +176,9 @@ class Healing:
             "before": self.loss_at_step_0(recipe.block_size, recipe.scale, run.seed == SELECTION_SEED),
         }
         if not recipe.is_standard:
-            weights = depth_attention_map(model.eval(), held_out[:32].split(16))
-            result["depth_attention"] = [[round(w, 4) for w in row[~row.isnan()].tolist()] for row in weights]
-            result["distance_from_uniform"] = round(distance_from_uniform(model, held_out[:32]), 5)
+            read = depth_attention(model, held_out[:32].split(16))
+            result["depth_attention"] = [[round(w, 4) for w in row[~row.isnan()].tolist()] for row in read.mean]
+            result["distance_from_uniform"] = round(read.distance[1:].mean().item(), 5)
         return result
 
     def _held_out(self, seed: int) -> Tensor:
@@ -187,19 +187,6 @@ class Healing:
     def _loss_at_step_0(self, block_size: int | None, scale: str, selecting: bool) -> float:
         model = prepare(self.start, Recipe(block_size=block_size, scale=scale))
         return mean_loss(model, self.data.selection if selecting else self.data.valid)
-
-
-@torch.no_grad()
-def distance_from_uniform(model: PreTrainedModel, blocks: Tensor) -> float:
-    """`1/2 sum_i |a_i - 1/n|`, mean over tokens and readers with n > 1 sources: 0 is uniform, 1 - 1/n one source.
-
-    A mean of the weights over tokens says less: what one token weighs up and the next down cancels in it.
-    """
-    distances = []
-    for batch in blocks.split(16):
-        attentions = model(batch, use_cache=False, output_depth_attentions=True).depth_attentions
-        distances += [half_absolute(a - 1 / len(a)).mean().item() for a in attentions if len(a) > 1]
-    return mean(distances)
 
 
 def half_absolute(difference: Tensor) -> Tensor:
