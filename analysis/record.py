@@ -40,10 +40,15 @@ def to_json(inspections: Sequence[Inspection]) -> str:
     """All numbers of the inspections but those of the passage; NaN, which tells of what does not exist, as null."""
     record = {
         "written_by": "attnres inspect",
-        "versions": {name: version(name) for name in _VERSIONS} | {"python": platform.python_version()},
+        "versions": versions(),
         "models": [numbers(inspection) for inspection in inspections],
     }
     return json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def versions() -> dict[str, str]:
+    """Of what measured, by name."""
+    return {name: version(name) for name in _VERSIONS} | {"python": platform.python_version()}
 
 
 def numbers(inspection: Inspection) -> dict[str, Any]:
@@ -144,4 +149,4 @@ def _table(header: Sequence[str], rows: Iterable[Sequence]) -> str:
     return file.getvalue()
 
 
-__all__ = ["WRITTEN_BY", "numbers", "plain", "to_csv", "to_json"]
+__all__ = ["WRITTEN_BY", "numbers", "plain", "to_csv", "to_json", "versions"]

@@ -125,13 +125,13 @@ def test_the_wheel_installs_one_import_name(wheel):
     assert names == {"attnres", f"attnres-{attnres.__version__}.dist-info"}
 
 
-def test_every_python_json_and_yaml_file_of_the_package_is_in_the_wheel(wheel):
+def test_every_file_of_the_package_is_in_the_wheel(wheel):
     expected = {
         PurePosixPath(*package.split("."), *path.relative_to(ROOT / folder).parts).as_posix()
         for package, folder in PACKAGE_DIR.items()
         for path in (ROOT / folder).rglob("*")
         # Stored measurements, in `results`, stay in the project.
-        if path.suffix in {".py", ".json", ".yaml"} and "results" not in path.parts
+        if path.suffix in {".py", ".json", ".yaml", ".html", ".css", ".js"} and "results" not in path.parts
     }
     assert "attnres/configuration/attnres-tiny/config.json" in expected
     assert {name for name in ZipFile(wheel).namelist() if not name.startswith("attnres-")} == expected

@@ -1,0 +1,334 @@
+"""What an inspection found, in plain words with their numbers, and a table of the numbers that sum it up.
+
+Every sentence is made from measurements alone. Where one is missing, so is its sentence.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from attnres.wording import counted
+
+from .inspection import Inspection
+from .names import Depth
+
+LABELS = ("A", "B")  # what two models are called where they are compared
+MISSING = "–"
+_CONSTANT = 1e-5  # a standard deviation over tokens up to this is rounding
+_NOTHING = 1e-6  # numbers below are rounding
+_GROWS = 2.0  # times, from where on a stream that ends near its largest magnitude is said to grow
+
+
+@dataclass(frozen=True)
+class Section:
+    """Sentences on one matter.
+
+    Attributes:
+        title: the matter.
+        models: of each model its sentences, in turn.
+        comparison: a sentence on both models; empty where there is one model or nothing to compare.
+    """
+
+    title: str
+    models: list[list[str]]
+    comparison: str = ""
+
+
+def overview(inspections: Sequence[Inspection]) -> list[Section]:
+    """Sentences on one inspection, or on two and how they compare."""
+    sections = [
+        Section(title, [of(inspection) for inspection in inspections], compared(*inspections) if two else "")
+        for title, of, compared in _SECTIONS
+        for two in [len(inspections) == 2]
+    ]
+    return [section for section in sections if any(section.models)]
+
+
+def key_numbers(inspections: Sequence[Inspection]) -> list[tuple[str, list[float]]]:
+    """Name -> the number of each inspection, NaN where it has none; what none has is left out."""
+    columns = [_numbers(inspection) for inspection in inspections]
+    rows = [(name, [column[name] for column in columns]) for name in columns[0]]
+    return [(name, values) for name, values in rows if not all(math.isnan(value) for value in values)]
+
+
+def number(value: float, digits: int = 2) -> str:
+    """So many digits that count, and all of those before the point: `0.027`, `6.4`, `1,204`."""
+    if math.isnan(value):
+        return MISSING
+    if abs(value) < _NOTHING:
+        return "0"
+    value = float(f"{value:.{digits - 1}e}") if abs(value) < 10**digits else round(value)
+    places = digits - 1 - math.floor(math.log10(abs(value)))
+    return f"{value:,.{max(places, 0)}f}".replace("-", "−")  # noqa: RUF001
+
+
+def share(value: float) -> str:
+    """The same in percent."""
+    return f"{number(100 * value)}%"
+
+
+def _numbers(inspection: Inspection) -> dict[str, float]:
+    attention, sizes, interventions = inspection.depth_attention, inspection.magnitudes, inspection.interventions
+    several, spread = _readers_of_several(inspection), (attention or inspection.mixing).spread
+    return {
+        "loss, in nats per token": interventions.loss if interventions else math.nan,
+        "rise of the loss with the embedding hidden": interventions.hidden[0].item() if interventions else math.nan,
+        "weight of the output on the embedding": _shares(attention.embedding, attention)[-1] if attention else math.nan,
+        "weight of the output on the nearest source": _shares(attention.nearest, attention)[-1]
+        if attention
+        else math.nan,
+        "weight of sublayers on the embedding": _mean_share(inspection, "embedding"),
+        "weight of sublayers on the nearest source": _mean_share(inspection, "nearest"),
+        "distance of their weights from even ones": attention.distance[several].mean().item()
+        if attention
+        else math.nan,
+        "standard deviation of weights over tokens": _mean(spread[several]),
+        "magnitude of the stream, last over first": (sizes.stream[-1] / sizes.stream[0]).item(),
+        "gradients, first sublayers over last": _gradient_ratio(inspection)[1],
+        "largest value read, over the median": sizes.largest.max().item(),
+        "attention on the first token": _mean(inspection.sinks.mean),
+    }
+
+
+def _depth(inspection: Inspection) -> list[str]:
+    """What readers take from sources."""
+    if inspection.depth_attention is None:
+        return _mixing(inspection)
+    attention, depth = inspection.depth_attention, inspection.depth
+    several, count = _readers_of_several(inspection), attention.num_sources[-1]
+    found = []
+    if count > 1:
+        embedding, nearest = (_shares(of, attention)[-1] for of in (attention.embedding, attention.nearest))
+        last, (most, weight) = depth.sources[count - 1], attention.most_read(len(depth.readers) - 1, 1)[0]
+        elsewhere = f"; most, {share(weight / _total(attention, -1))}, goes to {most}"
+        found.append(
+            f"The output gives {share(embedding)} of its weight to the embedding and {share(nearest)} to {last}, the "
+            f"nearest source{'' if most in ('embedding', last) else elsewhere}; an even share would be "
+            f"{share(1 / count)}."
+        )
+    if several:
+        even = sum(1 / attention.num_sources[reader] for reader in several) / len(several)
+        found.append(
+            f"Sublayers give {share(_mean_share(inspection, 'nearest'))} of their weight to the nearest source and "
+            f"{share(_mean_share(inspection, 'embedding'))} to the embedding, on average over the {len(several)} that "
+            f"have two sources or more; an even share would be {share(even)}."
+        )
+        kinds = [(kind, [reader for reader in several if depth.kind(reader) == kind]) for kind in depth.kinds]
+        if len(kinds) > 1 and all(readers for _, readers in kinds):
+            moved = [f"{share(attention.distance[readers].mean().item())} before {kind}" for kind, readers in kinds]
+            found.append(
+                f"On average, weights are {' and '.join(moved)} away from even ones: so much would have to move."
+            )
+    return [*found, _by_token(attention.spread, depth, depth.sources, several)]
+
+
+def _mixing(inspection: Inspection) -> list[str]:
+    depth, mean = inspection.depth, inspection.mixing.mean
+    held = mean[_lower(mean)]
+    found = ["The residual connection has no depth attention, so its depth-mixing matrix is shown."]
+    if (held - 1).abs().max() <= _CONSTANT and inspection.mixing.spread.max() <= _CONSTANT:
+        return [*found, "Every reader gets the plain sum of the embedding and of all outputs before it."]
+    found.append(
+        f"The output reads the embedding with a weight of {number(mean[-1, 0].item())} and {depth.outputs[-1]}, the "
+        f"last sublayer, with {number(mean[-1, -1].item())}; over the matrix, weights lie between "
+        f"{number(held.min().item())} and {number(held.max().item())}, as means over tokens."
+    )
+    spread = inspection.mixing.spread.where(_lower(mean), math.nan)
+    return [*found, _by_token(spread, depth, depth.outputs, range(len(mean)))]
+
+
+def _by_token(spread: Tensor, depth: Depth, sources: Sequence[str], readers: Sequence[int]) -> str:
+    """Whether weights differ from token to token; `spread` is NaN where there is no weight."""
+    known = spread.nan_to_num(0)
+    if known.max() <= _CONSTANT:
+        return "Weights are the same for every token."
+    reader, source = divmod(known.argmax().item(), known.shape[1])
+    return (
+        f"Weights differ from token to token: their standard deviation is {number(_mean(spread[list(readers)]))} on "
+        f"average, and largest, {number(known.max().item())}, where {_named(depth.readers[reader])} reads {_named(sources[source])}."
+    )
+
+
+def _magnitudes(inspection: Inspection) -> list[str]:
+    sizes, depth, attention = inspection.magnitudes, inspection.depth, inspection.depth_attention
+    stream, outputs = sizes.stream, depth.outputs
+    if attention is None:
+        name = "the stream"
+    else:
+        name = "the running sum of blocks" if depth.block_size > 1 else "each output, a source of its own,"
+    first, last = stream[0].item(), stream[-1].item()
+    if last >= max(0.9 * stream.max().item(), _GROWS * first):
+        found = [
+            f"The magnitude of {name.rstrip(',')} grows {number(last / first)} times with depth, from {number(first)} "
+            f"at the embedding to {number(last)} after {outputs[-1]}."
+        ]
+    else:
+        least, most = stream.argmin().item(), stream.argmax().item()
+        found = [
+            f"The magnitude of {name.rstrip(',')} stays between {number(stream[least].item())} ({outputs[least]}) and "
+            f"{number(stream[most].item())} ({outputs[most]})."
+        ]
+    count, ratio = _gradient_ratio(inspection)
+    if not math.isnan(ratio):
+        ends = f"The first {count} sublayers get gradients" if count > 1 else "The first sublayer gets gradients"
+        whose = f"the last {count}, on average" if count > 1 else "the last"
+        found.append(f"{ends} {number(ratio)} times as large as those of {whose}.")
+    largest = sizes.largest.argmax().item()
+    found.append(
+        f"The largest value that a reader meets is {number(sizes.largest[largest].item())} times the median one "
+        f"({depth.readers[largest]}); massive activations are known to reach 1,000 times and more."
+    )
+    return found
+
+
+def _interventions(inspection: Inspection) -> list[str]:
+    if inspection.interventions is None:
+        return []
+    found, depth = inspection.interventions, inspection.depth
+    said = [f"The loss is {number(found.loss, 4)} nats per token, over {counted(found.tokens, 'predicted token')}."]
+    order = found.hidden.argsort(descending=True).tolist()
+    if found.hidden[order[0]] > 0:
+        more = f", more than any other source; next is {depth.sources[order[1]]}" if len(order) > 1 else ""
+        next_one = f" ({_rise(found.hidden[order[1]].item())})" if len(order) > 1 else ""
+        cost = _rise(found.hidden[order[0]].item())
+        said.append(f"Hiding {_named(depth.sources[order[0]])} costs {cost}{more}{next_one}.")
+    else:
+        said.append("No source raises the loss when it is hidden.")
+    uniform = found.uniform.nan_to_num(-math.inf)
+    reader = uniform.argmax().item()
+    if math.isfinite(uniform[reader]) and uniform[reader] > 0:
+        said.append(
+            f"Among readers, making the weights of {_named(depth.readers[reader])} uniform costs most: "
+            f"{_rise(uniform[reader].item())}."
+        )
+    elif math.isfinite(uniform[reader]):
+        said.append("Making a reader's weights uniform raises the loss for none of them.")
+    return said
+
+
+def _sinks(inspection: Inspection) -> list[str]:
+    sinks = inspection.sinks
+    layers = [layer for layer, value in enumerate(sinks.mean.tolist()) if not math.isnan(value)]
+    if not layers:
+        return ["All attention over the sequence is linear: it has no weights, and so no sinks to measure."]
+    linear = len(sinks.mean) - len(layers)
+    of = f"the {len(layers)} of {len(sinks.mean)} layers that are not linear" if linear else f"{len(layers)} layers"
+    most = max(layers, key=lambda layer: sinks.mean[layer].item())
+    return [
+        f"Later tokens give {share(_mean(sinks.mean))} of their attention to the first token, on average over {of}; "
+        f"if all tokens were attended to alike, it would be {share(sinks.uniform)}.",
+        f"Layer {most} gives it most, {share(sinks.mean[most].item())}, and its strongest head "
+        f"{share(sinks.strongest[most].item())}.",
+    ]
+
+
+def _compared_depth(one: Inspection, other: Inspection) -> str:
+    having = [label for label, of in zip(LABELS, (one, other)) if of.depth_attention]
+    if len(having) == 1:
+        (without,) = set(LABELS) - set(having)
+        return f"Only {having[0]} attends over its depth; the matrix of {without} holds weights of another kind."
+    if not having:
+        return ""
+    nearest = _both(share, "weight of sublayers on the nearest source", one, other)
+    spread = _both(number, "standard deviation of weights over tokens", one, other)
+    return f"Sublayers give the nearest source {nearest}; the standard deviation over tokens is {spread} on average."
+
+
+def _compared_magnitudes(one: Inspection, other: Inspection) -> str:
+    growth = _both(number, "magnitude of the stream, last over first", one, other, "times ")
+    said = f"At the last sublayer the stream has the magnitude of the embedding {growth}"
+    gradients = "gradients, first sublayers over last"
+    if any(math.isnan(_numbers(of)[gradients]) for of in (one, other)):
+        return f"{said}."
+    return (
+        f"{said}; the first sublayers get the gradients of the last {_both(number, gradients, one, other, 'times ')}."
+    )
+
+
+def _compared_interventions(one: Inspection, other: Inspection) -> str:
+    if one.interventions is None or other.interventions is None:
+        return ""
+    hidden = _both(number, "rise of the loss with the embedding hidden", one, other, "nats ")
+    costs = f"hiding the embedding costs {hidden}."
+    if not same_tokens(one, other):
+        return f"The models read different tokens, so their losses do not compare; {costs}"
+    difference = other.interventions.loss - one.interventions.loss
+    if not difference:
+        return f"On the same tokens both have the same loss; {costs}"
+    lower = "lower" if difference < 0 else "higher"
+    return f"On the same tokens the loss of B is {number(abs(difference))} nats {lower} than that of A; {costs}"
+
+
+def _compared_sinks(one: Inspection, other: Inspection) -> str:
+    name = "attention on the first token"
+    if any(math.isnan(_numbers(of)[name]) for of in (one, other)):
+        return ""
+    return f"The first token gets {_both(share, name, one, other)} of the attention."
+
+
+def same_tokens(one: Inspection, other: Inspection) -> bool:
+    """Whether two models read the same tokens, as far as text, cuts and the words of the passage tell."""
+    return (one.text, one.passage.words) == (other.text, other.passage.words)
+
+
+def _both(shown, name: str, one: Inspection, other: Inspection, unit: str = "") -> str:
+    values = [f"{shown(_numbers(of)[name])} {unit}in {label}" for label, of in zip(LABELS, (one, other))]
+    return " and ".join(values)
+
+
+def _readers_of_several(inspection: Inspection) -> list[int]:
+    """The sublayers, without the output, that have two sources or more."""
+    attention, length = inspection.depth_attention, inspection.depth.num_sublayers
+    return [reader for reader in range(length) if attention is None or attention.num_sources[reader] > 1]
+
+
+def _shares(weights: Tensor, attention) -> list[float]:
+    """Weights `[L + 1]` as shares of what each reader gives in all, which is one unless weights are sigmoids."""
+    return (weights / attention.mean.nansum(1)).tolist()
+
+
+def _total(attention, reader: int) -> float:
+    return attention.mean[reader].nansum().item()
+
+
+def _mean_share(inspection: Inspection, name: str) -> float:
+    attention, several = inspection.depth_attention, _readers_of_several(inspection)
+    if attention is None or not several:
+        return math.nan
+    shares = _shares(getattr(attention, name), attention)
+    return sum(shares[reader] for reader in several) / len(several)
+
+
+def _gradient_ratio(inspection: Inspection) -> tuple[int, float]:
+    """A quarter of the sublayers, and the mean gradient of the first ones over that of the last ones."""
+    gradients, count = inspection.magnitudes.gradients[1:], max(1, inspection.depth.num_sublayers // 4)
+    return count, (gradients[:count].mean() / gradients[-count:].mean()).item()
+
+
+def _lower(matrix: Tensor) -> Tensor:
+    """Where a square matrix has entries that count: up to the diagonal."""
+    return matrix.new_ones(matrix.shape).tril().bool()
+
+
+def _mean(values: Tensor) -> float:
+    return values.nanmean().item()
+
+
+def _rise(nats: float) -> str:
+    return f"{number(nats)} nats"
+
+
+def _named(name: str) -> str:
+    return f"the {name}" if name in ("embedding", "output") else name
+
+
+_SECTIONS = (
+    ("What is read from where", _depth, _compared_depth),
+    ("Magnitudes and gradients", _magnitudes, _compared_magnitudes),
+    ("What is used", _interventions, _compared_interventions),
+    ("Attention sinks", _sinks, _compared_sinks),
+)
+
+__all__ = ["LABELS", "MISSING", "Section", "key_numbers", "number", "overview", "same_tokens", "share"]
