@@ -38,8 +38,8 @@ class Interventions:
         depth: names of readers and sources.
         loss: of the model as it is.
         hidden: how much it rises when a source is hidden from all readers after it, `[sources]` in float64.
-        uniform: how much it rises when a reader's depth weights are made uniform, `[L + 1]`; NaN where it has one source
-            or the model has no depth attention.
+        uniform: how much it rises when a reader's depth weights are made uniform, `[L + 1]`; NaN where it has one
+            source or the model has no depth attention.
         tokens: how many were predicted.
     """
 

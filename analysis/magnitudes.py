@@ -28,8 +28,8 @@ class Magnitudes:
         depth: names of readers and outputs.
         inputs: of `h_l`, what each sublayer and the output read, before a norm.
         outputs: of `v_l`, the embedding and what each sublayer puts out.
-        stream: of the sum that each output has been added to: the residual stream; with attention residuals, the running
-            sum of the block.
+        stream: of the sum that each output has been added to: the residual stream; with attention residuals, the
+            running sum of the block.
         gradients: of the derivative of a sequence's loss, summed over its tokens, by `v_l`; NaN where they were not
             measured.
         largest: the largest `|h_l|` over the median one ("massive activations"); of several batches, over the mean of

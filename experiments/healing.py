@@ -176,7 +176,7 @@ class Healing:
             "before": self.loss_at_step_0(recipe.block_size, recipe.scale, run.seed == SELECTION_SEED),
         }
         if not recipe.is_standard:
-            weights = depth_attention_map(model.eval(), held_out[:32].split(16))
+            weights = depth_attention(model.eval(), held_out[:32].split(16)).mean
             result["depth_attention"] = [[round(w, 4) for w in row[~row.isnan()].tolist()] for row in weights]
             result["distance_from_uniform"] = round(distance_from_uniform(model, held_out[:32]), 5)
         return result

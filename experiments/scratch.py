@@ -148,7 +148,7 @@ def measure(
         result["expert_load_entropy"] = round(balance.metrics()["expert_load_entropy"], 4)
     result["seconds"] = round(time.monotonic() - began, 1)
     if getattr(model.config, "residual_connection", None) == "attn_res":
-        weights = depth_attention_map(model.eval(), held_out[:32].split(16))
+        weights = depth_attention(model.eval(), held_out[:32].split(16)).mean
         result["depth_attention"] = [[round(w, 4) for w in row[~row.isnan()].tolist()] for row in weights]
     return result
 

@@ -201,8 +201,8 @@ def test_depth_attentions_are_the_weights_of_all_sources(backbones, switches):
         torch.testing.assert_close(torch.stack([a.sum(0) for a in attentions]), torch.ones(11, 2, 11))
     if "window" in switches:
         assert not attentions[-1][1:3].any() and attentions[-1][[0, 3, 4]].all()
-    rows = depth_attention_map(model, [token_ids])
-    torch.testing.assert_close(rows[-1], attentions[-1].mean((1, 2)))
+    rows = depth_attention(model, [token_ids]).mean
+    torch.testing.assert_close(rows[-1], attentions[-1].double().mean((1, 2)))
     assert 0 < depth_attention_summary(attentions)["depth_entropy"] <= 1
 
 
