@@ -110,6 +110,13 @@ def build(experiment: Experiment, connection: Mapping[str, Any], seed: int) -> P
     return AutoModelForCausalLM.from_config(experiment.config(connection))
 
 
+class WholeRunBalance(ExpertBalance):
+    """Leaves its measurements out of the log, so that at the end they are those of all steps."""
+
+    def on_log(self, *args, **kwargs) -> None:
+        pass
+
+
 def measure(
     experiment: Experiment,
     data: Data,
@@ -134,7 +141,7 @@ def measure(
         decay_steps=round(DECAY * run.steps),
         seed=seed,
     )
-    balance = ExpertBalance(BALANCING)
+    balance = WholeRunBalance(BALANCING)
     curve = train(
         model,
         data.order(seed, run.steps * experiment.batch_size),
