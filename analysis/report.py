@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from attnres.files import atomic_directory
 
 from . import figures
 from .inspection import Inspection
+from .overview import LABELS
 from .page import render
 from .record import WRITTEN_BY, to_csv, to_json
 
@@ -34,46 +36,41 @@ def write_report(inspections: Sequence[Inspection], out: str | os.PathLike, over
         for name, table in tables.items():
             (folder / name).write_text(table, encoding="utf-8")
         drawn = {}
-        for name, draw in _figures(inspections).items():
-            figure = draw()
+        for kind, draw in _figures(inspections).items():
+            figure, name = draw(), kind.replace(": ", "_").lower()
             for suffix in (".png", ".svg"):
                 figures.finish(figure, folder / f"{name}{suffix}")
-            drawn[name] = (folder / f"{name}.svg").read_text(encoding="utf-8")
+            drawn[kind] = (folder / f"{name}.svg").read_text(encoding="utf-8")
         page = render(inspections, drawn, files=(NUMBERS, *tables))
         (folder / PAGE).write_text(page, encoding="utf-8")
 
 
 def labels(inspections: Sequence[Inspection]) -> list[str]:
-    """What models are called in figures of several, by the ends of their names as far as these tell them apart."""
-    names = [inspection.model["name"].rstrip("/") for inspection in inspections]
-    if len(names) < 2:
-        return [""] * len(names)
-    short = [Path(name).name for name in names]
-    revisions = [inspection.model["revision"] for inspection in inspections]
-    for candidates in (short, names, [f"{name}@{(revision or '')[:7]}" for name, revision in zip(names, revisions)]):
-        if len(set(candidates)) == len(candidates):
-            return list(candidates)
-    return [f"{name} ({place})" for place, name in enumerate(names, 1)]
+    """What models are called in figures: nothing if there is one, else the letter of the page and the end of the name."""
+    if len(inspections) < 2:
+        return [""] * len(inspections)
+    return [f"{letter}: {Path(i.model['name']).name}" for letter, i in zip(LABELS, inspections)]
 
 
 def _figures(inspections: Sequence[Inspection]) -> dict[str, Callable[[], "Figure"]]:
-    """File name without suffix -> what draws it, in the order of the page."""
+    """Kind of figure, as [`render`] takes it, -> what draws it, in the order of the page."""
     named = dict(zip(labels(inspections), inspections))
     drawn: dict[str, Callable[[], Figure]] = {}
-    for place, inspection in enumerate(inspections, 1):
-        number = f"_{place}" if len(inspections) > 1 else ""
+    for letter, inspection in zip(LABELS, inspections):
+        of = f": {letter}" if len(inspections) > 1 else ""
         if attention := inspection.depth_attention:
-            for values, name in (("weight", "depth_attention"), ("spread", "depth_attention_spread")):
-                drawn[f"{name}{number}"] = lambda a=attention, v=values: figures.draw_depth_attention(a, v)
-        drawn[f"depth_mixing{number}"] = lambda m=inspection.mixing: figures.draw_mixing(m)
-    attentions = {label: i.depth_attention for label, i in named.items() if i.depth_attention}
-    if attentions:
-        drawn["depth_weights"] = lambda: figures.draw_weights_by_depth(attentions)
-    drawn["magnitudes"] = lambda: figures.draw_magnitudes({label: i.magnitudes for label, i in named.items()})
-    drawn["attention_sinks"] = lambda: figures.draw_sinks({label: i.sinks for label, i in named.items()})
-    found = {label: i.interventions for label, i in named.items() if i.interventions}
-    if found:
-        drawn["interventions"] = lambda: figures.draw_interventions(found)
+            drawn[f"depth_attention{of}"] = partial(figures.draw_depth_attention, attention, "weight")
+            drawn[f"depth_attention_spread{of}"] = partial(figures.draw_depth_attention, attention, "spread")
+        drawn[f"mixing{of}"] = partial(figures.draw_mixing, inspection.mixing)
+    parts = {
+        "weights_by_depth": (figures.draw_weights_by_depth, "depth_attention"),
+        "magnitudes": (figures.draw_magnitudes, "magnitudes"),
+        "sinks": (figures.draw_sinks, "sinks"),
+        "interventions": (figures.draw_interventions, "interventions"),
+    }
+    for kind, (draw, part) in parts.items():
+        if of_models := {label: getattr(i, part) for label, i in named.items() if getattr(i, part) is not None}:
+            drawn[kind] = partial(draw, of_models)
     return drawn
 
 

@@ -53,10 +53,11 @@ def test_the_report_holds_page_figures_and_numbers(report):
     figures = {name.partition(".")[0] for name in names if name.endswith(".png")}
     assert {name for name in names if name.endswith((".json", ".csv"))} == {*NUMBERS, "sublayers.csv"}
     assert figures == {
-        *("depth_attention_2", "depth_attention_spread_2", "depth_mixing_1", "depth_mixing_2"),
-        *("depth_weights", "magnitudes", "attention_sinks", "interventions"),
+        *("depth_attention_b", "depth_attention_spread_b", "mixing_a", "mixing_b"),
+        *("weights_by_depth", "magnitudes", "sinks", "interventions"),
     }
-    assert names == sorted([*NUMBERS, "sublayers.csv", "report.html", *(f"{f}{s}" for f in figures for s in (".png", ".svg"))])
+    drawn = [f"{name}{suffix}" for name in figures for suffix in (".png", ".svg")]
+    assert names == sorted([*NUMBERS, "sublayers.csv", "report.html", *drawn])
     models = json.loads((report / "inspection.json").read_text())["models"]
     assert [model["model"]["name"] for model in models] == ["source", "retrofit"]
     assert models[0]["text"]["name"] == "text.txt" and models[0]["text"]["tokens"] == 512
