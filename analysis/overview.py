@@ -15,7 +15,7 @@ from .inspection import Inspection
 from .names import Depth
 
 LABELS = ("A", "B")  # what two models are called where they are compared
-MISSING = "–"
+MISSING = "\N{EN DASH}"
 _CONSTANT = 1e-5  # a standard deviation over tokens up to this is rounding
 _NOTHING = 1e-6  # numbers below are rounding
 _GROWS = 2.0  # times, from where on a stream that ends near its largest magnitude is said to grow
@@ -61,7 +61,7 @@ def number(value: float, digits: int = 2) -> str:
         return "0"
     value = float(f"{value:.{digits - 1}e}") if abs(value) < 10**digits else round(value)
     places = digits - 1 - math.floor(math.log10(abs(value)))
-    return f"{value:,.{max(places, 0)}f}".replace("-", "−")  # noqa: RUF001
+    return f"{value:,.{max(places, 0)}f}".replace("-", "\N{MINUS SIGN}")
 
 
 def share(value: float) -> str:
@@ -116,10 +116,11 @@ def _depth(inspection: Inspection) -> list[str]:
             f"have two sources or more; an even share would be {share(even)}."
         )
         kinds = [(kind, [reader for reader in several if depth.kind(reader) == kind]) for kind in depth.kinds]
-        if len(kinds) > 1 and all(readers for _, readers in kinds):
-            moved = [f"{share(attention.distance[readers].mean().item())} before {kind}" for kind, readers in kinds]
+        if len(kinds) == 2 and all(readers for _, readers in kinds):
+            far = [share(attention.distance[readers].mean().item()) for _, readers in kinds]
             found.append(
-                f"On average, weights are {' and '.join(moved)} away from even ones: so much would have to move."
+                f"Weights are {far[0]} away from even ones before {kinds[0][0]} and {far[1]} before {kinds[1][0]}, on "
+                "average: so much of them would have to move."
             )
     return [*found, _by_token(attention.spread, depth, depth.sources, several)]
 
@@ -145,9 +146,10 @@ def _by_token(spread: Tensor, depth: Depth, sources: Sequence[str], readers: Seq
     if known.max() <= _CONSTANT:
         return "Weights are the same for every token."
     reader, source = divmod(known.argmax().item(), known.shape[1])
+    where = f"{_named(depth.readers[reader])} reads {_named(sources[source])}"
     return (
         f"Weights differ from token to token: their standard deviation is {number(_mean(spread[list(readers)]))} on "
-        f"average, and largest, {number(known.max().item())}, where {_named(depth.readers[reader])} reads {_named(sources[source])}."
+        f"average, and largest, {number(known.max().item())}, where {where}."
     )
 
 
@@ -157,17 +159,17 @@ def _magnitudes(inspection: Inspection) -> list[str]:
     if attention is None:
         name = "the stream"
     else:
-        name = "the running sum of blocks" if depth.block_size > 1 else "each output, a source of its own,"
+        name = "the running sum of blocks" if depth.block_size > 1 else "single outputs"
     first, last = stream[0].item(), stream[-1].item()
     if last >= max(0.9 * stream.max().item(), _GROWS * first):
         found = [
-            f"The magnitude of {name.rstrip(',')} grows {number(last / first)} times with depth, from {number(first)} "
+            f"The magnitude of {name} grows {number(last / first)} times with depth, from {number(first)} "
             f"at the embedding to {number(last)} after {outputs[-1]}."
         ]
     else:
         least, most = stream.argmin().item(), stream.argmax().item()
         found = [
-            f"The magnitude of {name.rstrip(',')} stays between {number(stream[least].item())} ({outputs[least]}) and "
+            f"The magnitude of {name} stays between {number(stream[least].item())} ({outputs[least]}) and "
             f"{number(stream[most].item())} ({outputs[most]})."
         ]
     count, ratio = _gradient_ratio(inspection)
@@ -214,7 +216,8 @@ def _sinks(inspection: Inspection) -> list[str]:
     if not layers:
         return ["All attention over the sequence is linear: it has no weights, and so no sinks to measure."]
     linear = len(sinks.mean) - len(layers)
-    of = f"the {len(layers)} of {len(sinks.mean)} layers that are not linear" if linear else f"{len(layers)} layers"
+    are = "is" if len(layers) == 1 else "are"
+    of = f"the {len(layers)} of {len(sinks.mean)} layers that {are} not linear" if linear else f"{len(layers)} layers"
     most = max(layers, key=lambda layer: sinks.mean[layer].item())
     return [
         f"Later tokens give {share(_mean(sinks.mean))} of their attention to the first token, on average over {of}; "
@@ -237,13 +240,16 @@ def _compared_depth(one: Inspection, other: Inspection) -> str:
 
 
 def _compared_magnitudes(one: Inspection, other: Inspection) -> str:
-    growth = _both(number, "magnitude of the stream, last over first", one, other, "times ")
-    said = f"At the last sublayer the stream has the magnitude of the embedding {growth}"
-    gradients = "gradients, first sublayers over last"
-    if any(math.isnan(_numbers(of)[gradients]) for of in (one, other)):
+    columns = [_numbers(of) for of in (one, other)]
+    growth, gradients = (
+        [number(column[name]) for column in columns]
+        for name in ("magnitude of the stream, last over first", "gradients, first sublayers over last")
+    )
+    said = f"At the last sublayer the stream is {growth[0]} times the size of the embedding in A and {growth[1]} in B"
+    if MISSING in gradients:
         return f"{said}."
     return (
-        f"{said}; the first sublayers get the gradients of the last {_both(number, gradients, one, other, 'times ')}."
+        f"{said}; the first sublayers get {gradients[0]} times the gradients of the last in A and {gradients[1]} in B."
     )
 
 
@@ -252,7 +258,7 @@ def _compared_interventions(one: Inspection, other: Inspection) -> str:
         return ""
     hidden = _both(number, "rise of the loss with the embedding hidden", one, other, "nats ")
     costs = f"hiding the embedding costs {hidden}."
-    if not same_tokens(one, other):
+    if not _same_tokens(one, other):
         return f"The models read different tokens, so their losses do not compare; {costs}"
     difference = other.interventions.loss - one.interventions.loss
     if not difference:
@@ -268,9 +274,10 @@ def _compared_sinks(one: Inspection, other: Inspection) -> str:
     return f"The first token gets {_both(share, name, one, other)} of the attention."
 
 
-def same_tokens(one: Inspection, other: Inspection) -> bool:
-    """Whether two models read the same tokens, as far as text, cuts and the words of the passage tell."""
-    return (one.text, one.passage.words) == (other.text, other.passage.words)
+def _same_tokens(one: Inspection, other: Inspection) -> bool:
+    """Whether losses are on the same tokens, as far as text, cuts and the words of the passage tell."""
+    first, second = ((of.text, of.passage.words, of.interventions.tokens) for of in (one, other))
+    return first == second
 
 
 def _both(shown, name: str, one: Inspection, other: Inspection, unit: str = "") -> str:
@@ -331,4 +338,4 @@ _SECTIONS = (
     ("Attention sinks", _sinks, _compared_sinks),
 )
 
-__all__ = ["LABELS", "MISSING", "Section", "key_numbers", "number", "overview", "same_tokens", "share"]
+__all__ = ["LABELS", "MISSING", "Section", "key_numbers", "number", "overview", "share"]

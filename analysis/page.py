@@ -30,8 +30,8 @@ FIGURES = {
     "depth_attention": (
         "Depth attention",
         "the weight of each source for each reader, a mean over tokens.",
-        "A row is a reader, a column a source, and a darker cell a larger weight. Weight on the last cell of a row is on "
-        "the nearest source, weight in the first column on the embedding. The paper has such maps in Figure 8.",
+        "A row is a reader, a column a source, and a darker cell a larger weight. The last cell of a row is the "
+        "nearest source, the first column the embedding. The paper has such maps in Figure 8.",
     ),
     "depth_attention_spread": (
         "Depth attention from token to token",
@@ -45,27 +45,28 @@ FIGURES = {
     ),
     "weights_by_depth": (
         "Weights by depth",
-        "what each reader gives to the embedding, to the nearest source and to the rest.",
-        "Read it from the left, the first sublayer, to the right, the output. The paper finds most weight on the nearest "
-        "source, and lasting weight on the embedding.",
+        "how far the weights of each reader are from even ones, and how much goes to the embedding, to the nearest "
+        "source and to the rest.",
+        "Read it from the left, the first sublayer, to the right, the output. The paper finds most weight on the "
+        "nearest source, and lasting weight on the embedding.",
     ),
     "mixing": (
         "Depth mixing",
         "how much of each single output every reader gets, a mean over tokens.",
-        "A row is a reader, a column the embedding or the output of one sublayer. The standard residual connection has 1 "
-        "everywhere up to the diagonal.",
+        "A row is a reader, a column the embedding or the output of one sublayer. The standard residual connection has "
+        "1 everywhere up to the diagonal.",
     ),
     "magnitudes": (
         "Magnitudes and gradients",
         "root mean squares by depth.",
-        "In the paper’s Figure 5 magnitudes grow with depth and the first layers get the largest gradients under the "
+        "In the paper's Figure 5 magnitudes grow with depth and the first layers get the largest gradients under the "
         "standard residual connection; with attention residuals magnitudes stay bounded and gradients are more even.",
     ),
     "sinks": (
         "Attention sinks",
         "the attention that later tokens give to the first one, by layer.",
-        "The line of equal attention is what the first token would get by chance. Far above it, a layer uses the token as "
-        "a sink. Layers of linear attention have no weights to show.",
+        "The line of equal attention is what the first token would get by chance. Far above it, a layer uses the token "
+        "as a sink. Layers of linear attention have no weights to show.",
     ),
     "interventions": (
         "Interventions",

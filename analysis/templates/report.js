@@ -62,7 +62,6 @@ class Strip {
 }
 
 async function begin() {
-  Bokeh.set_log_level("warn");
   const view = document.getElementById("reader");
   const passages = JSON.parse(document.getElementById("given").textContent).map((given) => new Passage(given));
   const distances = passages.map((passage) => passage.distances());

@@ -1,0 +1,118 @@
+"""Inspections with numbers of their own: measured on nothing, so that tests know each of them."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnres.analysis import AttentionSinks, DepthAttention, DepthMixing, Inspection, Interventions, Magnitudes, Passage
+from attnres.analysis.names import Depth
+
+NAN = math.nan
+WORDS = ["<s>", "The", " cat's", "\n\n", "  ", "<b>hat</b>", " sat.\n", "→"]  # as many as a passage has tokens
+
+
+def _doubles(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _depth(layers: int, block_size: int | None) -> Depth:
+    sublayers = tuple(f"{kind} {layer}" for layer in range(layers) for kind in ("attention", "MLP"))
+    outputs = ("embedding", *sublayers)
+    blocks = -(-2 * layers // (block_size or 1))
+    sources = ("embedding", *(f"block {i + 1}" for i in range(blocks))) if (block_size or 1) > 1 else outputs
+    return Depth(("attention", "MLP"), (*sublayers, "output"), outputs, sources, block_size or 1)
+
+
+def _counts(depth: Depth) -> list[int]:
+    """How many sources each reader has."""
+    return [1 + -(-place // depth.block_size) for place in range(len(depth.readers))]
+
+
+def _table(rows: list[list[float]]) -> Tensor:
+    width = max(map(len, rows))
+    return _doubles(*(value for row in rows for value in [*row, *[NAN] * (width - len(row))])).view(len(rows), width)
+
+
+def _inspection(depth: Depth, attention: DepthAttention | None, words: list[str], weights: list[Tensor], **more: Any):
+    length = len(depth.readers)
+    triangle = torch.ones(length, length, dtype=torch.float64).tril()
+    found = Inspection(
+        model={
+            "name": "model",
+            "revision": None,
+            "class": "AttnResForCausalLM",
+            "connection": "Block AttnRes",
+            "parameters": 1_998_316,
+            "dtype": "float32",
+            "layers": depth.num_sublayers // 2,
+            "sublayers": depth.num_sublayers,
+            "hidden_size": 128,
+        },
+        text={"name": "text.txt", "sha256": "ab" * 32, "sequences": 4, "length": 16, "tokens": 64},
+        depth=depth,
+        depth_attention=attention,
+        mixing=DepthMixing(depth, triangle, torch.zeros_like(triangle), 64),
+        magnitudes=Magnitudes(
+            depth,
+            inputs=torch.ones(length).double(),
+            outputs=torch.ones(length).double(),
+            stream=torch.linspace(0.5, 3.25, length).double(),
+            gradients=torch.linspace(8.0, 2.0, length).double(),
+            largest=torch.linspace(41.0, 12.0, length).double(),
+            tokens=64,
+        ),
+        sinks=AttentionSinks(
+            _doubles(0.125, *[0.5] * (depth.num_sublayers // 2 - 1)), _doubles(0.25, *[0.75] * 27), 0.04
+        ),
+        interventions=None,
+        passage=Passage(words, weights),
+    )
+    return replace(found, **more)
+
+
+def block_attn_res(**more: Any) -> Inspection:
+    """Two layers in blocks of two sublayers, each number by hand; `more` replaces fields."""
+    depth = _depth(2, 2)
+    mean = _table([[1.0], [0.75, 0.25], [0.5, 0.5], [0.25, 0.25, 0.5], [0.375, 0.5, 0.125]])
+    spread = _table([[0.0], [0.125, 0.125], [0.0, 0.0], [0.0, 0.25, 0.25], [0.0, 0.0, 0.0]])
+    attention = DepthAttention(
+        depth, mean, spread, _doubles(NAN, 0.8, 1.0, 0.9, 0.9), _doubles(0.0, 0.25, 0.0, 0.17, 0.21), 64
+    )
+    interventions = Interventions(depth, 1.8325, _doubles(0.69, 0.25, -0.01), _doubles(NAN, 0.01, 0.0, 0.12, 0.03), 60)
+    noise = torch.Generator().manual_seed(0)
+    weights = [
+        torch.softmax(
+            mean[row, :row_count].float().log()[:, None] + torch.randn(row_count, len(WORDS), generator=noise), 0
+        )
+        for row, row_count in enumerate(_counts(depth))
+    ]
+    return _inspection(depth, attention, WORDS, weights, **{"interventions": interventions, **more})
+
+
+def standard(**more: Any) -> Inspection:
+    """Two layers with the standard residual connection, which read the same words."""
+    depth = _depth(2, None)
+    weights = [torch.ones(place + 1, len(WORDS)) for place in range(5)]
+    interventions = Interventions(depth, 1.75, _doubles(2.5, 0.5, 0.25, 0.125, 0.0), _doubles(*[NAN] * 5), 60)
+    found = _inspection(depth, None, WORDS, weights, interventions=interventions)
+    return replace(found, model={**found.model, "name": "plain", "connection": "standard"}, **more)
+
+
+def full_attn_res(layers: int, tokens: int, seed: int = 0) -> Inspection:
+    """As many layers and tokens as wanted, every sublayer a source, and weights by chance."""
+    depth, chance = _depth(layers, 1), torch.Generator().manual_seed(seed)
+    weights = [torch.softmax(torch.randn(count, tokens, generator=chance), 0) for count in _counts(depth)]
+    mean, spread = (_table([part.tolist() for part in parts]) for parts in zip(*map(_moments, weights)))
+    measure = torch.rand(len(depth.readers), generator=chance).double()
+    attention = DepthAttention(depth, mean, spread, measure, measure, tokens)
+    return _inspection(depth, attention, [f"word{token} " for token in range(tokens)], weights)
+
+
+def _moments(weights: Tensor) -> tuple[Tensor, Tensor]:
+    return weights.double().mean(1), weights.double().std(1, unbiased=False)
+
+
+__all__ = ["WORDS", "block_attn_res", "full_attn_res", "standard"]

@@ -1,0 +1,235 @@
+"""What an inspection is said to have found: each sentence with the numbers that it is made of."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnres.analysis.overview import key_numbers, number, overview, share
+
+from .inspections import NAN, block_attn_res, full_attn_res, standard
+
+
+def sentences(*inspections) -> dict[str, tuple]:
+    return {section.title: (section.models, section.comparison) for section in overview(inspections)}
+
+
+def changed(inspection, part: str, **fields):
+    return replace(inspection, **{part: replace(getattr(inspection, part), **fields)})
+
+
+def test_what_is_read_is_said_in_shares_of_weight():
+    assert sentences(block_attn_res())["What is read from where"] == (
+        [
+            [
+                "The output gives 38% of its weight to the embedding and 12% to block 2, the nearest source; most, "
+                "50%, goes to block 1; an even share would be 33%.",
+                "Sublayers give 42% of their weight to the nearest source and 50% to the embedding, on average over "
+                "the 3 that have two sources or more; an even share would be 44%.",
+                "Weights are 0% away from even ones before attention and 21% before MLP, on average: so much of them "
+                "would have to move.",
+                "Weights differ from token to token: their standard deviation is 0.11 on average, and largest, 0.25, "
+                "where MLP 1 reads block 1.",
+            ]
+        ],
+        "",
+    )
+
+
+def test_weights_that_do_not_add_up_to_one_are_told_as_shares_of_their_sum():
+    inspection = block_attn_res()
+    doubled = changed(inspection, "depth_attention", mean=2 * inspection.depth_attention.mean)
+    assert sentences(doubled)["What is read from where"] == sentences(inspection)["What is read from where"]
+
+
+def test_weights_that_are_the_same_for_every_token_are_said_to_be():
+    inspection = block_attn_res()
+    still = changed(inspection, "depth_attention", spread=1e-9 * inspection.depth_attention.spread)
+    (found,), _ = sentences(still)["What is read from where"]
+    assert found[-1] == "Weights are the same for every token."
+
+
+def test_a_residual_stream_is_told_as_a_plain_sum():
+    assert sentences(standard())["What is read from where"] == (
+        [
+            [
+                "The residual connection has no depth attention, so its depth-mixing matrix is shown.",
+                "Every reader gets the plain sum of the embedding and of all outputs before it.",
+            ]
+        ],
+        "",
+    )
+
+
+def test_another_connection_is_told_by_the_entries_of_its_matrix():
+    inspection = standard()
+    mean, spread = inspection.mixing.mean.clone(), inspection.mixing.spread.clone()
+    mean[-1, 0], mean[2, 1], mean[-1, -1], spread[3, 0] = 0.5, -0.25, 1.5, 0.3
+    (found,), _ = sentences(changed(inspection, "mixing", mean=mean, spread=spread))["What is read from where"]
+    assert found[1:] == [
+        "The output reads the embedding with a weight of 0.50 and MLP 1, the last sublayer, with 1.5; over the matrix, "
+        "weights lie between \N{MINUS SIGN}0.25 and 1.5, as means over tokens.",
+        "Weights differ from token to token: their standard deviation is 0.020 on average, and largest, 0.30, where "
+        "MLP 1 reads the embedding.",
+    ]
+
+
+def test_magnitudes_grow_where_they_end_near_their_largest():
+    assert sentences(standard())["Magnitudes and gradients"] == (
+        [
+            [
+                "The magnitude of the stream grows 6.5 times with depth, from 0.50 at the embedding to 3.2 after "
+                "MLP 1.",
+                "The first sublayer gets gradients 3.2 times as large as those of the last.",
+                "The largest value that a reader meets is 41 times the median one (attention 0); massive activations "
+                "are known to reach 1,000 times and more.",
+            ]
+        ],
+        "",
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (block_attn_res, "The magnitude of the running sum of blocks stays between 0.20 (MLP 0) and 0.90 (MLP 1)."),
+        (
+            lambda: full_attn_res(2, 8),
+            "The magnitude of single outputs stays between 0.20 (MLP 0) and 0.90 (MLP 1).",
+        ),
+    ],
+)
+def test_magnitudes_that_do_not_grow_stay_between_two_numbers(made, said):
+    stream = torch.tensor([0.5, 0.3, 0.2, 0.4, 0.9], dtype=torch.float64)
+    (found,), _ = sentences(changed(made(), "magnitudes", stream=stream))["Magnitudes and gradients"]
+    assert found[0] == said
+
+
+def test_gradients_that_were_not_measured_have_no_sentence():
+    without = changed(block_attn_res(), "magnitudes", gradients=torch.full((5,), NAN).double())
+    (found,), _ = sentences(without)["Magnitudes and gradients"]
+    assert len(found) == 2 and not [sentence for sentence in found if "gradient" in sentence or "nan" in sentence]
+    _, comparison = sentences(without, standard())["Magnitudes and gradients"]
+    assert comparison == "At the last sublayer the stream is 6.5 times the size of the embedding in A and 6.5 in B."
+
+
+def test_gradients_of_many_sublayers_are_those_of_the_first_and_last_quarter():
+    (found,), _ = sentences(full_attn_res(4, 8))["Magnitudes and gradients"]
+    # Eight sublayers, from 7.25 down to 2 in equal steps.
+    assert found[1] == "The first 2 sublayers get gradients 2.9 times as large as those of the last 2, on average."
+
+
+def test_interventions_are_told_by_what_costs_most():
+    assert sentences(block_attn_res())["What is used"] == (
+        [
+            [
+                "The loss is 1.833 nats per token, over 60 predicted tokens.",
+                "Hiding the embedding costs 0.69 nats, more than any other source; next is block 1 (0.25 nats).",
+                "Among readers, making the weights of MLP 1 uniform costs most: 0.12 nats.",
+            ]
+        ],
+        "",
+    )
+
+
+def test_interventions_that_cost_nothing_are_said_to():
+    inspection = block_attn_res()
+    found = inspection.interventions
+    helped = changed(inspection, "interventions", hidden=-found.hidden.abs(), uniform=-found.uniform.abs())
+    (said,), _ = sentences(helped)["What is used"]
+    assert said[1:] == [
+        "No source raises the loss when it is hidden.",
+        "Making a reader's weights uniform raises the loss for none of them.",
+    ]
+
+
+def test_without_interventions_nothing_is_said_of_them():
+    assert "What is used" not in sentences(block_attn_res(interventions=None))
+    _, comparison = sentences(block_attn_res(interventions=None), standard())["What is used"]
+    assert comparison == ""
+
+
+def test_sinks_are_told_of_layers_that_have_weights():
+    inspection = block_attn_res()
+    one = changed(
+        inspection, "sinks", mean=torch.tensor([NAN, 0.3]).double(), strongest=torch.tensor([NAN, 0.6]).double()
+    )
+    assert sentences(one)["Attention sinks"][0] == [
+        [
+            "Later tokens give 30% of their attention to the first token, on average over the 1 of 2 layers that is "
+            "not linear; if all tokens were attended to alike, it would be 4.0%.",
+            "Layer 1 gives it most, 30%, and its strongest head 60%.",
+        ]
+    ]
+    none = changed(inspection, "sinks", mean=torch.full((2,), NAN).double(), strongest=torch.full((2,), NAN).double())
+    assert sentences(none)["Attention sinks"][0] == [
+        ["All attention over the sequence is linear: it has no weights, and so no sinks to measure."]
+    ]
+    assert sentences(none, standard())["Attention sinks"][1] == ""
+
+
+def test_two_models_are_compared_matter_by_matter():
+    found = sentences(block_attn_res(), standard())
+    assert {title: comparison for title, (_, comparison) in found.items()} == {
+        "What is read from where": "Only A attends over its depth; the matrix of B holds weights of another kind.",
+        "Magnitudes and gradients": "At the last sublayer the stream is 6.5 times the size of the embedding in A and "
+        "6.5 in B; the first sublayers get 3.2 times the gradients of the last in A and 3.2 in B.",
+        "What is used": "On the same tokens the loss of B is 0.083 nats lower than that of A; hiding the embedding "
+        "costs 0.69 nats in A and 2.5 nats in B.",
+        "Attention sinks": "The first token gets 31% in A and 31% in B of the attention.",
+    }
+    assert all(len(models) == 2 for models, _ in found.values())
+
+
+def test_two_models_with_depth_attention_are_compared_by_their_weights():
+    inspection = block_attn_res()
+    other = changed(inspection, "depth_attention", spread=2 * inspection.depth_attention.spread)
+    assert sentences(inspection, other)["What is read from where"][1] == (
+        "Sublayers give the nearest source 42% in A and 42% in B; the standard deviation over tokens is 0.11 in A and "
+        "0.21 in B on average."
+    )
+    assert sentences(standard(), standard())["What is read from where"][1] == ""
+
+
+def test_losses_on_different_tokens_are_not_compared():
+    one, other = block_attn_res(), standard()
+    words = changed(other, "passage", words=["other", *other.passage.words[1:]])
+    text = replace(other, text={**other.text, "sha256": "cd" * 32})
+    few = changed(other, "interventions", tokens=30)
+    for different in (words, text, few):
+        assert sentences(one, different)["What is used"][1] == (
+            "The models read different tokens, so their losses do not compare; hiding the embedding costs 0.69 nats "
+            "in A and 2.5 nats in B."
+        )
+
+
+def test_key_numbers_are_those_of_the_measurements_and_missing_where_a_model_has_none():
+    found = dict(key_numbers([block_attn_res(), standard()]))
+    assert found["loss, in nats per token"] == [1.8325, 1.75]
+    assert found["weight of the output on the embedding"] == pytest.approx([0.375, NAN], nan_ok=True)
+    assert found["weight of sublayers on the nearest source"] == pytest.approx([1.25 / 3, NAN], nan_ok=True)
+    assert found["attention on the first token"] == [0.3125, 0.3125]
+    assert "loss, in nats per token" not in dict(key_numbers([block_attn_res(interventions=None)]))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (0.0267, "0.027"),
+        (0.00012, "0.00012"),
+        (6.44, "6.4"),
+        (9.96, "10"),
+        (99.7, "100"),
+        (1203.6, "1,204"),
+        (-0.31, "\N{MINUS SIGN}0.31"),
+        (-1e-9, "0"),
+        (NAN, "\N{EN DASH}"),
+    ],
+)
+def test_numbers_have_two_digits_that_count(value, said):
+    assert number(value) == said
+
+
+def test_shares_are_percents():
+    assert [share(value) for value in (0.394, 0.0041, 0.0, 1.0)] == ["39%", "0.41%", "0%", "100%"]
+    assert number(1.83251, 4) == "1.833" and number(1234.5, 3) == "1,234"

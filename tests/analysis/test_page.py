@@ -1,0 +1,214 @@
+"""The page of an inspection: what stands in it, that nothing in it can run but its own scripts, and its size."""
+
+import base64
+import hashlib
+import json
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from attnres.analysis.page import FIGURES, render
+
+from .inspections import WORDS, block_attn_res, full_attn_res, standard
+
+SVG = '<svg xmlns="http://www.w3.org/2000/svg"><text>ü</text></svg>'
+HOSTILE = '</script><img src=x onerror="alert(1)"><!--<script>'
+
+
+class Page(HTMLParser):
+    """The elements of a page, `(name, attributes, text)`, in turn; text goes to the innermost element that is open."""
+
+    VOID = {"meta", "img", "input", "link", "br"}
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.elements: list[list] = []
+        self.open: list[list] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        element = [tag, dict(attrs), ""]
+        self.elements.append(element)
+        if tag not in self.VOID:
+            self.open.append(element)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, data):
+        if self.open:
+            self.open[-1][2] += data
+
+    def of(self, kind: str, **attributes: str) -> list[tuple[dict, str]]:
+        return [
+            (found, text) for tag, found, text in self.elements if tag == kind and attributes.items() <= found.items()
+        ]
+
+    @property
+    def text(self) -> str:
+        return " ".join(text for tag, _, text in self.elements if tag not in ("script", "style"))
+
+    @property
+    def given(self) -> list[dict]:
+        ((_, text),) = self.of("script", id="given")
+        return json.loads(text)
+
+
+def decoded(given: dict) -> list[np.ndarray]:
+    """The weights of each reader `[sources, tokens]`, as the script has them."""
+    levels, begin, rows = np.frombuffer(base64.b64decode(given["data"]), "<u2"), 0, []
+    for reader in given["weights"]:
+        shape = len(reader["mean"]), given["tokens"]
+        if reader["constant"] is not None:
+            rows.append(np.repeat(np.array(reader["constant"])[:, None], shape[1], 1))
+            continue
+        end = begin + shape[0] * shape[1]
+        part = levels[begin:end].reshape(shape)
+        rows.append(reader["low"] + (reader["high"] - reader["low"]) * part / 65535)
+        begin = end
+    assert begin == len(levels)
+    return rows
+
+
+def test_the_same_inspections_and_figures_give_the_same_bytes():
+    made = [render([block_attn_res(), standard()], {"magnitudes": SVG}, ["inspection.json"]) for _ in range(2)]
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("inspections", [[block_attn_res()], [standard()], [block_attn_res(), standard()]])
+def test_the_script_is_given_the_weights_of_every_token_and_their_means(inspections):
+    given = Page(render(inspections, {})).given
+    assert len(given) == len(inspections)
+    for found, inspection in zip(given, inspections):
+        measured = inspection.depth_attention or inspection.mixing
+        for row, weights, reader, mean in zip(
+            decoded(found), inspection.passage.weights, found["weights"], measured.mean, strict=True
+        ):
+            assert np.abs(row - weights.numpy()).max() <= 1e-5
+            assert reader["mean"] == pytest.approx(mean[: len(weights)].tolist(), rel=1e-5)
+        assert found["readers"] == list(inspection.depth.readers)
+        assert found["attention"] == (inspection.depth_attention is not None)
+
+
+def test_weights_that_no_token_changes_are_given_once():
+    assert Page(render([standard()], {})).given[0]["data"] == ""
+    # Of the readers of Block AttnRes, only the first has one source.
+    readers = Page(render([block_attn_res()], {})).given[0]["weights"]
+    assert [reader["constant"] is not None for reader in readers] == [True, False, False, False, False]
+
+
+def test_nothing_that_a_model_or_a_text_is_called_gets_into_the_markup():
+    inspection = block_attn_res()
+    readers = (HOSTILE, *inspection.depth.readers[1:])
+    hostile = replace(
+        inspection,
+        model={key: HOSTILE if isinstance(value, str) else value for key, value in inspection.model.items()},
+        text={**inspection.text, "name": HOSTILE},
+        depth=replace(inspection.depth, readers=readers, sources=(HOSTILE, *inspection.depth.sources[1:])),
+        passage=replace(inspection.passage, words=[HOSTILE, *WORDS[1:]]),
+    )
+    plain = Page(render([inspection, standard()], {"mixing": SVG}, ["a"]))
+    other = replace(standard(), passage=replace(standard().passage, words=hostile.passage.words))
+    page = Page(render([hostile, other], {f"mixing: {HOSTILE}": SVG}, [HOSTILE]))
+    # The same elements with the same attributes, but for what they say.
+    assert [(tag, set(attributes)) for tag, attributes, _ in page.elements] == [
+        (tag, set(attributes)) for tag, attributes, _ in plain.elements
+    ]
+    assert HOSTILE in page.text and page.given[0]["readers"][0] == HOSTILE
+
+
+def test_only_the_scripts_of_the_page_may_run_and_nothing_is_loaded():
+    text = render([block_attn_res()], {"magnitudes": SVG}, ["inspection.json"])
+    page = Page(text)
+    ((policy, _),) = page.of("meta", **{"http-equiv": "Content-Security-Policy"})
+    scripts = [content for attributes, content in page.of("script") if attributes.get("type") != "application/json"]
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    allowed = " ".join(f"'sha256-{value}'" for value in hashes)
+    assert policy["content"] == (
+        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {allowed}; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    assert len(scripts) == 5 and scripts[0].startswith("'use strict';\n/*!\n * Copyright (c) Anaconda")
+    addresses = [
+        attributes[name] for _, attributes, _ in page.elements for name in ("src", "href") if name in attributes
+    ]
+    assert {address.split("base64")[0] for address in addresses} == {
+        "data:image/svg+xml;",
+        "inspection.json",
+        "https://arxiv.org/abs/2603.15031",
+    }
+
+
+def test_words_run_on_as_in_the_text_and_white_space_can_be_seen():
+    (strip,) = [part for part in render([block_attn_res()], {}).split('<div class="words"')[1:]]
+    page = Page('<div class="words"' + strip.split("</div>")[0] + "</div>")
+    buttons = page.of("button")
+    assert [text for _, text in buttons] == ["<s>", "The", "cat's", "↵↵", "␣␣", "<b>hat</b>", "sat.", "→"]
+    assert [attributes.get("aria-label") for attributes, _ in buttons[3:5]] == [
+        "white space: 2 line breaks",
+        "white space: 2 spaces",
+    ]
+    assert [attributes["tabindex"] for attributes, _ in buttons] == ["0", *["-1"] * 7]
+    assert page.of("div")[0][1] == " \n\n \n"  # between the words
+
+
+def test_two_models_share_the_words_if_they_are_equal():
+    other = standard()
+    different = replace(other, passage=replace(other.passage, words=["other", *WORDS[1:]]))
+    shared, apart = (Page(render([block_attn_res(), one], {})) for one in (other, different))
+    assert [len(page.of("div", **{"class": "words"})) for page in (shared, apart)] == [1, 2]
+    assert [len(page.of("input", name="tint")) for page in (shared, apart)] == [2, 0]
+    assert len(shared.of("div", **{"class": "plot"})) == 2
+
+
+def test_key_numbers_stand_side_by_side_with_their_difference():
+    text = render([block_attn_res(), standard()], {})
+    table = Page("<table" + text.split('<table class="numbers"')[1].split("</table>")[0] + "</table>")
+    cells = [content for _, content in table.of("td")]
+    names = [content for attributes, content in table.of("th", scope="row")]
+    rows = {name: cells[3 * i : 3 * i + 3] for i, name in enumerate(names)}
+    assert rows["loss, in nats per token"] == ["1.83", "1.75", "\N{MINUS SIGN}0.0825"]
+    assert rows["weight of the output on the embedding"] == ["0.375", "\N{EN DASH}", "\N{EN DASH}"]
+
+
+def test_a_matrix_is_said_to_be_none_of_depth_attention():
+    said = "as there is no depth attention"
+    assert said in render([standard()], {}) and said not in render([block_attn_res()], {})
+    assert f"The map of B shows the depth-mixing matrix at that word, {said}" in render(
+        [block_attn_res(), standard()], {}
+    )
+    assert "Both maps show the weight" in render([block_attn_res(), block_attn_res()], {})
+
+
+def test_figures_are_images_with_their_titles_and_captions():
+    page = Page(render([block_attn_res()], {"mixing": SVG, "mixing: B": SVG}))
+    images = [attributes for attributes, _ in page.of("img")]
+    assert [image["alt"].split(":")[0] for image in images] == ["Depth mixing", "Depth mixing, B"]
+    assert {base64.b64decode(image["src"].split("base64,")[1]).decode() for image in images} == {SVG}
+    assert FIGURES["mixing"][2] in page.text
+
+
+def test_files_beside_the_page_are_linked_and_no_others():
+    page = Page(render([block_attn_res()], {}, ["inspection.json", "a b.csv"]))
+    links = [(attributes["href"], text) for attributes, text in page.of("a") if "arxiv" not in attributes["href"]]
+    assert links == [("inspection.json", "inspection.json"), ("a%20b.csv", "a b.csv")]
+    assert "files beside this page:" not in Page(render([block_attn_res()], {})).text
+
+
+def test_two_models_of_54_sublayers_make_a_page_under_five_megabytes():
+    inspections = [full_attn_res(27, 256, seed) for seed in (0, 1)]
+    text = render(inspections, {})
+    assert len(inspections[0].depth.sources) == 55 and len(inspections[0].passage.words) == 256
+    assert len(text.encode()) < 4_000_000  # a megabyte is left for figures
+    rows = decoded(Page(text).given[1])
+    assert max(np.abs(a - b.numpy()).max() for a, b in zip(rows, inspections[1].passage.weights)) <= 1e-5
+
+
+def test_what_cannot_be_shown_is_refused():
+    with pytest.raises(ValueError, match="3 inspections were given: a page shows one, or compares two"):
+        render([block_attn_res()] * 3, {})
+    with pytest.raises(ValueError, match="no figure is known as 'sizes': there are depth_attention,"):
+        render([block_attn_res()], {"sizes": SVG})
