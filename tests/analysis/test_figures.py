@@ -39,7 +39,7 @@ FIGURES = {
         {"Full": measured.attention(depth(n)), "Block": measured.attention(depth(n, 6), 1)}
     ),
     "magnitudes": lambda n: draw_magnitudes(
-        {f"a model with quite a long name, {seed}": measured.magnitudes(depth(n), seed=seed) for seed in range(3)}
+        {f"a model with quite a long name, {seed}": measured.magnitudes(depth(n), seed=seed) for seed in range(4)}
     ),
     "magnitudes alone": lambda n: draw_magnitudes({"": measured.magnitudes(depth(n), 3.0, has_gradients=False)}),
     "sinks": lambda n: draw_sinks({"a": measured.sinks(n), "b": measured.sinks(n, every=4)}),
@@ -237,13 +237,15 @@ def test_axes_have_the_names_of_sources_and_readers(block_size, axis, sources, v
         assert tick_texts(axes.yaxis) == list(depth(4).readers)
 
 
-def test_of_many_names_both_ends_and_whole_layers_are_left():
-    axes = draw_depth_attention(measured.attention(depth(27)), "relative").axes[0]
+@pytest.mark.parametrize("layers", [27, 60])
+def test_of_many_names_both_ends_and_whole_layers_are_left(layers):
+    of = depth(layers)
+    axes = draw_mixing(measured.mixing(of)).axes[0]
     columns, rows = tick_texts(axes.xaxis), tick_texts(axes.yaxis)
-    assert (columns[0], columns[-1], rows[0], rows[-1]) == ("embedding", "MLP 26", "attention 0", "output")
+    assert (columns[0], columns[-1], rows[0], rows[-1]) == ("embedding", of.outputs[-1], "attention 0", "output")
     assert all(name.startswith("attention") for name in (*columns[1:-1], *rows[:-1]))
-    assert [depth(27).sources[round(place)] for place in axes.get_xticks()] == columns
-    assert [depth(27).readers[round(place)] for place in axes.get_yticks()] == rows
+    assert [of.outputs[round(place)] for place in axes.get_xticks()] == columns
+    assert [of.readers[round(place)] for place in axes.get_yticks()] == rows
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.5])
@@ -320,6 +322,7 @@ def test_light_lines_stand_where_blocks_begin():
 
     blocks = measured.attention(depth(6, 5))
     assert begins(a=blocks, b=measured.attention(depth(6))) == [-0.25, 2.25, 4.75]  # 12 sublayers in blocks of 5
+    assert begins(a=measured.attention(depth(6, 6))) == [-0.25, 2.75]  # and none where the last one ends
     assert begins(a=blocks, b=measured.attention(depth(6, 4))) == []
 
 
