@@ -5,11 +5,13 @@ Playwright drives the browser of the system: one package, and no driver that has
 
 import os
 import shutil
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from attnres.analysis import Inspection
 from attnres.analysis.page import render
@@ -72,6 +74,14 @@ def opened(browser: Browser, tmp_path: Path):
     assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
     for context in contexts:
         context.close()
+
+
+def wait_until(page: Page, holds: Callable[[], bool]) -> None:
+    """Playwright's own waiting for expressions makes scripts of strings, which the page does not allow."""
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        page.wait_for_timeout(20)
 
 
 def shown(value: float) -> str:
@@ -151,7 +161,7 @@ def test_a_row_that_is_clicked_is_listed_with_what_it_takes_most_first(opened):
     assert page.locator("select").input_value() == "4"  # the output
     page.locator(".plot").scroll_into_view_if_needed()
     page.mouse.click(*page.evaluate(POSITION, [0, 3, 1]))
-    page.wait_for_function("document.querySelector('select').value === '3'")
+    expect(page.locator("select")).to_have_value("3")
     weights = inspection.passage.weights[3][:, 0]
     order = weights.argsort(descending=True).tolist()
     assert page.locator(".row .name").all_inner_texts() == [inspection.depth.sources[source] for source in order]
@@ -238,20 +248,23 @@ def test_nothing_is_wider_than_the_screen(opened, width, scheme):
 def test_a_window_that_grows_narrow_takes_the_map_with_it(opened):
     page = opened([full_attn_res(27, 8)])
     page.set_viewport_size({"width": 390, "height": 900})
-    page.wait_for_function("document.querySelector('.plot canvas, .plot > *').getBoundingClientRect().right <= 390")
+    drawn = page.locator(".plot > *")
+    wait_until(page, lambda: drawn.evaluate("one => one.getBoundingClientRect().right") <= 390)
     assert page.evaluate("document.documentElement.scrollWidth") == 390
 
 
 def test_maps_have_the_colours_of_light_and_dark_and_change_with_them(opened):
     page = opened([block_attn_res()])
     light = page.evaluate(COLOURS, 0)
+    assert light[0] == "#ffffff"
     page.emulate_media(color_scheme="dark")
+    wait_until(page, lambda: page.evaluate(COLOURS, 0)[0] != "#ffffff")
     dark = page.evaluate(COLOURS, 0)
-    assert light[0] == "#ffffff" and dark[0] != "#ffffff"
     assert dark[1] != light[1] and dark[2:] == light[:1:-1]  # what is nothing is pale in light, and dark in dark
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 21, 26)"
     assert page.locator(".card").evaluate("card => getComputedStyle(card).backgroundColor") == "rgb(255, 255, 255)"
     page.emulate_media(color_scheme="light")
+    wait_until(page, lambda: page.evaluate(COLOURS, 0)[0] == "#ffffff")
     assert page.evaluate(COLOURS, 0) == light
 
 
