@@ -199,13 +199,19 @@ def test_words_are_tinted_by_how_far_their_weights_are_from_the_mean(opened):
 
 
 def test_two_models_that_read_the_same_words_have_one_strip_and_two_maps(opened):
-    one, other = block_attn_res(), standard()
+    one, other = block_attn_res(), full_attn_res(2, len(WORDS))
+    other = replace(other, passage=replace(other.passage, words=WORDS))
     page = opened([one, other])
     page.locator(".words button").nth(6).click()
     assert_map_shows(page, one, 6, place=0)
     assert_map_shows(page, other, 6, place=1)
-    assert page.locator("[name=tint]").first.is_checked()  # the weights of B never differ
-    page.locator("[name=tint]").last.check()
+
+
+def test_words_of_two_models_are_tinted_by_the_one_that_is_chosen(opened):
+    page = opened([standard(), block_attn_res()])
+    assert page.locator("[name=tint]").last.is_checked()  # the weights of A never differ
+    assert "the same for every token" not in page.locator(".tint-legend").inner_text()
+    page.locator("[name=tint]").first.check()
     assert "the same for every token" in page.locator(".tint-legend").inner_text()
 
 
@@ -248,7 +254,7 @@ def test_nothing_is_wider_than_the_screen(opened, width, scheme):
 def test_a_window_that_grows_narrow_takes_the_map_with_it(opened):
     page = opened([full_attn_res(27, 8)])
     page.set_viewport_size({"width": 390, "height": 900})
-    drawn = page.locator(".plot > *")
+    drawn = page.locator(".bk-Figure")
     wait_until(page, lambda: drawn.evaluate("one => one.getBoundingClientRect().right") <= 390)
     assert page.evaluate("document.documentElement.scrollWidth") == 390
 
