@@ -140,7 +140,7 @@ def test_arrow_keys_go_through_the_words(opened):
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_a_cell_under_the_mouse_tells_its_parsed(opened, width):
+def test_a_cell_under_the_mouse_tells_its_numbers(opened, width):
     inspection = block_attn_res()
     page = opened([inspection], width)
     page.locator(".words button").nth(2).click()
