@@ -112,7 +112,8 @@ def depth_attention(model: PreTrainedModel, batches: Batch | Iterable[Batch]) ->
     entropy, distance = (torch.stack([of[i] / tokens for of in sums]) for i in (2, 3))
     # The difference of two means of squares may fall below zero by rounding.
     spread = (square - mean.square()).clamp_min(0).sqrt()
-    return DepthAttention(depth_of(model, mean), mean, spread, entropy, distance, tokens)
+    depth = depth_of(model, [len(of[0]) for of in sums])
+    return DepthAttention(depth, mean, spread, entropy, distance, tokens)
 
 
 @torch.no_grad()

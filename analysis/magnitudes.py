@@ -66,12 +66,14 @@ def magnitudes(model: PreTrainedModel, batches: Batch | Iterable[Batch], gradien
         ValueError: there is no batch, or what the model computes is not finite.
     """
     sums: dict[str, Tensor] = {}
+    num_sources: list[int] = []
     tokens = 0
     with measuring(model):
         for batch in several(batches):
             mask = mask_of(batch)
             tokens += int(mask.sum())
-            found = [_forward(model, batch, mask)]
+            num_sources.clear()
+            found = [_forward(model, batch, mask, num_sources)]
             if gradients:
                 for i in range(len(mask)):
                     sequence = {name: value[i : i + 1] for name, value in inputs_of(batch).items()}
@@ -87,14 +89,17 @@ def magnitudes(model: PreTrainedModel, batches: Batch | Iterable[Batch], gradien
     mean = {name: (sums[name] / tokens).sqrt() for name in ("inputs", "outputs", "stream")}
     largest = sums["largest"] / (sums["median"] / tokens)
     mean["gradients"] = (sums["gradients"] / tokens).sqrt() if gradients else torch.full_like(largest, math.nan)
-    return Magnitudes(depth_of(model), **mean, largest=largest, tokens=tokens)
+    return Magnitudes(depth_of(model, num_sources or None), **mean, largest=largest, tokens=tokens)
 
 
 @torch.no_grad()
-def _forward(model: PreTrainedModel, batch: Batch, mask: Tensor) -> dict[str, Tensor]:
-    """Of one pass, sums over tokens of the mean squares, and of the medians; and the largest values."""
+def _forward(model: PreTrainedModel, batch: Batch, mask: Tensor, num_sources: list[int]) -> dict[str, Tensor]:
+    """Of one pass, sums over tokens of the mean squares, and of the medians; and the largest values.
+
+    `num_sources` is filled, if there is depth attention.
+    """
     found: dict[str, list[Tensor]] = {name: [] for name in ("inputs", "outputs", "stream", "largest", "median")}
-    newest, block, sources = None, None, 1
+    newest = block = None
 
     def see(name: str, tensor: Tensor) -> Tensor:
         counted = tensor[mask.to(tensor.device)].double()
@@ -102,7 +107,7 @@ def _forward(model: PreTrainedModel, batch: Batch, mask: Tensor) -> dict[str, Te
         return counted
 
     def read(connection: nn.Module, forward: Any, state: Any, *norm: Any) -> Any:
-        nonlocal newest, block, sources
+        nonlocal newest, block
         result = forward(state, *norm)
         inputs, weights = result[:2]
         if newest is None:
@@ -111,8 +116,9 @@ def _forward(model: PreTrainedModel, batch: Batch, mask: Tensor) -> dict[str, Te
         elif weights is None:
             block = inputs
         else:  # a new source begins with the newest output
-            block = newest if len(weights) > sources else block.to(newest.device) + newest
-            sources = len(weights)
+            block = newest if len(weights) > num_sources[-1] else block.to(newest.device) + newest
+        if weights is not None:
+            num_sources.append(len(weights))
         see("stream", block)
         sizes = see("inputs", inputs).abs().flatten()
         found["largest"].append(sizes.max().cpu())

@@ -1,8 +1,8 @@
 """What the rows and columns of a measurement are called: the readers of a model, and the sources they read."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 _KINDS = {"self_attention_res": "attention", "mlp_res": "MLP", "parallel_res": "layer"}
@@ -42,13 +42,13 @@ class Depth:
         return range(first, min(first + self.block_size, len(self.outputs))) if source else range(1)
 
 
-def depth_of(model: PreTrainedModel, weights: Tensor | None = None) -> Depth:
-    """The depth of a model of the family, with its mean depth weights `[L + 1, sources]`, if it has any."""
+def depth_of(model: PreTrainedModel, num_sources: Sequence[int] | None = None) -> Depth:
+    """The depth of a model of the family, with how many sources each of its readers has, if it has depth attention."""
     names = sublayer_names(model.config)
-    outputs, block_size = ("embedding", *names), 1 if weights is None else _block_size(weights)
+    outputs, block_size = ("embedding", *names), 1 if num_sources is None else _block_size(num_sources)
     sources = outputs
     if block_size > 1:
-        sources = ("embedding", *(f"block {block}" for block in range(1, weights.shape[1])))
+        sources = ("embedding", *(f"block {block}" for block in range(1, max(num_sources))))
     kinds = tuple(name.rpartition(" ")[0] for name in names[: len(model.config.sublayers)])
     return Depth(kinds, (*names, "output"), outputs, sources, block_size)
 
@@ -59,13 +59,11 @@ def sublayer_names(config: PreTrainedConfig) -> list[str]:
     return [f"{_KINDS.get(sublayer.name, sublayer.name)} {layer}" for layer in layers for sublayer in sublayers]
 
 
-def _block_size(weights: Tensor) -> int:
+def _block_size(num_sources: Sequence[int]) -> int:
     """Sublayers in a block, or all where there is one block: as many rows as gain no source after the first block's."""
-    rows, columns = weights.shape
-    num_sources = (~weights.isnan()).sum(1).tolist()
     # A source begins with the output of one sublayer, and is read from the next one on; the first is the embedding.
-    begins = [num_sources.index(count) for count in range(2, columns + 1)] + [rows]
-    return begins[1] - begins[0] if columns > 1 else 1
+    begins = [list(num_sources).index(count) for count in range(2, max(num_sources) + 1)] + [len(num_sources)]
+    return begins[1] - begins[0] if len(begins) > 1 else 1
 
 
 __all__ = ["Depth", "depth_of", "sublayer_names"]

@@ -22,6 +22,7 @@ from attnres.wording import install_command
 from .choices import (
     DEFAULT_RESIDUAL,
     WRITTEN_MODEL,
+    WRITTEN_REPORT,
     Command,
     Listed,
     Residual,
@@ -299,6 +300,93 @@ def evaluate(
         batch_size=batch_size,
         allow_code_execution=allow_code_execution,
     )
+
+
+class Dtype(StrEnum):
+    """In which numbers a model is computed; `auto` is what it is stored in."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@command(short_help="Show what a model does with its depth, as a page with figures.")
+def inspect(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Directory or Hub id of the model.", show_default=False)
+    ] = None,
+    compare: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="A second model, shown beside the first on the same text.")
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Text to read.  [default: Python's language reference]"),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Directory to write.")] = Path("inspection"),
+    tokens: Annotated[int, typer.Option(min=1, help="How much of the text to read.")] = 8192,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 256,
+    intervention_tokens: Annotated[
+        int,
+        typer.Option(min=0, help="Tokens for each source that is hidden and each row made uniform; 0 leaves both out."),
+    ] = 2048,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 8,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of MODEL on the Hub.")] = None,
+    compare_revision: Annotated[str | None, typer.Option(help="The same of the model of --compare.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Where the tokenizer is, if not with the model.")
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Numbers to compute in; `auto`: as stored.")] = Dtype.auto,
+    device: Annotated[str, typer.Option(help="`cpu`, `cuda:1`, ...; `auto`: what accelerators there are.")] = "auto",
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Open the report in a browser; without MODEL, an earlier one.")
+    ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with a model.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier report in --out.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show what a model does with its depth: what each sublayer reads, and what of that is used.
+
+    Writes a page for a browser, report.html, its figures as PNG and SVG, and the numbers as JSON and CSV.
+
+    \b
+    attnres inspect my-attnres --serve
+    attnres inspect MODEL --compare my-attnres --text FILE --out before-and-after
+    """
+    from .serving import serve as serve_folder
+
+    page = "report.html"
+    if model is None:
+        given = [name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"]
+        if not serve or (others := [name for name in given if name not in ("serve", "out")]):
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in others) if serve else ""
+            raise typer.BadParameter(f"{flags} needs MODEL." if flags else "MODEL is missing: a directory or Hub id.")
+        serve_folder(out, page)
+        return
+    if compare is None and compare_revision is not None:
+        raise typer.BadParameter("--compare-revision needs --compare.")
+    for source in filter(None, (model, compare, tokenizer)):
+        check_source(source)
+    check_replaceable(out, overwrite, **WRITTEN_REPORT)
+    with loading():
+        from .inspect import Source, run_inspect
+    shared = {"tokenizer": tokenizer, "dtype": dtype.value, "device": device, "trust_remote_code": trust_remote_code}
+    named = [(model, revision), (compare, compare_revision)]
+    run_inspect(
+        [Source(name, of, **shared) for name, of in named if name is not None],
+        out,
+        text=text,
+        overwrite=overwrite,
+        tokens=tokens,
+        length=length,
+        intervention_tokens=intervention_tokens,
+        batch_size=batch_size,
+    )
+    if serve:
+        serve_folder(out, page)
 
 
 @command()

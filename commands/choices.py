@@ -10,6 +10,7 @@ from attnres.connection_help import CONNECTIONS, flag, owners
 
 # How a directory shows that `convert` may replace it, as for `attnres.files.atomic_directory`.
 WRITTEN_MODEL = {"marker": "config.json", "content": '"model_type"'}
+WRITTEN_REPORT = {"marker": "inspection.json", "content": '"written_by": "attnres inspect"'}
 
 Residual = StrEnum("Residual", [(name, name) for name in CONNECTIONS])
 DEFAULT_RESIDUAL = next(iter(Residual))

@@ -37,6 +37,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         command.add_argument("--results", type=Path, help="JSON file; default in experiments/results")
         command.add_argument("--tables", type=Path, help=f"Markdown file to update; default experiments/{name}.md")
         work = Path(tempfile.gettempdir()) / "attnres-experiments"
+        command.add_argument("--keep", type=Path, help="folder for the models of reported runs; default: none are kept")
         command.add_argument("--work", type=Path, default=work, help=f"folder for checkpoints; default {work}")
     healing.add_arguments(commands.add_parser("healing", help=healing.__doc__.splitlines()[0]))
     options = parser.parse_args(arguments)
@@ -58,9 +59,9 @@ def run_from_scratch(options: argparse.Namespace) -> None:
     if unknown := set(labels) - set(experiment.connections):
         raise ValueError(f"--connections: {', '.join(sorted(unknown))} is none of {', '.join(experiment.connections)}.")
     tokens, seeds = options.tokens or experiment.tokens, options.seeds or experiment.seeds
-    results = options.results or HERE / "results" / f"{experiment.name}.json"
+    store = Store(options.results or HERE / "results" / f"{experiment.name}.json", experiment.setting())
     data = load(experiment.text, experiment.length, experiment.held_out)
-    comparison = Comparison(experiment, Store(results, experiment.setting()), data, options.work, options.device)
+    comparison = Comparison(experiment, store, data, options.work, options.device, options.keep)
     rates = dict.fromkeys(labels, options.rate) if options.rate else comparison.sweep(labels)
     for seed in seeds:
         for label in labels:

@@ -58,8 +58,12 @@ def prepared_file(text: Text, out: Path = PREPARED) -> Path:
     return out / f"{text.name}.xz"
 
 
+def tokenizer_folder(text: Text, out: Path = PREPARED) -> Path:
+    return out / f"{text.name}-tokenizer"
+
+
 def prepare(text: Text, folder: Path, out: Path = PREPARED) -> Path:
-    """Tokenise the corpus in `folder` and write its token ids to a file of `out`.
+    """Tokenise the corpus in `folder` and write its token ids to a file of `out`, the tokenizer to a folder beside it.
 
     Raises:
         OSError: a text cannot be read.
@@ -75,6 +79,7 @@ def prepare(text: Text, folder: Path, out: Path = PREPARED) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     path = prepared_file(text, out)
     content = json.dumps(head).encode() + b"\n" + b"".join(stream.tobytes() for stream in streams.values())
+    tokenizer.save_pretrained(tokenizer_folder(text, out))
     atomic_write(path, lzma.compress(content, preset=1))
     return path
 

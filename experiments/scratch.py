@@ -21,7 +21,7 @@ from attnres.configuration import count_parameters, load
 from attnres.training.balance import ExpertBalance, routers
 from attnres.training.runs import Run, sequence_losses, train
 
-from .data import Data, Text
+from .data import Data, Text, tokenizer_folder
 from .harness import SELECTION_SEED, Planned, Store, make_runs
 
 DECLARED = Path(__file__).parent / "declared"
@@ -110,10 +110,26 @@ def build(experiment: Experiment, connection: Mapping[str, Any], seed: int) -> P
     return AutoModelForCausalLM.from_config(experiment.config(connection))
 
 
+class WholeRunBalance(ExpertBalance):
+    """Leaves its measurements out of the log, so that at the end they are those of all steps."""
+
+    def on_log(self, *args, **kwargs) -> None:
+        pass
+
+
 def measure(
-    experiment: Experiment, data: Data, run: Planned, on_step: Callable[[], None], work: Path | None, device: str
+    experiment: Experiment,
+    data: Data,
+    run: Planned,
+    on_step: Callable[[], None],
+    work: Path | None,
+    device: str,
+    keep: Path | None = None,
 ) -> dict[str, Any]:
-    """One run: held-out loss (nats/token), training loss over the steps, and what the depth attention became."""
+    """One run: held-out loss (nats/token), training loss over the steps, and what the depth attention became.
+
+    The model goes to the folder `keep`, with the tokenizer if that is at hand.
+    """
     began = time.monotonic()
     recipe, seed = run.recipe, run.seed
     model = build(experiment, recipe.connection, seed)
@@ -125,7 +141,7 @@ def measure(
         decay_steps=round(DECAY * run.steps),
         seed=seed,
     )
-    balance = ExpertBalance(BALANCING)
+    balance = WholeRunBalance(BALANCING)
     curve = train(
         model,
         data.order(seed, run.steps * experiment.batch_size),
@@ -150,18 +166,26 @@ def measure(
     if getattr(model.config, "residual_connection", None) == "attn_res":
         weights = depth_attention(model, held_out[:32].split(16)).mean
         result["depth_attention"] = [[round(w, 4) for w in row[~row.isnan()].tolist()] for row in weights]
+    if keep is not None:
+        model.save_pretrained(keep)
+        if (tokenizer := tokenizer_folder(experiment.text)).is_dir():
+            shutil.copytree(tokenizer, keep, dirs_exist_ok=True)
     return result
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The runs of an experiment: made on `device`, from checkpoints in `work` where they were stopped, and stored."""
+    """The runs of an experiment: made on `device`, from checkpoints in `work` where they were stopped, and stored.
+
+    The models of those that are reported go to folders of `keep`.
+    """
 
     experiment: Experiment
     store: Store
     data: Data | None = None
     work: Path | None = None
     device: str = "cpu"
+    keep: Path | None = None
 
     def make(self, wanted: Sequence[tuple[str, float, int, int]]) -> None:
         """Make what the store lacks of (label of a connection, rate, tokens, seed)."""
@@ -205,7 +229,8 @@ class Comparison:
         return self.work and self.work / f"{self.experiment.name}, {run}".replace(" ", "_")
 
     def _measure(self, run: Planned, on_step: Callable[[], None]) -> dict[str, Any]:
-        return measure(self.experiment, self.data, run, on_step, self._checkpoints(run), self.device)
+        keep = None if self.keep is None or run.seed == SELECTION_SEED else self.keep / str(run).replace(" ", "_")
+        return measure(self.experiment, self.data, run, on_step, self._checkpoints(run), self.device, keep)
 
     def _forget(self, run: Planned) -> None:
         if self.work:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
-from attnres.analysis.figures import plot_loss_curves
+from attnres.analysis.loss_figures import plot_loss_curves
 
 from .harness import spread
 from .scratch import BASELINE, Comparison

@@ -72,6 +72,17 @@ def test_the_python_of_the_page_on_analysis_runs(demo_directory, monkeypatch, ca
     assert capsys.readouterr().out.endswith("tensor(True)\n")
 
 
+def test_the_python_of_the_page_on_training_runs(demo_directory, monkeypatch, capsys):
+    monkeypatch.chdir(demo_directory)
+    assert run_blocks(ROOT / "training" / "README.md") == 2
+    lines = [line for line in capsys.readouterr().out.splitlines() if "'loss'" in line]
+    assert len(lines) == 2
+    documented = re.findall(r"`((?:depth|magnitude)_\w+)`", (ROOT / "training" / "README.md").read_text())
+    assert all(f"'{name}': " in line for name in documented for line in lines)
+    assert len(set(documented)) == 7
+    assert list(Path("runs/a/runs").glob("*/events*"))
+
+
 def test_the_page_on_residual_connections_names_all_and_adds_one(capsys):
     before = dict(attnres.CONNECTIONS)
     try:

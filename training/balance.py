@@ -14,7 +14,8 @@ from functools import partial
 import torch
 from accelerate.utils import reduce
 from torch import Tensor, nn
-from transformers import TrainerCallback
+
+from .logged import LoggedCallback
 
 BIAS = "e_score_correction_bias"
 
@@ -42,12 +43,12 @@ def load_balance(load: Tensor) -> tuple[Tensor, Tensor]:
     return share.max() * len(load) - 1, entropy
 
 
-class ExpertBalance(TrainerCallback):
+class ExpertBalance(LoggedCallback):
     """Balances the experts of the model that a `Trainer` trains; does nothing to a model without correction biases.
 
     The load is what the routers return, over all micro-batches of a step and all processes. Only the forward passes of
-    training count: not those of evaluation, and not those that gradient checkpointing repeats. [`metrics`] has the
-    load balance.
+    training count: not those of evaluation, and not those that gradient checkpointing repeats. The load balance is in
+    the log, see [`metrics`].
 
     The biases are made float32: a step of 0.001 would be lost in bfloat16. Pass this callback to the constructor of the
     `Trainer`, so that a checkpoint is read into float32 too.
@@ -74,6 +75,7 @@ class ExpertBalance(TrainerCallback):
             bias.data = bias.data.float()
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
+        super().on_train_begin(args, state, control, **kwargs)
         self.on_init_end(args, state, control, model)
         self.on_train_end(args, state, control)
         self._routers = routers(model)

@@ -32,8 +32,8 @@ from transformers import (
 )
 
 from attnres import AttnResForCausalLM
-from attnres.analysis.depth_attention import depth_attention_map
-from attnres.analysis.figures import plot_depth_attention, plot_paired_runs, source_names, sublayer_names
+from attnres.analysis import DepthAttention, depth_attention
+from attnres.analysis.loss_figures import plot_paired_runs
 from attnres.configuration import load
 from attnres.conversion import retrofit
 from attnres.files import atomic_directory
@@ -243,10 +243,10 @@ class _Demo:
 
     def finish(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: Data) -> dict[str, Any]:
         """Show what the depth attention has learned, and write everything."""
-        weights = depth_attention_map(model.eval(), data.held_out[:64].split(16))
-        self.results["depth_attention"] = [[round(w, 4) for w in row[~row.isnan()].tolist()] for row in weights]
-        self.console.print(_depth_attention_lines(weights, model.config))
-        plot_depth_attention(weights, self.target / "depth_attention.png", model.config)
+        attention = depth_attention(model, data.held_out[:64].split(16))
+        self.results["depth_attention"] = [[round(w, 4) for w in row[~row.isnan()].tolist()] for row in attention.mean]
+        self.console.print(_depth_attention_lines(attention))
+        attention.plot(self.target / "depth_attention.png", values="relative")
         model.save_pretrained(self.target / "model")
         tokenizer.save_pretrained(self.target / "model")
         self.results["sample"] = _generate_without_attnres(self.target / "model", self.text.prompt, self.seed)
@@ -344,16 +344,15 @@ def _errors(found: Difference, documents: int) -> str:
     )
 
 
-def _depth_attention_lines(weights: Tensor, config: PreTrainedConfig) -> str:
+def _depth_attention_lines(attention: DepthAttention) -> str:
     """What the output reads, and the sublayer that has gone furthest from uniform weights."""
-    names, sources = [*sublayer_names(config), "output"], source_names(weights, config)
-    counts = weights.isfinite().sum(1)
-    furthest = int((weights - 1 / counts[:, None]).abs().nansum(1).argmax())
+    depth, counts = attention.depth, attention.num_sources
+    furthest = int((attention.mean - 1 / torch.tensor(counts)[:, None]).abs().nansum(1).argmax())
     lines = ["What the trained AttnRes model reads, mean over tokens (all of it in depth_attention.png):"]
-    for row in dict.fromkeys((furthest, len(names) - 1)):
-        read = ", ".join(f"{name} {w:.2f}" for name, w in zip(sources, weights[row, : counts[row]].tolist()))
-        note = f" (uniform: {1 / counts[row]:.2f} each)"
-        lines.append(f"  {names[row]}: {read}{note}")
+    for reader in dict.fromkeys((furthest, len(counts) - 1)):
+        weights = attention.mean[reader, : counts[reader]].tolist()
+        read = ", ".join(f"{name} {weight:.2f}" for name, weight in zip(depth.sources, weights))
+        lines.append(f"  {depth.readers[reader]}: {read} (uniform: {1 / counts[reader]:.2f} each)")
     return "\n".join(lines)
 
 

@@ -89,7 +89,7 @@ class Recipe:
         distributed: divides the model among processes: fields of `transformers`' `DistributedConfig`, such as
             `{fsdp_size: 8}`; see `training/many_devices.md`.
         trainer: fields of `transformers.TrainingArguments` that the recipe does not decide (`OWNED`): `bf16`,
-            `activation_checkpointing`, `torch_compile`, `report_to` (`tensorboard`, `wandb`), and so on.
+            `activation_checkpointing`, `torch_compile`, `report_to` (`tensorboard`, `trackio`), and so on.
     """
 
     model: str

@@ -40,7 +40,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import get_last_checkpoint
 
 import attnres
-from attnres.analysis.figures import plot_loss_curves
+from attnres.analysis.loss_figures import plot_loss_curves
 from attnres.configuration import load, names
 from attnres.conversion import retrofit
 from attnres.conversion.family import retrofit_config

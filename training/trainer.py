@@ -51,9 +51,8 @@ class AttnResTrainer(Trainer):
     def __init__(self, model: PreTrainedModel, recipe: Recipe, arguments: TrainingArguments, **options):
         self.recipe = recipe
         self.stopping = StopOnSignal(self)
-        self.measured = [Monitor(), ExpertBalance(recipe.expert_balancing)]
         self._saving_in: str | None = None
-        callbacks = [*self.measured, self.stopping]
+        callbacks = [Monitor(), ExpertBalance(recipe.expert_balancing), self.stopping]
         # Nothing here works in place on what a layer returns.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self.divided: bool = getattr(model, "is_distributed_loading_by_transformers", False)
@@ -111,12 +110,6 @@ class AttnResTrainer(Trainer):
                 f"The last good checkpoint is {last or 'none'}."
             )
         return result
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs:
-            for callback in self.measured:
-                logs |= callback.metrics()
-        super().log(logs, start_time)
 
     # Checkpoints
 

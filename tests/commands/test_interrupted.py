@@ -19,6 +19,7 @@ COMMANDS = {
     "convert": ("convert", "{model}", "out"),
     "eval": ("eval", "{model}", "--out", "out", "--tasks", "gsm8k", "--data", "{hub}"),
     "train": ("train", "finetune", "model={model}", "train={text}", "out=out", "length=64", "steps=10000"),
+    "inspect": ("inspect", "{model}", "--text", "{text}", "--out", "out", "--tokens", "100000"),
     "help": ("--help",),
 }
 

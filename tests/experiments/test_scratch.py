@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres.residual_attnres import residual_tensors
 from experiments import scratch
@@ -164,7 +165,7 @@ def run(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess:
 def test_the_command_trains_stores_and_goes_on(assets, tmp_path):
     """Twice the same command: the second finds everything, and the tables come out the same."""
     shorter = ["--corpus", assets / "corpora" / "tinystories", "--rate", "0.004", "--tokens", "2048"]
-    done = run(tmp_path, *shorter)
+    done = run(tmp_path, *shorter, "--keep", tmp_path / "models")
     assert done.returncode == 0, done.stderr
     runs = json.loads((tmp_path / "r" / "runs.json").read_text())["runs"]
     assert [(run["recipe"]["tokens"], run["seed"]) for run in runs] == [(2048, seed) for seed in (0, 0, 0, 1, 1, 1)]
@@ -172,6 +173,10 @@ def test_the_command_trains_stores_and_goes_on(assets, tmp_path):
     assert [len(run.get("depth_attention", ())) for run in runs] == [0, 9, 9] * 2  # eight sublayers and the output
     assert (tmp_path / "r" / "runs.png").stat().st_size > 10_000
     assert not list((tmp_path / "work").iterdir())
+    kept = sorted((tmp_path / "models").iterdir())
+    assert len(kept) == 6
+    model, tokenizer = (auto.from_pretrained(kept[0]) for auto in (AutoModelForCausalLM, AutoTokenizer))
+    assert len(tokenizer) == model.config.vocab_size
     page = (tmp_path / "page.md").read_text()
     assert re.search(r"\| Full \| 0.004 \| 2 \| .* ± .* \| .* ± .* \|", page)
     assert "The sweep was not made." in page

@@ -1,9 +1,16 @@
-"""A run in a process of its own, and what it leaves."""
+"""Runs, of a plain `Trainer` and in a process of its own; what they leave, and what a model reads in them."""
 
 import json
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+
+BLOCKS = torch.randint(3, 90, (8, 12), generator=torch.Generator().manual_seed(0))
 
 
 def results(out: Path) -> dict:
@@ -14,3 +21,43 @@ def wait_for(path: Path, process: subprocess.Popen) -> None:
     while not path.exists():
         assert process.poll() is None
         time.sleep(0.01)
+
+
+def train(
+    model: PreTrainedModel, folder: Path, *callbacks: TrainerCallback, steps: int = 4, blocks=BLOCKS, **options: Any
+) -> list[dict[str, float]]:
+    """Train in steps of 2 micro-batches of 2 blocks, and return the lines of the log that have a loss."""
+    arguments = TrainingArguments(
+        folder,
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        **{"logging_steps": 2, "save_strategy": "no", "learning_rate": 1e-3, "report_to": "none"} | options,
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    rows = [block if isinstance(block, dict) else {"input_ids": block, "labels": block} for block in blocks]
+    trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=list(callbacks))
+    trainer.train()
+    return [line for line in trainer.state.log_history if "loss" in line]
+
+
+@torch.no_grad()
+def sizes_by_hooks(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The root mean square of what each sublayer and the output read, by depth: of what goes into their norms.
+
+    PostNorm's sublayers read what comes out of them.
+    """
+    found = []
+
+    def see(norm: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        is_read = model.config.residual_connection == "post_norm" and norm is not model.model.norm
+        found.append((output if is_read else inputs[0]).square().mean().sqrt())
+
+    norms = [norm for of in model.model.layers for norm in (of.input_layernorm, of.post_attention_layernorm)]
+    handles = [norm.register_forward_hook(see) for norm in (*norms, model.model.norm)]
+    model.eval()(ids, use_cache=False, output_depth_attentions=True)  # passes that are recorded read as in training
+    for handle in handles:
+        handle.remove()
+    assert len(found) == len(norms) + 1
+    return torch.stack(found)

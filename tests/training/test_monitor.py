@@ -1,49 +1,18 @@
-"""What a run shows: tokens/s over the right time, FLOPs against sums done by hand, the depth attention's spread."""
+"""What a run shows: tokens/s over the right time, FLOPs against sums done by hand, depth attention, magnitudes."""
 
 import time
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-from attnres import CONNECTIONS
+from attnres import CONNECTIONS, peft_modules_to_save
 from attnres.configuration import load
 from attnres.training import monitor as module
 from attnres.training.balance import ExpertBalance
 from attnres.training.monitor import Monitor, depth_attention_summary, flops_per_token, peak_flops
 
-BLOCKS = torch.randint(3, 90, (8, 12), generator=torch.Generator().manual_seed(0))
-
-
-class LoggingTrainer(Trainer):
-    """A trainer that adds the measurements to its log, as the package's own does."""
-
-    measured: tuple = ()
-
-    def log(self, logs, *args, **kwargs):
-        if "loss" in logs:
-            for callback in self.measured:
-                logs |= callback.metrics()
-        super().log(logs, *args, **kwargs)
-
-
-def train(model, folder, *callbacks, steps=4, **options):
-    """Train in steps of 2 micro-batches of 2 blocks, and return the lines of the log that have a loss."""
-    arguments = TrainingArguments(
-        folder,
-        max_steps=steps,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        **{"logging_steps": 2, "save_strategy": "no", "learning_rate": 1e-3} | options,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-    )
-    rows = [{"input_ids": block, "labels": block} for block in BLOCKS]
-    trainer = LoggingTrainer(model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=list(callbacks))
-    trainer.measured = [callback for callback in callbacks if hasattr(callback, "metrics")]
-    trainer.train()
-    return [line for line in trainer.state.log_history if "loss" in line]
+from .running import BLOCKS, sizes_by_hooks, train
 
 
 @pytest.fixture
@@ -179,10 +148,30 @@ def test_the_spread_is_extreme_for_uniform_and_for_single_sources():
     nearest[-1] = 1.0
     alone = torch.ones(1, 1, 3)
     of_uniform, of_nearest = (depth_attention_summary((alone, weights)) for weights in (uniform, nearest))
-    assert of_uniform == {"depth_entropy": 1.0, "depth_weight_nearest": 0.25, "depth_weight_embedding": 0.25}
-    assert of_nearest == {"depth_entropy": 0.0, "depth_weight_nearest": 1.0, "depth_weight_embedding": 0.0}
+    names = ("depth_entropy", "depth_distance", "depth_weight_nearest", "depth_weight_embedding")
+    assert of_uniform == dict(zip(names, (1.0, 0.0, 0.25, 0.25)))
+    assert of_nearest == dict(zip(names, (0.0, pytest.approx(2 / 3), 1.0, 0.0)))
     assert depth_attention_summary((uniform, nearest))["depth_entropy"] == 0.5
     assert depth_attention_summary((alone,)) == {}
+
+
+def test_weights_that_do_not_add_up_to_one_count_as_shares():
+    weights = torch.tensor([0.3, 0.1, 0.2])[:, None, None]
+    summary = depth_attention_summary((weights,))
+    assert summary == {name: pytest.approx(of) for name, of in depth_attention_summary((weights / 0.6,)).items()}
+    assert summary["depth_distance"] == pytest.approx(1 / 2 - 1 / 3)
+
+
+class Slices(Monitor):
+    """Keeps what the model is measured on."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.slices = []
+
+    def _slice(self):
+        self.slices.append(super()._slice())
+        return self.slices[-1]
 
 
 def test_a_fresh_model_is_logged_as_uniform_and_another_by_its_own_weights(tiny_model, tiny_config, tmp_path):
@@ -190,56 +179,153 @@ def test_a_fresh_model_is_logged_as_uniform_and_another_by_its_own_weights(tiny_
     fresh = type(tiny_model())(tiny_config())
     line = train(fresh, tmp_path, Monitor(), steps=1, logging_steps=1, learning_rate=0.0)[0]
     assert line["depth_entropy"] == pytest.approx(1.0, abs=1e-6)
+    assert line["depth_distance"] == pytest.approx(0.0, abs=1e-6)
     assert line["depth_weight_nearest"] == pytest.approx(line["depth_weight_embedding"])
 
     model = tiny_model()
-    seen = []
-
-    class Spy(Monitor):
-        def _see_batch(self, model, inputs, kwargs):
-            seen.append(kwargs["input_ids"])
-            super()._see_batch(model, inputs, kwargs)
-
-    line = train(model, tmp_path, Spy(slice_tokens=5), steps=1, logging_steps=1, learning_rate=0.0)[0]
-    last = seen[1]  # the second micro-batch; after it comes the slice
-    assert seen[2].shape == (1, 5)
+    seen, monitor = [], Slices(5)
+    handle = model.register_forward_pre_hook(lambda model, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    line = train(model, tmp_path, monitor, steps=1, logging_steps=1, learning_rate=0.0)[0]
+    handle.remove()
+    (ids,) = monitor.slices
+    assert torch.equal(ids, seen[1]["input_ids"][:1, :5])  # of the second micro-batch; after it comes the slice
+    assert len(seen) == 3
     with torch.no_grad():
-        weights = model.eval()(last[:1, :5], output_depth_attentions=True).depth_attentions
+        weights = model.eval()(ids, output_depth_attentions=True).depth_attentions
     rows = [a for a in weights if len(a) > 1]
     entropy = [(-(a * a.log()).sum(0) / torch.tensor(float(len(a))).log()).mean() for a in rows]
+    distance = [torch.maximum(a, torch.tensor(1 / len(a))).sum(0).mean() - 1 for a in rows]  # what is above uniform
     assert line["depth_entropy"] == pytest.approx(torch.stack(entropy).mean().item(), rel=1e-5)
+    assert line["depth_distance"] == pytest.approx(torch.stack(distance).mean().item(), rel=1e-5)
     assert line["depth_weight_embedding"] == pytest.approx(sum(a[0].mean().item() for a in rows) / len(rows), rel=1e-5)
     assert line["depth_entropy"] < 0.95
+    assert line["depth_distance"] > 0.1
 
 
-def test_measuring_changes_neither_the_training_nor_the_load_of_the_experts(tiny_model, tmp_path):
-    results = []
+# --- magnitudes
+
+
+@pytest.mark.parametrize("connection", CONNECTIONS)
+def test_magnitudes_are_those_of_what_is_read(connection, tiny_model, tmp_path):
+    model, monitor = tiny_model(residual_connection=connection), Slices()
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(30.0)  # so that no size is all but the same as another
+    line = train(model, tmp_path, monitor, steps=1, logging_steps=1, learning_rate=0.0)[0]
+    sizes = sizes_by_hooks(model, monitor.slices[0])
+    assert line["magnitude_output"] == pytest.approx(sizes[-1].item(), rel=1e-4)
+    assert line["magnitude_growth"] == pytest.approx((sizes[-1] / sizes[0]).item(), rel=1e-4)
+    assert line["magnitude_largest"] == pytest.approx(sizes[:-1].max().item(), rel=1e-4)
+    assert any(name.startswith("depth") for name in line) == (connection == "attn_res")
+
+
+def test_the_residual_stream_grows_where_attention_residuals_are_bounded(tiny_model, tmp_path):
+    """Each sublayer is made to put out what is large beside the embedding, whatever it reads."""
+    growth = {}
+    for connection in ("standard", "attn_res"):
+        model = tiny_model(residual_connection=connection, num_hidden_layers=8, layer_types=["full_attention"] * 8)
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.o_proj.weight.normal_(std=1.0)
+        line = train(model, tmp_path, Monitor(), steps=1, logging_steps=1, learning_rate=0.0)[0]
+        growth[connection] = line["magnitude_growth"]
+    assert growth["standard"] > 1.5 * growth["attn_res"] > 1
+
+
+def test_padding_is_not_measured(tiny_model, tmp_path):
+    """Padded on the left, past the slice: the lines are those of the same texts without."""
+    rows = [{"input_ids": block, "labels": block} for block in BLOCKS]
+    padding = torch.zeros(6, dtype=torch.long)
+    padded = [
+        {
+            "input_ids": torch.cat([padding, block]),
+            "labels": torch.cat([padding - 100, block]),
+            "attention_mask": torch.cat([padding, torch.ones_like(block)]),
+        }
+        for block in BLOCKS
+    ]
+    model, found = tiny_model(), []
+    for blocks in (rows, padded):
+        line = train(model, tmp_path, Monitor(5), blocks=blocks, steps=1, logging_steps=1, learning_rate=0.0)[0]
+        found.append({name: value for name, value in line.items() if name.startswith(("depth", "magnitude"))})
+    assert len(found[0]) == 7
+    assert found[0] == found[1]
+
+
+# --- what it leaves alone
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"activation_checkpointing": True},
+        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
+        {"bf16": True},
+        {"eval_strategy": "steps", "eval_steps": 1},
+    ],
+    ids=["plain", "checkpointing", "reentrant-checkpointing", "bf16", "evaluation"],
+)
+def test_measuring_changes_neither_the_training_nor_the_load_of_the_experts(options, tiny_model, tmp_path):
+    results, weights = [], []
     for callbacks in ([ExpertBalance(0.01)], [ExpertBalance(0.01), Monitor()]):
         model = tiny_model(attention_dropout=0.1)
-        lines = train(model, tmp_path, *callbacks, logging_steps=1)
-        assert model.training
+        lines = train(model, tmp_path, *callbacks, logging_steps=1, **options)
         results.append([{k: line[k] for k in ("loss", "grad_norm", "expert_max_violation")} for line in lines])
+        weights.append(model.state_dict())
         assert not model._forward_hooks
         assert not model._forward_pre_hooks
     assert results[0] == results[1]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert "magnitude_output" in lines[-1]
 
 
-def test_a_model_without_attention_residuals_logs_its_throughput_only(tiny_model, tmp_path):
+def test_each_module_stays_in_the_mode_that_it_was_in(tiny_model, tmp_path):
+    found = []
+
+    class Freeze(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            model.model.layers[0].self_attn.eval()
+
+        def on_log(self, args, state, control, model=None, **kwargs):
+            found.append({name.partition(".self_attn")[0] for name, of in model.named_modules() if not of.training})
+
+    train(tiny_model(), tmp_path, Freeze(), Monitor(), steps=1, logging_steps=1)
+    assert found[0] == {"model.layers.0"}
+
+
+def test_a_model_of_transformers_logs_its_throughput_only(tmp_path):
     config = LlamaConfig(
         vocab_size=99, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
-    others = [tiny_model(residual_connection=name) for name in CONNECTIONS if name != "attn_res"]
-    for model in (*others, LlamaForCausalLM(config)):
-        for line in train(model, tmp_path, Monitor()):
-            assert line["tokens_per_second"] > 0
-            assert not any(name.startswith("depth") for name in line)
+    for line in train(LlamaForCausalLM(config), tmp_path, Monitor()):
+        assert line["tokens_per_second"] > 0
+        assert not any(name.startswith(("depth", "magnitude")) for name in line)
 
 
-def test_compiled_models_are_measured_too(tiny_model, tmp_path, clock):
-    torch._dynamo.reset()
-    model = tiny_model(num_hidden_layers=2, layer_types=["full_attention"] * 2)
+def test_compiled_models_are_measured_too_and_compiled_no_more_often(tiny_model, tmp_path, clock):
     options = {"torch_compile": True, "torch_compile_backend": "eager"}
-    lines = train(model, tmp_path, Monitor(), Work(clock), ExpertBalance(), **options)
+    frames, lines = [], []
+    for callbacks in ([], [Monitor()]):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = tiny_model(num_hidden_layers=2, layer_types=["full_attention"] * 2)
+        lines = train(model, tmp_path, *callbacks, Work(clock), ExpertBalance(), **options)
+        frames.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert frames[0] == frames[1] > 0
     assert [line["tokens_per_second"] for line in lines] == [pytest.approx(24.0)] * 2
     assert 0 < lines[0]["depth_entropy"] < 1
+    assert lines[0]["magnitude_output"] > 0
     assert lines[0]["expert_max_violation"] > 0
+
+
+def test_adapters_are_measured_with_what_they_add(tiny_model, tmp_path):
+    peft = pytest.importorskip("peft")
+    extra = peft_modules_to_save(tiny_model())
+    config = peft.LoraConfig(target_modules=["o_proj"], modules_to_save=extra, init_lora_weights=False)
+    model, monitor = peft.get_peft_model(tiny_model(), config), Slices()
+    line = train(model, tmp_path, monitor, steps=1, logging_steps=1, learning_rate=0.0)[0]
+    sizes = sizes_by_hooks(model.merge_and_unload(), monitor.slices[0])
+    assert line["magnitude_growth"] == pytest.approx((sizes[-1] / sizes[0]).item(), rel=1e-4)
+    assert 0 < line["depth_distance"] < 1
+    assert "model_flop_use" not in line

@@ -128,7 +128,7 @@ def test_tensorboard_shows_what_the_screen_does(uninterrupted):
     out = uninterrupted["finetune"]
     assert logged(out, "train/loss") == pytest.approx(dict(results(out)["training_loss"]), abs=1e-6)
     assert logged(out, "eval/loss")[12] == pytest.approx(results(out)["held_out_loss"], abs=1e-6)
-    names = ("grad_norm", "tokens_per_second", "depth_entropy")
+    names = ("grad_norm", "tokens_per_second", "depth_entropy", "depth_distance", "magnitude_output")
     assert all(logged(out, f"train/{name}").keys() == {2, 4, 6, 8, 10, 12} for name in names)
 
 

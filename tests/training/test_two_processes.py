@@ -11,7 +11,7 @@ import torch
 from attnres.training.balance import balance_step, routers
 from attnres.training.optimizer import build_optimizer
 
-BLOCKS = torch.randint(3, 90, (8, 12), generator=torch.Generator().manual_seed(0))
+from .running import BLOCKS, sizes_by_hooks
 
 
 def two_processes(name: str, model, folder: Path) -> list[dict]:
@@ -40,6 +40,11 @@ def test_the_load_and_the_tokens_are_those_of_both_processes(tiny_model, tmp_pat
     # A step of half a second on all of the blocks.
     assert [result["metrics"]["tokens_per_second"] for result in results] == [BLOCKS.numel() / 0.5] * 2
     assert results[0]["metrics"] == results[1]["metrics"]
+    slices = torch.cat([result["slice"] for result in results])
+    assert not torch.equal(*slices)
+    sizes = sizes_by_hooks(model, slices)
+    assert results[0]["metrics"]["magnitude_output"] == pytest.approx(sizes[-1].item(), rel=1e-4)
+    assert results[0]["metrics"]["magnitude_largest"] == pytest.approx(sizes[:-1].max().item(), rel=1e-4)
     assert 0 < results[0]["metrics"]["depth_entropy"] < 1
 
 

@@ -40,7 +40,7 @@ def balance(model: AttnResForCausalLM, blocks: torch.Tensor, folder: Path) -> di
     trainer = Trainer(model, arguments, train_dataset=rows, callbacks=callbacks)
     trainer.train()
     biases = torch.stack([router.e_score_correction_bias for router in routers(model)])
-    return {"biases": biases, "metrics": callbacks[0].metrics() | callbacks[1].metrics()}
+    return {"biases": biases, "metrics": trainer.state.log_history[0], "slice": callbacks[1]._slice()}
 
 
 def fsdp2(model: AttnResForCausalLM, blocks: torch.Tensor, folder: Path) -> dict:

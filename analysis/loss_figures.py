@@ -1,0 +1,79 @@
+"""Figures of training: loss curves, of one model after another or of two from the same seeds."""
+
+import os
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from .drawing import blank, finish
+
+Points = Sequence[tuple[int, float]]  # (step, loss in nats per token)
+
+
+def plot_loss_curves(
+    curves: Mapping[str, Points], path: str | os.PathLike, compare: tuple[str, str] | None = None
+) -> None:
+    """Draw training losses, and below them the difference of two curves.
+
+    Args:
+        curves: label -> points.
+        path: the PNG or SVG file to write.
+        compare: labels of two curves with points at the same steps; the difference is first minus second.
+    """
+    heights = [3, 1] if compare else [1]
+    figure = blank(7, 3 + 1.5 * len(heights))
+    panels = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)
+    upper, lower = panels[0, 0], panels[-1, 0]
+    for label, points in curves.items():
+        upper.plot(*zip(*points), label=label, linewidth=1.3)
+    upper.set_ylabel("training loss (nats/token)")
+    upper.legend(frameon=False)
+    if compare:
+        first, second = (curves[label] for label in compare)
+        steps = [step for step, _ in first]
+        lower.plot(steps, [a - b for (_, a), (_, b) in zip(first, second)], color="black", linewidth=1.3)
+        lower.axhline(0, color="gray", linewidth=0.8)
+        lower.set_ylabel("difference")
+        lower.set_title(f"{compare[0]} - {compare[1]}", fontsize=9)
+    lower.set_xlabel("step")
+    for axes in panels.flat:
+        axes.grid(alpha=0.3)
+    finish(figure, path)
+
+
+def plot_paired_runs(runs: Mapping[str, Sequence[Points]], path: str | os.PathLike, points: int = 10) -> None:
+    """Draw the training loss of two models, run from the same seeds, and below it their difference within a seed.
+
+    Lines are means over the seeds, bands reach one standard deviation to either side.
+
+    Args:
+        runs: label -> the points of each seed, at the same steps in all; the difference is first minus second.
+        path: the PNG or SVG file to write.
+        points: of a line, each the mean of as many steps as that leaves: single batches differ more than models do.
+    """
+    first, second = (np.array([[loss for _, loss in curve] for curve in curves]) for curves in runs.values())
+    ends = np.array([step for step, _ in next(iter(runs.values()))[0]])
+    parts = np.array_split(np.arange(len(ends)), min(points, len(ends)))
+    steps = [ends[part].mean() for part in parts]
+
+    figure = blank(7, 6)
+    upper, lower = figure.subplots(2, sharex=True, height_ratios=[3, 2])
+    lines = {label: (upper, losses) for label, losses in zip(runs, (first, second))}
+    lines[" - ".join(runs)] = (lower, first - second)
+    for color, (label, (axes, losses)) in zip(("tab:orange", "tab:blue", "black"), lines.items()):
+        means = np.stack([losses[:, part].mean(1) for part in parts], axis=1)  # [seeds, points]
+        middle, spread = means.mean(0), means.std(0, ddof=1)
+        axes.plot(steps, middle, label=label, color=color, linewidth=1.6, marker="o", markersize=3)
+        axes.fill_between(steps, middle - spread, middle + spread, color=color, alpha=0.2, linewidth=0)
+        axes.grid(alpha=0.3)
+    upper.set_ylabel("training loss (nats/token)")
+    upper.set_title(f"Lines: mean of {len(first)} seeds; bands: one standard deviation", fontsize=9)
+    upper.legend(frameon=False)
+    lower.axhline(0, color="gray", linewidth=0.8)
+    lower.set_ylabel("difference")
+    lower.set_title(f"{' - '.join(runs)}, within a seed", fontsize=9)
+    lower.set_xlabel("step")
+    finish(figure, path)
+
+
+__all__ = ["Points", "plot_loss_curves", "plot_paired_runs"]

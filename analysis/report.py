@@ -1,0 +1,77 @@
+"""An inspection as a directory: the page `report.html`, figures as PNG and SVG, and the numbers as JSON and CSV."""
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attnres.files import atomic_directory
+
+from . import figures
+from .inspection import Inspection
+from .overview import LABELS
+from .page import render
+from .record import WRITTEN_BY, to_csv, to_json
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PAGE, NUMBERS = "report.html", "inspection.json"
+
+
+def write_report(inspections: Sequence[Inspection], out: str | os.PathLike, overwrite: bool = False) -> None:
+    """Write one inspection, or two that are compared, to the directory `out`, all or nothing.
+
+    Args:
+        overwrite: replace `out` if an inspection was written there.
+
+    Raises:
+        FileExistsError: `out` exists and is not to be replaced.
+        OSError: it cannot be written.
+    """
+    with atomic_directory(out, overwrite=overwrite, marker=NUMBERS, content=WRITTEN_BY) as folder:
+        (folder / NUMBERS).write_text(to_json(inspections), encoding="utf-8")
+        tables = to_csv(inspections)
+        for name, table in tables.items():
+            (folder / name).write_text(table, encoding="utf-8")
+        drawn = {}
+        for kind, draw in _figures(inspections).items():
+            figure, name = draw(), kind.replace(": ", "_").lower()
+            for suffix in (".png", ".svg"):
+                figures.finish(figure, folder / f"{name}{suffix}")
+            drawn[kind] = (folder / f"{name}.svg").read_text(encoding="utf-8")
+        page = render(inspections, drawn, files=(NUMBERS, *tables))
+        (folder / PAGE).write_text(page, encoding="utf-8")
+
+
+def labels(inspections: Sequence[Inspection]) -> list[str]:
+    """What models are called in figures: nothing if there is one, else the letter of the page and the end of the name."""
+    if len(inspections) < 2:
+        return [""] * len(inspections)
+    return [f"{letter}: {Path(i.model['name']).name}" for letter, i in zip(LABELS, inspections)]
+
+
+def _figures(inspections: Sequence[Inspection]) -> dict[str, Callable[[], "Figure"]]:
+    """Kind of figure, as [`render`] takes it, -> what draws it, in the order of the page."""
+    named = dict(zip(labels(inspections), inspections))
+    drawn: dict[str, Callable[[], Figure]] = {}
+    for letter, inspection in zip(LABELS, inspections):
+        of = f": {letter}" if len(inspections) > 1 else ""
+        if attention := inspection.depth_attention:
+            drawn[f"depth_attention{of}"] = partial(figures.draw_depth_attention, attention, "weight")
+            drawn[f"depth_attention_spread{of}"] = partial(figures.draw_depth_attention, attention, "spread")
+        drawn[f"mixing{of}"] = partial(figures.draw_mixing, inspection.mixing)
+    parts = {
+        "weights_by_depth": (figures.draw_weights_by_depth, "depth_attention"),
+        "magnitudes": (figures.draw_magnitudes, "magnitudes"),
+        "sinks": (figures.draw_sinks, "sinks"),
+        "interventions": (figures.draw_interventions, "interventions"),
+    }
+    for kind, (draw, part) in parts.items():
+        if of_models := {label: getattr(i, part) for label, i in named.items() if getattr(i, part) is not None}:
+            drawn[kind] = partial(draw, of_models)
+    return drawn
+
+
+__all__ = ["NUMBERS", "PAGE", "labels", "write_report"]

@@ -1,0 +1,79 @@
+"""`attnres inspect`: measure one model or two on a text, and write the report."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from attnres.analysis.inspection import inspect_model
+from attnres.analysis.report import PAGE, write_report
+from attnres.analysis.text import language_reference, read_text
+from attnres.quiet import quiet_transformers
+
+
+@dataclass(frozen=True)
+class Source:
+    """How to load a model and its tokenizer: each a directory or Hub id, with what `from_pretrained` takes."""
+
+    name: str
+    revision: str | None = None
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    trust_remote_code: bool = False
+
+    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Raises OSError or ValueError: one of them is not there or cannot be used."""
+        shared = {"trust_remote_code": self.trust_remote_code}
+        model = AutoModelForCausalLM.from_pretrained(
+            self.name, revision=self.revision, dtype=self.dtype, device_map=self._device(), **shared
+        )
+        revision = None if self.tokenizer else self.revision
+        try:
+            return model, AutoTokenizer.from_pretrained(self.tokenizer or self.name, revision=revision, **shared)
+        except (OSError, ValueError) as error:
+            if self.tokenizer:
+                raise
+            raise ValueError(f"{self.name} has no tokenizer that loads: name one by --tokenizer. ({error})") from error
+
+    def _device(self) -> str:
+        if self.device == "auto":
+            return "auto" if torch.accelerator.is_available() else "cpu"
+        return self.device
+
+
+def run_inspect(sources: list[Source], out: Path, *, text: Path | None, overwrite: bool, **settings: Any) -> None:
+    """Inspect the models one after the other, so that one at a time is in memory.
+
+    Args:
+        settings: numbers, as [`inspect_model`] takes them.
+
+    Raises:
+        OSError, ValueError: a model, its tokenizer or the text is not there or cannot be used; or `out` is there.
+    """
+    console = Console(soft_wrap=True, highlight=False)
+    content = read_text(text, settings["tokens"]) if text else language_reference(settings["tokens"])
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), TextColumn("left:"))
+    inspections = []
+    with quiet_transformers(), Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        for source in sources:
+            bar = progress.add_task(f"{source.name}: loading", total=1.0)
+
+            def advance(what: str, share: float, bar: Any = bar, name: str = source.name) -> None:
+                progress.update(bar, description=f"{name}: {what}", completed=share)
+
+            model, tokenizer = source.load()
+            inspections.append(inspect_model(model, tokenizer, content, name=source.name, advance=advance, **settings))
+            del model
+            progress.update(bar, description=source.name, completed=1.0)
+        bar = progress.add_task("report", total=None)
+        write_report(inspections, out, overwrite)
+        progress.remove_task(bar)
+    console.print(f"Written to {out}: {PAGE}, its figures as PNG and SVG, the numbers as JSON and CSV.", markup=False)
+
+
+__all__ = ["Source", "run_inspect"]

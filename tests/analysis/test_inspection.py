@@ -1,0 +1,232 @@
+"""Whole inspections: of members, of standard models and their retrofits, however they were loaded; and bad input."""
+
+import json
+import threading
+from dataclasses import fields
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+import attnres
+from attnres.analysis import Inspection, Text, depth_attention, depth_mixing, inspect_model, magnitudes, mixing_matrix
+from attnres.analysis.record import to_csv, to_json
+from attnres.analysis.text import cut, language_reference, read_text
+from attnres.conversion import retrofit
+
+from ..modeling_attnres.connections import build
+
+SMALL = {"length": 64, "tokens": 256, "intervention_tokens": 64, "batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def source(assets):
+    return assets / "checkpoints" / "stories260K-hf"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(source):
+    return AutoTokenizer.from_pretrained(source)
+
+
+@pytest.fixture(scope="module")
+def text(assets):
+    return read_text(assets / "corpora" / "tinystories" / "valid.txt", 1000)
+
+
+@pytest.fixture(scope="module")
+def standard(source, tokenizer, text) -> Inspection:
+    return inspect_model(AutoModelForCausalLM.from_pretrained(source), tokenizer, text, **SMALL)
+
+
+def assert_alike(found: object, expected: object, relative: float = 1e-4) -> None:
+    """The numbers of two measurements are equal but for rounding."""
+    for field in fields(expected):
+        a, b = getattr(found, field.name), getattr(expected, field.name)
+        if isinstance(b, Tensor):
+            scale = b.nan_to_num().abs().max().item()
+            torch.testing.assert_close(a, b, rtol=relative, atol=relative * scale, equal_nan=True)
+
+
+def test_a_standard_model_has_a_matrix_of_ones(standard):
+    assert standard.depth_attention is None
+    assert torch.equal(standard.mixing.mean, torch.ones(11, 11, dtype=torch.float64).tril())
+    assert not standard.mixing.spread.any()
+    assert standard.model["class"] == "LlamaForCausalLM" and standard.model["connection"] == "standard"
+    assert (standard.text["sequences"], standard.text["tokens"]) == (4, 256)
+    assert [weights.shape for weights in standard.passage.weights] == [(n, 64) for n in range(1, 12)]
+
+
+@pytest.mark.parametrize("residual", ["attn_res", "mhc", "denseformer", "standard"])
+def test_a_retrofit_does_what_its_source_does(source, tokenizer, text, standard, residual):
+    found = inspect_model(retrofit(source, residual), tokenizer, text, **SMALL)
+    torch.testing.assert_close(found.mixing.mean, standard.mixing.mean, rtol=1e-5, atol=1e-5)
+    assert found.interventions.loss == pytest.approx(standard.interventions.loss, abs=1e-4)
+    for name in ("inputs", "outputs", "gradients", "largest"):
+        torch.testing.assert_close(
+            getattr(found.magnitudes, name), getattr(standard.magnitudes, name), rtol=1e-2, atol=0
+        )
+    assert_alike(found.sinks, standard.sinks, 1e-3)
+    if residual == "attn_res":
+        assert found.depth_attention.distance.max() < 1e-6 and found.depth_attention.entropy[1:].min() > 0.999999
+        # One source is hidden from the same readers as the outputs that it sums up.
+        assert found.interventions.hidden[0] == pytest.approx(standard.interventions.hidden[0].item(), abs=1e-3)
+    else:
+        assert_alike(found.interventions, standard.interventions, 1e-3)
+
+
+def test_the_measurements_are_those_of_the_functions_alone(source, tokenizer, text):
+    model = retrofit(source)
+    found = inspect_model(model, tokenizer, text, **SMALL)
+    ids, words = cut(text, tokenizer, 64, 256)
+    assert_alike(found.depth_attention, depth_attention(model, ids))
+    assert_alike(found.mixing, depth_mixing(model, ids))
+    assert_alike(found.magnitudes, magnitudes(model, ids.split(2)))
+    assert words[0] == "<s>" and text.content.startswith("".join(words[1:]))
+    assert ids[:, 0].eq(tokenizer.bos_token_id).all()
+    assert tokenizer.decode(ids[0, 1:]) == "".join(words[1:])
+
+
+def test_remote_code_bfloat16_adapters_and_modes(source, tokenizer, text, tmp_path):
+    """A checkpoint's own classes are others than the package's; nothing of an inspection stays in a model."""
+    model = retrofit(source)
+    for name, tensor in model.named_parameters():
+        if name.endswith("_res_proj.weight"):
+            torch.nn.init.normal_(tensor.data, std=0.1)
+    model.save_pretrained(tmp_path / "saved")
+    expected = inspect_model(model, tokenizer, text, **SMALL)
+    own = get_class_from_dynamic_module("backbones_attnres.AttnResLlamaForCausalLM", str(tmp_path / "saved"))
+    remote = own.from_pretrained(tmp_path / "saved")
+    assert type(remote).__module__.startswith("transformers_modules")
+    remote.train()
+    assert_alike(inspect_model(remote, tokenizer, text, **SMALL).interventions, expected.interventions, 1e-3)
+    assert all(module.training for module in remote.modules())
+    assert not any({"forward", "write"} & vars(module).keys() for module in remote.modules())
+
+    narrow = inspect_model(model.to(torch.bfloat16), tokenizer, text, **SMALL)
+    torch.testing.assert_close(narrow.magnitudes.inputs, expected.magnitudes.inputs, rtol=0.05, atol=0)
+    found, exact = narrow.depth_attention.mean, expected.depth_attention.mean
+    torch.testing.assert_close(found, exact, rtol=0.05, atol=0.01, equal_nan=True)
+
+    model.to(torch.float32)
+    saved = attnres.peft_modules_to_save(model)
+    adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", modules_to_save=saved))
+    assert_alike(inspect_model(adapted, tokenizer, text, **SMALL).depth_attention, narrow.depth_attention, 0.05)
+
+
+def test_compiled_and_offloaded_models(source, tokenizer, text, standard, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(source)
+    member = retrofit(model, "attn_res")
+    member.save_pretrained(tmp_path / "member")
+    expected = inspect_model(member, tokenizer, text, **SMALL)
+    member.compile(backend="eager")
+    assert_alike(inspect_model(member, tokenizer, text, **SMALL).magnitudes, expected.magnitudes, 1e-3)
+
+    parts = dict.fromkeys(["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"], "cpu")
+    names = "model.output_attn_res_proj", "model.output_attn_res_norm"
+    parts |= {f"model.layers.{i}": "cpu" if i < 2 else "disk" for i in range(5)} | dict.fromkeys(names, "disk")
+    offloaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "member", device_map=parts, offload_folder=tmp_path / "offload"
+    )
+    assert any(parameter.is_meta for parameter in offloaded.parameters())
+    found = inspect_model(offloaded, tokenizer, text, **SMALL)
+    assert_alike(found.depth_attention, expected.depth_attention)
+    assert_alike(found.mixing, expected.mixing)
+    assert_alike(found.interventions, expected.interventions, 1e-3)
+    assert_alike(found.magnitudes, expected.magnitudes, 1e-3)
+
+
+def test_another_thread_may_run_the_model_meanwhile(backbones):
+    model, ids = build(backbones, "llama", "attn_res"), backbones.token_ids()
+    expected, logits = magnitudes(model, ids), model(ids).logits
+    is_over, others = threading.Event(), []
+
+    def run() -> None:
+        while not is_over.is_set():
+            with torch.no_grad():
+                others.append(model(ids).logits)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        found = [magnitudes(model, ids) for _ in range(5)]
+    finally:
+        is_over.set()
+        thread.join()
+    assert all(torch.equal(one.inputs, expected.inputs) for one in found)
+    assert others and all(torch.allclose(other, logits, atol=1e-5) for other in others)
+
+
+# --- numbers in files
+
+
+def test_the_same_call_gives_the_same_bytes(source, tokenizer, text):
+    def write() -> tuple[str, dict[str, str]]:
+        found = [inspect_model(model, tokenizer, text, **SMALL) for model in (retrofit(source),)]
+        return to_json(found), to_csv(found)
+
+    assert write() == write()
+
+
+def test_json_and_csv_hold_what_was_measured(source, tokenizer, text, standard):
+    found = inspect_model(retrofit(source, num_blocks=3), tokenizer, text, name="retrofit", **SMALL)
+    record = json.loads(to_json([standard, found]))
+    assert record["versions"]["torch"] == torch.__version__
+    plain, blocks = record["models"]
+    assert plain["depth_attention"] is None and plain["text"]["sha256"] == text.sha256
+    assert blocks["depth"]["sources"] == ["embedding", "block 1", "block 2", "block 3"]
+    assert blocks["depth_attention"]["mean"][1] == pytest.approx([0.5, 0.5, None, None], abs=1e-5)
+    tables = {
+        name: [line.split(",") for line in table.splitlines()] for name, table in to_csv([standard, found]).items()
+    }
+    assert {name: len(rows) - 1 for name, rows in tables.items()} == {
+        "sublayers.csv": 22,
+        "depth_attention.csv": sum(found.depth_attention.num_sources),
+        "depth_mixing.csv": 2 * 66,
+        "attention_sinks.csv": 10,
+        "interventions.csv": 11 + 4 + 10,
+    }
+    head, *rows = tables["sublayers.csv"]
+    row = dict(zip(head, rows[13]))
+    assert (row["model"], row["name"], row["kind"]) == ("retrofit", "attention 1", "attention")
+    assert float(row["output"]) == pytest.approx(found.magnitudes.outputs[3].item(), rel=1e-5)
+    assert float(row["input"]) == pytest.approx(found.magnitudes.inputs[2].item(), rel=1e-5)
+    assert float(row["on_nearest"]) == pytest.approx(0.5, abs=1e-4)
+
+
+# --- bad input
+
+
+def test_what_cannot_be_inspected_is_refused_in_one_line(source, tokenizer, text, tmp_path):
+    model = retrofit(source)
+    for content, options, message in (
+        (Text("a.txt", "Once upon a time"), {}, r"a.txt has \d+ tokens, but one sequence takes 63: give a longer text"),
+        (text, {"length": 1}, "`length` is 1, but must be from 2 to 512"),
+        (text, {"length": 1024}, "`length` is 1024, but must be from 2 to 512"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            inspect_model(model, tokenizer, content, **SMALL | options)
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(ValueError, match=r"empty.txt holds no text"):
+        read_text(tmp_path / "empty.txt", 100)
+    (tmp_path / "binary").write_bytes(b"abc\xff\xfe")
+    with pytest.raises(ValueError, match="is not UTF-8 at byte 3"):
+        read_text(tmp_path / "binary", 100)
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight[3, 4] = torch.nan
+    with pytest.raises(ValueError, match=r"not finite: `model.layers.2.mlp.up_proj.weight` holds values that are not"):
+        inspect_model(model, tokenizer, text, **SMALL)
+    shape = {"vocab_size": 512, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    other = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **shape))
+    with pytest.raises(ValueError, match=r"model type 'gpt2' cannot be inspected: .* `attnres.add_backbone` brings"):
+        inspect_model(other, tokenizer, text, **SMALL)
+    with pytest.raises(ValueError, match="no residual connections of the family: retrofit it first"):
+        mixing_matrix(other, torch.zeros(1, 4, dtype=torch.long))
+
+
+def test_the_text_by_default_is_prose_on_every_machine():
+    text = language_reference(500)
+    assert len(text.content) == 10_000 and "Python 3." in text.name and "assert" in text.content

@@ -1,0 +1,176 @@
+"""`attnres inspect`, as a user calls it: what it writes and serves, and what it says of bad input."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from .. import forks
+
+NUMBERS = ["attention_sinks.csv", "depth_attention.csv", "depth_mixing.csv", "inspection.json", "interventions.csv"]
+QUICK = ("--tokens", 512, "--length", 64, "--intervention-tokens", 64)
+
+
+def inspect(folder: Path, *arguments: object, **options) -> subprocess.CompletedProcess[str]:
+    return forks.run("-m", "attnres", "inspect", *arguments, cwd=folder, **options)
+
+
+@pytest.fixture(scope="module")
+def models(assets, tmp_path_factory) -> Path:
+    """A folder with `source`, a real checkpoint, and its retrofit with queries that are trained, so to speak."""
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "source").symlink_to(assets / "checkpoints" / "stories260K-hf")
+    (folder / "text.txt").symlink_to(assets / "corpora" / "tinystories" / "valid.txt")
+    done = forks.run("-m", "attnres", "convert", "source", "retrofit", "--num-blocks", 5, "--no-verify", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (path,) = (folder / "retrofit").glob("*.safetensors")
+    tensors, generator = load_file(path), torch.Generator().manual_seed(0)
+    for name, tensor in tensors.items():
+        if name.endswith("_res_proj.weight"):
+            tensors[name] = 0.3 * torch.randn(tensor.shape, generator=generator)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(models) -> Path:
+    done = inspect(models, "source", "--compare", "retrofit", "--text", "text.txt", "--out", "report", *QUICK)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("Written to report: report.html")
+    return models / "report"
+
+
+def test_the_report_holds_page_figures_and_numbers(report):
+    names = sorted(path.name for path in report.iterdir())
+    figures = {name.partition(".")[0] for name in names if name.endswith(".png")}
+    assert {name for name in names if name.endswith((".json", ".csv"))} == {*NUMBERS, "sublayers.csv"}
+    assert figures == {
+        *("depth_attention_b", "depth_attention_spread_b", "mixing_a", "mixing_b"),
+        *("weights_by_depth", "magnitudes", "sinks", "interventions"),
+    }
+    drawn = [f"{name}{suffix}" for name in figures for suffix in (".png", ".svg")]
+    assert names == sorted([*NUMBERS, "sublayers.csv", "report.html", *drawn])
+    models = json.loads((report / "inspection.json").read_text())["models"]
+    assert [model["model"]["name"] for model in models] == ["source", "retrofit"]
+    assert models[0]["text"]["name"] == "text.txt" and models[0]["text"]["tokens"] == 512
+    assert models[1]["depth_attention"]["distance"][-1] > 0.01
+    page = (report / "report.html").read_text()
+    assert "https://" not in re.sub(r'href="https://[^"]*"|<script.*?</script>', "", page, flags=re.DOTALL)
+
+
+def test_the_same_call_writes_the_same_bytes_and_replaces_only_reports(models, report):
+    before = {path.name: path.read_bytes() for path in report.iterdir()}
+    call = ("source", "--compare", "retrofit", "--text", "text.txt", *QUICK)
+    refused = inspect(models, *call, "--out", "report")
+    assert refused.returncode == 1 and "report exists" in refused.stderr and "--overwrite" in refused.stderr
+    assert inspect(models, *call, "--out", "report", "--overwrite").returncode == 0
+    assert {path.name: path.read_bytes() for path in report.iterdir()} == before
+    foreign = inspect(models, *call, "--out", "source", "--overwrite")
+    assert foreign.returncode == 1 and "was not written by this command" in foreign.stderr
+    assert sorted(path.name for path in models.iterdir()) == ["report", "retrofit", "source", "text.txt"]
+
+
+def test_one_model_by_its_default_text_without_interventions(models, tmp_path):
+    done = inspect(tmp_path, models / "retrofit", "--intervention-tokens", 0, "--tokens", 600, "--length", 300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "inspection" / "inspection.json").read_text())["models"][0]
+    assert found["interventions"] is None and not (tmp_path / "inspection" / "interventions.csv").exists()
+    assert "language reference" in found["text"]["name"] and found["text"]["sequences"] == 2
+
+
+def break_weight(models: Path, folder: Path) -> None:
+    (folder / "broken").mkdir()
+    for path in (models / "retrofit").iterdir():
+        (folder / "broken" / path.name).write_bytes(path.read_bytes())
+    (path,) = (folder / "broken").glob("*.safetensors")
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_bad_input_is_told_in_one_line_and_nothing_is_written(models, tmp_path):
+    break_weight(models, tmp_path)
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("Once upon a time.")
+    (tmp_path / "bare").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "bare" / name).symlink_to(models / "source" / name)
+    (tmp_path / "unknown").mkdir()
+    (tmp_path / "unknown" / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2}')
+    before = sorted(tmp_path.iterdir())
+    source, retrofit = models / "source", models / "retrofit"
+    for arguments, status, message in (
+        ((), 2, "MODEL is missing"),
+        (("nowhere/at/all",), 1, "nowhere/at/all is not a directory"),
+        ((source, "--compare", "./nothing"), 1, "nothing is not a directory"),
+        ((source, "--compare-revision", "main"), 2, "--compare-revision needs --compare"),
+        ((retrofit, "--text", "empty.txt"), 1, "empty.txt holds no text"),
+        ((retrofit, "--text", "short.txt"), 1, r"short.txt has \d+ tokens, but one sequence takes 255"),
+        ((retrofit, "--text", "gone.txt"), 2, "gone.txt"),
+        ((retrofit, "--length", 100_000), 1, "`length` is 100000, but must be from 2 to 512"),
+        (("broken",), 1, "`model.layers.1.mlp.up_proj.weight` holds values that are not finite"),
+        (("bare",), 1, "bare has no tokenizer that loads: name one by --tokenizer"),
+        ((source, "--tokenizer", "./gone"), 1, "gone is not a directory"),
+        (("--serve", "--out", "elsewhere"), 1, "elsewhere has no report.html"),
+        (("--serve", "--tokens", 5), 2, "--tokens needs MODEL"),
+        ((retrofit, "--device", "cuda:7"), 1, "cuda"),
+    ):
+        done = inspect(tmp_path, *arguments)
+        assert done.returncode == status, (arguments, done.stderr)
+        last = done.stderr.strip().splitlines()[-1]
+        assert re.search(message, last), (arguments, done.stderr)
+        assert "Traceback" not in done.stderr and "unforeseen" not in done.stderr, (arguments, done.stderr)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_tokenizer_may_be_elsewhere(models, tmp_path):
+    (tmp_path / "bare").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "bare" / name).symlink_to(models / "source" / name)
+    done = inspect(tmp_path, "bare", "--tokenizer", models / "source", "--intervention-tokens", 0, *QUICK[:4])
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_full_disk_leaves_nothing(models, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.system(f"mount -t tmpfs -o size=100k tmpfs '{disk}' 2>/dev/null"):
+        pytest.skip("a small disk needs the right to mount one")
+    try:
+        done = inspect(tmp_path, models / "source", "--out", disk / "report", "--intervention-tokens", 0, *QUICK[:4])
+        assert done.returncode == 1 and "No space left" in done.stderr.splitlines()[-1]
+        assert list(disk.iterdir()) == []
+    finally:
+        os.system(f"umount '{disk}'")
+
+
+def test_the_report_is_served_to_a_browser_on_this_machine(report, tmp_path):
+    """The browser is a program that notes the address it is called with."""
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {tmp_path / "opened"}\n')
+    browser.chmod(0o755)
+    process = subprocess.Popen(
+        [Path(sys.executable).with_name("attnres"), "inspect", "--serve", "--out", report],
+        env=os.environ | {"BROWSER": f"{browser} %s"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        address = process.stdout.readline().split()[0]
+        assert address.startswith("http://127.0.0.1:") and address.endswith("/report.html")
+        with urllib.request.urlopen(address, timeout=10) as answer:
+            assert answer.read() == (report / "report.html").read_bytes()
+    finally:
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert "Traceback" not in errors and process.returncode in (0, 130)
+    assert (tmp_path / "opened").read_text().strip() == address
