@@ -7,7 +7,7 @@ and within the script element that carries the weights by `_json`.
 import base64
 import hashlib
 import json
-import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files as resources
@@ -78,7 +78,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 _SCRIPTS = ("passage.js", "heat_map.js", "report.js")
 _BOKEH = ("bokeh.min.js", "bokeh-api.min.js")
 _LEVELS = 2**16 - 1
-_MARKS = str.maketrans({" ": "␣", "\n": "↵", "\t": "→", "\r": "↵"})
+_MARKS = str.maketrans({"\n": "↵", "\t": "→"})
 
 
 @dataclass(frozen=True)
@@ -179,22 +179,20 @@ def _strips(inspections: Sequence[Inspection]) -> list[dict[str, Any]]:
 
 def _word(word: str) -> _Word:
     """White space goes outside the button, so that text runs on as it is; a word of nothing else gets marks for it."""
-    breaks = "\n" * len(re.findall(r"\r\n|\r|\n", word))
-    if not word.strip():
-        return _Word(
-            "", word.translate(_MARKS) or "·", breaks, f"white space: {_names_of(word)}" if word else "nothing"
-        )
+    word = word.replace("\r\n", "\n").replace("\r", "\n")
     inner = word.strip()
-    start, end = word.index(inner), word.index(inner) + len(inner)
-    return _Word(word[:start], inner.replace("\n", "↵"), word[end:])
+    if inner:
+        start = word.index(inner)
+        return _Word(word[:start], inner.translate(_MARKS), word[start + len(inner) :])
+    line = word[: word.rfind("\n") + 1] or word  # what is after the last break indents the next line
+    breaks, indent = "\n" * word.count("\n"), word.removeprefix(line)
+    blank = f"white space: {_names_of(word)}" if word else "nothing"
+    return _Word("", line.replace(" ", "␣").translate(_MARKS) or "·", breaks + indent, blank)
 
 
 def _names_of(blank: str) -> str:
-    names = {" ": "space", "\n": "line break", "\r": "carriage return", "\t": "tab"}
-    counts: dict[str, int] = {}
-    for character in blank:
-        name = names.get(character, "blank")
-        counts[name] = counts.get(name, 0) + 1
+    names = {" ": "space", "\n": "line break", "\t": "tab"}
+    counts = Counter(names.get(character, "blank") for character in blank)
     return ", ".join(counted(count, name) for name, count in counts.items())
 
 

@@ -100,24 +100,28 @@ def test_weights_that_no_token_changes_are_given_once():
     assert [reader["constant"] is not None for reader in readers] == [True, False, False, False, False]
 
 
-def test_nothing_that_a_model_or_a_text_is_called_gets_into_the_markup():
-    inspection = block_attn_res()
-    readers = (HOSTILE, *inspection.depth.readers[1:])
-    hostile = replace(
+def page_that_calls_everything(name: str) -> Page:
+    """Two models, of the first of which all that has a name is called so."""
+    inspection, other, words = block_attn_res(), standard(), [name, *WORDS[1:]]
+    depth = inspection.depth
+    named = replace(
         inspection,
-        model={key: HOSTILE if isinstance(value, str) else value for key, value in inspection.model.items()},
-        text={**inspection.text, "name": HOSTILE},
-        depth=replace(inspection.depth, readers=readers, sources=(HOSTILE, *inspection.depth.sources[1:])),
-        passage=replace(inspection.passage, words=[HOSTILE, *WORDS[1:]]),
+        model={key: name if isinstance(value, str) else value for key, value in inspection.model.items()},
+        text={**inspection.text, "name": name},
+        depth=replace(depth, readers=(name, *depth.readers[1:]), sources=(name, *depth.sources[1:])),
+        passage=replace(inspection.passage, words=words),
     )
-    plain = Page(render([inspection, standard()], {"mixing": SVG}, ["a"]))
-    other = replace(standard(), passage=replace(standard().passage, words=hostile.passage.words))
-    page = Page(render([hostile, other], {f"mixing: {HOSTILE}": SVG}, [HOSTILE]))
+    other = replace(other, passage=replace(other.passage, words=words))
+    return Page(render([named, other], {f"mixing: {name}": SVG}, [name]))
+
+
+def test_nothing_that_a_model_or_a_text_is_called_gets_into_the_markup():
+    plain, hostile = page_that_calls_everything("name"), page_that_calls_everything(HOSTILE)
     # The same elements with the same attributes, but for what they say.
-    assert [(tag, set(attributes)) for tag, attributes, _ in page.elements] == [
+    assert [(tag, set(attributes)) for tag, attributes, _ in hostile.elements] == [
         (tag, set(attributes)) for tag, attributes, _ in plain.elements
     ]
-    assert HOSTILE in page.text and page.given[0]["readers"][0] == HOSTILE
+    assert HOSTILE in hostile.text and hostile.given[0]["readers"][0] == HOSTILE
 
 
 def test_only_the_scripts_of_the_page_may_run_and_nothing_is_loaded():
@@ -142,17 +146,35 @@ def test_only_the_scripts_of_the_page_may_run_and_nothing_is_loaded():
     }
 
 
-def test_words_run_on_as_in_the_text_and_white_space_can_be_seen():
-    (strip,) = [part for part in render([block_attn_res()], {}).split('<div class="words"')[1:]]
-    page = Page('<div class="words"' + strip.split("</div>")[0] + "</div>")
-    buttons = page.of("button")
-    assert [text for _, text in buttons] == ["<s>", "The", "cat's", "↵↵", "␣␣", "<b>hat</b>", "sat.", "→"]
-    assert [attributes.get("aria-label") for attributes, _ in buttons[3:5]] == [
-        "white space: 2 line breaks",
-        "white space: 2 spaces",
-    ]
-    assert [attributes["tabindex"] for attributes, _ in buttons] == ["0", *["-1"] * 7]
-    assert page.of("div")[0][1] == " \n\n \n"  # between the words
+def strip_of(words: list[str]) -> Page:
+    """The words of a passage as they stand in a page."""
+    inspection = block_attn_res()
+    text = render([replace(inspection, passage=replace(inspection.passage, words=words))], {})
+    return Page('<div class="words"' + text.split('<div class="words"')[1].split("</div>")[0] + "</div>")
+
+
+def test_words_run_on_as_in_the_text_and_one_of_them_is_in_the_order_of_the_tabulator():
+    words = ["<s>", "The", " cat's", " <b>hat</b>", " sat.\n", "  On"]
+    strip = strip_of(words)
+    assert [text for _, text in strip.of("button")] == ["<s>", "The", "cat's", "<b>hat</b>", "sat.", "On"]
+    assert strip.of("div")[0][1] == " " * 3 + "\n  "  # what stands between them
+    assert [attributes["tabindex"] for attributes, _ in strip.of("button")] == ["0", *["-1"] * 5]
+
+
+@pytest.mark.parametrize(
+    ("word", "seen", "after", "said"),
+    [
+        ("\n\n", "↵↵", "\n\n", "white space: 2 line breaks"),
+        ("  ", "␣␣", "", "white space: 2 spaces"),
+        ("\t", "→", "", "white space: 1 tab"),
+        ("\r\n    ", "↵", "\n    ", "white space: 1 line break, 4 spaces"),
+        ("", "·", "", "nothing"),
+    ],
+)
+def test_white_space_can_be_seen_and_heard(word, seen, after, said):
+    strip = strip_of([word])
+    ((attributes, text),) = strip.of("button")
+    assert (text, attributes["aria-label"], strip.of("div")[0][1]) == (seen, said, after)
 
 
 def test_two_models_share_the_words_if_they_are_equal():
