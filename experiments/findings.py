@@ -1,6 +1,6 @@
 """What of the paper's findings the models trained here show: a table made from stored inspections.
 
-An inspection is the `inspection.json` of `attnres inspect`. `analysis/results` holds them, `analysis/RESULTS.md` shows them.
+Inspections are the `inspection.json` of `attnres inspect`: `analysis/results` holds, `analysis/RESULTS.md` shows them.
 """
 
 import json
