@@ -77,6 +77,7 @@ FIGURES = {
 _TEMPLATES = Path(__file__).parent / "templates"
 _SCRIPTS = ("passage.js", "heat_map.js", "report.js")
 _BOKEH = ("bokeh.min.js", "bokeh-api.min.js")
+_IN_ADDRESSES = " !$()*+,-./:;=?@_~[]{}|^`"  # what can stand in the address of an image as it is
 _LEVELS = 2**16 - 1
 _MARKS = str.maketrans({"\n": "↵", "\t": "→"})
 
@@ -205,7 +206,8 @@ def _figure(kind: str, svg: str) -> dict[str, str]:
         "title": f"{title}, {of.strip()}" if of else title,
         "shows": shows,
         "caption": f"{shows[0].upper()}{shows[1:]} {caption}",
-        "source": f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}",
+        # White space means nothing in what is drawn, and so written it takes a fifth less than base64.
+        "source": f"data:image/svg+xml,{quote(' '.join(svg.split()), safe=_IN_ADDRESSES)}",
     }
 
 
