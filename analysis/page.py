@@ -22,7 +22,7 @@ from markupsafe import Markup
 from attnres.wording import counted
 
 from .inspection import Inspection
-from .overview import LABELS, MISSING, key_numbers, number, overview
+from .overview import LABELS, MISSING, differences, key_numbers, number, overview
 from .record import plain, versions
 
 # Of each figure its title, what it shows, and how to read it.
@@ -118,10 +118,7 @@ def render(inspections: Sequence[Inspection], figures: Mapping[str, str], files:
         maps=_maps(inspections),
         facts=_facts(inspections),
         sections=overview(inspections),
-        numbers=[
-            (name, [number(value, 3) for value in (*values, *([values[1] - values[0]] if two else ()))])
-            for name, values in key_numbers(inspections)
-        ],
+        numbers=_numbers(inspections),
         strips=_strips(inspections),
         figures=[_figure(kind, svg) for kind, svg in figures.items()],
         files=[{"name": name, "address": quote(name)} for name in files],
@@ -160,6 +157,15 @@ def _facts(inspections: Sequence[Inspection]) -> list[tuple[str, list[str]]]:
     columns = [of(inspection) for inspection in inspections]
     rows = [(name, [column[name] for column in columns]) for name in columns[0]]
     return [row for row in rows if set(row[1]) != {MISSING}]
+
+
+def _numbers(inspections: Sequence[Inspection]) -> list[tuple[str, list[str]]]:
+    """Name -> the key number of each inspection, and of two their difference."""
+    differ = dict(differences(*inspections)) if len(inspections) == 2 else {}
+    return [
+        (name, [number(value, 3) for value in (*values, *([differ[name]] if differ else ()))])
+        for name, values in key_numbers(inspections)
+    ]
 
 
 def _maps(inspections: Sequence[Inspection]) -> list[tuple[str, bool]]:
