@@ -43,7 +43,19 @@ def to_json(inspections: Sequence[Inspection]) -> str:
         "versions": versions(),
         "models": [numbers(inspection) for inspection in inspections],
     }
-    return json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    return _text(record) + "\n"
+
+
+def _text(value: Any, indent: str = "") -> str:
+    """As JSON: objects over several lines, and matrices with a line for each row."""
+    inner = indent + " "
+    if isinstance(value, dict):
+        items, (begin, end) = [f"{json.dumps(key)}: {_text(item, inner)}" for key, item in value.items()], "{}"
+    elif isinstance(value, list) and value and isinstance(value[0], (dict, list)):
+        items, (begin, end) = [_text(item, inner) for item in value], "[]"
+    else:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return f"{begin}\n{inner}" + f",\n{inner}".join(items) + f"\n{indent}{end}"
 
 
 def versions() -> dict[str, str]:

@@ -46,7 +46,7 @@ def write_report(inspections: Sequence[Inspection], out: str | os.PathLike, over
 
 
 def labels(inspections: Sequence[Inspection]) -> list[str]:
-    """What models are called in figures: nothing if there is one, else the letter of the page and the end of the name."""
+    """What models are called in figures: nothing if there is one, else a letter, as on the page, and a short name."""
     if len(inspections) < 2:
         return [""] * len(inspections)
     return [f"{letter}: {Path(i.model['name']).name}" for letter, i in zip(LABELS, inspections)]

@@ -41,8 +41,12 @@ class Source:
             raise ValueError(f"{self.name} has no tokenizer that loads: name one by --tokenizer. ({error})") from error
 
     def _device(self) -> str:
+        found = torch.accelerator.current_accelerator(check_available=True)
         if self.device == "auto":
-            return "auto" if torch.accelerator.is_available() else "cpu"
+            return "auto" if found else "cpu"
+        names = ["cpu", *(str(torch.device(found.type, i)) for i in range(torch.accelerator.device_count()) if found)]
+        if self.device not in (*names, found.type if found else "cpu"):
+            raise ValueError(f"there is no device {self.device!r} here, but {', '.join(names)}.")
         return self.device
 
 

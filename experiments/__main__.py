@@ -3,6 +3,7 @@
 import argparse
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from transformers.utils import logging
 
 from attnres.analysis.tables import update_tables
 
-from . import healing
+from . import findings, healing
 from .data import load, prepare, prepared_file
 from .harness import SELECTION_SEED, Store
 from .scratch import BASELINE, Comparison, declared
@@ -40,8 +41,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         command.add_argument("--keep", type=Path, help="folder for the models of reported runs; default: none are kept")
         command.add_argument("--work", type=Path, default=work, help=f"folder for checkpoints; default {work}")
     healing.add_arguments(commands.add_parser("healing", help=healing.__doc__.splitlines()[0]))
+    commands.add_parser("findings", help=findings.__doc__.splitlines()[0])
     options = parser.parse_args(arguments)
-    if SELECTION_SEED in (options.seeds or ()):
+    if SELECTION_SEED in (getattr(options, "seeds", None) or ()):
         parser.error(f"--seeds: seed {SELECTION_SEED} is the one that settings are chosen by")
     return options
 
@@ -82,7 +84,8 @@ def main(arguments: list[str] | None = None) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)  # for so small a model more gain little, and the numbers would depend on the machine
-    healing.run(options) if options.experiment == "healing" else run_from_scratch(options)
+    others = {"healing": partial(healing.run, options), "findings": findings.write}
+    others.get(options.experiment, partial(run_from_scratch, options))()
 
 
 if __name__ == "__main__":

@@ -139,9 +139,11 @@ def test_compiled_and_offloaded_models(source, tokenizer, text, standard, tmp_pa
     assert_alike(found.magnitudes, expected.magnitudes, 1e-3)
 
 
-def test_another_thread_may_run_the_model_meanwhile(backbones):
-    model, ids = build(backbones, "llama", "attn_res"), backbones.token_ids()
-    expected, logits = magnitudes(model, ids), model(ids).logits
+@pytest.mark.parametrize("connection", ["attn_res", "mhc"])
+@pytest.mark.parametrize("measure", [mixing_matrix, lambda *given: magnitudes(*given).inputs], ids=["mixing", "sizes"])
+def test_another_thread_may_run_the_model_meanwhile(backbones, connection, measure):
+    model, ids = build(backbones, "llama", connection), backbones.token_ids()
+    expected, logits = measure(model, ids), model(ids).logits
     is_over, others = threading.Event(), []
 
     def run() -> None:
@@ -152,11 +154,11 @@ def test_another_thread_may_run_the_model_meanwhile(backbones):
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        found = [magnitudes(model, ids) for _ in range(5)]
+        found = [measure(model, ids) for _ in range(5)]
     finally:
         is_over.set()
         thread.join()
-    assert all(torch.equal(one.inputs, expected.inputs) for one in found)
+    assert all(torch.equal(one, expected) for one in found)
     assert others and all(torch.allclose(other, logits, atol=1e-5) for other in others)
 
 

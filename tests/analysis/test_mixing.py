@@ -1,7 +1,5 @@
 """Depth-mixing matrices of every connection: the inputs rebuilt from the outputs, and the rank that theory gives."""
 
-import threading
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BatchEncoding
@@ -101,24 +99,3 @@ def test_other_arguments_of_a_call_are_left_out_and_a_wrong_mask_is_named(backbo
     )
     with pytest.raises(ValueError, match=r"the attention mask has shape \[2, 1, 11, 11\], but must be \[batch, seq\]"):
         mixing_matrix(model, {"input_ids": token_ids, "attention_mask": torch.ones(2, 1, 11, 11)})
-
-
-def test_another_thread_may_run_the_model_meanwhile(backbones):
-    model, token_ids = build(backbones, "llama", "mhc"), backbones.token_ids()
-    expected, logits = mixing_matrix(model, token_ids), model(token_ids).logits
-    is_over, others = threading.Event(), []
-
-    def run() -> None:
-        while not is_over.is_set():
-            with torch.no_grad():
-                others.append(model(token_ids).logits)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        found = [mixing_matrix(model, token_ids) for _ in range(10)]
-    finally:
-        is_over.set()
-        thread.join()
-    assert all(torch.equal(matrix, expected) for matrix in found)
-    assert others and all(torch.equal(other, logits) for other in others)

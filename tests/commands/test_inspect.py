@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from attnres.conversion import retrofit
+from attnres.residual_attnres import residual_tensors
 
 from .. import forks
 
@@ -29,14 +33,12 @@ def models(assets, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     (folder / "source").symlink_to(assets / "checkpoints" / "stories260K-hf")
     (folder / "text.txt").symlink_to(assets / "corpora" / "tinystories" / "valid.txt")
-    done = forks.run("-m", "attnres", "convert", "source", "retrofit", "--num-blocks", 5, "--no-verify", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    (path,) = (folder / "retrofit").glob("*.safetensors")
-    tensors, generator = load_file(path), torch.Generator().manual_seed(0)
-    for name, tensor in tensors.items():
+    model, generator = retrofit(folder / "source", num_blocks=5), torch.Generator().manual_seed(0)
+    for name, tensor in residual_tensors(model).items():
         if name.endswith("_res_proj.weight"):
-            tensors[name] = 0.3 * torch.randn(tensor.shape, generator=generator)
-    save_file(tensors, path, metadata={"format": "pt"})
+            torch.nn.init.normal_(tensor, std=0.3, generator=generator)
+    model.save_pretrained(folder / "retrofit")
+    AutoTokenizer.from_pretrained(folder / "source").save_pretrained(folder / "retrofit")
     return folder
 
 
@@ -106,22 +108,22 @@ def test_bad_input_is_told_in_one_line_and_nothing_is_written(models, tmp_path):
     (tmp_path / "unknown").mkdir()
     (tmp_path / "unknown" / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2}')
     before = sorted(tmp_path.iterdir())
-    source, retrofit = models / "source", models / "retrofit"
+    source, blocks = models / "source", models / "retrofit"
     for arguments, status, message in (
         ((), 2, "MODEL is missing"),
         (("nowhere/at/all",), 1, "nowhere/at/all is not a directory"),
         ((source, "--compare", "./nothing"), 1, "nothing is not a directory"),
         ((source, "--compare-revision", "main"), 2, "--compare-revision needs --compare"),
-        ((retrofit, "--text", "empty.txt"), 1, "empty.txt holds no text"),
-        ((retrofit, "--text", "short.txt"), 1, r"short.txt has \d+ tokens, but one sequence takes 255"),
-        ((retrofit, "--text", "gone.txt"), 2, "gone.txt"),
-        ((retrofit, "--length", 100_000), 1, "`length` is 100000, but must be from 2 to 512"),
+        ((blocks, "--text", "empty.txt"), 1, "empty.txt holds no text"),
+        ((blocks, "--text", "short.txt"), 1, r"short.txt has \d+ tokens, but one sequence takes 255"),
+        ((blocks, "--text", "gone.txt"), 2, "gone.txt"),
+        ((blocks, "--length", 100_000), 1, "`length` is 100000, but must be from 2 to 512"),
         (("broken",), 1, "`model.layers.1.mlp.up_proj.weight` holds values that are not finite"),
         (("bare",), 1, "bare has no tokenizer that loads: name one by --tokenizer"),
         ((source, "--tokenizer", "./gone"), 1, "gone is not a directory"),
         (("--serve", "--out", "elsewhere"), 1, "elsewhere has no report.html"),
         (("--serve", "--tokens", 5), 2, "--tokens needs MODEL"),
-        ((retrofit, "--device", "cuda:7"), 1, "cuda"),
+        ((blocks, "--device", "cuda:77"), 1, "there is no device 'cuda:77' here, but cpu"),
     ):
         done = inspect(tmp_path, *arguments)
         assert done.returncode == status, (arguments, done.stderr)
