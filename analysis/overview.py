@@ -17,6 +17,7 @@ from .names import Depth
 LABELS = ("A", "B")  # what two models are called where they are compared
 MISSING = "\N{EN DASH}"
 _CONSTANT = 1e-5  # a standard deviation over tokens up to this is rounding
+_LOSS = "loss, in nats per token"
 _NOTHING = 1e-6  # numbers below are rounding
 _GROWS = 2.0  # times, from where on a stream that ends near its largest magnitude is said to grow
 
@@ -46,6 +47,15 @@ def overview(inspections: Sequence[Inspection]) -> list[Section]:
     return [section for section in sections if any(section.models)]
 
 
+def differences(one: Inspection, other: Inspection) -> list[tuple[str, float]]:
+    """Name -> how much larger the key number of the other is, NaN where that says nothing."""
+    same = _same_tokens(one, other)
+    return [
+        (name, values[1] - values[0] if same or name != _LOSS else math.nan)
+        for name, values in key_numbers([one, other])
+    ]
+
+
 def key_numbers(inspections: Sequence[Inspection]) -> list[tuple[str, list[float]]]:
     """Name -> the number of each inspection, NaN where it has none; what none has is left out."""
     columns = [_numbers(inspection) for inspection in inspections]
@@ -73,7 +83,7 @@ def _numbers(inspection: Inspection) -> dict[str, float]:
     attention, sizes, interventions = inspection.depth_attention, inspection.magnitudes, inspection.interventions
     several, spread = _readers_of_several(inspection), (attention or inspection.mixing).spread
     return {
-        "loss, in nats per token": interventions.loss if interventions else math.nan,
+        _LOSS: interventions.loss if interventions else math.nan,
         "rise of the loss with the embedding hidden": interventions.hidden[0].item() if interventions else math.nan,
         "weight of the output on the embedding": _shares(attention.embedding, attention)[-1] if attention else math.nan,
         "weight of the output on the nearest source": _shares(attention.nearest, attention)[-1]
@@ -276,7 +286,7 @@ def _compared_sinks(one: Inspection, other: Inspection) -> str:
 
 def _same_tokens(one: Inspection, other: Inspection) -> bool:
     """Whether losses are on the same tokens, as far as text, cuts and the words of the passage tell."""
-    first, second = ((of.text, of.passage.words, of.interventions.tokens) for of in (one, other))
+    first, second = ((of.text, of.passage.words, of.interventions and of.interventions.tokens) for of in (one, other))
     return first == second
 
 
@@ -338,4 +348,4 @@ _SECTIONS = (
     ("Attention sinks", _sinks, _compared_sinks),
 )
 
-__all__ = ["LABELS", "MISSING", "Section", "key_numbers", "number", "overview", "share"]
+__all__ = ["LABELS", "MISSING", "Section", "differences", "key_numbers", "number", "overview", "share"]

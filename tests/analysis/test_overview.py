@@ -1,11 +1,12 @@
 """What an inspection is said to have found: each sentence with the numbers that it is made of."""
 
 from dataclasses import replace
+from math import isnan
 
 import pytest
 import torch
 
-from attnres.analysis.overview import key_numbers, number, overview, share
+from attnres.analysis.overview import differences, key_numbers, number, overview, share
 
 from .inspections import NAN, block_attn_res, full_attn_res, standard
 
@@ -196,7 +197,10 @@ def test_losses_on_different_tokens_are_not_compared():
     words = changed(other, "passage", words=["other", *other.passage.words[1:]])
     text = replace(other, text={**other.text, "sha256": "cd" * 32})
     few = changed(other, "interventions", tokens=30)
+    assert dict(differences(one, other))["loss, in nats per token"] == pytest.approx(-0.0825)
     for different in (words, text, few):
+        assert isnan(dict(differences(one, different))["loss, in nats per token"])
+        assert dict(differences(one, different))["rise of the loss with the embedding hidden"] == pytest.approx(1.81)
         assert sentences(one, different)["What is used"][1] == (
             "The models read different tokens, so their losses do not compare; hiding the embedding costs 0.69 nats "
             "in A and 2.5 nats in B."

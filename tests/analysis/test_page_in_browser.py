@@ -22,6 +22,8 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
 
 MINUS = "\N{MINUS SIGN}"
+SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="40"
+ height="20"><rect fill="#fe0102" width="100%" height="100%"/></svg>"""
 # What the cells of a map hold, in the order of the readers.
 CELLS = """place => {
     const {row, column, weight, mean, shown} = Bokeh.documents[place].roots()[0].renderers[0].data_source.data
@@ -58,7 +60,7 @@ def opened(browser: Browser, tmp_path: Path):
 
     def open_page(inspections: list[Inspection], width: int = 1280, scheme: str = "light") -> Page:
         path = tmp_path / "report.html"
-        path.write_text(render(inspections, {"magnitudes": '<svg xmlns="http://www.w3.org/2000/svg"/>'}))
+        path.write_text(render(inspections, {"magnitudes": SVG}), encoding="utf-8")
         contexts.append(browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme))
         page = contexts[-1].new_page()
         page.set_default_timeout(20_000)
@@ -272,6 +274,16 @@ def test_maps_have_the_colours_of_light_and_dark_and_change_with_them(opened):
     page.emulate_media(color_scheme="light")
     wait_until(page, lambda: page.evaluate(COLOURS, 0)[0] == "#ffffff")
     assert page.evaluate(COLOURS, 0) == light
+
+
+def test_figures_are_drawn(opened):
+    pixel = """async image => {
+        await image.decode()
+        const context = new OffscreenCanvas(40, 20).getContext("2d")
+        context.drawImage(image, 0, 0)
+        return [image.naturalWidth, image.naturalHeight, ...context.getImageData(39, 19, 1, 1).data]
+    }"""
+    assert opened([block_attn_res()]).locator(".card img").evaluate(pixel) == [40, 20, 254, 1, 2, 255]
 
 
 def test_hostile_names_do_nothing(opened):
