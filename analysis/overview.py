@@ -202,7 +202,7 @@ def _interventions(inspection: Inspection) -> list[str]:
     said = [f"The loss is {number(found.loss, 4)} nats per token, over {counted(found.tokens, 'predicted token')}."]
     order = found.hidden.argsort(descending=True).tolist()
     if found.hidden[order[0]] > 0:
-        more = f", more than any other source; next is {depth.sources[order[1]]}" if len(order) > 1 else ""
+        more = f", more than any other source; next is {_named(depth.sources[order[1]])}" if len(order) > 1 else ""
         next_one = f" ({_rise(found.hidden[order[1]].item())})" if len(order) > 1 else ""
         cost = _rise(found.hidden[order[0]].item())
         said.append(f"Hiding {_named(depth.sources[order[0]])} costs {cost}{more}{next_one}.")

@@ -49,7 +49,10 @@ def labels(inspections: Sequence[Inspection]) -> list[str]:
     """What models are called in figures: nothing if there is one, else a letter, as on the page, and a short name."""
     if len(inspections) < 2:
         return [""] * len(inspections)
-    return [f"{letter}: {Path(i.model['name']).name}" for letter, i in zip(LABELS, inspections)]
+    paths = [Path(str(i.model["name"])).parts for i in inspections]
+    most = max(map(len, paths))
+    count = next((n for n in range(1, most) if len({path[-n:] for path in paths}) == len(paths)), most)
+    return [f"{letter}: {'/'.join(path[-count:])}" for letter, path in zip(LABELS, paths)]
 
 
 def _figures(inspections: Sequence[Inspection]) -> dict[str, Callable[[], "Figure"]]:

@@ -57,14 +57,17 @@ class Passage {
     const [low, high] = [at(0.002), at(0.998)];
     const beyond = { least: all[0], most: all[all.length - 1] };
     // Zero is at the end of one hue, or in the middle of two.
-    if (!difference && low >= 0) return { low: 0, high: high > 1e-9 ? high : 1, ...beyond };
+    if (!difference && low >= 0) return { low: 0, high: high > 1e-9 ? high : 1, flat: high <= 1e-9, ...beyond };
     const limit = Math.max(Math.abs(low), Math.abs(high));
-    return { low: limit > 1e-5 ? -limit : -1, high: limit > 1e-5 ? limit : 1, ...beyond };
+    const flat = limit <= 1e-5;
+    return { low: flat ? -1 : -limit, high: flat ? 1 : limit, flat, ...beyond };
   }
 }
 
-/** The widest scale of several. */
-function union(ranges) {
+/** The widest scale of several; one on which nothing can be seen does not count beside others. */
+function union(given) {
+  const seen = given.filter((range) => !range.flat);
+  const ranges = seen.length ? seen : given;
   const widest = (pick, name) => pick(...ranges.map((range) => range[name]));
   const [low, least] = ["low", "least"].map((name) => widest(Math.min, name));
   const [high, most] = ["high", "most"].map((name) => widest(Math.max, name));

@@ -237,3 +237,8 @@ def test_numbers_have_two_digits_that_count(value, said):
 def test_shares_are_percents():
     assert [share(value) for value in (0.394, 0.0041, 0.0, 1.0)] == ["39%", "0.41%", "0%", "100%"]
     assert number(1.83251, 4) == "1.833" and number(1234.5, 3) == "1,234"
+
+
+def test_the_second_dearest_source_is_named_in_words():
+    found = changed(block_attn_res(), "interventions", hidden=torch.tensor([0.25, 0.75, 0.0]).double())
+    assert "next is the embedding (0.25 nats)." in sentences(found)["What is used"][0][0][1]
