@@ -49,7 +49,8 @@ def draw_weights_by_depth(attentions: Mapping[str, "DepthAttention"]) -> Figure:
     }
     figure, every = _grid(len(panels))
     for axes, (name, (title, unit)) in zip(every, panels.items()):
-        axes.set(title=title, ylabel=unit, ylim=(-0.04, 1.04))
+        axes.set(title=title, ylabel=unit)
+        axes.ticklabel_format(axis="y", useOffset=False)
         for attention, style in _styles(attentions):
             _by_kind(axes, attention.depth, getattr(attention, name), _readers(attention.depth), style)
     return _explained(figure, every, attentions, [attention.depth for attention in attentions.values()], "output")
@@ -76,7 +77,7 @@ def draw_magnitudes(models: Mapping[str, "Magnitudes"]) -> Figure:
         axes.set(title=title, ylabel=unit)
         for of, style in _styles(models):
             if name == "stream":
-                axes.plot(_readers(of.depth), of.stream.numpy(), **style | {"marker": "none"})
+                axes.plot(_outputs(of.depth), of.stream.numpy(), **style | {"marker": "none"})
             else:
                 places = _outputs(of.depth) if name in ("outputs", "gradients") else _readers(of.depth)
                 _by_kind(axes, of.depth, getattr(of, name), places, style)
@@ -104,6 +105,7 @@ def draw_sinks(models: Mapping[str, "AttentionSinks"]) -> Figure:
     largest = max(0, *(2 * of.uniform for of in models.values()), axes.dataLim.ymax)
     axes.set(title="attention to the first token", ylabel="weight", xlim=(-0.5, layers - 0.5))
     axes.set_ylim(0, 1.08 * largest)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
     return _finished(figure, [axes], models, note)
 
 
@@ -212,6 +214,12 @@ def _explained(
             ((size, kinds),) = blocks
             for begin in np.arange(-0.5, last * len(kinds) - 0.5, size) / len(kinds):
                 axes.axvline(begin, color="0.85", linewidth=0.8, zorder=0)
+        places = [place for place in MaxNLocator(integer=True, nbins=10).tick_values(0, last) if 0 <= place < last]
+        step = places[1] - places[0] if len(places) > 1 else 0
+        places = [place for place in places if place <= last - 0.7 * step] or places
+        has_output = axes.dataLim.xmax > last - 1e-6
+        names = [*(f"{place:g}" for place in places), *(["output"] if has_output else [])]
+        axes.set_xticks([*places, last][: len(names)], names)
     if len(blocks) == 1:
         notes.append("vertical lines: where blocks begin")
     return _finished(figure, every, models, "; ".join(notes))
@@ -220,7 +228,6 @@ def _explained(
 def _finished(figure: Figure, every: Sequence[Axes], models: Mapping[str, Any], note: str) -> Figure:
     for axes in every:
         axes.set_xlabel("decoder layer")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
         axes.grid(axis="y", alpha=0.3)
     if note:
         figure.supxlabel(note, fontsize=SMALL)

@@ -61,13 +61,17 @@ class _Scale:
 
 
 @styled
-def draw_depth_attention(attention: "DepthAttention", values: str = "weight") -> Figure:
+def draw_depth_attention(
+    attention: "DepthAttention", values: str = "weight", label: str = "", limit: float = 0.0
+) -> Figure:
     """Draw the depth attention of a model.
 
     Args:
         values: `weight`, the mean over tokens, attention and MLP sublayers side by side, as in Figure 8 of the paper;
             `spread`, the standard deviation over tokens, likewise; `relative`, the mean weight over the uniform one,
             which every row starts from, in one map with the weights as numbers.
+        label: of the model, for the title.
+        limit: where the scale of `spread` ends at the least, for maps that are to be held side by side.
 
     Raises:
         ValueError: `values` is none of these.
@@ -87,7 +91,7 @@ def draw_depth_attention(attention: "DepthAttention", values: str = "weight") ->
     elif values == "spread":
         table = numbers = attention.spread
         of_tokens = "standard deviation over tokens"
-        scale = _Scale("standard deviation of the weight", Normalize(0, max(1e-3, _largest(table))))
+        scale = _Scale("standard deviation of the weight", Normalize(0, max(1e-3, limit, _largest(table))))
     else:
         table = (table * table.isfinite().sum(1, keepdim=True)).log2()
         limit = _limit(table)
@@ -99,20 +103,25 @@ def draw_depth_attention(attention: "DepthAttention", values: str = "weight") ->
     columns = [name.removeprefix("block ") for name in depth.sources]
     source = f"source: block of {depth.block_size} sublayers" if depth.block_size > 1 else "source: sublayer output"
     figure = _draw(table, numbers, panels, columns, scale, len(depth.kinds))
-    return _named(figure, f"Depth attention, {of_tokens}", reader, source)
+    return _named(figure, f"Depth attention, {of_tokens}", label, reader, source)
 
 
 @styled
-def draw_mixing(mixing: "DepthMixing") -> Figure:
-    """Draw the depth-mixing matrix of a model; an input has nothing of outputs that come after it."""
+def draw_mixing(mixing: "DepthMixing", label: str = "", limit: float = 0.0) -> Figure:
+    """Draw the depth-mixing matrix of a model; an input has nothing of outputs that come after it.
+
+    Args:
+        label: of the model, for the title.
+        limit: where the scale ends at the least, for matrices that are to be held side by side.
+    """
     depth, table = mixing.depth, mixing.mean
     table = table.masked_fill(torch.ones_like(table).triu(1).bool(), math.nan)
-    largest = max(1e-3, _largest(table))
-    label = "factor of the output in the input"
-    scale = _Scale(label, Normalize(-largest, largest)) if (table < 0).any() else _rooted(label, largest)
+    largest = max(1e-3, limit, _largest(table))
+    unit = "factor of the output in the input"
+    scale = _Scale(unit, Normalize(-largest, largest)) if (table < 0).any() else _rooted(unit, largest)
     panel = _Panel("", list(range(len(table))), list(depth.readers))
     figure = _draw(table, table, [panel], list(depth.outputs), scale, len(depth.kinds))
-    return _named(figure, "Depth mixing, mean over tokens", "input of sublayer", "output of sublayer")
+    return _named(figure, "Depth mixing, mean over tokens", label, "input of sublayer", "output of sublayer")
 
 
 def _rooted(label: str, largest: float) -> _Scale:
@@ -162,9 +171,12 @@ def _draw(
 def _write(axes: Axes, numbers: np.ndarray, colors: np.ndarray, cell: float) -> None:
     """Numbers in the cells, in black or white, whichever differs more from the cell's color; in narrow ones `.25`."""
     lightness = colors[..., :3] @ (0.299, 0.587, 0.114)
+    largest = np.nanmax(np.abs(numbers), initial=1e-9)
+    # Two digits that count of the largest, if there is space for them.
+    digits = min(4, max(2, 1 - math.floor(math.log10(largest)))) if cell >= 0.35 else 2
     for row, column in np.argwhere(np.isfinite(numbers)):
         color = "black" if lightness[row, column] > 0.5 else "white"
-        text = f"{numbers[row, column]:.2f}"
+        text = f"{numbers[row, column]:.{digits}f}"
         if cell < 0.27:
             text = text.replace("0.", ".", 1) if abs(numbers[row, column]) < 0.995 else text[:-1]
         axes.text(column, row, text, ha="center", va="center", fontsize=SMALL, color=color)
@@ -189,8 +201,8 @@ def _thinned(count: int, first: int, distance: float, group: int) -> list[int]:
     return [0, *(place for place in between if least <= place <= count - 1 - least), count - 1]
 
 
-def _named(figure: Figure, title: str, reader: str, source: str) -> Figure:
-    figure.suptitle(title)
+def _named(figure: Figure, title: str, label: str, reader: str, source: str) -> Figure:
+    figure.suptitle(f"{title}\n{label}" if label else title)
     maps = [axes for axes in figure.axes if axes.images]
     maps[0].set_ylabel(reader)
     for axes in maps:

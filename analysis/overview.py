@@ -18,7 +18,9 @@ LABELS = ("A", "B")  # what two models are called where they are compared
 MISSING = "\N{EN DASH}"
 _CONSTANT = 1e-5  # a standard deviation over tokens up to this is rounding
 _LOSS = "loss, in nats per token"
+_READ = "size of what the output reads, over the embedding"
 _NOTHING = 1e-6  # numbers below are rounding
+_ROUNDING = 1e-5  # so is what two numbers differ by, up to this part of them
 _GROWS = 2.0  # times, from where on a stream that ends near its largest magnitude is said to grow
 
 
@@ -48,12 +50,13 @@ def overview(inspections: Sequence[Inspection]) -> list[Section]:
 
 
 def differences(one: Inspection, other: Inspection) -> list[tuple[str, float]]:
-    """Name -> how much larger the key number of the other is, NaN where that says nothing."""
-    same = _same_tokens(one, other)
-    return [
-        (name, values[1] - values[0] if same or name != _LOSS else math.nan)
-        for name, values in key_numbers([one, other])
-    ]
+    """Name -> how much larger the key number of the other is, 0 for rounding, and NaN where that says nothing."""
+    found = {}
+    for name, (first, second) in key_numbers([one, other]):
+        found[name] = 0.0 if math.isclose(first, second, rel_tol=_ROUNDING) else second - first
+    if not _same_tokens(one, other):
+        found[_LOSS] = math.nan
+    return list(found.items())
 
 
 def key_numbers(inspections: Sequence[Inspection]) -> list[tuple[str, list[float]]]:
@@ -72,6 +75,11 @@ def number(value: float, digits: int = 2) -> str:
     value = float(f"{value:.{digits - 1}e}") if abs(value) < 10**digits else round(value)
     places = digits - 1 - math.floor(math.log10(abs(value)))
     return f"{value:,.{max(places, 0)}f}".replace("-", "\N{MINUS SIGN}")
+
+
+def signed(value: float) -> str:
+    """[`number`] with its sign."""
+    return number(value) if value < _NOTHING else f"+{number(value)}"
 
 
 def share(value: float) -> str:
@@ -95,7 +103,8 @@ def _numbers(inspection: Inspection) -> dict[str, float]:
         if attention
         else math.nan,
         "standard deviation of weights over tokens": _mean(spread[several]),
-        "magnitude of the stream, last over first": (sizes.stream[-1] / sizes.stream[0]).item(),
+        _READ: (sizes.inputs[-1] / sizes.inputs[0]).item(),
+        "largest size of the stream, over the embedding": (sizes.stream.max() / sizes.stream[0]).item(),
         "gradients, first sublayers over last": _gradient_ratio(inspection)[1],
         "largest value read, over the median": sizes.largest.max().item(),
         "attention on the first token": _mean(inspection.sinks.mean),
@@ -129,8 +138,10 @@ def _depth(inspection: Inspection) -> list[str]:
         if len(kinds) == 2 and all(readers for _, readers in kinds):
             far = [share(attention.distance[readers].mean().item()) for _, readers in kinds]
             found.append(
-                f"Weights are {far[0]} away from even ones before {kinds[0][0]} and {far[1]} before {kinds[1][0]}, on "
-                "average: so much of them would have to move."
+                f"To make the weights even, {far[0]} of the weight would have to move in {kinds[0][0]} sublayers and "
+                f"{far[1]} in {kinds[1][0]} sublayers, on average."
+                if attention.distance.max() > _CONSTANT
+                else "All weights are even."
             )
     return [*found, _by_token(attention.spread, depth, depth.sources, several)]
 
@@ -166,21 +177,29 @@ def _by_token(spread: Tensor, depth: Depth, sources: Sequence[str], readers: Seq
 def _magnitudes(inspection: Inspection) -> list[str]:
     sizes, depth, attention = inspection.magnitudes, inspection.depth, inspection.depth_attention
     stream, outputs = sizes.stream, depth.outputs
-    if attention is None:
-        name = "the stream"
-    else:
-        name = "the running sum of blocks" if depth.block_size > 1 else "single outputs"
-    first, last = stream[0].item(), stream[-1].item()
-    if last >= max(0.9 * stream.max().item(), _GROWS * first):
+    name = "the stream" if attention is None else "single outputs"
+    first, last, largest = stream[0].item(), stream[-1].item(), stream.argmax().item()
+    read = f"What the output reads is {number(_numbers(inspection)[_READ])} times the size of the embedding."
+    if depth.block_size > 1:
+        ends = [depth.members(source)[-1] for source in range(1, len(depth.sources))]
+        sums = sorted((stream[end].item(), depth.sources[place]) for place, end in enumerate(ends, 1))
+        (least, small), (most, large) = sums[0], sums[-1]
+        said = f"The sums of whole blocks have magnitudes from {number(least)} ({small}) to {number(most)} ({large})"
+        if len(sums) == 1:
+            said = f"The sum of the block has a magnitude of {number(most)}"
+        found = [f"{said}; that of the embedding is {number(first)}.", read]
+    elif last >= _GROWS * first:
+        peak = f", with its largest, {number(stream[largest].item())}, after {outputs[largest]}"
         found = [
-            f"The magnitude of {name} grows {number(last / first)} times with depth, from {number(first)} "
-            f"at the embedding to {number(last)} after {outputs[-1]}."
+            f"The magnitude of {name} grows {number(last / first)} times with depth, from {number(first)} at the "
+            f"embedding to {number(last)} after {outputs[-1]}{peak if largest < len(outputs) - 1 else ''}."
         ]
     else:
-        least, most = stream.argmin().item(), stream.argmax().item()
+        least = stream.argmin().item()
         found = [
-            f"The magnitude of {name} stays between {number(stream[least].item())} ({outputs[least]}) and "
-            f"{number(stream[most].item())} ({outputs[most]})."
+            f"The magnitude of {name} lies between {number(stream[least].item())} ({outputs[least]}) and "
+            f"{number(stream[largest].item())} ({outputs[largest]}).",
+            read,
         ]
     count, ratio = _gradient_ratio(inspection)
     if not math.isnan(ratio):
@@ -208,6 +227,8 @@ def _interventions(inspection: Inspection) -> list[str]:
         said.append(f"Hiding {_named(depth.sources[order[0]])} costs {cost}{more}{next_one}.")
     else:
         said.append("No source raises the loss when it is hidden.")
+    if inspection.depth_attention is not None and inspection.depth_attention.distance.max() <= _CONSTANT:
+        return [*said, "All weights are uniform already."]
     uniform = found.uniform.nan_to_num(-math.inf)
     reader = uniform.argmax().item()
     if math.isfinite(uniform[reader]) and uniform[reader] > 0:
@@ -216,7 +237,7 @@ def _interventions(inspection: Inspection) -> list[str]:
             f"{_rise(uniform[reader].item())}."
         )
     elif math.isfinite(uniform[reader]):
-        said.append("Making a reader's weights uniform raises the loss for none of them.")
+        said.append("Making the weights of any one reader uniform does not raise the loss.")
     return said
 
 
@@ -231,31 +252,41 @@ def _sinks(inspection: Inspection) -> list[str]:
     most = max(layers, key=lambda layer: sinks.mean[layer].item())
     return [
         f"Later tokens give {share(_mean(sinks.mean))} of their attention to the first token, on average over {of}; "
-        f"if all tokens were attended to alike, it would be {share(sinks.uniform)}.",
+        f"even attention would give it {share(sinks.uniform)}.",
         f"Layer {most} gives it most, {share(sinks.mean[most].item())}, and its strongest head "
         f"{share(sinks.strongest[most].item())}.",
     ]
 
 
 def _compared_depth(one: Inspection, other: Inspection) -> str:
-    having = [label for label, of in zip(LABELS, (one, other)) if of.depth_attention]
-    if len(having) == 1:
-        (without,) = set(LABELS) - set(having)
-        return f"Only {having[0]} attends over its depth; the matrix of {without} holds weights of another kind."
-    if not having:
-        return ""
+    if one.depth_attention is None or other.depth_attention is None:
+        return _compared_mixing(one, other)
     nearest = _both(share, "weight of sublayers on the nearest source", one, other)
     spread = _both(number, "standard deviation of weights over tokens", one, other)
     return f"Sublayers give the nearest source {nearest}; the standard deviation over tokens is {spread} on average."
 
 
-def _compared_magnitudes(one: Inspection, other: Inspection) -> str:
-    columns = [_numbers(of) for of in (one, other)]
-    growth, gradients = (
-        [number(column[name]) for column in columns]
-        for name in ("magnitude of the stream, last over first", "gradients, first sublayers over last")
+def _compared_mixing(one: Inspection, other: Inspection) -> str:
+    matrices = [of.mixing.mean for of in (one, other)]
+    if matrices[0].shape != matrices[1].shape:
+        return "Their depths differ, so their depth-mixing matrices do not compare."
+    apart = (matrices[1] - matrices[0]).abs()
+    if apart.max() <= _CONSTANT:
+        is_plain = (matrices[0] - 1)[_lower(matrices[0])].abs().max() <= _CONSTANT
+        what = ": every reader gets the plain sum of the embedding and of all outputs before it" if is_plain else ""
+        return f"Their depth-mixing matrices are the same{what}."
+    reader, output = divmod(apart.argmax().item(), len(apart))
+    first, second = (number(matrix[reader, output].item()) for matrix in matrices)
+    return (
+        f"Their depth-mixing matrices differ most in how much of {_named(one.depth.outputs[output])} "
+        f"{_named(one.depth.readers[reader])} gets: {first} in A and {second} in B."
     )
-    said = f"At the last sublayer the stream is {growth[0]} times the size of the embedding in A and {growth[1]} in B"
+
+
+def _compared_magnitudes(one: Inspection, other: Inspection) -> str:
+    read = _both(number, _READ, one, other)
+    said = f"What the output reads, over the size of the embedding, is {read}"
+    gradients = [number(_gradient_ratio(of)[1]) for of in (one, other)]
     if MISSING in gradients:
         return f"{said}."
     return (
@@ -266,12 +297,12 @@ def _compared_magnitudes(one: Inspection, other: Inspection) -> str:
 def _compared_interventions(one: Inspection, other: Inspection) -> str:
     if one.interventions is None or other.interventions is None:
         return ""
-    hidden = _both(number, "rise of the loss with the embedding hidden", one, other, "nats ")
-    costs = f"hiding the embedding costs {hidden}."
+    hidden = _both(signed, "rise of the loss with the embedding hidden", one, other, "nats ")
+    costs = f"hiding the embedding changes the loss by {hidden}."
     if not _same_tokens(one, other):
         return f"The models read different tokens, so their losses do not compare; {costs}"
     difference = other.interventions.loss - one.interventions.loss
-    if not difference:
+    if abs(difference) < _NOTHING:
         return f"On the same tokens both have the same loss; {costs}"
     lower = "lower" if difference < 0 else "higher"
     return f"On the same tokens the loss of B is {number(abs(difference))} nats {lower} than that of A; {costs}"
@@ -281,7 +312,8 @@ def _compared_sinks(one: Inspection, other: Inspection) -> str:
     name = "attention on the first token"
     if any(math.isnan(_numbers(of)[name]) for of in (one, other)):
         return ""
-    return f"The first token gets {_both(share, name, one, other)} of the attention."
+    first, second = (share(_numbers(of)[name]) for of in (one, other))
+    return f"The first token gets {first} of the attention in A and {second} in B."
 
 
 def _same_tokens(one: Inspection, other: Inspection) -> bool:

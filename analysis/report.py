@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from attnres.files import atomic_directory
 
 from . import figures
@@ -17,6 +19,12 @@ from .record import WRITTEN_BY, to_csv, to_json
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# What a map of depth attention shows -> its kind.
+_VALUES = {
+    "weight": "depth_attention",
+    "relative": "depth_attention_relative",
+    "spread": "depth_attention_spread",
+}
 PAGE, NUMBERS = "report.html", "inspection.json"
 
 
@@ -55,16 +63,25 @@ def labels(inspections: Sequence[Inspection]) -> list[str]:
     return [f"{letter}: {'/'.join(path[-count:])}" for letter, path in zip(LABELS, paths)]
 
 
+def _largest(table: Tensor) -> float:
+    return table.nan_to_num(0).abs().max().item()
+
+
 def _figures(inspections: Sequence[Inspection]) -> dict[str, Callable[[], "Figure"]]:
     """Kind of figure, as [`render`] takes it, -> what draws it, in the order of the page."""
     named = dict(zip(labels(inspections), inspections))
     drawn: dict[str, Callable[[], Figure]] = {}
-    for letter, inspection in zip(LABELS, inspections):
+    limits = {
+        "spread": max((_largest(i.depth_attention.spread) for i in inspections if i.depth_attention), default=0.0),
+        "mixing": max(_largest(i.mixing.mean) for i in inspections),
+    }
+    for letter, (label, inspection) in zip(LABELS, named.items()):
         of = f": {letter}" if len(inspections) > 1 else ""
         if attention := inspection.depth_attention:
-            drawn[f"depth_attention{of}"] = partial(figures.draw_depth_attention, attention, "weight")
-            drawn[f"depth_attention_spread{of}"] = partial(figures.draw_depth_attention, attention, "spread")
-        drawn[f"mixing{of}"] = partial(figures.draw_mixing, inspection.mixing)
+            draw = partial(figures.draw_depth_attention, attention, label=label, limit=limits["spread"])
+            for values, kind in _VALUES.items():
+                drawn[f"{kind}{of}"] = partial(draw, values)
+        drawn[f"mixing{of}"] = partial(figures.draw_mixing, inspection.mixing, label, limits["mixing"])
     parts = {
         "weights_by_depth": (figures.draw_weights_by_depth, "depth_attention"),
         "magnitudes": (figures.draw_magnitudes, "magnitudes"),

@@ -27,8 +27,8 @@ def test_what_is_read_is_said_in_shares_of_weight():
                 "50%, goes to block 1; an even share would be 33%.",
                 "Sublayers give 42% of their weight to the nearest source and 50% to the embedding, on average over "
                 "the 3 that have two sources or more; an even share would be 44%.",
-                "Weights are 0% away from even ones before attention and 21% before MLP, on average: so much of them "
-                "would have to move.",
+                "To make the weights even, 0% of the weight would have to move in attention sublayers and 21% in MLP "
+                "sublayers, on average.",
                 "Weights differ from token to token: their standard deviation is 0.11 on average, and largest, 0.25, "
                 "where MLP 1 reads block 1.",
             ]
@@ -93,14 +93,18 @@ def test_magnitudes_grow_where_they_end_near_their_largest():
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (block_attn_res, "The magnitude of the running sum of blocks stays between 0.20 (MLP 0) and 0.90 (MLP 1)."),
+        (
+            block_attn_res,
+            "The sums of whole blocks have magnitudes from 0.20 (block 1) to 0.90 (block 2); that of the embedding is "
+            "0.50.",
+        ),
         (
             lambda: full_attn_res(2, 8),
-            "The magnitude of single outputs stays between 0.20 (MLP 0) and 0.90 (MLP 1).",
+            "The magnitude of single outputs lies between 0.20 (MLP 0) and 0.90 (MLP 1).",
         ),
     ],
 )
-def test_magnitudes_that_do_not_grow_stay_between_two_numbers(made, said):
+def test_magnitudes_that_do_not_grow_lie_between_two_numbers(made, said):
     stream = torch.tensor([0.5, 0.3, 0.2, 0.4, 0.9], dtype=torch.float64)
     (found,), _ = sentences(changed(made(), "magnitudes", stream=stream))["Magnitudes and gradients"]
     assert found[0] == said
@@ -109,15 +113,15 @@ def test_magnitudes_that_do_not_grow_stay_between_two_numbers(made, said):
 def test_gradients_that_were_not_measured_have_no_sentence():
     without = changed(block_attn_res(), "magnitudes", gradients=torch.full((5,), NAN).double())
     (found,), _ = sentences(without)["Magnitudes and gradients"]
-    assert len(found) == 2 and not [sentence for sentence in found if "gradient" in sentence or "nan" in sentence]
+    assert len(found) == 3 and not [sentence for sentence in found if "gradient" in sentence or "nan" in sentence]
     _, comparison = sentences(without, standard())["Magnitudes and gradients"]
-    assert comparison == "At the last sublayer the stream is 6.5 times the size of the embedding in A and 6.5 in B."
+    assert comparison == "What the output reads, over the size of the embedding, is 1.0 in A and 1.0 in B."
 
 
 def test_gradients_of_many_sublayers_are_those_of_the_first_and_last_quarter():
     (found,), _ = sentences(full_attn_res(4, 8))["Magnitudes and gradients"]
     # Eight sublayers, from 7.25 down to 2 in equal steps.
-    assert found[1] == "The first 2 sublayers get gradients 2.9 times as large as those of the last 2, on average."
+    assert found[-2] == "The first 2 sublayers get gradients 2.9 times as large as those of the last 2, on average."
 
 
 def test_interventions_are_told_by_what_costs_most():
@@ -140,8 +144,11 @@ def test_interventions_that_cost_nothing_are_said_to():
     (said,), _ = sentences(helped)["What is used"]
     assert said[1:] == [
         "No source raises the loss when it is hidden.",
-        "Making a reader's weights uniform raises the loss for none of them.",
+        "Making the weights of any one reader uniform does not raise the loss.",
     ]
+    even = changed(helped, "depth_attention", distance=0 * inspection.depth_attention.distance)
+    assert sentences(even)["What is used"][0][0][-1] == "All weights are uniform already."
+    assert "All weights are even." in sentences(even)["What is read from where"][0][0]
 
 
 def test_without_interventions_nothing_is_said_of_them():
@@ -158,7 +165,7 @@ def test_sinks_are_told_of_layers_that_have_weights():
     assert sentences(one)["Attention sinks"][0] == [
         [
             "Later tokens give 30% of their attention to the first token, on average over the 1 of 2 layers that is "
-            "not linear; if all tokens were attended to alike, it would be 4.0%.",
+            "not linear; even attention would give it 4.0%.",
             "Layer 1 gives it most, 30%, and its strongest head 60%.",
         ]
     ]
@@ -172,12 +179,13 @@ def test_sinks_are_told_of_layers_that_have_weights():
 def test_two_models_are_compared_matter_by_matter():
     found = sentences(block_attn_res(), standard())
     assert {title: comparison for title, (_, comparison) in found.items()} == {
-        "What is read from where": "Only A attends over its depth; the matrix of B holds weights of another kind.",
-        "Magnitudes and gradients": "At the last sublayer the stream is 6.5 times the size of the embedding in A and "
-        "6.5 in B; the first sublayers get 3.2 times the gradients of the last in A and 3.2 in B.",
+        "What is read from where": "Their depth-mixing matrices are the same: every reader gets the plain sum of the "
+        "embedding and of all outputs before it.",
+        "Magnitudes and gradients": "What the output reads, over the size of the embedding, is 1.0 in A and 1.0 in B; "
+        "the first sublayers get 3.2 times the gradients of the last in A and 3.2 in B.",
         "What is used": "On the same tokens the loss of B is 0.083 nats lower than that of A; hiding the embedding "
-        "costs 0.69 nats in A and 2.5 nats in B.",
-        "Attention sinks": "The first token gets 31% in A and 31% in B of the attention.",
+        "changes the loss by +0.69 nats in A and +2.5 nats in B.",
+        "Attention sinks": "The first token gets 31% of the attention in A and 31% in B.",
     }
     assert all(len(models) == 2 for models, _ in found.values())
 
@@ -189,7 +197,30 @@ def test_two_models_with_depth_attention_are_compared_by_their_weights():
         "Sublayers give the nearest source 42% in A and 42% in B; the standard deviation over tokens is 0.11 in A and "
         "0.21 in B on average."
     )
-    assert sentences(standard(), standard())["What is read from where"][1] == ""
+
+
+def test_connections_without_depth_attention_are_compared_by_their_matrices():
+    one, mean = standard(), standard().mixing.mean.clone()
+    mean[3, 1] = -0.5
+    assert sentences(one, changed(one, "mixing", mean=mean))["What is read from where"][1] == (
+        f"Their depth-mixing matrices differ most in how much of {one.depth.outputs[1]} {one.depth.readers[3]} gets: "
+        "1.0 in A and \N{MINUS SIGN}0.50 in B."
+    )
+    found = sentences(full_attn_res(4, 8), standard())["What is read from where"][1]
+    assert found == "Their depths differ, so their depth-mixing matrices do not compare."
+
+
+def test_rounding_is_no_difference():
+    one = block_attn_res()
+    other = changed(one, "interventions", loss=one.interventions.loss + 1e-8)
+    assert dict(differences(one, other))["loss, in nats per token"] == 0
+    assert sentences(one, other)["What is used"][1].startswith("On the same tokens both have the same loss;")
+
+
+def test_a_stream_that_ends_below_its_largest_grows_all_the_same():
+    stream = torch.tensor([0.5, 1.0, 3.0, 2.5, 2.0], dtype=torch.float64)
+    (found,), _ = sentences(changed(standard(), "magnitudes", stream=stream))["Magnitudes and gradients"]
+    assert found[0].endswith("to 2.0 after MLP 1, with its largest, 3.0, after MLP 0.")
 
 
 def test_losses_on_different_tokens_are_not_compared():
@@ -202,8 +233,8 @@ def test_losses_on_different_tokens_are_not_compared():
         assert isnan(dict(differences(one, different))["loss, in nats per token"])
         assert dict(differences(one, different))["rise of the loss with the embedding hidden"] == pytest.approx(1.81)
         assert sentences(one, different)["What is used"][1] == (
-            "The models read different tokens, so their losses do not compare; hiding the embedding costs 0.69 nats "
-            "in A and 2.5 nats in B."
+            "The models read different tokens, so their losses do not compare; hiding the embedding changes the "
+            "loss by +0.69 nats in A and +2.5 nats in B."
         )
 
 

@@ -55,7 +55,7 @@ def test_the_report_holds_page_figures_and_numbers(report):
     figures = {name.partition(".")[0] for name in names if name.endswith(".png")}
     assert {name for name in names if name.endswith((".json", ".csv"))} == {*NUMBERS, "sublayers.csv"}
     assert figures == {
-        *("depth_attention_b", "depth_attention_spread_b", "mixing_a", "mixing_b"),
+        *("depth_attention_b", "depth_attention_relative_b", "depth_attention_spread_b", "mixing_a", "mixing_b"),
         *("weights_by_depth", "magnitudes", "sinks", "interventions"),
     }
     drawn = [f"{name}{suffix}" for name in figures for suffix in (".png", ".svg")]
