@@ -7,6 +7,7 @@ from .interventions import Interventions, interventions
 from .magnitudes import Magnitudes, magnitudes
 from .mixing import DepthMixing, TokenMixing, depth_mixing, mixing_matrix, semiseparable_rank, token_mixing
 from .names import Depth
+from .report import write_report
 from .text import Text
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "mixing_matrix",
     "semiseparable_rank",
     "token_mixing",
+    "write_report",
 ]

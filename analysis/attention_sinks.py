@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .watching import Batch, mask_of, measuring, run, several
+from .names import Measurement
+from .watching import Batch, family_member, mask_of, measuring, run, several
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 _ATTENTIONS = ("self_attn", "attention")  # in a decoder layer, what mixes tokens
 
 
-@dataclass(frozen=True)
-class AttentionSinks:
+@dataclass(frozen=True, eq=False, repr=False)
+class AttentionSinks(Measurement):
     """The attention weight on the first token, a mean over the tokens after it, by decoder layer.
 
     Attributes:
@@ -46,13 +47,14 @@ def attention_sinks(model: PreTrainedModel, batches: Batch | Iterable[Batch]) ->
     The attention is computed by the implementation `eager` meanwhile, since others do not show their weights.
 
     Args:
-        model: one of the family.
+        model: a causal language model of the family, or a standard one on a backbone that the family knows.
         batches: one or several, each token ids `[batch, seq]` or what a tokenizer returns; of what an attention mask
             leaves, the first token of a sequence is meant.
 
     Raises:
         ValueError: there is no batch, or no sequence has two tokens; or what the model computes is not finite.
     """
+    model = family_member(model)
     layers = _decoder_layers(model)
     totals: list[Tensor | None] = [None] * len(layers)
     uniform, queries = 0.0, 0

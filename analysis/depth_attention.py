@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .names import Depth, depth_of
-from .watching import Batch, mask_of, measuring, run, several, watched
+from .names import Depth, Measurement, depth_of
+from .watching import Batch, family_member, mask_of, measuring, run, several, watched
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,8 +25,8 @@ class NoDepthAttention(ValueError):
     """The residual connections of a model do not attend over the depth."""
 
 
-@dataclass(frozen=True)
-class DepthAttention:
+@dataclass(frozen=True, eq=False, repr=False)
+class DepthAttention(Measurement):
     """The depth weights of each reader, over the tokens of a text.
 
     Attributes:
@@ -80,7 +80,7 @@ class DepthAttention:
         return [(self.depth.sources[i], weights[i].item()) for i in weights.argsort(descending=True)[:count].tolist()]
 
     def plot(self, path: str | os.PathLike | None = None, values: str = "weight") -> "Figure":
-        """Draw the map; see [`attnres.analysis.figures.draw_depth_attention`]."""
+        """Draw the map: `values` are "weight", "spread" over tokens, or "relative" to uniform weights."""
         from .figures import draw_depth_attention, finish
 
         return finish(draw_depth_attention(self, values), path)
@@ -98,7 +98,7 @@ def depth_attention(model: PreTrainedModel, batches: Batch | Iterable[Batch]) ->
         NoDepthAttention: the model has none.
         ValueError: there is no batch, or what the model computes is not finite.
     """
-    sums, tokens = None, 0
+    model, sums, tokens = family_member(model), None, 0
     for batch in several(batches):
         mask = mask_of(batch)
         parts = [

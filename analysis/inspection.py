@@ -1,9 +1,10 @@
 """All measurements of a model on one text, and a passage of it token by token."""
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -13,16 +14,19 @@ from .depth_attention import DepthAttention, NoDepthAttention, depth_attention, 
 from .interventions import Interventions, count_passes, interventions
 from .magnitudes import Magnitudes, magnitudes
 from .mixing import DepthMixing, depth_mixing, rows_by_token
-from .names import Depth, depth_of
-from .text import Text, cut
+from .names import Depth, Measurement, depth_of
+from .text import Text, cut, read_text
 from .watching import family_member
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PASSAGE = 256  # tokens at most, of each of which all weights are kept
 _COSTS = {"depth mixing": 2, "magnitudes": 4, "attention sinks": 1}  # in passes without gradients, about
 
 
-@dataclass(frozen=True)
-class Passage:
+@dataclass(frozen=True, eq=False, repr=False)
+class Passage(Measurement):
     """What every reader takes from every source, token by token.
 
     Attributes:
@@ -35,8 +39,8 @@ class Passage:
     weights: list[Tensor]
 
 
-@dataclass(frozen=True)
-class Inspection:
+@dataclass(frozen=True, eq=False, repr=False)
+class Inspection(Measurement):
     """What was found out about a model.
 
     Attributes:
@@ -59,11 +63,15 @@ class Inspection:
     interventions: Interventions | None
     passage: Passage
 
+    def plot(self, path: str | os.PathLike | None = None) -> "Figure":
+        """Draw what readers take: the depth attention or, where there is none, the depth mixing."""
+        return (self.depth_attention or self.mixing).plot(path)
+
 
 def inspect_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    text: Text | str,
+    text: Text | str | os.PathLike,
     *,
     name: str | None = None,
     length: int = 256,
@@ -77,7 +85,7 @@ def inspect_model(
     Args:
         model: a causal language model of the family, or a standard one with a backbone that the family knows: its
             residual stream is measured, on the same weights.
-        text: what it reads.
+        text: what it reads, or the file that has it.
         name: what to call the model; by default where it was loaded from.
         length: tokens of a sequence.
         tokens: how many to read at most, in whole sequences.
@@ -92,7 +100,8 @@ def inspect_model(
     limit = getattr(model.config, "max_position_embeddings", None) or length
     if not 2 <= length <= limit:
         raise ValueError(f"`length` is {length}, but must be from 2 to {limit:,}, the positions that the model has.")
-    text = Text("text", text) if isinstance(text, str) else text
+    if not isinstance(text, Text):
+        text = Text("text", text) if isinstance(text, str) else read_text(text, tokens)
     member = family_member(model)
     facts = _facts(model, member, name)
     ids, words = cut(text, tokenizer, length, tokens)

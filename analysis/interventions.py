@@ -23,15 +23,15 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from .depth_attention import DepthAttention
-from .names import Depth, depth_of
-from .watching import Batch, labelled, mask_of, measuring, run, several, watched
+from .names import Depth, Measurement, depth_of
+from .watching import Batch, family_member, labelled, mask_of, measuring, run, several, watched
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True)
-class Interventions:
+@dataclass(frozen=True, eq=False, repr=False)
+class Interventions(Measurement):
     """Losses in nats per token, all on the same tokens.
 
     Attributes:
@@ -65,11 +65,11 @@ def interventions(
     """Measure what each source and each reader's depth weights are worth, by a pass over the batches for each.
 
     Args:
-        model: a causal language model of the family.
+        model: a causal language model of the family, or a standard one on a backbone that the family knows.
         batches: one or several, each token ids `[batch, seq]` or what a tokenizer returns.
         attention: the model's, if it has any: what its sources are, and how many each reader has. Without, each output
             is a source, and no row is made uniform.
-        advance: called after each pass over all batches; there are [`count_passes`] of them.
+        advance: called after each pass over all batches: one of the model as it is, and one for each intervention.
 
     Raises:
         ValueError: there is no batch, or what the model computes is not finite.
@@ -77,6 +77,7 @@ def interventions(
     batches = list(several(batches))
     if not batches:
         raise ValueError("no batch of token ids was given.")
+    model = family_member(model)
     depth = attention.depth if attention else depth_of(model)
 
     def loss_with(make: Callable[[], Any] = lambda: None) -> float:

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .names import Depth, depth_of
-from .watching import Batch, inputs_of, labelled, mask_of, measuring, run, several, watched
+from .names import Depth, Measurement, depth_of
+from .watching import Batch, family_member, inputs_of, labelled, mask_of, measuring, run, several, watched
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True)
-class Magnitudes:
+@dataclass(frozen=True, eq=False, repr=False)
+class Magnitudes(Measurement):
     """Root mean squares by depth, each `[L + 1]` in float64.
 
     Attributes:
@@ -57,7 +57,7 @@ def magnitudes(model: PreTrainedModel, batches: Batch | Iterable[Batch], gradien
     No gradient of the model's own is touched, and frozen weights are no hindrance.
 
     Args:
-        model: a causal language model of the family.
+        model: a causal language model of the family, or a standard one on a backbone that the family knows.
         batches: one or several, each token ids `[batch, seq]` or what a tokenizer returns; tokens that an attention
             mask leaves out do not count.
         gradients: measure these too, which takes the memory of a training step on one sequence.
@@ -65,6 +65,7 @@ def magnitudes(model: PreTrainedModel, batches: Batch | Iterable[Batch], gradien
     Raises:
         ValueError: there is no batch, or what the model computes is not finite.
     """
+    model = family_member(model)
     sums: dict[str, Tensor] = {}
     num_sources: list[int] = []
     tokens = 0

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
-from .names import Depth, depth_of
-from .watching import Batch, connections_of, inputs_of, mask_of, measuring, run, several, watched
+from .names import Depth, Measurement, depth_of
+from .watching import Batch, connections_of, family_member, inputs_of, mask_of, measuring, run, several, watched
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True)
-class DepthMixing:
+@dataclass(frozen=True, eq=False, repr=False)
+class DepthMixing(Measurement):
     """The depth-mixing matrix of a model, over the tokens of a text.
 
     Attributes:
@@ -47,8 +47,8 @@ class DepthMixing:
         return finish(draw_mixing(self), path)
 
 
-@dataclass(frozen=True)
-class TokenMixing:
+@dataclass(frozen=True, eq=False, repr=False)
+class TokenMixing(Measurement):
     """The depth mixing of every token of a batch, with what the pass of the model recorded.
 
     Attributes:
@@ -73,7 +73,7 @@ def depth_mixing(model: PreTrainedModel, batches: Batch | Iterable[Batch]) -> De
     """Measure `M` over all tokens of the batches, which may be streamed.
 
     Args:
-        model: a model of the family, with any residual connection.
+        model: a causal language model of the family, or a standard one on a backbone that the family knows.
         batches: one or several, each token ids `[batch, seq]` or what a tokenizer returns; tokens that an attention
             mask leaves out do not count.
 
@@ -82,10 +82,10 @@ def depth_mixing(model: PreTrainedModel, batches: Batch | Iterable[Batch]) -> De
         embedding and column `i` the output of the i-th sublayer.
 
     Raises:
-        ValueError: the model has no residual connections of the family, there is no batch, a mask is not `[batch,
-            seq]`, or what the model computes is not finite.
+        ValueError: the model is not of the family and cannot be seen as a member, there is no batch, a mask is not
+            `[batch, seq]`, or what the model computes is not finite.
     """
-    total, tokens = None, 0
+    model, total, tokens = family_member(model), None, 0
     for batch in several(batches):
         for i, counts in enumerate(mask_of(batch)):  # one sequence at a time: (L + 1)^2 numbers for each token
             sequence = {name: value[i : i + 1] for name, value in inputs_of(batch).items()}
@@ -108,7 +108,7 @@ def rows_by_token(model: PreTrainedModel, sequence: Batch) -> Tensor:
     """`M` of each token of one sequence `[1, seq]`, `[L + 1, L + 1, seq]`, a mean over channels where these differ.
 
     Raises:
-        ValueError: the model has no residual connections of the family, or what it computes is not finite.
+        ValueError: the model is not of the family and cannot be seen as a member, or what it computes is not finite.
     """
     rows: list[Tensor] = []
     _trace(model, sequence, lambda row, constant: rows.append(row[:, 0].mean(-1).cpu()))
@@ -119,7 +119,7 @@ def token_mixing(model: PreTrainedModel, batch: Batch) -> TokenMixing:
     """`M` of every token, for small batches: `(L + 1)^2` numbers for each, and for each channel where they differ.
 
     Raises:
-        ValueError: the model has no residual connections of the family.
+        ValueError: the model is not of the family and cannot be seen as a member.
     """
     rows, constants, passed = [], [], ([], [])
     _trace(model, batch, lambda row, constant: (rows.append(row), constants.append(constant)), passed)
@@ -157,10 +157,9 @@ def _trace(
     `see` gets `M[l]` `[columns, batch, seq, channels]` and `c_l` `[batch, seq, channels]` of each read in turn, on its
     device; there is a column for each output, and there may be more. The lists of `passed` get all inputs and outputs.
     """
-    if not (connections := connections_of(model)):
-        raise ValueError(f"{type(model).__name__} has no residual connections of the family: retrofit it first.")
+    model = family_member(model)
     inputs, outputs = passed or ([], [])
-    count, reads = len(connections), 0  # an adapter keeps copies that are not read by
+    count, reads = len(connections_of(model)), 0  # an adapter keeps copies that are not read by
     unit = torch.eye(count, count + 1, dtype=torch.float64)[:, :, None, None, None]  # the last column has no output
     mixing: Any = None  # the state, with those vectors in it
 

@@ -1,11 +1,30 @@
 """What the rows and columns of a measurement are called: the readers of a model, and the sources they read."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from attnres.wording import counted
+
 _KINDS = {"self_attention_res": "attention", "mlp_res": "MLP", "parallel_res": "layer"}
+
+
+class Measurement:
+    """A data class of measurements, which shows itself by its shapes and not by its numbers."""
+
+    def __repr__(self) -> str:
+        shown = (f"{field.name}={_shown(getattr(self, field.name))}" for field in fields(self))
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"<{' x '.join(map(str, value.shape))}>"
+    if isinstance(value, Depth):
+        return f"<{counted(value.num_sublayers, 'sublayer')}>"
+    return f"<{len(value)}>" if isinstance(value, list) else repr(value)
 
 
 @dataclass(frozen=True)
@@ -66,4 +85,4 @@ def _block_size(num_sources: Sequence[int]) -> int:
     return begins[1] - begins[0] if len(begins) > 1 else 1
 
 
-__all__ = ["Depth", "depth_of", "sublayer_names"]
+__all__ = ["Depth", "Measurement", "depth_of", "sublayer_names"]

@@ -121,8 +121,18 @@ def run(model: PreTrainedModel, batch: Batch, **kwargs: Any) -> Any:
 
 
 def inputs_of(batch: Batch) -> dict[str, Tensor]:
-    """The tensors among what a model is called with."""
+    """The tensors among what a model is called with.
+
+    Raises:
+        ValueError: the token ids are no tensor `[batch, seq]`.
+    """
     given = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+    ids = given.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
+        what = f"a tensor of shape {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(
+            f"token ids must be a tensor [batch, seq], as of a tokenizer with return_tensors='pt', not {what}."
+        )
     return {name: value for name, value in given.items() if isinstance(value, Tensor)}
 
 
@@ -151,7 +161,7 @@ def labelled(batch: Batch) -> dict[str, Tensor]:
 
 def several(batches: Batch | Iterable[Batch]) -> Iterable[Batch]:
     """One batch, or several, as several."""
-    return [batches] if isinstance(batches, (Tensor, Mapping)) else batches
+    return [batches] if isinstance(batches, (Tensor, Mapping, str)) else batches
 
 
 __all__ = [

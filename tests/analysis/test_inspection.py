@@ -12,7 +12,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import attnres
-from attnres.analysis import Inspection, Text, depth_attention, depth_mixing, inspect_model, magnitudes, mixing_matrix
+from attnres.analysis import (
+    Inspection,
+    Text,
+    depth_attention,
+    depth_mixing,
+    inspect_model,
+    magnitudes,
+    mixing_matrix,
+    write_report,
+)
 from attnres.analysis.record import to_csv, to_json
 from attnres.analysis.text import cut, language_reference, read_text
 from attnres.conversion import retrofit
@@ -76,6 +85,20 @@ def test_a_retrofit_does_what_its_source_does(source, tokenizer, text, standard,
         assert found.interventions.hidden[0] == pytest.approx(standard.interventions.hidden[0].item(), abs=1e-3)
     else:
         assert_alike(found.interventions, standard.interventions, 1e-3)
+
+
+def test_it_shows_itself_shortly_and_draws_what_readers_take(source, tokenizer, text, standard, assets, tmp_path):
+    found = inspect_model(
+        retrofit(source), tokenizer, assets / "corpora" / "tinystories" / "valid.txt", **SMALL | {"tokens": 64}
+    )
+    assert found.text["name"] == "valid.txt"
+    assert len(repr(found)) < 2000 and "mean=<11 x 6>" in repr(found.depth_attention)
+    assert found == found and found != standard
+    for one in (found, standard):
+        one.plot(tmp_path / "map.png")
+        assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+    write_report([standard, found], tmp_path / "report")
+    assert (tmp_path / "report" / "report.html").exists()
 
 
 def test_the_measurements_are_those_of_the_functions_alone(source, tokenizer, text):
@@ -225,7 +248,7 @@ def test_what_cannot_be_inspected_is_refused_in_one_line(source, tokenizer, text
     other = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **shape))
     with pytest.raises(ValueError, match=r"model type 'gpt2' cannot be inspected: .* `attnres.add_backbone` brings"):
         inspect_model(other, tokenizer, text, **SMALL)
-    with pytest.raises(ValueError, match="no residual connections of the family: retrofit it first"):
+    with pytest.raises(ValueError, match="model type 'gpt2' cannot be inspected"):
         mixing_matrix(other, torch.zeros(1, 4, dtype=torch.long))
 
 

@@ -2,10 +2,19 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, BatchEncoding
+from transformers import BatchEncoding
 
 import attnres
-from attnres.analysis import mixing_matrix, semiseparable_rank, token_mixing
+from attnres.analysis import (
+    attention_sinks,
+    depth_attention,
+    depth_mixing,
+    interventions,
+    magnitudes,
+    mixing_matrix,
+    semiseparable_rank,
+    token_mixing,
+)
 
 from ..modeling_attnres.connections import BACKBONES, FORMS, build, difference
 
@@ -85,10 +94,30 @@ def test_the_rank_of_a_product_of_vectors_is_their_number():
     assert semiseparable_rank(torch.ones(9, 9).tril()) == 1
 
 
-def test_a_model_without_residual_connections_is_refused(backbones):
-    standard = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **backbones.COMMON))
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no residual connections of the family: retrofit it"):
-        mixing_matrix(standard, backbones.token_ids())
+def test_a_standard_model_is_measured_as_a_member_with_its_weights(backbones):
+    standard, token_ids = backbones.build("llama"), backbones.token_ids()
+    mixing = token_mixing(standard, token_ids)
+    assert mixing.matrices.unique().tolist() == [0.0, 1.0]
+    hidden = standard(token_ids, output_hidden_states=True).hidden_states
+    for layer, state in enumerate(hidden[:-1]):
+        assert difference(mixing.inputs[2 * layer], state.double()) < 1e-5
+    assert "standard" not in vars(standard.config) and type(standard).__name__ == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("batch", "given"),
+    [
+        ("some text", "str"),
+        ({"input_ids": [[1, 2]]}, "list"),
+        (torch.tensor([1, 2]), r"a tensor of shape \[2\]"),
+        ([[1, 2]], "list"),
+    ],
+)
+def test_what_is_no_batch_is_named(backbones, batch, given):
+    model = build(backbones, "llama", "attn_res")
+    for measure in (depth_mixing, depth_attention, magnitudes, attention_sinks, interventions):
+        with pytest.raises(ValueError, match=f"must be a tensor .*return_tensors='pt', not {given}"):
+            measure(model, batch)
 
 
 def test_other_arguments_of_a_call_are_left_out_and_a_wrong_mask_is_named(backbones):
