@@ -78,7 +78,7 @@ def attention_sinks(model: PreTrainedModel, batches: Batch | Iterable[Batch]) ->
                         stack.callback(hook.remove)
                 run(model, batch)
             queries += int(later.sum())
-            uniform += float((1 / mask.cumsum(1))[later].sum())
+            uniform += float((1 / mask.cumsum(1).double())[later].sum())
     if not queries:
         raise ValueError("no sequence of at least two tokens was given.")
     nothing = torch.tensor(math.nan, dtype=torch.float64)

@@ -37,8 +37,8 @@ class DepthAttention(Measurement):
             token to token.
         entropy: `H(a) / log K` with K sources, `[L + 1]`, a mean over tokens: 1 for uniform weights, 0 for one source;
             NaN where K is 1.
-        distance: from uniform weights, `sum_i |a_i - 1/K| / 2`, `[L + 1]`, a mean over tokens: the share of the weight
-            that would have to move.
+        distance: from uniform weights, `sum_i |a_i - 1/K| / 2` of shares that add up to one, `[L + 1]`, a mean over
+            tokens: the share of the weight that would have to move.
         tokens: how many were counted.
     """
 
@@ -141,8 +141,10 @@ def weights_by_token(model: PreTrainedModel, batch: Batch) -> list[Tensor]:
 def share_measures(weights: Tensor) -> tuple[Tensor, Tensor]:
     """`H(a) / log K` and `sum_i |a_i - 1/K| / 2` of weights `[sources, ...]`, each `[...]`.
 
-    They are taken as shares of their sum, since sigmoids do not add up to one.
+    They are taken as shares of their sum, since sigmoids do not add up to one; K counts the sources that are read, and
+    not those that a window drops.
     """
+    weights = weights[weights.flatten(1).any(1)]
     shares = weights / weights.sum(0)
     entropy = torch.special.entr(shares).sum(0) / (math.log(len(shares)) if len(shares) > 1 else math.nan)
     return entropy, (shares - 1 / len(shares)).abs().sum(0) / 2

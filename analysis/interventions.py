@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from .depth_attention import DepthAttention
 from .names import Depth, Measurement, depth_of
-from .watching import Batch, family_member, labelled, mask_of, measuring, run, several, watched
+from .watching import Batch, family_member, measuring, predicted, several, summed_loss, watched
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -78,6 +78,8 @@ def interventions(
     if not batches:
         raise ValueError("no batch of token ids was given.")
     model = family_member(model)
+    if not any(map(_count, batches)):
+        raise ValueError("no sequence of at least two tokens was given.")
     depth = attention.depth if attention else depth_of(model)
 
     def loss_with(make: Callable[[], Any] = lambda: None) -> float:
@@ -141,6 +143,7 @@ class _Uniform:
         if self.place - 1 != self.reader:
             return forward(*arguments)
         uniform = copy.copy(connection)
+        uniform.has_prior = False
         uniform._parameters = {
             name: torch.zeros_like(tensor) if name in ("weight", "bias") and tensor is not None else tensor
             for name, tensor in connection._parameters.items()
@@ -150,12 +153,12 @@ class _Uniform:
 
 def _summed_loss(model: PreTrainedModel, batch: Batch) -> tuple[float, int]:
     count = _count(batch)
-    return run(model, labelled(batch)).loss.item() * count, count
+    return (summed_loss(model, batch).item() if count else 0.0), count
 
 
 def _count(batch: Batch) -> int:
     """How many tokens of a batch are predicted."""
-    return int(mask_of(batch)[:, 1:].sum())
+    return int(predicted(batch).sum())
 
 
 __all__ = ["Interventions", "count_passes", "interventions"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .names import Depth, Measurement, depth_of
-from .watching import Batch, family_member, inputs_of, labelled, mask_of, measuring, run, several, watched
+from .watching import Batch, family_member, mask_of, measuring, predicted, run, sequences, several, summed_loss, watched
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -76,9 +76,7 @@ def magnitudes(model: PreTrainedModel, batches: Batch | Iterable[Batch], gradien
             num_sources.clear()
             found = [_forward(model, batch, mask, num_sources)]
             if gradients:
-                for i in range(len(mask)):
-                    sequence = {name: value[i : i + 1] for name, value in inputs_of(batch).items()}
-                    found.append({"gradients": _gradients(model, sequence, mask[i : i + 1])})
+                found += [{"gradients": _gradients(model, sequence)} for sequence in sequences(batch)]
             for name, value in ((name, value) for part in found for name, value in part.items()):
                 if name not in sums:
                     sums[name] = value
@@ -137,9 +135,14 @@ def _forward(model: PreTrainedModel, batch: Batch, mask: Tensor, num_sources: li
     return {name: torch.stack(values) for name, values in found.items()}
 
 
+@torch.inference_mode(False)
 @torch.enable_grad()
-def _gradients(model: PreTrainedModel, sequence: dict[str, Tensor], mask: Tensor) -> Tensor:
+def _gradients(model: PreTrainedModel, sequence: dict[str, Tensor]) -> Tensor:
     """Sums over tokens of the mean squares of `d loss / d v_l`, `[L + 1]`."""
+    sequence = {name: value.clone() for name, value in sequence.items()}  # not made in inference mode
+    mask = mask_of(sequence)
+    if not predicted(sequence).any():
+        return torch.zeros(depth_of(model).num_sublayers + 1, dtype=torch.float64)
     probes: list[Tensor] = []
 
     def probed(output: Tensor) -> Tensor:
@@ -153,7 +156,7 @@ def _gradients(model: PreTrainedModel, sequence: dict[str, Tensor], mask: Tensor
         return own(state, probed(output))
 
     with watched(model, read, write):
-        loss = run(model, labelled(sequence)).loss * mask[:, 1:].sum().item()
+        loss = summed_loss(model, sequence)
     found = torch.autograd.grad(loss, probes)
     counted = (gradient[mask.to(gradient.device)].double() for gradient in found)
     return torch.stack([gradient.square().mean(-1).sum().cpu() for gradient in counted])

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from .names import Depth, Measurement, depth_of
-from .watching import Batch, connections_of, family_member, inputs_of, mask_of, measuring, run, several, watched
+from .watching import Batch, connections_of, family_member, mask_of, measuring, run, sequences, several, watched
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -87,8 +87,8 @@ def depth_mixing(model: PreTrainedModel, batches: Batch | Iterable[Batch]) -> De
     """
     model, total, tokens = family_member(model), None, 0
     for batch in several(batches):
-        for i, counts in enumerate(mask_of(batch)):  # one sequence at a time: (L + 1)^2 numbers for each token
-            sequence = {name: value[i : i + 1] for name, value in inputs_of(batch).items()}
+        for sequence in sequences(batch):  # one at a time: (L + 1)^2 numbers for each token
+            counts = mask_of(sequence)[0]
             rows = rows_by_token(model, sequence)[:, :, counts.cpu()]
             sums = torch.stack([rows.sum(-1), rows.square().sum(-1)])
             total = sums if total is None else total + sums

@@ -63,13 +63,19 @@ class Depth:
 
 def depth_of(model: PreTrainedModel, num_sources: Sequence[int] | None = None) -> Depth:
     """The depth of a model of the family, with how many sources each of its readers has, if it has depth attention."""
-    names = sublayer_names(model.config)
+    names = sublayer_names(model.config)[: _count_sublayers(model)]
     outputs, block_size = ("embedding", *names), 1 if num_sources is None else _block_size(num_sources)
     sources = outputs
     if block_size > 1:
         sources = ("embedding", *(f"block {block}" for block in range(1, max(num_sources))))
     kinds = tuple(name.rpartition(" ")[0] for name in names[: len(model.config.sublayers)])
     return Depth(kinds, (*names, "output"), outputs, sources, block_size)
+
+
+def _count_sublayers(model: PreTrainedModel) -> int:
+    """How many a pass has: of layers that are there, and that the configuration counts."""
+    layers = next(m.layers for m in model.modules() if hasattr(m, "output_attn_res_proj"))
+    return min(len(layers), model.config.num_hidden_layers) * len(model.config.sublayers)
 
 
 def sublayer_names(config: PreTrainedConfig) -> list[str]:

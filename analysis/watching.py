@@ -10,13 +10,16 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accelerate import dispatch_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnres import BACKBONES
+from attnres.accelerated.compat import is_silent
 from attnres.conversion import retrofit
 
+_MEASURING = threading.RLock()  # one measurement at a time: each replaces methods, and puts them back
 Batch = Tensor | Mapping[str, Tensor]  # token ids [batch, seq], or what a tokenizer returns
 
 
@@ -32,10 +35,18 @@ def family_member(model: PreTrainedModel) -> PreTrainedModel:
 
     Raises:
         ValueError: the model is not of the family, and cannot become one: its backbone is not known, or it is
-            quantised, offloaded, or no causal language model.
+            quantised, offloaded, or no causal language model, or it has an adapter or hooks.
     """
     if connections_of(model):
         return model
+    model = getattr(model, "_orig_mod", model)  # what `torch.compile` wraps
+    if hasattr(model, "peft_config"):
+        raise ValueError("a standard model with an adapter is no member of the family: `merge_and_unload` it first.")
+    if any(not is_silent(hook) for module in model.modules() for hook in _hooks(module)):
+        raise ValueError(
+            f"{type(model).__name__} has hooks, which would not be called: remove them, or inspect "
+            '`attnres.conversion.retrofit(model, "standard")` and put them there.'
+        )
     if model.config.model_type not in BACKBONES:
         raise ValueError(
             f"the model type {model.config.model_type!r} cannot be inspected: it is not of the family, and none of its "
@@ -46,17 +57,22 @@ def family_member(model: PreTrainedModel) -> PreTrainedModel:
     return dispatch_model(member, places) if len(set(places.values())) > 1 else member
 
 
+def _hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
 @contextmanager
 def measuring(model: nn.Module) -> Iterator[None]:
     """While this lasts, the model is in eval mode, and what is compiled of it runs as it is written."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        model.eval()
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for module in training:
-            module.training = True
+    with _MEASURING:
+        training = [module for module in model.modules() if module.training]
+        try:
+            model.eval()
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            for module in training:
+                module.training = True
 
 
 @contextmanager
@@ -79,7 +95,7 @@ def watched(
             return own(*args)
         return see(connection, own, *args)
 
-    with ExitStack() as stack:
+    with _MEASURING, ExitStack() as stack:
         for connection in connections_of(model):
             # Where `accelerate` has put its hooks around `forward`, what it calls between them.
             forward = "_old_forward" if hasattr(connection, "_old_forward") else "forward"
@@ -109,8 +125,10 @@ def run(model: PreTrainedModel, batch: Batch, **kwargs: Any) -> Any:
     Raises:
         ValueError: what comes out is not finite; the message names the first weight that is not, if there is one.
     """
-    inputs = {name: value.to(model.device) for name, value in inputs_of(batch).items()}
-    outputs = model(**inputs, use_cache=False, **kwargs)
+    inputs, device = inputs_of(batch), model.device
+    if device.type != "meta":  # else its first weight is offloaded: hooks move what it is called with
+        inputs = {name: value.to(device) for name, value in inputs.items()}
+    outputs = model(**inputs, use_cache=False, return_dict=True, **kwargs)
     result = outputs.logits if "logits" in outputs else outputs.last_hidden_state
     if not result.isfinite().all():
         broken = (name for name, tensor in model.named_parameters() if not (tensor.is_meta or tensor.isfinite().all()))
@@ -152,11 +170,37 @@ def mask_of(batch: Batch) -> Tensor:
     return mask.bool()
 
 
-def labelled(batch: Batch) -> dict[str, Tensor]:
-    """A batch with labels, those of tokens that do not count left out."""
-    inputs = inputs_of(batch)
-    ids = inputs["input_ids"]
-    return inputs | {"labels": ids.masked_fill(~mask_of(batch).to(ids.device), -100)}
+def predicted(batch: Batch) -> Tensor:
+    """Which tokens are predicted, `[batch, seq]`: those that count, after one that counts."""
+    mask = mask_of(batch)
+    return torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:] & mask[:, :-1]], 1)
+
+
+def summed_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """The loss of all predicted tokens together, in nats; without what experts' routers add to it in training.
+
+    Raises:
+        ValueError: the model is no causal language model, or what it computes is not finite.
+    """
+    logits = getattr(run(model, batch), "logits", None)
+    if logits is None or logits.ndim != 3:
+        raise ValueError(f"{type(model).__name__} predicts no tokens: load it with AutoModelForCausalLM.")
+    mask, ids = predicted(batch)[:, 1:].to(logits.device), inputs_of(batch)["input_ids"].to(logits.device)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits[:, :-1][mask].to(wide), ids[:, 1:][mask], reduction="sum")
+
+
+def sequences(batch: Batch) -> list[dict[str, Tensor]]:
+    """Those of a batch that have a token that counts, each as a batch; what has one row is of all of them."""
+    inputs, mask = inputs_of(batch), mask_of(batch)
+    rows = (i for i in range(len(mask)) if mask[i].any())
+    return [
+        {
+            name: value[i : i + 1] if value.ndim > 1 and len(value) == len(mask) else value
+            for name, value in inputs.items()
+        }
+        for i in rows
+    ]
 
 
 def several(batches: Batch | Iterable[Batch]) -> Iterable[Batch]:
@@ -169,10 +213,12 @@ __all__ = [
     "connections_of",
     "family_member",
     "inputs_of",
-    "labelled",
     "mask_of",
     "measuring",
+    "predicted",
     "run",
+    "sequences",
     "several",
+    "summed_loss",
     "watched",
 ]

@@ -206,7 +206,7 @@ class Monitor(LoggedCallback):
         with measuring(self._model), watched(self._model, read):
             self._model(input_ids=self._slice(), use_cache=False, logits_to_keep=1)
         summary = depth_attention_summary(weights)
-        found = torch.stack([*squares, *torch.tensor(list(summary.values()), device=self._device)])
+        found = torch.stack([*squares, *torch.tensor(list(summary.values()), dtype=torch.float32, device=self._device)])
         found = reduce(found, "mean")
         sizes, means = found[: len(squares)].sqrt(), found[len(squares) :]  # of readers by depth, the output last
         magnitudes = {
