@@ -7,6 +7,7 @@ import functools
 import io
 import os
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,10 @@ STYLE = {
     "axes.labelsize": 8,
     "legend.fontsize": 8,
     "figure.titlesize": 9.5,
+}
+# As matplotlib comes, whatever a user has set, but for where figures are shown.
+PLAIN = {
+    name: value for name, value in matplotlib.rcParamsDefault.items() if not name.startswith(("backend", "webagg"))
 }
 SMALL = 7  # points: of tick labels, and of numbers in a map
 _DPI = 150
@@ -46,7 +51,7 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
 
     @functools.wraps(draw)
     def drawn(*args: Any, **kwargs: Any) -> Figure:
-        with matplotlib.rc_context(STYLE):
+        with matplotlib.rc_context(PLAIN | STYLE):
             figure = draw(*args, **kwargs)
         for axes in figure.axes:  # most ticks are made when a figure is written, and sized then
             axes.tick_params(labelsize=SMALL, which="both")
@@ -78,8 +83,9 @@ def finish(figure: Figure, path: str | os.PathLike | None) -> Figure:
 def _bytes(figure: Figure, kind: str) -> bytes:
     figure = pickle.loads(pickle.dumps(figure))  # one that is drawn for a second time is laid out a little differently
     content = io.BytesIO()
-    # Else an SVG has ids by chance; and what a user has set for saving would change the file.
-    with matplotlib.rc_context({"svg.hashsalt": "attnres", "svg.fonttype": "path", "savefig.bbox": None}):
+    # Else an SVG has ids by chance. A name may have letters that the font lacks: they are drawn as boxes.
+    with matplotlib.rc_context(PLAIN | STYLE | {"svg.hashsalt": "attnres"}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")
         figure.savefig(content, format=kind, dpi=_DPI, metadata=_ALWAYS[kind])
     return content.getvalue()
 

@@ -101,7 +101,7 @@ def inspect_model(
     if not 2 <= length <= limit:
         raise ValueError(f"`length` is {length}, but must be from 2 to {limit:,}, the positions that the model has.")
     if not isinstance(text, Text):
-        text = Text("text", text) if isinstance(text, str) else read_text(text, tokens)
+        text = Text("text", text) if isinstance(text, str) else read_text(text, max(tokens, length))
     member = family_member(model)
     facts = _facts(model, member, name)
     ids, words = cut(text, tokenizer, length, tokens)

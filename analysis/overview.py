@@ -68,8 +68,8 @@ def key_numbers(inspections: Sequence[Inspection]) -> list[tuple[str, list[float
 
 def number(value: float, digits: int = 2) -> str:
     """So many digits that count, and all of those before the point: `0.027`, `6.4`, `1,204`."""
-    if math.isnan(value):
-        return MISSING
+    if not math.isfinite(value):
+        return MISSING if math.isnan(value) else str(value).replace("inf", "\N{INFINITY}")
     if abs(value) < _NOTHING:
         return "0"
     value = float(f"{value:.{digits - 1}e}") if abs(value) < 10**digits else round(value)
@@ -188,7 +188,7 @@ def _magnitudes(inspection: Inspection) -> list[str]:
         if len(sums) == 1:
             said = f"The sum of the block has a magnitude of {number(most)}"
         found = [f"{said}; that of the embedding is {number(first)}.", read]
-    elif last >= _GROWS * first:
+    elif last >= _GROWS * first > 0:
         peak = f", with its largest, {number(stream[largest].item())}, after {outputs[largest]}"
         found = [
             f"The magnitude of {name} grows {number(last / first)} times with depth, from {number(first)} at the "

@@ -79,7 +79,11 @@ _SCRIPTS = ("passage.js", "heat_map.js", "report.js")
 _BOKEH = ("bokeh.min.js", "bokeh-api.min.js")
 _IN_ADDRESSES = " !$()*+,-./:;=?@_~[]{}|^`"  # what can stand in the address of an image as it is
 _LEVELS = 2**16 - 1
-_MARKS = str.maketrans({"\n": "↵", "\t": "→"})
+# What would not be seen; browsers drop some of it.
+_HIDDEN = {code: chr(0x2400 + code) for code in range(32)} | {
+    code: "·" for code in (0x7F, 0x2028, 0x2029, 0x202A, 0x202E)
+}
+_MARKS = str.maketrans(_HIDDEN | {ord("\n"): "↵", ord("\t"): "→"})
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,14 @@ import json
 import math
 import platform
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
 from torch import Tensor
 
 from .inspection import Inspection
+from .overview import LABELS
 
 WRITTEN_BY = '"written_by": "attnres inspect"'  # in the JSON file of a directory that may be replaced
 _VERSIONS = ("attnres", "torch", "transformers")
@@ -95,6 +97,9 @@ def plain(value: Any) -> Any:
 
 def to_csv(inspections: Sequence[Inspection]) -> dict[str, str]:
     """File name -> content: `sublayers`, `depth_attention`, `depth_mixing`, `attention_sinks`, `interventions`."""
+    if len(inspections) > 1:  # the letters of the page: names may be the same
+        models = [i.model | {"name": f"{letter}: {i.model['name']}"} for letter, i in zip(LABELS, inspections)]
+        inspections = [replace(i, model=model) for i, model in zip(inspections, models)]
     tables = {
         "sublayers.csv": _table(
             ("model", "place", "name", "kind", *_SIZES.values(), *_WEIGHTS.values()),

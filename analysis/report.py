@@ -1,7 +1,8 @@
 """An inspection as a directory: the page `report.html`, figures as PNG and SVG, and the numbers as JSON and CSV."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,31 +27,50 @@ _VALUES = {
     "spread": "depth_attention_spread",
 }
 PAGE, NUMBERS = "report.html", "inspection.json"
+_SUFFIXES = (".html", ".json", ".csv", ".png", ".svg")
 
 
 def write_report(inspections: Sequence[Inspection], out: str | os.PathLike, overwrite: bool = False) -> None:
     """Write one inspection, or two that are compared, to the directory `out`, all or nothing.
 
     Args:
-        overwrite: replace `out` if an inspection was written there.
+        overwrite: replace `out` if an inspection was written there, and nothing else is in it.
 
     Raises:
         FileExistsError: `out` exists and is not to be replaced.
         OSError: it cannot be written.
     """
+    with report_directory(out, overwrite) as folder:
+        fill(folder, inspections)
+
+
+@contextmanager
+def report_directory(out: str | os.PathLike, overwrite: bool = False) -> Iterator[Path]:
+    """A new directory, which takes the name `out` when the block ends; what is raised is as for [`write_report`].
+
+    Enter it before what takes long: it shows at once whether `out` can be written.
+    """
+    if overwrite and Path(out).is_dir():
+        others = sorted(path.name for path in Path(out).iterdir() if path.is_dir() or path.suffix not in _SUFFIXES)
+        if others:
+            raise FileExistsError(f"{out} holds {others[0]}, which is of no report. Choose another directory.")
     with atomic_directory(out, overwrite=overwrite, marker=NUMBERS, content=WRITTEN_BY) as folder:
-        (folder / NUMBERS).write_text(to_json(inspections), encoding="utf-8")
-        tables = to_csv(inspections)
-        for name, table in tables.items():
-            (folder / name).write_text(table, encoding="utf-8")
-        drawn = {}
-        for kind, draw in _figures(inspections).items():
-            figure, name = draw(), kind.replace(": ", "_").lower()
-            for suffix in (".png", ".svg"):
-                figures.finish(figure, folder / f"{name}{suffix}")
-            drawn[kind] = (folder / f"{name}.svg").read_text(encoding="utf-8")
-        page = render(inspections, drawn, files=(NUMBERS, *tables))
-        (folder / PAGE).write_text(page, encoding="utf-8")
+        yield folder
+
+
+def fill(folder: Path, inspections: Sequence[Inspection]) -> None:
+    """Write the files of a report. Raises OSError: there is no room for them."""
+    (folder / NUMBERS).write_text(to_json(inspections), encoding="utf-8")
+    tables = to_csv(inspections)
+    for name, table in tables.items():
+        (folder / name).write_text(table, encoding="utf-8")
+    drawn = {}
+    for kind, draw in _figures(inspections).items():
+        figure, name = draw(), kind.replace(": ", "_").lower()
+        for suffix in (".png", ".svg"):
+            figures.finish(figure, folder / f"{name}{suffix}")
+        drawn[kind] = (folder / f"{name}.svg").read_text(encoding="utf-8")
+    (folder / PAGE).write_text(render(inspections, drawn, files=(NUMBERS, *tables)), encoding="utf-8")
 
 
 def labels(inspections: Sequence[Inspection]) -> list[str]:
@@ -60,7 +80,8 @@ def labels(inspections: Sequence[Inspection]) -> list[str]:
     paths = [Path(str(i.model["name"])).parts for i in inspections]
     most = max(map(len, paths))
     count = next((n for n in range(1, most) if len({path[-n:] for path in paths}) == len(paths)), most)
-    return [f"{letter}: {'/'.join(path[-count:])}" for letter, path in zip(LABELS, paths)]
+    # A dollar sign would begin a formula.
+    return [f"{letter}: {'/'.join(path[-count:])}".replace("$", r"\$") for letter, path in zip(LABELS, paths)]
 
 
 def _largest(table: Tensor) -> float:
@@ -94,4 +115,4 @@ def _figures(inspections: Sequence[Inspection]) -> dict[str, Callable[[], "Figur
     return drawn
 
 
-__all__ = ["NUMBERS", "PAGE", "labels", "write_report"]
+__all__ = ["NUMBERS", "PAGE", "fill", "labels", "report_directory", "write_report"]

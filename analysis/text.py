@@ -44,10 +44,12 @@ def read_text(path: str | os.PathLike, tokens: int) -> Text:
     """
     try:
         with open(path, encoding="utf-8") as file:
-            content = file.read(_CHARACTERS * tokens)
+            content = file.read(_CHARACTERS * tokens).lstrip()
+            while not content and (part := file.read(_CHARACTERS * tokens)):  # blank so far
+                content = part.lstrip()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 at byte {error.start}: give a plain text file.") from error
-    if not content.strip():
+        raise ValueError(f"{path} is not UTF-8: give a plain text file.") from error
+    if not content:
         raise ValueError(f"{path} holds no text.")
     return Text(Path(path).name, content)
 

@@ -302,6 +302,9 @@ def evaluate(
     )
 
 
+MANY = 10**9
+
+
 class Dtype(StrEnum):
     """In which numbers a model is computed; `auto` is what it is stored in."""
 
@@ -325,13 +328,15 @@ def inspect(
         typer.Option(exists=True, dir_okay=False, help="Text to read.  [default: Python's language reference]"),
     ] = None,
     out: Annotated[Path, typer.Option(help="Directory to write.")] = Path("inspection"),
-    tokens: Annotated[int, typer.Option(min=1, help="How much of the text to read.")] = 8192,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 256,
+    tokens: Annotated[int, typer.Option(min=1, max=MANY, help="How much of the text to read.")] = 8192,
+    length: Annotated[int, typer.Option(min=2, max=MANY, help="Tokens of a sequence.")] = 256,
     intervention_tokens: Annotated[
         int,
-        typer.Option(min=0, help="Tokens for each source that is hidden and each row made uniform; 0 leaves both out."),
+        typer.Option(
+            min=0, max=MANY, help="Tokens for each source that is hidden and each row made uniform; 0 leaves both out."
+        ),
     ] = 2048,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, max=MANY, help="Sequences at a time.")] = 8,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of MODEL on the Hub.")] = None,
     compare_revision: Annotated[str | None, typer.Option(help="The same of the model of --compare.")] = None,
     tokenizer: Annotated[
@@ -371,6 +376,9 @@ def inspect(
     for source in filter(None, (model, compare, tokenizer)):
         check_source(source)
     check_replaceable(out, overwrite, **WRITTEN_REPORT)
+    for path in filter(None, (model, compare, tokenizer, text)):
+        if Path(path).exists() and Path(path).resolve().is_relative_to(out.resolve()):
+            raise typer.BadParameter(f"{path} lies in --out {out}, which would be replaced: choose another directory.")
     with loading():
         from .inspect import Source, run_inspect
     shared = {"tokenizer": tokenizer, "dtype": dtype.value, "device": device, "trust_remote_code": trust_remote_code}

@@ -1,7 +1,10 @@
 """`attnres inspect`: measure one model or two on a text, and write the report."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -10,9 +13,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from attnres.analysis.inspection import inspect_model
-from attnres.analysis.report import PAGE, write_report
+from attnres.analysis.report import PAGE, fill, report_directory
 from attnres.analysis.text import language_reference, read_text
+from attnres.loading_attnres import check_shapes, explain_broken_shard
 from attnres.quiet import quiet_transformers
+from attnres.wording import counted
 
 
 @dataclass(frozen=True)
@@ -29,16 +34,26 @@ class Source:
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Raises OSError or ValueError: one of them is not there or cannot be used."""
         shared = {"trust_remote_code": self.trust_remote_code}
-        model = AutoModelForCausalLM.from_pretrained(
-            self.name, revision=self.revision, dtype=self.dtype, device_map=self._device(), **shared
-        )
-        revision = None if self.tokenizer else self.revision
-        try:
-            return model, AutoTokenizer.from_pretrained(self.tokenizer or self.name, revision=revision, **shared)
-        except (OSError, ValueError) as error:
-            if self.tokenizer:
-                raise
-            raise ValueError(f"{self.name} has no tokenizer that loads: name one by --tokenizer. ({error})") from error
+        name = self.tokenizer or self.name
+        with _explained(name, "tokenizer", "" if self.tokenizer else ": name one by --tokenizer"):
+            tokenizer = AutoTokenizer.from_pretrained(
+                name, revision=None if self.tokenizer else self.revision, **shared
+            )
+        with _explained(self.name, "model"), explain_broken_shard(self.name):
+            model, found = AutoModelForCausalLM.from_pretrained(
+                self.name,
+                revision=self.revision,
+                dtype=self.dtype,
+                device_map=self._device(),
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are named here
+                **shared,
+            )
+            check_shapes(found["mismatched_keys"], self.name)
+        if missing := sorted(found["missing_keys"]):
+            others = f" and {counted(len(missing) - 1, 'other tensor')}" if len(missing) > 1 else ""
+            raise ValueError(f"{self.name} is incomplete: it lacks `{missing[0]}`{others}.")
+        return model, tokenizer
 
     def _device(self) -> str:
         found = torch.accelerator.current_accelerator(check_available=True)
@@ -48,6 +63,16 @@ class Source:
         if self.device not in (*names, found.type if found else "cpu"):
             raise ValueError(f"there is no device {self.device!r} here, but {', '.join(names)}.")
         return self.device
+
+
+@contextmanager
+def _explained(name: str, part: str, remedy: str = "") -> Iterator[None]:
+    """Errors of loading in one line, which names what was loaded."""
+    try:
+        yield
+    except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"{name} has no {part} that loads{remedy}. ({type(error).__name__}: {reason})") from error
 
 
 def run_inspect(sources: list[Source], out: Path, *, text: Path | None, overwrite: bool, **settings: Any) -> None:
@@ -60,10 +85,15 @@ def run_inspect(sources: list[Source], out: Path, *, text: Path | None, overwrit
         OSError, ValueError: a model, its tokenizer or the text is not there or cannot be used; or `out` is there.
     """
     console = Console(soft_wrap=True, highlight=False)
-    content = read_text(text, settings["tokens"]) if text else language_reference(settings["tokens"])
+    amount = max(settings["tokens"], settings["length"])
+    content = read_text(text, amount) if text else language_reference(amount)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), TextColumn("left:"))
     inspections = []
-    with quiet_transformers(), Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+    with (
+        report_directory(out, overwrite) as folder,
+        quiet_transformers(),
+        Progress(*columns, TimeRemainingColumn(), console=console) as progress,
+    ):
         for source in sources:
             bar = progress.add_task(f"{source.name}: loading", total=1.0)
 
@@ -75,7 +105,7 @@ def run_inspect(sources: list[Source], out: Path, *, text: Path | None, overwrit
             del model
             progress.update(bar, description=source.name, completed=1.0)
         bar = progress.add_task("report", total=None)
-        write_report(inspections, out, overwrite)
+        fill(folder, inspections)
         progress.remove_task(bar)
     console.print(f"Written to {out}: {PAGE}, its figures as PNG and SVG, the numbers as JSON and CSV.", markup=False)
 

@@ -216,7 +216,7 @@ def test_json_and_csv_hold_what_was_measured(source, tokenizer, text, standard):
     }
     head, *rows = tables["sublayers.csv"]
     row = dict(zip(head, rows[13]))
-    assert (row["model"], row["name"], row["kind"]) == ("retrofit", "attention 1", "attention")
+    assert (row["model"], row["name"], row["kind"]) == ("B: retrofit", "attention 1", "attention")
     assert float(row["output"]) == pytest.approx(found.magnitudes.outputs[3].item(), rel=1e-5)
     assert float(row["input"]) == pytest.approx(found.magnitudes.inputs[2].item(), rel=1e-5)
     assert float(row["on_nearest"]) == pytest.approx(0.5, abs=1e-4)
@@ -238,7 +238,7 @@ def test_what_cannot_be_inspected_is_refused_in_one_line(source, tokenizer, text
     with pytest.raises(ValueError, match=r"empty.txt holds no text"):
         read_text(tmp_path / "empty.txt", 100)
     (tmp_path / "binary").write_bytes(b"abc\xff\xfe")
-    with pytest.raises(ValueError, match="is not UTF-8 at byte 3"):
+    with pytest.raises(ValueError, match="binary is not UTF-8: give a plain text file"):
         read_text(tmp_path / "binary", 100)
     with torch.no_grad():
         model.model.layers[2].mlp.up_proj.weight[3, 4] = torch.nan

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,8 +99,54 @@ def break_weight(models: Path, folder: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+def damage_source(models: Path, folder: Path) -> None:
+    """Copies of the standard model: without a layer's tensors, cut in the middle, and of another shape."""
+    for name in ("lacking", "cut", "wrong"):
+        (folder / name).mkdir()
+        for path in (models / "source").iterdir():
+            (folder / name / path.name).write_bytes(path.read_bytes())
+    path = folder / "lacking" / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(path).items() if "layers.3." not in name}
+    save_file(tensors, path, metadata={"format": "pt"})
+    path = folder / "cut" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:5000])
+    path = folder / "wrong" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 100}))
+
+
+def test_a_report_does_not_replace_what_it_did_not_write(models, report, tmp_path):
+    shutil.copytree(report, tmp_path / "r")
+    shutil.copytree(models / "source", tmp_path / "r" / "model")
+    done = inspect(tmp_path, "r/model", "--out", "r", "--overwrite", *QUICK)
+    assert done.returncode == 2 and "r/model lies in --out r" in " ".join(done.stderr.split())
+    done = inspect(tmp_path, models / "source", "--out", "r", "--overwrite", *QUICK)
+    assert done.returncode == 1 and "r holds model, which is of no report" in done.stderr
+    assert (tmp_path / "r" / "model" / "config.json").exists()
+
+
+def test_figures_are_the_same_whatever_matplotlib_is_set_to(models, report, tmp_path):
+    style = "axes.grid: True\nfont.family: serif\ntext.usetex: True\nsvg.image_inline: False\npath.sketch: 1, 100, 2\n"
+    (tmp_path / "matplotlibrc").write_text(style)
+    call = (
+        models / "source",
+        "--compare",
+        models / "retrofit",
+        "--text",
+        models / "text.txt",
+        "--out",
+        "styled",
+        *QUICK,
+    )
+    done = inspect(tmp_path, *call, env=os.environ | {"MATPLOTLIBRC": str(tmp_path / "matplotlibrc")})
+    assert done.returncode == 0, done.stderr
+    for name in ("mixing_a.svg", "sinks.png"):
+        assert len((tmp_path / "styled" / name).read_bytes()) == len((report / name).read_bytes())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["matplotlibrc", "styled"]
+
+
 def test_bad_input_is_told_in_one_line_and_nothing_is_written(models, tmp_path):
     break_weight(models, tmp_path)
+    damage_source(models, tmp_path)
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("Once upon a time.")
     (tmp_path / "bare").mkdir()
@@ -120,6 +167,10 @@ def test_bad_input_is_told_in_one_line_and_nothing_is_written(models, tmp_path):
         ((blocks, "--length", 100_000), 1, "`length` is 100000, but must be from 2 to 512"),
         (("broken",), 1, "`model.layers.1.mlp.up_proj.weight` holds values that are not finite"),
         (("bare",), 1, "bare has no tokenizer that loads: name one by --tokenizer"),
+        (("lacking",), 1, r"lacking is incomplete: it lacks `model.layers.3.\S+` and \d+ other tensors"),
+        (("cut",), 1, "cut/model.safetensors is truncated or damaged"),
+        (("wrong",), 1, r"has shape \[172, 64\], but must be \[100, 64\]"),
+        ((source, "--out", "short.txt/x"), 1, "short.txt"),
         ((source, "--tokenizer", "./gone"), 1, "gone is not a directory"),
         (("--serve", "--out", "elsewhere"), 1, "elsewhere has no report.html"),
         (("--serve", "--tokens", 5), 2, "--tokens needs MODEL"),
