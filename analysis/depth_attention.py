@@ -141,10 +141,9 @@ def weights_by_token(model: PreTrainedModel, batch: Batch) -> list[Tensor]:
 def share_measures(weights: Tensor) -> tuple[Tensor, Tensor]:
     """`H(a) / log K` and `sum_i |a_i - 1/K| / 2` of weights `[sources, ...]`, each `[...]`.
 
-    They are taken as shares of their sum, since sigmoids do not add up to one; K counts the sources that are read, and
-    not those that a window drops.
+    They are taken as shares of their sum, since sigmoids do not add up to one. K counts sources that a window drops too,
+    so that weights within a window are never uniform.
     """
-    weights = weights[weights.flatten(1).any(1)]
     shares = weights / weights.sum(0)
     entropy = torch.special.entr(shares).sum(0) / (math.log(len(shares)) if len(shares) > 1 else math.nan)
     return entropy, (shares - 1 / len(shares)).abs().sum(0) / 2

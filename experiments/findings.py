@@ -80,9 +80,11 @@ def by_token(model: Model) -> str:
 
 
 def growth(model: Model) -> str:
-    """The stream after the last sublayer over the embedding, and its largest over its median magnitude."""
-    stream = model.numbers["magnitudes"]["stream"]
-    return f"{stream[-1] / stream[0]:.1f}; largest / median {max(stream) / sorted(stream)[len(stream) // 2]:.1f}"
+    """The largest magnitude of the stream over its median, and what the output reads over the embedding."""
+    sizes = model.numbers["magnitudes"]
+    stream, inputs = sizes["stream"], sizes["inputs"]
+    largest = max(stream) / sorted(stream)[len(stream) // 2]
+    return f"largest / median {largest:.1f}; input of the output / embedding {inputs[-1] / inputs[0]:.1f}"
 
 
 def gradients(model: Model) -> str:
@@ -106,7 +108,7 @@ MEASURES: dict[str, tuple[Callable[[Model], str], bool]] = {
     "weight on the embedding, second half of the depth": (embedding, True),
     "normalised entropy before": (sharper, True),
     "distance from uniform, token by token": (by_token, True),
-    "stream, last over first": (growth, False),
+    "magnitudes: stream": (growth, False),
     "gradients, first quarter over last": (gradients, False),
     "loss rises most (nats) with hidden": (used, False),
 }
