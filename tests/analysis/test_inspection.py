@@ -140,6 +140,19 @@ def test_remote_code_bfloat16_adapters_and_modes(source, tokenizer, text, tmp_pa
     assert_alike(inspect_model(adapted, tokenizer, text, **SMALL).depth_attention, narrow.depth_attention, 0.05)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu(source, tokenizer, text):
+    expected = inspect_model(retrofit(source), tokenizer, text, **SMALL)
+    for place in ("cuda", "auto"):
+        model = AutoModelForCausalLM.from_pretrained(source, device_map=place)
+        found = inspect_model(retrofit(model), tokenizer, text, **SMALL)
+        assert_alike(found.depth_attention, expected.depth_attention, 1e-3)
+        assert_alike(found.mixing, expected.mixing, 1e-3)
+        assert_alike(found.magnitudes, expected.magnitudes, 1e-2)
+        assert_alike(found.interventions, expected.interventions, 1e-2)
+
+
 def test_compiled_and_offloaded_models(source, tokenizer, text, standard, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(source)
     member = retrofit(model, "attn_res")
