@@ -141,8 +141,8 @@ def weights_by_token(model: PreTrainedModel, batch: Batch) -> list[Tensor]:
 def share_measures(weights: Tensor) -> tuple[Tensor, Tensor]:
     """`H(a) / log K` and `sum_i |a_i - 1/K| / 2` of weights `[sources, ...]`, each `[...]`.
 
-    They are taken as shares of their sum, since sigmoids do not add up to one. K counts sources that a window drops too,
-    so that weights within a window are never uniform.
+    They are taken as shares of their sum, since sigmoids do not add up to one. K counts sources that a window drops,
+    too: weights within a window are never uniform.
     """
     shares = weights / weights.sum(0)
     entropy = torch.special.entr(shares).sum(0) / (math.log(len(shares)) if len(shares) > 1 else math.nan)

@@ -75,7 +75,7 @@ def attnres(
     attnres convert MODEL my-attnres              put attention residuals into a pretrained model
     attnres train heal model=my-attnres train=text.jsonl out=runs/heal
     attnres eval my-attnres --baseline MODEL --out scores
-    attnres inspect my-attnres --compare MODEL --serve
+    attnres inspect MODEL --compare my-attnres --serve
 
     attnres COMMAND --help shows the options of a command.
     """
