@@ -233,7 +233,7 @@ def test_a_retrofit_starts_as_the_standard_model_or_is_refused(backbones, switch
         assert named(switches).items() <= model.config.to_dict().items()
         with torch.no_grad():
             found, expected = model(token_ids).logits, standard(token_ids).logits
-        assert torch.equal(found, expected) if gated else difference(found, expected) < 1e-6
+        assert torch.equal(found, expected) if gated else difference(found, expected) < 5e-6
         tensors = {name: tensor.detach().clone() for name, tensor in residual_tensors(model).items()}
         assert SwitchedAttnRes.differs_from_standard(model.config, tensors) is None
         query = next(name for name in tensors if name.endswith(("_proj.weight", "_proj.bias")))
