@@ -2,6 +2,7 @@
 
 import math
 import os
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -44,7 +45,8 @@ class AttentionSinks(Measurement):
 def attention_sinks(model: PreTrainedModel, batches: Batch | Iterable[Batch]) -> AttentionSinks:
     """Measure the weight on the first token over the batches, which may be streamed.
 
-    The attention is computed by the implementation `eager` meanwhile, since others do not show their weights.
+    The attention is computed by the implementation `eager` meanwhile, since others do not show their weights. No other
+    thread may run the model then.
 
     Args:
         model: a causal language model of the family, or a standard one on a backbone that the family knows.
@@ -57,13 +59,15 @@ def attention_sinks(model: PreTrainedModel, batches: Batch | Iterable[Batch]) ->
     model = family_member(model)
     layers = _decoder_layers(model)
     totals: list[Tensor | None] = [None] * len(layers)
-    uniform, queries = 0.0, 0
+    uniform, queries, thread = 0.0, 0, threading.get_ident()
     with measuring(model), _eager(model), torch.no_grad():
         for batch in several(batches):
             mask = mask_of(batch)
             first, later = mask.int().argmax(1), mask & (mask.cumsum(1) > 1)
 
             def see(place: int, result: Any, first: Tensor = first, later: Tensor = later) -> None:
+                if threading.get_ident() != thread:
+                    return
                 weights = result[1] if isinstance(result, tuple) and len(result) > 1 else None
                 if not (isinstance(weights, Tensor) and weights.ndim == 4):
                     return  # linear attention

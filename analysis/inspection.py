@@ -103,7 +103,6 @@ def inspect_model(
     if not isinstance(text, Text):
         text = Text("text", text) if isinstance(text, str) else read_text(text, max(tokens, length))
     member = family_member(model)
-    facts = _facts(model, member, name)
     ids, words = cut(text, tokenizer, length, tokens)
     batches = ids.split(batch_size)
     few = ids[: math.ceil(intervention_tokens / length)].split(batch_size)
@@ -116,6 +115,7 @@ def inspect_model(
         weights = [row[: place + 1] for place, row in enumerate(rows)]
     depth = attention.depth if attention else depth_of(member)
 
+    facts = _facts(model, member, name, depth)
     passes = count_passes(depth, attention) if intervention_tokens else 0
     done, total = ids.numel(), ids.numel() * (1 + sum(_COSTS.values())) + passes * sum(batch.numel() for batch in few)
 
@@ -150,7 +150,7 @@ def inspect_model(
     )
 
 
-def _facts(model: PreTrainedModel, member: PreTrainedModel, name: str | None) -> dict[str, Any]:
+def _facts(model: PreTrainedModel, member: PreTrainedModel, name: str | None, depth: Depth) -> dict[str, Any]:
     config = member.config
     return {
         "name": name or model.name_or_path or type(model).__name__,
@@ -159,8 +159,8 @@ def _facts(model: PreTrainedModel, member: PreTrainedModel, name: str | None) ->
         "connection": config.connection.describe(config),
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "layers": config.num_hidden_layers,
-        "sublayers": config.num_sublayers,
+        "layers": depth.num_sublayers // len(depth.kinds),
+        "sublayers": depth.num_sublayers,
         "hidden_size": config.hidden_size,
     }
 

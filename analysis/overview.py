@@ -18,6 +18,7 @@ LABELS = ("A", "B")  # what two models are called where they are compared
 MISSING = "\N{EN DASH}"
 _CONSTANT = 1e-5  # a standard deviation over tokens up to this is rounding
 _LOSS = "loss, in nats per token"
+_STREAM = "largest size of the stream, over the embedding"
 _READ = "size of what the output reads, over the embedding"
 _NOTHING = 1e-6  # numbers below are rounding
 _ROUNDING = 1e-5  # so is what two numbers differ by, up to this part of them
@@ -56,6 +57,8 @@ def differences(one: Inspection, other: Inspection) -> list[tuple[str, float]]:
         found[name] = 0.0 if math.isclose(first, second, rel_tol=_ROUNDING) else second - first
     if not _same_tokens(one, other):
         found[_LOSS] = math.nan
+    if one.depth.block_size != other.depth.block_size or bool(one.depth_attention) != bool(other.depth_attention):
+        found[_STREAM] = math.nan  # a residual stream, and the sum of a block
     return list(found.items())
 
 
@@ -104,7 +107,7 @@ def _numbers(inspection: Inspection) -> dict[str, float]:
         else math.nan,
         "standard deviation of weights over tokens": _mean(spread[several]),
         _READ: (sizes.inputs[-1] / sizes.inputs[0]).item(),
-        "largest size of the stream, over the embedding": (sizes.stream.max() / sizes.stream[0]).item(),
+        _STREAM: (sizes.stream.max() / sizes.stream[0]).item(),
         "gradients, first sublayers over last": _gradient_ratio(inspection)[1],
         "largest value read, over the median": sizes.largest.max().item(),
         "attention on the first token": _mean(inspection.sinks.mean),

@@ -1,6 +1,7 @@
 """An inspection as a directory: the page `report.html`, figures as PNG and SVG, and the numbers as JSON and CSV."""
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +28,10 @@ _VALUES = {
     "spread": "depth_attention_spread",
 }
 PAGE, NUMBERS = "report.html", "inspection.json"
-_SUFFIXES = (".html", ".json", ".csv", ".png", ".svg")
+_OF_A_REPORT = re.compile(
+    r"report\.html|inspection\.json|(sublayers|depth_attention|depth_mixing|attention_sinks|interventions)\.csv|"
+    r"(depth_attention(_relative|_spread)?(_[ab])?|mixing(_[ab])?|weights_by_depth|magnitudes|sinks|interventions)\.(png|svg)"
+)
 
 
 def write_report(inspections: Sequence[Inspection], out: str | os.PathLike, overwrite: bool = False) -> None:
@@ -51,7 +55,9 @@ def report_directory(out: str | os.PathLike, overwrite: bool = False) -> Iterato
     Enter it before what takes long: it shows at once whether `out` can be written.
     """
     if overwrite and Path(out).is_dir():
-        others = sorted(path.name for path in Path(out).iterdir() if path.is_dir() or path.suffix not in _SUFFIXES)
+        others = sorted(
+            path.name for path in Path(out).iterdir() if path.is_dir() or not _OF_A_REPORT.fullmatch(path.name)
+        )
         if others:
             raise FileExistsError(f"{out} holds {others[0]}, which is of no report. Choose another directory.")
     with atomic_directory(out, overwrite=overwrite, marker=NUMBERS, content=WRITTEN_BY) as folder:

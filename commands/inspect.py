@@ -8,9 +8,10 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from attnres.analysis.inspection import inspect_model
 from attnres.analysis.report import PAGE, fill, report_directory
@@ -34,6 +35,8 @@ class Source:
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Raises OSError or ValueError: one of them is not there or cannot be used."""
         shared = {"trust_remote_code": self.trust_remote_code}
+        with _explained(self.name, "configuration"):
+            AutoConfig.from_pretrained(self.name, revision=self.revision, **shared)
         name = self.tokenizer or self.name
         with _explained(name, "tokenizer", "" if self.tokenizer else ": name one by --tokenizer"):
             tokenizer = AutoTokenizer.from_pretrained(
@@ -65,13 +68,19 @@ class Source:
         return self.device
 
 
+_OF_LOADING = (
+    *(ArithmeticError, AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError),
+    *(StrictDataclassError, UnpicklingError),
+)
+
+
 @contextmanager
 def _explained(name: str, part: str, remedy: str = "") -> Iterator[None]:
     """Errors of loading in one line, which names what was loaded."""
     try:
         yield
-    except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError, UnpicklingError) as error:
-        reason = str(error).split("\n")[0]
+    except _OF_LOADING as error:
+        reason = " ".join(str(error).split())
         raise ValueError(f"{name} has no {part} that loads{remedy}. ({type(error).__name__}: {reason})") from error
 
 

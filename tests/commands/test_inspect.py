@@ -101,7 +101,7 @@ def break_weight(models: Path, folder: Path) -> None:
 
 def damage_source(models: Path, folder: Path) -> None:
     """Copies of the standard model: without a layer's tensors, cut in the middle, and of another shape."""
-    for name in ("lacking", "cut", "wrong"):
+    for name in ("lacking", "cut", "wrong", "null"):
         (folder / name).mkdir()
         for path in (models / "source").iterdir():
             (folder / name / path.name).write_bytes(path.read_bytes())
@@ -110,6 +110,8 @@ def damage_source(models: Path, folder: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
     path = folder / "cut" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:5000])
+    path = folder / "null" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_size": None}))
     path = folder / "wrong" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 100}))
 
@@ -121,7 +123,10 @@ def test_a_report_does_not_replace_what_it_did_not_write(models, report, tmp_pat
     assert done.returncode == 2 and "r/model lies in --out r" in " ".join(done.stderr.split())
     done = inspect(tmp_path, models / "source", "--out", "r", "--overwrite", *QUICK)
     assert done.returncode == 1 and "r holds model, which is of no report" in done.stderr
-    assert (tmp_path / "r" / "model" / "config.json").exists()
+    shutil.rmtree(tmp_path / "r" / "model")
+    (tmp_path / "r" / "notes.csv").write_text("mine")
+    done = inspect(tmp_path, models / "source", "--out", "r", "--overwrite", *QUICK)
+    assert done.returncode == 1 and "r holds notes.csv, which is of no report" in done.stderr
 
 
 def test_figures_are_the_same_whatever_matplotlib_is_set_to(models, report, tmp_path):
@@ -166,6 +171,7 @@ def test_bad_input_is_told_in_one_line_and_nothing_is_written(models, tmp_path):
         (("bare",), 1, "bare has no tokenizer that loads: name one by --tokenizer"),
         (("lacking",), 1, r"lacking is incomplete: it lacks `model.layers.3.\S+` and \d+ other tensors"),
         (("cut",), 1, "cut/model.safetensors is truncated or damaged"),
+        (("null",), 1, "null has no configuration that loads"),
         (("wrong",), 1, r"has shape \[172, 64\], but must be \[100, 64\]"),
         ((source, "--out", "short.txt/x"), 1, "short.txt"),
         ((source, "--tokenizer", "./gone"), 1, "gone is not a directory"),
