@@ -1,4 +1,9 @@
-"""What a model does across its depth: measured on text, as numbers, figures and a page."""
+"""What a model does across its depth: measured on text, as numbers, figures and a page.
+
+What writes reports is imported when it is asked for: who measures alone needs neither matplotlib nor jinja2.
+"""
+
+import importlib
 
 from .attention_sinks import AttentionSinks, attention_sinks
 from .depth_attention import DepthAttention, NoDepthAttention, depth_attention
@@ -7,8 +12,14 @@ from .interventions import Interventions, interventions
 from .magnitudes import Magnitudes, magnitudes
 from .mixing import DepthMixing, TokenMixing, depth_mixing, mixing_matrix, semiseparable_rank, token_mixing
 from .names import Depth
-from .report import write_report
 from .text import Text
+
+
+def __getattr__(name: str) -> object:
+    if name != "write_report":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.report").write_report
+
 
 __all__ = [
     "AttentionSinks",

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from .names import Measurement
+from .names import Measurement, decoder_of
 from .watching import Batch, family_member, mask_of, measuring, run, several
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def attention_sinks(model: PreTrainedModel, batches: Batch | Iterable[Batch]) ->
         ValueError: there is no batch, or no sequence has two tokens; or what the model computes is not finite.
     """
     model = family_member(model)
-    layers = _decoder_layers(model)
+    layers = decoder_of(model).layers
     totals: list[Tensor | None] = [None] * len(layers)
     uniform, queries, thread = 0.0, 0, threading.get_ident()
     with measuring(model), _eager(model), torch.no_grad():
@@ -89,15 +89,6 @@ def attention_sinks(model: PreTrainedModel, batches: Batch | Iterable[Batch]) ->
     mean = torch.stack([nothing if total is None else total.mean() / queries for total in totals])
     strongest = torch.stack([nothing if total is None else total.max() / queries for total in totals])
     return AttentionSinks(mean, strongest, uniform / queries)
-
-
-def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers, wherever adapters have put the model."""
-    return next(
-        layers
-        for module in model.modules()
-        if isinstance(layers := getattr(module, "layers", None), nn.ModuleList) and hasattr(layers[0], "sublayers")
-    )
 
 
 @contextmanager

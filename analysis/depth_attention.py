@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .names import Depth, Measurement, depth_of
+from .names import Depth, Measurement, depth_of, deviation
 from .watching import Batch, family_member, mask_of, measuring, run, several, watched
 
 if TYPE_CHECKING:
@@ -110,10 +110,8 @@ def depth_attention(model: PreTrainedModel, batches: Batch | Iterable[Batch]) ->
         raise ValueError("no batch of token ids was given.")
     mean, square = (_table([of[i] / tokens for of in sums]) for i in (0, 1))
     entropy, distance = (torch.stack([of[i] / tokens for of in sums]) for i in (2, 3))
-    # The difference of two means of squares may fall below zero by rounding.
-    spread = (square - mean.square()).clamp_min(0).sqrt()
     depth = depth_of(model, [len(of[0]) for of in sums])
-    return DepthAttention(depth, mean, spread, entropy, distance, tokens)
+    return DepthAttention(depth, mean, deviation(mean, square), entropy, distance, tokens)
 
 
 @torch.no_grad()

@@ -87,11 +87,11 @@ def draw_depth_attention(
     reader = "reader: decoder layer"
     if values == "weight":
         # Most weights are small where there are many sources.
-        scale = _rooted("weight", max(1.0, _largest(table)))
+        scale = _rooted("weight", max(1.0, largest(table)))
     elif values == "spread":
         table = numbers = attention.spread
         of_tokens = "standard deviation over tokens"
-        scale = _Scale("standard deviation of the weight", Normalize(0, max(1e-3, limit, _largest(table))))
+        scale = _Scale("standard deviation of the weight", Normalize(0, max(1e-3, limit, largest(table))))
     else:
         table = (table * table.isfinite().sum(1, keepdim=True)).log2()
         limit = _limit(table)
@@ -116,9 +116,9 @@ def draw_mixing(mixing: "DepthMixing", label: str = "", limit: float = 0.0) -> F
     """
     depth, table = mixing.depth, mixing.mean
     table = table.masked_fill(torch.ones_like(table).triu(1).bool(), math.nan)
-    largest = max(1e-3, limit, _largest(table))
+    end = max(1e-3, limit, largest(table))
     unit = "factor of the output in the input"
-    scale = _Scale(unit, Normalize(-largest, largest)) if (table < 0).any() else _rooted(unit, largest)
+    scale = _Scale(unit, Normalize(-end, end)) if (table < 0).any() else _rooted(unit, end)
     panel = _Panel("", list(range(len(table))), list(depth.readers))
     figure = _draw(table, table, [panel], list(depth.outputs), scale, len(depth.kinds))
     return _named(figure, "Depth mixing, mean over tokens", label, "input of sublayer", "output of sublayer")
@@ -210,7 +210,7 @@ def _named(figure: Figure, title: str, label: str, reader: str, source: str) -> 
     return figure
 
 
-def _largest(table: Tensor) -> float:
+def largest(table: Tensor) -> float:
     return table.nan_to_num(0).abs().max().item()
 
 
@@ -223,4 +223,4 @@ def _limit(relative: Tensor) -> float:
     return max(0.05, differing.quantile(0.9).item()) if len(differing) else 0.05
 
 
-__all__ = ["DIVERGING", "SEQUENTIAL", "VALUES", "draw_depth_attention", "draw_mixing"]
+__all__ = ["DIVERGING", "SEQUENTIAL", "VALUES", "draw_depth_attention", "draw_mixing", "largest"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
-from .names import Depth, Measurement, depth_of
+from .names import Depth, Measurement, depth_of, deviation
 from .watching import Batch, connections_of, family_member, mask_of, measuring, run, sequences, several, watched
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def depth_mixing(model: PreTrainedModel, batches: Batch | Iterable[Batch]) -> De
     if total is None:
         raise ValueError("no batch of token ids was given.")
     mean, square = total / tokens
-    return DepthMixing(depth_of(model), mean, (square - mean.square()).clamp_min(0).sqrt(), tokens)
+    return DepthMixing(depth_of(model), mean, deviation(mean, square), tokens)
 
 
 def mixing_matrix(model: PreTrainedModel, batches: Batch | Iterable[Batch]) -> Tensor:

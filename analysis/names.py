@@ -3,12 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnres.wording import counted
 
 _KINDS = {"self_attention_res": "attention", "mlp_res": "MLP", "parallel_res": "layer"}
+
+
+def deviation(mean: Tensor, mean_of_squares: Tensor) -> Tensor:
+    """The standard deviation over tokens; the difference of both may fall below zero by rounding."""
+    return (mean_of_squares - mean.square()).clamp_min(0).sqrt()
 
 
 class Measurement:
@@ -74,8 +79,12 @@ def depth_of(model: PreTrainedModel, num_sources: Sequence[int] | None = None) -
 
 def _count_sublayers(model: PreTrainedModel) -> int:
     """How many a pass has: of layers that are there, and that the configuration counts."""
-    layers = next(m.layers for m in model.modules() if hasattr(m, "output_attn_res_proj"))
-    return min(len(layers), model.config.num_hidden_layers) * len(model.config.sublayers)
+    return min(len(decoder_of(model).layers), model.config.num_hidden_layers) * len(model.config.sublayers)
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The module of a model of the family that has the layers, wherever adapters have put it."""
+    return next(module for module in model.modules() if hasattr(module, "output_attn_res_proj"))
 
 
 def sublayer_names(config: PreTrainedConfig) -> list[str]:
@@ -91,4 +100,4 @@ def _block_size(num_sources: Sequence[int]) -> int:
     return begins[1] - begins[0] if len(begins) > 1 else 1
 
 
-__all__ = ["Depth", "Measurement", "depth_of", "sublayer_names"]
+__all__ = ["Depth", "Measurement", "decoder_of", "depth_of", "deviation", "sublayer_names"]

@@ -42,10 +42,10 @@ class Section:
 
 def overview(inspections: Sequence[Inspection]) -> list[Section]:
     """Sentences on one inspection, or on two and how they compare."""
+    two = len(inspections) == 2
     sections = [
         Section(title, [of(inspection) for inspection in inspections], compared(*inspections) if two else "")
         for title, of, compared in _SECTIONS
-        for two in [len(inspections) == 2]
     ]
     return [section for section in sections if any(section.models)]
 

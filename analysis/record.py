@@ -36,6 +36,14 @@ _WEIGHTS = {
     "nearest": "on_nearest",
     "rest": "on_rest",
 }
+# Files of tables -> their columns.
+TABLES = {
+    "sublayers.csv": ("model", "place", "name", "kind", *_SIZES.values(), *_WEIGHTS.values()),
+    "depth_attention.csv": ("model", "reader", "source", "mean", "spread"),
+    "depth_mixing.csv": ("model", "reader", "output", "mean", "spread"),
+    "attention_sinks.csv": ("model", "layer", "mean", "strongest_head", "uniform"),
+    "interventions.csv": ("model", "intervention", "of", "loss", "rise"),
+}
 
 
 def to_json(inspections: Sequence[Inspection]) -> str:
@@ -96,36 +104,24 @@ def plain(value: Any) -> Any:
 
 
 def to_csv(inspections: Sequence[Inspection]) -> dict[str, str]:
-    """File name -> content: `sublayers`, `depth_attention`, `depth_mixing`, `attention_sinks`, `interventions`."""
+    """File name -> content, of those of `TABLES` that have rows."""
     if len(inspections) > 1:  # the letters of the page: names may be the same
         models = [i.model | {"name": f"{letter}: {i.model['name']}"} for letter, i in zip(LABELS, inspections)]
         inspections = [replace(i, model=model) for i, model in zip(inspections, models)]
-    tables = {
-        "sublayers.csv": _table(
-            ("model", "place", "name", "kind", *_SIZES.values(), *_WEIGHTS.values()),
-            (row for inspection in inspections for row in _sublayers(inspection)),
+    rows: dict[str, Iterable[tuple]] = {
+        "sublayers.csv": (row for i in inspections for row in _sublayers(i)),
+        "depth_attention.csv": (
+            row for i in inspections if i.depth_attention for row in _cells(i, i.depth_attention, i.depth.sources)
         ),
-        "depth_attention.csv": _table(
-            ("model", "reader", "source", "mean", "spread"),
-            (row for i in inspections if i.depth_attention for row in _cells(i, i.depth_attention, i.depth.sources)),
+        "depth_mixing.csv": (row for i in inspections for row in _cells(i, i.mixing, i.depth.outputs)),
+        "attention_sinks.csv": (
+            (i.model["name"], layer, mean, strongest, i.sinks.uniform)
+            for i in inspections
+            for layer, (mean, strongest) in enumerate(zip(i.sinks.mean.tolist(), i.sinks.strongest.tolist()))
         ),
-        "depth_mixing.csv": _table(
-            ("model", "reader", "output", "mean", "spread"),
-            (row for i in inspections for row in _cells(i, i.mixing, i.depth.outputs)),
-        ),
-        "attention_sinks.csv": _table(
-            ("model", "layer", "mean", "strongest_head", "uniform"),
-            (
-                (i.model["name"], layer, mean, strongest, i.sinks.uniform)
-                for i in inspections
-                for layer, (mean, strongest) in enumerate(zip(i.sinks.mean.tolist(), i.sinks.strongest.tolist()))
-            ),
-        ),
-        "interventions.csv": _table(
-            ("model", "intervention", "of", "loss", "rise"),
-            (row for i in inspections if i.interventions for row in _interventions(i)),
-        ),
+        "interventions.csv": (row for i in inspections if i.interventions for row in _interventions(i)),
     }
+    tables = {name: _table(header, rows[name]) for name, header in TABLES.items()}
     return {name: table for name, table in tables.items() if table.count("\n") > 1}
 
 
@@ -166,4 +162,4 @@ def _table(header: Sequence[str], rows: Iterable[Sequence]) -> str:
     return file.getvalue()
 
 
-__all__ = ["WRITTEN_BY", "numbers", "plain", "to_csv", "to_json", "versions"]
+__all__ = ["TABLES", "WRITTEN_BY", "numbers", "plain", "to_csv", "to_json", "versions"]

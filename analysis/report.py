@@ -1,22 +1,20 @@
 """An inspection as a directory: the page `report.html`, figures as PNG and SVG, and the numbers as JSON and CSV."""
 
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from attnres.files import atomic_directory
 
 from . import figures
+from .depth_maps import largest
 from .inspection import Inspection
 from .overview import LABELS
 from .page import render
-from .record import WRITTEN_BY, to_csv, to_json
+from .record import TABLES, WRITTEN_BY, to_csv, to_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,11 +25,14 @@ _VALUES = {
     "relative": "depth_attention_relative",
     "spread": "depth_attention_spread",
 }
-PAGE, NUMBERS = "report.html", "inspection.json"
-_OF_A_REPORT = re.compile(
-    r"report\.html|inspection\.json|(sublayers|depth_attention|depth_mixing|attention_sinks|interventions)\.csv|"
-    r"(depth_attention(_relative|_spread)?(_[ab])?|mixing(_[ab])?|weights_by_depth|magnitudes|sinks|interventions)\.(png|svg)"
-)
+PAGE, NUMBERS, _SUFFIXES = "report.html", "inspection.json", (".png", ".svg")
+# Kinds of figures of two models together -> what draws them, and of what part of an inspection.
+_TOGETHER = {
+    "weights_by_depth": (figures.draw_weights_by_depth, "depth_attention"),
+    "magnitudes": (figures.draw_magnitudes, "magnitudes"),
+    "sinks": (figures.draw_sinks, "sinks"),
+    "interventions": (figures.draw_interventions, "interventions"),
+}
 
 
 def write_report(inspections: Sequence[Inspection], out: str | os.PathLike, overwrite: bool = False) -> None:
@@ -55,13 +56,22 @@ def report_directory(out: str | os.PathLike, overwrite: bool = False) -> Iterato
     Enter it before what takes long: it shows at once whether `out` can be written.
     """
     if overwrite and Path(out).is_dir():
-        others = sorted(
-            path.name for path in Path(out).iterdir() if path.is_dir() or not _OF_A_REPORT.fullmatch(path.name)
-        )
+        others = sorted(path.name for path in Path(out).iterdir() if path.is_dir() or path.name not in _names())
         if others:
             raise FileExistsError(f"{out} holds {others[0]}, which is of no report. Choose another directory.")
     with atomic_directory(out, overwrite=overwrite, marker=NUMBERS, content=WRITTEN_BY) as folder:
         yield folder
+
+
+def _names() -> set[str]:
+    """The files that a report can hold."""
+    kinds = [kind + _ending(of) for kind in (*_VALUES.values(), "mixing") for of in ("", *LABELS)]
+    return {PAGE, NUMBERS, *TABLES, *(f"{kind}{suffix}" for kind in (*kinds, *_TOGETHER) for suffix in _SUFFIXES)}
+
+
+def _ending(letter: str) -> str:
+    """Of the name of a figure, by the letter of its model, if there are two."""
+    return f"_{letter.lower()}" if letter else ""
 
 
 def fill(folder: Path, inspections: Sequence[Inspection]) -> None:
@@ -72,8 +82,9 @@ def fill(folder: Path, inspections: Sequence[Inspection]) -> None:
         (folder / name).write_text(table, encoding="utf-8")
     drawn = {}
     for kind, draw in _figures(inspections).items():
-        figure, name = draw(), kind.replace(": ", "_").lower()
-        for suffix in (".png", ".svg"):
+        (stem, _, letter), figure = kind.partition(": "), draw()
+        name = stem + _ending(letter)
+        for suffix in _SUFFIXES:
             figures.finish(figure, folder / f"{name}{suffix}")
         drawn[kind] = (folder / f"{name}.svg").read_text(encoding="utf-8")
     (folder / PAGE).write_text(render(inspections, drawn, files=(NUMBERS, *tables)), encoding="utf-8")
@@ -90,17 +101,13 @@ def labels(inspections: Sequence[Inspection]) -> list[str]:
     return [f"{letter}: {'/'.join(path[-count:])}".replace("$", r"\$") for letter, path in zip(LABELS, paths)]
 
 
-def _largest(table: Tensor) -> float:
-    return table.nan_to_num(0).abs().max().item()
-
-
 def _figures(inspections: Sequence[Inspection]) -> dict[str, Callable[[], "Figure"]]:
     """Kind of figure, as [`render`] takes it, -> what draws it, in the order of the page."""
     named = dict(zip(labels(inspections), inspections))
     drawn: dict[str, Callable[[], Figure]] = {}
     limits = {
-        "spread": max((_largest(i.depth_attention.spread) for i in inspections if i.depth_attention), default=0.0),
-        "mixing": max(_largest(i.mixing.mean) for i in inspections),
+        "spread": max((largest(i.depth_attention.spread) for i in inspections if i.depth_attention), default=0.0),
+        "mixing": max(largest(i.mixing.mean) for i in inspections),
     }
     for letter, (label, inspection) in zip(LABELS, named.items()):
         of = f": {letter}" if len(inspections) > 1 else ""
@@ -109,13 +116,7 @@ def _figures(inspections: Sequence[Inspection]) -> dict[str, Callable[[], "Figur
             for values, kind in _VALUES.items():
                 drawn[f"{kind}{of}"] = partial(draw, values)
         drawn[f"mixing{of}"] = partial(figures.draw_mixing, inspection.mixing, label, limits["mixing"])
-    parts = {
-        "weights_by_depth": (figures.draw_weights_by_depth, "depth_attention"),
-        "magnitudes": (figures.draw_magnitudes, "magnitudes"),
-        "sinks": (figures.draw_sinks, "sinks"),
-        "interventions": (figures.draw_interventions, "interventions"),
-    }
-    for kind, (draw, part) in parts.items():
+    for kind, (draw, part) in _TOGETHER.items():
         if of_models := {label: getattr(i, part) for label, i in named.items() if getattr(i, part) is not None}:
             drawn[kind] = partial(draw, of_models)
     return drawn

@@ -6,7 +6,6 @@ import sys
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import torch
 from torch import Tensor
@@ -56,6 +55,8 @@ def read_text(path: str | os.PathLike, tokens: int) -> Text:
 
 def language_reference(tokens: int) -> Text:
     """Prose that is on every machine: what `help()` shows of the Python language, in its order."""
+    from pydoc_data.topics import topics  # half a megabyte
+
     name = f"the language reference of Python {sys.version_info.major}.{sys.version_info.minor}"
     return Text(name, "\n\n".join(topics[topic] for topic in sorted(topics))[: _CHARACTERS * tokens])
 

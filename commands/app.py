@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from attnres import __version__
-from attnres.connection_help import describe_connections
+from attnres.connection_help import describe_connections, flag
 from attnres.files import check_replaceable
 from attnres.hub import check_source
 from attnres.packaged import configuration_names, recipe_names
@@ -27,6 +27,7 @@ from .choices import (
     Listed,
     Residual,
     Scale,
+    given,
     help_of,
     read_fields,
     refuse_options,
@@ -196,7 +197,7 @@ def convert(
         "streams": streams,
     }
     options = {name: value for name, value in values.items() if value is not None}
-    is_named = context.get_parameter_source("residual").name == "COMMANDLINE"
+    is_named = "residual" in given(context)
     fields = read_fields(settings or ())
     refuse_options(residual, options, {"--set-block-size": set_block_size, "--to": to}, is_named, bool(fields))
     check_source(source)
@@ -366,10 +367,10 @@ def inspect(
 
     page = "report.html"
     if model is None:
-        given = [name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"]
-        if not serve or (others := [name for name in given if name not in ("serve", "out")]):
-            flags = " and ".join(f"--{name.replace('_', '-')}" for name in others) if serve else ""
-            raise typer.BadParameter(f"{flags} needs MODEL." if flags else "MODEL is missing: a directory or Hub id.")
+        if not serve:
+            raise typer.BadParameter("MODEL is missing: a directory or Hub id.")
+        if others := [flag(name) for name in given(context) if name not in ("serve", "out")]:
+            raise typer.BadParameter(f"{' and '.join(others)} needs MODEL.")
         serve_folder(out, page)
         return
     if compare is None and compare_revision is not None:
@@ -486,11 +487,7 @@ def bench(
     checkout = Path(__file__).resolve().parents[1]
     if (checkout / "benchmarks" / "run.py").is_file():
         sys.path.insert(0, str(checkout))
-    of_the_cpu = [
-        f"--{name}"
-        for name in ("only", "threads", "repeats")
-        if context.get_parameter_source(name).name == "COMMANDLINE"
-    ]
+    of_the_cpu = [flag(name) for name in ("only", "threads", "repeats") if name in given(context)]
     if device == Device.cuda and of_the_cpu:
         raise typer.BadParameter(f"{' and '.join(of_the_cpu)} and --device cuda exclude each other.")
     try:

@@ -69,6 +69,11 @@ def read_fields(settings: Collection[str]) -> dict[str, object]:
     return fields
 
 
+def given(context: typer.Context) -> list[str]:
+    """The options and arguments that the user has named, by their names in Python."""
+    return [name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"]
+
+
 def refuse_options(
     residual: str, options: Collection[str], others: Mapping[str, object], is_named: bool, has_fields: bool
 ) -> None:

@@ -10,20 +10,14 @@ from torch import Tensor
 from attnres.analysis import AttentionSinks, DepthAttention, DepthMixing, Inspection, Interventions, Magnitudes, Passage
 from attnres.analysis.names import Depth
 
+from .measured import depth as depth_of
+
 NAN = math.nan
 WORDS = ["<s>", "The", " cat's", "\n\n", "  ", "<b>hat</b>", " sat.\n", "→"]  # as many as a passage has tokens
 
 
 def _doubles(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
-
-
-def _depth(layers: int, block_size: int | None) -> Depth:
-    sublayers = tuple(f"{kind} {layer}" for layer in range(layers) for kind in ("attention", "MLP"))
-    outputs = ("embedding", *sublayers)
-    blocks = -(-2 * layers // (block_size or 1))
-    sources = ("embedding", *(f"block {i + 1}" for i in range(blocks))) if (block_size or 1) > 1 else outputs
-    return Depth(("attention", "MLP"), (*sublayers, "output"), outputs, sources, block_size or 1)
 
 
 def _counts(depth: Depth) -> list[int]:
@@ -75,7 +69,7 @@ def _inspection(depth: Depth, attention: DepthAttention | None, words: list[str]
 
 def block_attn_res(**more: Any) -> Inspection:
     """Two layers in blocks of two sublayers, each number by hand; `more` replaces fields."""
-    depth = _depth(2, 2)
+    depth = depth_of(2, 2)
     mean = _table([[1.0], [0.75, 0.25], [0.5, 0.5], [0.25, 0.25, 0.5], [0.375, 0.5, 0.125]])
     spread = _table([[0.0], [0.125, 0.125], [0.0, 0.0], [0.0, 0.25, 0.25], [0.0, 0.0, 0.0]])
     attention = DepthAttention(
@@ -94,7 +88,7 @@ def block_attn_res(**more: Any) -> Inspection:
 
 def standard(**more: Any) -> Inspection:
     """Two layers with the standard residual connection, which read the same words."""
-    depth = _depth(2, None)
+    depth = depth_of(2)
     weights = [torch.ones(place + 1, len(WORDS)) for place in range(5)]
     interventions = Interventions(depth, 1.75, _doubles(2.5, 0.5, 0.25, 0.125, 0.0), _doubles(*[NAN] * 5), 60)
     found = _inspection(depth, None, WORDS, weights, interventions=interventions)
@@ -103,7 +97,7 @@ def standard(**more: Any) -> Inspection:
 
 def full_attn_res(layers: int, tokens: int, seed: int = 0) -> Inspection:
     """As many layers and tokens as wanted, every sublayer a source, and weights by chance."""
-    depth, chance = _depth(layers, 1), torch.Generator().manual_seed(seed)
+    depth, chance = depth_of(layers), torch.Generator().manual_seed(seed)
     weights = [torch.softmax(torch.randn(count, tokens, generator=chance), 0) for count in _counts(depth)]
     mean, spread = (_table([part.tolist() for part in parts]) for parts in zip(*map(_moments, weights)))
     measure = torch.rand(len(depth.readers), generator=chance).double()
