@@ -5,7 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +16,7 @@ from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.residual_attnres import residual_tensors
 
 from .conversion import backbones as _backbones
+from .hub.running import Hub
 
 ROOT = Path(__file__).parents[1]
 # Started in the background, by a shell without job control, this process ignores SIGINT, and so would those it starts.
@@ -85,6 +86,13 @@ def assets() -> Path:
     if "ATTNRES_ASSETS" not in os.environ:
         pytest.skip("ATTNRES_ASSETS is not set: this test needs a real checkpoint or corpus")
     return Path(os.environ["ATTNRES_ASSETS"])
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    """A Hub on this machine, empty, to publish to and to load from; see `tests/hub/running.py`."""
+    with Hub.running() as hub:
+        yield hub
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """`attnres convert` of a repository on the Hub, here a server on this machine; a process of its own reads from it."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -14,36 +13,30 @@ from transformers import AutoTokenizer
 
 from attnres.conversion import checkpoint
 
+from ..hub.running import Hub
 from .checkpoints import assert_same_function, logits_of, save_tokenizer, standard_model
 
 HERE = Path(__file__).parent
-SERVER = HERE.parent / "modeling_attnres" / "hub_server.py"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """What the session wrote, and `seen.json`; the revisions of `lab/model` are in `hub`."""
+    """What the session wrote, and `seen.json`; the revisions of `lab/model` are in `hub/lab/model`."""
     folder = tmp_path_factory.mktemp("hub")
-    hub = folder / "hub"
-    standard_model().save_pretrained(hub / "main", max_shard_size="20KB")
-    save_tokenizer(hub / "main")
-    (hub / "main" / "additional_chat_templates").mkdir()
-    (hub / "main" / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
-    (hub / "main" / "training_log.txt").write_text("not needed")
-    standard_model(num_hidden_layers=2).save_pretrained(hub / "v1")
+    model = folder / "hub" / "lab" / "model"
+    standard_model().save_pretrained(model / "main", max_shard_size="20KB")
+    save_tokenizer(model / "main")
+    (model / "main" / "additional_chat_templates").mkdir()
+    (model / "main" / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
+    (model / "main" / "training_log.txt").write_text("not needed")
+    standard_model(num_hidden_layers=2).save_pretrained(model / "v1")
     for name in ("bare", "pickled"):
-        shutil.copytree(hub / "v1", hub / name, ignore=shutil.ignore_patterns("*.safetensors"))
-    torch.save(standard_model(num_hidden_layers=2).state_dict(), hub / "pickled" / "pytorch_model.bin")
+        shutil.copytree(model / "v1", model / name, ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.save(standard_model(num_hidden_layers=2).state_dict(), model / "pickled" / "pytorch_model.bin")
 
-    server = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(SERVER), str(hub)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with server:
-        address = server.stdout.readline().strip()
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-        environment |= {"HF_ENDPOINT": address, "HF_HOME": str(folder / "home")}
-        environment |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-        command = [sys.executable, HERE / "hub_session.py", str(server.pid), folder]
+    with Hub.running(folder / "hub") as hub:
+        command = [sys.executable, HERE / "hub_session.py", str(hub.pid), folder]
+        environment = hub.environ(home=folder / "home")
         done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
@@ -62,12 +55,14 @@ def test_a_revision_is_converted(seen, folder, name, revision):
     assert seen[name]["code"] == 0, seen[name]["err"]
     assert "Verified: " in seen[name]["out"]
     result = folder / ("cached" if "cache" in name else name)
-    assert_same_function(logits_of(result), logits_of(folder / "hub" / revision))
+    assert_same_function(logits_of(result), logits_of(folder / "hub" / "lab" / "model" / revision))
 
 
 def test_what_belongs_to_the_model_comes_along(folder):
     result = folder / "main"
-    tokenizer, expected = (AutoTokenizer.from_pretrained(path) for path in (result, folder / "hub" / "main"))
+    tokenizer, expected = (
+        AutoTokenizer.from_pretrained(path) for path in (result, folder / "hub" / "lab" / "model" / "main")
+    )
     assert tokenizer("Grüße")["input_ids"] == expected("Grüße")["input_ids"]
     assert (result / "additional_chat_templates" / "tool.jinja").read_text() == "{{ messages }}"
     assert not (result / "training_log.txt").exists()

@@ -7,9 +7,6 @@ cannot import `attnres`. The tests compare what they saw with the models of this
 import json
 import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +20,7 @@ from transformers import AutoModelForCausalLM, KimiLinearForCausalLM, PreTrained
 from attnres import AttnResForCausalLM, AttnResForSequenceClassification
 from attnres.residual_attnres import residual_tensors
 
+from ..hub.running import Hub
 from .connections import close
 
 HERE = Path(__file__).parent
@@ -203,27 +201,20 @@ def test_both_save_models_that_load(mixed, model, ids):
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory, tiny_model) -> Iterator[tuple[Path, str]]:
-    """A Hub with the repository `lab/model`: the folder of its revisions `main` and `v1`, and its address."""
-    folder = tmp_path_factory.mktemp("hub")
+def revisions(tmp_path_factory, tiny_model) -> Path:
+    """A folder of the revisions `main` and `v1` of the repository `lab/model`."""
+    folder = tmp_path_factory.mktemp("hub") / "lab" / "model"
     tiny_model(seed=0, attn_res_block_size=3).save_pretrained(folder / "main", max_shard_size="40KB")
     tiny_model(seed=1, attn_res_block_size=2).save_pretrained(folder / "v1", max_shard_size="40KB")
-    server = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(HERE / "hub_server.py"), str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with server:  # closes its standard input at the end, which ends it
-        yield folder, server.stdout.readline().strip()
+    return folder
 
 
 @pytest.fixture(scope="module")
-def from_hub(hub, models, run) -> tuple[dict, Path]:
+def from_hub(revisions, models, run) -> tuple[dict, Path]:
     """What a process without `attnres` saw on the Hub, and the folder where it saved the model of revision `v1`."""
-    _, address = hub
     out = models / "from-hub"
-    run("hub_session.py", models / "ids.pt", out, HF_ENDPOINT=address, NO_PROXY="127.0.0.1", no_proxy="127.0.0.1")
+    with Hub.running(revisions.parents[1]) as hub:
+        run("hub_session.py", models / "ids.pt", out, **hub.environ())
     return torch.load(f"{out}.pt"), out
 
 
@@ -231,10 +222,9 @@ def from_hub(hub, models, run) -> tuple[dict, Path]:
     ("name", "revision", "block_size"),
     [("default", "main", 3), ("main", "main", 3), ("v1", "v1", 2), ("v1 from the cache", "v1", 2)],
 )
-def test_a_revision_is_loaded_from_the_hub(from_hub, hub, ids, name, revision, block_size):
+def test_a_revision_is_loaded_from_the_hub(from_hub, revisions, ids, name, revision, block_size):
     seen, _ = from_hub
-    folder, _ = hub
-    expected = AttnResForCausalLM.from_pretrained(folder / revision)(ids).logits
+    expected = AttnResForCausalLM.from_pretrained(revisions / revision)(ids).logits
     assert close(seen["logits"][name], expected)
     assert seen["block_size"][name] == block_size
     assert seen["class"][name].startswith("transformers_modules.lab.model.")
@@ -249,10 +239,9 @@ def test_a_revision_that_is_not_there_is_named(from_hub):
     assert "absent is not a valid git identifier" in from_hub[0]["absent"]
 
 
-def test_a_model_from_the_hub_is_saved_with_its_own_code(from_hub, hub, ids):
+def test_a_model_from_the_hub_is_saved_with_its_own_code(from_hub, revisions, ids):
     seen, saved = from_hub
-    folder, _ = hub
-    assert {path.name for path in saved.glob("*.py")} == {path.name for path in (folder / "v1").glob("*.py")}
+    assert {path.name for path in saved.glob("*.py")} == {path.name for path in (revisions / "v1").glob("*.py")}
     auto_map = json.loads((saved / "config.json").read_text())["auto_map"]
     assert not [reference for reference in auto_map.values() if "--" in reference]
     assert close(AutoModelForCausalLM.from_pretrained(saved)(ids).logits, seen["logits"]["v1"])
