@@ -11,10 +11,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from attnres import ResidualConfig
 from attnres.connection_help import remark_on_blocks
+from attnres.conversion.cards import Subject, add_step, linked, new_card, on_hub, write_card
 from attnres.conversion.checkpoint import Checkpoint, find, open_checkpoint, show_bytes
 from attnres.conversion.convert import Plan, write
 from attnres.conversion.layout import in_published_layout
-from attnres.conversion.verify import MAX_CHARACTERS, PROMPTS, compare, missing_memory
+from attnres.conversion.side_files import TOKENIZER_FILES
+from attnres.conversion.verify import MAX_CHARACTERS, PROMPTS, Comparison, compare, missing_memory
 from attnres.files import atomic_directory
 from attnres.wording import counted
 
@@ -66,13 +68,19 @@ def run_convert(
                 notes = write(plan, stage, **options, on_bytes=lambda n: progress.advance(task, n))
             for note in notes:
                 console.print(_shown(note))
-        _verify(console, plan, stage, verify, texts)
+        comparison = _verify(console, plan, stage, verify, texts)
+        if isinstance(plan.config, ResidualConfig):
+            _write_card(plan, stage, source, target.name, comparison)
     console.print(f"Written to [bold]{_shown(str(target))}[/].")
 
 
 def _shown(text: str) -> str:
     """The text as it is, in one line: neither markup nor control characters, which a name may have, do anything."""
-    return escape("".join(c if c.isprintable() else repr(c)[1:-1] for c in text))
+    return escape(_printable(text))
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _progress(console: Console) -> Progress:
@@ -109,21 +117,45 @@ def _read_text(path: Path) -> str:
     return text
 
 
-def _verify(console: Console, plan: Plan, stage: Path, verify: bool | None, texts: Sequence[str]) -> None:
-    """Compare source and result and print how far they are apart.
+def _write_card(plan: Plan, stage: Path, source: str, name: str, comparison: Comparison | None) -> None:
+    """Write the model card: that of the source goes on, if it is one of the family's, and tells this step."""
+    folder, config = plan.checkpoint.folder, plan.config
+    hub_id, commit = on_hub(folder, source)
+    changed = "Retrofit" if plan.added else "Other options for the residual connections"
+    gate = f", attention gated ({config.attention_gate})" if config.attention_gate else ""
+    parts = [
+        f"**{changed}** of {linked(hub_id, str(folder), commit)} by `attnres convert`: "
+        f"{config.connection.describe(config)}{gate}."
+    ]
+    if plan.added:
+        parts.append(f"{counted(len(plan.added), 'tensor')} added, all others as they were.")
+    if plan.difference is not None:
+        parts.append(f"Not the same function: {plan.difference}.")
+    elif comparison is None:
+        parts.append("That it computes the same function was not verified.")
+    else:
+        parts.append(f"It computes the same function: {comparison}.")
+    step = " ".join(map(_printable, parts))
+    has_tokenizer = any((stage / file).exists() for file in TOKENIZER_FILES)
+    subject = Subject(config, stage, name, has_tokenizer=has_tokenizer)
+    write_card(add_step(new_card(folder, hub_id), step), subject)
+
+
+def _verify(console: Console, plan: Plan, stage: Path, verify: bool | None, texts: Sequence[str]) -> Comparison | None:
+    """Compare source and result and print how far they are apart; `None` if they are not compared.
 
     Raises:
         RuntimeError: they compute different functions.
     """
     if verify is False:
-        return
+        return None
     if verify is None and getattr(plan.config, "quantization_config", None) is not None:
         console.print("Not verified: quantised weights need packages of their own. --verify tries all the same.")
-        return
+        return None
     lacking = missing_memory(sum(math.prod(entry.shape) for entry in plan.checkpoint.entries.values()))
     if verify is None and lacking:
         console.print(f"Not verified: {show_bytes(lacking)} more memory is needed. --verify tries all the same.")
-        return
+        return None
     with console.status("Comparing the two models on text ..."):
         comparison = compare(plan.checkpoint.folder, stage, texts)
     label = "Verified" if comparison.is_same else "Not the same"
@@ -132,3 +164,4 @@ def _verify(console: Console, plan: Plan, stage: Path, verify: bool | None, text
         console.print(f"Not the same function: {_shown(plan.difference)}.")
     elif not comparison.is_same:
         raise RuntimeError(f"the result computes another function: {comparison}.")
+    return comparison

@@ -108,7 +108,7 @@ def find(source: str | os.PathLike, revision: str | None = None) -> Path:
             raise ValueError(f"{source} is a directory, which has no revisions. Leave out --revision.")
         return folder
     check_path(source)
-    small = ["config.json", "*.py", *SIDE_FILES]
+    small = ["config.json", "README.md", "*.py", *SIDE_FILES]
     try:
         folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=[*small, "model*.safetensors*"]))
         if not any(folder.glob("model*.safetensors")):

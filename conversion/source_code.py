@@ -81,7 +81,7 @@ def copy_code(auto_map: dict | list | str, folder: Path, target: Path) -> tuple[
         # As an earlier conversion left it. The file `source_code.py` of a source is one like any other.
         is_there = len(parts) > 1 and parts[0] == FOLDER
         parents = parts[:-1] if is_there else [FOLDER, *parts[:-1]]
-        for path in _with_imports(folder.joinpath(*parts[:-1], f"{parts[-1]}.py"), folder):
+        for path in with_imports(folder.joinpath(*parts[:-1], f"{parts[-1]}.py"), folder):
             copy = target.joinpath(*parents, path.name)
             if copy.exists() and copy.read_bytes() != path.read_bytes():
                 raise ValueError(f"{path} would take the place of another {copy.relative_to(target)}. Rename it.")
@@ -93,7 +93,7 @@ def copy_code(auto_map: dict | list | str, folder: Path, target: Path) -> tuple[
     return moved(auto_map), sorted(set(files))
 
 
-def _with_imports(code: Path, folder: Path) -> list[Path]:
+def with_imports(code: Path, folder: Path) -> list[Path]:
     """A file of code and those that it and they import from beside it."""
     files = [code]
     for path in files:  # which grows
@@ -108,4 +108,4 @@ def _with_imports(code: Path, folder: Path) -> list[Path]:
     return files
 
 
-__all__ = ["AUTO_MAP", "FOLDER", "PIPELINES", "copy_code", "objects", "references", "shown"]
+__all__ = ["AUTO_MAP", "FOLDER", "PIPELINES", "copy_code", "objects", "references", "shown", "with_imports"]

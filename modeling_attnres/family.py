@@ -1,11 +1,16 @@
 """The names of the package `attnres`, and the registration of the model family with `transformers`' Auto classes."""
 
+import importlib
+from pathlib import Path
+from typing import Any
+
 import transformers
 from torch import nn
 from transformers import processing_utils
 
 from . import backbones_attnres
 from .configuration_attnres import BACKBONES, CONNECTIONS, AttnResConfig, ResidualConfig, Sublayer, Sublayers, register
+from .decoder_attnres import ResidualPreTrainedModel
 from .functional import depth_attention, depth_attention_reference
 from .functional_attnres import DEPTH_ATTENTION
 from .modeling_attnres import (
@@ -86,6 +91,18 @@ def peft_modules_to_save(model: nn.Module) -> list[str]:
     return sorted({name.split(".")[-2] for name in residual_tensors(model)})
 
 
+def _upload_with_card(model: ResidualPreTrainedModel, folder: str, repo: str, *args: Any, **kwargs: Any) -> Any:
+    """What `model.push_to_hub` calls when all is saved, with a card of ours in the place of the template's."""
+    cards = importlib.import_module("attnres.conversion.cards")  # not before: it is of a room above
+    text = (Path(folder) / cards.CARD).read_text(encoding="utf-8")
+    cards.write_card(
+        cards.new_card() if cards.is_template(text) else text, cards.Subject(model.config, Path(folder), repo)
+    )
+    return transformers.PreTrainedModel._upload_modified_files(model, folder, repo, *args, **kwargs)
+
+
+# Models that are loaded by the code beside their weights have `transformers`' own.
+ResidualPreTrainedModel._upload_modified_files = _upload_with_card
 transformers.AutoConfig.register(AttnResConfig.model_type, AttnResConfig, exist_ok=True)
 for _auto_class, _name in AttnResPreTrainedModel.auto_classes.items():
     getattr(transformers, _auto_class).register(AttnResConfig, globals()[_name], exist_ok=True)

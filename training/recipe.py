@@ -56,6 +56,11 @@ OWNED = {
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler_kwargs"), "`schedule`"),
     **dict.fromkeys(("warmup_steps", "warmup_ratio"), "`warmup`"),
     "resume_from_checkpoint": "`out`",
+    **dict.fromkeys(
+        ("push_to_hub", "hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision", "hub_strategy"),
+        "`attnres push` once the run has ended",
+    ),
+    "hub_token": "`hf auth login`",
     "use_cpu": "the variable ACCELERATE_USE_CPU=true of the environment",
     **dict.fromkeys(("logging_nan_inf_filter", "remove_unused_columns", "label_names"), None),
 }

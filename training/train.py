@@ -49,6 +49,7 @@ from attnres.hub import meant
 from attnres.quiet import quiet_transformers
 from attnres.wording import counted, install_command
 
+from .card import write_training_card
 from .chat import encode_chat
 from .checkpoints import check_checkpoint
 from .data import DataSpec, load_blocks
@@ -122,7 +123,7 @@ def run_train(recipe: Recipe, name: str = "") -> dict[str, Any]:
                 print(f"Stopped after step {trainer.state.global_step}. The same command goes on from there.")
             sys.exit(143)
         results = _results(trainer, recipe)
-        _write(trainer, tokenizer, recipe, results)
+        _write(trainer, tokenizer, recipe, name, results)
     if state.is_main_process:
         before = next((f" (before training {loss:.4f})" for step, loss in results["held_out_losses"] if step == 0), "")
         print(
@@ -353,23 +354,29 @@ def _results(trainer: AttnResTrainer, recipe: Recipe) -> dict[str, Any]:
 
 
 def _write(
-    trainer: AttnResTrainer, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, results: dict[str, Any]
+    trainer: AttnResTrainer, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, name: str, results: dict[str, Any]
 ) -> None:
     """The model, or the adapter; the loss curve; last the results, which say that the run is finished."""
     out, main = Path(recipe.out), trainer.is_world_process_zero()
-    name = ADAPTER if recipe.lora is not None else MODEL
-    stage = out / f".{name}.partial"
+    kind = ADAPTER if recipe.lora is not None else MODEL
+    stage = out / f".{kind}.partial"
     trainer.save_model(str(stage))
     trainer.accelerator.wait_for_everyone()
     if main:
         (stage / "training_args.bin").unlink(missing_ok=True)
         tokenizer.save_pretrained(stage)
-        shutil.rmtree(out / name, ignore_errors=True)
-        stage.rename(out / name)
+        write_card = partial(
+            write_training_card, recipe=recipe, name=name, results=results, processes=trainer.args.world_size
+        )
+        if kind == MODEL:
+            write_card(stage, trainer.accelerator.unwrap_model(trainer.model))
+        shutil.rmtree(out / kind, ignore_errors=True)
+        stage.rename(out / kind)
         if recipe.lora is not None and recipe.merge:
             merged = trainer.model.merge_and_unload()
             merged.save_pretrained(out / MODEL)
             tokenizer.save_pretrained(out / MODEL)
+            write_card(out / MODEL, merged)
         curves = {"training": results["training_loss"], "held out": results["held_out_losses"]}
         plot_loss_curves({label: points for label, points in curves.items() if points}, out / CURVE)
         atomic_write(out / RESULTS, json.dumps(results, indent=2) + "\n")

@@ -1,0 +1,72 @@
+"""`attnres push`: list what is published, show the card, upload."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from attnres.conversion.cards import CARD
+from attnres.conversion.publishing import Publication, plan_publication, publish
+from attnres.quiet import quiet_transformers
+
+
+def run_push(
+    folder: Path,
+    repo: str,
+    *,
+    results: Path | None = None,
+    inspection: Path | None = None,
+    dry_run: bool = False,
+    private: bool = False,
+    revision: str | None = None,
+    create_pr: bool = False,
+    message: str | None = None,
+    overwrite_card: bool = False,
+) -> None:
+    """Publish the model in `folder` as `repo`; the arguments as in [`attnres.conversion.publishing.publish`].
+
+    Args:
+        dry_run: only list the files and show the card; the Hub is not asked for anything.
+
+    Raises:
+        OSError, RuntimeError, ValueError: in one line, with what to do.
+    """
+    console = Console(soft_wrap=True, highlight=False)
+    with quiet_transformers(), console.status("Checking the model ..."):
+        publication = plan_publication(folder, results, inspection)
+    card = publication.card_for(repo, "COMMIT" if dry_run else None)
+    console.print(_table(publication, len(card.encode())))
+    if publication.left_out:
+        console.print(f"Stays here: {', '.join(publication.left_out)}.", markup=False)
+    if dry_run:
+        console.print(
+            f"\nThe card of a new repository, where COMMIT will be that of the upload:\n\n{card}", markup=False
+        )
+        return
+    address, removed = publish(
+        publication,
+        repo,
+        private=private,
+        revision=revision,
+        create_pr=create_pr,
+        message=message,
+        overwrite_card=overwrite_card,
+    )
+    if removed:
+        console.print(f"Removed from the repository, of older weights: {', '.join(removed)}.", markup=False)
+    console.print(f"Published: {address}", markup=False)
+
+
+def _table(publication: Publication, card_size: int) -> Table:
+    sizes = {name: path.stat().st_size for name, path in publication.files.items()} | {CARD: card_size}
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, size in sorted(sizes.items()):
+        table.add_row(name, decimal(size))
+    table.add_row(f"{len(sizes)} files", decimal(sum(sizes.values())))
+    return table
+
+
+__all__ = ["run_push"]
