@@ -16,6 +16,7 @@ from attnres.conversion.checkpoint import find
 from attnres.eval import sandbox
 from attnres.eval.benchmarks import Benchmark
 from attnres.eval.failures import Failures, told
+from attnres.eval.hub_results import FOLDER, HubResults, make_results, write_results
 from attnres.eval.report import make_row, markdown, plot, screen, tell_cut
 from attnres.eval.shared_prefix import SharedPrefixLM
 from attnres.eval.start import BASELINE_RESULTS, CHART, REPORT, RESULTS, find_lost
@@ -178,3 +179,12 @@ def _report(console: Console, out: Path, subjects: Sequence[Subject], loaded: Lo
     if cut := tell_cut(rows, model.name):
         console.print(f"Note: {escape(cut)}")
     console.print(f"Written to [bold]{escape(str(out))}[/]: {REPORT}, {CHART}, {RESULTS}.")
+    _write_for_hub(console, out, make_results(rows, results[-1], names[1]))
+
+
+def _write_for_hub(console: Console, out: Path, found: HubResults) -> None:
+    if written := write_results(out, found):
+        files = ", ".join(path.name for path in written)
+        console.print(f"For the Hub, in {FOLDER} there: {escape(files)}. attnres push --results publishes them.")
+    for line in found.left_out:
+        console.print(f"Not for the Hub: {escape(line)}")

@@ -37,6 +37,7 @@ class Benchmark:
         metric: key of the headline number in the group's results, as `acc,none`.
         category: `General`, `Math & code` or `Chinese`; of other tasks `Other`, here and below.
         dataset: its id on the Hub, as `cais/mmlu`; None if the task file says where the data lies.
+        leaderboard: what that data set's `eval.yaml` calls this benchmark, if the Hub has a leaderboard of it.
         shots: examples in the prompt; None if the task decides.
         baseline: what the paper reports for the standard model, in percent; None if nothing.
         attn_res: what it reports for Block AttnRes, in percent; None if nothing.
@@ -51,6 +52,7 @@ class Benchmark:
     metric: str
     category: str
     dataset: str | None
+    leaderboard: str | None = None
     shots: int | None = None
     baseline: float | None = None
     attn_res: float | None = None

@@ -1,7 +1,11 @@
-"""What a folder of `--data` must be before a benchmark reads it: a README that can be read, and no file outside."""
+"""What a folder of `--data` must be before a benchmark reads it: a README that can be read, and no file outside.
+
+Also which version of a data set was read.
+"""
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +79,33 @@ def damaged_file(folder: Path) -> str | None:
         except (ArrowException, OSError) as error:
             return f"{path} is damaged: {error}"
     return None
+
+
+def revision(source: str | None, dataset: Mapping[str, Any]) -> str | None:
+    """The commit of a data set on the Hub, as far as that shows.
+
+    Args:
+        source: what it was loaded from: a folder that `hf download --local-dir` filled, or an id on the Hub.
+        dataset: its splits, as `datasets` loaded them.
+
+    Returns:
+        40 hexadecimal digits; None if it is unknown, or if a file was added or changed since.
+    """
+    if source and os.path.isdir(source):
+        names = (path.relative_to(source) for path in Path(source).rglob("*") if path.is_file())
+        commits = {_downloaded(Path(source), name) for name in names if name.parts[0] != ".cache"}
+    else:  # `datasets` keeps what it prepared of a commit in a folder of that name
+        files = (file for split in dataset.values() for file in getattr(split, "cache_files", ()))
+        commits = {Path(file["filename"]).parent.name for file in files}
+    commit = commits.pop() if len(commits) == 1 else None
+    return commit if commit and re.fullmatch("[0-9a-f]{40}", commit) else None
+
+
+def _downloaded(folder: Path, name: Path) -> str | None:
+    """The commit from which `hf download` took a file; None if it did not, or if the file was changed since."""
+    note = folder / ".cache" / "huggingface" / "download" / f"{name}.metadata"
+    try:
+        commit, _, time = note.read_text(encoding="utf-8").split()
+        return commit if (folder / name).stat().st_mtime - 1 <= float(time) else None
+    except (OSError, ValueError):
+        return None

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import matplotlib
@@ -41,7 +41,11 @@ class Score:
 
 @dataclass(frozen=True)
 class Row:
-    """One benchmark of a report; `baseline` where there is a second model, `pair` if also all its items are 0 or 1."""
+    """One benchmark of a report; `baseline` where there is a second model, `pair` if also all its items are 0 or 1.
+
+    `date` is when the last of its tasks was evaluated (ISO 8601), `revision` the commit of its data set on the Hub;
+    each None if unknown.
+    """
 
     benchmark: Benchmark
     items: int
@@ -50,6 +54,10 @@ class Row:
     cut: float  # share of the prompts that lost their beginning, being longer than the model's context
     baseline: Score | None = None
     pair: Paired | None = None
+    whole: int = 0  # items of the whole benchmark
+    output_type: str = ""  # the harness's name for how it asks
+    date: str | None = None
+    revision: str | None = None
 
 
 def make_row(
@@ -70,8 +78,20 @@ def make_row(
     sizes = {name: results["n-samples"][name]["effective"] for name in stored}
     cut = sum(stored[name]["cut"] * size for name, size in sizes.items()) / sum(sizes.values())
     score = _score(benchmark, results)
+    revisions = {result.get("dataset_revision") for result in stored.values()}
+    row = Row(
+        benchmark,
+        len(items),
+        shots,
+        score,
+        cut,
+        whole=sum(results["n-samples"][name]["original"] for name in stored),
+        output_type=next(iter(tasks["tasks"].values())).OUTPUT_TYPE,
+        date=max((result["date"] for result in stored.values() if "date" in result), default=None),
+        revision=revisions.pop() if len(revisions) == 1 else None,
+    )
     if baseline is None:
-        return Row(benchmark, len(items), shots, score, cut)
+        return row
     other = _item_scores(benchmark, {name: baseline[1].read(name) for name in stored})
     if items.keys() != other.keys():
         raise RuntimeError(f"{benchmark.title}: the two models were not scored on the same prompts.")
@@ -80,7 +100,7 @@ def make_row(
     # A group may weigh its tasks alike instead of their items; then items do not tell of its number.
     means = [math.isclose(100 * sum(some) / len(some), its.value, abs_tol=1e-6) for some, its in zip(scores, both)]
     pair = compare_pairs(*scores) if {*scores[0], *scores[1]} <= {0, 1} and all(means) else None
-    return Row(benchmark, len(items), shots, score, cut, both[1], pair)
+    return replace(row, baseline=both[1], pair=pair)
 
 
 def _score(benchmark: Benchmark, results: Mapping[str, Any]) -> Score:

@@ -12,6 +12,7 @@ from attnres.hub import check_source, is_cached, is_offline
 
 from .benchmarks import Benchmark, benchmarks, data_missing
 from .failures import Failure, Failures, Reason
+from .hub_results import FOLDER
 
 RESULTS, BASELINE_RESULTS, REPORT, CHART = "results.json", "baseline.json", "report.md", "scores.png"
 
@@ -33,7 +34,7 @@ def check_run(
     for name in filter(None, (model, baseline)):
         check_source(name)
     written = {RESULTS, BASELINE_RESULTS, REPORT, CHART}
-    known = {"model", "baseline", ".lock", *written, *(f".{name}.partial" for name in written)}
+    known = {"model", "baseline", FOLDER, ".lock", *written, *(f".{name}.partial" for name in written)}
     if out.exists() and (not out.is_dir() or {path.name for path in out.iterdir()} - known):
         raise FileExistsError(f"{out} holds other files than those of this command. Choose another --out.")
     if lost := find_lost(out, asked):

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from lm_eval.tasks.manager import TaskDict
 from tqdm import tqdm
 from transformers import set_seed
 
-from . import sandbox
+from . import data_folder, sandbox
 from .benchmarks import Benchmark, DataMissing, load
 from .failures import Failure, Failures, Reason
 from .shared_prefix import SharedPrefixLM
@@ -186,6 +187,8 @@ def _evaluate(lm: SharedPrefixLM, task: Task, limit: int | None, seed: int) -> d
     dropped = ("doc", "arguments")
     return {
         **{part: outputs[part] for part in PARTS},
+        "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+        "dataset_revision": data_folder.revision(task.DATASET_PATH, task.dataset),
         "cut": cut,
         "samples": [{key: value for key, value in sample.items() if key not in dropped} for sample in samples],
         "model": lm.get_model_info() | ({"code_execution": sandbox.level()} if task.config.unsafe_code else {}),

@@ -1,0 +1,326 @@
+"""What `attnres eval` writes for the Hub: real runs on the first items of real data sets, which are whole here."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml, parse_eval_result_entries
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from attnres.commands.eval import run_eval
+from attnres.eval.benchmarks import benchmarks, pick
+from attnres.eval.hub_results import FOLDER, HubResults, copy_results, make_results, read_results, write_results
+from attnres.eval.report import Row, Score
+from attnres.eval.start import check_run
+from attnres.eval.suite import software
+
+from ..hub.cards import result_error
+from .synthetic import write_data_set
+
+ARC, GSM8K = "arc_challenge_25shot.yaml", "gsm8k_8shot.yaml"
+ITEMS = {"allenai/ai2_arc": ("ARC-Challenge", 12), "openai/gsm8k": ("main", 3)}
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+OWN = """
+task: {name}
+dataset_path: {dataset}
+dataset_name: ARC-Challenge
+test_split: test
+fewshot_split: train
+num_fewshot: {shots}
+output_type: multiple_choice
+doc_to_text: "Question: {{{{question}}}} Answer:"
+doc_to_target: "{{{{choices.label.index(answerKey)}}}}"
+doc_to_choice: "{{{{choices.text}}}}"
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def short_hub(hub, tmp_path_factory) -> Path:
+    """Two data sets of the Hub as `hf download` leaves them, cut to a few items to evaluate."""
+    folder = tmp_path_factory.mktemp("hub")
+    for name, (config, items) in ITEMS.items():
+        splits = {path.stem: pd.read_parquet(path) for path in (hub / name / config).glob("*.parquet")}
+        splits["test"] = splits["test"][:items]
+        write_data_set(folder / name, {config: splits})
+        for path in [path for path in (folder / name).rglob("*") if path.is_file()]:
+            note = folder / name / ".cache/huggingface/download" / f"{path.relative_to(folder / name)}.metadata"
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text(f"{COMMIT}\netag\n{path.stat().st_mtime}\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(assets, tmp_path_factory) -> Path:
+    """A folder with the pretrained model `source`, and `other`, which answers differently."""
+    folder = tmp_path_factory.mktemp("models")
+    source = assets / "checkpoints" / "stories260K-hf"
+    shutil.copytree(source, folder / "source")
+    model = AutoModelForCausalLM.from_pretrained(source)
+    model.model.layers[2].self_attn.v_proj.weight.data.mul_(-3)
+    model.save_pretrained(folder / "other")
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder / "other")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def evaluate(models, short_hub) -> Callable:
+    """`evaluate(out, tasks, **arguments)` of `run_eval` on the model `other`."""
+
+    def run(out: Path, tasks: str, own: Path | None = None, **arguments) -> None:
+        run_eval(str(models / "other"), out, **{"benchmarks": pick(tasks, own), "data": short_hub} | arguments)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def evaluated(evaluate, models, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("evaluated") / "out"
+    evaluate(out, "arc_challenge,gsm8k", baseline=str(models / "source"))
+    return out
+
+
+def entries(folder: Path) -> dict[str, EvalResultEntry]:
+    """As the Hub's own parser reads them: one in each file."""
+    found = {}
+    for path in sorted((folder / FOLDER).glob("*")):
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        (found[path.name],) = parse_eval_result_entries(data)
+        assert eval_result_entries_to_yaml([found[path.name]]) == data
+        assert result_error(data[0]) is None
+    return found
+
+
+def numbers(out: Path) -> dict[str, float]:
+    """The headline numbers of a run's results.json, by benchmark."""
+    results = json.loads((out / "results.json").read_text())["results"]
+    found = {name: results.get(benchmark.group, {}) for name, benchmark in benchmarks().items()}
+    return {name: 100 * found[name][benchmarks()[name].metric] for name in found if found[name]}
+
+
+def test_each_benchmark_has_a_file_with_the_reports_number(evaluated):
+    found = entries(evaluated)
+    assert found.keys() == {ARC, GSM8K}
+    arc, gsm8k = found[ARC], found[GSM8K]
+    assert (arc.dataset_id, arc.task_id) == ("allenai/ai2_arc", "arc_challenge")
+    assert (gsm8k.dataset_id, gsm8k.task_id) == ("openai/gsm8k", "gsm8k")
+    assert {"arc_challenge": arc.value, "gsm8k": gsm8k.value} == pytest.approx(numbers(evaluated), abs=0.005)
+    assert 0 < arc.value < 100  # percent, and not by chance the same on both scales
+    row = next(line for line in (evaluated / "report.md").read_text().splitlines() if "ARC-Challenge" in line)
+    assert row.split("|")[4].split("±")[0].strip() == f"{arc.value:.1f}"
+
+
+def test_notes_say_how_the_number_came_about(evaluated):
+    arc, gsm8k = entries(evaluated)[ARC].notes, entries(evaluated)[GSM8K].notes
+    assert arc.startswith("25-shot; acc_norm by likelihood of the choices in percent; 12 items; standard error ")
+    assert gsm8k.startswith("8-shot; exact_match (answer) of generated answers in percent; 3 items")
+    for notes in (arc, gsm8k):
+        assert f"; lm-evaluation-harness {software()['lm_eval']}, attnres {software()['attnres']}." in notes
+        assert "100% of the prompts lost their beginning" in notes
+
+
+def test_notes_have_the_reports_difference_from_the_baseline(evaluated, models):
+    notes = entries(evaluated)[ARC].notes
+    name, base, *points = re.search(
+        r"Difference from (\S+) \(([\d.]+)\), paired by item: (\S+) \[(\S+), (\S+)\] at 95%", notes
+    ).groups()
+    assert name == "source" and str(models) not in notes
+    base_number = json.loads((evaluated / "baseline.json").read_text())["results"]["attnres_arc_challenge"]
+    assert float(base) == pytest.approx(100 * base_number["acc_norm,none"], abs=0.005)
+    assert float(points[0]) == pytest.approx(entries(evaluated)[ARC].value - float(base), abs=0.011)
+    difference, low, high = (f"{float(point):+.1f}" for point in points)
+    assert f"| {difference} [{low}, {high}] |" in (evaluated / "report.md").read_text()
+
+
+def test_date_and_revision_of_the_data_are_those_of_the_evaluation(evaluated):
+    for entry in entries(evaluated).values():
+        assert entry.dataset_revision == COMMIT
+        date = datetime.fromisoformat(entry.date)
+        assert date.tzinfo == UTC and entry.date.endswith("Z")
+        stored = [json.loads(path.read_text()) for path in (evaluated / "model").glob("*_*.json")]
+        assert entry.date in {result["date"] for result in stored}
+        assert 0 <= (datetime.now(UTC) - date).total_seconds() < 3600
+
+
+def test_data_changed_since_its_download_have_no_known_revision(evaluate, short_hub, tmp_path):
+    data = tmp_path / "hub"
+    shutil.copytree(short_hub, data)
+    readme = data / "openai/gsm8k/README.md"
+    os.utime(readme, (readme.stat().st_atime, readme.stat().st_mtime + 60))
+    evaluate(tmp_path / "out", "gsm8k", data=data)
+    (entry,) = entries(tmp_path / "out").values()
+    assert entry.dataset_revision is None
+    assert "Difference" not in entry.notes  # without a baseline
+
+
+def test_part_of_a_benchmark_is_not_published_and_the_output_says_so(evaluate, tmp_path, capsys):
+    evaluate(tmp_path / "out", "arc_challenge,gsm8k", limit=5)
+    assert entries(tmp_path / "out").keys() == {GSM8K}  # whole: it has three items
+    output = capsys.readouterr().out.splitlines()
+    assert "Not for the Hub: ARC-Challenge (5 of 12 items): only whole benchmarks are published." in output
+    assert f"For the Hub, in {FOLDER} there: {GSM8K}. attnres push --results publishes them." in output
+
+
+def test_a_resumed_run_writes_the_same_files_and_leaves_those_of_others(
+    evaluate, evaluated, models, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    shutil.copytree(evaluated, out)
+    before = {path.name: path.read_bytes() for path in (out / FOLDER).iterdir()}
+    (out / FOLDER / GSM8K).unlink()
+    mine = {"mine.yaml": b"- my: own", "notes.txt": b"text", "copy.yaml": before[ARC]}
+    stale = out / FOLDER / "arc_challenge_24shot.yaml"  # of a setting that the task file had before
+    stale.write_text(f"# {stale.name}, written by attnres eval\n")
+    for name, content in mine.items():
+        (out / FOLDER / name).write_bytes(content)
+    arguments = {"baseline": str(models / "source")}
+    check_run(str(models / "other"), out, pick("arc_challenge,gsm8k"), **arguments)
+    monkeypatch.setattr("attnres.commands.eval._load_model", lambda *_: pytest.fail("a model was loaded"))
+    evaluate(out, "arc_challenge,gsm8k", **arguments)
+    assert {path.name: path.read_bytes() for path in (out / FOLDER).iterdir()} == before | mine
+
+
+def test_settings_of_one_benchmark_and_names_of_all_kinds_have_files_of_their_own(evaluate, tmp_path, capsys):
+    own = tmp_path / "tasks"
+    own.mkdir()
+    names = {"arc_plain": 0, "arc_shown": 2, "../../up": 0, "/tmp/arc up": 1}
+    for number, (name, shots) in enumerate(names.items()):
+        (own / f"{number}.yaml").write_text(OWN.format(name=name, shots=shots, dataset="allenai/ai2_arc"))
+    rows = [{"question": "1 + 1 =", "choices": {"text": ["1", "2"], "label": ["A", "B"]}, "answerKey": "B"}] * 2
+    (own / "data.json").write_text("\n".join(json.dumps(row) for row in rows))
+    local = OWN.format(name="local", shots=0, dataset="json").replace("dataset_name: ARC-Challenge", "dataset_kwargs:")
+    local = local.replace("dataset_kwargs:", f"dataset_kwargs: {{data_files: {own / 'data.json'}}}")
+    (own / "local.yaml").write_text(local.replace("test_split: test", "test_split: train"))
+    out = tmp_path / "out"
+    evaluate(out, ",".join([*names, "local"]), own)
+    found = entries(out)
+    files = [
+        "arc_plain_0shot.yaml",
+        "arc_shown_2shot.yaml",
+        "%2E.%2F..%2Fup_0shot.yaml",
+        "%2Ftmp%2Farc%20up_1shot.yaml",
+    ]
+    assert found.keys() == {*files}
+    assert [found[file].task_id for file in files] == [*names]
+    assert {entry.dataset_id for entry in found.values()} == {"allenai/ai2_arc"}
+    assert found[files[0]].notes.startswith("0-shot; acc by") and found[files[1]].notes.startswith("2-shot; acc by")
+    assert "Not for the Hub: local: no data set with an id on the Hub.\n" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"tasks", "out"}
+    assert [path for path in out.rglob("*.yaml") if path.parent != out / FOLDER] == []
+
+
+# Entries, without a run
+
+
+def row(name: str = "mmlu", **changes) -> Row:
+    return dataclasses.replace(Row(benchmarks()[name], 4, 5, Score(50.126, 25), 0, whole=4), **changes)
+
+
+SOFTWARE = {"software": {"lm_eval": "0.4.13", "attnres": "1.0"}}
+
+
+def test_the_hubs_leaderboards_are_named_as_their_data_sets_name_them():
+    found = make_results([row(name) for name in ("gsm8k", "mmlu_pro", "gpqa_diamond", "mmlu")], SOFTWARE)
+    named = {entry.dataset_id: entry.task_id for entry in found.entries.values()}
+    assert named.pop("cais/mmlu") == "mmlu"
+    assert named == {"openai/gsm8k": "gsm8k", "TIGER-Lab/MMLU-Pro": "mmlu_pro", "Idavidrein/gpqa": "diamond"}
+
+
+def test_a_baseline_on_the_hub_keeps_its_name_and_scores_without_pairs_have_no_interval():
+    found = make_results([row(baseline=Score(49.0, 1.0))], SOFTWARE, "meta-llama/Llama-3.2-1B")
+    assert found.entries["mmlu_5shot.yaml"].notes.endswith("Difference from meta-llama/Llama-3.2-1B (49.00): +1.13.")
+    assert found.entries["mmlu_5shot.yaml"].value == 50.13
+
+
+@pytest.mark.parametrize("dataset", [None, "piqa", "https://huggingface.co/datasets/a/b", "/data/mine", "a/b/c"])
+def test_without_an_id_on_the_hub_there_is_no_entry(dataset):
+    found = make_results([row(benchmark=dataclasses.replace(benchmarks()["mmlu"], dataset=dataset))], SOFTWARE)
+    assert found == HubResults({}, ["MMLU: no data set with an id on the Hub."])
+
+
+def test_a_file_of_another_writer_is_not_replaced(tmp_path):
+    found = make_results([row()], SOFTWARE)
+    (path,) = write_results(tmp_path, found)
+    path.write_text(path.read_text().partition("\n")[2])
+    before = path.read_bytes()
+    with pytest.raises(
+        FileExistsError, match=r"mmlu_5shot\.yaml was not written by attnres eval.* Rename or remove it"
+    ):
+        write_results(tmp_path, found)
+    assert path.read_bytes() == before
+
+
+# Into the directory of a model
+
+
+def test_results_are_copied_to_the_model_and_copied_again(evaluated, tmp_path):
+    copies = copy_results(evaluated, tmp_path)
+    assert [path.relative_to(tmp_path) for path in copies] == [Path(FOLDER, ARC), Path(FOLDER, GSM8K)]
+    assert entries(tmp_path) == entries(evaluated)
+    assert copy_results(evaluated, tmp_path) == copies
+    assert [*read_results(tmp_path)] == copies
+
+
+def test_a_result_that_the_model_has_of_others_is_not_replaced(evaluated, tmp_path):
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / GSM8K).write_text("- mine")
+    with pytest.raises(FileExistsError, match=f"{GSM8K} was not written by attnres eval"):
+        copy_results(evaluated, tmp_path)
+    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == [GSM8K]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "it is no list of results"),
+        ("dataset: {id: a/b}", "it is no list of results"),
+        ("- [unclosed", "expected"),
+        ("- {dataset: {id: a/b}, value: 1}", "it lacks 'task_id'"),
+        ("- {dataset: {id: a/b, task_id: c}}", "it lacks 'value'"),
+        ("- {dataset: a/b, value: 1}", "has no attribute"),
+        ("- text", "has no attribute"),
+        ("- {dataset: {id: mmlu, task_id: c}, value: 1}", "its data set 'mmlu' is no id such as ORG/NAME"),
+        ("- {dataset: {id: a/b, task_id: c}, value: high}", "its value 'high' is no number"),
+        ("- {dataset: {id: a/b, task_id: c}, value: .nan}", "its value nan is no number"),
+        ("- {dataset: {id: a/b, task_id: c}, value: 1, date: 2026-01-01}", "its date .* is no text"),
+        ("- {dataset: {id: a/b, task_id: c}, value: 1, source: {name: x}}", "`source_url` must also be provided"),
+        ("- {error: bad, filename: x.yaml}", "it holds a result that the Hub refused"),
+        (b"\xff\xfe\x00", "can't decode"),
+    ],
+)
+def test_a_bad_file_is_named_in_one_line_and_nothing_is_copied(content, reason, evaluated, tmp_path):
+    shutil.copytree(evaluated / FOLDER, tmp_path / "out" / FOLDER)
+    bad = tmp_path / "out" / FOLDER / "bad.yaml"
+    bad.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(
+        ValueError, match=f"^{bad} holds no results as the Hub wants them: .*{reason}.* Remove it;"
+    ) as e:
+        copy_results(tmp_path / "out", tmp_path / "model")
+    assert "\n" not in str(e.value)
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_run_without_results_says_where_they_come_from(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"has no results to publish\. .* \(without --limit\)"):
+        copy_results(tmp_path, tmp_path / "model")
+
+
+def test_copying_needs_no_harness(evaluated, tmp_path):
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(('lm_eval', 'matplotlib', 'datasets'))\n"
+        "from pathlib import Path; from attnres.eval.hub_results import copy_results\n"
+        "assert len(copy_results(*map(Path, sys.argv[1:]))) == 2"
+    )
+    done = subprocess.run([sys.executable, "-c", code, evaluated, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
