@@ -14,11 +14,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import yaml
+from datasets import Dataset
+from datasets.arrow_writer import ArrowWriter
 from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml, parse_eval_result_entries
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres.commands.eval import run_eval
 from attnres.eval.benchmarks import benchmarks, pick
+from attnres.eval.data_folder import revision
 from attnres.eval.hub_results import FOLDER, HubResults, copy_results, make_results, read_results, write_results
 from attnres.eval.report import Row, Score
 from attnres.eval.start import check_run
@@ -164,6 +167,20 @@ def test_data_changed_since_its_download_have_no_known_revision(evaluate, short_
     assert "Difference" not in entry.notes  # without a baseline
 
 
+def test_data_from_the_hub_have_the_commit_that_was_loaded(tmp_path):
+    """`datasets` writes what it prepares of a commit below a folder of that name, and reads it from there."""
+    for commit in (COMMIT, "default-0123"):
+        (tmp_path / commit).mkdir()
+        table = Dataset.from_dict({"question": ["1 + 1 ="]})
+        with ArrowWriter(features=table.features, path=str(tmp_path / commit / "gsm8k-test.arrow")) as writer:
+            writer.write_table(table.data.table)
+    splits = [Dataset.from_file(str(tmp_path / name / "gsm8k-test.arrow")) for name in (COMMIT, "default-0123")]
+    assert revision("openai/gsm8k", {"test": splits[0]}) == COMMIT
+    assert revision("json", {"test": splits[1]}) is None
+    assert revision("openai/gsm8k", {"test": splits[0], "train": splits[1]}) is None
+    assert revision(None, {"test": table}) is None
+
+
 def test_part_of_a_benchmark_is_not_published_and_the_output_says_so(evaluate, tmp_path, capsys):
     evaluate(tmp_path / "out", "arc_challenge,gsm8k", limit=5)
     assert entries(tmp_path / "out").keys() == {GSM8K}  # whole: it has three items
@@ -205,12 +222,8 @@ def test_settings_of_one_benchmark_and_names_of_all_kinds_have_files_of_their_ow
     out = tmp_path / "out"
     evaluate(out, ",".join([*names, "local"]), own)
     found = entries(out)
-    files = [
-        "arc_plain_0shot.yaml",
-        "arc_shown_2shot.yaml",
-        "%2E.%2F..%2Fup_0shot.yaml",
-        "%2Ftmp%2Farc%20up_1shot.yaml",
-    ]
+    files = ["arc_plain_0shot.yaml", "arc_shown_2shot.yaml"]
+    files += ["%2E.%2F..%2Fup_0shot.yaml", "%2Ftmp%2Farc%20up_1shot.yaml"]
     assert found.keys() == {*files}
     assert [found[file].task_id for file in files] == [*names]
     assert {entry.dataset_id for entry in found.values()} == {"allenai/ai2_arc"}
@@ -254,9 +267,7 @@ def test_a_file_of_another_writer_is_not_replaced(tmp_path):
     (path,) = write_results(tmp_path, found)
     path.write_text(path.read_text().partition("\n")[2])
     before = path.read_bytes()
-    with pytest.raises(
-        FileExistsError, match=r"mmlu_5shot\.yaml was not written by attnres eval.* Rename or remove it"
-    ):
+    with pytest.raises(FileExistsError, match=r"mmlu_5shot\.yaml was not written by attnres eval.* Rename or remove"):
         write_results(tmp_path, found)
     assert path.read_bytes() == before
 
@@ -288,8 +299,8 @@ def test_a_result_that_the_model_has_of_others_is_not_replaced(evaluated, tmp_pa
         ("- [unclosed", "expected"),
         ("- {dataset: {id: a/b}, value: 1}", "it lacks 'task_id'"),
         ("- {dataset: {id: a/b, task_id: c}}", "it lacks 'value'"),
-        ("- {dataset: a/b, value: 1}", "has no attribute"),
-        ("- text", "has no attribute"),
+        ("- {dataset: a/b, value: 1}", "a result is to have a dataset with id"),
+        ("- text", "a result is to have a dataset with id"),
         ("- {dataset: {id: mmlu, task_id: c}, value: 1}", "its data set 'mmlu' is no id such as ORG/NAME"),
         ("- {dataset: {id: a/b, task_id: c}, value: high}", "its value 'high' is no number"),
         ("- {dataset: {id: a/b, task_id: c}, value: .nan}", "its value nan is no number"),
@@ -303,11 +314,10 @@ def test_a_bad_file_is_named_in_one_line_and_nothing_is_copied(content, reason, 
     shutil.copytree(evaluated / FOLDER, tmp_path / "out" / FOLDER)
     bad = tmp_path / "out" / FOLDER / "bad.yaml"
     bad.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(
-        ValueError, match=f"^{bad} holds no results as the Hub wants them: .*{reason}.* Remove it;"
-    ) as e:
+    message = f"^{bad} holds no results as the Hub wants them: .*{reason}.* Remove it;"
+    with pytest.raises(ValueError, match=message) as error:
         copy_results(tmp_path / "out", tmp_path / "model")
-    assert "\n" not in str(e.value)
+    assert "\n" not in str(error.value)
     assert not (tmp_path / "model").exists()
 
 
