@@ -1,12 +1,13 @@
 # make demo   the main job on real text, no network once installed
 # make test   the test suite
-# Both create .venv and install by constraints.txt.
+# make docs   the documentation, as a site in site/
+# Each creates .venv and installs by constraints.txt.
 
 PYTHON ?= python3
 PIP = .venv/bin/python -m pip --disable-pip-version-check --quiet
 INSTALL = $(PIP) install --constraint constraints.txt
 
-.PHONY: demo test lint serving suite versions clean
+.PHONY: demo test lint docs serving suite versions clean
 demo: .venv/demo.installed
 	.venv/bin/attnres demo --overwrite
 
@@ -33,6 +34,13 @@ lint: .venv/test.installed
 	$(INSTALL) --editable '.[dev]'
 	@touch $@
 
+docs: .venv/docs.installed
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
+
+.venv/docs.installed: .venv/torch.installed pyproject.toml
+	$(INSTALL) --editable '.[docs]'
+	@touch $@
+
 # What takes an environment of its own under .peer-*, made by pip.
 serving: .venv/test.installed
 	.venv/bin/python -m pytest -m serving
@@ -45,4 +53,4 @@ versions: .venv/test.installed
 	.venv/bin/python tests/peers/versions.py
 
 clean:
-	rm -rf .venv .peer* build *.egg-info
+	rm -rf .venv .peer* build site *.egg-info

@@ -26,7 +26,9 @@ def reader(model: nn.Module, connection: type[nn.Module], key_norm: type[nn.Modu
     """What may read in place of the connections of a decoder in a pass without gradients, or `None`.
 
     Args:
-        connection, key_norm: the classes that compute depth attention; what is derived from them may compute more.
+        model: the decoder.
+        connection: the class that computes depth attention; what is derived from it may compute more.
+        key_norm: the same of its key norm.
     """
     return registration.reader(model, IMPLEMENTATIONS, (connection, key_norm))
 

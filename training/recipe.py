@@ -92,7 +92,7 @@ class Recipe:
         lora: arguments of [`attnres.training.lora.add_adapters`]; only adapters and residual tensors are trained then.
         merge: with `lora`, write the merged model beside the adapter.
         distributed: divides the model among processes: fields of `transformers`' `DistributedConfig`, such as
-            `{fsdp_size: 8}`; see `training/many_devices.md`.
+            `{fsdp_size: 8}`; see `docs/guides/many_devices.md`.
         trainer: fields of `transformers.TrainingArguments` that the recipe does not decide (`OWNED`): `bf16`,
             `activation_checkpointing`, `torch_compile`, `report_to` (`tensorboard`, `trackio`), and so on.
     """

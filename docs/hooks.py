@@ -1,0 +1,98 @@
+"""What the site is made of beside the pages in this folder: pages of other folders, and references made from the code.
+
+A link in any page is written as it is right in the repository. On the site, `docs/` is the root, the pages of other
+folders lie under the names of these, and what is not on the site is named without a link.
+"""
+
+import posixpath
+import re
+import shutil
+import tomllib
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from attnres.commands.app import app
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ROOT / "build" / "packages"  # `paths` in mkdocs.yml
+# Pages whose tables are written where they lie, what they show, and what they link to.
+OTHERS = (
+    "analysis/RESULTS.md",
+    "analysis/images/*.png",
+    "benchmarks/*.md",
+    "benchmarks/results/*.png",
+    "configuration/README.md",
+    "configuration/*/*.json",
+    "configuration/*/*.yaml",
+    "eval/results/README.md",
+    "eval/results/*/*.md",
+    "eval/results/*/*.png",
+    "eval/tasks/README.md",
+    "experiments/*.md",
+    "experiments/results/*",
+    "experiments/declared/*.yaml",
+)
+HOME = "index.md"  # the README
+_LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)]*)?\)")
+
+
+def on_startup(**_: object) -> None:
+    """Lay the packages out as they are imported, for mkdocstrings, which reads the sources and runs none."""
+    shutil.rmtree(PACKAGES, ignore_errors=True)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    for name, folder in project["tool"]["setuptools"]["package-dir"].items():
+        shutil.copytree(ROOT / folder, PACKAGES.joinpath(*name.split(".")), dirs_exist_ok=True)
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """With `mkdocs serve`, a change of a page that lies elsewhere shows as well."""
+    config.watch.extend(
+        sorted({str(ROOT / pattern.partition("/")[0]) for pattern in OTHERS} | {str(ROOT / "README.md")})
+    )
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages of other folders."""
+    for path in sorted(path for pattern in OTHERS for path in ROOT.glob(pattern)):
+        files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
+    files.append(File.generated(config, HOME, abs_src_path=str(ROOT / "README.md")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links as they are on the site, and the help of every command where a page asks for it."""
+    here = page.file.src_uri
+    folder = Path(page.file.abs_src_path).parent.relative_to(ROOT).as_posix()
+
+    def on_the_site(link: re.Match) -> str:
+        linked = posixpath.normpath(posixpath.join(folder, link["path"]))
+        target = HOME if linked == "README.md" else linked.removeprefix("docs/")
+        if (ROOT / linked).exists() and files.get_file_from_path(target) is None:
+            target = f"{target}/README.md"  # of a folder
+            if files.get_file_from_path(target) is None:
+                return link["text"]
+        path = posixpath.relpath(target, posixpath.dirname(here) or ".")
+        return f"{link['image']}[{link['text']}]({path}{link['anchor'] or ''})"
+
+    return _LINK.sub(on_the_site, markdown).replace("<!-- commands -->", _help_of_commands())
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """In docstrings a name in brackets is one of the package's."""
+    return re.sub(r"\[(<code>[^<]+</code>)\]", r"\1", html)
+
+
+def _help_of_commands() -> str:
+    """What `attnres COMMAND --help` prints, for all commands."""
+    runner = CliRunner(env={"COLUMNS": "100", "TERM": "dumb"})
+    parts = []
+    for name in ("", *get_command(app).commands):
+        title = f"attnres {name}".strip()
+        text = runner.invoke(app, [*name.split(), "--help"], prog_name="attnres").output.strip()
+        parts.append(f"## `{title}`\n\n```text\n{text}\n```")
+    return "\n\n".join(parts)
