@@ -4,6 +4,7 @@ A link in any page is written as it is right in the repository. On the site, `do
 folders lie under the names of these, and what is not on the site is named without a link.
 """
 
+import os
 import posixpath
 import re
 import shutil
@@ -11,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from typer.main import get_command
@@ -38,6 +40,9 @@ OTHERS = (
     "experiments/declared/*.yaml",
 )
 HOME = "index.md"  # the README
+COMMANDS = "<!-- commands -->"
+# A table that stands between marks in another page, `<!-- NAME -->` and `<!-- end -->`.
+_TABLE = re.compile(r"<!-- table: (?P<page>[^,]+), (?P<name>.+) -->")
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)]*)?\)")
 
 
@@ -51,9 +56,7 @@ def on_startup(**_: object) -> None:
 
 def on_config(config: MkDocsConfig) -> None:
     """With `mkdocs serve`, a change of a page that lies elsewhere shows as well."""
-    config.watch.extend(
-        sorted({str(ROOT / pattern.partition("/")[0]) for pattern in OTHERS} | {str(ROOT / "README.md")})
-    )
+    config.watch.extend(sorted({str(ROOT / pattern.partition("/")[0]) for pattern in (*OTHERS, "README.md")}))
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -65,12 +68,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links as they are on the site, and the help of every command where a page asks for it."""
+    """Tables of other pages, links as they are on the site, and the help of every command where a page asks for it."""
     here = page.file.src_uri
-    folder = Path(page.file.abs_src_path).parent.relative_to(ROOT).as_posix()
+    folder = Path(page.file.abs_src_path).parent
+
+    def table(asked: re.Match) -> str:
+        _, found, rest = (folder / asked["page"]).read_text(encoding="utf-8").partition(f"<!-- {asked['name']} -->\n")
+        if not found:
+            raise PluginError(f"{here}: {asked['page']} has no table {asked['name']!r}.")
+        return rest.partition("<!-- end -->")[0]
 
     def on_the_site(link: re.Match) -> str:
-        linked = posixpath.normpath(posixpath.join(folder, link["path"]))
+        linked = os.path.relpath(folder / link["path"], ROOT).replace(os.sep, "/")
         target = HOME if linked == "README.md" else linked.removeprefix("docs/")
         if (ROOT / linked).exists() and files.get_file_from_path(target) is None:
             target = f"{target}/README.md"  # of a folder
@@ -79,7 +88,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path = posixpath.relpath(target, posixpath.dirname(here) or ".")
         return f"{link['image']}[{link['text']}]({path}{link['anchor'] or ''})"
 
-    return _LINK.sub(on_the_site, markdown).replace("<!-- commands -->", _help_of_commands())
+    if COMMANDS in markdown:
+        markdown = markdown.replace(COMMANDS, _help_of_commands())
+    return _LINK.sub(on_the_site, _TABLE.sub(table, markdown))
 
 
 def on_page_content(html: str, **_: object) -> str:
