@@ -1,0 +1,59 @@
+"""How the commands of pages are run: as they are printed, but for what these tables say.
+
+A command that is in no table runs. A table's entry is the beginning of a command, or a page and the beginning.
+"""
+
+# Not run here: why, or which test has it.
+ELSEWHERE = {
+    "pip install": "a package registry; environments of pip are made by `make` and by tests/peers/environments.py",
+    "make demo": "tests/training/test_demo.py, and `attnres demo` below; .ci/run makes an environment",
+    "make test": "this is part of it",
+    "vllm serve": "tests/peers/test_vllm.py, in an environment of its own",
+    'python -c "import attnres; from transformers.cli': "serves without end; tests/modeling_attnres/test_tools.py",
+    "attnres inspect attnres-demo/model --serve": "serves without end; tests/commands/test_inspect.py",
+    "lm_eval run": "needs all 15 data sets; tests/eval/test_command.py, with some",
+    "accelerate launch": "takes several devices; tests/training/test_many_devices.py, with two processes",
+    "python -m benchmarks": "a quarter of an hour; tests/commands/test_bench.py, part by part with --quick",
+    "python -m experiments": "hours; tests/experiments, on little text",
+    "attnres convert stories260K": "tests/eval/test_command.py, on less data",
+    "attnres demo --checkpoint stories260K": "tests/training/test_demo.py, on less data",
+    "attnres eval retrofit": "tests/eval/test_command.py, on less data",
+    "attnres eval healed": "tests/eval/test_command.py, on less data",
+}
+# Blocks of Python that need what is not installed here, by what they begin with.
+PYTHON_ELSEWHERE = {
+    "from torchao.quantization": "tests/peers/test_quantisers.py, in an environment of its own",
+}
+_SHORT = ("length=32", "batch_size=4", "micro_batch_size=4", "held_out_sequences=2", "log_every=1")
+_FEW = ("--tasks", "arc_challenge", "--data", "data", "--limit", "2")
+_LITTLE = ("--tokens", "256", "--length", "64", "--intervention-tokens", "64")
+# Sizes under which a command takes seconds.
+ADDED = {
+    "attnres demo": ("--minutes", "0.01", "--text", "text.txt"),
+    "attnres inspect": _LITTLE,
+    "attnres eval qwen3-attnres --baseline": _FEW,
+    "attnres eval runs/heal/model --baseline": _FEW,
+    "attnres train heal": ("tokens=512", *_SHORT),
+    "attnres train pretrain": ("tokens=512", *_SHORT),
+    "attnres train my-recipe.yaml": ("tokens=512", *_SHORT),
+    "attnres train finetune model=Qwen": ("steps=2", *_SHORT),
+    "attnres train finetune model=qwen3-attnres": ("steps=2", *_SHORT),
+    "attnres train finetune model=attnres-demo": ("steps=2", *_SHORT),
+    "attnres train lora": ("steps=2", *_SHORT),
+    "attnres train sft": ("steps=2", *_SHORT),
+}
+# Pages whose commands take longer than seconds even so.
+SLOW = {
+    "README.md",
+    "docs/guides/add_benchmark.md",
+    "docs/guides/evaluate.md",
+    "docs/guides/publish.md",
+    "docs/guides/train.md",
+    "docs/tour.md",
+}
+
+
+def entry(command: str, table: dict) -> str | None:
+    """The entry of a table that a command begins with; the longest of several."""
+    found = [beginning for beginning in table if command.startswith(beginning)]
+    return max(found, key=len, default=None)

