@@ -8,8 +8,10 @@ import os
 import posixpath
 import re
 import shutil
+import sys
 import tomllib
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
@@ -21,7 +23,7 @@ from typer.testing import CliRunner
 from attnres.commands.app import app
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ROOT / "build" / "packages"  # `paths` in mkdocs.yml
+_PACKAGES = TemporaryDirectory(prefix="attnres-docs-")
 # Pages whose tables are written where they lie, what they show, and what they link to.
 OTHERS = (
     "analysis/RESULTS.md",
@@ -48,10 +50,10 @@ _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<path>[^)#:\s]+)(?P<a
 
 def on_startup(**_: object) -> None:
     """Lay the packages out as they are imported, for mkdocstrings, which reads the sources and runs none."""
-    shutil.rmtree(PACKAGES, ignore_errors=True)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     for name, folder in project["tool"]["setuptools"]["package-dir"].items():
-        shutil.copytree(ROOT / folder, PACKAGES.joinpath(*name.split(".")), dirs_exist_ok=True)
+        shutil.copytree(ROOT / folder, Path(_PACKAGES.name, *name.split(".")), dirs_exist_ok=True)
+    sys.path.insert(0, _PACKAGES.name)
 
 
 def on_config(config: MkDocsConfig) -> None:
