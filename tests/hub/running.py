@@ -79,6 +79,12 @@ class Hub:
         """Empties the log."""
         self._control("DELETE", "log")
 
+    def clear(self) -> None:
+        """Back to the start: no repositories, no faults, no log."""
+        self._control("DELETE", "repositories")
+        self.heal()
+        self.forget()
+
     def repositories(self) -> dict[str, dict]:
         """Each repository by its name: `private`, `refs` (name to commit), `commits` (`title`, `message`, `parent`)."""
         return self._control("GET", "repositories")

@@ -7,7 +7,7 @@ prints its address, and ends when its standard input does: it never outlives the
 
 It listens on two ports, as the real Hub has a storage host beside it (see `storage.py`). `/control/...` is for tests:
 `POST /control/faults` (see `faults.py`), `DELETE /control/faults`, `GET` and `DELETE /control/log`,
-`GET /control/repositories`.
+`GET` and `DELETE /control/repositories`.
 """
 
 import argparse
@@ -79,6 +79,13 @@ def show_repositories(hub: Hub, request: Request) -> Response:
             for name, repository in hub.by_name.items()
         }
     )
+
+
+@control("DELETE", "/control/repositories")
+def clear_repositories(hub: Hub, request: Request) -> Response:
+    hub.by_name.clear()
+    hub.uploads.clear()
+    return Response.of({})
 
 
 class Handler(BaseHTTPRequestHandler):
