@@ -1,7 +1,11 @@
 """`attnres push`: list what is published, show the card, upload."""
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+from huggingface_hub.utils import disable_progress_bars, enable_progress_bars, logging
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
@@ -44,18 +48,29 @@ def run_push(
             f"\nThe card of a new repository, where COMMIT will be that of the upload:\n\n{card}", markup=False
         )
         return
-    address, removed = publish(
-        publication,
-        repo,
-        private=private,
-        revision=revision,
-        create_pr=create_pr,
-        message=message,
-        overwrite_card=overwrite_card,
-    )
+    logging.set_verbosity_error()  # what it warns of is said here
+    with contextlib.nullcontext() if sys.stderr.isatty() else _without_bars():
+        address, is_new, removed = publish(
+            publication,
+            repo,
+            private=private,
+            revision=revision,
+            create_pr=create_pr,
+            message=message,
+            overwrite_card=overwrite_card,
+        )
     if removed:
         console.print(f"Removed from the repository, of older weights: {', '.join(removed)}.", markup=False)
-    console.print(f"Published: {address}", markup=False)
+    console.print(f"{'Published' if is_new else 'Nothing has changed'}: {address}", markup=False)
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 def _table(publication: Publication, card_size: int) -> Table:

@@ -34,7 +34,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from attnres import ResidualConfig
 
-from .card_parts import marked, merge, part, put, unmarked
+from .card_parts import digest, marked, merge, part, put, unmarked
 from .cards import CARD, Subject, complete, new_card, read_card
 from .checkpoint import Checkpoint, open_checkpoint
 from .complete import check_complete, empty_model, explain_config, read_config
@@ -131,7 +131,7 @@ def publish(
     create_pr: bool = False,
     message: str | None = None,
     overwrite_card: bool = False,
-) -> tuple[str, list[str]]:
+) -> tuple[str, bool, list[str]]:
     """Upload to the Hub. What an earlier, interrupted call has uploaded is not sent again.
 
     Args:
@@ -142,7 +142,8 @@ def publish(
         overwrite_card: where the card was edited here and on the Hub, take the one here.
 
     Returns:
-        The address of the result, and the files of older weights that were removed from the repository.
+        The address of what was published, whether anything was new, and the files of older weights that were removed
+        from the repository.
 
     Raises:
         OSError, RuntimeError, ValueError: in one line, with what to do.
@@ -177,7 +178,7 @@ def publish(
         again = create_pr and commit.pr_revision is None  # nothing but the card has changed
         pinned = _PINNED.search(uploaded or "") if commit.oid == head else None
         card = publication.card_for(repo, pinned[1] if pinned else commit.oid, merged)
-        if uploaded is None or card != unmarked(uploaded):
+        if uploaded is None or digest(card) != digest(unmarked(uploaded)):
             content = marked(card, publication.card).encode()
             last = api.create_commit(
                 repo,
@@ -187,7 +188,8 @@ def publish(
                 create_pr=again,
             )
             commit = last if again else commit
-    return _address(api, repo, commit, revision), stale
+            head = None  # something is new
+    return _address(api, repo, commit, revision), commit.oid != head, stale
 
 
 @contextmanager

@@ -57,7 +57,7 @@ def _how(recipe: Recipe, results: Mapping[str, Any], processes: int) -> str:
     batch = f"{counted(recipe.batch_size, 'sequence')} of {counted(recipe.length, 'token')}"
     workers = "1 process" if processes == 1 else f"{processes} processes"
     return (
-        f"{tokens} in {steps} of {batch}, {recipe.optimizer} at a rate of {recipe.learning_rate:g} ({recipe.schedule}), "
+        f"{tokens} in {steps} of {batch}, {recipe.optimizer} at a rate of {recipe.learning_rate:g}, {recipe.schedule}, "
         f"seed {recipe.seed}{adapters}, on {workers}. Held-out loss {results['held_out_loss']:.4f} nats/token{before}. "
         f"attnres {attnres.__version__}, transformers {transformers.__version__}, torch {torch.__version__}."
     )

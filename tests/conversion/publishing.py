@@ -1,0 +1,66 @@
+"""What tests of publishing share: a Hub and a process that has it for its Hub, and a model to publish."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from ..hub.running import Hub
+
+SESSION = Path(__file__).with_name("push_session.py")
+
+
+@dataclass
+class Publisher:
+    """A process in `folder` that publishes on `hub`."""
+
+    hub: Hub
+    folder: Path
+    process: subprocess.Popen
+
+    def __call__(self, *arguments: object, token: str | None = Hub.write_token) -> dict:
+        """`attnres ARGUMENTS`: `status`, `out`, `err`."""
+        return self._ask({"arguments": [*map(str, arguments)], "token": token})
+
+    def run(self, code: str, token: str | None = Hub.write_token) -> dict:
+        """The same of Python code."""
+        return self._ask({"code": code, "token": token})
+
+    def card(self, repo: str, revision: str = "main") -> str:
+        return self.hub.files(repo, revision)["README.md"].decode()
+
+    def commits(self, repo: str) -> list[str]:
+        """The titles of all commits, oldest first."""
+        return [commit["title"] for commit in self.hub.repositories()[repo]["commits"].values()]
+
+    def edit(self, repo: str, path: str, content: str) -> None:
+        """As a person edits a file in the browser."""
+        done = self.run(
+            "from huggingface_hub import HfApi\n"
+            f"HfApi().upload_file(path_or_fileobj={content.encode()!r}, path_in_repo={path!r}, repo_id={repo!r})"
+        )
+        assert done["status"] == 0, done["err"]
+
+    def _ask(self, step: dict) -> dict:
+        pipe: IO[str] = self.process.stdin
+        pipe.write(json.dumps(step) + "\n")
+        pipe.flush()
+        answer = json.loads(self.process.stdout.readline())
+        tokens = (Hub.write_token, Hub.read_token, Hub.other_token)
+        assert not [token for token in tokens if token in answer["out"] + answer["err"]]  # never shown
+        return answer
+
+
+@contextmanager
+def publisher(folder: Path) -> Iterator[Publisher]:
+    """A Hub, and a process that publishes on it and works in `folder`."""
+    with Hub.running(part_size=400_000) as hub:
+        command = [sys.executable, str(SESSION)]
+        environment = hub.environ(home=folder / "home")
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, cwd=folder, env=environment, **pipes) as process:
+            yield Publisher(hub, folder, process)

@@ -1,0 +1,33 @@
+"""Commands and scripts in one process whose Hub is the one of the environment; driven by `test_push.py`.
+
+Reads `{"arguments": [...], "token": ...}` or `{"code": ..., "token": ...}` line by line, answers with exit status,
+standard output and error, and ends with its input.
+"""
+
+import contextlib
+import io
+import json
+import os
+import sys
+import traceback
+
+from attnres.commands.main import main
+
+answers = sys.stdout
+for line in sys.stdin:
+    step, out, err, status = json.loads(line), io.StringIO(), io.StringIO(), 0
+    os.environ.pop("HF_TOKEN", None)
+    os.environ |= {"HF_TOKEN": step["token"]} if step["token"] else {}
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            if "code" in step:
+                exec(compile(step["code"], "<step>", "exec"), {"__name__": "__main__"})
+            else:
+                sys.argv = ["attnres", *step["arguments"]]
+                main()
+        except SystemExit as end:
+            status = end.code or 0
+        except Exception:
+            status = 1
+            traceback.print_exc()
+    print(json.dumps({"status": status, "out": out.getvalue(), "err": err.getvalue()}), file=answers, flush=True)

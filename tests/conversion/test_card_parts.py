@@ -1,0 +1,103 @@
+"""The text of a model card in parts: what was written is rewritten, what a person wrote stays."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnres.conversion.card_parts import ORDER, digest, is_edited, marked, merge, own_text, part, put, unmarked
+
+names = st.sampled_from(ORDER)
+# Lines of a person's or of ours, which are no marks.
+texts = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), max_size=30).map(str.strip)
+contents = texts.filter(bool)
+heads = st.sampled_from(["", "---\nlicense: mit\n---\n"])
+
+
+def written(parts: list[tuple[str, str]], text: str = "") -> str:
+    for name, content in parts:
+        text = put(text, name, content)
+    return text
+
+
+@given(st.lists(st.tuples(names, contents)), st.tuples(names, contents))
+def test_a_part_says_what_was_put_last_whatever_was_there(parts, last):
+    text = written([*parts, last])
+    assert part(text, last[0]) == last[1]
+    assert own_text(text) == ""
+    assert put(text, *last) == text
+
+
+@given(st.lists(st.tuples(names, contents), min_size=1))
+def test_parts_stand_in_their_order_once(parts):
+    text = written(parts)
+    places = [text.find(f"<!-- attnres:{name} ") for name in ORDER if part(text, name) is not None]
+    assert places == sorted(places)
+    assert text.count("<!-- attnres:") == len({name for name, _ in parts})
+
+
+@given(st.lists(st.tuples(names, contents), min_size=1), contents, contents, st.data())
+def test_an_edited_part_and_what_stands_around_it_stay(parts, edit, later, data):
+    name = data.draw(st.sampled_from([name for name, _ in parts]))
+    text = written(parts)
+    old = part(text, name)
+    if digest(old) == digest(edit):
+        return
+    text = text.replace(f"-->\n{old}\n<!-- /attnres:{name}", f"-->\n{edit}\n<!-- /attnres:{name}") + "\nMine.\n"
+    assert is_edited(text, name)
+    again = written([(other, later) for other in ORDER], text)
+    assert part(again, name) == edit
+    assert again.rstrip().endswith("Mine.")
+    assert edit in own_text(again)
+
+
+@given(st.lists(st.tuples(names, contents), min_size=1))
+def test_an_empty_part_goes(parts):
+    text = written([*parts, *((name, "") for name, _ in parts)])
+    assert "attnres" not in text.replace("".join(content for _, content in parts), "")
+
+
+def test_a_card_of_others_keeps_its_title_and_gets_the_rest_below():
+    text = written([("summary", "# Ours"), ("use", "## Use")], "# Theirs\n\nText.\n")
+    assert part(text, "summary") is None
+    assert text.startswith("# Theirs\n\nText.\n\n<!-- attnres:use")
+
+
+@given(st.lists(st.tuples(names, contents)), heads)
+def test_the_mark_of_an_upload_is_not_part_of_the_card(parts, head):
+    text = head + written(parts)
+    assert unmarked(marked(text, text)).strip() == text.strip()
+    assert marked(marked(text, text), text) == marked(text, text)
+    assert own_text(marked(text, text)) == ""
+
+
+OURS = "---\nlicense: mit\n---\n\n" + written([("summary", "# Model"), ("use", "## Use")])
+EDITED = OURS + "\nBy hand.\n"
+
+
+@pytest.mark.parametrize(
+    ("local", "pushed", "edit", "expected"),
+    [
+        (OURS, OURS, None, "local"),
+        (EDITED, OURS, None, "local"),  # edited here alone
+        (OURS, OURS, lambda card: card + "\nOn the Hub.\n", "uploaded"),  # edited there alone
+        (OURS, OURS, lambda card: card.replace("mit", "apache-2.0"), "uploaded"),
+        (EDITED, EDITED, lambda card: card + "\nOn the Hub.\n", "uploaded"),  # here as when it was uploaded
+        (EDITED, EDITED, lambda card: card.replace("\n", "\r\n"), "local"),
+        (EDITED, OURS, lambda card: card + "\nOn the Hub.\n", "refused"),
+        (EDITED, OURS, lambda card: "# A card of others\n", "refused"),
+        (OURS, OURS, lambda card: "# A card of others\n", "uploaded"),
+    ],
+)
+def test_which_of_two_cards_goes_on(local, pushed, edit, expected):
+    uploaded = marked(pushed, pushed)
+    uploaded = edit(uploaded) if edit else uploaded
+    if expected == "refused":
+        with pytest.raises(ValueError, match=r"edited on the Hub, and .* --overwrite-card"):
+            merge(local, uploaded)
+        assert merge(local, uploaded, overwrite=True) == local
+    else:
+        assert merge(local, uploaded) == (local if expected == "local" else unmarked(uploaded))
+
+
+def test_a_first_upload_takes_the_local_card():
+    assert merge(EDITED, None) == EDITED

@@ -1,0 +1,325 @@
+"""`attnres push` to a Hub on this machine, and what others load from there."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard, parse_eval_result_entries
+
+from attnres.conversion.card_parts import digest, part
+
+from .publishing import Publisher, publisher
+
+HERE = Path(__file__).parent
+WITHOUT = HERE.parent / "modeling_attnres" / "without_attnres.py"
+LISTED = re.compile(r"^(\S+) +([\d.,]+ (?:bytes|kB|MB))$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def model(assets, tmp_path_factory) -> Path:
+    """A folder with `model`, a retrofit of a real checkpoint."""
+    from .. import forks
+
+    folder = tmp_path_factory.mktemp("push")
+    (folder / "stories").symlink_to(assets / "checkpoints" / "stories260K-hf")
+    done = forks.run("-m", "attnres", "convert", "stories", "model", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def push(model) -> Iterator[Publisher]:
+    with publisher(model.parent) as push:
+        yield push
+
+
+def copied(model: Path, name: str) -> Path:
+    return shutil.copytree(model, model.with_name(name))
+
+
+def test_what_is_listed_is_what_is_uploaded(push, model):
+    (model / "optimizer.pt").write_bytes(b"of a run")
+    (model / "notes.py").write_text("secret = 1")
+    done = push("push", "model", "me/listed")
+    assert done["status"] == 0, done["err"]
+    listed = dict(LISTED.findall(done["out"]))
+    files = push.hub.files("me/listed")
+    assert {*listed} == {*files} - {".gitattributes"}
+    assert "Stays here: notes.py, optimizer.pt." in done["out"]
+    assert {
+        "config.json",
+        "tokenizer.json",
+        "README.md",
+        "attn_res_attnres.py",
+        "model-00001-of-00002.safetensors",
+    } <= {*listed}
+    assert all(files[name] == (model / name).read_bytes() for name in listed if name != "README.md")
+    assert done["out"].rstrip().endswith(f"Published: {push.hub.url}/me/listed")
+    assert not any("hf_" in entry["path"] for entry in push.hub.log())
+
+
+def test_the_card_is_valid_and_pins_the_commit_that_has_the_files(push, model):
+    push("push", "model", "me/pinned")
+    commits = push.hub.repositories()["me/pinned"]["commits"]
+    (upload,) = [oid for oid, commit in commits.items() if commit["title"] == "Upload model"]
+    card = push.card("me/pinned")
+    assert f'name, revision = "me/pinned", "{upload}"' in card
+    assert f"pretrained=me/pinned,revision={upload},trust_remote_code=True" in card
+    data = ModelCard(card).data
+    assert (data.library_name, data.pipeline_tag, data.tags) == (
+        "transformers",
+        "text-generation",
+        ["attnres", "attn-res"],
+    )
+    validated = push.run(
+        "from huggingface_hub import ModelCard\nModelCard.load('me/pinned').validate()\nprint('valid')"
+    )
+    assert validated["out"] == "valid\n", validated["err"]
+    assert "**Retrofit** of `stories`" in part(card, "origin")
+    assert "It computes the same function: max |logit difference|" in part(card, "origin")
+
+
+def test_pushing_again_changes_nothing(push, model):
+    push("push", "model", "me/again")
+    commits = push.commits("me/again")
+    push.hub.forget()
+    done = push("push", "model", "me/again")
+    assert done["out"].rstrip().endswith(f"Nothing has changed: {push.hub.url}/me/again")
+    assert push.commits("me/again") == commits
+    assert not push.hub.log("PUT")
+
+
+def test_a_dry_run_asks_the_hub_for_nothing_and_shows_what_would_go(push, model):
+    push.hub.forget()
+    done = push("push", "model", "me/dry", "--dry-run", token=None)
+    assert done["status"] == 0, done["err"]
+    assert not push.hub.log()
+    assert {"README.md", "config.json"} <= dict(LISTED.findall(done["out"])).keys()
+    assert 'name, revision = "me/dry", "COMMIT"' in done["out"]
+    assert "## How it was made" in done["out"]
+
+
+def test_from_push_to_generation_without_attnres(push, model, tmp_path):
+    """The card's snippet, as it is printed, in a new process where `attnres` cannot be imported."""
+    push("push", "model", "lab/stories")
+    (snippet,) = re.findall(r"```python\n(.*?)```", push.card("lab/stories"), flags=re.DOTALL)
+    script = tmp_path / "snippet.py"
+    script.write_text(snippet + "\nimport sys\nassert model.__module__.startswith('transformers_modules.'), model\n")
+    site = next(path for path in sys.path if path.endswith("site-packages"))
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", WITHOUT, site, script],
+        env=push.hub.environ(home=tmp_path / "home"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, here = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    outputs = here.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=20)
+    assert done.stdout.strip() == tokenizer.decode(outputs[0], skip_special_tokens=True).strip()
+
+
+def test_a_branch_and_a_pull_request_leave_main_alone(push, model):
+    push("push", "model", "me/many")
+    main = push.hub.files("me/many")
+    changed = copied(model, "changed")
+    config = json.loads((changed / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps(config | {"changed": True}))
+    done = push("push", "changed", "me/many", "--revision", "dev")
+    assert done["out"].rstrip().endswith(f"{push.hub.url}/me/many/tree/dev")
+    assert json.loads(push.hub.files("me/many", "dev")["config.json"])["changed"]
+    done = push("push", "changed", "me/many", "--create-pr", "--message", "Changed")
+    assert done["out"].rstrip().endswith(f"{push.hub.url}/me/many/discussions/1")
+    assert json.loads(push.hub.files("me/many", "refs/pr/1")["config.json"])["changed"]
+    refs = push.hub.repositories()["me/many"]
+    assert refs["commits"][refs["refs"]["refs/pr/1"]]["title"] == "Model card: the commit to load"
+    assert "Changed" in push.commits("me/many")
+    assert push.hub.files("me/many") == main
+
+
+def test_only_the_card_changes_in_a_pull_request(push, model):
+    push("push", "model", "me/card")
+    card = copied(model, "card")
+    (card / "README.md").write_text((card / "README.md").read_text() + "\n## Limits\n\nSmall.\n")
+    done = push("push", "card", "me/card", "--create-pr")
+    assert done["out"].rstrip().endswith(f"{push.hub.url}/me/card/discussions/1")
+    assert "## Limits" in push.card("me/card", "refs/pr/1")
+
+
+def test_files_of_others_stay_and_older_weights_go(push, model, tiny_model):
+    push.run("from huggingface_hub import HfApi; HfApi().create_repo('me/used')")
+    for name in ("model.safetensors", "training/log.txt", "LICENSE"):
+        push.edit("me/used", name, f"{name} of others")
+    done = push("push", "model", "me/used")
+    assert "Removed from the repository, of older weights: model.safetensors." in done["out"]
+    files = push.hub.files("me/used")
+    assert "model.safetensors" not in files
+    assert files["training/log.txt"] == b"training/log.txt of others"
+
+
+def test_what_a_person_writes_in_the_card_stays(push, model):
+    """Edited in the browser, then here, then in both."""
+    mine = copied(model, "mine")
+    push("push", "mine", "me/mine")
+    edited = push.card("me/mine").replace("library_name", "license: mit\nlibrary_name") + "\n## Bias\n\nMuch.\n"
+    push.edit("me/mine", "README.md", edited)
+    config = json.loads((mine / "config.json").read_text())
+    (mine / "config.json").write_text(json.dumps(config | {"changed": True}))
+    assert push("push", "mine", "me/mine")["status"] == 0
+    card = push.card("me/mine")
+    assert "## Bias\n\nMuch." in card
+    assert ModelCard(card).data.license == "mit"
+    assert re.search(r'"me/mine", "(\w+)"', card)[1] != re.search(r'"me/mine", "(\w+)"', edited)[1]
+
+    (mine / "README.md").write_text((mine / "README.md").read_text() + "\n## Limits\n")
+    done = push("push", "mine", "me/mine")
+    assert done["status"] == 1
+    assert "README.md was edited on the Hub, and the one to be pushed was edited too" in done["err"]
+    assert push.card("me/mine") == card
+    assert push("push", "mine", "me/mine", "--overwrite-card")["status"] == 0
+    assert "## Limits" in push.card("me/mine")
+    assert "## Bias" not in push.card("me/mine")
+
+
+def test_an_upload_that_was_cut_goes_on_where_it_was(push, model):
+    push.hub.fail("cut", r"/storage|/lfs/|/upload", method="PUT", after_bytes=1000, skip=1, times=None)
+    done = push("push", "model", "me/cut")
+    assert done["status"] == 1
+    assert len(done["err"].strip().splitlines()) == 1, done["err"]
+    assert "The same command goes on" in done["err"]
+    assert push.commits("me/cut") == ["initial commit"]
+    push.hub.heal()
+    sent = {entry["path"] for entry in push.hub.log("PUT") if entry["status"] == 200}
+    push.hub.forget()
+    assert push("push", "model", "me/cut")["status"] == 0
+    again = {entry["path"] for entry in push.hub.log("PUT")}
+    assert again
+    assert not sent & again
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_hub_that_is_busy_for_a_moment_is_asked_again(push, model, status):
+    for path in ("/preupload/", "/objects/batch", "/commit/", "/api/repos/create", "validate-yaml"):
+        push.hub.fail("status", path, status=status, headers={"Retry-After": "1"})
+    done = push("push", "model", f"me/busy{status}")
+    assert done["status"] == 0, done["err"]
+    assert push.commits(f"me/busy{status}")[1:] == ["Upload model", "Model card: the commit to load"]
+    push.hub.heal()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "token", "message"),
+    [
+        (["me/refused"], None, "you are not logged in to the Hub: `hf auth login`, or set HF_TOKEN"),
+        (["me/refused"], "hf_wrong", "the Hub does not know the token"),
+        (["me/refused"], "hf_read_of_me", "the token may not write to me/refused"),
+        (["other/refused"], "hf_write_of_me", "the token may not write to other/refused"),
+        (["me/refused/too"], "hf_write_of_me", "no id of a repository"),
+        (["me/open", "--private"], "hf_write_of_me", "me/open is there and public"),
+        (["me/open", "--revision", "refs/pr/7"], "hf_write_of_me", "has no such revision"),
+    ],
+)
+def test_a_refusal_is_one_line_and_changes_nothing(push, model, arguments, token, message):
+    if "me/open" not in push.hub.repositories():
+        push.run("from huggingface_hub import HfApi; HfApi().create_repo('me/open')")
+    before = push.hub.repositories()
+    done = push("push", "model", *arguments, token=token)
+    assert done["status"] in (1, 2)
+    assert message in " ".join(done["err"].split())
+    assert push.hub.repositories() == before
+
+
+def test_results_and_figures_go_along(push, model):
+    scores, report = model.with_name("scores"), model.with_name("report")
+    (scores / ".eval_results").mkdir(parents=True)
+    entry = {"dataset": {"id": "cais/mmlu", "task_id": "mmlu"}, "value": 26.5, "notes": "5-shot | acc"}
+    (scores / ".eval_results" / "mmlu.yaml").write_text(json.dumps([entry]))
+    report.mkdir()
+    for name in ("inspection.json", "depth_attention.png", "depth_attention_spread.png", "report.html"):
+        (report / name).write_text("{}")
+    done = push("push", "model", "me/whole", "--results", "scores", "--inspection", "report")
+    assert done["status"] == 0, done["err"]
+    files = push.hub.files("me/whole")
+    assert parse_eval_result_entries(json.loads(files[".eval_results/mmlu.yaml"]))[0].value == 26.5
+    assert {f"inspection/{path.name}" for path in report.iterdir()} <= files.keys()
+    card = push.card("me/whole")
+    assert "| cais/mmlu | mmlu | 26.5 | 5-shot \\| acc |" in card
+    assert "](inspection/depth_attention.png)" in card
+
+
+def test_the_hashes_in_the_card_are_those_of_the_code(push, model):
+    push("push", "model", "me/hashes")
+    from hashlib import sha256
+
+    files = push.hub.files("me/hashes")
+    stated = dict(re.findall(r"^\| `(\S+\.py)` \| `(\w{64})` \|$", push.card("me/hashes"), flags=re.MULTILINE))
+    assert stated == {name: sha256(content).hexdigest() for name, content in files.items() if name.endswith(".py")}
+
+
+def _without_auto_map(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    del config["auto_map"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+BROKEN = {
+    "no weights": (lambda f: [p.unlink() for p in f.glob("*.safetensors")], r"has no model\*\.safetensors"),
+    "half a shard": (
+        lambda f: (f / "model-00001-of-00002.safetensors").write_bytes(
+            (f / "model-00001-of-00002.safetensors").read_bytes()[:9999]
+        ),
+        r"model-00001-of-00002\.safetensors",
+    ),
+    "a shard less": (lambda f: (f / "model-00002-of-00002.safetensors").unlink(), r"model-00002-of-00002\.safetensors"),
+    "no auto_map": (_without_auto_map, "has no `auto_map`"),
+    "no code": (lambda f: (f / "backbones_attnres.py").unlink(), r"lacks backbones_attnres\.py"),
+    "code less": (lambda f: (f / "attn_res_attnres.py").unlink(), r"attn_res_attnres\.py is not there"),
+    "a link away": (
+        lambda f: ((f / "tokenizer.json").unlink(), (f / "tokenizer.json").symlink_to("/etc/hostname")),
+        "outside the model's directory",
+    ),
+    "the token": (
+        lambda f: (f / "generation_config.json").write_text('{"token": "hf_write_of_me"}'),
+        r"generation_config\.json holds your Hub token",
+    ),
+    "a bad card": (lambda f: (f / "README.md").write_text("---\n- a\n- b\n---\n"), r"README\.md cannot be read"),
+    "bad YAML in the card": (lambda f: (f / "README.md").write_text("---\na: [\n---\n"), r"README\.md cannot be read"),
+    "bad results": (
+        lambda f: ((f / ".eval_results").mkdir(), (f / ".eval_results" / "a.yaml").write_text("a: 1")),
+        r"a\.yaml holds no results",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_would_not_load_is_not_published(push, model, name):
+    broken = copied(model, f"broken {name}")
+    BROKEN[name][0](broken)
+    push.hub.forget()
+    done = push("push", broken.name, "me/broken")
+    assert done["status"] == 1
+    assert re.search(BROKEN[name][1], done["err"]), done["err"]
+    assert len(done["err"].strip().splitlines()) == 1
+    assert not push.hub.log()
+
+
+def test_a_standard_model_and_an_adapter_are_told_where_to_go(push, model):
+    done = push("push", "stories", "me/standard")
+    assert "none of attnres: `hf upload` publishes it" in done["err"]
+    adapter = model.with_name("adapter")
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    assert "holds an adapter" in push("push", "adapter", "me/adapter")["err"]
+
+
+def test_the_directory_stays_as_it_is(push, model):
+    before = {path: digest(path.read_bytes().hex()) for path in model.rglob("*") if path.is_file()}
+    push("push", "model", "me/untouched")
+    assert before == {path: digest(path.read_bytes().hex()) for path in model.rglob("*") if path.is_file()}
