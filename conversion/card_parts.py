@@ -55,10 +55,14 @@ def own_text(card: str) -> str:
     return _PART.sub(lambda match: match[0] if digest(match[3]) != match[2] else "", text).strip()
 
 
-def marked(text: str, local: str) -> str:
-    """The card as it is uploaded: with digests of itself and of the `local` card that it was made of."""
-    text = unmarked(text)
-    return f"{text.rstrip()}\n\n<!-- attnres pushed {digest(text)} of {digest(local)} -->\n"
+def marked(text: str, local: str, completed: str) -> str:
+    """The card `text` as it is uploaded.
+
+    Args:
+        local: the card that lies here; `completed`: what that is for the Hub. Where a person has edited the card on
+            the Hub, `text` is another one.
+    """
+    return f"{unmarked(text).rstrip()}\n\n<!-- attnres pushed {digest(completed)} of {digest(local)} -->\n"
 
 
 def unmarked(text: str) -> str:

@@ -23,6 +23,7 @@ from attnres import ResidualConfig
 from attnres.files import atomic_write
 
 from .card_parts import is_edited, part, put, unmarked
+from .family import DEFAULT_CONNECTION
 from .source_files import check_text
 
 CARD = "README.md"
@@ -46,6 +47,7 @@ class Subject:
     Attributes:
         folder: with its configuration and code.
         source: the directory or Hub id that a reader loads it from; `revision`: of that.
+        code: the paths of its Python files; by default all that lie in `folder`.
         title: what the card calls it; by default the last part of `source`.
         figure: the path of a figure of its depth attention, beside the card.
         results: of evaluations, each with `dataset_id`, `task_id`, `value` and `notes`.
@@ -59,6 +61,7 @@ class Subject:
     figure: str | None = None
     results: Sequence[Any] = ()
     has_tokenizer: bool = True
+    code: Sequence[str] | None = None
     title: str | None = None
     datasets: Sequence[str] = field(default=())
 
@@ -184,7 +187,8 @@ def _document(data: ModelCardData, body: str) -> str:
 def _facts(subject: Subject) -> dict[str, Any]:
     """What the template says of a model."""
     config = subject.config
-    files = sorted(path for path in subject.folder.rglob("*.py") if path.is_file())
+    found = (path.relative_to(subject.folder).as_posix() for path in subject.folder.rglob("*.py") if path.is_file())
+    code = sorted(found if subject.code is None else subject.code)
     return {
         "name": subject.title or Path(subject.source).name,
         "source": subject.source,
@@ -198,14 +202,11 @@ def _facts(subject: Subject) -> dict[str, Any]:
         "has_tokenizer": subject.has_tokenizer,
         "backbone": config.backbone,
         "connection": config.connection.describe(config),
-        "is_attn_res": config.residual_connection == "attn_res",
-        "is_served_by_vllm": config.backbone in _BY_VLLM and config.residual_connection == "attn_res",
+        "is_of_the_paper": config.residual_connection == DEFAULT_CONNECTION,
+        "is_served_by_vllm": config.backbone in _BY_VLLM and config.residual_connection == DEFAULT_CONNECTION,
         "versions": ", ".join([f"Python {platform.python_version()}", *_installed()]),
         "needed": ", ".join(_needed()),
-        "code": [
-            (path.relative_to(subject.folder).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest())
-            for path in files
-        ],
+        "code": [(name, hashlib.sha256((subject.folder / name).read_bytes()).hexdigest()) for name in code],
     }
 
 
@@ -233,7 +234,7 @@ def _template() -> Any:
         loader=FileSystemLoader(Path(__file__).with_name("templates")), undefined=StrictUndefined, trim_blocks=False
     )
     environment.filters["cell"] = _cell
-    return environment.get_template("model_card.md")
+    return environment.get_template("model_card.jinja")
 
 
 def _render(block: str, **facts: Any) -> str:

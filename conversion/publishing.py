@@ -4,13 +4,15 @@ The first has the files. The second has the card, whose snippets name the first:
 """
 
 import re
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import yaml
 from huggingface_hub import (
@@ -46,6 +48,7 @@ from .source_files import check_file, check_text, read_object
 RESULTS, INSPECTION = ".eval_results", "inspection"
 _REPORT = ("report.html", "inspection.json", "*.csv", "*.png", "*.svg")
 _WEIGHTS = ("model*.safetensors", SAFE_WEIGHTS_INDEX_NAME)
+_WAITS, _LONGEST_WAIT = (1, 2, 4, 8), 300  # seconds
 _MAX_CHECKED = 10 * 2**20  # bytes of a file that is looked through for the token
 _PINNED = re.compile(r'name, revision = "[^"]+", "([0-9a-f]{40})"')
 
@@ -107,6 +110,7 @@ def plan_publication(folder: Path, results: Path | None = None, inspection: Path
         str(folder),
         figure=figures[0] if len(figures) == 1 else None,  # of two models, whose it is does not show
         results=entries,
+        code=[name for name in files if name.endswith(".py")],
         has_tokenizer=any(name in files for name in TOKENIZER_FILES),
     )
     publication = Publication(files, left_out, card if card is not None else new_card(), subject)
@@ -153,21 +157,22 @@ def publish(
     with explained(repo):
         if get_token() is None:
             raise LocalTokenNotFoundError
-        repo = _make_repository(api, repo, private)
+        repo = _repeated(_make_repository, api, repo, private)
         if revision is not None and not revision.startswith("refs/"):
-            api.create_branch(repo, branch=revision, exist_ok=True)
-        there = api.list_repo_files(repo, revision=revision)
+            _repeated(api.create_branch, repo, branch=revision, exist_ok=True)
+        there = _repeated(api.list_repo_files, repo, revision=revision)
         uploaded = _uploaded_card(api, repo, revision) if CARD in there else None
         merged = merge(publication.card, uploaded, overwrite=overwrite_card)
         if uploaded is not None and merged != publication.card and (origin := part(publication.card, "origin")):
             merged = put(merged, "origin", origin)
-        head = api.model_info(repo, revision=revision).sha
+        head = _repeated(api.model_info, repo, revision=revision).sha
         operations: list = [CommitOperationAdd(name, str(path)) for name, path in publication.files.items()]
         stale = [name for name in there if name not in publication.files and any(fnmatch(name, w) for w in _WEIGHTS)]
         operations += [CommitOperationDelete(name) for name in stale]
         if CARD not in there:
             operations.append(CommitOperationAdd(CARD, publication.card_for(repo, None).encode()))
-        commit = api.create_commit(
+        commit = _repeated(
+            api.create_commit,
             repo,
             operations,
             commit_message=message or "Upload model",
@@ -177,12 +182,15 @@ def publish(
         target = commit.pr_revision or revision
         again = create_pr and commit.pr_revision is None  # nothing but the card has changed
         pinned = _PINNED.search(uploaded or "") if commit.oid == head else None
-        card = publication.card_for(repo, pinned[1] if pinned else commit.oid, merged)
+        pin = pinned[1] if pinned else commit.oid
+        card = publication.card_for(repo, pin, merged)
         if uploaded is None or digest(card) != digest(unmarked(uploaded)):
-            content = marked(card, publication.card).encode()
-            last = api.create_commit(
+            # Marked as what would be there if nobody had edited it: the next upload sees that somebody has.
+            content = marked(card, publication.card, publication.card_for(repo, pin))
+            last = _repeated(
+                api.create_commit,
                 repo,
-                [CommitOperationAdd(CARD, content)],
+                [CommitOperationAdd(CARD, content.encode())],
                 commit_message="Model card: the commit to load",
                 revision=target,
                 create_pr=again,
@@ -211,6 +219,9 @@ def explained(repo: str) -> Iterator[None]:
             reason = reasons.get(status, f"{repo} is not there for this token: `hf auth whoami`")
             raise RuntimeError(f"{reason} ({_said(error)}).") from error
         raise RuntimeError(f"the Hub answered {status}: {_said(error)}. {_AGAIN}") from error
+    except RuntimeError as error:  # of the upload of a file, which its client has tried again
+        reason = f"{error} {error.__cause__ or ''}"
+        raise RuntimeError(f"{' '.join(reason.split())} {_AGAIN}") from error
     except httpx.HTTPError as error:
         raise RuntimeError(f"the connection to the Hub failed ({type(error).__name__}: {error}). {_AGAIN}") from error
 
@@ -221,6 +232,23 @@ _AGAIN = "The same command goes on: what was uploaded is not sent again."
 def _said(error: HfHubHTTPError) -> str:
     """What the server has said, in one line; else the error."""
     return " ".join(str(error.server_message or error).split()).rstrip(".")
+
+
+def _repeated(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What the call gives. It is made again while the Hub is busy, which its client does for uploads alone.
+
+    An error of the server may come after it has opened a pull request: another would be opened.
+    """
+    statuses = (429,) if options.get("create_pr") else (429, 500, 502, 503, 504)
+    for wait in (*_WAITS, None):
+        try:
+            return call(*arguments, **options)
+        except HfHubHTTPError as error:
+            if wait is None or error.response.status_code not in statuses:
+                raise
+            after = error.response.headers.get("Retry-After", "")
+            time.sleep(min(int(after), _LONGEST_WAIT) if after.isdigit() else wait)
+    raise AssertionError
 
 
 def _make_repository(api: HfApi, repo: str, private: bool) -> str:

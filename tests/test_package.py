@@ -89,7 +89,9 @@ def test_every_exported_name_exists():
 
 
 def test_the_extras_are_those_of_the_project():
-    assert set(PROJECT["project"]["optional-dependencies"]) == {"cpu", "gpu", "eval", "train", "dev"}
+    assert set(PROJECT["project"]["optional-dependencies"]) == {
+        *("cpu", "gpu", "eval", "train", "docs", "notebooks", "dev")
+    }
 
 
 def model_files() -> set[str]:
@@ -131,7 +133,7 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel):
         for package, folder in PACKAGE_DIR.items()
         for path in (ROOT / folder).rglob("*")
         # Stored measurements, in `results`, stay in the project.
-        if path.suffix in {".py", ".json", ".yaml", ".html", ".css", ".js"} and "results" not in path.parts
+        if path.suffix in {".py", ".json", ".yaml", ".html", ".css", ".js", ".jinja"} and "results" not in path.parts
     }
     assert "attnres/configuration/attnres-tiny/config.json" in expected
     assert {name for name in ZipFile(wheel).namelist() if not name.startswith("attnres-")} == expected

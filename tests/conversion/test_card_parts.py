@@ -65,9 +65,9 @@ def test_a_card_of_others_keeps_its_title_and_gets_the_rest_below():
 @given(st.lists(st.tuples(names, contents)), heads)
 def test_the_mark_of_an_upload_is_not_part_of_the_card(parts, head):
     text = head + written(parts)
-    assert unmarked(marked(text, text)).strip() == text.strip()
-    assert marked(marked(text, text), text) == marked(text, text)
-    assert own_text(marked(text, text)) == ""
+    assert unmarked(marked(text, text, text)).strip() == text.strip()
+    assert marked(marked(text, text, text), text, text) == marked(text, text, text)
+    assert own_text(marked(text, text, text)) == ""
 
 
 OURS = "---\nlicense: mit\n---\n\n" + written([("summary", "# Model"), ("use", "## Use")])
@@ -89,7 +89,7 @@ EDITED = OURS + "\nBy hand.\n"
     ],
 )
 def test_which_of_two_cards_goes_on(local, pushed, edit, expected):
-    uploaded = marked(pushed, pushed)
+    uploaded = marked(pushed, pushed, pushed)
     uploaded = edit(uploaded) if edit else uploaded
     if expected == "refused":
         with pytest.raises(ValueError, match=r"edited on the Hub, and .* --overwrite-card"):

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -208,9 +209,11 @@ def test_an_upload_that_was_cut_goes_on_where_it_was(push, model):
 def test_a_hub_that_is_busy_for_a_moment_is_asked_again(push, model, status):
     for path in ("/preupload/", "/objects/batch", "/commit/", "/api/repos/create", "validate-yaml"):
         push.hub.fail("status", path, status=status, headers={"Retry-After": "1"})
+    before = time.monotonic()
     done = push("push", "model", f"me/busy{status}")
     assert done["status"] == 0, done["err"]
     assert push.commits(f"me/busy{status}")[1:] == ["Upload model", "Model card: the commit to load"]
+    assert time.monotonic() - before > 3  # as long as it was asked to wait, each time
     push.hub.heal()
 
 

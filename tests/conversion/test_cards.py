@@ -1,0 +1,199 @@
+"""The model card: what each command adds to it, what it takes from a source's, and what it never does."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from transformers import AutoTokenizer
+
+from attnres import AttnResForCausalLM
+from attnres.configuration import load
+from attnres.conversion import retrofit
+from attnres.conversion.card_parts import part
+from attnres.conversion.cards import Subject, add_step, complete, linked, new_card, on_hub
+
+from .. import forks
+from .publishing import publisher
+
+QUICK = ("train=text.txt", "length=64", "batch_size=4", "tokens=null", "steps=2", "held_out_sequences=4")
+
+
+@pytest.fixture(scope="module")
+def folder(assets, tmp_path_factory) -> Path:
+    """With `source`, a real checkpoint that has a card of its own, and a `text.txt`."""
+    folder = tmp_path_factory.mktemp("cards")
+    shutil.copytree(assets / "checkpoints" / "stories260K-hf", folder / "source")
+    card = "---\nlicense: other\nlicense_name: toy\nlanguage: en\ntags: [toy]\nbase_model: lab/base\n---\n# Stories\n"
+    (folder / "source" / "README.md").write_text(card)
+    with (assets / "corpora" / "tinystories" / "valid.txt").open() as text:
+        (folder / "text.txt").write_text(text.read(200_000))
+    return folder
+
+
+def attnres(folder: Path, *arguments: object) -> str:
+    done = forks.run("-m", "attnres", *arguments, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def card_of(model: Path) -> tuple[dict, str]:
+    text = (model / "README.md").read_text()
+    return ModelCard(text).data.to_dict(), text
+
+
+def test_a_retrofit_keeps_licence_language_and_base_and_says_what_was_done(folder):
+    out = attnres(folder, "convert", "source", "retrofit", "--num-blocks", 5)
+    data, text = card_of(folder / "retrofit")
+    assert (data["license"], data["license_name"], data["language"]) == ("other", "toy", "en")
+    assert (data["base_model"], data["base_model_relation"]) == ("lab/base", "finetune")
+    assert data["tags"] == ["attnres", "attn-res"]
+    assert "# Stories" not in text
+    verified = re.search(r"Verified: (.*)", out)[1]
+    assert part(text, "origin").endswith(
+        f"22 tensors added, all others as they were. It computes the same function: {verified}."
+    )
+    assert str(folder) not in text
+
+
+def test_steps_add_up_and_what_a_person_wrote_stays(folder):
+    attnres(folder, "convert", "source", "first", "--num-blocks", 5)
+    card = folder / "first" / "README.md"
+    card.write_text(card.read_text().replace("license_name: toy", "license_name: mine") + "\n## Limits\n\nSmall.\n")
+    attnres(folder, "convert", "first", "second", "--set-block-size", 5)
+    attnres(folder, "train", "heal", "model=second", "out=runs/healed", *QUICK)
+    data, text = card_of(folder / "runs" / "healed" / "model")
+    steps = re.findall(r"^\*\*(.*?)\*\*", part(text, "origin"), flags=re.MULTILINE)
+    assert steps == ["Retrofit", "Other options for the residual connections", "Trained"]
+    results = json.loads((folder / "runs" / "healed" / "results.json").read_text())
+    assert f"Held-out loss {results['held_out_loss']:.4f} nats/token" in text
+    assert "512 tokens in 2 steps of 4 sequences of 64 tokens" in text
+    assert "on `text.txt`" in text
+    assert data["license_name"] == "mine"
+    assert text.rstrip().endswith("Small.")
+    assert str(folder) not in text
+    # The snippet loads from where the run lies.
+    assert 'name = "healed/model"' in text
+
+
+def test_a_run_from_scratch_and_a_merged_adapter_have_a_card_and_a_standard_model_none(folder):
+    attnres(folder, "train", "pretrain", "model=attnres-tiny", "tokenizer=source", "out=runs/scratch", *QUICK)
+    _, text = card_of(folder / "runs" / "scratch" / "model")
+    assert "**Trained from scratch**, the configuration `attnres-tiny`" in text
+    attnres(folder, "convert", "source", "base", "--num-blocks", 5)
+    attnres(folder, "train", "lora", "model=base", "out=runs/lora", "merge=true", "chat=false", *QUICK)
+    _, text = card_of(folder / "runs" / "lora" / "model")
+    assert "low-rank adapters merged into the weights" in text
+    attnres(folder, "train", "heal", "model=source", "out=runs/standard", *QUICK)
+    assert not (folder / "runs" / "standard" / "model" / "README.md").exists()
+
+
+def test_a_retrofit_in_a_recipe_is_told(folder):
+    attnres(folder, "train", "heal", "model=source", "retrofit={num_blocks: 5}", "out=runs/both", *QUICK)
+    assert "**Retrofit** of `source`, Block AttnRes" in card_of(folder / "runs" / "both" / "model")[1]
+
+
+def test_a_source_whose_card_is_damaged_is_converted_all_the_same(folder):
+    damaged = shutil.copytree(folder / "source", folder / "damaged")
+    (damaged / "README.md").write_bytes(b"---\nlicense: [\n---\n\xff\xfe")
+    attnres(folder, "convert", "damaged", "of-damaged")
+    assert "license" not in card_of(folder / "of-damaged")[0]
+
+
+def test_what_a_source_says_cannot_change_more_than_its_own_fields():
+    card = new_card(None, "lab/x")
+    data = yaml.safe_load(card.split("---")[1])
+    assert data == {"base_model": "lab/x", "base_model_relation": "finetune", "tags": []}
+
+
+def test_a_model_on_the_hub_is_named_by_its_commit(tmp_path):
+    commit = "0" * 39 + "1"
+    cached = tmp_path / "models--lab--model" / "snapshots" / commit
+    assert on_hub(cached, "lab/model") == ("lab/model", commit)
+    assert on_hub(tmp_path, str(tmp_path)) == (None, None)
+    assert linked("lab/model", "lab/model", commit).count(commit) == 1
+    assert linked(None, "/home/person/my-model") == "`my-model`"
+
+
+@pytest.mark.parametrize(
+    ("backbone", "vllm"), [("attnres_llama", True), ("attnres_qwen3", True), ("attnres_mistral", False)]
+)
+def test_vllm_is_named_where_it_serves(tmp_path, backbone, vllm):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    small = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = AutoConfig.for_model(backbone, **small, intermediate_size=64, num_key_value_heads=2, head_dim=16)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    card = complete(new_card(), Subject(model.config, tmp_path, "me/model"))
+    assert ("vllm serve me/model" in card) == vllm
+
+
+def test_the_same_facts_give_the_same_card(tmp_path):
+    model = AttnResForCausalLM(load("attnres-tiny"))
+    model.save_pretrained(tmp_path)
+    subject = Subject(model.config, tmp_path, "me/model", revision="1" * 40)
+    card = complete(add_step(new_card(), "**Made** by hand."), subject)
+    assert complete(card, subject) == card
+
+
+PUSHES = """
+import attnres
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained({name!r})
+model.push_to_hub("me/direct")
+AutoTokenizer.from_pretrained({name!r}).push_to_hub("me/direct")
+"""
+TRAINS = """
+import attnres, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, default_data_collator
+rows = [dict(input_ids=torch.arange(3, 11), labels=torch.arange(3, 11)) for _ in range(4)]
+trainer = Trainer(
+    AutoModelForCausalLM.from_pretrained({name!r}),
+    TrainingArguments("run", push_to_hub=True, hub_model_id="me/trained", max_steps=1, report_to="none", use_cpu=True),
+    train_dataset=rows,
+    data_collator=default_data_collator,
+    processing_class=AutoTokenizer.from_pretrained({name!r}),
+)
+trainer.train()
+trainer.push_to_hub()
+"""
+LOADS = """
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained({repo!r}, trust_remote_code=True)
+ids = AutoTokenizer.from_pretrained({repo!r}, trust_remote_code=True)("Once upon a time", return_tensors="pt")
+assert model(**ids).logits.isfinite().all()
+print(type(model).__name__)
+"""
+
+
+def test_push_to_hub_and_the_trainer_publish_models_that_load(folder, tmp_path):
+    model = retrofit(folder / "source", num_blocks=5)
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(folder / "source").save_pretrained(tmp_path / "model")
+    with publisher(tmp_path) as push:
+        for repo, code in (("me/direct", PUSHES), ("me/trained", TRAINS)):
+            done = push.run(code.format(name="model"))
+            assert done["status"] == 0, done["err"][-3000:]
+            done = push.run(LOADS.format(repo=repo))
+            assert done["out"] == "AttnResLlamaForCausalLM\n", done["err"][-3000:]
+            names = push.hub.files(repo).keys()
+            assert {
+                "config.json",
+                "model.safetensors",
+                "generation_config.json",
+                "tokenizer.json",
+                "README.md",
+            } <= names
+            assert {path.name for path in (tmp_path / "model").glob("*.py")} <= names
+        data, card = ModelCard(push.card("me/direct")).data, push.card("me/direct")
+        assert data.tags == ["attnres", "attn-res"]
+        assert 'name = "me/direct"' in card
+        # Again, onto what a person has written there.
+        push.edit("me/direct", "README.md", card + "\n## Limits\n")
+        assert push.run(PUSHES.format(name="model"))["status"] == 0
+        assert push.card("me/direct").rstrip().endswith("## Limits")
+        assert push.card("me/direct").count("# direct") == 1
