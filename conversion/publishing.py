@@ -35,6 +35,7 @@ from huggingface_hub.utils import httpx, validate_repo_id
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from attnres import ResidualConfig
+from attnres.hub import check_path
 
 from .card_parts import digest, marked, merge, part, put, unmarked
 from .cards import CARD, Subject, complete, new_card, read_card
@@ -276,6 +277,7 @@ def _address(api: HfApi, repo: str, commit: CommitInfo, revision: str | None) ->
 
 def _check_model(folder: Path) -> tuple[ResidualConfig, Checkpoint]:
     """Its configuration and its weights. Raises OSError, RuntimeError, ValueError: they are not there, or not whole."""
+    check_path(folder)
     if not any(folder.glob("model*.safetensors")):
         raise FileNotFoundError(f"{folder} has no model*.safetensors. Save the model there by `save_pretrained`.")
     with TemporaryDirectory() as scratch:

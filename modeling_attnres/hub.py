@@ -16,13 +16,18 @@ _PATIENCE = 5.0  # seconds
 
 
 def check_path(source: str | os.PathLike) -> None:
-    """Raises FileNotFoundError: the name of a model is that of no directory, and cannot be an id on the Hub."""
+    """Raises FileNotFoundError: the name of a model is that of no directory, and cannot be an id on the Hub.
+
+    Neither is it where a directory has a model in its folder `model`, as that of a run of `attnres train`.
+    """
     path, name = Path(source), str(source)
     if not name:
         raise FileNotFoundError("the name of the model is empty: give a directory or the id of a model on the Hub.")
     on_hub = not (path.exists() or path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2)
     if not path.is_dir() and not on_hub:
         raise FileNotFoundError(f"{source} is not a directory.")
+    if not (path / "config.json").exists() and (path / "model" / "config.json").exists():
+        raise FileNotFoundError(f"{source} holds no model itself. Its model is {path / 'model'}: name that.")
 
 
 def check_source(source: str | os.PathLike, named: Collection[str] = ()) -> None:

@@ -322,6 +322,13 @@ def test_a_standard_model_and_an_adapter_are_told_where_to_go(push, model):
     assert "holds an adapter" in push("push", "adapter", "me/adapter")["err"]
 
 
+@pytest.mark.parametrize("command", [("push", "run", "me/run"), ("convert", "run", "x"), ("eval", "run", "--out", "x")])
+def test_of_the_folder_of_a_run_its_model_is_named(push, model, command):
+    (model.parent / "run" / "model").mkdir(parents=True, exist_ok=True)
+    shutil.copy(model / "config.json", model.parent / "run" / "model")
+    assert "run holds no model itself. Its model is run/model: name that." in push(*command)["err"]
+
+
 def test_the_directory_stays_as_it_is(push, model):
     before = {path: digest(path.read_bytes().hex()) for path in model.rglob("*") if path.is_file()}
     push("push", "model", "me/untouched")
