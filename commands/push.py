@@ -12,6 +12,7 @@ from rich.table import Table
 
 from attnres.conversion.cards import CARD
 from attnres.conversion.publishing import Publication, plan_publication, publish
+from attnres.eval.hub_results import FOLDER, read_results
 from attnres.quiet import quiet_transformers
 
 
@@ -37,8 +38,11 @@ def run_push(
         OSError, RuntimeError, ValueError: in one line, with what to do.
     """
     console = Console(soft_wrap=True, highlight=False)
+    if results is None and (folder / FOLDER).is_dir():
+        results = folder
+    evaluated = read_results(results) if results is not None else None
     with quiet_transformers(), console.status("Checking the model ..."):
-        publication = plan_publication(folder, results, inspection)
+        publication = plan_publication(folder, evaluated, inspection)
     card = publication.card_for(repo, "COMMIT" if dry_run else None)
     console.print(_table(publication, len(card.encode())))
     if publication.left_out:

@@ -5,7 +5,7 @@ The first has the files. The second has the card, whose snippets name the first:
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -14,7 +14,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import yaml
 from huggingface_hub import (
     CommitInfo,
     CommitOperationAdd,
@@ -22,7 +21,6 @@ from huggingface_hub import (
     EvalResultEntry,
     HfApi,
     get_token,
-    parse_eval_result_entries,
 )
 from huggingface_hub.errors import (
     HfHubHTTPError,
@@ -44,7 +42,7 @@ from .complete import check_complete, empty_model, explain_config, read_config
 from .layout import in_published_layout
 from .side_files import SIDE_FILES, TOKENIZER_FILES
 from .source_code import FOLDER, references, with_imports
-from .source_files import check_file, check_text, read_object
+from .source_files import check_file, read_object
 
 RESULTS, INSPECTION = ".eval_results", "inspection"
 _REPORT = ("report.html", "inspection.json", "*.csv", "*.png", "*.svg")
@@ -75,11 +73,14 @@ class Publication:
         return complete(card or self.card, replace(self.subject, source=repo, revision=revision))
 
 
-def plan_publication(folder: Path, results: Path | None = None, inspection: Path | None = None) -> Publication:
+def plan_publication(
+    folder: Path, results: Mapping[Path, Sequence[EvalResultEntry]] | None = None, inspection: Path | None = None
+) -> Publication:
     """Choose and check the files of a model's directory that are published.
 
     Args:
-        results: an `--out` of `attnres eval`, whose results go along; `inspection`: one of `attnres inspect`.
+        results: of evaluations, which go along, by their files.
+        inspection: an `--out` of `attnres inspect`; by default the folder `inspection` of the model, if it is one.
 
     Raises:
         OSError, RuntimeError, ValueError: the model is incomplete or damaged or none of the family, or cannot be loaded
@@ -98,8 +99,7 @@ def plan_publication(folder: Path, results: Path | None = None, inspection: Path
     for path in files.values():
         check_file(folder, path)
     files |= _inspected(inspection or folder / INSPECTION, is_asked=inspection is not None)
-    evaluated, entries = _evaluated(results or folder, is_asked=results is not None)
-    files |= evaluated
+    files |= {f"{RESULTS}/{path.name}": path for path in results or ()}
     there = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".gitattributes")
     left_out = [n for n in (path.relative_to(folder).as_posix() for path in there) if n not in {*files, CARD}]
     card = read_card(folder)
@@ -110,7 +110,7 @@ def plan_publication(folder: Path, results: Path | None = None, inspection: Path
         folder,
         str(folder),
         figure=figures[0] if len(figures) == 1 else None,  # of two models, whose it is does not show
-        results=entries,
+        results=[entry for entries in (results or {}).values() for entry in entries],
         code=[name for name in files if name.endswith(".py")],
         has_tokenizer=any(name in files for name in TOKENIZER_FILES),
     )
@@ -335,22 +335,6 @@ def _inspected(report: Path, is_asked: bool) -> dict[str, Path]:
 
 def _is_detail(figure: str) -> bool:
     return "_relative" in figure or "_spread" in figure
-
-
-def _evaluated(report: Path, is_asked: bool) -> tuple[dict[str, Path], list[EvalResultEntry]]:
-    """The results of `attnres eval` in a folder, by their paths in the repository, and what they say."""
-    paths = sorted((report / RESULTS).glob("*.yaml"))
-    if is_asked and not paths:
-        raise FileNotFoundError(f"{report} has no results to publish: `attnres eval` writes them to {RESULTS} there.")
-    entries = []
-    for path in paths:
-        check_text(report, path)
-        try:
-            entries += parse_eval_result_entries(yaml.safe_load(path.read_text(encoding="utf-8")))
-        except (AttributeError, KeyError, TypeError, ValueError, yaml.YAMLError) as error:
-            reason = " ".join(str(error).split())
-            raise ValueError(f"{path} holds no results as the Hub reads them ({reason}). Remove it.") from error
-    return {f"{RESULTS}/{path.name}": path for path in paths}, entries
 
 
 def _check_secrets(paths: Sequence[Path]) -> None:
