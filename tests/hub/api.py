@@ -89,10 +89,14 @@ def model_info(hub: Hub, request: Request, name: str, revision: str) -> Response
     return Response.of(info)
 
 
-def entry_of(path: str, file: File) -> dict:
+def entry_of(repository: Repository, path: str, file: File) -> dict:
     """A file as listings of a tree show it."""
     entry = {"type": "file", "path": path, "oid": file.oid, "size": len(file.content)}
-    return entry | ({"lfs": {"oid": file.sha256, **file.pointer_info}} if file.lfs else {})
+    if file.lfs:
+        entry["lfs"] = {"oid": file.sha256, **file.pointer_info}
+        if file.sha256 in repository.xet_hashes:
+            entry["xetHash"] = repository.xet_hashes[file.sha256]
+    return entry
 
 
 def folder_of(path: str) -> dict:
@@ -101,7 +105,8 @@ def folder_of(path: str) -> dict:
 
 @route("GET", f"{MODEL}/tree/{REVISION}(?:/(?P<folder>.+))?")
 def list_tree(hub: Hub, request: Request, name: str, revision: str, folder: str) -> Response:
-    commit = hub.readable(name, request.account).commit(revision)
+    repository = hub.readable(name, request.account)
+    commit = repository.commit(revision)
     root = PurePosixPath(folder)
     inside = {path: file for path, file in commit.files.items() if PurePosixPath(path).is_relative_to(root)}
     if folder and not inside:
@@ -113,17 +118,18 @@ def list_tree(hub: Hub, request: Request, name: str, revision: str, folder: str)
         for parent in parents if recursive else parents[:1]:
             entries[str(parent)] = folder_of(str(parent))
         if recursive or not parents:
-            entries[path] = entry_of(path, file)
+            entries[path] = entry_of(repository, path, file)
     return Response.of(list(entries.values()))
 
 
 @route("POST", f"{MODEL}/paths-info/{REVISION}")
 def paths_info(hub: Hub, request: Request, name: str, revision: str) -> Response:
-    commit = hub.readable(name, request.account).commit(revision)
+    repository = hub.readable(name, request.account)
+    commit = repository.commit(revision)
     entries = []
     for path in request.form.get("paths", []):
         if path in commit.files:
-            entries.append(entry_of(path, commit.files[path]))
+            entries.append(entry_of(repository, path, commit.files[path]))
         elif any(PurePosixPath(path) in PurePosixPath(other).parents for other in commit.files):
             entries.append(folder_of(path))
     return Response.of(entries)

@@ -76,7 +76,7 @@ class Entry:
     method: str
     path: str
     host: str  # "hub" or "storage"
-    authorized: bool  # whether it had a header Authorization
+    authorized: bool  # whether it carried a token of the Hub (the storage has tokens of its own)
     status: int | None = None
     received: int = 0
     sent: int = 0

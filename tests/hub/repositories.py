@@ -107,6 +107,7 @@ class Repository:
         self.refs: dict[str, str] = {}
         self.commits: dict[str, Commit] = {}
         self.objects: dict[str, bytes] = {}
+        self.xet_hashes: dict[str, str] = {}  # of the objects that came by `hf_xet`, by their sha256
         self.pull_requests: list[dict] = []
 
     @property
@@ -168,8 +169,15 @@ class Hub:
         self.by_name: dict[str, Repository] = {}
         self.part_size = part_size
         self.uploads: dict[str, object] = {}  # those that were asked for, by the ticket in their address
-        self.secret = secrets.token_hex(16)  # what signs addresses of downloads
+        self.xet_tokens: dict[str, Repository] = {}
+        self.xorbs: dict[str, object] = {}
+        self.xet_files: dict[str, list[tuple[str, int, int]]] = {}
+        self.secret = secrets.token_hex(16)
         self.url = self.storage_url = ""  # known once the server listens
+
+    def signature(self, name: str) -> str:
+        """What an address of the storage carries instead of a token."""
+        return hashlib.sha256(f"{self.secret}{name}".encode()).hexdigest()
 
     def create(self, name: str, private: bool, author: str) -> Repository:
         """A repository whose branch `main` holds `.gitattributes`."""

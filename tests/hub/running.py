@@ -47,17 +47,21 @@ class Hub:
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             yield cls(process.stdout.readline().strip(), process.pid)  # leaving closes its input, which ends it
 
-    def environ(self, token: str | None = None, home: Path | str | None = None) -> dict[str, str]:
-        """The environment of a process that uses this Hub, with `token` and with its cache in `home`.
+    def environ(self, token: str | None = None, home: Path | str | None = None, xet: bool = False) -> dict[str, str]:
+        """The environment of a process that uses this Hub.
 
-        `hf_xet` is off: the storage takes and gives plain HTTP only.
+        Args:
+            token: what the process finds as its token; None: it has none.
+            home: where it keeps its cache; None: where `HF_HOME` is by default.
+            xet: whether it transfers objects by `hf_xet`, as it does by default with the real Hub, or by plain HTTP.
         """
         environment = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith(("HF_", "HUGGING", "TRANSFORMERS_")) and not name.lower().endswith("_proxy")
         }
-        environment |= {"HF_ENDPOINT": self.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        environment |= {"HF_ENDPOINT": self.url, "HF_HUB_DISABLE_XET": "0" if xet else "1"}
+        environment |= {"HF_HUB_DISABLE_TELEMETRY": "1"}
         environment |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
         environment |= {"HF_TOKEN": token} if token is not None else {}
         return environment | ({"HF_HOME": str(home)} if home is not None else {})

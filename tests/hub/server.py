@@ -22,9 +22,12 @@ from pathlib import Path
 
 import api
 import storage
+import xet
 from faults import Entry, Fault, Faults, Log
 from http_types import Request, Response, Routes
 from repositories import ACCOUNTS, Hub, HubError
+
+ON_STORAGE = ("/storage/", "/v1/", "/v2/")
 
 control = Routes()
 faults, log = Faults(), Log()
@@ -85,6 +88,7 @@ def show_repositories(hub: Hub, request: Request) -> Response:
 def clear_repositories(hub: Hub, request: Request) -> Response:
     hub.by_name.clear()
     hub.uploads.clear()
+    hub.xorbs.clear()
     return Response.of({})
 
 
@@ -98,7 +102,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path.startswith("/control/"):
             self.send(self.answer(control, self.request_with(self.read_body())))
             return
-        entry = Entry(self.command, self.path, self.host, "Authorization" in self.headers, range=self.headers["Range"])
+        authorized = "hf_" in self.headers.get("Authorization", "")
+        entry = Entry(self.command, self.path, self.host, authorized, range=self.headers["Range"])
         log.entries.append(entry)
         fault = faults.take(self.command, self.path)
         try:
@@ -133,12 +138,12 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, routes: Routes, request: Request) -> Response:
         """The answer of one table of routes."""
         try:
-            if routes is not control and request.path.startswith("/storage/") != (self.host == "storage"):
+            if routes is not control and request.path.startswith(ON_STORAGE) != (self.host == "storage"):
                 raise HubError(404, f"{request.path} is not on this host")
-            token = request.headers.get("authorization", "").removeprefix("Bearer ")
-            request.account = ACCOUNTS.get(token)
-            if token and request.account is None:
-                raise HubError(401, "Invalid credentials in Authorization header")
+            if self.host == "hub" and (token := request.headers.get("authorization", "").removeprefix("Bearer ")):
+                request.account = ACCOUNTS.get(token)
+                if request.account is None:
+                    raise HubError(401, "Invalid credentials in Authorization header")
             with lock:
                 return routes.answer(self.hub, request)
         except HubError as error:
@@ -202,7 +207,7 @@ def main() -> None:
     hub = Hub(options.part_size)
     if options.content is not None:
         hub.load(options.content)
-    storage.route.routes += api.route.routes
+    storage.route.routes += xet.route.routes + api.route.routes
     for host in ("storage", "hub"):
         handler = type("Handler", (Handler,), {"hub": hub, "host": host})
         server = ThreadingHTTPServer(("127.0.0.1", 0), handler)

@@ -127,16 +127,28 @@ def resolve(hub: Hub, request: Request, name: str, revision: str, path: str) -> 
     if not file.lfs:
         return part_of(file.content, request, facts | {"ETag": f'"{file.oid}"'})
     facts |= {"X-Linked-Size": str(len(file.content)), "X-Linked-ETag": f'"{file.sha256}"'}
-    signature = hashlib.sha256(f"{hub.secret}{name}{file.sha256}".encode()).hexdigest()
+    if file.sha256 in repository.xet_hashes:  # for clients with `hf_xet`, which do not follow `Location`
+        facts["X-Xet-Hash"] = repository.xet_hashes[file.sha256]
+        facts["Link"] = f'<{hub.url}/api/models/{name}/xet-read-token/{commit.oid}>; rel="xet-auth"'
+    signature = hub.signature(f"{name}/{file.sha256}")
     location = f"{hub.storage_url}/storage/{name}/{file.sha256}?Signature={signature}"
     return Response(302, b"Found", facts | {"Location": location})
 
 
+def check_signature(hub: Hub, request: Request, name: str) -> None:
+    if request.query.get("Signature") != [hub.signature(name)]:
+        raise HubError(403, "AccessDenied")
+
+
+@route("GET", "/storage/xorbs/(?P<digest>[0-9a-f]{64})")
+def deliver_xorb(hub: Hub, request: Request, digest: str) -> Response:
+    check_signature(hub, request, digest)
+    return part_of(hub.xorbs[digest].data, request, {})
+
+
 @route("GET", f"/storage{NAME}/(?P<oid>[0-9a-f]{{64}})")
 def deliver(hub: Hub, request: Request, name: str, oid: str) -> Response:
-    signature = hashlib.sha256(f"{hub.secret}{name}{oid}".encode()).hexdigest()
-    if request.query.get("Signature") != [signature] or name not in hub.by_name:
-        raise HubError(403, "AccessDenied")
+    check_signature(hub, request, f"{name}/{oid}")
     return part_of(hub.by_name[name].objects[oid], request, {"ETag": f'"{oid}"'})
 
 
