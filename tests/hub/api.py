@@ -213,18 +213,19 @@ def show_discussion(hub: Hub, request: Request, name: str, number: str) -> Respo
     return Response.of(shown)
 
 
-def for_change(hub: Hub, request: Request, name: str) -> tuple[Repository, bool]:
+def for_change(hub: Hub, request: Request, name: str, revision: str) -> tuple[Repository, bool]:
     """The repository, and whether the change goes to a new pull request, which a reader may open too."""
     if request.query.get("create_pr") == ["1"]:
+        repository = hub.readable(name, request.account)
         may_write_to(None, request.account)
-        return hub.readable(name, request.account), True
-    return hub.writable(name, request.account), False
+        return repository, True
+    return hub.writable(name, request.account, revision), False
 
 
 @route("POST", f"{MODEL}/preupload/{REVISION}")
 def preupload(hub: Hub, request: Request, name: str, revision: str) -> Response:
     """How each file is to be uploaded, whether `.gitignore` leaves it out, and what is there under its name."""
-    repository, _ = for_change(hub, request, name)
+    repository, _ = for_change(hub, request, name, revision)
     commit = repository.commit(revision)
     rules = [line.strip() for line in request.json.get("gitIgnore", "").splitlines()]
     rules = [rule for rule in rules if rule and not rule.startswith("#")]
@@ -265,7 +266,7 @@ def carried_out(repository: Repository, files: dict[str, File], key: str, value:
 @route("POST", f"{MODEL}/commit/{REVISION}")
 def commit(hub: Hub, request: Request, name: str, revision: str) -> Response:
     """A commit from lines of JSON: a header, then the operations."""
-    repository, for_pull_request = for_change(hub, request, name)
+    repository, for_pull_request = for_change(hub, request, name, revision)
     try:
         first, *operations = [json.loads(line) for line in request.body.splitlines() if line.strip()]
         header = first["value"]

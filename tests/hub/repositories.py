@@ -212,14 +212,17 @@ class Hub:
             raise HubError(401, "Invalid username or password.", "RepoNotFound")
         raise HubError(404, "Repository not found", "RepoNotFound")
 
-    def writable(self, name: str, account: Account | None) -> Repository:
-        """As `readable`, for a change.
+    def writable(self, name: str, account: Account | None, revision: str = "main") -> Repository:
+        """As `readable`, for a change of `revision`; pull requests may be changed by who opened them.
 
         Raises:
             HubError: 401 without a token; 403 with one that only reads, or in the namespace of others.
         """
         repository = self.readable(name, account)
-        may_write_to(repository.namespace, account)
+        own = {
+            f"refs/pr/{pull['num']}" for pull in repository.pull_requests if account and pull["author"] == account.name
+        }
+        may_write_to(None if revision in own else repository.namespace, account)
         return repository
 
 

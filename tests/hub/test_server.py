@@ -159,13 +159,16 @@ def test_a_pull_request_of_another_user(hub, me, client_of, folder):
 # Who may do what
 
 
-def test_a_token_says_whose_it_is(hub, client_of):
+def test_a_token_says_whose_it_is(hub, me, client_of):
     who = client_of(hub.read_token).whoami()
     assert (who["name"], [org["name"] for org in who["orgs"]]) == ("me", ["lab"])
     assert who["auth"]["accessToken"]["role"] == "read"
     with pytest.raises(HfHubHTTPError, match="Invalid user token") as error:
         client_of("hf_wrong").whoami()
     assert status_of(error) == 401
+    client_of(False).model_info("me/model")
+    with pytest.raises(HfHubHTTPError, match="Invalid credentials"):  # not even what all may read
+        client_of("hf_wrong").model_info("me/model")
 
 
 @pytest.mark.parametrize(

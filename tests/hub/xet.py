@@ -6,15 +6,17 @@ xorbs and files are taken as the client tells them; the sha256 of each file is c
 """
 
 import hashlib
+import math
+import re
 import secrets
 import struct
 import time
 from dataclasses import dataclass
 
 import lz4
-from api import MODEL, REVISION
+from api import MODEL, REVISION, for_change
 from http_types import Request, Response, Routes
-from repositories import Hub, HubError, Repository, may_write_to
+from repositories import Hub, HubError, Repository
 
 HASH = "(?P<digest>[0-9a-f]{64})"
 LAST = b"\xff" * 32  # where the list of files in a shard ends
@@ -88,10 +90,10 @@ def read_shard(data: bytes) -> dict[str, tuple[str, list[tuple[str, int, int]]]]
 def give_token(hub: Hub, request: Request, name: str, kind: str, revision: str) -> Response:
     """A token for the storage, of one repository."""
     repository = hub.readable(name, request.account)
+    for_pull_request = False
     if kind == "write":
-        # Who opens a pull request needs no right to write to the repository.
-        may_write_to(None if "create_pr" in request.query else repository.namespace, request.account)
-    if "create_pr" not in request.query:
+        repository, for_pull_request = for_change(hub, request, name, revision)
+    if not for_pull_request:  # the revision of which is not known yet
         repository.commit(revision)
     token, expires = f"xet_{kind}_{secrets.token_hex(8)}", int(time.time()) + 3600
     hub.xet_tokens[token] = repository
@@ -147,18 +149,26 @@ def receive_shard(hub: Hub, request: Request) -> Response:
 
 @route("GET", f"/v1/reconstructions/{HASH}")
 def reconstruct(hub: Hub, request: Request, digest: str) -> Response:
-    """From which chunks a file is made, and from where to fetch these."""
+    """From which chunks a file, or a range of its bytes, is made, and from where to fetch these."""
     if digest not in repository_of(hub, request, "read").xet_hashes.values():
         raise HubError(404, "there is no such file")
-    terms, fetch = [], {}
-    for name, first, last in hub.xet_files[digest]:
+    asked = re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers.get("range", ""))
+    start, last = map(int, asked.groups()) if asked else (0, math.inf)
+    position, offset, terms, fetch = 0, None, [], {}
+    for name, first, end in hub.xet_files[digest]:
         xorb = hub.xorbs[name]
-        length = sum(map(len, xorb.chunks[first:last]))
-        terms.append({"hash": name, "unpacked_length": length, "range": {"start": first, "end": last}})
-        bytes_ = {"start": xorb.starts[first], "end": xorb.starts[last] - 1}
+        length = sum(map(len, xorb.chunks[first:end]))
+        position += length
+        if position <= start or position - length > last:
+            continue
+        offset = start - (position - length) if offset is None else offset
+        terms.append({"hash": name, "unpacked_length": length, "range": {"start": first, "end": end}})
+        bytes_ = {"start": xorb.starts[first], "end": xorb.starts[end] - 1}
         url = f"{hub.storage_url}/storage/xorbs/{name}?Signature={hub.signature(name)}"
-        fetch.setdefault(name, []).append({"range": {"start": first, "end": last}, "url": url, "url_range": bytes_})
-    return Response.of({"offset_into_first_range": 0, "terms": terms, "fetch_info": fetch})
+        fetch.setdefault(name, []).append({"range": {"start": first, "end": end}, "url": url, "url_range": bytes_})
+    if not terms:
+        raise HubError(416, "Range Not Satisfiable")
+    return Response.of({"offset_into_first_range": offset, "terms": terms, "fetch_info": fetch})
 
 
 @route("POST", "/v1/telemetry")
