@@ -63,6 +63,6 @@ def decompress_block(block: bytes, out: bytearray) -> None:
             raise ValueError("an LZ4 match before the start")
         start = len(out) - offset
         while match > 0:  # a match may overlap with what it writes
-            piece = out[start : start + min(match, offset)]
+            piece = out[start : start + match]  # all there is of it
             out += piece
             match -= len(piece)
