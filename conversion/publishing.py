@@ -68,6 +68,11 @@ class Publication:
     card: str
     subject: Subject
 
+    @property
+    def weights(self) -> list[str]:
+        """The paths of the files that are large."""
+        return [name for name in self.files if name.endswith(".safetensors")]
+
     def card_for(self, repo: str, revision: str | None, card: str | None = None) -> str:
         """The card (this one, or another version of it) of the repository at a commit."""
         return complete(card or self.card, replace(self.subject, source=repo, revision=revision))
@@ -172,6 +177,10 @@ def publish(
         operations += [CommitOperationDelete(name) for name in stale]
         if CARD not in there:
             operations.append(CommitOperationAdd(CARD, publication.card_for(repo, None).encode()))
+        for operation in operations:  # one by one: what an upload has ended with is there if the next one fails
+            if isinstance(operation, CommitOperationAdd) and operation.path_in_repo in publication.weights:
+                options = {"revision": revision, "create_pr": create_pr, "free_memory": False}
+                api.preupload_lfs_files(repo, [operation], **options)
         commit = _repeated(
             api.create_commit,
             repo,
@@ -220,7 +229,7 @@ def explained(repo: str) -> Iterator[None]:
             reason = reasons.get(status, f"{repo} is not there for this token: `hf auth whoami`")
             raise RuntimeError(f"{reason} ({_said(error)}).") from error
         raise RuntimeError(f"the Hub answered {status}: {_said(error)}. {_AGAIN}") from error
-    except RuntimeError as error:  # of the upload of a file, which its client has tried again
+    except (ConnectionError, RuntimeError) as error:  # of the upload of a file, which its client has tried again
         reason = f"{error} {error.__cause__ or ''}"
         raise RuntimeError(f"{' '.join(reason.split())} {_AGAIN}") from error
     except httpx.HTTPError as error:

@@ -56,11 +56,11 @@ class Publisher:
 
 
 @contextmanager
-def publisher(folder: Path) -> Iterator[Publisher]:
-    """A Hub, and a process that publishes on it and works in `folder`."""
+def publisher(folder: Path, xet: bool = False) -> Iterator[Publisher]:
+    """A Hub, and a process that publishes on it and works in `folder`; as users do by default, if by `hf_xet`."""
     with Hub.running(part_size=400_000) as hub:
         command = [sys.executable, str(SESSION)]
-        environment = hub.environ(home=folder / "home")
+        environment = hub.environ(home=folder / "home", xet=xet) | {"HF_XET_CLIENT_RETRY_BASE_DELAY": "10ms"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen(command, cwd=folder, env=environment, **pipes) as process:
             yield Publisher(hub, folder, process)

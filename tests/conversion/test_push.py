@@ -205,6 +205,33 @@ def test_an_upload_that_was_cut_goes_on_where_it_was(push, model):
     assert not sent & again
 
 
+def test_what_was_sent_stays_sent_with_xet_too(model):
+    """The second of two files is refused; afterwards only that one is sent."""
+    with publisher(model.parent, xet=True) as push:
+        push.hub.fail("status", "/v1/xorbs/", status=403, skip=1, times=None)
+        done = push("push", "model", "me/xet")
+        assert done["status"] == 1
+        assert len(done["err"].strip().splitlines()) == 1, done["err"]
+        assert "The same command goes on" in done["err"]
+        assert push.commits("me/xet") == ["initial commit"]
+        push.hub.heal()
+        first = [entry["received"] for entry in push.hub.log("POST", "/v1/xorbs/") if entry["status"] == 200]
+        push.hub.forget()
+        assert push("push", "model", "me/xet")["status"] == 0
+        again = [entry["received"] for entry in push.hub.log("POST", "/v1/xorbs/")]
+        weights = [(model / name).read_bytes() for name in push.hub.files("me/xet") if name.endswith(".safetensors")]
+        assert len(first) == len(again) == 1
+        assert sum(again) < 10_000 < 500_000 < sum(first)
+        assert all(content in push.hub.files("me/xet").values() for content in weights)
+
+
+def test_an_answer_that_is_lost_makes_no_second_commit(push, model):
+    push.hub.fail("lost", "/commit/")
+    assert push("push", "model", "me/lost")["status"] in (0, 1)
+    assert push("push", "model", "me/lost")["status"] == 0
+    assert push.commits("me/lost") == ["initial commit", "Upload model", "Model card: the commit to load"]
+
+
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_hub_that_is_busy_for_a_moment_is_asked_again(push, model, status):
     for path in ("/preupload/", "/objects/batch", "/commit/", "/api/repos/create", "validate-yaml"):
