@@ -1,13 +1,14 @@
 # make demo   the main job on real text, no network once installed
 # make test   the test suite
 # make docs   the documentation, as a site in site/
+# make notebooks   runs the notebooks from top to bottom
 # Each creates .venv and installs by constraints.txt.
 
 PYTHON ?= python3
 PIP = .venv/bin/python -m pip --disable-pip-version-check --quiet
 INSTALL = $(PIP) install --constraint constraints.txt
 
-.PHONY: demo test lint docs serving suite versions clean
+.PHONY: demo test lint docs notebooks serving suite versions clean
 demo: .venv/demo.installed
 	.venv/bin/attnres demo --overwrite
 
@@ -17,6 +18,9 @@ test: .venv/test.installed
 lint: .venv/test.installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+
+notebooks: .venv/test.installed
+	OMP_NUM_THREADS=1 .venv/bin/python notebooks/execute.py
 
 # torch first and by name: a range would take a build with CUDA where one for the CPU is at hand.
 .venv/torch.installed: constraints.txt

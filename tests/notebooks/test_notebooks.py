@@ -1,0 +1,138 @@
+"""The notebooks: what is stored is whole, and each runs from top to bottom without network."""
+
+import os
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXECUTE = ROOT / "notebooks" / "execute.py"
+NAMES = ["fine_tune", "look_inside", "quickstart", "retrofit_and_heal"]
+SECONDS = 180
+NOWHERE = "http://127.0.0.1:9"  # a port that nobody listens on
+OFFLINE = {"HF_HUB_OFFLINE": "1"} | {
+    name: NOWHERE for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+}
+# A path from the root of some machine; links and `</tag>` have none.
+MACHINE_PATH = re.compile(r"(?<![\w.:/<])/(?:home|root|tmp|usr|opt|work|Users|var|mnt|content)/\S+|\b[A-Z]:\\\\?Users")
+BAD_CELLS = {"raises": "1 / 0", "hangs": "import time\ntime.sleep(60)"}
+
+
+def stored(name: str) -> nbformat.NotebookNode:
+    return nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+
+
+def code_cells(name: str) -> list[nbformat.NotebookNode]:
+    return [cell for cell in stored(name).cells if cell.cell_type == "code"]
+
+
+def run(*arguments: str, script: Path = EXECUTE, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(script), *arguments]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("ATTNRES_")} | OFFLINE | environment
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS + 60, check=False)
+
+
+def test_these_are_all_and_the_page_lists_them():
+    assert sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb")) == NAMES
+    assert sorted(re.findall(r"^\| \[`(\w+)\.ipynb`\]", (ROOT / "notebooks" / "README.md").read_text(), re.M)) == NAMES
+
+
+# ---- as stored
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_cell_was_run_in_order_and_none_failed(name):
+    nbformat.validate(stored(name))
+    cells = code_cells(name)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert len(outputs) > 5
+    assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stored_notebook_is_small_and_shows_no_path_of_a_machine(name):
+    path = ROOT / "notebooks" / f"{name}.ipynb"
+    assert path.stat().st_size < 300_000
+    assert MACHINE_PATH.findall(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("text", ["/work/w/a.py:3", "in /tmp/tmpx/loss.png", "C:\\\\Users\\\\me"])
+def test_a_path_of_a_machine_is_seen(text):
+    assert MACHINE_PATH.search(text)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_reads_like_an_article(name):
+    """Every code cell but the variables of a checkpoint has prose before it, and is short."""
+    cells = stored(name).cells
+    assert cells[0].cell_type == "markdown" and cells[0].source.startswith("# ")
+    for before, cell in pairwise(cells):
+        if cell.cell_type == "code":
+            assert len(cell.source.splitlines()) <= 25
+            assert before.cell_type == "markdown" or len(before.source.splitlines()) <= 10
+    assert "google.colab" in code_cells(name)[0].source
+
+
+def test_the_stored_outputs_are_of_the_real_checkpoint():
+    outputs = str([cell.outputs for cell in code_cells("retrofit_and_heal")])
+    assert "260,032 parameters" in outputs
+
+
+# ---- run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_runs_from_top_to_bottom_without_network_and_files(name):
+    done = run("--timeout", str(SECONDS), name)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(f"{name}.ipynb: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fine_tune", "retrofit_and_heal"])
+def test_a_notebook_takes_a_real_checkpoint(name, assets):
+    done = run("--timeout", str(SECONDS), name, ATTNRES_ASSETS=str(assets))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("raises", "cell 2: ZeroDivisionError: division by zero"), ("hangs", "cell 2: not done after 5 seconds.")],
+)
+def test_what_does_not_run_is_named_in_one_line(tmp_path, name, reason):
+    script = tmp_path / "execute.py"
+    script.write_text(EXECUTE.read_text())
+    cells = [nbformat.v4.new_markdown_cell("Text."), nbformat.v4.new_code_cell(BAD_CELLS[name])]
+    content = nbformat.writes(nbformat.v4.new_notebook(cells=cells))
+    (tmp_path / f"{name}.ipynb").write_text(content)
+    done = run("--save", "--timeout", "5", script=script)
+    assert (done.returncode, done.stderr) == (1, f"{name}.ipynb, {reason}\n")
+    assert (tmp_path / f"{name}.ipynb").read_text() == content
+
+
+@pytest.mark.slow
+def test_saving_stores_outputs_and_what_differs_from_run_to_run_is_left_out(tmp_path):
+    script, path = tmp_path / "execute.py", tmp_path / "good.ipynb"
+    script.write_text(EXECUTE.read_text())
+    cells = [nbformat.v4.new_code_cell("import os\nprint(os.listdir())")]
+    path.write_text(nbformat.writes(nbformat.v4.new_notebook(cells=cells)))
+    assert run("--save", script=script).returncode == 0
+    first = path.read_text()
+    (saved,) = nbformat.reads(first, as_version=4).cells
+    assert saved.outputs[0].text == "[]\n" and saved.execution_count == 1 and saved.metadata == {}
+    assert run("--save", script=script).returncode == 0
+    assert path.read_text() == first
+
+
+def test_a_notebook_that_does_not_exist_is_bad_usage():
+    done = run("nothing")
+    assert done.returncode == 2
+    assert "there is no notebook 'nothing'; there are fine_tune, " in done.stderr
