@@ -79,6 +79,14 @@ def test_a_notebook_reads_like_an_article(name):
     assert "google.colab" in code_cells(name)[0].source
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_every_link_to_a_file_leads_somewhere(name):
+    prose = "\n".join(cell.source for cell in stored(name).cells if cell.cell_type == "markdown")
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", prose)
+    assert links
+    assert [link for link in links if not (ROOT / "notebooks" / link).exists()] == []
+
+
 def test_the_stored_outputs_are_of_the_real_checkpoint():
     outputs = str([cell.outputs for cell in code_cells("retrofit_and_heal")])
     assert "260,032 parameters" in outputs

@@ -8,6 +8,8 @@ ELSEWHERE = {
     "pip install": "a package registry; environments of pip are made by `make` and by tests/peers/environments.py",
     "make demo": "tests/training/test_demo.py, and `attnres demo` below; .ci/run makes an environment",
     "make test": "this is part of it",
+    "make notebooks": "tests/notebooks",
+    "python notebooks/execute.py": "tests/notebooks",
     "vllm serve": "tests/peers/test_vllm.py, in an environment of its own",
     'python -c "import attnres; from transformers.cli': "serves without end; tests/modeling_attnres/test_tools.py",
     "attnres inspect attnres-demo/model --serve": "serves without end; tests/commands/test_inspect.py",
