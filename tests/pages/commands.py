@@ -34,6 +34,7 @@ ADDED = {
     "attnres demo": ("--minutes", "0.01", "--text", "text.txt"),
     "attnres inspect": _LITTLE,
     "attnres eval qwen3-attnres --baseline": _FEW,
+    "attnres eval qwen3-attnres --tasks arc_challenge --out": ("--data", "data"),
     "attnres eval runs/heal/model --baseline": _FEW,
     "attnres train heal": ("tokens=512", *_SHORT),
     "attnres train pretrain": ("tokens=512", *_SHORT),

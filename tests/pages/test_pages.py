@@ -70,34 +70,34 @@ def environment(hub: Hub, tmp_path_factory) -> dict[str, str]:
     [pytest.param(page, marks=pytest.mark.slow) if name_of(page) in SLOW else page for page in WITH_CODE],
     ids=name_of,
 )
-def test_a_page_runs(page, workplace, environment, capsys):
+def test_a_page_runs(page, workplace, environment, hub, capsys):
     commands = commands_of(page)
     made = [name for name, by in MAKES.items() if any(f"{command} ".startswith(by) for command in commands)]
     folder = workplace(*made)
     printed = run_page(page, environment) + capsys.readouterr().out
     if check := CHECKS.get(name_of(page)):
-        check(folder, printed)
+        check(folder, printed, hub)
 
 
-def check_readme(folder: Path, printed: str) -> None:
+def check_readme(folder: Path, printed: str, hub: Hub) -> None:
     assert "Attention is" in printed
     assert "top-1 agreement 100.00%" in printed
     assert (folder / "inspection" / "report.html").exists()
     assert (folder / "scores" / "report.md").exists()
 
 
-def check_tour(folder: Path, printed: str) -> None:
+def check_tour(folder: Path, printed: str, hub: Hub) -> None:
     assert re.search(r"^attn_res \d", printed, re.MULTILINE)
     assert {"model", "results.json", "loss.png", "recipe.yaml"} <= {
         path.name for path in (folder / "runs/more").iterdir()
     }
 
 
-def check_retrofit(folder: Path, printed: str) -> None:
+def check_retrofit(folder: Path, printed: str, hub: Hub) -> None:
     assert printed.count("top-1 agreement 100.00%") == printed.count("Verified") >= 5
 
 
-def check_train(folder: Path, printed: str) -> None:
+def check_train(folder: Path, printed: str, hub: Hub) -> None:
     """What the page says that `Monitor` logs is what it logs."""
     lines = [line for line in printed.splitlines() if "depth_entropy" in line and "'loss'" in line]
     documented = re.findall(r"`((?:depth|magnitude)_\w+)`", (ROOT / "docs/guides/train.md").read_text())
@@ -105,11 +105,19 @@ def check_train(folder: Path, printed: str) -> None:
     assert len(set(documented)) == 7
 
 
-def check_inspect(folder: Path, printed: str) -> None:
+def check_inspect(folder: Path, printed: str, hub: Hub) -> None:
     assert printed.endswith("tensor(True)\n")
 
 
-def check_connections(folder: Path, printed: str) -> None:
+def check_publish(folder: Path, printed: str, hub: Hub) -> None:
+    """The Hub has the model, its card, its results and the figures."""
+    files = hub.files("me/qwen3-attnres")
+    assert {"model.safetensors", "config.json", "backbones_attnres.py", "tokenizer.json", "README.md"} <= files.keys()
+    assert {".eval_results/arc_challenge_25shot.yaml", "inspection/report.html"} <= files.keys()
+    assert b"arc_challenge" in files["README.md"]
+
+
+def check_connections(folder: Path, printed: str, hub: Hub) -> None:
     assert "mhc 4" in printed
 
 
@@ -120,6 +128,7 @@ CHECKS = {
     "docs/guides/train.md": check_train,
     "docs/guides/inspect.md": check_inspect,
     "docs/guides/connections.md": check_connections,
+    "docs/guides/publish.md": check_publish,
 }
 
 
