@@ -48,7 +48,9 @@ class Inspection(Measurement):
         text: facts on the text: name, sha256, sequences, length of each, tokens.
         depth: names of readers, outputs and sources.
         depth_attention: `None` without attention residuals.
-        mixing, magnitudes, sinks: as their classes say.
+        mixing: see its class.
+        magnitudes: see its class.
+        sinks: see its class.
         interventions: `None` if they were left out.
         passage: of the beginning of the text.
     """

@@ -13,11 +13,14 @@ class Paired:
 
     Attributes:
         difference: mean score of the first minus that of the second.
-        low, high: the interval of Agresti and Min (2005) for a difference of matched proportions: that of Wald after
-            half an item was added to each of the four outcomes of a pair. It keeps its width where the two agree.
+        low: the lower end of the interval of Agresti and Min (2005) for a difference of matched proportions: that of
+            Wald after half an item was added to each of the four outcomes of a pair. It keeps its width where the two
+            agree.
+        high: the upper end.
         p_value: of McNemar's exact test, two-sided: under the null hypothesis each item that only one model solves is
             as likely to be the first's as the second's.
-        wins, losses: the items that only the first, only the second solves.
+        wins: the items that only the first solves.
+        losses: the items that only the second solves.
     """
 
     items: int

@@ -77,12 +77,14 @@ class Recipe:
         retrofit: arguments of [`attnres.conversion.retrofit`] for a standard model, such as `{block_size: 4}`
             or `{residual: NAME}`.
         tokenizer: a directory or Hub id; by default the model's. From scratch there must be one.
-        train, held_out: data sets, see [`attnres.training.data.DataSpec`]. Without `held_out`, `held_out_sequences` are
-            taken from the training data.
-        split, held_out_split: of data sets that have several; the second is the first by default.
+        train: data sets: Hub ids, files, patterns and folders.
+        held_out: the same, to measure the loss on. Without it `held_out_sequences` are taken from the training data.
+        split: of data sets that have several.
+        held_out_split: the same of `held_out`; by default `split`.
         column: of the text; with `chat`, of the messages.
         chat: the data is conversations; only the assistant's part is learned.
-        steps, tokens: the length of the run; one of them.
+        steps: the length of the run; this or `tokens`.
+        tokens: the same in tokens.
         micro_batch_size: sequences that a process computes at once; the rest of `batch_size` is accumulated.
         optimizer: `adamw`, or `muon` for the matrices.
         residual_lr_factor: of the residual connections' tensors, times `learning_rate`.
