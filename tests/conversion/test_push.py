@@ -1,6 +1,7 @@
 """`attnres push` to a Hub on this machine, and what others load from there."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -125,6 +126,22 @@ def test_from_push_to_generation_without_attnres(push, model, tmp_path):
     tokenizer, here = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
     outputs = here.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=20)
     assert done.stdout.strip() == tokenizer.decode(outputs[0], skip_special_tokens=True).strip()
+
+
+@pytest.mark.slow
+def test_the_harness_evaluates_by_the_line_that_the_card_has(push, model, assets, tmp_path):
+    """In the folder of the data, where the harness finds `allenai/ai2_arc` first; of a few items."""
+    push("push", "model", "lab/evaluated")
+    (line,) = re.findall(r"^lm_eval .*$", push.card("lab/evaluated"), flags=re.MULTILINE)
+    environment = push.hub.environ(home=tmp_path / "home")
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    command = f"{line} --limit 4 --device cpu --output_path {tmp_path / 'out'}"
+    done = subprocess.run(
+        command, shell=True, env=environment, cwd=assets / "hub", capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (results,) = (tmp_path / "out").rglob("results_*.json")
+    assert json.loads(results.read_text())["results"]["arc_challenge"]["sample_len"] == 4
 
 
 def test_a_branch_and_a_pull_request_leave_main_alone(push, model):
