@@ -1,12 +1,15 @@
-"""What options choose from by name, known before PyTorch is imported."""
+"""What the options of commands share: names to choose from, known before PyTorch is imported; checks; `--debug`."""
 
 from collections.abc import Collection, Mapping
 from enum import StrEnum
+from typing import Annotated
 
 import typer
 from typer.core import TyperCommand
 
 from attnres.connection_help import CONNECTIONS, flag, owners
+
+from .guard import show_tracebacks
 
 # How a directory shows that `convert` may replace it, as for `attnres.files.atomic_directory`.
 WRITTEN_MODEL = {"marker": "config.json", "content": '"model_type"'}
@@ -14,6 +17,11 @@ WRITTEN_REPORT = {"marker": "inspection.json", "content": '"written_by": "attnre
 
 Residual = StrEnum("Residual", [(name, name) for name in CONNECTIONS])
 DEFAULT_RESIDUAL = next(iter(Residual))
+
+Debug = Annotated[
+    bool,
+    typer.Option("--debug", help="Show the traceback of an error.", callback=show_tracebacks, expose_value=False),
+]
 
 
 class Command(TyperCommand):

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from attnres import CONNECTIONS
-from attnres.commands import app
+from attnres.commands import app, options_others
 from benchmarks import connections
 from benchmarks.run import PARTS
 
@@ -44,7 +44,7 @@ def test_every_connection_is_measured():
 
 
 def test_every_part_can_be_asked_for():
-    assert [part.value for part in app.Part] == list(PARTS)
+    assert [part.value for part in options_others.Part] == list(PARTS)
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_a_terminated_run_leaves_whole_files_only(tmp_path):
 
 
 def test_without_a_checkout_it_says_in_one_line_what_it_needs(tmp_path, monkeypatch):
-    monkeypatch.setattr(app, "__file__", str(tmp_path / "site-packages" / "attnres" / "commands" / "app.py"))
+    monkeypatch.setattr(options_others, "__file__", str(tmp_path / "site-packages" / "attnres" / "commands" / "app.py"))
     monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path).resolve() != ROOT])
     for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
         monkeypatch.delitem(sys.modules, name)

@@ -12,9 +12,9 @@ import pytest
 SCRIPT = """
 import sys
 sys.modules["__main__"].__file__ = "attnres"  # as the command itself: the model family can wait
-from attnres.commands import app
+from attnres.commands import app, choices
 
-def fail(debug: app.Debug = False):
+def fail(debug: choices.Debug = False):
     {error}
 
 command = app.app.registered_commands[0]

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from attnres import CONNECTIONS
-from attnres.commands import app
+from attnres.commands import options_models
 from attnres.conversion import retrofit
 from attnres.conversion.family import retrofit_options
 from attnres.residual_attnres import residual_tensors
@@ -148,9 +148,9 @@ def test_a_connection_that_starts_at_random_starts_the_same_each_time(sources, t
     for name in ("one", "other"):
         torch.rand(1)
         options = ["--residual", "identity_hc", "--no-verify"]
-        convert_well(sources / "llama", tmp_path / name, *options)
+        convert_well(sources / "llama", tmp_path / name / "model", *options)  # of one name, as the card says it
     assert files_of(tmp_path / "one") == files_of(tmp_path / "other")
-    weights = [t for n, t in tensors_of(tmp_path / "one").items() if n.endswith("_res_proj.weight")]
+    weights = [t for n, t in tensors_of(tmp_path / "one" / "model").items() if n.endswith("_res_proj.weight")]
     assert not torch.equal(weights[0], weights[1]), "of each other they must differ"
 
 
@@ -292,7 +292,7 @@ def test_a_retrofit_is_not_retrofitted(name):
 
 
 def test_the_command_line_has_every_option_of_every_connection():
-    known = inspect.signature(app.convert).parameters
+    known = inspect.signature(options_models.convert).parameters
     for name in CONNECTIONS:
         assert {option for option in retrofit_options(name) if option not in known} == set(), name
 

@@ -1,0 +1,104 @@
+"""The options of `attnres bench` and `list`."""
+
+import sys
+from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attnres.connection_help import flag
+from attnres.wording import install_command
+
+from .choices import Debug, Listed, given
+from .guard import loading
+
+
+class Part(StrEnum):
+    """What `bench` measures."""
+
+    ops = "ops"
+    phases = "phases"
+    models = "models"
+    connections = "connections"
+    layers = "layers"
+    kda = "kda"
+    memory = "memory"
+    scaling = "scaling"
+
+
+class Device(StrEnum):
+    """Where `bench` measures."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+def bench(
+    context: typer.Context,
+    only: Annotated[list[Part] | None, typer.Option(help="Measure this part; may be repeated.  [default: all]")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of PyTorch on the CPU.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Times that all ways take their turn, on the CPU.")] = 5,
+    device: Annotated[Device, typer.Option(help="Measure on the CPU, or the parts of their own that GPUs have.")] = (
+        Device.cpu
+    ),
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for results.  [default: benchmarks/results; nowhere with --quick or on a GPU]"),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes, to see that it runs; no measurement.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Measure speed and memory against peers.
+
+    From a checkout of the repository, where `python -m benchmarks` is the same.
+
+    \b
+    attnres bench --quick
+    attnres bench --only models --threads 1
+    """
+    checkout = Path(__file__).resolve().parents[1]
+    if (checkout / "benchmarks" / "run.py").is_file():
+        sys.path.insert(0, str(checkout))
+    of_the_cpu = [flag(name) for name in ("only", "threads", "repeats") if name in given(context)]
+    if device == Device.cuda and of_the_cpu:
+        raise typer.BadParameter(f"{' and '.join(of_the_cpu)} and --device cuda exclude each other.")
+    try:
+        with loading():
+            if device == Device.cuda:
+                from benchmarks.gpu import main as on_gpu
+            else:
+                from benchmarks.run import HERE, PARTS, run_bench
+                from benchmarks.timing import Setting
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "benchmarks":
+            raise
+        raise RuntimeError(
+            "attnres bench needs a checkout of the repository, installed with pip install -e, "
+            "because benchmarks are not part of the package."
+        ) from error
+    if device == Device.cuda:
+        raise typer.Exit(on_gpu([*(["--out", str(out)] if out else []), *(["--quick"] if quick else [])]))
+    if find_spec("numba") is None:
+        raise ModuleNotFoundError(
+            f"attnres bench measures the compiled loops, which need the package numba: {install_command('cpu')}"
+        )
+    if out is None and not quick:
+        out = HERE / "results"
+    run_bench([part for part in PARTS if not only or part in only], Setting(threads, repeats, quick), out)
+
+
+def list_names(
+    kind: Annotated[Listed | None, typer.Argument(metavar="KIND", help="Only these.  [default: all]")] = None,
+    debug: Debug = False,
+) -> None:
+    """List the names that commands take.
+
+    \b
+    attnres list
+    attnres list recipes
+    """
+    from .listing import print_names
+
+    print_names(kind)
