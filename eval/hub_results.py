@@ -1,7 +1,7 @@
 """Results of `attnres eval` as the Hub reads them: files `.eval_results/*.yaml` of a model's repository.
 
 The format: https://huggingface.co/docs/hub/eval-results. One file holds one number, of one benchmark in one setting.
-Only whole benchmarks have one, whose data set has an id on the Hub. Reading and copying need no lm_eval.
+Only whole benchmarks have one, whose data set has an id on the Hub. Reading needs no lm_eval.
 """
 
 import math
@@ -198,24 +198,4 @@ def _check(entry: EvalResultEntry) -> None:
             raise ValueError(f"its {field} {value!r} is no text (quotes make it one)")
 
 
-def copy_results(out: Path, model_dir: Path) -> list[Path]:
-    """Copy the results of a run to the directory of its model, once all of them have been checked.
-
-    Returns:
-        The copies.
-
-    Raises:
-        FileExistsError: the model has a file of that name that was not written by `attnres eval`.
-        FileNotFoundError, ValueError: as of [`read_results`].
-    """
-    copies = {path: model_dir / FOLDER / path.name for path in read_results(out)}
-    for path, copy in copies.items():
-        if not (copy.is_file() and copy.read_bytes() == path.read_bytes()):
-            _check_own(copy)
-    (model_dir / FOLDER).mkdir(parents=True, exist_ok=True)
-    for path, copy in copies.items():
-        atomic_write(copy, path.read_bytes())
-    return [*copies.values()]
-
-
-__all__ = ["FOLDER", "HubResults", "copy_results", "make_results", "read_results", "write_results"]
+__all__ = ["FOLDER", "HubResults", "make_results", "read_results", "write_results"]

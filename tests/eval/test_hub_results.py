@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from attnres.commands.eval import run_eval
 from attnres.eval.benchmarks import benchmarks, pick
 from attnres.eval.data_folder import revision
-from attnres.eval.hub_results import FOLDER, HubResults, copy_results, make_results, read_results, write_results
+from attnres.eval.hub_results import FOLDER, HubResults, make_results, read_results, write_results
 from attnres.eval.report import Row, Score
 from attnres.eval.start import check_run
 from attnres.eval.suite import software
@@ -275,22 +275,6 @@ def test_a_file_of_another_writer_is_not_replaced(tmp_path):
 # Into the directory of a model
 
 
-def test_results_are_copied_to_the_model_and_copied_again(evaluated, tmp_path):
-    copies = copy_results(evaluated, tmp_path)
-    assert [path.relative_to(tmp_path) for path in copies] == [Path(FOLDER, ARC), Path(FOLDER, GSM8K)]
-    assert entries(tmp_path) == entries(evaluated)
-    assert copy_results(evaluated, tmp_path) == copies
-    assert [*read_results(tmp_path)] == copies
-
-
-def test_a_result_that_the_model_has_of_others_is_not_replaced(evaluated, tmp_path):
-    (tmp_path / FOLDER).mkdir()
-    (tmp_path / FOLDER / GSM8K).write_text("- mine")
-    with pytest.raises(FileExistsError, match=f"{GSM8K} was not written by attnres eval"):
-        copy_results(evaluated, tmp_path)
-    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == [GSM8K]
-
-
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -310,27 +294,26 @@ def test_a_result_that_the_model_has_of_others_is_not_replaced(evaluated, tmp_pa
         (b"\xff\xfe\x00", "can't decode"),
     ],
 )
-def test_a_bad_file_is_named_in_one_line_and_nothing_is_copied(content, reason, evaluated, tmp_path):
+def test_a_bad_file_is_named_in_one_line(content, reason, evaluated, tmp_path):
     shutil.copytree(evaluated / FOLDER, tmp_path / "out" / FOLDER)
     bad = tmp_path / "out" / FOLDER / "bad.yaml"
     bad.write_bytes(content if isinstance(content, bytes) else content.encode())
     message = f"^{bad} holds no results as the Hub wants them: .*{reason}.* Remove it;"
     with pytest.raises(ValueError, match=message) as error:
-        copy_results(tmp_path / "out", tmp_path / "model")
+        read_results(tmp_path / "out")
     assert "\n" not in str(error.value)
-    assert not (tmp_path / "model").exists()
 
 
 def test_a_run_without_results_says_where_they_come_from(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"has no results to publish\. .* \(without --limit\)"):
-        copy_results(tmp_path, tmp_path / "model")
+        read_results(tmp_path)
 
 
-def test_copying_needs_no_harness(evaluated, tmp_path):
+def test_reading_needs_no_harness(evaluated, tmp_path):
     code = (
         "import sys; sys.modules |= dict.fromkeys(('lm_eval', 'matplotlib', 'datasets'))\n"
-        "from pathlib import Path; from attnres.eval.hub_results import copy_results\n"
-        "assert len(copy_results(*map(Path, sys.argv[1:]))) == 2"
+        "from pathlib import Path; from attnres.eval.hub_results import read_results\n"
+        "assert len(read_results(Path(sys.argv[1]))) == 2"
     )
-    done = subprocess.run([sys.executable, "-c", code, evaluated, tmp_path], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, evaluated], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
