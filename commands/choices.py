@@ -5,6 +5,7 @@ from enum import StrEnum
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from typer.core import TyperCommand
 
 from attnres.connection_help import CONNECTIONS, flag, owners
@@ -55,6 +56,15 @@ class Listed(StrEnum):
 def help_of(option: str, text: str) -> str:
     """The help of an option, with the connections that have it."""
     return f"{owners(option)}: {text}"
+
+
+def shown(text: str) -> str:
+    """The text as it is, in one line: neither markup nor control characters, which a name may have, do anything."""
+    return escape(printable(text))
+
+
+def printable(text: str) -> str:
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def read_fields(settings: Collection[str]) -> dict[str, object]:

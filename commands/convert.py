@@ -6,7 +6,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from attnres import ResidualConfig
@@ -20,7 +19,7 @@ from attnres.conversion.verify import MAX_CHARACTERS, PROMPTS, Comparison, compa
 from attnres.files import atomic_directory
 from attnres.wording import counted
 
-from .choices import WRITTEN_MODEL
+from .choices import WRITTEN_MODEL, printable, shown
 
 
 def run_convert(
@@ -67,20 +66,11 @@ def run_convert(
                 options = {"hard_link": hard_link, "trust_remote_code": trust_remote_code}
                 notes = write(plan, stage, **options, on_bytes=lambda n: progress.advance(task, n))
             for note in notes:
-                console.print(_shown(note))
+                console.print(shown(note))
         comparison = _verify(console, plan, stage, verify, texts)
         if isinstance(plan.config, ResidualConfig):
             _write_card(plan, stage, source, target.name, comparison)
-    console.print(f"Written to [bold]{_shown(str(target))}[/].")
-
-
-def _shown(text: str) -> str:
-    """The text as it is, in one line: neither markup nor control characters, which a name may have, do anything."""
-    return escape(_printable(text))
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    console.print(f"Written to [bold]{shown(str(target))}[/].")
 
 
 def _progress(console: Console) -> Progress:
@@ -135,7 +125,7 @@ def _write_card(plan: Plan, stage: Path, source: str, name: str, comparison: Com
         parts.append("That it computes the same function was not verified.")
     else:
         parts.append(f"It computes the same function: {comparison}.")
-    step = " ".join(map(_printable, parts))
+    step = " ".join(map(printable, parts))
     has_tokenizer = any((stage / file).exists() for file in TOKENIZER_FILES)
     subject = Subject(config, stage, name, has_tokenizer=has_tokenizer)
     write_card(add_step(new_card(folder, hub_id), step), subject)
@@ -161,7 +151,7 @@ def _verify(console: Console, plan: Plan, stage: Path, verify: bool | None, text
     label = "Verified" if comparison.is_same else "Not the same"
     console.print(f"{label}: {comparison}")
     if plan.difference is not None:
-        console.print(f"Not the same function: {_shown(plan.difference)}.")
+        console.print(f"Not the same function: {shown(plan.difference)}.")
     elif not comparison.is_same:
         raise RuntimeError(f"the result computes another function: {comparison}.")
     return comparison

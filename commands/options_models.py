@@ -279,7 +279,7 @@ def push(
         from .push import run_push
 
     try:
-        check_repo(repo)
+        check_repo(repo, revision)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     run_push(

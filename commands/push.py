@@ -5,15 +5,23 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from huggingface_hub import EvalResultEntry
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars, logging
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
 from attnres.conversion.cards import CARD
-from attnres.conversion.publishing import Publication, plan_publication, publish
+from attnres.conversion.publication import Publication, plan_publication
+from attnres.conversion.publishing import publish
+from attnres.conversion.source_files import check_text
 from attnres.eval.hub_results import FOLDER, read_results
 from attnres.quiet import quiet_transformers
+from attnres.wording import counted
+
+from .choices import shown
+
+_MANY = 20
 
 
 def run_push(
@@ -38,15 +46,14 @@ def run_push(
         OSError, RuntimeError, ValueError: in one line, with what to do.
     """
     console = Console(soft_wrap=True, highlight=False)
-    if results is None and (folder / FOLDER).is_dir():
-        results = folder
-    evaluated = read_results(results) if results is not None else None
+    evaluated = _results(folder) if results is None else _results(results, is_asked=True)
     with quiet_transformers(), console.status("Checking the model ..."):
         publication = plan_publication(folder, evaluated, inspection)
     card = publication.card_for(repo, "COMMIT" if dry_run else None)
     console.print(_table(publication, len(card.encode())))
-    if publication.left_out:
-        console.print(f"Stays here: {', '.join(publication.left_out)}.", markup=False)
+    if left := publication.left_out:
+        others = f" and {counted(len(left) - _MANY, 'other file')}" if len(left) > _MANY else ""
+        console.print(f"Stays here: {', '.join(map(shown, left[:_MANY]))}{others}.")
     if dry_run:
         console.print(
             f"\nThe card of a new repository, where COMMIT will be that of the upload:\n\n{card}", markup=False
@@ -54,7 +61,7 @@ def run_push(
         return
     logging.set_verbosity_error()  # what it warns of is said here
     with contextlib.nullcontext() if sys.stderr.isatty() else _without_bars():
-        address, is_new, removed = publish(
+        published = publish(
             publication,
             repo,
             private=private,
@@ -63,9 +70,20 @@ def run_push(
             message=message,
             overwrite_card=overwrite_card,
         )
-    if removed:
-        console.print(f"Removed from the repository, of older weights: {', '.join(removed)}.", markup=False)
-    console.print(f"{'Published' if is_new else 'Nothing has changed'}: {address}", markup=False)
+    if published.removed:
+        removed = ", ".join(map(shown, published.removed))
+        console.print(f"Removed from the repository, as older weights that would be loaded instead: {removed}.")
+    for note in published.notes:
+        console.print(f"Note: {note}", markup=False)
+    console.print(f"{'Published' if published.is_new else 'Nothing has changed'}: {published.address}", markup=False)
+
+
+def _results(folder: Path, is_asked: bool = False) -> dict[Path, list[EvalResultEntry]]:
+    """The results of evaluations in a folder. Raises OSError, ValueError: they cannot be read, or are asked for."""
+    paths = sorted((folder / FOLDER).glob("*.yaml"))
+    for path in paths:
+        check_text(folder, path)
+    return read_results(folder) if paths or is_asked else {}
 
 
 @contextlib.contextmanager
@@ -80,10 +98,10 @@ def _without_bars() -> Iterator[None]:
 def _table(publication: Publication, card_size: int) -> Table:
     sizes = {name: path.stat().st_size for name, path in publication.files.items()} | {CARD: card_size}
     table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column()
+    table.add_column(overflow="fold")
     table.add_column(justify="right")
     for name, size in sorted(sizes.items()):
-        table.add_row(name, decimal(size))
+        table.add_row(shown(name), decimal(size))
     table.add_row(f"{len(sizes)} files", decimal(sum(sizes.values())))
     return table
 

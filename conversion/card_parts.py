@@ -5,12 +5,43 @@ A mark has a digest of what was written. A part that no longer fits its digest w
 
 import hashlib
 import re
+from dataclasses import dataclass
 
-from huggingface_hub.repocard import REGEX_YAML_BLOCK
+from .card_metadata import split
 
 ORDER = ("summary", "origin", "use", "results", "files")
-_PART = re.compile(r"<!-- attnres:(\w+) ([0-9a-f]{12}) -->\n(.*?)\n<!-- /attnres:\1 -->\n?", re.DOTALL)
+_BEGINS = re.compile(r"<!-- attnres:(\w+) ([0-9a-f]{12}) -->\n")
 _PUSHED = re.compile(r"\n?<!-- attnres pushed ([0-9a-f]{12}) of ([0-9a-f]{12}) -->\n?")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a text: it is `text[start:end]` with its marks; `digest` is of what was written."""
+
+    name: str
+    digest: str
+    content: str
+    start: int
+    end: int
+
+    @property
+    def is_edited(self) -> bool:
+        return digest(self.content) != self.digest
+
+
+def parts(text: str) -> list[Part]:
+    """The parts in a text, in order; a mark without its end is text like any other."""
+    found, begun, place = [], None, 0
+    for line in text.splitlines(keepends=True):
+        if begins := _BEGINS.fullmatch(line):
+            begun = place, begins
+        elif begun and line.rstrip("\n") == f"<!-- /attnres:{begun[1][1]} -->":
+            start, begins = begun
+            content = text[start + len(begins[0]) : place].removesuffix("\n")
+            found.append(Part(begins[1], begins[2], content, start, place + len(line)))
+            begun = None
+        place += len(line)
+    return found
 
 
 def digest(text: str) -> str:
@@ -19,16 +50,9 @@ def digest(text: str) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
-def part(text: str, name: str) -> str | None:
-    """What a card says in the part `name`; `None` if it has none."""
-    match = _find(text, name)
-    return match and match[3]
-
-
-def is_edited(text: str, name: str) -> bool:
-    """Whether a person has changed the part `name`."""
-    match = _find(text, name)
-    return match is not None and digest(match[3]) != match[2]
+def part(text: str, name: str) -> Part | None:
+    """The part `name` of a card; `None` if it has none."""
+    return next((found for found in parts(text) if found.name == name), None)
 
 
 def put(text: str, name: str, content: str) -> str:
@@ -36,23 +60,36 @@ def put(text: str, name: str, content: str) -> str:
 
     Empty, the part goes. A card without any parts, which others have written, gets no second `summary`.
     """
-    match, content = _find(text, name), content.strip()
+    there, content = parts(text), content.strip()
     block = f"<!-- attnres:{name} {digest(content)} -->\n{content}\n<!-- /attnres:{name} -->\n" if content else ""
-    if match is not None:
-        return text if is_edited(text, name) else text[: match.start()] + block + text[match.end() :]
-    if not block or (name == ORDER[0] and text.strip() and not _PART.search(text)):
+    if match := next((found for found in there if found.name == name), None):
+        return text if match.is_edited else text[: match.start] + block + text[match.end :]
+    if not block or (name == ORDER[0] and text.strip() and not there):
         return text
-    before = [m for m in _PART.finditer(text) if m[1] in ORDER[: ORDER.index(name)]]
-    after = next((m for m in _PART.finditer(text) if m[1] in ORDER[ORDER.index(name) :]), None)
-    place = before[-1].end() if before else after.start() if after else len(text)
-    parts = (text[:place].rstrip("\n"), block, text[place:].lstrip("\n"))
-    return "\n\n".join(piece.rstrip("\n") for piece in parts if piece.strip()) + "\n"
+    before = [found for found in there if found.name in ORDER[: ORDER.index(name)]]
+    after = [found for found in there if found.name in ORDER[ORDER.index(name) :]]
+    place = before[-1].end if before else after[0].start if after else len(text)
+    pieces = (text[:place].rstrip("\n"), block, text[place:].lstrip("\n"))
+    return "\n\n".join(piece.rstrip("\n") for piece in pieces if piece.strip()) + "\n"
+
+
+def appended(text: str, name: str, content: str) -> str:
+    """The card with `content` at the end of its part `name`, also where a person has changed that."""
+    match = part(text, name)
+    if match is None or not match.is_edited:
+        return put(text, name, f"{match.content}\n\n{content}" if match else content)
+    ends = match.end - len(text[match.start : match.end].splitlines(keepends=True)[-1])
+    return f"{text[:ends].rstrip()}\n\n{content}\n{text[ends:]}"
 
 
 def own_text(card: str) -> str:
     """What a person has written below a card's metadata: all but the parts that are as this package wrote them."""
-    text = REGEX_YAML_BLOCK.sub("", unmarked(card))
-    return _PART.sub(lambda match: match[0] if digest(match[3]) != match[2] else "", text).strip()
+    text, own, place = split(unmarked(card))[1], [], 0
+    for found in parts(text):
+        if not found.is_edited:
+            own.append(text[place : found.start])
+            place = found.end
+    return "".join([*own, text[place:]]).strip()
 
 
 def marked(text: str, local: str, completed: str) -> str:
@@ -92,8 +129,4 @@ def merge(local: str, uploaded: str | None, *, overwrite: bool = False) -> str:
     )
 
 
-def _find(text: str, name: str) -> re.Match[str] | None:
-    return next((match for match in _PART.finditer(text) if match[1] == name), None)
-
-
-__all__ = ["ORDER", "digest", "is_edited", "marked", "merge", "own_text", "part", "put", "unmarked"]
+__all__ = ["ORDER", "appended", "digest", "marked", "merge", "own_text", "part", "put", "unmarked"]

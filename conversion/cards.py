@@ -13,16 +13,15 @@ from importlib.metadata import requires, version
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from packaging.requirements import Requirement
 
 from attnres import ResidualConfig
 from attnres.files import atomic_write
 
-from .card_parts import is_edited, part, put, unmarked
+from .card_metadata import filled, joined, read, split
+from .card_parts import appended, part, put, unmarked
 from .family import DEFAULT_CONNECTION
 from .source_files import check_text
 
@@ -37,7 +36,12 @@ _TASKS = {
 }
 _TERMS = ("license", "license_name", "license_link", "language")  # what a source's card says that holds for the result
 _BY_VLLM = ("llama", "qwen3")  # backbones whose retrofits `tests/peers/test_vllm.py` serves
-_NOT_A_CARD = "This model card has been automatically generated."  # in the template that `transformers` fills in
+# What `transformers` fills the template of a card with.
+_TEMPLATE = (
+    "This is the model card of a 🤗 transformers model that has been pushed on the Hub. This model card has been "
+    "automatically generated."
+)
+_MAX_CARD = 2**20  # bytes
 
 
 @dataclass(frozen=True)
@@ -74,62 +78,87 @@ def new_card(folder: Path | None = None, hub_id: str | None = None) -> str:
     """The card that a model made of another one begins with.
 
     Args:
-        folder: of the source. A card of this package's goes on; of another one, licence and language are kept.
+        folder: of the source. A card of this package's goes on; of another one, licence and language are kept. One that
+            cannot be read says nothing: a model is made whatever lies beside its weights.
         hub_id: of the source, where it is on the Hub.
     """
-    text = read_card(folder) if folder is not None else None
-    if text is not None and part(text, "use") is not None:
+    try:
+        text = (read_card(folder) if folder is not None else None) or ""
+        said = read(text)
+    except (OSError, ValueError):
+        text, said = "", {}
+    if part(text, "use") is not None:
         return unmarked(text)
-    said = _metadata(text or "")
+    terms = {name: said[name] for name in _TERMS if said.get(name) and _is_plain(said[name])}
+    if "language" in terms:
+        terms["language"] = _languages(terms["language"])
     base = hub_id or said.get("base_model")
-    terms = {name: said[name] for name in _TERMS if name in said}
-    relation = {"base_model": base, "base_model_relation": "finetune"} if base else {}
-    return str(ModelCard(_document(ModelCardData(**terms, **relation, tags=[]), "")))
+    relation = {"base_model": base, "base_model_relation": "finetune"} if base and _is_plain(base) else {}
+    data = ModelCardData(**terms, **relation)
+    return str(ModelCard(joined(data.to_yaml(), ""))) if data.to_dict() else ""
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value of metadata is a text or several, as the fields that are taken over have to be."""
+    return all(isinstance(item, str | bool) for item in (value if isinstance(value, list) else [value]))
+
+
+def _languages(value: Any) -> Any:
+    """Norwegian, `no`, is read as false."""
+    return [_languages(item) for item in value] if isinstance(value, list) else "no" if value is False else value
 
 
 def read_card(folder: Path) -> str | None:
-    """The card in a model's directory, if it has one. Raises OSError, ValueError: it cannot be read as one."""
+    """The card in a model's directory, if it has one.
+
+    Raises:
+        OSError, ValueError: it is no file there, or larger than a card, or no text in UTF-8.
+    """
     path = folder / CARD
-    if not path.exists():
+    if not path.exists() and not path.is_symlink():
         return None
     check_text(folder, path)
-    return path.read_text(encoding="utf-8", errors="replace").replace("\r\n", "\n")
+    if path.stat().st_size > _MAX_CARD:
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, but a card may have {_MAX_CARD:,}.")
+    return decode_card(path.read_bytes(), str(path))
 
 
-def is_template(text: str) -> bool:
-    """Whether a card is the template of `transformers`, which says nothing yet."""
-    return _NOT_A_CARD in text
+def decode_card(content: bytes, name: str) -> str:
+    """The text of a card. Raises ValueError: it is not in UTF-8."""
+    try:
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is no text in UTF-8 ({error}). Save it as such.") from error
+
+
+def without_template(text: str) -> str:
+    """A card, or its metadata alone where the text is the template of `transformers`, which says nothing yet."""
+    card = ModelCard.from_template(ModelCardData(), model_description=_TEMPLATE)
+    metadata, said = split(text)
+    return joined(metadata, "") if said.strip() == card.text.strip() else text
 
 
 def add_step(text: str, step: str) -> str:
     """The card with one more step of how the model was made, whoever has written the others."""
-    said = part(text, "origin")
-    if said is None:
-        return put(text, "origin", _render("origin", steps=[step]))
-    if not is_edited(text, "origin"):
-        return put(text, "origin", f"{said}\n\n{step}")
-    return text.replace(said, f"{said}\n\n{step}")
+    metadata, body = split(text)
+    if part(body, "origin") is None:
+        return joined(metadata, put(body, "origin", _render("origin", steps=[step])))
+    return joined(metadata, appended(body, "origin", step))
 
 
 def complete(text: str, subject: Subject) -> str:
     """The card with all that is known of a model now: metadata that it lacks, and the parts that nobody has edited.
 
     Raises:
-        ValueError: its metadata is not a YAML block that the Hub takes.
+        ValueError: its metadata is damaged.
     """
-    try:
-        card = ModelCard(text)
-    except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"the metadata of {CARD} cannot be read: {reason}") from error
-    if _add_metadata(card.data, subject):
-        text = str(card)
-    block = REGEX_YAML_BLOCK.match(text)
-    head, body = (text[: block.end()], text[block.end() :]) if block else ("", text)
+    values = {"library_name": "transformers", "pipeline_tag": _TASKS[subject.auto_class]}
+    tags = ["attnres", subject.config.residual_connection.replace("_", "-")]
+    metadata, body = split(filled(text, values, {"tags": tags, "datasets": subject.datasets}))
     for name in ("summary", "use", "results", "files"):
         content = _render(name, **_facts(subject)) if name != "results" or subject.results else ""
         body = put(body, name, content)
-    return f"{head}\n{body.lstrip()}" if head else body
+    return joined(metadata, body)
 
 
 def write_card(text: str, subject: Subject) -> None:
@@ -151,37 +180,6 @@ def on_hub(folder: Path, name: str) -> tuple[str | None, str | None]:
     if cached.parent.name == "snapshots" and cached.parent.parent.name.startswith("models--"):
         return cached.parent.parent.name.removeprefix("models--").replace("--", "/"), cached.name
     return (None, None) if Path(name).exists() else (name, None)
-
-
-def _add_metadata(data: ModelCardData, subject: Subject) -> bool:
-    """Fill in what is not said; whether anything was."""
-    before = data.to_dict()
-    connection = subject.config.residual_connection
-    for name, value in {"library_name": "transformers", "pipeline_tag": _TASKS[subject.auto_class]}.items():
-        if data.get(name) is None:
-            data[name] = value
-    for name, values in {
-        "datasets": subject.datasets,
-        "tags": ["attnres", connection.replace("_", "-")],
-    }.items():
-        said = data.get(name) or []
-        said = [said] if isinstance(said, str) else list(said)
-        data[name] = [*said, *(value for value in dict.fromkeys(values) if value not in said)] or None
-    return data.to_dict() != before
-
-
-def _metadata(text: str) -> dict[str, Any]:
-    """What a card of anybody's says in its metadata; nothing if that is damaged."""
-    match = REGEX_YAML_BLOCK.search(text)
-    try:
-        said = yaml.safe_load(match[2]) if match else None
-    except yaml.YAMLError:
-        said = None
-    return {key: value for key, value in said.items() if value} if isinstance(said, dict) else {}
-
-
-def _document(data: ModelCardData, body: str) -> str:
-    return f"---\n{data.to_yaml()}\n---\n{body}"
 
 
 def _facts(subject: Subject) -> dict[str, Any]:
@@ -247,10 +245,11 @@ __all__ = [
     "Subject",
     "add_step",
     "complete",
-    "is_template",
+    "decode_card",
     "linked",
     "new_card",
     "on_hub",
     "read_card",
+    "without_template",
     "write_card",
 ]

@@ -1,27 +1,19 @@
-"""`attnres push`: what of a model directory is published, and its upload to the Hub in two commits.
+"""`attnres push`: the upload of a model to the Hub, in two commits.
 
 The first has the files. The second has the card, whose snippets name the first: no commit can name itself.
 """
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from fnmatch import fnmatch
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import (
-    CommitInfo,
-    CommitOperationAdd,
-    CommitOperationDelete,
-    EvalResultEntry,
-    HfApi,
-    get_token,
-)
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, get_token
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -30,106 +22,51 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.utils import httpx, validate_repo_id
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
-from attnres import ResidualConfig
-from attnres.hub import check_path
-
+from .card_metadata import filled, read
 from .card_parts import digest, marked, merge, part, put, unmarked
-from .cards import CARD, Subject, complete, new_card, read_card
-from .checkpoint import Checkpoint, open_checkpoint
-from .complete import check_complete, empty_model, explain_config, read_config
-from .layout import in_published_layout
-from .side_files import SIDE_FILES, TOKENIZER_FILES
-from .source_code import FOLDER, references, with_imports
-from .source_files import check_file, read_object
+from .cards import CARD, decode_card
+from .publication import Publication
 
-RESULTS, INSPECTION = ".eval_results", "inspection"
-_REPORT = ("report.html", "inspection.json", "*.csv", "*.png", "*.svg")
-_WEIGHTS = ("model*.safetensors", SAFE_WEIGHTS_INDEX_NAME)
-_WAITS, _LONGEST_WAIT = (1, 2, 4, 8), 300  # seconds
-_MAX_CHECKED = 10 * 2**20  # bytes of a file that is looked through for the token
+# What `from_pretrained` would read beside, or instead of, the weights that are published.
+_WEIGHTS = re.compile(
+    r"(model(-\d{5}-of-\d{5}|-residual(-\d+)?)?|adapter_model)\.safetensors|model\.safetensors\.index\.json"
+    r"|adapter_config\.json|adapter_model\.bin"
+)
 _PINNED = re.compile(r'name, revision = "[^"]+", "([0-9a-f]{40})"')
+_REVISION = re.compile(r"(?!.*\.\.)[\w][\w./-]*")
+_WAITS, _LONGEST_WAIT = (1, 2, 4, 8), 300  # seconds
+_BUSY = (429, 500, 502, 503, 504)
+_IGNORE_NOTHING = "\n"  # in the place of a `.gitignore` that the repository may have
 
 
 @dataclass(frozen=True)
-class Publication:
-    """What is to be published.
+class Published:
+    """What came of an upload.
 
     Attributes:
-        files: by their paths in the repository; without the card.
-        left_out: paths in the model's directory that stay here.
-        card: as it is here, or a new one.
-        subject: of the card; its `source` is the directory until it is known where it goes.
+        address: of the repository, the branch or the pull request.
+        is_new: anything was uploaded.
+        removed: files of older weights that went from the repository.
+        notes: what to tell the user of the card.
     """
 
-    files: dict[str, Path]
-    left_out: list[str]
-    card: str
-    subject: Subject
-
-    @property
-    def weights(self) -> list[str]:
-        """The paths of the files that are large."""
-        return [name for name in self.files if name.endswith(".safetensors")]
-
-    def card_for(self, repo: str, revision: str | None, card: str | None = None) -> str:
-        """The card (this one, or another version of it) of the repository at a commit."""
-        return complete(card or self.card, replace(self.subject, source=repo, revision=revision))
+    address: str
+    is_new: bool
+    removed: list[str]
+    notes: list[str]
 
 
-def plan_publication(
-    folder: Path, results: Mapping[Path, Sequence[EvalResultEntry]] | None = None, inspection: Path | None = None
-) -> Publication:
-    """Choose and check the files of a model's directory that are published.
-
-    Args:
-        results: of evaluations, which go along, by their files.
-        inspection: an `--out` of `attnres inspect`; by default the folder `inspection` of the model, if it is one.
-
-    Raises:
-        OSError, RuntimeError, ValueError: the model is incomplete or damaged or none of the family, or cannot be loaded
-            by the code beside it; or a file holds the Hub token.
-    """
-    if (folder / "adapter_config.json").exists() and not (folder / CONFIG_NAME).exists():
-        raise ValueError(
-            f"{folder} holds an adapter, which does not load without its base. Publish the merged model (merge=true in "
-            "the recipe), or the adapter by PEFT's own push_to_hub."
-        )
-    config, checkpoint = _check_model(folder)
-    names = [CONFIG_NAME, *_weights(checkpoint), *_code(folder, config)]
-    for pattern in SIDE_FILES:
-        names += (path.relative_to(folder).as_posix() for path in sorted(folder.glob(pattern)) if path.is_file())
-    files = {name: folder / name for name in dict.fromkeys(names)}
-    for path in files.values():
-        check_file(folder, path)
-    files |= _inspected(inspection or folder / INSPECTION, is_asked=inspection is not None)
-    files |= {f"{RESULTS}/{path.name}": path for path in results or ()}
-    there = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".gitattributes")
-    left_out = [n for n in (path.relative_to(folder).as_posix() for path in there) if n not in {*files, CARD}]
-    card = read_card(folder)
-    _check_secrets([*files.values(), *([folder / CARD] if card else [])])
-    figures = [name for name in files if fnmatch(name, f"{INSPECTION}/depth_attention*.png") and not _is_detail(name)]
-    subject = Subject(
-        config,
-        folder,
-        str(folder),
-        figure=figures[0] if len(figures) == 1 else None,  # of two models, whose it is does not show
-        results=[entry for entries in (results or {}).values() for entry in entries],
-        code=[name for name in files if name.endswith(".py")],
-        has_tokenizer=any(name in files for name in TOKENIZER_FILES),
-    )
-    publication = Publication(files, left_out, card if card is not None else new_card(), subject)
-    publication.card_for("org/name", None)  # here a bad card shows
-    return publication
-
-
-def check_repo(repo: str) -> None:
-    """Raises ValueError: this cannot be the id of a repository."""
+def check_repo(repo: str, revision: str | None = None) -> None:
+    """Raises ValueError: this cannot be the id of a repository, or the name of a revision."""
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise ValueError(f"{repo!r} is no id of a repository, such as me/my-model: {error}") from error
+        raise ValueError(
+            f"{repo!r} is no id of a repository: NAME or ORG/NAME, of letters, digits, `-`, `_` and `.`."
+        ) from error
+    if revision is not None and not _REVISION.fullmatch(revision):
+        raise ValueError(f"{revision!r} is no name of a branch.")
 
 
 def publish(
@@ -141,73 +78,143 @@ def publish(
     create_pr: bool = False,
     message: str | None = None,
     overwrite_card: bool = False,
-) -> tuple[str, bool, list[str]]:
+) -> Published:
     """Upload to the Hub. What an earlier, interrupted call has uploaded is not sent again.
 
     Args:
         repo: made if it is not there.
         private: make it so; a public one is refused.
         revision: a branch, made if it is not there.
-        create_pr: open a pull request instead of changing the branch.
+        create_pr: open a pull request instead of changing the branch, which has to be there.
         overwrite_card: where the card was edited here and on the Hub, take the one here.
-
-    Returns:
-        The address of what was published, whether anything was new, and the files of older weights that were removed
-        from the repository.
 
     Raises:
         OSError, RuntimeError, ValueError: in one line, with what to do.
     """
-    check_repo(repo)
+    check_repo(repo, revision)
     api = HfApi(library_name="attnres", library_version=version("attnres"))
     with explained(repo):
-        if get_token() is None:
-            raise LocalTokenNotFoundError
+        _check_token()
         repo = _repeated(_make_repository, api, repo, private)
-        if revision is not None and not revision.startswith("refs/"):
+        if revision is not None and not revision.startswith("refs/") and not create_pr:
             _repeated(api.create_branch, repo, branch=revision, exist_ok=True)
-        there = _repeated(api.list_repo_files, repo, revision=revision)
-        uploaded = _uploaded_card(api, repo, revision) if CARD in there else None
-        merged = merge(publication.card, uploaded, overwrite=overwrite_card)
-        if uploaded is not None and merged != publication.card and (origin := part(publication.card, "origin")):
-            merged = put(merged, "origin", origin)
         head = _repeated(api.model_info, repo, revision=revision).sha
+        there = _repeated(api.list_repo_files, repo, revision=head)
+        before = _uploaded_card(api, repo, head, there)
+        merged, _ = _merged(publication, before, overwrite_card)
+        card = publication.card_for(repo, None, merged)
+        _repeated(_Written(card).validate)
         operations: list = [CommitOperationAdd(name, str(path)) for name, path in publication.files.items()]
-        stale = [name for name in there if name not in publication.files and any(fnmatch(name, w) for w in _WEIGHTS)]
-        operations += [CommitOperationDelete(name) for name in stale]
         if CARD not in there:
-            operations.append(CommitOperationAdd(CARD, publication.card_for(repo, None).encode()))
-        for operation in operations:  # one by one: what an upload has ended with is there if the next one fails
-            if isinstance(operation, CommitOperationAdd) and operation.path_in_repo in publication.weights:
-                options = {"revision": revision, "create_pr": create_pr, "free_memory": False}
-                api.preupload_lfs_files(repo, [operation], **options)
+            operations.append(CommitOperationAdd(CARD, marked(card, publication.card, card).encode()))
+        _send(api, repo, operations, revision=revision, create_pr=create_pr)
+        stale = [name for name in there if name not in publication.files and _WEIGHTS.fullmatch(name)]
         commit = _repeated(
             api.create_commit,
             repo,
-            operations,
+            [*operations, *map(CommitOperationDelete, stale)],
             commit_message=message or "Upload model",
             revision=revision,
             create_pr=create_pr,
         )
-        target = commit.pr_revision or revision
-        again = create_pr and commit.pr_revision is None  # nothing but the card has changed
-        pinned = _PINNED.search(uploaded or "") if commit.oid == head else None
+        is_new = commit.oid != head
+        pinned = None if is_new else _PINNED.search(before or "")
         pin = pinned[1] if pinned else commit.oid
+        target = commit.pr_revision or revision
+        in_new_pr = create_pr and commit.pr_revision is None  # nothing but the card has changed
+        last, notes = _commit_card(api, publication, repo, pin, target, in_new_pr, overwrite_card)
+        if last is not None and in_new_pr:
+            commit = last
+    return Published(_address(api, repo, commit, revision), is_new or last is not None, stale, notes)
+
+
+def _send(api: HfApi, repo: str, operations: list[CommitOperationAdd], **options: Any) -> None:
+    """Send what is large before the commit, one file at a time: what has been sent is there if the next one fails."""
+    options |= {"free_memory": False, "gitignore_content": _IGNORE_NOTHING}
+    large = [operation for operation in operations if operation.path_in_repo.endswith(".safetensors")]
+    for some in ([operation for operation in operations if operation not in large], *([one] for one in large)):
+        api.preupload_lfs_files(repo, some, **options)
+
+
+def _commit_card(
+    api: HfApi,
+    publication: Publication,
+    repo: str,
+    pin: str,
+    revision: str | None,
+    create_pr: bool,
+    overwrite: bool,
+) -> tuple[CommitInfo | None, list[str]]:
+    """Commit the card that names the commit `pin`, if it is not there; once more if another commit came first.
+
+    What it is merged with is read now: uploads take long, and cards are edited meanwhile.
+    """
+    for is_last in (False, False, True):
+        head = _repeated(api.model_info, repo, revision=revision).sha
+        uploaded = _uploaded_card(api, repo, head, [CARD])
+        merged, notes = _merged(publication, uploaded, overwrite)
         card = publication.card_for(repo, pin, merged)
-        if uploaded is None or digest(card) != digest(unmarked(uploaded)):
-            # Marked as what would be there if nobody had edited it: the next upload sees that somebody has.
-            content = marked(card, publication.card, publication.card_for(repo, pin))
-            last = _repeated(
+        if digest(card) == digest(unmarked(uploaded or "")):
+            return None, notes
+        # Marked as what would be there if nobody had edited it: the next upload sees that somebody has.
+        content = marked(card, publication.card, publication.card_for(repo, pin))
+        try:
+            commit = _repeated(
                 api.create_commit,
                 repo,
                 [CommitOperationAdd(CARD, content.encode())],
                 commit_message="Model card: the commit to load",
-                revision=target,
-                create_pr=again,
+                revision=revision,
+                create_pr=create_pr,
+                parent_commit=head,
             )
-            commit = last if again else commit
-            head = None  # something is new
-    return _address(api, repo, commit, revision), commit.oid != head, stale
+        except HfHubHTTPError as error:
+            if is_last or error.response.status_code != 412:
+                raise
+        else:
+            return commit, notes
+    raise AssertionError
+
+
+def _merged(publication: Publication, uploaded: str | None, overwrite: bool) -> tuple[str, list[str]]:
+    """The card to go on with, and what to tell of its metadata.
+
+    Raises:
+        ValueError: a person has edited both, or the metadata of the one on the Hub is damaged.
+    """
+    local = publication.card
+    merged = merge(local, uploaded, overwrite=overwrite)
+    if merged == local:
+        return local, []
+    try:
+        there, here = read(merged), read(local)
+        merged = filled(merged, here, {})
+    except ValueError as error:
+        raise ValueError(f"README.md on the Hub cannot be read: {error}. Mend it there.") from error
+    if origin := part(local, "origin"):
+        merged = put(merged, "origin", origin.content)
+    differing = [name for name, value in here.items() if there.get(name, value) != value]
+    named = ", ".join(f"`{name}`" for name in differing)
+    note = f"README.md on the Hub was edited: its {named} stays, not what the one here says (--overwrite-card)."
+    return merged, [note] if differing else []
+
+
+class _Written(ModelCard):
+    """A card as it is written, which `validate` would otherwise read and write anew."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _check_token() -> None:
+    token = get_token()
+    if token is None:
+        raise LocalTokenNotFoundError
+    if not (token.isascii() and token.isprintable()):
+        raise ValueError("the token (of HF_TOKEN or `hf auth login`) has characters that no token has: copy it again.")
 
 
 @contextmanager
@@ -228,7 +235,10 @@ def explained(repo: str) -> Iterator[None]:
         if status in reasons or isinstance(error, RepositoryNotFoundError):
             reason = reasons.get(status, f"{repo} is not there for this token: `hf auth whoami`")
             raise RuntimeError(f"{reason} ({_said(error)}).") from error
-        raise RuntimeError(f"the Hub answered {status}: {_said(error)}. {_AGAIN}") from error
+        remedy = f" {_AGAIN}" if status in _BUSY else ""
+        raise RuntimeError(f"the Hub answered {status}: {_said(error)}.{remedy}") from error
+    except ValueError as error:
+        raise ValueError(" ".join(str(error).split())) from error
     except (ConnectionError, RuntimeError) as error:  # of the upload of a file, which its client has tried again
         reason = f"{error} {error.__cause__ or ''}"
         raise RuntimeError(f"{' '.join(reason.split())} {_AGAIN}") from error
@@ -249,7 +259,7 @@ def _repeated(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
     An error of the server may come after it has opened a pull request: another would be opened.
     """
-    statuses = (429,) if options.get("create_pr") else (429, 500, 502, 503, 504)
+    statuses = (429,) if options.get("create_pr") else _BUSY
     for wait in (*_WAITS, None):
         try:
             return call(*arguments, **options)
@@ -272,10 +282,13 @@ def _make_repository(api: HfApi, repo: str, private: bool) -> str:
     return info.id
 
 
-def _uploaded_card(api: HfApi, repo: str, revision: str | None) -> str:
+def _uploaded_card(api: HfApi, repo: str, commit: str, files: list[str]) -> str | None:
+    """The card of a commit that has these files."""
+    if CARD not in files:
+        return None
     with TemporaryDirectory() as scratch:
-        path = api.hf_hub_download(repo, CARD, revision=revision, local_dir=scratch)
-        return Path(path).read_text(encoding="utf-8", errors="replace").replace("\r\n", "\n")
+        path = _repeated(api.hf_hub_download, repo, CARD, revision=commit, local_dir=scratch)
+        return decode_card(Path(path).read_bytes(), "README.md on the Hub")
 
 
 def _address(api: HfApi, repo: str, commit: CommitInfo, revision: str | None) -> str:
@@ -284,74 +297,4 @@ def _address(api: HfApi, repo: str, commit: CommitInfo, revision: str | None) ->
     return f"{api.endpoint}/{repo}" + (f"/tree/{revision}" if revision else "")
 
 
-def _check_model(folder: Path) -> tuple[ResidualConfig, Checkpoint]:
-    """Its configuration and its weights. Raises OSError, RuntimeError, ValueError: they are not there, or not whole."""
-    check_path(folder)
-    if not any(folder.glob("model*.safetensors")):
-        raise FileNotFoundError(f"{folder} has no model*.safetensors. Save the model there by `save_pretrained`.")
-    with TemporaryDirectory() as scratch:
-        checkpoint = open_checkpoint(folder, Path(scratch))
-        config = read_config(checkpoint)
-        if not isinstance(config, ResidualConfig):
-            raise ValueError(
-                f"{folder} is of model type {config.model_type!r}, none of attnres: `hf upload` publishes it."
-            )
-        if in_published_layout(checkpoint, Path(scratch)) is not checkpoint:
-            raise ValueError(
-                f"{folder} is a checkpoint that a run goes on from. Publish the model that it writes at its end, or "
-                f"make one of this: `attnres convert`."
-            )
-        with explain_config(folder):
-            check_complete(checkpoint, empty_model(config, checkpoint))
-    return config, checkpoint
-
-
-def _weights(checkpoint: Checkpoint) -> list[str]:
-    names = [shard.path.name for shard in checkpoint.shards]
-    index = checkpoint.folder / SAFE_WEIGHTS_INDEX_NAME
-    return [*names, index.name] if index.exists() and names != ["model.safetensors"] else names
-
-
-def _code(folder: Path, config: ResidualConfig) -> list[str]:
-    """The Python files that loading runs: what `auto_map` refers to, and what came with a source's tokenizer."""
-    path = folder / CONFIG_NAME
-    found = [ref for ref in references(read_object(path), path) if "--" not in ref]
-    if not found:
-        raise ValueError(f"{path} has no `auto_map`: nothing loads the model where attnres is not installed. {_SAVE}")
-    files: list[Path] = []
-    for module in dict.fromkeys(reference.rpartition(".")[0] for reference in found):
-        if not (folder / f"{module}.py").is_file():
-            raise FileNotFoundError(f"{folder} lacks {module}.py, which loads the model. {_SAVE}")
-        files += with_imports(folder / f"{module}.py", folder)
-    files += sorted((folder / FOLDER).rglob("*.py"))
-    return sorted({file.relative_to(folder).as_posix() for file in files})
-
-
-_SAVE = "Save it again by `save_pretrained`."
-
-
-def _inspected(report: Path, is_asked: bool) -> dict[str, Path]:
-    """The files of a report of `attnres inspect`, by their paths in the repository."""
-    if not (report / "inspection.json").is_file():
-        if is_asked:
-            raise FileNotFoundError(f"{report} is no report of `attnres inspect`: it has no inspection.json.")
-        return {}
-    found = [path for pattern in _REPORT for path in sorted(report.glob(pattern))]
-    for path in found:
-        check_file(report, path)
-    return {f"{INSPECTION}/{path.name}": path for path in found}
-
-
-def _is_detail(figure: str) -> bool:
-    return "_relative" in figure or "_spread" in figure
-
-
-def _check_secrets(paths: Sequence[Path]) -> None:
-    """Raises ValueError: a file to be published holds the token that would publish it."""
-    token = get_token()
-    for path in paths if token else ():
-        if path.stat().st_size <= _MAX_CHECKED and token.encode() in path.read_bytes():
-            raise ValueError(f"{path} holds your Hub token. Take it out, and make a new one if it was ever published.")
-
-
-__all__ = ["Publication", "check_repo", "plan_publication", "publish"]
+__all__ = ["Published", "check_repo", "publish"]

@@ -55,6 +55,19 @@ def references(fields: dict, path: Path) -> list[str]:
     return found
 
 
+def module_of(reference: str, folder: Path) -> list[str]:
+    """The folders and the module that a reference `folder/module.Class` to code in `folder` names.
+
+    Raises:
+        ValueError: it does not lead to a file there.
+    """
+    module, _, name = reference.rpartition(".")
+    parts = module.split("/")
+    if not all(part.isidentifier() for part in (*parts, name)):
+        raise ValueError(f"{folder} refers to code as {reference!r}, which is not the name of a class in a file there.")
+    return parts
+
+
 def copy_code(auto_map: dict | list | str, folder: Path, target: Path) -> tuple[Any, list[str]]:
     """Copy the Python files that an `auto_map` refers to, and those they import, from one directory to another's.
 
@@ -74,10 +87,7 @@ def copy_code(auto_map: dict | list | str, folder: Path, target: Path) -> tuple[
             return [moved(item) for item in value]
         if not value or "--" in value:
             return value
-        module, _, name = value.rpartition(".")
-        parts = module.split("/")
-        if not all(part.isidentifier() for part in (*parts, name)):
-            raise ValueError(f"{folder} refers to code as {value!r}, which is not the name of a class in a file there.")
+        parts = module_of(value, folder)
         # As an earlier conversion left it. The file `source_code.py` of a source is one like any other.
         is_there = len(parts) > 1 and parts[0] == FOLDER
         parents = parts[:-1] if is_there else [FOLDER, *parts[:-1]]
@@ -88,7 +98,7 @@ def copy_code(auto_map: dict | list | str, folder: Path, target: Path) -> tuple[
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
             files.append(copy.relative_to(target).as_posix())
-        return f"{'/'.join((*parents, parts[-1]))}.{name}"
+        return f"{'/'.join((*parents, parts[-1]))}.{value.rpartition('.')[2]}"
 
     return moved(auto_map), sorted(set(files))
 
@@ -108,4 +118,14 @@ def with_imports(code: Path, folder: Path) -> list[Path]:
     return files
 
 
-__all__ = ["AUTO_MAP", "FOLDER", "PIPELINES", "copy_code", "objects", "references", "shown", "with_imports"]
+__all__ = [
+    "AUTO_MAP",
+    "FOLDER",
+    "PIPELINES",
+    "copy_code",
+    "module_of",
+    "objects",
+    "references",
+    "shown",
+    "with_imports",
+]

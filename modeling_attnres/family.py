@@ -94,10 +94,8 @@ def peft_modules_to_save(model: nn.Module) -> list[str]:
 def _upload_with_card(model: ResidualPreTrainedModel, folder: str, repo: str, *args: Any, **kwargs: Any) -> Any:
     """What `model.push_to_hub` calls when all is saved, with a card of ours in the place of the template's."""
     cards = importlib.import_module("attnres.conversion.cards")  # not before: it is of a room above
-    text = (Path(folder) / cards.CARD).read_text(encoding="utf-8")
-    cards.write_card(
-        cards.new_card() if cards.is_template(text) else text, cards.Subject(model.config, Path(folder), repo)
-    )
+    text = cards.decode_card((Path(folder) / cards.CARD).read_bytes(), cards.CARD)
+    cards.write_card(cards.without_template(text), cards.Subject(model.config, Path(folder), repo))
     return transformers.PreTrainedModel._upload_modified_files(model, folder, repo, *args, **kwargs)
 
 

@@ -1,10 +1,12 @@
 """The text of a model card in parts: what was written is rewritten, what a person wrote stays."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnres.conversion.card_parts import ORDER, digest, is_edited, marked, merge, own_text, part, put, unmarked
+from attnres.conversion.card_parts import ORDER, appended, digest, marked, merge, own_text, part, put, unmarked
 
 names = st.sampled_from(ORDER)
 # Lines of a person's or of ours, which are no marks.
@@ -22,7 +24,7 @@ def written(parts: list[tuple[str, str]], text: str = "") -> str:
 @given(st.lists(st.tuples(names, contents)), st.tuples(names, contents))
 def test_a_part_says_what_was_put_last_whatever_was_there(parts, last):
     text = written([*parts, last])
-    assert part(text, last[0]) == last[1]
+    assert part(text, last[0]).content == last[1]
     assert own_text(text) == ""
     assert put(text, *last) == text
 
@@ -39,13 +41,13 @@ def test_parts_stand_in_their_order_once(parts):
 def test_an_edited_part_and_what_stands_around_it_stay(parts, edit, later, data):
     name = data.draw(st.sampled_from([name for name, _ in parts]))
     text = written(parts)
-    old = part(text, name)
+    old = part(text, name).content
     if digest(old) == digest(edit):
         return
     text = text.replace(f"-->\n{old}\n<!-- /attnres:{name}", f"-->\n{edit}\n<!-- /attnres:{name}") + "\nMine.\n"
-    assert is_edited(text, name)
+    assert part(text, name).is_edited
     again = written([(other, later) for other in ORDER], text)
-    assert part(again, name) == edit
+    assert part(again, name).content == edit
     assert again.rstrip().endswith("Mine.")
     assert edit in own_text(again)
 
@@ -101,3 +103,21 @@ def test_which_of_two_cards_goes_on(local, pushed, edit, expected):
 
 def test_a_first_upload_takes_the_local_card():
     assert merge(EDITED, None) == EDITED
+
+
+@pytest.mark.parametrize("edit", ["", "TODO", "Many\n\nlines"])
+def test_a_step_is_added_where_a_person_has_written(edit):
+    text = f"TODO before\n\n{put('', 'origin', 'Made.')}\nTODO after\n".replace("Made.", edit)
+    added = appended(text, "origin", "**Trained.**")
+    assert added.count("**Trained.**") == 1
+    assert part(added, "origin").content.strip() == f"{edit}\n\n**Trained.**".strip()
+    assert part(added, "origin").is_edited
+    assert own_text(added).startswith("TODO before") and own_text(added).endswith("TODO after")
+
+
+def test_marks_without_their_ends_are_text_and_cost_no_time():
+    broken = "<!-- attnres:use 000000000000 -->\n" * 20_000
+    start = time.monotonic()
+    assert part(broken, "use") is None
+    assert put(broken, "use", "## Use").startswith(broken.strip())
+    assert time.monotonic() - start < 5

@@ -53,7 +53,7 @@ def test_a_retrofit_keeps_licence_language_and_base_and_says_what_was_done(folde
     assert data["tags"] == ["attnres", "attn-res"]
     assert "# Stories" not in text
     verified = re.search(r"Verified: (.*)", out)[1]
-    assert part(text, "origin").endswith(
+    assert part(text, "origin").content.endswith(
         f"22 tensors added, all others as they were. It computes the same function: {verified}."
     )
     assert str(folder) not in text
@@ -66,7 +66,7 @@ def test_steps_add_up_and_what_a_person_wrote_stays(folder):
     attnres(folder, "convert", "first", "second", "--set-block-size", 5)
     attnres(folder, "train", "heal", "model=second", "out=runs/healed", *QUICK)
     data, text = card_of(folder / "runs" / "healed" / "model")
-    steps = re.findall(r"^\*\*(.*?)\*\*", part(text, "origin"), flags=re.MULTILINE)
+    steps = re.findall(r"^\*\*(.*?)\*\*", part(text, "origin").content, flags=re.MULTILINE)
     assert steps == ["Retrofit", "Other options for the residual connections", "Trained"]
     results = json.loads((folder / "runs" / "healed" / "results.json").read_text())
     assert f"Held-out loss {results['held_out_loss']:.4f} nats/token" in text
@@ -106,7 +106,7 @@ def test_a_source_whose_card_is_damaged_is_converted_all_the_same(folder):
 def test_what_a_source_says_cannot_change_more_than_its_own_fields():
     card = new_card(None, "lab/x")
     data = yaml.safe_load(card.split("---")[1])
-    assert data == {"base_model": "lab/x", "base_model_relation": "finetune", "tags": []}
+    assert data == {"base_model": "lab/x", "base_model_relation": "finetune"}
 
 
 def test_a_model_on_the_hub_is_named_by_its_commit(tmp_path):

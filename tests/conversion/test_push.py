@@ -82,8 +82,8 @@ def test_the_card_is_valid_and_pins_the_commit_that_has_the_files(push, model):
         "from huggingface_hub import ModelCard\nModelCard.load('me/pinned').validate()\nprint('valid')"
     )
     assert validated["out"] == "valid\n", validated["err"]
-    assert "**Retrofit** of `stories`" in part(card, "origin")
-    assert "It computes the same function: max |logit difference|" in part(card, "origin")
+    assert "**Retrofit** of `stories`" in part(card, "origin").content
+    assert "It computes the same function: max |logit difference|" in part(card, "origin").content
 
 
 def test_pushing_again_changes_nothing(push, model):
@@ -176,7 +176,9 @@ def test_files_of_others_stay_and_older_weights_go(push, model, tiny_model):
     for name in ("model.safetensors", "training/log.txt", "LICENSE"):
         push.edit("me/used", name, f"{name} of others")
     done = push("push", "model", "me/used")
-    assert "Removed from the repository, of older weights: model.safetensors." in done["out"]
+    assert (
+        "Removed from the repository, as older weights that would be loaded instead: model.safetensors." in done["out"]
+    )
     files = push.hub.files("me/used")
     assert "model.safetensors" not in files
     assert files["training/log.txt"] == b"training/log.txt of others"

@@ -227,7 +227,8 @@ def preupload(hub: Hub, request: Request, name: str, revision: str) -> Response:
     """How each file is to be uploaded, whether `.gitignore` leaves it out, and what is there under its name."""
     repository, _ = for_change(hub, request, name, revision)
     commit = repository.commit(revision)
-    rules = [line.strip() for line in request.json.get("gitIgnore", "").splitlines()]
+    hosted = commit.files[".gitignore"].content.decode() if ".gitignore" in commit.files else ""
+    rules = [line.strip() for line in request.json.get("gitIgnore", hosted).splitlines()]
     rules = [rule for rule in rules if rule and not rule.startswith("#")]
     files = []
     for asked in request.json["files"]:

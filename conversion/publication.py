@@ -1,0 +1,193 @@
+"""What of a model's directory `attnres push` publishes: its files, checked, and its card."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from huggingface_hub import EvalResultEntry, get_token
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from attnres import ResidualConfig
+from attnres.hub import check_path
+
+from .cards import CARD, Subject, complete, new_card, read_card
+from .checkpoint import Checkpoint, open_checkpoint
+from .complete import check_complete, empty_model, explain_config, read_config
+from .layout import in_published_layout
+from .side_files import SIDE_FILES, TOKENIZER_FILES
+from .source_code import FOLDER, module_of, references, with_imports
+from .source_files import check_file, check_text, read_json, read_object
+
+RESULTS, INSPECTION = ".eval_results", "inspection"
+_REPORT = ("report.html", "inspection.json", "*.csv", "*.png", "*.svg")
+_HEADER, _CHUNK = 10 * 2**20, 2**20  # bytes: of weights, what may be text; of what is looked through at a time
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What is to be published.
+
+    Attributes:
+        files: by their paths in the repository; without the card.
+        left_out: paths in the model's directory that stay here.
+        card: as it is here, or a new one.
+        subject: of the card; its `source` is the directory until it is known where it goes.
+    """
+
+    files: dict[str, Path]
+    left_out: list[str]
+    card: str
+    subject: Subject
+
+    @property
+    def weights(self) -> list[str]:
+        """The paths of the files that are large."""
+        return [name for name in self.files if name.endswith(".safetensors")]
+
+    def card_for(self, repo: str, revision: str | None, card: str | None = None) -> str:
+        """The card (this one, or another version of it) of the repository at a commit."""
+        return complete(card or self.card, replace(self.subject, source=repo, revision=revision))
+
+
+def plan_publication(
+    folder: Path, results: Mapping[Path, Sequence[EvalResultEntry]] | None = None, inspection: Path | None = None
+) -> Publication:
+    """Choose and check the files of a model's directory that are published.
+
+    Args:
+        results: of evaluations, which go along, by their files.
+        inspection: an `--out` of `attnres inspect`; by default the folder `inspection` of the model, if it is one.
+
+    Raises:
+        OSError, RuntimeError, ValueError: the model is incomplete or damaged or none of the family, or cannot be loaded
+            by the code beside it; or a file holds the Hub token.
+    """
+    if (folder / "adapter_config.json").exists() and not (folder / CONFIG_NAME).exists():
+        raise ValueError(
+            f"{folder} holds an adapter, which does not load without its base. Publish the merged model (merge=true in "
+            "the recipe), or the adapter by PEFT's own push_to_hub."
+        )
+    config, checkpoint = _check_model(folder)
+    names = [CONFIG_NAME, *_weights(checkpoint), *_code(folder, config)]
+    for pattern in SIDE_FILES:
+        names += (path.relative_to(folder).as_posix() for path in sorted(folder.glob(pattern)) if path.is_file())
+    files = {name: folder / name for name in dict.fromkeys(names)}
+    for path in files.values():
+        check_file(folder, path)
+    files |= _inspected(folder, inspection)
+    files |= {f"{RESULTS}/{path.name}": path for path in results or ()}
+    there = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".gitattributes")
+    left_out = [n for n in (path.relative_to(folder).as_posix() for path in there) if n not in {*files, CARD}]
+    card = read_card(folder)
+    _check_secrets([*files.values(), *([folder / CARD] if card else [])])
+    figures = [name for name in files if fnmatch(name, f"{INSPECTION}/depth_attention*.png") and not _is_detail(name)]
+    subject = Subject(
+        config,
+        folder,
+        str(folder),
+        figure=figures[0] if len(figures) == 1 else None,  # of two models, whose it is does not show
+        results=[entry for entries in (results or {}).values() for entry in entries],
+        code=[name for name in files if name.endswith(".py")],
+        has_tokenizer=any(name in files for name in TOKENIZER_FILES),
+    )
+    publication = Publication(files, left_out, card if card is not None else new_card(), subject)
+    try:
+        publication.card_for("org/name", None)
+    except ValueError as error:
+        raise ValueError(f"{folder / CARD} cannot be read: {error}.") from error
+    return publication
+
+
+def _check_model(folder: Path) -> tuple[ResidualConfig, Checkpoint]:
+    """Its configuration and its weights. Raises OSError, RuntimeError, ValueError: they are not there, or not whole."""
+    check_path(folder)
+    if not any(folder.glob("model*.safetensors")):
+        raise FileNotFoundError(f"{folder} has no model*.safetensors. Save the model there by `save_pretrained`.")
+    with TemporaryDirectory() as scratch:
+        checkpoint = open_checkpoint(folder, Path(scratch))
+        config = read_config(checkpoint)
+        if not isinstance(config, ResidualConfig):
+            raise ValueError(
+                f"{folder} is of model type {config.model_type!r}, none of attnres: `hf upload` publishes it."
+            )
+        if in_published_layout(checkpoint, Path(scratch)) is not checkpoint:
+            raise ValueError(
+                f"{folder} is a checkpoint that a run goes on from. Publish the model that it writes at its end, or "
+                f"make one of this: `attnres convert`."
+            )
+        with explain_config(folder):
+            check_complete(checkpoint, empty_model(config, checkpoint))
+    return config, checkpoint
+
+
+def _weights(checkpoint: Checkpoint) -> list[str]:
+    names = [shard.path.name for shard in checkpoint.shards]
+    index = checkpoint.folder / SAFE_WEIGHTS_INDEX_NAME
+    return [*names, index.name] if index.exists() and names != [SAFE_WEIGHTS_NAME] else names
+
+
+def _code(folder: Path, config: ResidualConfig) -> list[str]:
+    """The Python files that loading runs: what `auto_map` refers to, and what came with a source's tokenizer."""
+    path = folder / CONFIG_NAME
+    found = references(read_object(path), path)
+    if not found:
+        raise ValueError(f"{path} has no `auto_map`: nothing loads the model where attnres is not installed. {_SAVE}")
+    if elsewhere := next((reference for reference in found if "--" in reference), None):
+        raise ValueError(f"{path} loads the model by code in another repository, {elsewhere!r}. {_SAVE}")
+    for other in sorted(folder.glob("*.json")):
+        if other != path and any(fnmatch(other.name, pattern) for pattern in SIDE_FILES):
+            check_text(folder, other)
+            fields = read_json(other)
+            found += (r for r in references(fields, other) if "--" not in r) if isinstance(fields, dict) else ()
+    files: list[Path] = []
+    for parts in dict.fromkeys(tuple(module_of(reference, folder)) for reference in found):
+        code = folder.joinpath(*parts[:-1], f"{parts[-1]}.py")
+        if not code.is_file():
+            raise FileNotFoundError(f"{folder} lacks {code.relative_to(folder)}, which loads the model. {_SAVE}")
+        files += with_imports(code, folder)
+    files += sorted((folder / FOLDER).rglob("*.py"))
+    return sorted({file.relative_to(folder).as_posix() for file in files})
+
+
+_SAVE = "Save it again by `save_pretrained`."
+
+
+def _inspected(folder: Path, asked: Path | None) -> dict[str, Path]:
+    """The files of a report of `attnres inspect`, by their paths in the repository."""
+    report = asked or folder / INSPECTION
+    if not (report / "inspection.json").is_file():
+        if asked:
+            raise FileNotFoundError(f"{report} is no report of `attnres inspect`: it has no inspection.json.")
+        return {}
+    found = [path for pattern in _REPORT for path in sorted(report.glob(pattern))]
+    for path in found:
+        check_file(asked or folder, path)
+    return {f"{INSPECTION}/{path.name}": path for path in found}
+
+
+def _is_detail(figure: str) -> bool:
+    return "_relative" in figure or "_spread" in figure
+
+
+def _check_secrets(paths: Sequence[Path]) -> None:
+    """Raises ValueError: a file to be published holds the token that would publish it."""
+    token = (get_token() or "").encode()
+    for path in paths if token else ():
+        if _holds(path, token, path.stat().st_size if path.suffix != ".safetensors" else _HEADER):
+            raise ValueError(f"{path} holds your Hub token. Take it out, and make a new one if it was ever published.")
+
+
+def _holds(path: Path, token: bytes, size: int) -> bool:
+    """Whether a file has the token among its first `size` bytes."""
+    with path.open("rb") as file:
+        before = b""
+        while chunk := file.read(min(_CHUNK, max(0, size - file.tell()))):
+            if token in before + chunk:
+                return True
+            before = chunk[-len(token) :]
+    return False
+
+
+__all__ = ["CARD", "Publication", "plan_publication"]
