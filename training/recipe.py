@@ -78,21 +78,37 @@ class Recipe:
             or `{residual: NAME}`.
         tokenizer: a directory or Hub id; by default the model's. From scratch there must be one.
         train: data sets: Hub ids, files, patterns and folders.
-        held_out: the same, to measure the loss on. Without it `held_out_sequences` are taken from the training data.
+        out: the folder of the run: checkpoints, the model, results and figures.
+        held_out: data to measure the loss on, as `train`. Without it `held_out_sequences` are taken from the training data.
         split: of data sets that have several.
         held_out_split: the same of `held_out`; by default `split`.
+        held_out_sequences: how many sequences the loss is measured on.
         column: of the text; with `chat`, of the messages.
+        streaming: read the data as training goes on, instead of tokenising all of it first.
+        bad_rows: `error` ends the run at a row that cannot be used, `skip` leaves such rows out and counts them.
         chat: the data is conversations; only the assistant's part is learned.
+        length: tokens in a sequence.
+        batch_size: sequences in a step, over all processes.
         steps: the length of the run; this or `tokens`.
         tokens: the same in tokens.
         micro_batch_size: sequences that a process computes at once; the rest of `batch_size` is accumulated.
         optimizer: `adamw`, or `muon` for the matrices.
+        learning_rate: the highest of the schedule.
+        weight_decay: of matrices; vectors and the tensors of residual connections do not decay.
         residual_lr_factor: of the residual connections' tensors, times `learning_rate`.
         residual_alone: the share of the steps in which these alone are trained.
-        schedule: `cosine` or `wsd`; `warmup` and `decay` are shares of the steps.
+        schedule: `cosine`, or `wsd` (warm-up, stable, decay).
+        warmup: the share of the steps in which the rate rises from 0.
+        decay: with `wsd`, the share of the steps at the end in which the rate falls.
+        min_rate: the rate at the end, times `learning_rate`.
+        max_grad_norm: gradients are scaled down to this norm; 0 leaves them as they are.
         expert_balancing: the rate at which the routers' biases follow the load; 0 is off.
         lora: arguments of [`attnres.training.lora.add_adapters`]; only adapters and residual tensors are trained then.
         merge: with `lora`, write the merged model beside the adapter.
+        seed: of the order of the data and of all else that is drawn, such as new weights.
+        log_every: steps from one line of the log to the next.
+        save_every: steps from one checkpoint, and measurement of the held-out loss, to the next.
+        keep: how many checkpoints stay; older ones are removed.
         distributed: divides the model among processes: fields of `transformers`' `DistributedConfig`, such as
             `{fsdp_size: 8}`; see `docs/guides/many_devices.md`.
         trainer: fields of `transformers.TrainingArguments` that the recipe does not decide (`OWNED`): `bf16`,
