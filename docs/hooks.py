@@ -45,6 +45,8 @@ HOME = "index.md"  # the README
 COMMANDS = "<!-- commands -->"
 # A table that stands between marks in another page, `<!-- NAME -->` and `<!-- end -->`.
 _TABLE = re.compile(r"<!-- table: (?P<page>[^,]+), (?P<name>.+) -->")
+# A warning as GitHub writes it: a quotation that begins so.
+_WARNING = re.compile(r"^> \[!WARNING\]\n((?:>.*\n?)+)", re.MULTILINE)
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)]*)?\)")
 
 
@@ -92,6 +94,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     if COMMANDS in markdown:
         markdown = markdown.replace(COMMANDS, _help_of_commands())
+    markdown = _WARNING.sub(lambda box: "!!! warning\n\n" + box[1].replace("> ", "    "), markdown)
     return _LINK.sub(on_the_site, _TABLE.sub(table, markdown))
 
 

@@ -79,10 +79,10 @@ class Recipe:
         tokenizer: a directory or Hub id; by default the model's. From scratch there must be one.
         train: data sets: Hub ids, files, patterns and folders.
         out: the folder of the run: checkpoints, the model, results and figures.
-        held_out: data to measure the loss on, as `train`. Without it `held_out_sequences` are taken from the training data.
+        held_out: the same, to measure the loss on. Without it `held_out_sequences` are taken from the training data.
         split: of data sets that have several.
         held_out_split: the same of `held_out`; by default `split`.
-        held_out_sequences: how many sequences the loss is measured on.
+        held_out_sequences: how many are taken from the training data, where there is no `held_out`.
         column: of the text; with `chat`, of the messages.
         streaming: read the data as training goes on, instead of tokenising all of it first.
         bad_rows: `error` ends the run at a row that cannot be used, `skip` leaves such rows out and counts them.

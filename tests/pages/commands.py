@@ -6,6 +6,7 @@ A command that is in no table runs. A table's entry is the beginning of a comman
 # Not run here: why, or which test has it.
 ELSEWHERE = {
     "pip install": "a package registry; environments of pip are made by `make` and by tests/peers/environments.py",
+    "source .venv/bin/activate": "as `pip install`",
     "make demo": "tests/training/test_demo.py, and `attnres demo` below; .ci/run makes an environment",
     "make test": "this is part of it",
     "make notebooks": "tests/notebooks",

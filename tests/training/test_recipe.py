@@ -1,5 +1,6 @@
 """Recipes: files with changes on the command line, checked before anything is loaded."""
 
+import re
 from dataclasses import fields
 
 import datasets
@@ -22,6 +23,11 @@ def test_the_recipes_of_the_package_are_complete_with_model_data_and_folder():
         assert recipe.num_steps > 0
     assert read_recipe("lora", NEEDED).lora == {"rank": 16}
     assert read_recipe("sft", NEEDED).chat
+
+
+def test_every_key_is_described():
+    described = re.findall(r"^ {8}(\w+): ", Recipe.__doc__, re.MULTILINE)
+    assert sorted(described) == sorted(item.name for item in fields(Recipe))
 
 
 def test_a_file_and_changes_to_it(tmp_path):
