@@ -122,9 +122,9 @@ def _write_card(plan: Plan, stage: Path, source: str, name: str, comparison: Com
     if plan.difference is not None:
         parts.append(f"Not the same function: {plan.difference}.")
     elif comparison is None:
-        parts.append("That it computes the same function was not verified.")
+        parts.append("That the result computes the same function was not verified.")
     else:
-        parts.append(f"It computes the same function: {comparison}.")
+        parts.append(f"The result computed the same function as its source: {comparison}.")
     step = " ".join(map(printable, parts))
     has_tokenizer = any((stage / file).exists() for file in TOKENIZER_FILES)
     subject = Subject(config, stage, name, has_tokenizer=has_tokenizer)

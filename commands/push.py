@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from attnres.conversion.card_metadata import read
 from attnres.conversion.cards import CARD
 from attnres.conversion.publication import Publication, plan_publication
 from attnres.conversion.publishing import publish
@@ -54,6 +55,9 @@ def run_push(
     if left := publication.left_out:
         others = f" and {counted(len(left) - _MANY, 'other file')}" if len(left) > _MANY else ""
         console.print(f"Stays here: {', '.join(map(shown, left[:_MANY]))}{others}.")
+    if lacking := [name for name in ("license", "base_model") if not read(card).get(name)]:
+        named = " and ".join(f"`{name}`" for name in lacking)
+        console.print(f"Note: the card names no {named}; you can add that to the metadata in {folder / CARD}.")
     if dry_run:
         console.print(
             f"\nThe card of a new repository, where COMMIT will be that of the upload:\n\n{card}", markup=False

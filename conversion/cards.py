@@ -13,6 +13,7 @@ from importlib.metadata import requires, version
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from packaging.requirements import Requirement
@@ -55,6 +56,7 @@ class Subject:
         title: what the card calls it; by default the last part of `source`.
         figure: the path of a figure of its depth attention, beside the card.
         results: of evaluations, each with `dataset_id`, `task_id`, `value` and `notes`.
+        parameters: how many numbers its weights have.
         has_tokenizer: a tokenizer is, or will be, published with it.
     """
 
@@ -64,6 +66,7 @@ class Subject:
     revision: str | None = None
     figure: str | None = None
     results: Sequence[Any] = ()
+    parameters: int | None = None
     has_tokenizer: bool = True
     code: Sequence[str] | None = None
     title: str | None = None
@@ -133,9 +136,12 @@ def decode_card(content: bytes, name: str) -> str:
 
 def without_template(text: str) -> str:
     """A card, or its metadata alone where the text is the template of `transformers`, which says nothing yet."""
-    card = ModelCard.from_template(ModelCardData(), model_description=_TEMPLATE)
     metadata, said = split(text)
-    return joined(metadata, "") if said.strip() == card.text.strip() else text
+    try:
+        template = ModelCard.from_template(ModelCard(text).data, model_description=_TEMPLATE)
+    except (TypeError, ValueError, yaml.YAMLError):  # it has metadata that no template has
+        return text
+    return joined(metadata, "") if said.strip() == template.text.strip() else text
 
 
 def add_step(text: str, step: str) -> str:
@@ -194,6 +200,7 @@ def _facts(subject: Subject) -> dict[str, Any]:
         "pinned": "revision=revision, " if subject.revision else "",
         "figure": subject.figure,
         "results": subject.results,
+        "size": _size(config, subject.parameters),
         "auto_class": subject.auto_class,
         "task": _TASKS[subject.auto_class],
         "generates": subject.auto_class == "AutoModelForCausalLM",
@@ -206,6 +213,13 @@ def _facts(subject: Subject) -> dict[str, Any]:
         "needed": ", ".join(_needed()),
         "code": [(name, hashlib.sha256((subject.folder / name).read_bytes()).hexdigest()) for name in code],
     }
+
+
+def _size(config: ResidualConfig, parameters: int | None) -> str:
+    length = getattr(config, "max_position_embeddings", None)
+    counts = [f"{parameters:,} parameters" if parameters else "", f"up to {length:,} tokens" if length else ""]
+    dtype = str(config.dtype).removeprefix("torch.") if parameters and config.dtype else ""
+    return ", ".join(filter(None, [counts[0], dtype, counts[1]]))
 
 
 _PACKAGES = ("transformers", "torch")

@@ -1,5 +1,6 @@
 """What of a model's directory `attnres push` publishes: its files, checked, and its card."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -13,7 +14,7 @@ from attnres import ResidualConfig
 from attnres.hub import check_path
 
 from .cards import CARD, Subject, complete, new_card, read_card
-from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint import DTYPES, Checkpoint, open_checkpoint
 from .complete import check_complete, empty_model, explain_config, read_config
 from .layout import in_published_layout
 from .side_files import SIDE_FILES, TOKENIZER_FILES
@@ -89,6 +90,7 @@ def plan_publication(
         str(folder),
         figure=figures[0] if len(figures) == 1 else None,  # of two models, whose it is does not show
         results=[entry for entries in (results or {}).values() for entry in entries],
+        parameters=_count(checkpoint),
         code=[name for name in files if name.endswith(".py")],
         has_tokenizer=any(name in files for name in TOKENIZER_FILES),
     )
@@ -120,6 +122,14 @@ def _check_model(folder: Path) -> tuple[ResidualConfig, Checkpoint]:
         with explain_config(folder):
             check_complete(checkpoint, empty_model(config, checkpoint))
     return config, checkpoint
+
+
+def _count(checkpoint: Checkpoint) -> int | None:
+    """How many numbers the weights have; those of packed, quantised ones are not counted."""
+    dtypes = {DTYPES.get(entry.dtype) for entry in checkpoint.entries.values()}
+    if any(dtype is None or not dtype.is_floating_point for dtype in dtypes):
+        return None
+    return sum(math.prod(entry.shape) for entry in checkpoint.entries.values())
 
 
 def _weights(checkpoint: Checkpoint) -> list[str]:

@@ -3,10 +3,11 @@
 The first has the files. The second has the card, whose snippets name the first: no commit can name itself.
 """
 
+import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -103,7 +104,7 @@ def publish(
         before = _uploaded_card(api, repo, head, there)
         merged, _ = _merged(publication, before, overwrite_card)
         card = publication.card_for(repo, None, merged)
-        _repeated(_Written(card).validate)
+        _validate(card)
         operations: list = [CommitOperationAdd(name, str(path)) for name, path in publication.files.items()]
         if CARD not in there:
             operations.append(CommitOperationAdd(CARD, marked(card, publication.card, card).encode()))
@@ -207,6 +208,17 @@ class _Written(ModelCard):
 
     def __str__(self) -> str:
         return self.text
+
+
+def _validate(card: str) -> None:
+    """Raises ValueError: the Hub does not take the metadata of the card."""
+    try:
+        _repeated(_Written(card).validate)
+    except ValueError as error:
+        reason = str(error)
+        with suppress(ValueError, KeyError, TypeError):  # it is in JSON
+            reason = "; ".join(found["message"] for found in json.loads(reason)["errors"])
+        raise ValueError(f"the Hub does not take the metadata of {CARD}: {reason}.") from error
 
 
 def _check_token() -> None:

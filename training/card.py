@@ -45,7 +45,14 @@ def write_training_card(
         step = f"**Trained**, from {made_of},"
     step += f" by `attnres train{f' {name}' if name else ''}`{_on(recipe.train)}: {_how(recipe, results, processes)}"
     run = Path(recipe.out).absolute().name
-    subject = Subject(config, folder, f"{run}/model", title=run, datasets=_on_hub(recipe.train))
+    subject = Subject(
+        config,
+        folder,
+        f"{run}/model",
+        title=run,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        datasets=_on_hub(recipe.train),
+    )
     write_card(add_step(text, step), subject)
 
 

@@ -56,9 +56,14 @@ class Publisher:
 
 
 @contextmanager
-def publisher(folder: Path, xet: bool = False) -> Iterator[Publisher]:
-    """A Hub, and a process that publishes on it and works in `folder`; as users do by default, if by `hf_xet`."""
-    with Hub.running(part_size=400_000) as hub:
+def publisher(folder: Path, xet: bool = False, content: Path | None = None) -> Iterator[Publisher]:
+    """A Hub, and a process that publishes on it and works in `folder`.
+
+    Args:
+        xet: as users do by default, by `hf_xet`.
+        content: of the Hub from the start; see `Hub.running`.
+    """
+    with Hub.running(content, part_size=400_000) as hub:
         command = [sys.executable, str(SESSION)]
         environment = hub.environ(home=folder / "home", xet=xet) | {"HF_XET_CLIENT_RETRY_BASE_DELAY": "10ms"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

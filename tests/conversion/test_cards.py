@@ -27,7 +27,7 @@ def folder(assets, tmp_path_factory) -> Path:
     """With `source`, a real checkpoint that has a card of its own, and a `text.txt`."""
     folder = tmp_path_factory.mktemp("cards")
     shutil.copytree(assets / "checkpoints" / "stories260K-hf", folder / "source")
-    card = "---\nlicense: other\nlicense_name: toy\nlanguage: en\ntags: [toy]\nbase_model: lab/base\n---\n# Stories\n"
+    card = "---\nlicense: other\nlicense_name: toy\nlanguage: [en, no]\ntags: [toy]\nbase_model: lab/base\n---\n# S\n"
     (folder / "source" / "README.md").write_text(card)
     with (assets / "corpora" / "tinystories" / "valid.txt").open() as text:
         (folder / "text.txt").write_text(text.read(200_000))
@@ -48,13 +48,13 @@ def card_of(model: Path) -> tuple[dict, str]:
 def test_a_retrofit_keeps_licence_language_and_base_and_says_what_was_done(folder):
     out = attnres(folder, "convert", "source", "retrofit", "--num-blocks", 5)
     data, text = card_of(folder / "retrofit")
-    assert (data["license"], data["license_name"], data["language"]) == ("other", "toy", "en")
+    assert (data["license"], data["license_name"], data["language"]) == ("other", "toy", ["en", "no"])
     assert (data["base_model"], data["base_model_relation"]) == ("lab/base", "finetune")
     assert data["tags"] == ["attnres", "attn-res"]
-    assert "# Stories" not in text
+    assert "# S\n" not in text
     verified = re.search(r"Verified: (.*)", out)[1]
     assert part(text, "origin").content.endswith(
-        f"22 tensors added, all others as they were. It computes the same function: {verified}."
+        f"22 tensors added, all others as they were. The result computed the same function as its source: {verified}."
     )
     assert str(folder) not in text
 
@@ -96,11 +96,36 @@ def test_a_retrofit_in_a_recipe_is_told(folder):
     assert "**Retrofit** of `source`, Block AttnRes" in card_of(folder / "runs" / "both" / "model")[1]
 
 
-def test_a_source_whose_card_is_damaged_is_converted_all_the_same(folder):
-    damaged = shutil.copytree(folder / "source", folder / "damaged")
-    (damaged / "README.md").write_bytes(b"---\nlicense: [\n---\n\xff\xfe")
-    attnres(folder, "convert", "damaged", "of-damaged")
-    assert "license" not in card_of(folder / "of-damaged")[0]
+OURS = "---\n{}\n---\n\n<!-- attnres:use 000000000000 -->\n## Use\n<!-- /attnres:use -->\n"
+DAMAGED = {
+    "brackets": b"---\nlicense: [\n---\n",
+    "bytes": b"---\nlicense: mit\n---\n\xff\xfe",
+    "no day": b"---\nlicense: mit\ndate: 2024-02-30\n---\n",
+    "depth": b"---\na: " + b"[" * 3000 + b"\n---\n",
+    "ours, no day": OURS.format("date: 2024-02-30").encode(),
+    "ours, a number": OURS.format("datasets: 5").encode(),
+    "terms of another kind": b"---\nlicense: {a: b}\nbase_model: 5\nlanguage: 7\n---\n",
+    "many marks": b"<!-- attnres:use 000000000000 -->\n" * 20_000,
+}
+
+
+@pytest.mark.parametrize("name", [*DAMAGED, "a folder"])
+def test_a_source_whose_card_is_damaged_is_converted_all_the_same(folder, name):
+    damaged = shutil.copytree(folder / "source", folder / name)
+    (damaged / "README.md").unlink()
+    if name in DAMAGED:
+        (damaged / "README.md").write_bytes(DAMAGED[name])
+    else:
+        (damaged / "README.md").mkdir()
+    attnres(folder, "convert", name, f"of {name}", "--no-verify")
+    assert "license" not in card_of(folder / f"of {name}")[0]
+
+
+def test_a_run_on_a_model_whose_card_is_damaged_ends_well(folder):
+    attnres(folder, "convert", "source", "ours", "--num-blocks", 5)
+    (folder / "ours" / "README.md").write_bytes(DAMAGED["ours, no day"])
+    attnres(folder, "train", "heal", "model=ours", "out=runs/ours", *QUICK)
+    assert "**Trained**, from `ours`" in card_of(folder / "runs" / "ours" / "model")[1]
 
 
 def test_what_a_source_says_cannot_change_more_than_its_own_fields():

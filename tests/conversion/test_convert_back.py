@@ -135,11 +135,13 @@ def test_a_retrofit_is_not_retrofitted(retrofitted, tmp_path):
     assert "residual_connection='attn_res' already" in convert(retrofitted, tmp_path / "result").error
 
 
-def test_regrouping_changes_one_field_and_no_weight(retrofitted, tmp_path):
+def test_regrouping_changes_one_field_and_the_card_and_no_weight(retrofitted, tmp_path):
     run = convert_well(retrofitted, tmp_path / "result", "--set-block-size", "5")
     assert "Verified: " in run.out
     before, after = files_of(retrofitted), files_of(tmp_path / "result")
-    assert {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)} == {"config.json"}
+    assert {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)} == {
+        *("config.json", "README.md")
+    }
     old, new = json.loads(before["config.json"]), json.loads(after["config.json"])
     assert new == old | {"attn_res_block_size": 5}
 

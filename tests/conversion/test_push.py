@@ -83,7 +83,7 @@ def test_the_card_is_valid_and_pins_the_commit_that_has_the_files(push, model):
     )
     assert validated["out"] == "valid\n", validated["err"]
     assert "**Retrofit** of `stories`" in part(card, "origin").content
-    assert "It computes the same function: max |logit difference|" in part(card, "origin").content
+    assert "The result computed the same function as its source: max |logit difference|" in part(card, "origin").content
 
 
 def test_pushing_again_changes_nothing(push, model):

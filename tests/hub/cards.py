@@ -25,7 +25,7 @@ def front_matter(content: str) -> object:
     match = re.match(r"\s*---[ \t]*\r?\n(.*?)^---[ \t]*$", content, re.DOTALL | re.MULTILINE)
     try:
         return yaml.safe_load(match[1]) if match else None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(str(error)) from error
 
 

@@ -1,0 +1,277 @@
+"""`attnres push` where people, other tools or a hostile directory got in the way."""
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import HfApi, ModelCard
+
+from .. import forks
+from .publishing import Publisher, publisher
+
+
+@pytest.fixture(scope="module")
+def model(assets, tmp_path_factory) -> Path:
+    """A folder with `model`, a retrofit of a real checkpoint."""
+    folder = tmp_path_factory.mktemp("odd")
+    (folder / "stories").symlink_to(assets / "checkpoints" / "stories260K-hf")
+    done = forks.run("-m", "attnres", "convert", "stories", "model", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def push(model) -> Iterator[Publisher]:
+    with publisher(model.parent) as push:
+        yield push
+
+
+@pytest.fixture
+def copy(model, request) -> Path:
+    """The model under another name, to be changed."""
+    folder = model.with_name(request.node.name.replace("/", " "))
+    yield shutil.copytree(model, folder)
+    shutil.rmtree(folder)
+
+
+def changed(path: Path, **fields: object) -> None:
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(content | fields))
+
+
+def test_weights_that_would_be_loaded_instead_go_and_no_others(push, model):
+    stale = {
+        "model.safetensors",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "model-00003-of-00003.safetensors",
+    }
+    others = {
+        "models/other/weights.safetensors",
+        "model-card-data/emb.safetensors",
+        "model_ema.safetensors",
+        "modelling.py",
+    }
+    push.run("from huggingface_hub import HfApi; HfApi().create_repo('me/used')")
+    for name in stale | others:
+        push.edit("me/used", name, name)
+    done = push("push", "model", "me/used")
+    assert done["status"] == 0, done["err"]
+    names = push.hub.files("me/used").keys()
+    assert others <= names
+    assert not stale & names
+    assert all(name in done["out"].partition("Removed")[2] for name in stale)
+
+
+def test_a_gitignore_of_the_repository_leaves_nothing_out(push, model):
+    push.run("from huggingface_hub import HfApi; HfApi().create_repo('me/ignoring')")
+    push.edit("me/ignoring", ".gitignore", "*.safetensors\n*_attnres.py\n")
+    assert push("push", "model", "me/ignoring")["status"] == 0
+    assert {path.name for path in model.iterdir()} <= push.hub.files("me/ignoring").keys()
+
+
+def test_a_card_that_is_edited_during_the_upload_keeps_the_edit(push, model, copy):
+    push("push", "model", "me/race")
+    changed(copy / "config.json", changed=True)
+    api = HfApi(endpoint=push.hub.url, token=push.hub.write_token)
+    edited = push.card("me/race") + "\n## Bias\n"
+    push.hub.fail("slow", "/preupload/", seconds=4, times=1)
+
+    def edit() -> None:
+        time.sleep(1.5)
+        api.upload_file(repo_id="me/race", path_in_repo="README.md", path_or_fileobj=edited.encode())
+
+    editing = threading.Thread(target=edit)
+    editing.start()
+    done = push("push", copy.name, "me/race")
+    editing.join()
+    assert done["status"] == 0, done["err"]
+    assert push.card("me/race").count("## Bias") == 1
+
+
+def test_metadata_that_is_added_here_joins_a_card_that_is_edited_there(push, copy):
+    push("push", copy.name, "me/both")
+    push.edit("me/both", "README.md", push.card("me/both").replace("tags:", "language: en\ntags:") + "\n## Bias\n")
+    card = copy / "README.md"
+    card.write_text(card.read_text().replace("tags:", "license: mit\nlanguage: de\ntags:", 1))
+    done = push("push", copy.name, "me/both")
+    assert done["out"].count("Published") == 1
+    assert "its `language` stays" in done["out"]
+    data = ModelCard(push.card("me/both")).data
+    assert (data.license, data.language) == ("mit", "en")
+    assert "## Bias" in push.card("me/both")
+
+
+def test_a_push_that_failed_at_the_card_is_not_taken_for_an_edit(push, copy):
+    push.hub.fail("status", "/commit/", status=403, skip=1)
+    assert push("push", copy.name, "me/failed")["status"] == 1
+    (copy / "README.md").write_text((copy / "README.md").read_text() + "\n## Limits\n")
+    done = push("push", copy.name, "me/failed")
+    assert done["status"] == 0, done["err"]
+    assert "## Limits" in push.card("me/failed")
+
+
+def test_metadata_stays_as_it_was_written(push, copy):
+    """Comments, forms, a version that is no number, and Norwegian."""
+    card = (
+        (copy / "README.md")
+        .read_text()
+        .replace(
+            "tags:", "# by hand\nversion: 1.10\nlanguage: [en, 'no']\nlicense: mit  # as its source\ntags:\n- toy", 1
+        )
+    )
+    (copy / "README.md").write_text("\ufeff" + card, encoding="utf-8")
+    done = push("push", copy.name, "me/written")
+    assert done["status"] == 0, done["err"]
+    text = push.card("me/written")
+    for line in ("# by hand", "version: 1.10", "language: [en, 'no']", "license: mit  # as its source"):
+        assert f"\n{line}\n" in text
+    assert ModelCard(text).data.tags == ["toy", "attnres", "attn-res"]
+    assert text.startswith("---\n")
+
+
+@pytest.mark.parametrize("metadata", ["license: nonsense", "base_model: {a: b}", "tags: [{a: b}]", "model-index: 5"])
+def test_metadata_that_the_hub_refuses_is_refused_before_anything_is_uploaded(push, copy, metadata):
+    card = (copy / "README.md").read_text()
+    (copy / "README.md").write_text(
+        card.replace("tags:", f"{metadata}\nmore:" if "tags" in metadata else f"{metadata}\ntags:", 1)
+    )
+    done = push("push", copy.name, "me/invalid")
+    assert done["status"] == 1
+    assert len(done["err"].strip().splitlines()) == 1, done["err"]
+    assert "unforeseen" not in done["err"]
+    assert push.commits("me/invalid") == ["initial commit"]
+
+
+def test_a_card_on_the_hub_that_is_damaged_is_told_before_anything_is_uploaded(model):
+    damaged = ["date: 2024-02-30", "a: " + "[" * 3000, "- a", "a: ["]
+    content = model.with_name("content")
+    for number, metadata in enumerate(damaged):
+        (content / "me" / f"damaged{number}" / "main").mkdir(parents=True)
+        card = f"---\n{metadata}\n---\n# Mine\n"
+        (content / "me" / f"damaged{number}" / "main" / "README.md").write_text(card)
+    with publisher(model.parent, content=content) as push:
+        for number in range(len(damaged)):
+            done = push("push", "model", f"me/damaged{number}")
+            assert done["status"] == 1
+            assert "README.md on the Hub cannot be read" in done["err"]
+            assert len(push.commits(f"me/damaged{number}")) == 1
+
+
+def test_names_are_shown_as_they_are(push, copy):
+    for name in ("LICENSE[red].txt", "LICENSE\n[1].txt", "odd[b].bin", "odd\x1b[2J.bin"):
+        (copy / name).write_text("x")
+    done = push("push", copy.name, "me/names", "--dry-run")
+    assert done["status"] == 0, done["err"]
+    assert "LICENSE[red].txt" in done["out"] and "LICENSE\\n[1].txt" in done["out"]
+    assert "odd[b].bin" in done["out"] and "\x1b" not in done["out"]
+
+
+def test_many_files_that_stay_are_counted(push, copy):
+    (copy / "many").mkdir()
+    for number in range(200):
+        (copy / "many" / f"{number}").touch()
+    assert "and 180 other files" in push("push", copy.name, "me/many", "--dry-run")["out"]
+
+
+def test_the_code_of_a_tokenizer_goes_along(push, copy):
+    (copy / "tokenization_my.py").write_text("from .helper import X\nclass MyTok: pass\n")
+    (copy / "helper.py").write_text("X = 1\n")
+    changed(copy / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_my.MyTok", None]})
+    assert push("push", copy.name, "me/tokenizer")["status"] == 0
+    assert {"tokenization_my.py", "helper.py"} <= push.hub.files("me/tokenizer").keys()
+
+
+def _fifo(folder: Path) -> None:
+    (folder / ".eval_results").mkdir()
+    os.mkfifo(folder / ".eval_results" / "a.yaml")
+
+
+def _link(folder: Path) -> None:
+    (folder / "inspection").symlink_to("/etc")
+    (folder / ".eval_results").mkdir()
+    (folder / ".eval_results" / "a.yaml").symlink_to("/etc/hostname")
+
+
+REFUSED = {
+    "code of others": (
+        lambda f: changed(f / "config.json", auto_map={"AutoModelForCausalLM": "evil/repo--modeling.X"}),
+        "by code in another repository",
+    ),
+    "code elsewhere": (
+        lambda f: changed(f / "config.json", auto_map={"AutoModelForCausalLM": "/tmp/x.X"}),
+        "not the name of a class in a file there",
+    ),
+    "code above": (
+        lambda f: changed(f / "config.json", auto_map={"AutoModelForCausalLM": "x/../decoder_attnres.X"}),
+        "not the name of a class in a file there",
+    ),
+    "a pipe": (_fifo, "is not a file"),
+    "a link": (_link, "outside the model's directory"),
+    "a card of bytes": (lambda f: (f / "README.md").write_bytes(b"M\xfcller"), "is no text in UTF-8"),
+    "a card as a folder": (lambda f: ((f / "README.md").unlink(), (f / "README.md").mkdir()), "is not a file"),
+    "the token far down": (
+        lambda f: (f / "vocab.txt").write_text("x" * 11_000_000 + "hf_write_of_me"),
+        r"holds your Hub token",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_told_in_one_line(push, copy, name):
+    REFUSED[name][0](copy)
+    push.hub.forget()
+    done = push("push", copy.name, "me/refused")
+    assert done["status"] == 1
+    assert REFUSED[name][1] in done["err"]
+    assert len(done["err"].strip().splitlines()) == 1
+    assert "unforeseen" not in done["err"]
+    assert not push.hub.log()
+
+
+def test_an_empty_folder_of_results_is_none(push, copy):
+    (copy / ".eval_results").mkdir()
+    assert push("push", copy.name, "me/empty", "--dry-run")["status"] == 0
+
+
+@pytest.mark.parametrize("arguments", [["me/x", "--revision", ""], ["me/x", "--revision", "../x"], ["a/b/c"], ["-x"]])
+def test_bad_names_are_bad_usage(push, model, arguments):
+    done = push("push", "model", *arguments)
+    assert done["status"] == 2
+    assert "repo_type" not in done["err"]
+
+
+def test_a_token_that_is_none_is_told(push, model):
+    done = push("push", "model", "me/x", token="hf_\u200bx")
+    assert "has characters that no token has" in done["err"]
+
+
+TEMPLATE = (
+    "This is the model card of a 🤗 transformers model that has been pushed on the Hub. This model card has been "
+    "automatically generated."
+)
+
+
+def test_push_to_hub_keeps_what_a_person_has_written_into_the_template(push, model):
+    template = ModelCard.from_template(
+        ModelCard("---\nlicense: mit\n---\n").data,
+        model_description=TEMPLATE,
+    )
+    pushes = (
+        "import attnres\nfrom transformers import AutoModelForCausalLM\n"
+        "AutoModelForCausalLM.from_pretrained('model').push_to_hub('me/template')"
+    )
+    push.run("from huggingface_hub import HfApi; HfApi().create_repo('me/template')")
+    push.edit("me/template", "README.md", str(template))
+    done = push.run(pushes)
+    assert done["status"] == 0, done["err"][-2000:]
+    assert "More Information Needed" not in push.card("me/template")
+    assert ModelCard(push.card("me/template")).data.license == "mit"
+    push.edit("me/template", "README.md", str(template).replace("### Direct Use", "### Direct Use\n\nFor stories.\n"))
+    assert push.run(pushes)["status"] == 0
+    assert "For stories." in push.card("me/template")
