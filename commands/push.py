@@ -56,8 +56,8 @@ def run_push(
         others = f" and {counted(len(left) - _MANY, 'other file')}" if len(left) > _MANY else ""
         console.print(f"Stays here: {', '.join(map(shown, left[:_MANY]))}{others}.")
     if lacking := [name for name in ("license", "base_model") if not read(card).get(name)]:
-        named = " and ".join(f"`{name}`" for name in lacking)
-        console.print(f"Note: the card names no {named}; you can add that to the metadata in {folder / CARD}.")
+        named = " and no ".join(f"`{name}`" for name in lacking)
+        console.print(f"Note: the card names no {named}; you can add it to the metadata in {folder / CARD}.")
     if dry_run:
         console.print(
             f"\nThe card of a new repository, where COMMIT will be that of the upload:\n\n{card}", markup=False
