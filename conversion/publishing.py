@@ -14,15 +14,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, get_token
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_session, get_token
 from huggingface_hub.errors import (
+    BadRequestError,
     HfHubHTTPError,
     HFValidationError,
     LocalTokenNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import httpx, validate_repo_id
+from huggingface_hub.utils import hf_raise_for_status, httpx, validate_repo_id
 
 from .card_metadata import filled, read
 from .card_parts import digest, marked, merge, part, put, unmarked
@@ -104,7 +105,7 @@ def publish(
         before = _uploaded_card(api, repo, head, there)
         merged, _ = _merged(publication, before, overwrite_card)
         card = publication.card_for(repo, None, merged)
-        _validate(card)
+        _validate(card, api.endpoint)
         operations: list = [CommitOperationAdd(name, str(path)) for name, path in publication.files.items()]
         if CARD not in there:
             operations.append(CommitOperationAdd(CARD, marked(card, publication.card, card).encode()))
@@ -200,25 +201,20 @@ def _merged(publication: Publication, uploaded: str | None, overwrite: bool) -> 
     return merged, [note] if differing else []
 
 
-class _Written(ModelCard):
-    """A card as it is written, which `validate` would otherwise read and write anew."""
-
-    def __init__(self, text: str):
-        self.text = text
-
-    def __str__(self) -> str:
-        return self.text
-
-
-def _validate(card: str) -> None:
+def _validate(card: str, endpoint: str) -> None:
     """Raises ValueError: the Hub does not take the metadata of the card."""
     try:
-        _repeated(_Written(card).validate)
-    except ValueError as error:
-        reason = str(error)
+        _repeated(_post, f"{endpoint}/api/validate-yaml", {"repoType": "model", "content": card})
+    except BadRequestError as error:
+        reason = error.response.text
         with suppress(ValueError, KeyError, TypeError):  # it is in JSON
             reason = "; ".join(found["message"] for found in json.loads(reason)["errors"])
         raise ValueError(f"the Hub does not take the metadata of {CARD}: {reason}.") from error
+
+
+def _post(address: str, content: dict[str, str]) -> None:
+    # `ModelCard.validate` would read and write the card anew, and before huggingface_hub 2 asks huggingface.co alone.
+    hf_raise_for_status(get_session().post(address, json=content, headers={"Accept": "text/plain"}))
 
 
 def _check_token() -> None:

@@ -78,10 +78,9 @@ def test_the_card_is_valid_and_pins_the_commit_that_has_the_files(push, model):
         "text-generation",
         ["attnres", "attn-res"],
     )
-    validated = push.run(
-        "from huggingface_hub import ModelCard\nModelCard.load('me/pinned').validate()\nprint('valid')"
-    )
-    assert validated["out"] == "valid\n", validated["err"]
+    push.hub.forget()
+    push.edit("me/pinned", "README.md", card)  # `huggingface_hub` has cards validated before it uploads them
+    assert push.hub.log("POST", "/api/validate-yaml")
     assert "**Retrofit** of `stories`" in part(card, "origin").content
     assert "The result computed the same function as its source: max |logit difference|" in part(card, "origin").content
 
@@ -112,7 +111,7 @@ def test_from_push_to_generation_without_attnres(push, model, tmp_path):
     (snippet,) = re.findall(r"```python\n(.*?)```", push.card("lab/stories"), flags=re.DOTALL)
     script = tmp_path / "snippet.py"
     script.write_text(snippet + "\nimport sys\nassert model.__module__.startswith('transformers_modules.'), model\n")
-    site = next(path for path in sys.path if path.endswith("site-packages"))
+    site = os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))
     done = subprocess.run(
         [sys.executable, "-I", "-S", WITHOUT, site, script],
         env=push.hub.environ(home=tmp_path / "home"),

@@ -62,7 +62,7 @@ class Hub:
         }
         environment |= {"HF_ENDPOINT": self.url, "HF_HUB_DISABLE_XET": "0" if xet else "1"}
         environment |= {"HF_HUB_DISABLE_TELEMETRY": "1"}
-        environment |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+        environment |= {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
         environment |= {"HF_TOKEN": token} if token is not None else {}
         return environment | ({"HF_HOME": str(home)} if home is not None else {})
 

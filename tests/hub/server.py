@@ -208,10 +208,11 @@ def main() -> None:
     if options.content is not None:
         hub.load(options.content)
     storage.route.routes += xet.route.routes + api.route.routes
-    for host in ("storage", "hub"):
+    # Two names: to huggingface_hub 1.33 a redirect to another port of a host is one to the Hub itself.
+    for host, name in (("storage", "localhost"), ("hub", "127.0.0.1")):
         handler = type("Handler", (Handler,), {"hub": hub, "host": host})
         server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        setattr(hub, "url" if host == "hub" else "storage_url", f"http://127.0.0.1:{server.server_port}")
+        setattr(hub, "url" if host == "hub" else "storage_url", f"http://{name}:{server.server_port}")
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
     print(hub.url, flush=True)
     sys.stdin.read()
