@@ -1,19 +1,19 @@
 """Does healing pay? A pretrained model continued for equal tokens, as it is and with attention residuals.
 
-    python -m experiments healing --checkpoint DIR --corpus DIR
+    python -m experiments healing --size stories --checkpoint DIR --corpus DIR
 
-The settings were chosen by the runs of `SWEEPS`, on one seed and on a tenth of the training text; `REPORT` holds what
-is measured with other seeds on the validation text. What came out: `experiments/healing.md`.
+What is tried and what is reported stands in `declared/healing-SIZE.yaml`. The recipes of `sweeps` choose settings, on
+one seed and on text that is not reported; those of `report` are measured with other seeds on other text.
 """
 
 import argparse
 import copy
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import torch
@@ -28,29 +28,13 @@ from attnres.training.packing import in_blocks
 from attnres.training.runs import Run, sequence_losses, train
 from attnres.training.text import read_documents, token_stream
 
-from .data import Data
-from .harness import SELECTION_SEED, Planned, Store, make_runs, spread
+from .data import Data, load, prepare, prepared_file
+from .harness import SELECTION_SEED, Planned, Store, make_runs
+from .healing_declared import DECLARED, Declaration, Recipe
+from .healing_tables import tables
 
 HERE = Path(__file__).parent
-LENGTH, HELD_OUT_LENGTH = 256, 512
 DECAY_SHARE = 0.5
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How one model is continued. Rates are absolute; `attnres_rate` is that of pseudo-queries and key norms."""
-
-    block_size: int | None = None  # None: the standard model; 1: Full
-    trained: str = "all"
-    rate: float = 1e-3
-    attnres_rate: float = 1e-3
-    warmup: float = 0.1  # share of the steps
-    scale: str = "sum"
-    alone: float = 0.0  # share of the steps that trains the AttnRes tensors alone, before the rest joins
-
-    @property
-    def is_standard(self) -> bool:
-        return self.block_size is None
 
 
 # What `trained` means, by (name of the tensor, is it one of the AttnRes tensors).
@@ -62,48 +46,20 @@ TRAINED: dict[str, Callable[[str, bool], bool]] = {
     "norms": lambda name, attnres: not attnres and "norm" in name,
 }
 
-STANDARD = Recipe(rate=3e-4)
-FULL = Recipe(1, rate=3e-4, attnres_rate=3e-4)
-SWEEPS: dict[str, dict[str, Recipe]] = {
-    "standard: rate": {f"{rate:g}": replace(STANDARD, rate=rate) for rate in (3e-5, 1e-4, 2e-4, 3e-4, 1e-3)},
-    "Full: rate of the AttnRes tensors": {
-        f"{rate:g}": replace(FULL, attnres_rate=rate) for rate in (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
-    },
-    "Full, AttnRes tensors only: their rate": {
-        f"{rate:g}": replace(FULL, trained="AttnRes", attnres_rate=rate) for rate in (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
-    },
-    "changes of the schedule": {
-        "standard: none": STANDARD,
-        "standard: no warm-up": replace(STANDARD, warmup=0.0),
-        "Full: none": FULL,
-        "Full: no warm-up": replace(FULL, warmup=0.0),
-        "Full: `mean` for `sum`": replace(FULL, scale="mean"),
-        "Full: key norms not trained": replace(FULL, trained="all but key norms"),
-        "Full: first quarter AttnRes tensors only, at 1e-3": replace(FULL, alone=0.25, attnres_rate=1e-3),
-    },
-    "standard, its norms only: their rate": {
-        f"{rate:g}": replace(STANDARD, trained="norms", rate=rate) for rate in (1e-3, 3e-3, 1e-2, 3e-2)
-    },
-}
-REPORTED = {"Full": 1, "Block, S=2": 2, "Block, S=4": 4}
-REPORT: dict[str, Recipe] = {
-    "standard": replace(STANDARD, warmup=0.0),
-    **{name: replace(FULL, block_size=size, warmup=0.0) for name, size in REPORTED.items()},
-    **{
-        f"{name}, AttnRes only": replace(FULL, block_size=size, warmup=0.0, trained="AttnRes", attnres_rate=1e-3)
-        for name, size in REPORTED.items()
-    },
-    # The control of the last three: as many steps for the few vectors that the standard model has anyway.
-    "standard, its norms only": replace(STANDARD, warmup=0.0, trained="norms", rate=1e-2),
-}
 
+def load_data(declaration: Declaration, corpus: Path, tokenizer: PreTrainedTokenizerBase) -> Data:
+    """What is trained on, what settings are chosen by, and what is reported.
 
-def load_data(corpus: Path, tokenizer: PreTrainedTokenizerBase) -> Data:
-    """`train.txt` of the folder, every tenth document of it kept for selection, and `valid.txt`.
-
-    Sequences have `LENGTH` tokens to train on, and `HELD_OUT_LENGTH` else. Documents stand after the beginning-of-text
-    token: that is how the stories models were trained.
+    Of a text that `experiments claim` prepared: what the model has not seen, and the two halves of `valid.txt`. Else
+    `train.txt` of the folder, every tenth document of it kept for selection, and `valid.txt`; documents stand after the
+    beginning-of-text token: that is how the stories models were trained.
     """
+    if declaration.text is not None:
+        if not prepared_file(declaration.text).exists():
+            prepare(declaration.text, corpus)
+        data = load(declaration.text, declaration.length, declaration.held_out)
+        seen = declaration.seen // declaration.length
+        return Data(data.order(0, len(data.train))[seen:], data.selection, data.valid)
     train_documents, valid = (read_documents(corpus / f"{name}.txt") for name in ("train", "valid"))
 
     def blocks(documents: list[str], length: int) -> Tensor:
@@ -113,24 +69,31 @@ def load_data(corpus: Path, tokenizer: PreTrainedTokenizerBase) -> Data:
         return torch.from_numpy(in_blocks(stream, length))
 
     return Data(
-        blocks([d for i, d in enumerate(train_documents) if i % 10], LENGTH),
-        blocks(train_documents[::10], HELD_OUT_LENGTH),
-        blocks(valid, HELD_OUT_LENGTH),
+        blocks([d for i, d in enumerate(train_documents) if i % 10], declaration.length),
+        blocks(train_documents[::10], declaration.held_out_length),
+        blocks(valid, declaration.held_out_length),
     )
 
 
-def prepare(start: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
-    """A copy of the pretrained model under the recipe's residual connection, at the same function for `sum`."""
+def reconnected(start: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
+    """A copy of the pretrained model under the recipe's residual connection: the same function, except for `mean`."""
     model = copy.deepcopy(start)
     if not recipe.is_standard:
-        model = retrofit(model, block_size=recipe.block_size, scale=recipe.scale)
+        model = retrofit(model, block_size=recipe.block_size, scale=recipe.scale, attn_res_gated=recipe.gated)
     return model
 
 
 def continue_training(
-    model: PreTrainedModel, blocks: Tensor, recipe: Recipe, steps: int, batch_size: int, seed: int, on_step: Callable
+    model: PreTrainedModel,
+    blocks: Tensor,
+    recipe: Recipe,
+    batch_size: int,
+    seed: int,
+    on_step: Callable[[], None],
+    work: Path | None = None,
 ) -> None:
-    """Train in place on `blocks` `[steps * batch_size, LENGTH]`."""
+    """Train in place on `blocks` `[recipe.steps * batch_size, length]`, with checkpoints in `work`."""
+    steps = recipe.steps
     alone = round(recipe.alone * steps)
     for first, last, trained in ((0, alone, "AttnRes"), (alone, steps, recipe.trained)):
         if first == last:
@@ -147,33 +110,35 @@ def continue_training(
             residual_lr_factor=recipe.attnres_rate / recipe.rate,
             seed=seed,
         )
-        train(model, blocks[first * batch_size : last * batch_size], run, on_step)
+        train(model, blocks[first * batch_size : last * batch_size], run, on_step, work=work and work / trained)
 
 
 class Healing:
-    """The runs of the experiment: made with a pretrained model, and stored."""
+    """The runs of the experiment: made with a pretrained model, from checkpoints in `work` if stopped, and stored."""
 
-    def __init__(self, start: PreTrainedModel, data: Data, store: Store):
-        self.start, self.data, self.store = start, data, store
-        self.steps, self.batch_size = (store.content["setting"][name] for name in ("steps", "batch_size"))
+    def __init__(
+        self, declaration: Declaration, start: PreTrainedModel, data: Data, store: Store, work: Path | None = None
+    ):
+        self.declaration, self.start, self.data, self.store, self.work = declaration, start, data, store, work
         self.loss_at_step_0 = cache(self._loss_at_step_0)
 
     def make(self, wanted: Sequence[tuple[str, Recipe, int]]) -> None:
         """Make what the store lacks of (label, recipe, seed)."""
-        make_runs(self.store, [Planned(*run, self.steps) for run in wanted], self._measure)
+        plan = [Planned(label, recipe, seed, recipe.steps) for label, recipe, seed in wanted]
+        make_runs(self.store, plan, self._measure, self._forget)
 
     def _measure(self, run: Planned, on_step: Callable[[], None]) -> dict[str, Any]:
         """One run: held-out loss (nats/token) before and after it, and the depth attention."""
         began = time.monotonic()
-        recipe, held_out = run.recipe, self._held_out(run.seed)
-        model = prepare(self.start, recipe)
-        blocks = self.data.order(run.seed, self.steps * self.batch_size)
-        continue_training(model, blocks, recipe, self.steps, self.batch_size, run.seed, on_step)
+        recipe, held_out, batch_size = run.recipe, self._held_out(run.seed), self.declaration.batch_size
+        model = reconnected(self.start, recipe)
+        blocks = self.data.order(run.seed, recipe.steps * batch_size)
+        continue_training(model, blocks, recipe, batch_size, run.seed, on_step, self._checkpoints(run))
         result = {
             "tokens": blocks.numel(),
             "after": mean_loss(model, held_out),
             "seconds": round(time.monotonic() - began, 1),
-            "before": self.loss_at_step_0(recipe.block_size, recipe.scale, run.seed == SELECTION_SEED),
+            "before": self.loss_at_step_0(recipe.block_size, recipe.gated, recipe.scale, run.seed == SELECTION_SEED),
         }
         if not recipe.is_standard:
             read = depth_attention(model, held_out[:32].split(16))
@@ -181,104 +146,59 @@ class Healing:
             result["distance_from_uniform"] = round(read.distance[1:].mean().item(), 5)
         return result
 
+    def _checkpoints(self, run: Planned) -> Path | None:
+        return self.work and self.work / f"{self.declaration.name}, {run}".replace(" ", "_").replace("/", "_")
+
+    def _forget(self, run: Planned) -> None:
+        if self.work:
+            shutil.rmtree(self._checkpoints(run), ignore_errors=True)
+
     def _held_out(self, seed: int) -> Tensor:
         return self.data.selection if seed == SELECTION_SEED else self.data.valid
 
-    def _loss_at_step_0(self, block_size: int | None, scale: str, selecting: bool) -> float:
-        model = prepare(self.start, Recipe(block_size=block_size, scale=scale))
+    def _loss_at_step_0(self, block_size: int | None, gated: bool, scale: str, selecting: bool) -> float:
+        model = reconnected(self.start, Recipe(block_size=block_size, gated=gated, scale=scale))
         return mean_loss(model, self.data.selection if selecting else self.data.valid)
-
-
-def half_absolute(difference: Tensor) -> Tensor:
-    return difference.float().abs().sum(0) / 2
 
 
 def mean_loss(model: PreTrainedModel, blocks: Tensor) -> float:
     return round(sequence_losses(model, blocks).mean().item(), 6)
 
 
-def report_table(store: Store, seeds: list[int]) -> str:
-    """Held-out loss of the reported recipes, mean and standard deviation over the seeds, paired with `standard`."""
-    rows = [
-        "| model | trained | tokens | held-out loss | minus standard | minus start |",
-        "|---|---|---|---|---|---|",
-    ]
-    for label, recipe in REPORT.items():
-        runs = [(store.find(recipe, seed), store.find(REPORT["standard"], seed)) for seed in seeds]
-        runs = [(run, standard) for run, standard in runs if run and standard]
-        if not runs:
-            continue
-        against_standard = [run["after"] - standard["after"] for run, standard in runs]
-        against_start = [run["after"] - standard["before"] for run, standard in runs]
-        cells = (
-            label,
-            recipe.trained,
-            f"{runs[0][0]['tokens']:,}",
-            spread([run["after"] for run, _ in runs]),
-            "" if recipe == REPORT["standard"] else spread(against_standard, sign="+"),
-            spread(against_start, sign="+"),
-        )
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
-
-
-def sweep_table(store: Store, title: str) -> str:
-    """The recipes of one sweep, each on the selection seed and text."""
-    rows = [f"| {title} | loss at step 0 | loss | minus best standard |", "|---|---|---|---|"]
-    standard = store.find(REPORT["standard"], SELECTION_SEED)
-    for label, recipe in SWEEPS[title].items():
-        run = store.find(recipe, SELECTION_SEED)
-        if run:
-            difference = f"{run['after'] - standard['after']:+.4f}" if standard else ""
-            rows.append(f"| {label} | {run['before']:.4f} | {run['after']:.4f} | {difference} |")
-    return "\n".join(rows)
-
-
-def depth_table(store: Store, seeds: list[int]) -> str:
-    """How far the depth attention moved from uniform: as seen by each token, and of the weights' mean over tokens."""
-    rows = ["| model | distance from uniform, mean over tokens | distance of the mean weights |", "|---|---|---|"]
-    for label, recipe in REPORT.items():
-        runs = [run for seed in seeds if (run := store.find(recipe, seed)) and "distance_from_uniform" in run]
-        if not runs:
-            continue
-        of_means = []
-        for run in runs:
-            readers = [torch.tensor(row) for row in run["depth_attention"] if len(row) > 1]
-            of_means.append(mean(half_absolute(row - 1 / len(row)).item() for row in readers))
-        rows.append(f"| {label} | {spread([run['distance_from_uniform'] for run in runs])} | {spread(of_means)} |")
-    return "\n".join(rows)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    groups = ["report", *SWEEPS]
+    sizes = sorted(path.stem.removeprefix("healing-") for path in DECLARED.glob("healing-*.yaml"))
+    parser.add_argument("--size", choices=sizes, default="stories", help="which declaration; default stories")
     parser.add_argument("--checkpoint", type=Path, required=True, help="directory of the pretrained model")
     parser.add_argument("--corpus", type=Path, required=True, help="directory with train.txt and valid.txt")
-    parser.add_argument("--groups", nargs="+", choices=groups, default=groups, metavar="GROUP", help=f"of {groups}")
-    parser.add_argument(
-        "--recipes",
-        nargs="+",
-        choices=REPORT,
-        default=list(REPORT),
-        metavar="NAME",
-        help=f"of the group report, of {list(REPORT)}",
-    )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the group report")
-    parser.add_argument("--steps", type=int, default=256)
-    parser.add_argument("--batch-size", type=int, default=4, help=f"sequences of {LENGTH} tokens")
-    parser.add_argument("--results", type=Path, default=HERE / "results" / "healing.json")
+    parser.add_argument("--groups", nargs="+", metavar="GROUP", help="sweeps, or `report`; default all")
+    parser.add_argument("--recipes", nargs="+", metavar="NAME", help="of the group `report`; default all")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the group `report`")
+    parser.add_argument("--results", type=Path, help="JSON file; default in experiments/results")
     parser.add_argument("--tables", type=Path, default=HERE / "healing.md", help="Markdown file to update")
+    work = Path(tempfile.gettempdir()) / "attnres-experiments"
+    parser.add_argument("--work", type=Path, default=work, help=f"folder for checkpoints; default {work}")
 
 
 def run(options: argparse.Namespace) -> None:
-    store = Store(options.results, {"steps": options.steps, "batch_size": options.batch_size})
+    declaration = Declaration.load(options.size)
+    groups = _chosen("--groups", options.groups, ["report", *declaration.sweeps])
+    recipes = _chosen("--recipes", options.recipes, list(declaration.report))
+    path = options.results or HERE / "results" / f"{declaration.name}.json"
+    store = Store(path, declaration.setting())
     start = AutoModelForCausalLM.from_pretrained(options.checkpoint)
-    data = load_data(options.corpus, AutoTokenizer.from_pretrained(options.checkpoint))
+    data = load_data(declaration, options.corpus, AutoTokenizer.from_pretrained(options.checkpoint))
     wanted = []
-    for group in options.groups:
+    for group in groups:
         if group == "report":
-            wanted += [(name, REPORT[name], seed) for seed in options.seeds for name in options.recipes]
+            wanted += [(name, declaration.report[name], seed) for seed in options.seeds for name in recipes]
         else:
-            wanted += [(f"{group}: {label}", recipe, SELECTION_SEED) for label, recipe in SWEEPS[group].items()]
-    Healing(start, data, store).make(wanted)
-    tables = {"report": report_table(store, options.seeds), "depth attention": depth_table(store, options.seeds)}
-    update_tables(options.tables, tables | {title: sweep_table(store, title) for title in SWEEPS})
+            sweep = declaration.sweeps[group].items()
+            wanted += [(f"{group}: {label}", recipe, SELECTION_SEED) for label, recipe in sweep]
+    Healing(declaration, start, data, store, options.work).make(wanted)
+    update_tables(options.tables, tables(declaration, store, options.seeds))
+
+
+def _chosen(option: str, names: list[str] | None, among: list[str]) -> list[str]:
+    if unknown := set(names or ()) - set(among):
+        raise ValueError(f"{option}: {', '.join(sorted(unknown))} is none of {', '.join(among)}.")
+    return names or among

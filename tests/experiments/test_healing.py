@@ -4,7 +4,7 @@ import json
 import os
 import re
 import subprocess
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,12 +17,15 @@ from attnres.training.text import python_sources, train_tokenizer
 from experiments import healing
 from experiments.data import Data
 from experiments.harness import SELECTION_SEED, Planned, Store
-from experiments.healing import Healing, Recipe
+from experiments.healing import Healing
+from experiments.healing_declared import Declaration, Recipe
+from experiments.healing_tables import report_table, tables
 
 from .. import forks
 
 ROOT = Path(__file__).parents[2]
-SETTING = {"steps": 3, "batch_size": 2}
+SETTING = {"length": 256, "held_out_length": 512, "batch_size": 2}
+STORIES = Declaration.load("stories")
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +42,11 @@ def start() -> LlamaForCausalLM:
 
 def changed(recipe: Recipe, start: LlamaForCausalLM) -> tuple[set[str], set[str]]:
     """The tensors of the backbone, and those of the residual connections, that three steps of the recipe change."""
-    model = healing.prepare(start, recipe)
+    model = healing.reconnected(start, recipe)
     attnres = set(residual_tensors(model))
     before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     blocks = torch.randint(3, 300, (6, 32), generator=torch.Generator().manual_seed(0))
-    healing.continue_training(model, blocks, recipe, steps=3, batch_size=2, seed=0, on_step=lambda: None)
+    healing.continue_training(model, blocks, replace(recipe, steps=3), batch_size=2, seed=0, on_step=lambda: None)
     names = {name for name, tensor in model.named_parameters() if not torch.equal(tensor, before[name])}
     return names - attnres, names & attnres
 
@@ -51,33 +54,37 @@ def changed(recipe: Recipe, start: LlamaForCausalLM) -> tuple[set[str], set[str]
 def test_a_recipe_trains_the_tensors_that_it_names_and_no_others(start):
     backbone = {name for name, _ in start.named_parameters()}
     # The first sublayer has one source: its pseudo-query changes nothing, and gets no gradient.
-    attnres = {name for name in residual_tensors(healing.prepare(start, Recipe(1))) if ".0.self_attention" not in name}
+    attnres = {
+        name
+        for name in residual_tensors(healing.reconnected(start, Recipe(block_size=1)))
+        if ".0.self_attention" not in name
+    }
     queries = {name for name in attnres if name.endswith("_proj.weight")}
     assert 0 < len(queries) < len(attnres)
     assert changed(Recipe(), start) == (backbone, set())
-    assert changed(Recipe(1), start) == (backbone, attnres)
-    assert changed(Recipe(2, trained="all but key norms"), start) == (backbone, queries)
-    assert changed(Recipe(2, trained="AttnRes"), start) == (set(), attnres)
-    assert changed(Recipe(1, trained="queries"), start) == (set(), queries)
+    assert changed(Recipe(block_size=1), start) == (backbone, attnres)
+    assert changed(Recipe(block_size=2, trained="all but key norms"), start) == (backbone, queries)
+    assert changed(Recipe(block_size=2, trained="AttnRes"), start) == (set(), attnres)
+    assert changed(Recipe(block_size=1, trained="queries"), start) == (set(), queries)
     assert changed(Recipe(trained="norms"), start) == ({name for name in backbone if "norm" in name}, set())
-    assert changed(Recipe(1, alone=1.0), start) == (set(), attnres)
-    assert changed(Recipe(1, alone=0.4), start) == (backbone, attnres)
+    assert changed(Recipe(block_size=1, alone=1.0), start) == (set(), attnres)
+    assert changed(Recipe(block_size=1, alone=0.4), start) == (backbone, attnres)
 
 
 def test_every_recipe_sees_the_same_tokens_and_every_seed_others(start, tmp_path, monkeypatch):
     held_out = torch.zeros(1, 4, dtype=torch.long)
     data = Data(torch.arange(40).view(40, 1), held_out, held_out)
-    runs = Healing(start, data, Store(tmp_path / "runs.json", {"steps": 6, "batch_size": 4}))
+    runs = Healing(replace(STORIES, batch_size=4), start, data, Store(tmp_path / "runs.json", {}))
 
     def seen(recipe: Recipe, seed: int) -> list[int]:
         parts = []
-        monkeypatch.setattr(healing, "train", lambda model, part, run, on_step: parts.append(part))
-        runs._measure(Planned("a run", recipe, seed, 6), lambda: None)
+        monkeypatch.setattr(healing, "train", lambda model, part, *_, **__: parts.append(part))
+        runs._measure(Planned("a run", replace(recipe, steps=6), seed, 6), lambda: None)
         return torch.cat(parts).flatten().tolist()
 
     standard = seen(Recipe(), 0)
     assert len(set(standard)) == 24
-    assert seen(Recipe(1, trained="AttnRes"), 0) == seen(Recipe(2, alone=0.25), 0) == standard
+    assert seen(Recipe(block_size=1, trained="AttnRes"), 0) == seen(Recipe(block_size=2, alone=0.25), 0) == standard
     assert seen(Recipe(), 1) != standard
 
 
@@ -85,13 +92,13 @@ def test_a_text_without_a_block_is_refused(tokenizer, tmp_path):
     for name in ("train", "valid"):
         (tmp_path / f"{name}.txt").write_text("x\n\ny")
     with pytest.raises(ValueError, match="longer text"):
-        healing.load_data(tmp_path, tokenizer)
+        healing.load_data(STORIES, tmp_path, tokenizer)
 
 
 @pytest.mark.slow
 def test_the_pretrained_model_has_its_known_loss_on_this_packing(assets):
     path = assets / "checkpoints" / "stories260K-hf"
-    data = healing.load_data(assets / "corpora" / "tinystories", AutoTokenizer.from_pretrained(path))
+    data = healing.load_data(STORIES, assets / "corpora" / "tinystories", AutoTokenizer.from_pretrained(path))
     assert sequence_losses(AutoModelForCausalLM.from_pretrained(path), data.valid).mean().item() == pytest.approx(
         1.4745, abs=1e-3
     )
@@ -102,16 +109,16 @@ def test_the_table_shows_mean_and_deviation_of_differences_within_seeds(tmp_path
     losses = {"standard": [1.0, 2.0, 3.0], "Full": [0.9, 1.8, 2.7]}
     for name, values in losses.items():
         for seed, loss in enumerate(values):
-            recipe = asdict(healing.REPORT[name])
+            recipe = asdict(STORIES.report[name])
             store.add({"recipe": recipe, "seed": seed, "tokens": 1536, "before": 4.0, "after": loss})
-    table = healing.report_table(Store(store.path, SETTING), [0, 1, 2])
+    table = report_table(STORIES, Store(store.path, SETTING), [0, 1, 2])
     full = next(row for row in table.splitlines() if row.startswith("| Full |"))
     assert re.findall(r"[+-]?\d\.\d+ ± \d\.\d+", full) == ["1.8000 ± 0.9000", "-0.2000 ± 0.1000", "-2.2000 ± 0.9000"]
 
 
 def healing_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     paths = ["--checkpoint", "start", "--corpus", ".", "--results", "r/results.json", "--tables", "RESULTS.md"]
-    command = ["-m", "experiments", "healing", *paths, "--batch-size", "2", *arguments]
+    command = ["-m", "experiments", "healing", *paths, "--work", "work", *arguments]
     return forks.run(*command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
@@ -122,9 +129,9 @@ def test_the_command_stores_each_run_resumes_and_writes_the_table(start, tokeniz
     documents = python_sources(60_000)
     for name in ("train", "valid"):
         (tmp_path / f"{name}.txt").write_text("\n<|endoftext|>\n".join([d[:4000] for d in documents] * 5))
-    (tmp_path / "RESULTS.md").write_text("Before.\n<!-- report -->\nold\n<!-- end -->\nAfter.\n")
+    (tmp_path / "RESULTS.md").write_text("Before.\n<!-- tiny: report -->\nold\n<!-- end -->\nAfter.\n")
 
-    report = ("--groups", "report", "--seeds", "0", "--steps", "3")
+    report = ("--size", "tiny", "--groups", "report", "--seeds", "0")
     process = healing_command(tmp_path, *report, "--recipes", "standard")
     assert process.returncode == 0, process.stderr
     first = json.loads((tmp_path / "r" / "results.json").read_text())
@@ -138,20 +145,38 @@ def test_the_command_stores_each_run_resumes_and_writes_the_table(start, tokeniz
     assert full["before"] == pytest.approx(standard["before"], abs=2e-6)
     assert [len(row) for row in full["depth_attention"]] == [1, 2, 3, 4, 5]
     text = (tmp_path / "RESULTS.md").read_text()
-    assert text.startswith("Before.\n<!-- report -->\n| model") and "<!-- end -->\nAfter.\n" in text
-    assert f"| Full | all | 1,536 | {full['after']:.4f} | {full['after'] - standard['after']:+.4f} |" in text
+    assert text.startswith("Before.\n<!-- tiny: report -->\n| model") and "<!-- end -->\nAfter.\n" in text
+    assert f"| Full | all | 1,536 | 1 | {full['after']:.4f} | {full['after'] - standard['after']:+.4f} |" in text
 
-    process = healing_command(tmp_path, "--groups", "report", "--steps", "4")
+    assert not list((tmp_path / "work").iterdir()), "checkpoints of stored runs are not needed"
+
+    process = healing_command(tmp_path, *report, "--recipes", "Half")
+    assert (process.returncode, process.stderr) == (
+        1,
+        "error: --recipes: Half is none of standard, Full, Full, gated.\n",
+    )
+    process = healing_command(tmp_path, "--size", "stories", "--groups", "report")
     assert process.returncode == 1 and len(process.stderr.strip().splitlines()) == 1
     assert "another setting" in process.stderr
     process = healing_command(tmp_path, "--seeds", str(SELECTION_SEED))
     assert process.returncode == 2 and "settings are chosen by" in process.stderr
 
 
-def test_the_tables_in_the_repository_are_those_of_the_stored_runs():
-    page = (ROOT / "experiments" / "healing.md").read_text()
-    path = ROOT / "experiments" / "results" / "healing.json"
-    store = Store(path, json.loads(path.read_text())["setting"])
-    tables = [healing.report_table(store, [0, 1, 2]), *(healing.sweep_table(store, title) for title in healing.SWEEPS)]
-    assert all(table in page for table in tables)
-    assert len(page.splitlines()) > sum(len(table.splitlines()) for table in tables) > 40
+def test_a_model_of_the_claim_goes_on_with_text_that_it_has_not_seen(monkeypatch, tmp_path):
+    train = torch.arange(40).view(20, 2)
+    data = Data(train, train[:1], train[1:2])
+    monkeypatch.setattr(healing, "load", lambda *_: data)
+    monkeypatch.setattr(healing, "prepared_file", lambda text: tmp_path)
+    deep = replace(Declaration.load("deep"), length=2, seen=24)
+    rest = healing.load_data(deep, tmp_path, None).train
+    seen = data.order(0, 12)  # of its pretraining
+    assert sorted([*seen[:, 0].tolist(), *rest[:, 0].tolist()]) == train[:, 0].tolist()
+
+
+@pytest.mark.parametrize("size", ["stories", "deep"])
+def test_the_tables_in_the_repository_are_those_of_the_stored_runs(size):
+    page, declaration = (ROOT / "experiments" / "healing.md").read_text(), Declaration.load(size)
+    store = Store(ROOT / "experiments" / "results" / f"{declaration.name}.json", declaration.setting())
+    assert store.content["runs"]
+    for name, table in tables(declaration, store, [0, 1, 2]).items():
+        assert f"<!-- {name} -->\n{table}\n<!-- end -->" in page

@@ -1,0 +1,80 @@
+"""The tables of `healing.md`, from the stored runs."""
+
+from collections.abc import Sequence
+from statistics import mean
+
+import torch
+from torch import Tensor
+
+from .harness import SELECTION_SEED, Store, spread
+from .healing_declared import Declaration
+
+
+def tables(declaration: Declaration, store: Store, seeds: Sequence[int]) -> dict[str, str]:
+    """All of them, by the names of their places."""
+    found = {
+        "report": report_table(declaration, store, seeds),
+        "depth attention": depth_table(declaration, store, seeds),
+    }
+    found |= {title: sweep_table(declaration, store, title) for title in declaration.sweeps}
+    return {f"{declaration.name.removeprefix('healing-')}: {name}": table for name, table in found.items()}
+
+
+def report_table(declaration: Declaration, store: Store, seeds: Sequence[int]) -> str:
+    """Held-out loss of the reported recipes, mean and standard deviation over the seeds, paired with `standard`."""
+    rows = [
+        "| model | trained | tokens | seeds | held-out loss | minus standard | minus start |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for label, recipe in declaration.report.items():
+        baseline = declaration.baseline(recipe)
+        runs = [(store.find(recipe, seed), store.find(baseline, seed)) for seed in seeds]
+        runs = [(run, standard) for run, standard in runs if run and standard]
+        if not runs:
+            continue
+        against_standard = [run["after"] - standard["after"] for run, standard in runs]
+        against_start = [run["after"] - standard["before"] for run, standard in runs]
+        cells = (
+            label,
+            recipe.trained,
+            f"{runs[0][0]['tokens']:,}",
+            str(len(runs)),
+            spread([run["after"] for run, _ in runs]),
+            "" if recipe == baseline else spread(against_standard, sign="+"),
+            spread(against_start, sign="+"),
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def sweep_table(declaration: Declaration, store: Store, title: str) -> str:
+    """The recipes of one sweep, each on the selection seed and text, against the best of the standard model."""
+    rows = [f"| {title} | loss at step 0 | loss | minus best standard |", "|---|---:|---:|---:|"]
+    tried = {recipe for sweep in declaration.sweeps.values() for recipe in sweep.values()}
+    standard = [recipe for recipe in tried if recipe.is_standard and recipe.trained == "all"]
+    for label, recipe in declaration.sweeps[title].items():
+        rivals = (other for other in standard if other.steps == recipe.steps)
+        found = [run["after"] for other in rivals if (run := store.find(other, SELECTION_SEED))]
+        if run := store.find(recipe, SELECTION_SEED):
+            difference = f"{run['after'] - min(found):+.4f}" if found else ""
+            rows.append(f"| {label} | {run['before']:.4f} | {run['after']:.4f} | {difference} |")
+    return "\n".join(rows)
+
+
+def depth_table(declaration: Declaration, store: Store, seeds: Sequence[int]) -> str:
+    """How far the depth attention moved from uniform: as seen by each token, and of the weights' mean over tokens."""
+    rows = ["| model | distance from uniform, mean over tokens | distance of the mean weights |", "|---|---:|---:|"]
+    for label, recipe in declaration.report.items():
+        runs = [run for seed in seeds if (run := store.find(recipe, seed)) and "distance_from_uniform" in run]
+        if not runs:
+            continue
+        of_means = []
+        for run in runs:
+            readers = [torch.tensor(row) for row in run["depth_attention"] if len(row) > 1]
+            of_means.append(mean(_half_absolute(row - 1 / len(row)).item() for row in readers))
+        rows.append(f"| {label} | {spread([run['distance_from_uniform'] for run in runs])} | {spread(of_means)} |")
+    return "\n".join(rows)
+
+
+def _half_absolute(difference: Tensor) -> Tensor:
+    return difference.float().abs().sum(0) / 2
