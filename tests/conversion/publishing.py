@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from .. import forks
 from ..hub.running import Hub
 
 SESSION = Path(__file__).with_name("push_session.py")
@@ -69,3 +70,11 @@ def publisher(folder: Path, xet: bool = False, content: Path | None = None) -> I
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen(command, cwd=folder, env=environment, **pipes) as process:
             yield Publisher(hub, folder, process)
+
+
+def retrofit_of_stories(assets: Path, folder: Path) -> Path:
+    """A retrofit of a real checkpoint, `model` in `folder`."""
+    (folder / "stories").symlink_to(assets / "checkpoints" / "stories260K-hf")
+    done = forks.run("-m", "attnres", "convert", "stories", "model", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "model"

@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard, parse_eval_result_entries
 
 from attnres.conversion.card_parts import digest, part
 
-from .publishing import Publisher, publisher
+from .publishing import Publisher, publisher, retrofit_of_stories
 
 HERE = Path(__file__).parent
 WITHOUT = HERE.parent / "modeling_attnres" / "without_attnres.py"
@@ -24,14 +24,7 @@ LISTED = re.compile(r"^(\S+) +([\d.,]+ (?:bytes|kB|MB))$", re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def model(assets, tmp_path_factory) -> Path:
-    """A folder with `model`, a retrofit of a real checkpoint."""
-    from .. import forks
-
-    folder = tmp_path_factory.mktemp("push")
-    (folder / "stories").symlink_to(assets / "checkpoints" / "stories260K-hf")
-    done = forks.run("-m", "attnres", "convert", "stories", "model", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "model"
+    return retrofit_of_stories(assets, tmp_path_factory.mktemp("push"))
 
 
 @pytest.fixture(scope="module")

@@ -11,18 +11,12 @@ from pathlib import Path
 import pytest
 from huggingface_hub import HfApi, ModelCard
 
-from .. import forks
-from .publishing import Publisher, publisher
+from .publishing import Publisher, publisher, retrofit_of_stories
 
 
 @pytest.fixture(scope="module")
 def model(assets, tmp_path_factory) -> Path:
-    """A folder with `model`, a retrofit of a real checkpoint."""
-    folder = tmp_path_factory.mktemp("odd")
-    (folder / "stories").symlink_to(assets / "checkpoints" / "stories260K-hf")
-    done = forks.run("-m", "attnres", "convert", "stories", "model", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "model"
+    return retrofit_of_stories(assets, tmp_path_factory.mktemp("odd"))
 
 
 @pytest.fixture(scope="module")
