@@ -2,7 +2,7 @@
 
     python -m experiments healing --size stories --checkpoint DIR --corpus DIR
 
-What is tried and what is reported stands in `declared/healing-SIZE.yaml`. The recipes of `sweeps` choose settings, on
+What is tried and what is reported stands in `declared/healing/SIZE.yaml`. The recipes of `sweeps` choose settings, on
 one seed and on text that is not reported; those of `report` are measured with other seeds on other text.
 """
 
@@ -147,7 +147,7 @@ class Healing:
         return result
 
     def _checkpoints(self, run: Planned) -> Path | None:
-        return self.work and self.work / f"{self.declaration.name}, {run}".replace(" ", "_").replace("/", "_")
+        return self.work and self.work / f"healing-{self.declaration.size}, {run}".replace(" ", "_").replace("/", "_")
 
     def _forget(self, run: Planned) -> None:
         if self.work:
@@ -166,7 +166,7 @@ def mean_loss(model: PreTrainedModel, blocks: Tensor) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    sizes = sorted(path.stem.removeprefix("healing-") for path in DECLARED.glob("healing-*.yaml"))
+    sizes = sorted(path.stem for path in DECLARED.glob("*.yaml"))
     parser.add_argument("--size", choices=sizes, default="stories", help="which declaration; default stories")
     parser.add_argument("--checkpoint", type=Path, required=True, help="directory of the pretrained model")
     parser.add_argument("--corpus", type=Path, required=True, help="directory with train.txt and valid.txt")
@@ -183,7 +183,7 @@ def run(options: argparse.Namespace) -> None:
     declaration = Declaration.load(options.size)
     groups = _chosen("--groups", options.groups, ["report", *declaration.sweeps])
     recipes = _chosen("--recipes", options.recipes, list(declaration.report))
-    path = options.results or HERE / "results" / f"{declaration.name}.json"
+    path = options.results or HERE / "results" / f"healing-{declaration.size}.json"
     store = Store(path, declaration.setting())
     start = AutoModelForCausalLM.from_pretrained(options.checkpoint)
     data = load_data(declaration, options.corpus, AutoTokenizer.from_pretrained(options.checkpoint))

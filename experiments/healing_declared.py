@@ -1,4 +1,4 @@
-"""What `experiments healing` makes: the recipes of `declared/healing-*.yaml`."""
+"""What `experiments healing` makes: the recipes of `declared/healing/*.yaml`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ import yaml
 
 from .data import Text
 
-DECLARED = Path(__file__).parent / "declared"
+DECLARED = Path(__file__).parent / "declared" / "healing"
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Declaration:
-    """A declaration of `declared/healing-*.yaml`.
+    """A declaration of `declared/healing/*.yaml`.
 
     Attributes:
         length, batch_size: of the sequences trained on, and sequences in a step.
@@ -43,7 +43,7 @@ class Declaration:
         seen: tokens of it that the model was pretrained on with seed 0; healing sees the others.
     """
 
-    name: str
+    size: str
     length: int
     held_out_length: int
     batch_size: int
@@ -55,10 +55,10 @@ class Declaration:
 
     @classmethod
     def load(cls, size: str) -> "Declaration":
-        fields = yaml.safe_load((DECLARED / f"healing-{size}.yaml").read_text())
+        fields = yaml.safe_load((DECLARED / f"{size}.yaml").read_text())
         sweeps = {title: _recipes(sweep) for title, sweep in fields.pop("sweeps").items()}
         text = Text(**fields.pop("text")) if "text" in fields else None
-        return cls(name=f"healing-{size}", report=_recipes(fields.pop("report")), sweeps=sweeps, text=text, **fields)
+        return cls(size, report=_recipes(fields.pop("report")), sweeps=sweeps, text=text, **fields)
 
     def setting(self) -> dict[str, Any]:
         """What all runs of a results file have in common."""

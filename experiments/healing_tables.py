@@ -17,7 +17,7 @@ def tables(declaration: Declaration, store: Store, seeds: Sequence[int]) -> dict
         "depth attention": depth_table(declaration, store, seeds),
     }
     found |= {title: sweep_table(declaration, store, title) for title in declaration.sweeps}
-    return {f"{declaration.name.removeprefix('healing-')}: {name}": table for name, table in found.items()}
+    return {f"{declaration.size}: {name}": table for name, table in found.items()}
 
 
 def report_table(declaration: Declaration, store: Store, seeds: Sequence[int]) -> str:

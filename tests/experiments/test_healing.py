@@ -176,7 +176,7 @@ def test_a_model_of_the_claim_goes_on_with_text_that_it_has_not_seen(monkeypatch
 @pytest.mark.parametrize("size", ["stories", "deep"])
 def test_the_tables_in_the_repository_are_those_of_the_stored_runs(size):
     page, declaration = (ROOT / "experiments" / "healing.md").read_text(), Declaration.load(size)
-    store = Store(ROOT / "experiments" / "results" / f"{declaration.name}.json", declaration.setting())
+    store = Store(ROOT / "experiments" / "results" / f"healing-{size}.json", declaration.setting())
     assert store.content["runs"]
     for name, table in tables(declaration, store, [0, 1, 2]).items():
         assert f"<!-- {name} -->\n{table}\n<!-- end -->" in page
