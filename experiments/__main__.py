@@ -15,10 +15,14 @@ from . import findings, healing
 from .data import load, prepare, prepared_file
 from .harness import SELECTION_SEED, Store
 from .scratch import BASELINE, Comparison, declared
-from .tables import plot, report_table, sweep_table
+from .tables import plot, plot_beside_paper, report_table, sweep_table
 
 HERE = Path(__file__).parent
-FROM_SCRATCH = {"claim": "attention residuals against the residual stream, dense and deep", "moe": "a small MoE"}
+FROM_SCRATCH = {
+    "claim": "attention residuals against the residual stream, dense and deep",
+    "moe": "a small MoE",
+    "ablations": "the forms of the paper's Table 4, and block sizes",
+}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -76,7 +80,8 @@ def write(
 ) -> None:
     tables = {"result": report_table(comparison, rates, tokens, seeds), "rates": sweep_table(comparison, list(rates))}
     update_tables(page, {f"{size}: {name}": table for name, table in tables.items()})
-    plot(comparison, rates, tokens, seeds, comparison.store.path.with_suffix(".png"))
+    draw = plot_beside_paper if comparison.experiment.published else plot
+    draw(comparison, rates, tokens, seeds, comparison.store.path.with_suffix(".png"))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -9,7 +9,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ class Experiment:
         seeds: of the reported runs.
         bfloat16: products are computed in bfloat16, with weights, norms and sums of outputs in float32.
         compile: with `torch.compile`.
+        published: label -> what the paper has for it, minus its baseline (nats/token).
     """
 
     name: str
@@ -73,6 +74,7 @@ class Experiment:
     seeds: tuple[int, ...]
     bfloat16: bool = False
     compile: bool = False
+    published: dict[str, float] = field(default_factory=dict)
 
     def config(self, connection: Mapping[str, Any]) -> PreTrainedConfig:
         fields = self.model | connection
@@ -82,7 +84,7 @@ class Experiment:
 
     def setting(self) -> dict[str, Any]:
         """What all runs of a results file have in common, whatever connections, rates and seeds there are."""
-        left_out = ("connections", "tokens", "sweep_tokens", "rates", "seeds")
+        left_out = ("connections", "tokens", "sweep_tokens", "rates", "seeds", "published")
         return {name: value for name, value in asdict(self).items() if name not in left_out}
 
     def steps(self, tokens: int) -> int:

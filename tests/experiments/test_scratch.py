@@ -16,7 +16,7 @@ from experiments import scratch
 from experiments.data import Data, Text, load, prepare
 from experiments.harness import SELECTION_SEED, Planned, Store
 from experiments.scratch import DECLARED, Comparison, Experiment, Recipe, declared
-from experiments.tables import report_table, sweep_table
+from experiments.tables import plot_beside_paper, report_table, sweep_table
 
 from .. import forks
 
@@ -155,6 +155,27 @@ def test_the_table_has_differences_within_seeds(tmp_path):
     assert "| Full | 0.001 | 2 | 5.3500 ± 0.6364 | -0.1500 ± 0.0707 |" in table
 
 
+def test_what_the_paper_has_stands_beside_it(tmp_path):
+    runs = [(label, 1e-3, 64, seed, 5.0 - seed) for label in ("standard", "Full") for seed in (0, 1)]
+    experiment = replace(SMALL, published={"Full": -0.029})
+    comparison = stored(experiment, tmp_path / "runs.json", runs)
+    rates = dict.fromkeys(("standard", "Full"), 1e-3)
+    assert report_table(comparison, rates, 64, [0, 1]).splitlines() == [
+        "| model | rate | seeds | held-out loss | minus standard | in the paper |",
+        "|---|---:|---:|---:|---:|---:|",
+        "| standard | 0.001 | 2 | 4.5000 ± 0.7071 |  |  |",
+        "| Full | 0.001 | 2 | 4.5000 ± 0.7071 | +0.0000 ± 0.0000 | -0.029 |",
+    ]
+    plot_beside_paper(comparison, rates, 64, [0, 1], tmp_path / "figure.svg")
+    assert {"Full", "paper, 436M parameters"} <= words(tmp_path / "figure.svg")
+    assert experiment.setting() == SMALL.setting(), "what is published is no part of a run"
+
+
+def words(figure: Path) -> set[str]:
+    """The texts of an SVG, which stand in it as comments beside their glyphs."""
+    return {text.strip() for text in re.findall(r"<!-- (.*?) -->", figure.read_text())}
+
+
 def run(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess:
     files = ["--results", folder / "r" / "runs.json", "--tables", folder / "page.md", "--work", folder / "work"]
     options = [*map(str, (*files, *arguments))]
@@ -198,7 +219,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(corpus, prepared, tmp_path):
         load(SMALL.text, 32, 10_000, prepared)
     with pytest.raises(FileNotFoundError, match=r"words-300-60000.xz does not exist: .*--corpus"):
         load(SMALL.text, 32, 4, tmp_path)
-    with pytest.raises(ValueError, match="There is no experiment 'claims-cpu', but there is claim-cpu, claim-gpu"):
+    with pytest.raises(ValueError, match="There is no experiment 'claims-cpu', but there is ablations-cpu, claim-cpu, claim-gpu"):
         declared("claims-cpu")
 
 
@@ -206,6 +227,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(corpus, prepared, tmp_path):
 def test_every_declaration_makes_its_models(path):
     experiment = declared(path.stem)
     assert next(iter(experiment.connections)) == scratch.BASELINE
+    assert set(experiment.published) <= set(experiment.connections)
     for fields in experiment.connections.values():
         config = experiment.config(fields)
         assert config.vocab_size == experiment.text.vocab_size
