@@ -3,6 +3,7 @@
 import json
 import threading
 from dataclasses import fields
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -212,7 +213,7 @@ def test_the_same_call_gives_the_same_bytes(source, tokenizer, text):
 def test_json_and_csv_hold_what_was_measured(source, tokenizer, text, standard):
     found = inspect_model(retrofit(source, num_blocks=3), tokenizer, text, name="retrofit", **SMALL)
     record = json.loads(to_json([standard, found]))
-    assert record["versions"]["torch"] == torch.__version__
+    assert record["versions"]["torch"] == version("torch")
     plain, blocks = record["models"]
     assert plain["depth_attention"] is None and plain["text"]["sha256"] == text.sha256
     assert blocks["depth"]["sources"] == ["embedding", "block 1", "block 2", "block 3"]

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -167,7 +168,7 @@ def test_the_command_prints_and_stores_all_it_can_and_needs_neither_rich_nor_typ
     assert "One aggregation" in done.stdout
     stored = json.loads((tmp_path / "gpu.json").read_text())
     assert stored["parts"].keys() == {"check", "ops"} and not stored["is_cut_off"]
-    assert stored["versions"]["torch"] == torch.__version__
+    assert stored["versions"]["torch"] == version("torch")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

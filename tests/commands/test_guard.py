@@ -40,7 +40,7 @@ def run(error: str, *options: str, folder: Path, module: str = "elsewhere") -> s
         ("raise KeyError('name')", "KeyError: 'name'"),
         ("raise AssertionError", "AssertionError"),
         ("raise ValueError('of numpy')", "ValueError: of numpy"),
-        ("fail()", "RecursionError: maximum recursion depth exceeded"),
+        ("fail(debug)", "RecursionError: maximum recursion depth exceeded"),
         ("raise BaseException('even this')", "BaseException: even this"),
     ],
 )
