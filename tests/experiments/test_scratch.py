@@ -220,7 +220,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(corpus, prepared, tmp_path):
         load(SMALL.text, 32, 10_000, prepared)
     with pytest.raises(FileNotFoundError, match=r"words-300-60000.xz does not exist: .*--corpus"):
         load(SMALL.text, 32, 4, tmp_path)
-    with pytest.raises(ValueError, match="There is no experiment 'claims-cpu', but there is .*, claim-cpu, claim-gpu"):
+    with pytest.raises(ValueError, match=r"There is no experiment 'claims-cpu', but there is .*, claim-cpu, claim-gpu"):
         declared("claims-cpu")
 
 
