@@ -12,10 +12,10 @@ from .healing_declared import Declaration
 
 def tables(declaration: Declaration, store: Store, seeds: Sequence[int]) -> dict[str, str]:
     """All of them, by the names of their places."""
-    found = {
-        "report": report_table(declaration, store, seeds),
-        "depth attention": depth_table(declaration, store, seeds),
-    }
+    found = {}
+    if declaration.report:
+        found["report"] = report_table(declaration, store, seeds)
+        found["depth attention"] = depth_table(declaration, store, seeds)
     found |= {title: sweep_table(declaration, store, title) for title in declaration.sweeps}
     return {f"{declaration.size}: {name}": table for name, table in found.items()}
 
