@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from attnres.analysis.tables import update_tables
 
 from . import findings, healing
 from .data import load, prepare, prepared_file
-from .harness import SELECTION_SEED, Store
+from .harness import SELECTION_SEED, Store, add_work, chosen
 from .scratch import BASELINE, Comparison, declared
 from .tables import plot, plot_beside_paper, report_table, sweep_table
 
@@ -41,9 +40,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         command.add_argument("--tokens", type=int, help="of a reported run, instead of the declared number")
         command.add_argument("--results", type=Path, help="JSON file; default in experiments/results")
         command.add_argument("--tables", type=Path, help=f"Markdown file to update; default experiments/{name}.md")
-        work = Path(tempfile.gettempdir()) / "attnres-experiments"
         command.add_argument("--keep", type=Path, help="folder for the models of reported runs; default: none are kept")
-        command.add_argument("--work", type=Path, default=work, help=f"folder for checkpoints; default {work}")
+        add_work(command)
     healing.add_arguments(commands.add_parser("healing", help=healing.__doc__.splitlines()[0]))
     commands.add_parser("findings", help=findings.__doc__.splitlines()[0])
     options = parser.parse_args(arguments)
@@ -61,9 +59,8 @@ def run_from_scratch(options: argparse.Namespace) -> None:
         print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
     if options.prepare:
         return
-    labels = list(dict.fromkeys([BASELINE, *(options.connections or experiment.connections)]))
-    if unknown := set(labels) - set(experiment.connections):
-        raise ValueError(f"--connections: {', '.join(sorted(unknown))} is none of {', '.join(experiment.connections)}.")
+    connections = chosen("--connections", options.connections, experiment.connections)
+    labels = list(dict.fromkeys([BASELINE, *connections]))
     tokens, seeds = options.tokens or experiment.tokens, options.seeds or experiment.seeds
     store = Store(options.results or HERE / "results" / f"{experiment.name}.json", experiment.setting())
     data = load(experiment.text, experiment.length, experiment.held_out)

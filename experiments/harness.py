@@ -1,10 +1,13 @@
 """What experiments share: runs stored as each ends, made by whatever plan lacks them, and numbers for their tables."""
 
+import argparse
 import json
 import math
 import os
 import platform
+import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -68,6 +71,30 @@ class Planned:
 
     def __str__(self) -> str:
         return f"{self.label}, seed {self.seed}"
+
+
+def checkpoints(work: Path | None, experiment: str, run: Planned) -> Path | None:
+    """The folder in `work` for the checkpoints of a run."""
+    return work and work / f"{experiment}, {run}".replace(" ", "_").replace("/", "_")
+
+
+def forget_checkpoints(work: Path | None, experiment: str, run: Planned) -> None:
+    """Remove those of a run that is stored."""
+    if folder := checkpoints(work, experiment, run):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def add_work(parser: argparse.ArgumentParser) -> None:
+    work = Path(tempfile.gettempdir()) / "attnres-experiments"
+    parser.add_argument("--work", type=Path, default=work, help=f"folder for checkpoints; default {work}")
+
+
+def chosen(option: str, names: Iterable[str] | None, among: Iterable[str]) -> list[str]:
+    """The names that an option gives, or else all. Raises ValueError: there is no such name."""
+    among = list(among)
+    if unknown := set(names or ()) - set(among):
+        raise ValueError(f"{option}: {', '.join(sorted(unknown))} is none of {', '.join(among)}.")
+    return list(names or among)
 
 
 Measure = Callable[[Planned, Callable[[], None]], dict[str, Any]]

@@ -8,11 +8,9 @@ one seed and on text that is not reported; those of `report` are measured with o
 
 import argparse
 import copy
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from attnres.training.runs import Run, sequence_losses, train
 from attnres.training.text import read_documents, token_stream
 
 from .data import Data, load, prepare, prepared_file
-from .harness import SELECTION_SEED, Planned, Store, make_runs
+from .harness import SELECTION_SEED, Planned, Store, add_work, checkpoints, chosen, forget_checkpoints, make_runs
 from .healing_declared import DECLARED, Declaration, Recipe
 from .healing_tables import tables
 
@@ -119,13 +117,14 @@ class Healing:
     def __init__(
         self, declaration: Declaration, start: PreTrainedModel, data: Data, store: Store, work: Path | None = None
     ):
-        self.declaration, self.start, self.data, self.store, self.work = declaration, start, data, store, work
+        self.declaration, self.start, self.data, self.store = declaration, start, data, store
+        self.work, self.name = work, f"healing-{declaration.size}"
         self.loss_at_step_0 = cache(self._loss_at_step_0)
 
     def make(self, wanted: Sequence[tuple[str, Recipe, int]]) -> None:
         """Make what the store lacks of (label, recipe, seed)."""
         plan = [Planned(label, recipe, seed, recipe.steps) for label, recipe, seed in wanted]
-        make_runs(self.store, plan, self._measure, self._forget)
+        make_runs(self.store, plan, self._measure, partial(forget_checkpoints, self.work, self.name))
 
     def _measure(self, run: Planned, on_step: Callable[[], None]) -> dict[str, Any]:
         """One run: held-out loss (nats/token) before and after it, and the depth attention."""
@@ -133,7 +132,8 @@ class Healing:
         recipe, held_out, batch_size = run.recipe, self._held_out(run.seed), self.declaration.batch_size
         model = reconnected(self.start, recipe)
         blocks = self.data.order(run.seed, recipe.steps * batch_size)
-        continue_training(model, blocks, recipe, batch_size, run.seed, on_step, self._checkpoints(run))
+        work = checkpoints(self.work, self.name, run)
+        continue_training(model, blocks, recipe, batch_size, run.seed, on_step, work)
         result = {
             "tokens": blocks.numel(),
             "after": mean_loss(model, held_out),
@@ -145,13 +145,6 @@ class Healing:
             result["depth_attention"] = [[round(w, 4) for w in row[~row.isnan()].tolist()] for row in read.mean]
             result["distance_from_uniform"] = round(read.distance[1:].mean().item(), 5)
         return result
-
-    def _checkpoints(self, run: Planned) -> Path | None:
-        return self.work and self.work / f"healing-{self.declaration.size}, {run}".replace(" ", "_").replace("/", "_")
-
-    def _forget(self, run: Planned) -> None:
-        if self.work:
-            shutil.rmtree(self._checkpoints(run), ignore_errors=True)
 
     def _held_out(self, seed: int) -> Tensor:
         return self.data.selection if seed == SELECTION_SEED else self.data.valid
@@ -175,14 +168,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the group `report`")
     parser.add_argument("--results", type=Path, help="JSON file; default in experiments/results")
     parser.add_argument("--tables", type=Path, default=HERE / "healing.md", help="Markdown file to update")
-    work = Path(tempfile.gettempdir()) / "attnres-experiments"
-    parser.add_argument("--work", type=Path, default=work, help=f"folder for checkpoints; default {work}")
+    add_work(parser)
 
 
 def run(options: argparse.Namespace) -> None:
     declaration = Declaration.load(options.size)
-    groups = _chosen("--groups", options.groups, ["report", *declaration.sweeps])
-    recipes = _chosen("--recipes", options.recipes, list(declaration.report))
+    groups = chosen("--groups", options.groups, ["report", *declaration.sweeps])
+    recipes = chosen("--recipes", options.recipes, list(declaration.report))
     path = options.results or HERE / "results" / f"healing-{declaration.size}.json"
     store = Store(path, declaration.setting())
     start = AutoModelForCausalLM.from_pretrained(options.checkpoint)
@@ -196,9 +188,3 @@ def run(options: argparse.Namespace) -> None:
             wanted += [(f"{group}: {label}", recipe, SELECTION_SEED) for label, recipe in sweep]
     Healing(declaration, start, data, store, options.work).make(wanted)
     update_tables(options.tables, tables(declaration, store, options.seeds))
-
-
-def _chosen(option: str, names: list[str] | None, among: list[str]) -> list[str]:
-    if unknown := set(names or ()) - set(among):
-        raise ValueError(f"{option}: {', '.join(sorted(unknown))} is none of {', '.join(among)}.")
-    return names or among

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from attnres.training.balance import ExpertBalance, routers
 from attnres.training.runs import Run, sequence_losses, train
 
 from .data import Data, Text, tokenizer_folder
-from .harness import SELECTION_SEED, Planned, Store, make_runs
+from .harness import SELECTION_SEED, Planned, Store, checkpoints, forget_checkpoints, make_runs
 
 DECLARED = Path(__file__).parent / "declared"
 BASELINE = "standard"
@@ -191,7 +192,8 @@ class Comparison:
 
     def make(self, wanted: Sequence[tuple[str, float, int, int]]) -> None:
         """Make what the store lacks of (label of a connection, rate, tokens, seed)."""
-        make_runs(self.store, [self._planned(*run) for run in wanted], self._measure, self._forget)
+        plan = [self._planned(*run) for run in wanted]
+        make_runs(self.store, plan, self._measure, partial(forget_checkpoints, self.work, self.experiment.name))
 
     def find(self, label: str, rate: float, tokens: int, seed: int) -> dict[str, Any] | None:
         run = self._planned(label, rate, tokens, seed)
@@ -227,13 +229,7 @@ class Comparison:
         recipe = Recipe(self.experiment.connections[label], rate, tokens)
         return Planned(f"{label}, rate {rate:g}, {tokens:,} tokens", recipe, seed, self.experiment.steps(tokens))
 
-    def _checkpoints(self, run: Planned) -> Path | None:
-        return self.work and self.work / f"{self.experiment.name}, {run}".replace(" ", "_")
-
     def _measure(self, run: Planned, on_step: Callable[[], None]) -> dict[str, Any]:
         keep = None if self.keep is None or run.seed == SELECTION_SEED else self.keep / str(run).replace(" ", "_")
-        return measure(self.experiment, self.data, run, on_step, self._checkpoints(run), self.device, keep)
-
-    def _forget(self, run: Planned) -> None:
-        if self.work:
-            shutil.rmtree(self._checkpoints(run), ignore_errors=True)
+        work = checkpoints(self.work, self.experiment.name, run)
+        return measure(self.experiment, self.data, run, on_step, work, self.device, keep)
