@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from . import backbones as _backbones
 from .checkpoints import convert, standard_model
+from .publishing import Publisher, publisher
 
 
 @dataclass
@@ -110,3 +111,10 @@ def refusal(tmp_path) -> Callable[..., str]:
         return error
 
     return run
+
+
+@pytest.fixture(scope="module")
+def push(model) -> Iterator[Publisher]:
+    """A process that publishes; it works beside the `model` of the module that asks."""
+    with publisher(model.parent) as push:
+        yield push

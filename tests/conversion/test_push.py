@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from huggingface_hub import ModelCard, parse_eval_result_entries
 
 from attnres.conversion.card_parts import digest, part
 
-from .publishing import Publisher, publisher, retrofit_of_stories
+from .publishing import publisher, retrofit_of_stories
 
 HERE = Path(__file__).parent
 WITHOUT = HERE.parent / "modeling_attnres" / "without_attnres.py"
@@ -25,12 +24,6 @@ LISTED = re.compile(r"^(\S+) +([\d.,]+ (?:bytes|kB|MB))$", re.MULTILINE)
 @pytest.fixture(scope="module")
 def model(assets, tmp_path_factory) -> Path:
     return retrofit_of_stories(assets, tmp_path_factory.mktemp("push"))
-
-
-@pytest.fixture(scope="module")
-def push(model) -> Iterator[Publisher]:
-    with publisher(model.parent) as push:
-        yield push
 
 
 def copied(model: Path, name: str) -> Path:

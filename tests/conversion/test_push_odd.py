@@ -5,24 +5,17 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from huggingface_hub import HfApi, ModelCard
 
-from .publishing import Publisher, publisher, retrofit_of_stories
+from .publishing import publisher, retrofit_of_stories
 
 
 @pytest.fixture(scope="module")
 def model(assets, tmp_path_factory) -> Path:
     return retrofit_of_stories(assets, tmp_path_factory.mktemp("odd"))
-
-
-@pytest.fixture(scope="module")
-def push(model) -> Iterator[Publisher]:
-    with publisher(model.parent) as push:
-        yield push
 
 
 @pytest.fixture
