@@ -62,7 +62,11 @@ def test_a_stored_notebook_is_small_and_shows_no_path_of_a_machine(name):
     assert MACHINE_PATH.findall(path.read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize("text", ["/work/w/a.py:3", "in /tmp/tmpx/loss.png", "C:\\\\Users\\\\me"])
+ROOTS = ("home", "root", "tmp", "usr", "opt", "work", "Users", "var", "mnt", "content")
+PATHS = [text for root in ROOTS for text in (f"/{root}/x/a.py:3", f"in /{root}/x/loss.png")]
+
+
+@pytest.mark.parametrize("text", [*PATHS, "C:" + r"\\Users\\me"])
 def test_a_path_of_a_machine_is_seen(text):
     assert MACHINE_PATH.search(text)
 
