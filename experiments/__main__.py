@@ -8,19 +8,18 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
-from attnres.analysis.tables import update_tables
-
-from . import findings, healing
+from . import findings, healing, report
+from .costs import file_of, measure_costs
 from .data import load, prepare, prepared_file
 from .harness import SELECTION_SEED, Store, add_work, chosen
 from .scratch import BASELINE, Comparison, declared
-from .tables import plot, plot_beside_paper, report_table, sweep_table
 
 HERE = Path(__file__).parent
 FROM_SCRATCH = {
     "claim": "attention residuals against the residual stream, dense and deep",
     "moe": "a small MoE",
     "ablations": "the forms of the paper's Table 4, and block sizes",
+    "depth": "whether the gain grows with depth, at equal parameters",
 }
 
 
@@ -30,9 +29,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     for name, about in FROM_SCRATCH.items():
         command = commands.add_parser(name, help=about, description=about)
         sizes = sorted(path.stem.removeprefix(f"{name}-") for path in HERE.glob(f"declared/{name}-*.yaml"))
-        command.add_argument("--size", choices=sizes, default="cpu", help="which declaration; default cpu")
+        default = "cpu" if "cpu" in sizes else sizes[0]
+        command.add_argument("--size", choices=sizes, default=default, help=f"which declaration; default {default}")
         command.add_argument("--corpus", type=Path, help="folder with train.txt and valid.txt, until it is prepared")
         command.add_argument("--prepare", action="store_true", help="only prepare the text, for a machine without it")
+        command.add_argument("--costs", action="store_true", help="only time a training step of each connection")
         command.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
         command.add_argument("--connections", nargs="+", metavar="NAME", help="some of the declared ones")
         command.add_argument("--seeds", nargs="+", type=int, help="instead of the declared ones")
@@ -44,6 +45,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         add_work(command)
     healing.add_arguments(commands.add_parser("healing", help=healing.__doc__.splitlines()[0]))
     commands.add_parser("findings", help=findings.__doc__.splitlines()[0])
+    commands.add_parser("report", help=report.__doc__)
     options = parser.parse_args(arguments)
     if SELECTION_SEED in (getattr(options, "seeds", None) or ()):
         parser.error(f"--seeds: seed {SELECTION_SEED} is the one that settings are chosen by")
@@ -59,26 +61,23 @@ def run_from_scratch(options: argparse.Namespace) -> None:
         print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
     if options.prepare:
         return
-    connections = chosen("--connections", options.connections, experiment.connections)
-    labels = list(dict.fromkeys([BASELINE, *connections]))
+    results = options.results or report.RESULTS / f"{experiment.name}.json"
+    page = options.tables or HERE / f"{options.experiment}.md"
     tokens, seeds = options.tokens or experiment.tokens, options.seeds or experiment.seeds
-    store = Store(options.results or HERE / "results" / f"{experiment.name}.json", experiment.setting())
+    if options.costs:
+        measure_costs(experiment, file_of(results), options.device)
+        report.write(Comparison(experiment, Store(results, experiment.setting())), tokens, page)
+        return
+    labels = list(dict.fromkeys([BASELINE, *chosen("--connections", options.connections, experiment.connections)]))
+    store = Store(results, experiment.setting())
     data = load(experiment.text, experiment.length, experiment.held_out)
     comparison = Comparison(experiment, store, data, options.work, options.device, options.keep)
     rates = dict.fromkeys(labels, options.rate) if options.rate else comparison.sweep(labels)
     for seed in seeds:
         for label in labels:
             comparison.make([(label, rates[label], tokens, seed)])
-            write(comparison, rates, tokens, seeds, options.tables or HERE / f"{options.experiment}.md", options.size)
-
-
-def write(
-    comparison: Comparison, rates: dict[str, float], tokens: int, seeds: list[int], page: Path, size: str
-) -> None:
-    tables = {"result": report_table(comparison, rates, tokens, seeds), "rates": sweep_table(comparison, list(rates))}
-    update_tables(page, {f"{size}: {name}": table for name, table in tables.items()})
-    draw = plot_beside_paper if comparison.experiment.published else plot
-    draw(comparison, rates, tokens, seeds, comparison.store.path.with_suffix(".png"))
+            report.write(comparison, tokens, page, rates)
+    report.write_gains()
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -86,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)  # for so small a model more gain little, and the numbers would depend on the machine
-    others = {"healing": partial(healing.run, options), "findings": findings.write}
+    others = {"healing": partial(healing.run, options), "findings": findings.write, "report": report.write_all}
     others.get(options.experiment, partial(run_from_scratch, options))()
 
 

@@ -32,6 +32,8 @@ from .healing_declared import DECLARED, Declaration, Recipe
 from .healing_tables import tables
 
 HERE = Path(__file__).parent
+PAGE = HERE / "healing.md"
+SEEDS = [0, 1, 2]
 DECAY_SHARE = 0.5
 
 
@@ -165,18 +167,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--corpus", type=Path, required=True, help="directory with train.txt and valid.txt")
     parser.add_argument("--groups", nargs="+", metavar="GROUP", help="sweeps, or `report`; default all")
     parser.add_argument("--recipes", nargs="+", metavar="NAME", help="of the group `report`; default all")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the group `report`")
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, help="of the group `report`")
     parser.add_argument("--results", type=Path, help="JSON file; default in experiments/results")
-    parser.add_argument("--tables", type=Path, default=HERE / "healing.md", help="Markdown file to update")
+    parser.add_argument("--tables", type=Path, default=PAGE, help="Markdown file to update")
     add_work(parser)
+
+
+def results(declaration: Declaration) -> Path:
+    return HERE / "results" / f"healing-{declaration.size}.json"
+
+
+def write_all() -> None:
+    """The tables of all sizes that have stored runs."""
+    for path in sorted(DECLARED.glob("*.yaml")):
+        declaration = Declaration.load(path.stem)
+        if results(declaration).exists():
+            store = Store(results(declaration), declaration.setting())
+            update_tables(PAGE, tables(declaration, store, SEEDS))
 
 
 def run(options: argparse.Namespace) -> None:
     declaration = Declaration.load(options.size)
     groups = chosen("--groups", options.groups, ["report", *declaration.sweeps])
     recipes = chosen("--recipes", options.recipes, list(declaration.report))
-    path = options.results or HERE / "results" / f"healing-{declaration.size}.json"
-    store = Store(path, declaration.setting())
+    store = Store(options.results or results(declaration), declaration.setting())
     start = AutoModelForCausalLM.from_pretrained(options.checkpoint)
     data = load_data(declaration, options.corpus, AutoTokenizer.from_pretrained(options.checkpoint))
     wanted = []

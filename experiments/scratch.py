@@ -195,9 +195,41 @@ class Comparison:
         plan = [self._planned(*run) for run in wanted]
         make_runs(self.store, plan, self._measure, partial(forget_checkpoints, self.work, self.experiment.name))
 
-    def find(self, label: str, rate: float, tokens: int, seed: int) -> dict[str, Any] | None:
-        run = self._planned(label, rate, tokens, seed)
-        return self.store.find(run.recipe, run.seed)
+    def runs(self, label: str, rate: float, tokens: int) -> dict[int, dict[str, Any]]:
+        """seed -> the stored run of that seed, of those that are reported."""
+        wanted = asdict(Recipe(self.experiment.connections[label], rate, tokens))
+        found = {run["seed"]: run for run in self.store.content["runs"] if run["recipe"] == wanted}
+        return {seed: found[seed] for seed in sorted(found) if seed != SELECTION_SEED}
+
+    def pairs(self, label: str, rates: Mapping[str, float], tokens: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Runs of a connection and of the baseline, for each seed that both have."""
+        runs, baseline = (self.runs(name, rates[name], tokens) for name in (label, BASELINE))
+        return [(run, baseline[seed]) for seed, run in runs.items() if seed in baseline]
+
+    def differences(self, label: str, rates: Mapping[str, float], tokens: int) -> list[float]:
+        """Held-out loss minus that of the baseline, for each of these pairs."""
+        return [run["after"] - standard["after"] for run, standard in self.pairs(label, rates, tokens)]
+
+    def leads(self, label: str, rates: Mapping[str, float], tokens: int) -> list[list[tuple[int, float]]]:
+        """Training loss minus that of the baseline, as points of each of these pairs."""
+        curves = [(run["curve"], standard["curve"]) for run, standard in self.pairs(label, rates, tokens)]
+        return [[(step, a - b) for (step, a), (_, b) in zip(*pair)] for pair in curves]
+
+    def reported(self, tokens: int) -> dict[str, float]:
+        """label -> rate, of the connections that share a seed with the baseline in the runs of that length.
+
+        The rate is the best of the sweep, or that of the last run where there was no sweep, or none at that rate.
+        """
+        rates = {}
+        for label, connection in self.experiment.connections.items():
+            runs = [run for run in self.store.content["runs"] if run["seed"] != SELECTION_SEED]
+            recipes = [run["recipe"] for run in runs]
+            tried = [r["rate"] for r in recipes if (r["connection"], r["tokens"]) == (connection, tokens)]
+            if tried:
+                rates[label] = best if self.swept(label) and (best := self.best_rate(label)) in tried else tried[-1]
+        if BASELINE not in rates:
+            return {}
+        return {label: rate for label, rate in rates.items() if self.differences(label, rates, tokens)}
 
     def swept(self, label: str) -> dict[float, float]:
         """The loss on the selection text by rate, of the rates tried so far."""

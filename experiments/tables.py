@@ -1,96 +1,98 @@
-"""What is written of a comparison: the table of the result, that of the sweep, and a figure."""
+"""The tables of a comparison, from the stored runs."""
 
-from collections.abc import Sequence
-from pathlib import Path
+import math
+from collections.abc import Mapping, Sequence
 from statistics import mean
-
-from attnres.analysis.drawing import blank, finish
-from attnres.analysis.loss_figures import plot_loss_curves
 
 from .harness import spread
 from .scratch import BASELINE, Comparison
 
+SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)  # of the steps: where the training loss is shown
 
-def report_table(comparison: Comparison, rates: dict[str, float], tokens: int, seeds: Sequence[int]) -> str:
+
+def report_table(
+    comparison: Comparison, rates: Mapping[str, float], tokens: int, costs: Mapping[str, float] | None = None
+) -> str:
     """Held-out loss, mean and standard deviation over the seeds, and the difference from `standard` within seeds.
 
-    Where the declaration names what the paper has, that stands in a column beside it.
+    Args:
+        costs: label -> time of a training step, as a ratio to `standard`: with them there are two more columns, it and
+            the difference at equal time.
+
+    Where the declaration names what the paper has, that stands in the last column.
     """
     published = comparison.experiment.published
-    rows = ["| model | rate | seeds | held-out loss | minus standard |", "|---|---:|---:|---:|---:|"]
-    if published:
-        rows = [f"{row}{cell}" for row, cell in zip(rows, (" in the paper |", "---:|"))]
+    head = ["model", "rate", "seeds", "held-out loss", "minus standard"]
+    head += ["time of a step", "minus standard, at equal time"] if costs else []
+    head += ["in the paper"] if published else []
+    rows = [head, ["---", *["---:"] * (len(head) - 1)]]
     for label, rate in rates.items():
-        runs = _pairs(comparison, label, rates, tokens, seeds)
-        if runs:
-            difference = "" if label == BASELINE else spread([run - standard for run, standard in runs], sign="+")
-            cells = [label, f"{rate:g}", str(len(runs)), spread([run for run, _ in runs]), difference]
-            if published:
-                cells.append(f"{published[label]:+.3f}" if label in published else "")
-            rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
+        losses = [run["after"] for run in comparison.runs(label, rate, tokens).values()]
+        differences = comparison.differences(label, rates, tokens)
+        is_baseline = label == BASELINE
+        cells = [label, f"{rate:g}", str(len(losses)), spread(losses), "" if is_baseline else spread(differences, "+")]
+        if costs:
+            cost = costs.get(label)
+            cells.append(f"{cost:.2f}" if cost else "")
+            given_up = None if is_baseline or not cost else lost(comparison, label, rate, tokens, cost)
+            cells.append("" if given_up is None else f"{mean(differences) + given_up:+.4f}")
+        if published:
+            cells.append(f"{published[label]:+.3f}" if label in published else "")
+        rows.append(cells)
+    return _table(rows)
 
 
-def _pairs(
-    comparison: Comparison, label: str, rates: dict[str, float], tokens: int, seeds: Sequence[int]
-) -> list[tuple[float, float]]:
-    """Held-out loss of a connection and of `standard`, for each seed that both have."""
-    runs = [
-        (comparison.find(label, rates[label], tokens, seed), comparison.find(BASELINE, rates[BASELINE], tokens, seed))
-        for seed in seeds
+def lost(comparison: Comparison, label: str, rate: float, tokens: int, cost: float) -> float | None:
+    """What a connection's loss would be higher by, had it trained as long as `standard` by the clock.
+
+        slope * ln(cost),   slope = (loss(short) - loss(tokens)) / ln(tokens / short)
+
+    with the longest shorter run that is stored at the same rate, of any seed. The loss flattens with more tokens, and a
+    chord is steeper than the curve at its end: this is too much rather than too little. None: there is no shorter run.
+    """
+    connection = comparison.experiment.connections[label]
+    recipes = [(run["recipe"], run["after"]) for run in comparison.store.content["runs"]]
+    shorter = [
+        (recipe["tokens"], loss)
+        for recipe, loss in recipes
+        if (recipe["connection"], recipe["rate"]) == (connection, rate) and recipe["tokens"] < tokens
     ]
-    return [(run["after"], standard["after"]) for run, standard in runs if run and standard]
+    if not shorter:
+        return None
+    length = max(count for count, _ in shorter)
+    before = mean(loss for count, loss in shorter if count == length)
+    after = mean(run["after"] for run in comparison.runs(label, rate, tokens).values())
+    return (before - after) / math.log(tokens / length) * math.log(cost)
 
 
-def sweep_table(comparison: Comparison, labels: Sequence[str]) -> str:
-    """The loss on the selection text by rate."""
-    losses = {label: comparison.swept(label) for label in labels}
+def lead_table(comparison: Comparison, rates: Mapping[str, float], tokens: int) -> str:
+    """Training loss minus that of `standard` at some steps, mean over the seeds that both have."""
+    rows = []
+    for label in rates:
+        if label == BASELINE:
+            continue
+        leads = comparison.leads(label, rates, tokens)
+        steps = [step for step, _ in leads[0]]
+        chosen = [round(share * len(steps)) - 1 for share in SHARES]
+        if not rows:
+            rows = [["step", *(f"{steps[place]:,}" for place in chosen)], ["---", *["---:"] * len(chosen)]]
+        rows.append([label, *(f"{mean(points[place][1] for points in leads):+.3f}" for place in chosen)])
+    return _table(rows)
+
+
+def sweep_table(comparison: Comparison) -> str:
+    """The loss on the selection text by rate, of the connections that have a sweep."""
+    losses = {label: comparison.swept(label) for label in comparison.experiment.connections}
     rates = sorted({rate for of_label in losses.values() for rate in of_label})
     if not rates:
         return "The sweep was not made."
-    rows = [f"| model | {' | '.join(f'{rate:g}' for rate in rates)} |", "|---|" + "---:|" * len(rates)]
+    rows = [["model", *(f"{rate:g}" for rate in rates)], ["---", *["---:"] * len(rates)]]
     for label, found in losses.items():
-        rows.append(f"| {label} | {' | '.join(f'{found[rate]:.4f}' if rate in found else '' for rate in rates)} |")
-    return "\n".join(rows)
+        if found:
+            rows.append([label, *(f"{found[rate]:.4f}" if rate in found else "" for rate in rates)])
+    return _table(rows)
 
 
-def plot(comparison: Comparison, rates: dict[str, float], tokens: int, seeds: Sequence[int], path: Path) -> bool:
-    """Draw the training loss, mean over the seeds that all connections have; whether there are any."""
-    runs = {label: [comparison.find(label, rate, tokens, seed) for seed in seeds] for label, rate in rates.items()}
-    done = [i for i in range(len(seeds)) if all(found[i] for found in runs.values())]
-    if not done or len(runs) < 2:
-        return False
-    curves = {
-        label: [(points[0][0], mean(loss for _, loss in points)) for points in zip(*(found[i]["curve"] for i in done))]
-        for label, found in runs.items()
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    plot_loss_curves(curves, path, compare=(list(rates)[1], BASELINE))
-    return True
-
-
-def plot_beside_paper(
-    comparison: Comparison, rates: dict[str, float], tokens: int, seeds: Sequence[int], path: Path
-) -> None:
-    """Draw each connection's loss minus that of `standard`: each seed, their mean, and what the paper has."""
-    published = comparison.experiment.published
-    pairs = {label: _pairs(comparison, label, rates, tokens, seeds) for label in rates if label != BASELINE}
-    found = {label: [run - standard for run, standard in of_label] for label, of_label in pairs.items() if of_label}
-    if not found:
-        return
-    figure = blank(7, 1.2 + 0.28 * len(found))
-    axes = figure.subplots()
-    for row, (label, differences) in enumerate(found.items()):
-        axes.plot(differences, [row] * len(differences), "|", color="tab:blue", markersize=9)
-        axes.plot(mean(differences), row, "o", color="tab:blue", label=None if row else "here: mean, and each seed")
-        if label in published:
-            axes.plot(published[label], row, "D", color="tab:orange", fillstyle="none")
-    axes.plot([], [], "D", color="tab:orange", fillstyle="none", label="paper, 436M parameters")
-    axes.axvline(0, color="gray", linewidth=0.8)
-    axes.set_yticks(range(len(found)), list(found))
-    axes.invert_yaxis()
-    axes.set_xlabel("loss minus that of the standard model (nats/token)")
-    axes.grid(alpha=0.3, axis="x")
-    axes.legend(frameon=False, fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    finish(figure, path)
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in rows]
+    return "\n".join([lines[0], lines[1].replace(" ", ""), *lines[2:]])

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import subprocess
 from dataclasses import replace
 from importlib.metadata import version
@@ -13,11 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres.residual_attnres import residual_tensors
-from experiments import scratch
+from experiments import healing, report, scratch
+from experiments.costs import costs, file_of, measure_costs
 from experiments.data import Data, Text, load, prepare
+from experiments.figures import gains, plot, plot_beside_paper, plot_gains
 from experiments.harness import SELECTION_SEED, Planned, Store
 from experiments.scratch import DECLARED, Comparison, Experiment, Recipe, declared
-from experiments.tables import plot_beside_paper, report_table, sweep_table
+from experiments.tables import lead_table, lost, report_table, sweep_table
 
 from .. import forks
 
@@ -142,7 +145,7 @@ def test_the_sweep_goes_on_while_the_best_rate_is_the_last_one(tmp_path, monkeyp
     comparison = Comparison(experiment, Store(tmp_path / "runs.json", {}))
     assert comparison.sweep(list(best)) == {**best, "Full": 2e-3}
     assert measured[9:] == [("standard", 8e-3), ("Block, S=2", 5e-4), ("standard", 16e-3)]
-    table = sweep_table(comparison, list(best))
+    table = sweep_table(comparison)
     assert table.splitlines()[0] == "| model | 0.0005 | 0.001 | 0.002 | 0.004 | 0.008 | 0.016 |"
     assert "| Full |  | 0.6419 | 0.0513 | 0.7444 |  |  |" in table
 
@@ -151,7 +154,7 @@ def test_the_table_has_differences_within_seeds(tmp_path):
     losses = {"standard": (5.0, 6.0, 7.0), "Full": (4.9, 5.8, 7.3)}
     runs = [(label, 1e-3, 64, seed, loss) for label in losses for seed, loss in enumerate(losses[label])]
     comparison = stored(SMALL, tmp_path / "runs.json", runs[:-1])
-    table = report_table(comparison, dict.fromkeys(losses, 1e-3), 64, [0, 1, 2])
+    table = report_table(comparison, dict.fromkeys(losses, 1e-3), 64)
     assert "| standard | 0.001 | 3 | 6.0000 ± 1.0000 |  |" in table
     assert "| Full | 0.001 | 2 | 5.3500 ± 0.6364 | -0.1500 ± 0.0707 |" in table
 
@@ -161,15 +164,94 @@ def test_what_the_paper_has_stands_beside_it(tmp_path):
     experiment = replace(SMALL, published={"Full": -0.029})
     comparison = stored(experiment, tmp_path / "runs.json", runs)
     rates = dict.fromkeys(("standard", "Full"), 1e-3)
-    assert report_table(comparison, rates, 64, [0, 1]).splitlines() == [
+    assert report_table(comparison, rates, 64).splitlines() == [
         "| model | rate | seeds | held-out loss | minus standard | in the paper |",
         "|---|---:|---:|---:|---:|---:|",
         "| standard | 0.001 | 2 | 4.5000 ± 0.7071 |  |  |",
         "| Full | 0.001 | 2 | 4.5000 ± 0.7071 | +0.0000 ± 0.0000 | -0.029 |",
     ]
-    plot_beside_paper(comparison, rates, 64, [0, 1], tmp_path / "figure.svg")
+    plot_beside_paper(comparison, rates, 64, tmp_path / "figure.svg")
     assert {"Full", "paper, 436M parameters"} <= words(tmp_path / "figure.svg")
     assert experiment.setting() == SMALL.setting(), "what is published is no part of a run"
+
+
+def test_at_equal_time_a_slower_connection_has_fewer_tokens(tmp_path):
+    """Losses on a line in log tokens, 0.5 for each doubling: a step that takes twice as long costs one doubling."""
+    runs = [("Full", 1e-3, tokens, 0, 9 - 0.5 * math.log2(tokens)) for tokens in (16, 64, 128)]
+    runs += [("Full", 2e-3, 100, 0, 0.0), ("standard", 1e-3, 100, 0, 0.0), ("Full", 1e-3, 256, 0, 0.0)]  # not meant
+    runs += [("standard", 1e-3, 128, 0, 6.0)]
+    comparison = stored(SMALL, tmp_path / "runs.json", runs)
+    assert lost(comparison, "Full", 1e-3, 128, 2.0) == pytest.approx(0.5)
+    assert lost(comparison, "Full", 1e-3, 128, 0.5) == pytest.approx(-0.5)
+    assert lost(comparison, "Full", 1e-3, 16, 2.0) is None
+    table = report_table(comparison, {"standard": 1e-3, "Full": 1e-3}, 128, {"standard": 1.0, "Full": 2.0})
+    assert table.splitlines()[0].endswith("| minus standard | time of a step | minus standard, at equal time |")
+    assert table.splitlines()[2:] == [
+        "| standard | 0.001 | 1 | 6.0000 |  | 1.00 |  |",
+        "| Full | 0.001 | 1 | 5.5000 | -0.5000 | 2.00 | +0.0000 |",
+    ]
+    assert report_table(comparison, {"standard": 1e-3}, 128, {"Full": 2.0}).endswith("| 6.0000 |  |  |  |")
+
+
+def test_the_lead_is_of_the_seeds_that_both_have(tmp_path):
+    comparison = stored(SMALL, tmp_path / "runs.json", [])
+    for label, seed, behind in (("standard", 0, 0.0), ("standard", 1, 0.0), ("Full", 1, 0.25), ("Full", 2, 9.0)):
+        recipe = {"connection": SMALL.connections[label], "rate": 1e-3, "tokens": 64}
+        curve = [[step, 10.0 / step + seed + behind / step] for step in range(1, 51)]
+        comparison.store.add({"recipe": recipe, "seed": seed, "after": seed + behind, "curve": curve})
+    rates = comparison.reported(64)
+    assert rates == {"standard": 1e-3, "Full": 1e-3}
+    assert lead_table(comparison, rates, 64).splitlines() == [
+        "| step | 5 | 10 | 15 | 20 | 25 | 30 | 40 | 50 |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| Full | +0.050 | +0.025 | +0.017 | +0.012 | +0.010 | +0.008 | +0.006 | +0.005 |",
+    ]
+    assert comparison.differences("Full", rates, 64) == [0.25]
+    plot(comparison, rates, 64, tmp_path / "curves.svg")
+    assert {"standard (seeds: 2)", "Full (seeds: 2)", "minus standard, within seeds"} <= words(tmp_path / "curves.svg")
+
+
+def test_what_is_reported_has_the_rate_of_the_sweep(tmp_path):
+    """Or of the last run where there was none; what shares no seed with the baseline is left out."""
+    runs = [("standard", 1e-3, 64, 0, 5.0), ("standard", 2e-3, 64, 0, 4.0)]
+    runs += [("standard", rate, 128, SELECTION_SEED, rate) for rate in (1e-3, 2e-3)]
+    runs += [("Full", 1e-3, 64, 0, 5.0), ("Full", 4e-3, 64, 0, 4.0), ("Block, S=2", 1e-3, 64, 1, 5.0)]
+    comparison = stored(SMALL, tmp_path / "runs.json", runs)
+    assert comparison.reported(64) == {"standard": 1e-3, "Full": 4e-3}
+    report.write(comparison, 64, tmp_path / "page.md", {"standard": 2e-3})
+    page = (tmp_path / "page.md").read_text()
+    assert "<!-- tiny: result -->" in page and "| standard | 0.002 | 1 | 4.0000 |  |" in page
+    assert "| Full | 0.004 | 1 | 4.0000 | +0.0000 |" in page
+    assert "Block" not in page
+    assert (tmp_path / "runs.png").exists()
+    assert stored(SMALL, tmp_path / "none.json", runs[-1:]).reported(64) == {}
+
+
+def test_the_gain_stands_against_the_depth(tmp_path):
+    comparisons = []
+    for layers, losses in ((8, (4.8, 5.8)), (4, (4.9,)), (16, ())):
+        experiment = replace(SMALL, model=SMALL.model | {"num_hidden_layers": layers}, tokens=64)
+        label = list(experiment.connections)[1]
+        runs = [("standard", 1e-3, 64, seed, 5.0 + seed) for seed in (0, 1)]
+        runs += [(label, 1e-3, 64, seed, loss) for seed, loss in enumerate(losses)]
+        comparisons.append(stored(experiment, tmp_path / f"{layers}.json", runs))
+    found = gains(comparisons)
+    assert list(found) == [8, 16]
+    assert found[8] == pytest.approx([-0.1]) and found[16] == pytest.approx([-0.2, -0.2])
+    plot_gains(found, tmp_path / "gains.svg")
+    assert {"sublayers", "8", "16", "a seed"} <= words(tmp_path / "gains.svg")
+
+
+def test_costs_are_those_of_training_steps(tmp_path):
+    """A model with twice the layers takes longer; nothing takes as long as itself by chance alone."""
+    deeper = {"residual_connection": "standard", "num_hidden_layers": 4 * SMALL.model["num_hidden_layers"]}
+    experiment = replace(SMALL, connections={"standard": {"residual_connection": "standard"}, "deeper": deeper})
+    path = file_of(tmp_path / "runs.json")
+    assert costs(path) == {}
+    measure_costs(experiment, path, "cpu")
+    found = costs(path)
+    assert found["standard"] == 1 and found["deeper"] > 1.5
+    assert json.loads(path.read_text())["made_by"]["torch"] == version("torch")
 
 
 def words(figure: Path) -> set[str]:
@@ -235,12 +317,27 @@ def test_every_declaration_makes_its_models(path):
         assert getattr(config, "max_position_embeddings", experiment.length) >= experiment.length
 
 
-@pytest.mark.parametrize("name", ["moe-cpu"])
+@pytest.mark.parametrize("name", [path.stem for path in DECLARED.glob("*.yaml") if report.stored(path.stem)])
 def test_the_tables_in_the_repository_are_those_of_the_stored_runs(name):
-    experiment = declared(name)
-    store = Store(ROOT / "experiments" / "results" / f"{name}.json", experiment.setting())
-    comparison = Comparison(experiment, store)
-    text = (ROOT / "experiments" / f"{name.partition('-')[0]}.md").read_text()
-    assert sweep_table(comparison, list(experiment.connections)) in text
-    rates = {label: comparison.best_rate(label) for label in experiment.connections}
-    assert report_table(comparison, rates, experiment.tokens, experiment.seeds) in text
+    comparison = report.stored(name)
+    tokens = comparison.experiment.tokens
+    page = (ROOT / "experiments" / f"{name.partition('-')[0]}.md").read_text()
+    for place, table in report.tables(comparison, tokens, comparison.reported(tokens)).items():
+        assert f"<!-- {place} -->\n{table}\n<!-- end -->" in page
+
+
+def test_report_makes_all_tables_anew(tmp_path, monkeypatch):
+    """Every number of a table struck out, and all of them come back; pages without tables of runs stay as they are."""
+    folder = ROOT / "experiments"
+    copy = tmp_path / "experiments"
+    shutil.copytree(folder / "results", copy / "results")
+    pages = {page.name: page.read_text() for page in folder.glob("*.md")}
+    for name, text in pages.items():
+        (copy / name).write_text(re.sub(r"(?s)(<!-- (?!end)[^>]+ -->\n).*?(?=<!-- end -->)", r"\1", text))
+    assert any((copy / name).read_text() != text for name, text in pages.items())
+    monkeypatch.setattr(report, "HERE", copy)
+    monkeypatch.setattr(report, "RESULTS", copy / "results")
+    monkeypatch.setattr(healing, "HERE", copy)
+    monkeypatch.setattr(healing, "PAGE", copy / "healing.md")
+    report.write_all()
+    assert {page.name: page.read_text() for page in copy.glob("*.md")} == pages

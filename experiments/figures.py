@@ -1,0 +1,111 @@
+"""Figures of a comparison, and of several at different depths, from the stored runs."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+
+from attnres.analysis.drawing import blank, finish
+
+from .scratch import BASELINE, Comparison
+
+SMOOTHED = 3  # points of a curve in one of a difference: single batches differ more than models do
+
+
+def plot(comparison: Comparison, rates: Mapping[str, float], tokens: int, path: Path) -> None:
+    """Draw the training loss of each connection, and below it what it is above `standard`, within seeds.
+
+    Thick lines are means over seeds; where there are several, each has a thin one in the lower panel.
+    """
+    figure = blank(7, 6)
+    upper, lower = figure.subplots(2, sharex=True, height_ratios=[3, 2])
+    for number, (label, rate) in enumerate(rates.items()):
+        color, curves = f"C{number}", [run["curve"] for run in comparison.runs(label, rate, tokens).values()]
+        upper.plot(*zip(*_mean(curves)), label=f"{label} (seeds: {len(curves)})", color=color, linewidth=1.3)
+        if label == BASELINE:
+            continue
+        leads = [smoothed(points) for points in comparison.leads(label, rates, tokens)]
+        if len(leads) > 1:
+            for points in leads:
+                lower.plot(*zip(*points), color=color, linewidth=0.6, alpha=0.6)
+        lower.plot(*zip(*_mean(leads)), color=color, linewidth=1.5)
+    upper.set_ylabel("training loss (nats/token)")
+    upper.legend(frameon=False, fontsize=8)
+    lower.axhline(0, color="gray", linewidth=0.8)
+    lower.set_ylabel("minus standard, within seeds")
+    lower.set_xlabel("step")
+    for axes in (upper, lower):
+        axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    finish(figure, path)
+
+
+Points = Sequence[tuple[int, float]]
+
+
+def _mean(curves: Sequence[Points]) -> Points:
+    return [(points[0][0], mean(loss for _, loss in points)) for points in zip(*curves)]
+
+
+def smoothed(points: Points) -> Points:
+    """Means of so many neighbouring points; what is left at the end goes into the last."""
+    groups = [points[i : i + SMOOTHED] for i in range(0, len(points) - SMOOTHED + 1, SMOOTHED)] or [points]
+    groups[-1] = points[len(groups[:-1]) * SMOOTHED :]
+    return [(group[-1][0], mean(value for _, value in group)) for group in groups]
+
+
+def plot_beside_paper(comparison: Comparison, rates: Mapping[str, float], tokens: int, path: Path) -> None:
+    """Draw each connection's loss minus that of `standard`: each seed, their mean, and what the paper has."""
+    published = comparison.experiment.published
+    found = {label: comparison.differences(label, rates, tokens) for label in rates if label != BASELINE}
+    figure = blank(7, 1.2 + 0.28 * len(found))
+    axes = figure.subplots()
+    for row, (label, differences) in enumerate(found.items()):
+        axes.plot(differences, [row] * len(differences), "|", color="tab:blue", markersize=9)
+        axes.plot(mean(differences), row, "o", color="tab:blue", label=None if row else "here: mean, and each seed")
+        if label in published:
+            axes.plot(published[label], row, "D", color="tab:orange", fillstyle="none")
+    axes.plot([], [], "D", color="tab:orange", fillstyle="none", label="paper, 436M parameters")
+    axes.axvline(0, color="gray", linewidth=0.8)
+    axes.set_yticks(range(len(found)), list(found))
+    axes.invert_yaxis()
+    axes.set_xlabel("loss minus that of the standard model (nats/token)")
+    axes.grid(alpha=0.3, axis="x")
+    axes.legend(frameon=False, fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    finish(figure, path)
+
+
+def gains(comparisons: Sequence[Comparison]) -> dict[int, list[float]]:
+    """Sublayers -> the loss of the second connection minus that of `standard`, for each seed that has both."""
+    found = {}
+    for comparison in comparisons:
+        experiment = comparison.experiment
+        rates = comparison.reported(experiment.tokens)
+        label = list(experiment.connections)[1]
+        if {label, BASELINE} <= rates.keys():
+            sublayers = 2 * experiment.model["num_hidden_layers"]
+            found[sublayers] = comparison.differences(label, rates, experiment.tokens)
+    return dict(sorted(found.items()))
+
+
+def plot_gains(found: Mapping[int, Sequence[float]], path: Path) -> None:
+    """Draw them against depth: each seed, and their mean with one standard deviation to either side."""
+    figure = blank(5.5, 3.6)
+    axes = figure.subplots()
+    depths, means = list(found), [mean(values) for values in found.values()]
+    spreads = [stdev(values) if len(values) > 1 else 0.0 for values in found.values()]
+    axes.errorbar(depths, means, spreads, color="tab:blue", marker="o", capsize=4, label="mean ± standard deviation")
+    for depth, values in found.items():
+        axes.plot(
+            [depth] * len(values), values, "x", color="tab:orange", label="a seed" if depth == depths[0] else None
+        )
+    axes.axhline(0, color="gray", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(depths, list(map(str, depths)))
+    axes.minorticks_off()
+    axes.set_xlabel("sublayers")
+    axes.set_ylabel("held-out loss, Block minus standard")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    finish(figure, path)

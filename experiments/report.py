@@ -1,0 +1,63 @@
+"""Writes all tables and figures of `experiments` anew from the stored runs; trains nothing."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from attnres.analysis.tables import update_tables
+
+from . import healing
+from .costs import costs, file_of
+from .figures import gains, plot, plot_beside_paper, plot_gains
+from .harness import Store
+from .scratch import BASELINE, DECLARED, Comparison, declared
+from .tables import lead_table, report_table, sweep_table
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+
+
+def tables(comparison: Comparison, tokens: int, rates: Mapping[str, float]) -> dict[str, str]:
+    """The tables of a comparison, by the names of their places on the page."""
+    size = comparison.experiment.name.partition("-")[2]
+    found = {"result": report_table(comparison, rates, tokens, costs(file_of(comparison.store.path)))}
+    if len(rates) > 1:
+        found["lead"] = lead_table(comparison, rates, tokens)
+    found["rates"] = sweep_table(comparison)
+    return {f"{size}: {name}": table for name, table in found.items()}
+
+
+def write(comparison: Comparison, tokens: int, page: Path, rates: Mapping[str, float] | None = None) -> None:
+    """Its tables into a page, and its figure beside the runs.
+
+    Args:
+        rates: of the connections for which they were given; by default those of the sweeps.
+    """
+    reported = comparison.reported(tokens)
+    reported |= {label: rate for label, rate in (rates or {}).items() if comparison.runs(label, rate, tokens)}
+    if BASELINE not in reported:
+        return
+    update_tables(page, tables(comparison, tokens, reported))
+    if len(reported) > 1:
+        draw = plot_beside_paper if comparison.experiment.published else plot
+        draw(comparison, reported, tokens, comparison.store.path.with_suffix(".png"))
+
+
+def stored(name: str) -> Comparison | None:
+    """The comparison of a declaration with its runs in the repository; None: it has none."""
+    experiment, path = declared(name), RESULTS / f"{name}.json"
+    return Comparison(experiment, Store(path, experiment.setting())) if path.exists() else None
+
+
+def write_gains() -> None:
+    """The figure of `depth`, of as many depths as there are."""
+    names = sorted(path.stem for path in DECLARED.glob("depth-*.yaml"))
+    if found := gains([comparison for name in names if (comparison := stored(name))]):
+        plot_gains(found, RESULTS / "depth.png")
+
+
+def write_all() -> None:
+    for path in sorted(DECLARED.glob("*.yaml")):
+        if comparison := stored(path.stem):
+            write(comparison, comparison.experiment.tokens, HERE / f"{path.stem.partition('-')[0]}.md")
+    write_gains()
+    healing.write_all()
