@@ -52,6 +52,14 @@ def _arguments(address, others, each):
 
 
 @_jit
+def _largest(logits):
+    largest = logits[0]
+    for i in range(1, len(logits)):
+        largest = max(largest, logits[i])
+    return largest
+
+
+@_jit
 def _exponentials(logits, largest, weights):
     """Writes what is not divided by its sum yet, and returns that sum."""
     total = np.float32(0)
@@ -66,7 +74,7 @@ def _exponentials(logits, largest, weights):
 @_jit
 def _softmax(logits, multiplier, weights, mixing):
     """Weights, and what the sources are multiplied by: exactly one at equal logits, if it is the sum."""
-    total = _exponentials(logits, logits.max(), weights)
+    total = _exponentials(logits, _largest(logits), weights)
     for i in range(len(logits)):
         mixing[i] = weights[i] * np.float32(multiplier) / total
         weights[i] = weights[i] / total
@@ -182,7 +190,7 @@ def phase_one_chunk(chunk, chunks, arguments, eps, norm_eps, like):
                 logits[q, i], _ = _logit(product, square, width, eps)
         for q in range(queries):
             statistics = _vector(addresses[_PHASE_ONE.statistics] + (q * tokens + token) * 8, 2, _FLOAT)
-            statistics[0] = logits[q].max()
+            statistics[0] = _largest(logits[q])
             statistics[1] = _exponentials(logits[q], statistics[0], mixing[q * n : (q + 1) * n])
         for q in range(0, fours, 4):
             results = _four(all_sums + (q * tokens + token) * width * 4, width, tokens * width)

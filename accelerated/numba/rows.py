@@ -230,13 +230,15 @@ def _arrays(context, builder: ir.IRBuilder, arguments: Sequence[types.Type], val
 
 
 def _for_blocks(builder: ir.IRBuilder, length: ir.Value, block: Callable[[list[ir.Value], int], None]) -> None:
-    """Instructions of `block(places, lanes)` for all places of a row: whole vectors, and single numbers at its end."""
-    step = _INDEX(_LANES * _UNROLLED)
-    whole = builder.mul(builder.udiv(length, step), step)
-    with cgutils.for_range_slice(builder, _INDEX(0), whole, step, intp=_INDEX) as (start, _):
-        block([builder.add(start, _INDEX(i * _LANES)) for i in range(_UNROLLED)], _LANES)
-    with cgutils.for_range_slice(builder, whole, length, _INDEX(1), intp=_INDEX) as (start, _):
-        block([start], 1)
+    """Instructions of `block(places, lanes)` for all places of a row: vectors beside each other, the vectors that are
+    left, and the single numbers at its end."""
+    begin = _INDEX(0)
+    for vectors, lanes in ((_UNROLLED, _LANES), (1, _LANES), (1, 1)):
+        step = _INDEX(vectors * lanes)
+        end = builder.mul(builder.udiv(length, step), step)
+        with cgutils.for_range_slice(builder, begin, end, step, intp=_INDEX) as (start, _):
+            block([builder.add(start, _INDEX(i * lanes)) for i in range(vectors)], lanes)
+        begin = end
 
 
 def _sums(rows: Sequence[_Row], products: Sequence[tuple[int, int]], ahead: ir.Value | None = None) -> list[ir.Value]:
@@ -259,8 +261,7 @@ def _sums(rows: Sequence[_Row], products: Sequence[tuple[int, int]], ahead: ir.V
     sums = []
     for i, total in enumerate(at_the_end):
         parts = _in_pairs(builder, [builder.load(totals[i]) for totals in in_vectors])
-        lanes = [builder.extract_element(parts, _WORD(lane)) for lane in range(_LANES)]
-        sums.append(builder.fadd(_in_pairs(builder, lanes), builder.load(total)))
+        sums.append(builder.fadd(_of_lanes(builder, parts), builder.load(total)))
     return sums
 
 
@@ -269,6 +270,16 @@ def _in_pairs(builder: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
     while len(parts) > 1:
         parts = [builder.fadd(*pair) for pair in zip(parts[::2], parts[1::2])]
     return parts[0]
+
+
+def _of_lanes(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
+    """The sum of a vector's numbers: of its halves, then of the halves of that, and so on."""
+    lanes = vector.type.count
+    while lanes > 1:
+        lanes //= 2
+        halves = (ir.Constant(ir.VectorType(_WORD, lanes), [first + i for i in range(lanes)]) for first in (0, lanes))
+        vector = builder.fadd(*(builder.shuffle_vector(vector, vector, half) for half in halves))
+    return builder.extract_element(vector, _WORD(0))
 
 
 def _splat(builder: ir.IRBuilder, number: ir.Value, lanes: int) -> ir.Value:
