@@ -113,7 +113,7 @@ def make_runs(
     plan = list(dict.fromkeys(plan))
     missing = [run for run in plan if store.find(run.recipe, run.seed) is None]
     console = Console()
-    console.print(f"{len(plan)} runs, of which {len(plan) - len(missing)} are stored.", highlight=False)
+    console.print(f"Runs stored: {len(plan) - len(missing)} of {len(plan)}.", highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left:"))
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         bar = progress.add_task("", total=sum(run.steps for run in missing))

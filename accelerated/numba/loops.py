@@ -23,6 +23,8 @@ from .rows import (
 # Of weights, before they are divided by their sum: smaller ones make denormal numbers of what they are multiplied by,
 # for each of which processors take a hundred times as long.
 _SMALLEST = np.float32(1e-36)
+# Bytes ahead of a token that its sources are read from memory: as long as memory takes to answer.
+_AHEAD = 1024
 _FLOAT, _HALF = np.float32(0), np.uint16(0)  # numbers like those of a row: float32, and the bits of bfloat16
 
 # Where each of them stands.
@@ -102,12 +104,18 @@ def _logit(dot_product, square, width, eps):
 
 @_jit
 def _enter(tokens, chunk, chunks, sources, size):
-    """The tokens of a chunk; the rows of the first are on their way."""
+    """The tokens of a chunk, and how many rows ahead of a token memory is read; those of the first are on their way."""
     first, end = chunk * tokens // chunks, (chunk + 1) * tokens // chunks
-    if first < end:
-        for i in range(len(sources)):
-            prefetch(sources[i] + first * size, size)
-    return first, end
+    rows = min(max(1, _AHEAD // max(1, size)), end - first)
+    for i in range(len(sources)):
+        prefetch(sources[i] + first * size, rows * size)
+    return first, end, rows
+
+
+@_jit
+def _ahead(token, end, rows, size):
+    """How many bytes further lies what is read that many rows later."""
+    return rows * size if token + rows < end else 0
 
 
 @_jit
@@ -134,7 +142,7 @@ def forward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
     sources, size = addresses[len(_FORWARD) :], width * item
     has_norm, has_phase = addresses[_FORWARD.norm_weight] != 0, addresses[_FORWARD.sums] != 0
     has_weights = addresses[_FORWARD.weights] != 0
-    first, end = _enter(tokens, chunk, chunks, sources, size)
+    first, end, rows_ahead = _enter(tokens, chunk, chunks, sources, size)
     query = _vector(addresses[_FORWARD.query], width, _FLOAT)
     all_weights = _vector(addresses[_FORWARD.weights], n * tokens, _FLOAT)
     logits, weights, mixing = np.empty((3, n), np.float32)
@@ -143,7 +151,7 @@ def forward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
     if has_norm:
         scale(norm, np.float32(1), _vector(addresses[_FORWARD.norm_weight], width, like))
     for token in range(first, end):
-        ahead = size if token + 1 < end else 0
+        ahead = _ahead(token, end, rows_ahead, size)
         for i in range(n):
             rows[i] = sources[i] + token * size
             product, square = dots_and_square(_vector(rows[i], width, like), (query,), ahead)
@@ -173,11 +181,11 @@ def phase_one_chunk(chunk, chunks, arguments, eps, norm_eps, like):
     tokens, width, n, queries, item, addresses = _arguments(arguments, len(_PHASE_ONE), 1)
     sources, size, fours = addresses[len(_PHASE_ONE) :], width * item, queries - queries % 4
     all_queries, all_sums = addresses[_PHASE_ONE.queries], addresses[_PHASE_ONE.sums]
-    first, end = _enter(tokens, chunk, chunks, sources, size)
+    first, end, rows_ahead = _enter(tokens, chunk, chunks, sources, size)
     logits, mixing = np.empty((queries, n), np.float32), np.empty(queries * n, np.float32)
     rows, zeros = np.empty(n, np.int64), np.zeros(width, np.float32)
     for token in range(first, end):
-        ahead = size if token + 1 < end else 0
+        ahead = _ahead(token, end, rows_ahead, size)
         for i in range(n):
             rows[i] = sources[i] + token * size
             row = _vector(rows[i], width, like)
@@ -217,14 +225,14 @@ def backward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
     size, of_sources = width * item, addresses[len(_BACKWARD) :]
     sources, grad_sources, later_grads = of_sources[:n], of_sources[n : 2 * n], of_sources[2 * n :]
     all_weight_grads = addresses[_BACKWARD.grad_weights]
-    first, end = _enter(tokens, chunk, chunks, sources, size)
+    first, end, rows_ahead = _enter(tokens, chunk, chunks, sources, size)
     query = _vector(addresses[_BACKWARD.query], width, _FLOAT)
     grad_query = _vector(addresses[_BACKWARD.grad_query] + chunk * width * 4, width, _FLOAT)
     logits, inverse_rms, weights, mixing, similarity, weight_grads = np.zeros((6, n), np.float32)
     coefficients, (rows, targets, others) = np.empty(3 * n, np.float32), np.empty((3, n), np.int64)
     grad, zeros, nowhere = np.empty(width, np.float32), np.zeros(width, np.float32), np.empty(width, np.float32)
     for token in range(first, end):
-        ahead = size if token + 1 < end else 0
+        ahead = _ahead(token, end, rows_ahead, size)
         scale(grad, np.float32(1), _vector(addresses[_BACKWARD.grad] + token * size, width, like))
         for i in range(n):
             rows[i] = sources[i] + token * size

@@ -139,7 +139,7 @@ def test_the_command_stores_each_run_resumes_and_writes_the_table(start, tokeniz
 
     process = healing_command(tmp_path, *report, "--recipes", "standard", "Full")
     assert process.returncode == 0, process.stderr
-    assert "2 runs, of which 1 are stored" in process.stdout
+    assert "Runs stored: 1 of 2." in process.stdout
     standard, full = json.loads((tmp_path / "r" / "results.json").read_text())["runs"]
     assert [standard] == first["runs"]
     assert full["before"] == pytest.approx(standard["before"], abs=2e-6)

@@ -285,7 +285,7 @@ def test_the_command_trains_stores_and_goes_on(assets, tmp_path):
     assert re.search(r"\| Full \| 0.004 \| 2 \| .* ± .* \| .* ± .* \|", page)
     assert "The sweep was not made." in page
     again = run(tmp_path, *shorter)
-    assert "1 runs, of which 1 are stored" in again.stdout
+    assert "Runs stored: 1 of 1." in again.stdout
     assert (tmp_path / "page.md").read_text() == page
 
     for arguments, status, message in (
