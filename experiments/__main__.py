@@ -61,15 +61,14 @@ def run_from_scratch(options: argparse.Namespace) -> None:
         print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
     if options.prepare:
         return
-    results = options.results or report.RESULTS / f"{experiment.name}.json"
+    store = Store(options.results or report.RESULTS / f"{experiment.name}.json", experiment.setting())
     page = options.tables or HERE / f"{options.experiment}.md"
     tokens, seeds = options.tokens or experiment.tokens, options.seeds or experiment.seeds
     if options.costs:
-        measure_costs(experiment, file_of(results), options.device)
-        report.write(Comparison(experiment, Store(results, experiment.setting())), tokens, page)
+        measure_costs(experiment, file_of(store.path), options.device)
+        report.write(Comparison(experiment, store), tokens, page)
         return
     labels = list(dict.fromkeys([BASELINE, *chosen("--connections", options.connections, experiment.connections)]))
-    store = Store(results, experiment.setting())
     data = load(experiment.text, experiment.length, experiment.held_out)
     comparison = Comparison(experiment, store, data, options.work, options.device, options.keep)
     rates = dict.fromkeys(labels, options.rate) if options.rate else comparison.sweep(labels)
@@ -77,7 +76,6 @@ def run_from_scratch(options: argparse.Namespace) -> None:
         for label in labels:
             comparison.make([(label, rates[label], tokens, seed)])
             report.write(comparison, tokens, page, rates)
-    report.write_gains()
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from attnres.analysis.drawing import blank, finish
+from attnres.analysis.loss_figures import Points
 
 from .scratch import BASELINE, Comparison
 
@@ -37,9 +38,6 @@ def plot(comparison: Comparison, rates: Mapping[str, float], tokens: int, path: 
         axes.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     finish(figure, path)
-
-
-Points = Sequence[tuple[int, float]]
 
 
 def _mean(curves: Sequence[Points]) -> Points:

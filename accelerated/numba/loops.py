@@ -54,9 +54,9 @@ def _arguments(address, others, each):
 
 
 @_jit
-def _largest(logits):
-    largest = logits[0]
-    for i in range(1, len(logits)):
+def _largest(logits, largest):
+    """The largest of them and of one number beside them."""
+    for i in range(len(logits)):
         largest = max(largest, logits[i])
     return largest
 
@@ -76,7 +76,7 @@ def _exponentials(logits, largest, weights):
 @_jit
 def _softmax(logits, multiplier, weights, mixing):
     """Weights, and what the sources are multiplied by: exactly one at equal logits, if it is the sum."""
-    total = _exponentials(logits, _largest(logits), weights)
+    total = _exponentials(logits, _largest(logits, logits[0]), weights)
     for i in range(len(logits)):
         mixing[i] = weights[i] * np.float32(multiplier) / total
         weights[i] = weights[i] / total
@@ -85,9 +85,7 @@ def _softmax(logits, multiplier, weights, mixing):
 @_jit
 def _merge(statistics, logits, multiplier, mixing):
     """[`_softmax`] over more sources, of which others are summed up in phase one; what that sum is multiplied by."""
-    largest, exponentials = statistics[0], statistics[1]
-    for i in range(len(logits)):
-        largest = max(largest, logits[i])
+    largest, exponentials = _largest(logits, statistics[0]), statistics[1]
     factor = np.exp(statistics[0] - largest)
     total = factor * exponentials + _exponentials(logits, largest, mixing)
     for i in range(len(logits)):
@@ -198,7 +196,7 @@ def phase_one_chunk(chunk, chunks, arguments, eps, norm_eps, like):
                 logits[q, i], _ = _logit(product, square, width, eps)
         for q in range(queries):
             statistics = _vector(addresses[_PHASE_ONE.statistics] + (q * tokens + token) * 8, 2, _FLOAT)
-            statistics[0] = _largest(logits[q])
+            statistics[0] = _largest(logits[q], logits[q, 0])
             statistics[1] = _exponentials(logits[q], statistics[0], mixing[q * n : (q + 1) * n])
         for q in range(0, fours, 4):
             results = _four(all_sums + (q * tokens + token) * width * 4, width, tokens * width)

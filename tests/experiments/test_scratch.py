@@ -243,7 +243,7 @@ def test_the_gain_stands_against_the_depth(tmp_path):
 
 
 def test_costs_are_those_of_training_steps(tmp_path):
-    """A model with twice the layers takes longer; nothing takes as long as itself by chance alone."""
+    """A model with four times the layers takes longer; the standard model is what others are held against."""
     deeper = {"residual_connection": "standard", "num_hidden_layers": 4 * SMALL.model["num_hidden_layers"]}
     experiment = replace(SMALL, connections={"standard": {"residual_connection": "standard"}, "deeper": deeper})
     path = file_of(tmp_path / "runs.json")
