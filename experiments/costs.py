@@ -25,6 +25,7 @@ def file_of(results: Path) -> Path:
 
 def measure_costs(experiment: Experiment, path: Path, device: str) -> None:
     """Time a step of all connections (forward, backward, AdamW), and store the ratios with their quartiles."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     keep_freed_memory()
     ids = torch.randint(experiment.text.vocab_size, (experiment.batch_size, experiment.length), device=device)
     models = {label: build(experiment, fields, 0).to(device) for label, fields in experiment.connections.items()}

@@ -36,7 +36,6 @@ def plot(comparison: Comparison, rates: Mapping[str, float], tokens: int, path: 
     lower.set_xlabel("step")
     for axes in (upper, lower):
         axes.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
     finish(figure, path)
 
 
@@ -69,7 +68,6 @@ def plot_beside_paper(comparison: Comparison, rates: Mapping[str, float], tokens
     axes.set_xlabel("loss minus that of the standard model (nats/token)")
     axes.grid(alpha=0.3, axis="x")
     axes.legend(frameon=False, fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
     finish(figure, path)
 
 
@@ -105,5 +103,4 @@ def plot_gains(found: Mapping[int, Sequence[float]], path: Path) -> None:
     axes.set_ylabel("held-out loss, Block minus standard")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
     finish(figure, path)

@@ -246,7 +246,7 @@ def test_costs_are_those_of_training_steps(tmp_path):
     """A model with four times the layers takes longer; the standard model is what others are held against."""
     deeper = {"residual_connection": "standard", "num_hidden_layers": 4 * SMALL.model["num_hidden_layers"]}
     experiment = replace(SMALL, connections={"standard": {"residual_connection": "standard"}, "deeper": deeper})
-    path = file_of(tmp_path / "runs.json")
+    path = file_of(tmp_path / "new" / "runs.json")
     assert costs(path) == {}
     measure_costs(experiment, path, "cpu")
     found = costs(path)
