@@ -11,7 +11,7 @@ from transformers.utils import logging
 from . import findings, healing, report
 from .costs import file_of, measure_costs
 from .data import load, prepare, prepared_file
-from .harness import SELECTION_SEED, Store, add_work, chosen
+from .harness import RESULTS, SELECTION_SEED, Store, add_work, chosen
 from .scratch import BASELINE, Comparison, declared
 
 HERE = Path(__file__).parent
@@ -61,7 +61,7 @@ def run_from_scratch(options: argparse.Namespace) -> None:
         print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
     if options.prepare:
         return
-    store = Store(options.results or report.RESULTS / f"{experiment.name}.json", experiment.setting())
+    store = Store(options.results or RESULTS / f"{experiment.name}.json", experiment.setting())
     page = options.tables or HERE / f"{options.experiment}.md"
     tokens, seeds = options.tokens or experiment.tokens, options.seeds or experiment.seeds
     if options.costs:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 SELECTION_SEED = 10  # of the runs that settings are chosen by, on text that is not reported
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "experiments" / "results"  # where runs are stored
 
 
 class Store:

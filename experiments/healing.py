@@ -27,12 +27,21 @@ from attnres.training.runs import Run, sequence_losses, train
 from attnres.training.text import read_documents, token_stream
 
 from .data import Data, load, prepare, prepared_file
-from .harness import SELECTION_SEED, Planned, Store, add_work, checkpoints, chosen, forget_checkpoints, make_runs
+from .harness import (
+    RESULTS,
+    SELECTION_SEED,
+    Planned,
+    Store,
+    add_work,
+    checkpoints,
+    chosen,
+    forget_checkpoints,
+    make_runs,
+)
 from .healing_declared import DECLARED, Declaration, Recipe
 from .healing_tables import tables
 
-HERE = Path(__file__).parent
-PAGE = HERE / "healing.md"
+PAGE = Path(__file__).with_name("healing.md")
 SEEDS = [0, 1, 2]
 DECAY_SHARE = 0.5
 
@@ -174,7 +183,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def results(declaration: Declaration) -> Path:
-    return HERE / "results" / f"healing-{declaration.size}.json"
+    return RESULTS / f"healing-{declaration.size}.json"
 
 
 def write_all() -> None:

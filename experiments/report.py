@@ -8,12 +8,11 @@ from attnres.analysis.tables import update_tables
 from . import healing
 from .costs import costs, file_of
 from .figures import gains, plot, plot_beside_paper, plot_gains
-from .harness import Store
+from .harness import RESULTS, Store
 from .scratch import BASELINE, DECLARED, Comparison, declared
 from .tables import lead_table, report_table, sweep_table
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results"
 
 
 def tables(comparison: Comparison, tokens: int, rates: Mapping[str, float]) -> dict[str, str]:

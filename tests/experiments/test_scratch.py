@@ -337,7 +337,7 @@ def test_report_makes_all_tables_anew(tmp_path, monkeypatch):
     assert any((copy / name).read_text() != text for name, text in pages.items())
     monkeypatch.setattr(report, "HERE", copy)
     monkeypatch.setattr(report, "RESULTS", copy / "results")
-    monkeypatch.setattr(healing, "HERE", copy)
+    monkeypatch.setattr(healing, "RESULTS", copy / "results")
     monkeypatch.setattr(healing, "PAGE", copy / "healing.md")
     report.write_all()
     assert {page.name: page.read_text() for page in copy.glob("*.md")} == pages
