@@ -1,6 +1,6 @@
 """Figures of a comparison, and of several at different depths, from the stored runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -71,6 +71,22 @@ def plot_beside_paper(comparison: Comparison, rates: Mapping[str, float], tokens
     finish(figure, path)
 
 
+def plot_block_sizes(comparison: Comparison, rates: Mapping[str, float], tokens: int, path: Path) -> None:
+    """Draw the loss minus that of `standard` against the block size, as the paper's Figure 6 does; 1 is Full."""
+    published = comparison.experiment.published
+    sizes = block_sizes(comparison, rates)
+    found = {size: comparison.differences(label, rates, tokens) for size, label in sizes.items()}
+    beside = [(size, published[label]) for size, label in sizes.items() if label in published]
+    _plot_spread(found, "sublayers in a block", "held-out loss minus standard", path, beside)
+
+
+def block_sizes(comparison: Comparison, labels: Iterable[str]) -> dict[int, str]:
+    """Block size -> label, of the connections that change nothing else."""
+    connections = {label: comparison.experiment.connections[label] for label in labels}
+    alone = {label: own for label, own in connections.items() if own.keys() == {"attn_res_block_size"}}
+    return dict(sorted((own["attn_res_block_size"], label) for label, own in alone.items()))
+
+
 def gains(comparisons: Sequence[Comparison]) -> dict[int, list[float]]:
     """Sublayers -> the loss of the second connection minus that of `standard`, for each seed that has both."""
     found = {}
@@ -85,22 +101,29 @@ def gains(comparisons: Sequence[Comparison]) -> dict[int, list[float]]:
 
 
 def plot_gains(found: Mapping[int, Sequence[float]], path: Path) -> None:
-    """Draw them against depth: each seed, and their mean with one standard deviation to either side."""
+    """Draw them against depth."""
+    _plot_spread(found, "sublayers", "held-out loss, Block minus standard", path)
+
+
+def _plot_spread(
+    found: Mapping[int, Sequence[float]], across: str, upwards: str, path: Path, published: Points = ()
+) -> None:
+    """Values against powers of two: those of each seed, their mean with one standard deviation to either side."""
     figure = blank(5.5, 3.6)
     axes = figure.subplots()
-    depths, means = list(found), [mean(values) for values in found.values()]
+    places, means = list(found), [mean(values) for values in found.values()]
     spreads = [stdev(values) if len(values) > 1 else 0.0 for values in found.values()]
-    axes.errorbar(depths, means, spreads, color="tab:blue", marker="o", capsize=4, label="mean ± standard deviation")
-    for depth, values in found.items():
-        axes.plot(
-            [depth] * len(values), values, "x", color="tab:orange", label="a seed" if depth == depths[0] else None
-        )
+    axes.errorbar(places, means, spreads, color="tab:blue", marker="o", capsize=4, label="mean ± standard deviation")
+    seeds = [(place, value) for place, values in found.items() for value in values]
+    axes.plot(*zip(*seeds), "x", color="tab:blue", alpha=0.6, label="a seed")
+    if published:
+        axes.plot(*zip(*published), "D--", color="tab:orange", fillstyle="none", label="paper, 436M parameters")
     axes.axhline(0, color="gray", linewidth=0.8)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(depths, list(map(str, depths)))
+    axes.set_xticks(places, list(map(str, places)))
     axes.minorticks_off()
-    axes.set_xlabel("sublayers")
-    axes.set_ylabel("held-out loss, Block minus standard")
+    axes.set_xlabel(across)
+    axes.set_ylabel(upwards)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
     finish(figure, path)

@@ -7,7 +7,7 @@ from attnres.analysis.tables import update_tables
 
 from . import healing
 from .costs import costs, file_of
-from .figures import gains, plot, plot_beside_paper, plot_gains
+from .figures import block_sizes, gains, plot, plot_beside_paper, plot_block_sizes, plot_gains
 from .harness import RESULTS, Store
 from .scratch import BASELINE, DECLARED, Comparison, declared
 from .tables import lead_table, report_table, sweep_table
@@ -26,7 +26,7 @@ def tables(comparison: Comparison, tokens: int, rates: Mapping[str, float]) -> d
 
 
 def write(comparison: Comparison, tokens: int, page: Path, rates: Mapping[str, float] | None = None) -> None:
-    """Its tables into a page, and its figure beside the runs.
+    """Its tables into a page, and its figures beside the runs.
 
     Args:
         rates: of the connections for which they were given; by default those of the sweeps.
@@ -36,9 +36,15 @@ def write(comparison: Comparison, tokens: int, page: Path, rates: Mapping[str, f
     if BASELINE not in reported:
         return
     update_tables(page, tables(comparison, tokens, reported))
-    if len(reported) > 1:
-        draw = plot_beside_paper if comparison.experiment.published else plot
-        draw(comparison, reported, tokens, comparison.store.path.with_suffix(".png"))
+    if len(reported) < 2:
+        return
+    figure = comparison.store.path.with_suffix(".png")
+    if not comparison.experiment.published:
+        plot(comparison, reported, tokens, figure)
+        return
+    plot_beside_paper(comparison, reported, tokens, figure)
+    if len(block_sizes(comparison, reported)) > 1:
+        plot_block_sizes(comparison, reported, tokens, figure.with_stem(f"{figure.stem}-block-sizes"))
 
 
 def stored(name: str) -> Comparison | None:

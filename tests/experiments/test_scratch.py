@@ -17,7 +17,7 @@ from attnres.residual_attnres import residual_tensors
 from experiments import healing, report, scratch
 from experiments.costs import costs, file_of, measure_costs
 from experiments.data import Data, Text, load, prepare
-from experiments.figures import gains, plot, plot_beside_paper, plot_gains
+from experiments.figures import block_sizes, gains, plot, plot_beside_paper, plot_block_sizes, plot_gains
 from experiments.harness import SELECTION_SEED, Planned, Store
 from experiments.scratch import DECLARED, Comparison, Experiment, Recipe, declared
 from experiments.tables import lead_table, lost, report_table, sweep_table
@@ -240,6 +240,21 @@ def test_the_gain_stands_against_the_depth(tmp_path):
     assert found[8] == pytest.approx([-0.1]) and found[16] == pytest.approx([-0.2, -0.2])
     plot_gains(found, tmp_path / "gains.svg")
     assert {"sublayers", "8", "16", "a seed"} <= words(tmp_path / "gains.svg")
+
+
+def test_block_sizes_are_drawn_beside_the_papers(tmp_path):
+    """In their order, whatever that of the declaration; connections that change more than the size are left out."""
+    connections = {"standard": {"residual_connection": "standard"}}
+    connections |= {f"S={size}": {"attn_res_block_size": size} for size in (4, 1, 2)}
+    connections["S=4, two heads"] = {"attn_res_block_size": 4, "attn_res_heads": 2}
+    runs = [(label, 1e-3, 64, 0, 5.0 - place) for place, label in enumerate(connections)]
+    experiment = replace(SMALL, connections=connections, published={"S=1": -0.029})
+    comparison = stored(experiment, tmp_path / "runs.json", runs)
+    assert block_sizes(comparison, connections) == {1: "S=1", 2: "S=2", 4: "S=4"}
+    report.write(comparison, 64, tmp_path / "page.md")
+    assert (tmp_path / "runs-block-sizes.png").exists() and (tmp_path / "runs.png").exists()
+    plot_block_sizes(comparison, dict.fromkeys(connections, 1e-3), 64, tmp_path / "sizes.svg")
+    assert {"1", "2", "4", "sublayers in a block", "paper, 436M parameters"} <= words(tmp_path / "sizes.svg")
 
 
 def test_costs_are_those_of_training_steps(tmp_path):
