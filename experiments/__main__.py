@@ -35,6 +35,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         command.add_argument("--prepare", action="store_true", help="only prepare the text, for a machine without it")
         command.add_argument("--costs", action="store_true", help="only time a training step of each connection")
         command.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+        command.add_argument("--compile", action="store_true", help="train by torch.compile, which takes minutes to begin")
         command.add_argument("--connections", nargs="+", metavar="NAME", help="some of the declared ones")
         command.add_argument("--seeds", nargs="+", type=int, help="instead of the declared ones")
         command.add_argument("--rate", type=float, help="learning rate of all connections, instead of a sweep for each")
@@ -70,7 +71,7 @@ def run_from_scratch(options: argparse.Namespace) -> None:
         return
     labels = list(dict.fromkeys([BASELINE, *chosen("--connections", options.connections, experiment.connections)]))
     data = load(experiment.text, experiment.length, experiment.held_out)
-    comparison = Comparison(experiment, store, data, options.work, options.device, options.keep)
+    comparison = Comparison(experiment, store, data, options.work, options.device, options.keep, options.compile)
     rates = dict.fromkeys(labels, options.rate) if options.rate else comparison.sweep(labels)
     for seed in seeds:
         for label in labels:

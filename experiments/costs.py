@@ -29,9 +29,6 @@ def measure_costs(experiment: Experiment, path: Path, device: str) -> None:
     keep_freed_memory()
     ids = torch.randint(experiment.text.vocab_size, (experiment.batch_size, experiment.length), device=device)
     models = {label: build(experiment, fields, 0).to(device) for label, fields in experiment.connections.items()}
-    if experiment.compile:
-        for model in models.values():
-            model.compile()
     set_seed(0)
     ways = {
         label: _in_bfloat16(way, device) if experiment.bfloat16 else way

@@ -58,7 +58,6 @@ class Experiment:
         rates: the first ones of the sweep.
         seeds: of the reported runs.
         bfloat16: products are computed in bfloat16, with weights, norms and sums of outputs in float32.
-        compile: with `torch.compile`.
         published: label -> what the paper has for it, minus its baseline (nats/token).
     """
 
@@ -74,7 +73,6 @@ class Experiment:
     rates: tuple[float, ...]
     seeds: tuple[int, ...]
     bfloat16: bool = False
-    compile: bool = False
     published: dict[str, float] = field(default_factory=dict)
 
     def config(self, connection: Mapping[str, Any]) -> PreTrainedConfig:
@@ -128,10 +126,11 @@ def measure(
     work: Path | None,
     device: str,
     keep: Path | None = None,
+    compiled: bool = False,
 ) -> dict[str, Any]:
     """One run: held-out loss (nats/token), training loss over the steps, and what the depth attention became.
 
-    The model goes to the folder `keep`, with the tokenizer if that is at hand.
+    The model goes to the folder `keep`, with the tokenizer if that is at hand. `compiled`: it trains by `torch.compile`.
     """
     began = time.monotonic()
     recipe, seed = run.recipe, run.seed
@@ -153,7 +152,7 @@ def measure(
         [balance] if routers(model) else [],
         work,
         bf16=experiment.bfloat16,
-        torch_compile=experiment.compile,
+        torch_compile=compiled,
         use_cpu=device == "cpu",
     )
     held_out = data.selection if seed == SELECTION_SEED else data.valid
@@ -163,6 +162,8 @@ def measure(
         "after": round(losses.mean().item(), 6),
         "curve": [[step, round(loss, 4)] for step, loss in curve],
     }
+    if compiled:
+        result["compiled"] = True
     if routers(model):
         result["expert_load_entropy"] = round(balance.metrics()["expert_load_entropy"], 4)
     result["seconds"] = round(time.monotonic() - began, 1)
@@ -180,7 +181,7 @@ def measure(
 class Comparison:
     """The runs of an experiment: made on `device`, from checkpoints in `work` where they were stopped, and stored.
 
-    The models of those that are reported go to folders of `keep`.
+    The models of those that are reported go to folders of `keep`. `compiled`: they train by `torch.compile`.
     """
 
     experiment: Experiment
@@ -189,6 +190,7 @@ class Comparison:
     work: Path | None = None
     device: str = "cpu"
     keep: Path | None = None
+    compiled: bool = False
 
     def make(self, wanted: Sequence[tuple[str, float, int, int]]) -> None:
         """Make what the store lacks of (label of a connection, rate, tokens, seed)."""
@@ -264,4 +266,4 @@ class Comparison:
     def _measure(self, run: Planned, on_step: Callable[[], None]) -> dict[str, Any]:
         keep = None if self.keep is None or run.seed == SELECTION_SEED else self.keep / str(run).replace(" ", "_")
         work = checkpoints(self.work, self.experiment.name, run)
-        return measure(self.experiment, self.data, run, on_step, work, self.device, keep)
+        return measure(self.experiment, self.data, run, on_step, work, self.device, keep, self.compiled)

@@ -120,6 +120,17 @@ def test_the_mix_of_experts_is_balanced_and_its_load_stored(data, tmp_path):
     assert run["curve"][-1][0] == 4
 
 
+@pytest.mark.slow
+def test_a_compiled_run_is_the_same_run(data):
+    connection = {"residual_connection": "identity_hc"}
+    run = planned(Recipe(connection, 1e-3, 256), 0)
+    eager, compiled = (scratch.measure(SMALL, data, run, lambda: None, None, "cpu", compiled=on) for on in (False, True))
+    assert compiled["compiled"] and "compiled" not in eager
+    assert compiled["after"] == pytest.approx(eager["after"], abs=1e-4)
+    losses, again = ([loss for _, loss in result["curve"]] for result in (eager, compiled))
+    assert again == pytest.approx(losses, abs=2e-4)
+
+
 def test_the_rate_is_each_connections_best_of_the_sweep(tmp_path):
     losses = {1e-3: 3.0, 2e-3: 2.5, 4e-3: 2.7}
     runs = [("Full", rate, 128, SELECTION_SEED, loss) for rate, loss in losses.items()]
