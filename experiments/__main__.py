@@ -35,7 +35,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         command.add_argument("--prepare", action="store_true", help="only prepare the text, for a machine without it")
         command.add_argument("--costs", action="store_true", help="only time a training step of each connection")
         command.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-        command.add_argument("--compile", action="store_true", help="train by torch.compile, which takes minutes to begin")
+        command.add_argument("--compile", action="store_true", help="train by torch.compile; slow to start")
         command.add_argument("--connections", nargs="+", metavar="NAME", help="some of the declared ones")
         command.add_argument("--seeds", nargs="+", type=int, help="instead of the declared ones")
         command.add_argument("--rate", type=float, help="learning rate of all connections, instead of a sweep for each")

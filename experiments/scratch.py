@@ -130,7 +130,7 @@ def measure(
 ) -> dict[str, Any]:
     """One run: held-out loss (nats/token), training loss over the steps, and what the depth attention became.
 
-    The model goes to the folder `keep`, with the tokenizer if that is at hand. `compiled`: it trains by `torch.compile`.
+    The model goes to the folder `keep`, with the tokenizer if that is at hand. `compiled`: trains by `torch.compile`.
     """
     began = time.monotonic()
     recipe, seed = run.recipe, run.seed

@@ -124,7 +124,8 @@ def test_the_mix_of_experts_is_balanced_and_its_load_stored(data, tmp_path):
 def test_a_compiled_run_is_the_same_run(data):
     connection = {"residual_connection": "identity_hc"}
     run = planned(Recipe(connection, 1e-3, 256), 0)
-    eager, compiled = (scratch.measure(SMALL, data, run, lambda: None, None, "cpu", compiled=on) for on in (False, True))
+    ways = (False, True)
+    eager, compiled = (scratch.measure(SMALL, data, run, lambda: None, None, "cpu", compiled=way) for way in ways)
     assert compiled["compiled"] and "compiled" not in eager
     assert compiled["after"] == pytest.approx(eager["after"], abs=1e-4)
     losses, again = ([loss for _, loss in result["curve"]] for result in (eager, compiled))
