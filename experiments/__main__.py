@@ -11,7 +11,7 @@ from transformers.utils import logging
 from . import findings, healing, report
 from .costs import file_of, measure_costs
 from .data import load, prepare, prepared_file
-from .harness import RESULTS, SELECTION_SEED, Store, add_work, chosen
+from .harness import PAGES, RESULTS, SELECTION_SEED, Store, add_work, chosen, page_of
 from .scratch import BASELINE, Comparison, declared
 
 HERE = Path(__file__).parent
@@ -41,7 +41,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         command.add_argument("--rate", type=float, help="learning rate of all connections, instead of a sweep for each")
         command.add_argument("--tokens", type=int, help="of a reported run, instead of the declared number")
         command.add_argument("--results", type=Path, help="JSON file; default in experiments/results")
-        command.add_argument("--tables", type=Path, help=f"Markdown file to update; default experiments/{name}.md")
+        command.add_argument("--tables", type=Path, help=PAGES)
         command.add_argument("--keep", type=Path, help="folder for the models of reported runs; default: none are kept")
         add_work(command)
     healing.add_arguments(commands.add_parser("healing", help=healing.__doc__.splitlines()[0]))
@@ -57,13 +57,18 @@ def run_from_scratch(options: argparse.Namespace) -> None:
     experiment = declared(f"{options.experiment}-{options.size}")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: PyTorch sees no GPU here. Leave it out to train on the CPU.")
+    if options.prepare and not options.corpus:
+        raise ValueError(f"--prepare needs --corpus, the folder of {experiment.text.corpus}.")
+    if options.corpus and options.corpus.resolve().name != experiment.text.corpus:
+        raise ValueError(f"--corpus: {experiment.name} is declared for {experiment.text.corpus}, not {options.corpus}.")
     if options.corpus and (options.prepare or not prepared_file(experiment.text).exists()):
         path = prepare(experiment.text, options.corpus)
         print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
     if options.prepare:
         return
     store = Store(options.results or RESULTS / f"{experiment.name}.json", experiment.setting())
-    page = options.tables or HERE / f"{options.experiment}.md"
+    is_trial = bool(options.results or options.rate or options.tokens)
+    page = options.tables or page_of(options.experiment, options.size, store.path, is_trial)
     tokens, seeds = options.tokens or experiment.tokens, options.seeds or experiment.seeds
     if options.costs:
         measure_costs(experiment, file_of(store.path), options.device)
@@ -76,7 +81,7 @@ def run_from_scratch(options: argparse.Namespace) -> None:
     for seed in seeds:
         for label in labels:
             comparison.make([(label, rates[label], tokens, seed)])
-            report.write(comparison, tokens, page, rates)
+            report.write(comparison, tokens, page, rates if options.rate else None)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -36,7 +36,7 @@ def measure_costs(experiment: Experiment, path: Path, device: str) -> None:
     }
     times = interleave(ways, Setting(torch.get_num_threads(), REPEATS, device=device), calls=1)
     ratios = {label: asdict(Ratio.of(taken.wall, times[BASELINE].wall)) for label, taken in times.items()}
-    atomic_write(path, json.dumps({"ratios": ratios, "made_by": made_by()}, indent=1) + "\n")
+    atomic_write(path, json.dumps({"ratios": ratios, "made_by": made_by(device)}, indent=1) + "\n")
 
 
 def costs(path: Path) -> dict[str, float]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from attnres.analysis.tables import update_tables
 
-from .harness import ROOT
+from .harness import ROOT, distance_of_means, markdown
 
 INSPECTIONS, PAGE = ROOT / "analysis" / "results", ROOT / "analysis" / "RESULTS.md"
 ABSENT = "no depth attention"
@@ -75,8 +75,7 @@ def sharper(model: Model) -> str:
 def by_token(model: Model) -> str:
     """Mean distance from uniform of the weights of single tokens, and of their mean."""
     rows = [[w for w in model.numbers["depth_attention"]["mean"][r] if w is not None] for r in model.readers]
-    of_means = mean(sum(abs(w - 1 / len(row)) for w in row) / 2 for row in rows)
-    return f"{mean(model.of('distance', model.readers)):.2f}, of the mean map {of_means:.2f}"
+    return f"{mean(model.of('distance', model.readers)):.2f}, of the mean map {distance_of_means(rows):.2f}"
 
 
 def growth(model: Model) -> str:
@@ -116,14 +115,14 @@ MEASURES: dict[str, tuple[Callable[[Model], str], bool]] = {
 
 def table(models: list[Model]) -> str:
     """A column for each model and a row for each measure, in Markdown."""
-    lines = [["", *(model.name for model in models)], ["---"] * (len(models) + 1)]
+    lines = [["", *(model.name for model in models)]]
     facts = [model.numbers["model"] for model in models]
     lines.append(["connection", *(fact["connection"].partition(",")[0] for fact in facts)])
     lines.append(["sublayers, width", *(f"{fact['sublayers']}, {fact['hidden_size']}" for fact in facts)])
     for name, (measure, needs_attention) in MEASURES.items():
         without = [needs_attention and model.numbers["depth_attention"] is None for model in models]
         lines.append([name, *(ABSENT if missing else measure(model) for missing, model in zip(without, models))])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(lines, texts=len(models) + 1)
 
 
 def write(folder: Path = INSPECTIONS, page: Path = PAGE) -> None:

@@ -1,15 +1,18 @@
-"""What experiments share: runs stored as each ends, made by whatever plan lacks them, and numbers for their tables."""
+"""What experiments share: runs that a plan names are made where the store lacks them; numbers for their tables."""
 
 import argparse
+import ctypes
+import hashlib
 import json
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +20,7 @@ from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
 import torch
+from filelock import FileLock
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 SELECTION_SEED = 10  # of the runs that settings are chosen by, on text that is not reported
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments" / "results"  # where runs are stored
+PAGES = "Markdown file to update; default the page of the experiment, for a trial one beside --results"
 
 
 class Store:
@@ -41,24 +46,32 @@ class Store:
     """
 
     def __init__(self, path: Path, setting: dict[str, Any]):
-        self.path, self.content = path, {"setting": setting, "runs": []}
-        if path.exists():
-            self.content = json.loads(path.read_text())
-            if self.content["setting"] != setting:
+        self.path, self.setting = path, setting
+        self.content: dict[str, Any] = {"setting": setting, "runs": []}
+        self._read()
+
+    def _read(self) -> None:
+        if self.path.exists():
+            content = json.loads(self.path.read_text())
+            if content["setting"] != self.setting:
                 raise ValueError(
-                    f"{path} holds runs of another setting, {self.content['setting']}; this one is {setting}. "
+                    f"{self.path} holds runs of another setting, {content['setting']}; this one is {self.setting}. "
                     "Choose another --results."
                 )
+            self.content = content
 
     def find(self, recipe: "DataclassInstance", seed: int) -> dict[str, Any] | None:
         wanted = asdict(recipe), seed
         return next((run for run in self.content["runs"] if (run["recipe"], run["seed"]) == wanted), None)
 
     def add(self, run: dict[str, Any]) -> None:
-        self.content["runs"].append(run)
-        lines = ",\n".join(json.dumps(run) for run in self.content["runs"])  # a line for each
+        """Add a run to what the file holds by now: others may have added theirs."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(self.path, f'{{"setting": {json.dumps(self.content["setting"])}, "runs": [\n{lines}\n]}}\n')
+        with FileLock(self.path.with_suffix(".lock")):
+            self._read()
+            self.content["runs"].append(run)
+            lines = ",\n".join(json.dumps(run) for run in self.content["runs"])  # a line for each
+            atomic_write(self.path, f'{{"setting": {json.dumps(self.setting)}, "runs": [\n{lines}\n]}}\n')
 
 
 @dataclass(frozen=True)
@@ -73,21 +86,34 @@ class Planned:
     def __str__(self) -> str:
         return f"{self.label}, seed {self.seed}"
 
+    @property
+    def folder(self) -> str:
+        """Its name as one of a folder."""
+        return re.sub(r"[^\w.=-]+", "_", str(self))
 
-def checkpoints(work: Path | None, experiment: str, run: Planned) -> Path | None:
-    """The folder in `work` for the checkpoints of a run."""
-    return work and work / f"{experiment}, {run}".replace(" ", "_").replace("/", "_")
+
+def checkpoints(work: Path | None, setting: Mapping[str, Any], run: Planned) -> Path | None:
+    """The folder in `work` for the checkpoints of a run: no other setting or recipe has the same."""
+    identity = json.dumps([setting, asdict(run.recipe), run.seed], sort_keys=True)
+    return work and work / f"{run.folder}-{hashlib.sha256(identity.encode()).hexdigest()[:10]}"
 
 
-def forget_checkpoints(work: Path | None, experiment: str, run: Planned) -> None:
+def forget_checkpoints(work: Path | None, setting: Mapping[str, Any], run: Planned) -> None:
     """Remove those of a run that is stored."""
-    if folder := checkpoints(work, experiment, run):
+    if folder := checkpoints(work, setting, run):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def add_work(parser: argparse.ArgumentParser) -> None:
     work = Path(tempfile.gettempdir()) / "attnres-experiments"
     parser.add_argument("--work", type=Path, default=work, help=f"folder for checkpoints; default {work}")
+
+
+def page_of(experiment: str, size: str, results: Path, is_trial: bool) -> Path:
+    """Where the tables of a command go: the page of the experiment that has places for them, or beside the runs."""
+    page = ROOT / "experiments" / f"{experiment}.md"
+    has_places = page.exists() and f"<!-- {size}: " in page.read_text()
+    return page if has_places and not is_trial else results.with_suffix(".md")
 
 
 def chosen(option: str, names: Iterable[str] | None, among: Iterable[str]) -> list[str]:
@@ -102,7 +128,11 @@ Measure = Callable[[Planned, Callable[[], None]], dict[str, Any]]
 
 
 def make_runs(
-    store: Store, plan: Iterable[Planned], measure: Measure, stored: Callable[[Planned], None] = lambda run: None
+    store: Store,
+    plan: Iterable[Planned],
+    measure: Measure,
+    device: str = "cpu",
+    stored: Callable[[Planned], None] = lambda run: None,
 ) -> None:
     """Make what the store lacks of a plan, and store each run as it ends.
 
@@ -111,7 +141,7 @@ def make_runs(
             and seed, `after` (the held-out loss) and `seconds` among it.
         stored: called with each run that is stored.
     """
-    plan = list(dict.fromkeys(plan))
+    plan = list({(run.recipe, run.seed): run for run in plan}.values())
     missing = [run for run in plan if store.find(run.recipe, run.seed) is None]
     console = Console()
     console.print(f"Runs stored: {len(plan) - len(missing)} of {len(plan)}.", highlight=False)
@@ -120,8 +150,9 @@ def make_runs(
         bar = progress.add_task("", total=sum(run.steps for run in missing))
         for run in missing:
             progress.update(bar, description=str(run))
+            origin = made_by(device)
             result = measure(run, _steps_of(run, lambda: progress.advance(bar), console))
-            store.add({"recipe": asdict(run.recipe), "seed": run.seed, **result, "made_by": made_by()})
+            store.add({"recipe": asdict(run.recipe), "seed": run.seed, **result, "made_by": origin})
             stored(run)
             console.print(f"{run}: {result['after']:.4f}, {result['seconds']:.0f} s", highlight=False)
 
@@ -140,14 +171,18 @@ def _steps_of(run: Planned, advance: Callable[[], None], console: Console) -> Ca
     return step
 
 
-def made_by() -> dict[str, str]:
-    """The commit, with a + if files of it are changed, the versions and the processor that a run is made with.
+def made_by(device: str) -> dict[str, Any]:
+    """The commit, with a + if code or declarations of it are changed, the versions and the processor of this process.
 
-    The environment variable `ATTNRES_COMMIT` names it where files were copied without their history.
+    The environment variable `ATTNRES_COMMIT` names the commit where files were copied without their history.
+    `forced_avx512`: a preloaded library lets MKL use AVX-512 on an AMD processor.
     """
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
     versions = {name: version(name) for name in ("torch", "transformers")}
-    return {"commit": _commit(), "python": platform.python_version(), **versions, "device": device}
+    origin = {"commit": _commit(), "python": platform.python_version(), **versions}
+    if device == "cuda":
+        return origin | {"device": torch.cuda.get_device_name()}
+    forced = os.name == "posix" and hasattr(ctypes.CDLL(None), "mkl_serv_intel_cpu_true")
+    return origin | {"device": _processor()} | ({"forced_avx512": True} if forced else {})
 
 
 def _processor() -> str:
@@ -163,13 +198,26 @@ def _commit() -> str:
     if "ATTNRES_COMMIT" in os.environ:
         return os.environ["ATTNRES_COMMIT"]
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", "*.py")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "*.py", "*.yaml")
         return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
 
-def spread(values: list[float], sign: str = "") -> str:
+def spread(values: Sequence[float], sign: str = "", digits: int = 4) -> str:
     """Mean ± standard deviation, such as `3.9932 ± 0.0189`."""
-    deviation = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{mean(values):{sign}.4f}{deviation}"
+    deviation = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{mean(values):{sign}z.{digits}f}{deviation}"
+
+
+def markdown(rows: Sequence[Sequence[str]], texts: int = 1) -> str:
+    """A table with a head; the first `texts` columns hold text, the others numbers."""
+    head, *rest = rows
+    rule = ["---"] * texts + ["---:"] * (len(head) - texts)
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rest)]
+    return "\n".join([lines[0], f"|{'|'.join(rule)}|", *lines[1:]])
+
+
+def distance_of_means(rows: Iterable[Sequence[float]]) -> float:
+    """`1/2 sum_i |a_i - 1/n|` of weights that are means over tokens: its mean over the readers with several sources."""
+    return mean(sum(abs(weight - 1 / len(row)) for weight in row) / 2 for row in rows if len(row) > 1)

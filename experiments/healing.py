@@ -28,6 +28,7 @@ from attnres.training.text import read_documents, token_stream
 
 from .data import Data, load, prepare, prepared_file
 from .harness import (
+    PAGES,
     RESULTS,
     SELECTION_SEED,
     Planned,
@@ -37,6 +38,7 @@ from .harness import (
     chosen,
     forget_checkpoints,
     make_runs,
+    page_of,
 )
 from .healing_declared import DECLARED, Declaration, Recipe
 from .healing_tables import tables
@@ -44,6 +46,7 @@ from .healing_tables import tables
 PAGE = Path(__file__).with_name("healing.md")
 SEEDS = [0, 1, 2]
 DECAY_SHARE = 0.5
+SAME_LOSS = 1e-3  # another processor changes less of it
 
 
 # What `trained` means, by (name of the tensor, is it one of the AttnRes tensors).
@@ -51,7 +54,6 @@ TRAINED: dict[str, Callable[[str, bool], bool]] = {
     "all": lambda name, attnres: True,
     "all but key norms": lambda name, attnres: not (attnres and name.endswith("_norm.weight")),
     "AttnRes": lambda name, attnres: attnres,
-    "queries": lambda name, attnres: attnres and not name.endswith("_norm.weight"),
     "norms": lambda name, attnres: not attnres and "norm" in name,
 }
 
@@ -129,13 +131,31 @@ class Healing:
         self, declaration: Declaration, start: PreTrainedModel, data: Data, store: Store, work: Path | None = None
     ):
         self.declaration, self.start, self.data, self.store = declaration, start, data, store
-        self.work, self.name = work, f"healing-{declaration.size}"
+        self.work = work
         self.loss_at_step_0 = cache(self._loss_at_step_0)
 
     def make(self, wanted: Sequence[tuple[str, Recipe, int]]) -> None:
         """Make what the store lacks of (label, recipe, seed)."""
         plan = [Planned(label, recipe, seed, recipe.steps) for label, recipe, seed in wanted]
-        make_runs(self.store, plan, self._measure, partial(forget_checkpoints, self.work, self.name))
+        self._check_start(plan)
+        make_runs(self.store, plan, self._measure, stored=partial(forget_checkpoints, self.work, self._identity))
+
+    def _check_start(self, plan: Sequence[Planned]) -> None:
+        """Raises ValueError: stored runs of the standard model began with another loss."""
+        for selecting in {run.seed == SELECTION_SEED for run in plan}:
+            runs = [run for run in self.store.content["runs"] if (run["seed"] == SELECTION_SEED) == selecting]
+            began = [run["before"] for run in runs if run["recipe"]["block_size"] is None]
+            loss = self.loss_at_step_0(None, False, "sum", selecting) if began else 0.0
+            if began and abs(loss - began[0]) > SAME_LOSS:
+                raise ValueError(
+                    f"{self.store.path} holds runs of a model that begins with a loss of {began[0]:.4f} on its text; "
+                    f"here it is {loss:.4f}. Choose another --results for another --checkpoint or --corpus."
+                )
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        start = {"size": self.declaration.size, "loss": self.loss_at_step_0(None, False, "sum", False)}
+        return self.declaration.setting() | start
 
     def _measure(self, run: Planned, on_step: Callable[[], None]) -> dict[str, Any]:
         """One run: held-out loss (nats/token) before and after it, and the depth attention."""
@@ -143,7 +163,7 @@ class Healing:
         recipe, held_out, batch_size = run.recipe, self._held_out(run.seed), self.declaration.batch_size
         model = reconnected(self.start, recipe)
         blocks = self.data.order(run.seed, recipe.steps * batch_size)
-        work = checkpoints(self.work, self.name, run)
+        work = checkpoints(self.work, self._identity, run)
         continue_training(model, blocks, recipe, batch_size, run.seed, on_step, work)
         result = {
             "tokens": blocks.numel(),
@@ -178,7 +198,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipes", nargs="+", metavar="NAME", help="of the group `report`; default all")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, help="of the group `report`")
     parser.add_argument("--results", type=Path, help="JSON file; default in experiments/results")
-    parser.add_argument("--tables", type=Path, default=PAGE, help="Markdown file to update")
+    parser.add_argument("--tables", type=Path, help=PAGES)
     add_work(parser)
 
 
@@ -210,4 +230,6 @@ def run(options: argparse.Namespace) -> None:
             sweep = declaration.sweeps[group].items()
             wanted += [(f"{group}: {label}", recipe, SELECTION_SEED) for label, recipe in sweep]
     Healing(declaration, start, data, store, options.work).make(wanted)
-    update_tables(options.tables, tables(declaration, store, options.seeds))
+    seeds = options.seeds if options.results else SEEDS
+    page = options.tables or page_of("healing", options.size, store.path, bool(options.results))
+    update_tables(page, tables(declaration, store, seeds))

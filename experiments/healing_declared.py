@@ -1,6 +1,6 @@
 """What `experiments healing` makes: the recipes of `declared/healing/*.yaml`."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,8 @@ class Declaration:
 
     def setting(self) -> dict[str, Any]:
         """What all runs of a results file have in common."""
-        return {name: getattr(self, name) for name in ("length", "held_out_length", "batch_size")}
+        text = {"text": asdict(self.text), "seen": self.seen, "held_out": self.held_out} if self.text else {}
+        return {name: getattr(self, name) for name in ("length", "held_out_length", "batch_size")} | text
 
     def baseline(self, recipe: Recipe) -> Recipe:
         """What a reported recipe is held against: the standard model, for as many steps."""

@@ -1,12 +1,8 @@
 """The tables of `healing.md`, from the stored runs."""
 
 from collections.abc import Sequence
-from statistics import mean
 
-import torch
-from torch import Tensor
-
-from .harness import SELECTION_SEED, Store, spread
+from .harness import SELECTION_SEED, Store, distance_of_means, markdown, spread
 from .healing_declared import Declaration
 
 
@@ -22,10 +18,7 @@ def tables(declaration: Declaration, store: Store, seeds: Sequence[int]) -> dict
 
 def report_table(declaration: Declaration, store: Store, seeds: Sequence[int]) -> str:
     """Held-out loss of the reported recipes, mean and standard deviation over the seeds, paired with `standard`."""
-    rows = [
-        "| model | trained | tokens | seeds | held-out loss | minus standard | minus start |",
-        "|---|---|---:|---:|---:|---:|---:|",
-    ]
+    rows = [["model", "trained", "tokens", "seeds", "held-out loss", "minus standard", "minus start"]]
     for label, recipe in declaration.report.items():
         baseline = declaration.baseline(recipe)
         runs = [(store.find(recipe, seed), store.find(baseline, seed)) for seed in seeds]
@@ -34,7 +27,7 @@ def report_table(declaration: Declaration, store: Store, seeds: Sequence[int]) -
             continue
         against_standard = [run["after"] - standard["after"] for run, standard in runs]
         against_start = [run["after"] - standard["before"] for run, standard in runs]
-        cells = (
+        cells = [
             label,
             recipe.trained,
             f"{runs[0][0]['tokens']:,}",
@@ -42,39 +35,32 @@ def report_table(declaration: Declaration, store: Store, seeds: Sequence[int]) -
             spread([run["after"] for run, _ in runs]),
             "" if recipe == baseline else spread(against_standard, sign="+"),
             spread(against_start, sign="+"),
-        )
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
+        ]
+        rows.append(cells)
+    return markdown(rows, texts=2)
 
 
 def sweep_table(declaration: Declaration, store: Store, title: str) -> str:
     """The recipes of one sweep, each on the selection seed and text, against the best of the standard model."""
-    rows = [f"| {title} | loss at step 0 | loss | minus best standard |", "|---|---:|---:|---:|"]
+    rows = [[title, "loss at step 0", "loss", "minus best standard"]]
     tried = {recipe for sweep in declaration.sweeps.values() for recipe in sweep.values()}
     standard = [recipe for recipe in tried if recipe.is_standard and recipe.trained == "all"]
     for label, recipe in declaration.sweeps[title].items():
         rivals = (other for other in standard if other.steps == recipe.steps)
         found = [run["after"] for other in rivals if (run := store.find(other, SELECTION_SEED))]
         if run := store.find(recipe, SELECTION_SEED):
-            difference = f"{run['after'] - min(found):+.4f}" if found else ""
-            rows.append(f"| {label} | {run['before']:.4f} | {run['after']:.4f} | {difference} |")
-    return "\n".join(rows)
+            difference = f"{run['after'] - min(found):+z.4f}" if found else ""
+            rows.append([label, f"{run['before']:.4f}", f"{run['after']:.4f}", difference])
+    return markdown(rows)
 
 
 def depth_table(declaration: Declaration, store: Store, seeds: Sequence[int]) -> str:
     """How far the depth attention moved from uniform: as seen by each token, and of the weights' mean over tokens."""
-    rows = ["| model | distance from uniform, mean over tokens | distance of the mean weights |", "|---|---:|---:|"]
+    rows = [["model", "distance from uniform, mean over tokens", "distance of the mean weights"]]
     for label, recipe in declaration.report.items():
         runs = [run for seed in seeds if (run := store.find(recipe, seed)) and "distance_from_uniform" in run]
         if not runs:
             continue
-        of_means = []
-        for run in runs:
-            readers = [torch.tensor(row) for row in run["depth_attention"] if len(row) > 1]
-            of_means.append(mean(_half_absolute(row - 1 / len(row)).item() for row in readers))
-        rows.append(f"| {label} | {spread([run['distance_from_uniform'] for run in runs])} | {spread(of_means)} |")
-    return "\n".join(rows)
-
-
-def _half_absolute(difference: Tensor) -> Tensor:
-    return difference.float().abs().sum(0) / 2
+        of_means = [distance_of_means(run["depth_attention"]) for run in runs]
+        rows.append([label, spread([run["distance_from_uniform"] for run in runs]), spread(of_means)])
+    return markdown(rows)

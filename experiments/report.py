@@ -29,11 +29,13 @@ def write(comparison: Comparison, tokens: int, page: Path, rates: Mapping[str, f
     """Its tables into a page, and its figures beside the runs.
 
     Args:
-        rates: of the connections for which they were given; by default those of the sweeps.
+        rates: of the connections that it shows; by default all that have runs, with the rates of the sweeps.
     """
-    reported = comparison.reported(tokens)
-    reported |= {label: rate for label, rate in (rates or {}).items() if comparison.runs(label, rate, tokens)}
+    reported = rates or comparison.reported(tokens)
     if BASELINE not in reported:
+        return
+    reported = {label: rate for label, rate in reported.items() if comparison.differences(label, reported, tokens)}
+    if not reported:
         return
     update_tables(page, tables(comparison, tokens, reported))
     if len(reported) < 2:

@@ -58,6 +58,7 @@ class Experiment:
         rates: the first ones of the sweep.
         seeds: of the reported runs.
         bfloat16: products are computed in bfloat16, with weights, norms and sums of outputs in float32.
+        warmup: steps, of runs of any length; None: a twentieth of each.
         published: label -> what the paper has for it, minus its baseline (nats/token).
     """
 
@@ -73,6 +74,7 @@ class Experiment:
     rates: tuple[float, ...]
     seeds: tuple[int, ...]
     bfloat16: bool = False
+    warmup: int | None = None
     published: dict[str, float] = field(default_factory=dict)
 
     def config(self, connection: Mapping[str, Any]) -> PreTrainedConfig:
@@ -84,7 +86,7 @@ class Experiment:
     def setting(self) -> dict[str, Any]:
         """What all runs of a results file have in common, whatever connections, rates and seeds there are."""
         left_out = ("connections", "tokens", "sweep_tokens", "rates", "seeds", "published")
-        return {name: value for name, value in asdict(self).items() if name not in left_out}
+        return {name: value for name, value in asdict(self).items() if name not in left_out and value is not None}
 
     def steps(self, tokens: int) -> int:
         return math.ceil(tokens / (self.batch_size * self.length))
@@ -112,7 +114,7 @@ def build(experiment: Experiment, connection: Mapping[str, Any], seed: int) -> P
 
 
 class WholeRunBalance(ExpertBalance):
-    """Leaves its measurements out of the log, so that at the end they are those of all steps."""
+    """Leaves its measurements out of the log, so that at the end they are those of all steps since the last start."""
 
     def on_log(self, *args, **kwargs) -> None:
         pass
@@ -139,7 +141,7 @@ def measure(
         run.steps,
         experiment.batch_size,
         recipe.rate,
-        warmup_steps=round(WARMUP * run.steps),
+        warmup_steps=round(WARMUP * run.steps) if experiment.warmup is None else experiment.warmup,
         decay_steps=round(DECAY * run.steps),
         seed=seed,
     )
@@ -195,7 +197,11 @@ class Comparison:
     def make(self, wanted: Sequence[tuple[str, float, int, int]]) -> None:
         """Make what the store lacks of (label of a connection, rate, tokens, seed)."""
         plan = [self._planned(*run) for run in wanted]
-        make_runs(self.store, plan, self._measure, partial(forget_checkpoints, self.work, self.experiment.name))
+        for run in plan if self.keep else ():
+            if self.store.find(run.recipe, run.seed) and not (self.keep / run.folder).exists() and _is_reported(run):
+                print(f"{run} is stored in {self.store.path}: it is not made again, and its model is not kept.")
+        stored = partial(forget_checkpoints, self.work, self._identity)
+        make_runs(self.store, plan, self._measure, self.device, stored)
 
     def runs(self, label: str, rate: float, tokens: int) -> dict[int, dict[str, Any]]:
         """seed -> the stored run of that seed, of those that are reported."""
@@ -215,7 +221,7 @@ class Comparison:
     def leads(self, label: str, rates: Mapping[str, float], tokens: int) -> list[list[tuple[int, float]]]:
         """Training loss minus that of the baseline, as points of each of these pairs."""
         curves = [(run["curve"], standard["curve"]) for run, standard in self.pairs(label, rates, tokens)]
-        return [[(step, a - b) for (step, a), (_, b) in zip(*pair)] for pair in curves]
+        return [[(step, a - b) for (step, a), (_, b) in zip(*pair, strict=True)] for pair in curves]
 
     def reported(self, tokens: int) -> dict[str, float]:
         """label -> rate, of the connections that share a seed with the baseline in the runs of that length.
@@ -243,7 +249,7 @@ class Comparison:
     def best_rate(self, label: str) -> float:
         """The rate of the sweep with the lowest loss on the selection text."""
         losses = self.swept(label)
-        return min(losses, key=losses.__getitem__)
+        return min(losses, key=lambda rate: math.inf if math.isnan(losses[rate]) else losses[rate])
 
     def sweep(self, labels: Sequence[str]) -> dict[str, float]:
         """The best rate of each connection: among the first ones, and beyond while the best is the last one tried."""
@@ -252,18 +258,27 @@ class Comparison:
             tokens = self.experiment.sweep_tokens
             self.make([(label, rate, tokens, SELECTION_SEED) for label in labels for rate in rates[label]])
             best = {label: self.best_rate(label) for label in labels}
-            open_ended = [label for label in labels if best[label] in (min(rates[label]), max(rates[label]))]
+            tried = {label: self.swept(label).keys() for label in labels}
+            open_ended = [label for label in labels if best[label] in (min(tried[label]), max(tried[label]))]
             if not open_ended:
                 return best
             for label in open_ended:
-                upwards = best[label] == max(rates[label])
+                upwards = best[label] == max(tried[label])
                 rates[label].append(best[label] * (BEYOND if upwards else 1 / BEYOND))
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        return {"device": self.device, "compiled": self.compiled, **self.experiment.setting()}
 
     def _planned(self, label: str, rate: float, tokens: int, seed: int) -> Planned:
         recipe = Recipe(self.experiment.connections[label], rate, tokens)
         return Planned(f"{label}, rate {rate:g}, {tokens:,} tokens", recipe, seed, self.experiment.steps(tokens))
 
     def _measure(self, run: Planned, on_step: Callable[[], None]) -> dict[str, Any]:
-        keep = None if self.keep is None or run.seed == SELECTION_SEED else self.keep / str(run).replace(" ", "_")
-        work = checkpoints(self.work, self.experiment.name, run)
+        keep = self.keep / run.folder if self.keep and _is_reported(run) else None
+        work = checkpoints(self.work, self._identity, run)
         return measure(self.experiment, self.data, run, on_step, work, self.device, keep, self.compiled)
+
+
+def _is_reported(run: Planned) -> bool:
+    return run.seed != SELECTION_SEED

@@ -1,10 +1,10 @@
 """The tables of a comparison, from the stored runs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import mean
 
-from .harness import spread
+from .harness import SELECTION_SEED, markdown, spread
 from .scratch import BASELINE, Comparison
 
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)  # of the steps: where the training loss is shown
@@ -25,7 +25,7 @@ def report_table(
     head = ["model", "rate", "seeds", "held-out loss", "minus standard"]
     head += ["time of a step", "minus standard, at equal time"] if costs else []
     head += ["in the paper"] if published else []
-    rows = [head, ["---", *["---:"] * (len(head) - 1)]]
+    rows = [head]
     for label, rate in rates.items():
         losses = [run["after"] for run in comparison.runs(label, rate, tokens).values()]
         differences = comparison.differences(label, rates, tokens)
@@ -35,11 +35,11 @@ def report_table(
             cost = costs.get(label)
             cells.append(f"{cost:.2f}" if cost else "")
             given_up = None if is_baseline or not cost else lost(comparison, label, rate, tokens, cost)
-            cells.append("" if given_up is None else f"{mean(differences) + given_up:+.4f}")
+            cells.append("" if given_up is None else f"{mean(differences) + given_up:+z.2f}")
         if published:
             cells.append(f"{published[label]:+.3f}" if label in published else "")
         rows.append(cells)
-    return _table(rows)
+    return markdown(rows)
 
 
 def lost(comparison: Comparison, label: str, rate: float, tokens: int, cost: float) -> float | None:
@@ -47,22 +47,24 @@ def lost(comparison: Comparison, label: str, rate: float, tokens: int, cost: flo
 
         slope * ln(cost),   slope = (loss(short) - loss(tokens)) / ln(tokens / short)
 
-    with the longest shorter run that is stored at the same rate, of any seed. The loss flattens with more tokens, and a
-    chord is steeper than the curve at its end: this is too much rather than too little. None: there is no shorter run.
+    with the longest shorter run of a seed that is reported, or else with that of the sweep: its text is another, which
+    changes little where the runs differ much in length. The loss flattens with more tokens, and a chord is steeper than
+    the curve at its end: this is too much rather than too little. None: there is no shorter run at that rate.
     """
-    connection = comparison.experiment.connections[label]
-    recipes = [(run["recipe"], run["after"]) for run in comparison.store.content["runs"]]
+    connection, after = comparison.experiment.connections[label], comparison.runs(label, rate, tokens)
     shorter = [
-        (recipe["tokens"], loss)
-        for recipe, loss in recipes
-        if (recipe["connection"], recipe["rate"]) == (connection, rate) and recipe["tokens"] < tokens
+        (run["seed"] in after, run["recipe"]["tokens"], run["seed"], run["after"])
+        for run in comparison.store.content["runs"]
+        if (run["recipe"]["connection"], run["recipe"]["rate"]) == (connection, rate)
+        and run["recipe"]["tokens"] < tokens
+        and run["seed"] in (*after, SELECTION_SEED)
     ]
     if not shorter:
         return None
-    length = max(count for count, _ in shorter)
-    before = mean(loss for count, loss in shorter if count == length)
-    after = mean(run["after"] for run in comparison.runs(label, rate, tokens).values())
-    return (before - after) / math.log(tokens / length) * math.log(cost)
+    is_reported, length, *_ = max(shorter)
+    chosen = {seed: loss for *kind, seed, loss in shorter if kind == [is_reported, length]}
+    ends = mean(run["after"] for seed, run in after.items() if seed in chosen or not is_reported)
+    return (mean(chosen.values()) - ends) / math.log(tokens / length) * math.log(cost)
 
 
 def lead_table(comparison: Comparison, rates: Mapping[str, float], tokens: int) -> str:
@@ -73,11 +75,10 @@ def lead_table(comparison: Comparison, rates: Mapping[str, float], tokens: int) 
             continue
         leads = comparison.leads(label, rates, tokens)
         steps = [step for step, _ in leads[0]]
-        chosen = [round(share * len(steps)) - 1 for share in SHARES]
-        if not rows:
-            rows = [["step", *(f"{steps[place]:,}" for place in chosen)], ["---", *["---:"] * len(chosen)]]
-        rows.append([label, *(f"{mean(points[place][1] for points in leads):+.3f}" for place in chosen)])
-    return _table(rows)
+        chosen = [max(0, round(share * len(steps)) - 1) for share in SHARES]
+        rows = rows or [["step", *(f"{steps[place]:,}" for place in chosen)]]
+        rows.append([label, *(f"{mean(points[place][1] for points in leads):+z.3f}" for place in chosen)])
+    return markdown(rows)
 
 
 def sweep_table(comparison: Comparison) -> str:
@@ -86,13 +87,8 @@ def sweep_table(comparison: Comparison) -> str:
     rates = sorted({rate for of_label in losses.values() for rate in of_label})
     if not rates:
         return "The sweep was not made."
-    rows = [["model", *(f"{rate:g}" for rate in rates)], ["---", *["---:"] * len(rates)]]
+    rows = [["model", *(f"{rate:g}" for rate in rates)]]
     for label, found in losses.items():
         if found:
             rows.append([label, *(f"{found[rate]:.4f}" if rate in found else "" for rate in rates)])
-    return _table(rows)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(cells)} |" for cells in rows]
-    return "\n".join([lines[0], lines[1].replace(" ", ""), *lines[2:]])
+    return markdown(rows)

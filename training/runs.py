@@ -92,6 +92,8 @@ def train(
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder))
+        # With `bf16` it computed under autocast, and would go on to.
+        trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     return [(point["step"], point["loss"]) for point in trainer.state.log_history if "loss" in point]
 
 

@@ -18,7 +18,7 @@ from experiments import healing, report, scratch
 from experiments.costs import costs, file_of, measure_costs
 from experiments.data import Data, Text, load, prepare
 from experiments.figures import block_sizes, gains, plot, plot_beside_paper, plot_block_sizes, plot_gains
-from experiments.harness import SELECTION_SEED, Planned, Store
+from experiments.harness import SELECTION_SEED, Planned, Store, checkpoints, page_of
 from experiments.scratch import DECLARED, Comparison, Experiment, Recipe, declared
 from experiments.tables import lead_table, lost, report_table, sweep_table
 
@@ -142,6 +142,35 @@ def test_the_rate_is_each_connections_best_of_the_sweep(tmp_path):
     assert comparison.best_rate("standard") == 1e-3
 
 
+def test_a_run_that_diverged_is_not_the_best(tmp_path):
+    runs = [("Full", rate, 128, SELECTION_SEED, loss) for rate, loss in ((1e-3, math.nan), (2e-3, 3.0), (4e-3, 5.0))]
+    assert stored(SMALL, tmp_path / "runs.json", runs).best_rate("Full") == 2e-3
+
+
+def test_two_processes_add_to_one_file(tmp_path):
+    first, second = (Store(tmp_path / "new" / "runs.json", {"length": 1}) for _ in range(2))
+    for number, store in enumerate((first, second, first)):
+        store.add({"recipe": {}, "seed": number})
+    assert [run["seed"] for run in Store(first.path, {"length": 1}).content["runs"]] == [0, 1, 2]
+    with pytest.raises(ValueError, match=r"another setting, \{'length': 1\}; .* Choose another --results"):
+        Store(first.path, {"length": 2})
+
+
+def test_checkpoints_are_found_by_what_makes_a_run(tmp_path):
+    run = planned(Recipe(SMALL.connections["Full"], 1e-3, 128), 0)
+    changed = planned(Recipe(SMALL.connections["Full"] | {"attn_res_block_size": 2}, 1e-3, 128), 0)
+    folders = [checkpoints(tmp_path, {"length": length}, which) for length in (1, 2) for which in (run, changed)]
+    assert len(set(folders)) == 4 and folders[0] == checkpoints(tmp_path, {"length": 1}, run)
+    assert checkpoints(None, {}, run) is None
+
+
+def test_a_trial_leaves_the_pages_of_the_repository_alone(tmp_path):
+    own = ROOT / "experiments" / "claim.md"
+    assert page_of("claim", "cpu", tmp_path / "runs.json", is_trial=False) == own
+    assert page_of("claim", "cpu", tmp_path / "runs.json", is_trial=True) == tmp_path / "runs.md"
+    assert page_of("claim", "tiny", tmp_path / "runs.json", is_trial=False) == tmp_path / "runs.md"
+
+
 def test_the_sweep_goes_on_while_the_best_rate_is_the_last_one(tmp_path, monkeypatch):
     """Upwards for one connection, downwards for another."""
     experiment = replace(SMALL, rates=(1e-3, 2e-3, 4e-3))
@@ -157,6 +186,8 @@ def test_the_sweep_goes_on_while_the_best_rate_is_the_last_one(tmp_path, monkeyp
     comparison = Comparison(experiment, Store(tmp_path / "runs.json", {}))
     assert comparison.sweep(list(best)) == {**best, "Full": 2e-3}
     assert measured[9:] == [("standard", 8e-3), ("Block, S=2", 5e-4), ("standard", 16e-3)]
+    again = Comparison(replace(experiment, rates=(8e-3, 16e-3)), comparison.store)
+    assert again.sweep(["standard"]) == {"standard": 8e-3} and len(measured) == 12, "4e-3 is stored too"
     table = sweep_table(comparison)
     assert table.splitlines()[0] == "| model | 0.0005 | 0.001 | 0.002 | 0.004 | 0.008 | 0.016 |"
     assert "| Full |  | 0.6419 | 0.0513 | 0.7444 |  |  |" in table
@@ -200,9 +231,18 @@ def test_at_equal_time_a_slower_connection_has_fewer_tokens(tmp_path):
     assert table.splitlines()[0].endswith("| minus standard | time of a step | minus standard, at equal time |")
     assert table.splitlines()[2:] == [
         "| standard | 0.001 | 1 | 6.0000 |  | 1.00 |  |",
-        "| Full | 0.001 | 1 | 5.5000 | -0.5000 | 2.00 | +0.0000 |",
+        "| Full | 0.001 | 1 | 5.5000 | -0.5000 | 2.00 | +0.00 |",
     ]
     assert report_table(comparison, {"standard": 1e-3}, 128, {"Full": 2.0}).endswith("| 6.0000 |  |  |  |")
+
+
+def test_what_a_slower_step_costs_is_read_within_seeds_and_from_the_sweep_without_any(tmp_path):
+    runs = [("Full", 1e-3, 128, seed, 5.0 + seed) for seed in (0, 1)] + [("Full", 1e-3, 32, SELECTION_SEED, 7.5)]
+    comparison = stored(SMALL, tmp_path / "runs.json", runs)
+    assert lost(comparison, "Full", 1e-3, 128, 2.0) == pytest.approx((7.5 - 5.5) / 2)
+    for run in stored(SMALL, tmp_path / "more.json", [("Full", 1e-3, 64, 1, 6.2)]).store.content["runs"]:
+        comparison.store.add(run)
+    assert lost(comparison, "Full", 1e-3, 128, 2.0) == pytest.approx(0.2)
 
 
 def test_the_lead_is_of_the_seeds_that_both_have(tmp_path):
@@ -230,10 +270,14 @@ def test_what_is_reported_has_the_rate_of_the_sweep(tmp_path):
     runs += [("Full", 1e-3, 64, 0, 5.0), ("Full", 4e-3, 64, 0, 4.0), ("Block, S=2", 1e-3, 64, 1, 5.0)]
     comparison = stored(SMALL, tmp_path / "runs.json", runs)
     assert comparison.reported(64) == {"standard": 1e-3, "Full": 4e-3}
-    report.write(comparison, 64, tmp_path / "page.md", {"standard": 2e-3})
+    report.write(comparison, 64, tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
-    assert "<!-- tiny: result -->" in page and "| standard | 0.002 | 1 | 4.0000 |  |" in page
-    assert "| Full | 0.004 | 1 | 4.0000 | +0.0000 |" in page
+    assert "<!-- tiny: result -->" in page and "| standard | 0.001 | 1 | 5.0000 |  |" in page
+    assert "| Full | 0.004 | 1 | 4.0000 | -1.0000 |" in page
+    assert "Block" not in page
+    report.write(comparison, 64, tmp_path / "page.md", {"standard": 2e-3, "Full": 4e-3, "Block, S=2": 1e-3})
+    page = (tmp_path / "page.md").read_text()
+    assert "| standard | 0.002 | 1 | 4.0000 |  |" in page and "| Full | 0.004 | 1 | 4.0000 | +0.0000 |" in page
     assert "Block" not in page
     assert (tmp_path / "runs.png").exists()
     assert stored(SMALL, tmp_path / "none.json", runs[-1:]).reported(64) == {}
@@ -311,12 +355,15 @@ def test_the_command_trains_stores_and_goes_on(assets, tmp_path):
     page = (tmp_path / "page.md").read_text()
     assert re.search(r"\| Full \| 0.004 \| 2 \| .* ± .* \| .* ± .* \|", page)
     assert "The sweep was not made." in page
-    again = run(tmp_path, *shorter)
-    assert "Runs stored: 1 of 1." in again.stdout
+    again = run(tmp_path, *shorter, "--keep", tmp_path / "others")
+    assert "Runs stored: 1 of 1." in again.stdout and "its model is not kept" in again.stdout
+    assert not (tmp_path / "others").exists()
     assert (tmp_path / "page.md").read_text() == page
 
     for arguments, status, message in (
         (["--connections", "Fall"], 1, "Fall is none of standard"),
+        (["--prepare"], 1, "--prepare needs --corpus, the folder of tinystories."),
+        (["--corpus", assets / "corpora" / "classics"], 1, "--corpus: claim-tiny is declared for tinystories, not"),
         *([] if torch.cuda.is_available() else [(["--device", "cuda"], 1, "PyTorch sees no GPU")]),
         (["--seeds", str(SELECTION_SEED)], 2, "settings are chosen by"),
     ):

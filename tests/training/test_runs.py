@@ -39,6 +39,16 @@ def test_sequence_losses_average_to_the_models_loss(tiny_model):
         assert torch.isclose(losses.mean().float(), model.eval()(blocks, labels=blocks).loss, rtol=1e-5)
 
 
+def test_a_model_trained_in_bfloat16_computes_in_float32_again(tiny_model):
+    """The trainer puts autocast into the model's own `forward`."""
+    model, blocks = tiny_model(), random_blocks(8)
+    train(model, blocks, Run(steps=2, batch_size=4, learning_rate=1e-2), bf16=True, use_cpu=True)
+    fresh = tiny_model()
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(sequence_losses(model, blocks), sequence_losses(fresh, blocks))
+    assert model(blocks).logits.dtype == torch.float32
+
+
 def test_a_stopped_run_goes_on_from_its_last_whole_checkpoint(tiny_model, tmp_path):
     run = Run(steps=8, batch_size=2, learning_rate=1e-2, warmup_steps=2, decay_steps=4)
     blocks, steps = random_blocks(16), []
