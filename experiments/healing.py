@@ -158,7 +158,7 @@ class Healing:
         return self.declaration.setting() | start
 
     def _measure(self, run: Planned, on_step: Callable[[], None]) -> dict[str, Any]:
-        """One run: held-out loss (nats/token) before and after it, and the depth attention."""
+        """One run: held-out loss (nats/token) before and after it, the depth attention, the mean |gamma| of gates."""
         began = time.monotonic()
         recipe, held_out, batch_size = run.recipe, self._held_out(run.seed), self.declaration.batch_size
         model = reconnected(self.start, recipe)
@@ -174,6 +174,9 @@ class Healing:
         if not recipe.is_standard:
             read = depth_attention(model, held_out[:32].split(16))
             result["depth_attention"] = [[round(w, 4) for w in row[~row.isnan()].tolist()] for row in read.mean]
+            gates = [tensor.abs() for name, tensor in residual_tensors(model).items() if name.endswith(".gamma")]
+            if gates:
+                result["gamma"] = round(torch.cat(gates).mean().item(), 5)
             result["distance_from_uniform"] = round(read.distance[1:].mean().item(), 5)
         return result
 

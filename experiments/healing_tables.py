@@ -7,9 +7,9 @@ from .healing_declared import Declaration
 
 
 def tables(declaration: Declaration, store: Store, seeds: Sequence[int]) -> dict[str, str]:
-    """All of them, by the names of their places."""
+    """All that have runs, by the names of their places."""
     found = {}
-    if declaration.report:
+    if any(store.find(recipe, seed) for recipe in declaration.report.values() for seed in seeds):
         found["report"] = report_table(declaration, store, seeds)
         found["depth attention"] = depth_table(declaration, store, seeds)
     found |= {title: sweep_table(declaration, store, title) for title in declaration.sweeps}

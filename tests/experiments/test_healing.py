@@ -147,13 +147,14 @@ def test_the_command_stores_each_run_resumes_and_writes_the_table(start, tokeniz
     first = json.loads((tmp_path / "r" / "results.json").read_text())
     assert first["setting"] == SETTING and len(first["runs"]) == 1
 
-    process = healing_command(tmp_path, *report, "--recipes", "standard", "Full")
+    process = healing_command(tmp_path, *report, "--recipes", "standard", "Full", "Full, gated")
     assert process.returncode == 0, process.stderr
-    assert "Runs stored: 1 of 2." in process.stdout
-    standard, full = json.loads((tmp_path / "r" / "results.json").read_text())["runs"]
+    assert "Runs stored: 1 of 3." in process.stdout
+    standard, full, gated = json.loads((tmp_path / "r" / "results.json").read_text())["runs"]
     assert [standard] == first["runs"]
     assert full["before"] == pytest.approx(standard["before"], abs=2e-6)
     assert [len(row) for row in full["depth_attention"]] == [1, 2, 3, 4, 5]
+    assert "gamma" not in full and 0 < gated["gamma"] < 0.01
     text = (tmp_path / "RESULTS.md").read_text()
     assert text.startswith("Before.\n<!-- tiny: report -->\n| model") and "<!-- end -->\nAfter.\n" in text
     assert f"| Full | all | 1,536 | 1 | {full['after']:.4f} | {full['after'] - standard['after']:+.4f} |" in text
