@@ -34,7 +34,7 @@ def report_table(
         if costs:
             cost = costs.get(label)
             cells.append(f"{cost:.2f}" if cost else "")
-            given_up = None if is_baseline or not cost else lost(comparison, label, rate, tokens, cost)
+            given_up = None if is_baseline or not cost else lost(comparison, label, rates, tokens, cost)
             cells.append("" if given_up is None else f"{mean(differences) + given_up:+z.2f}")
         if published:
             cells.append(f"{published[label]:+.3f}" if label in published else "")
@@ -42,29 +42,38 @@ def report_table(
     return markdown(rows)
 
 
-def lost(comparison: Comparison, label: str, rate: float, tokens: int, cost: float) -> float | None:
+def lost(comparison: Comparison, label: str, rates: Mapping[str, float], tokens: int, cost: float) -> float | None:
     """What a connection's loss would be higher by, had it trained as long as `standard` by the clock.
 
         slope * ln(cost),   slope = (loss(short) - loss(tokens)) / ln(tokens / short)
 
-    with the longest shorter run of a seed that is reported, or else with that of the sweep: its text is another, which
-    changes little where the runs differ much in length. The loss flattens with more tokens, and a chord is steeper than
-    the curve at its end: this is too much rather than too little. None: there is no shorter run at that rate.
+    with the longest shorter run of a seed that is reported; without any, with those of `standard`, whose losses fall
+    alike; or else with the sweep's run, on another text. The loss flattens with more tokens, and a chord is steeper
+    than the curve at its end: this is too much rather than too little. None: there is no shorter run at that rate.
     """
-    connection, after = comparison.experiment.connections[label], comparison.runs(label, rate, tokens)
-    shorter = [
-        (run["seed"] in after, run["recipe"]["tokens"], run["seed"], run["after"])
+    for name, is_sweep in ((label, False), (BASELINE, False), (label, True)):
+        slope = _slope(comparison, name, rates[name], tokens, is_sweep)
+        if slope is not None:
+            return slope * math.log(cost)
+    return None
+
+
+def _slope(comparison: Comparison, label: str, rate: float, tokens: int, is_sweep: bool) -> float | None:
+    after = comparison.runs(label, rate, tokens)
+    recipe = {"connection": comparison.experiment.connections[label], "rate": rate}
+    shorter = {
+        (run["recipe"]["tokens"], run["seed"]): run["after"]
         for run in comparison.store.content["runs"]
-        if (run["recipe"]["connection"], run["recipe"]["rate"]) == (connection, rate)
+        if run["recipe"] == recipe | {"tokens": run["recipe"]["tokens"]}
         and run["recipe"]["tokens"] < tokens
-        and run["seed"] in (*after, SELECTION_SEED)
-    ]
+        and run["seed"] in ({SELECTION_SEED} if is_sweep else after)
+    }
     if not shorter:
         return None
-    is_reported, length, *_ = max(shorter)
-    chosen = {seed: loss for *kind, seed, loss in shorter if kind == [is_reported, length]}
-    ends = mean(run["after"] for seed, run in after.items() if seed in chosen or not is_reported)
-    return (mean(chosen.values()) - ends) / math.log(tokens / length) * math.log(cost)
+    length = max(count for count, _ in shorter)
+    before = {seed: loss for (count, seed), loss in shorter.items() if count == length}
+    ends = mean(run["after"] for seed, run in after.items() if is_sweep or seed in before)
+    return (mean(before.values()) - ends) / math.log(tokens / length)
 
 
 def lead_table(comparison: Comparison, rates: Mapping[str, float], tokens: int) -> str:

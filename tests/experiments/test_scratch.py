@@ -223,10 +223,10 @@ def test_at_equal_time_a_slower_connection_has_fewer_tokens(tmp_path):
     runs = [("Full", 1e-3, tokens, 0, 9 - 0.5 * math.log2(tokens)) for tokens in (16, 64, 128)]
     runs += [("Full", 2e-3, 100, 0, 0.0), ("standard", 1e-3, 100, 0, 0.0), ("Full", 1e-3, 256, 0, 0.0)]  # not meant
     runs += [("standard", 1e-3, 128, 0, 6.0)]
-    comparison = stored(SMALL, tmp_path / "runs.json", runs)
-    assert lost(comparison, "Full", 1e-3, 128, 2.0) == pytest.approx(0.5)
-    assert lost(comparison, "Full", 1e-3, 128, 0.5) == pytest.approx(-0.5)
-    assert lost(comparison, "Full", 1e-3, 16, 2.0) is None
+    comparison, rates = stored(SMALL, tmp_path / "runs.json", runs), {"standard": 2e-3, "Full": 1e-3}
+    assert lost(comparison, "Full", rates, 128, 2.0) == pytest.approx(0.5)
+    assert lost(comparison, "Full", rates, 128, 0.5) == pytest.approx(-0.5)
+    assert lost(comparison, "Full", rates, 16, 2.0) is None
     table = report_table(comparison, {"standard": 1e-3, "Full": 1e-3}, 128, {"standard": 1.0, "Full": 2.0})
     assert table.splitlines()[0].endswith("| minus standard | time of a step | minus standard, at equal time |")
     assert table.splitlines()[2:] == [
@@ -236,13 +236,17 @@ def test_at_equal_time_a_slower_connection_has_fewer_tokens(tmp_path):
     assert report_table(comparison, {"standard": 1e-3}, 128, {"Full": 2.0}).endswith("| 6.0000 |  |  |  |")
 
 
-def test_what_a_slower_step_costs_is_read_within_seeds_and_from_the_sweep_without_any(tmp_path):
+def test_what_a_slower_step_costs_is_read_within_seeds_or_from_standard_or_from_the_sweep(tmp_path):
     runs = [("Full", 1e-3, 128, seed, 5.0 + seed) for seed in (0, 1)] + [("Full", 1e-3, 32, SELECTION_SEED, 7.5)]
-    comparison = stored(SMALL, tmp_path / "runs.json", runs)
-    assert lost(comparison, "Full", 1e-3, 128, 2.0) == pytest.approx((7.5 - 5.5) / 2)
-    for run in stored(SMALL, tmp_path / "more.json", [("Full", 1e-3, 64, 1, 6.2)]).store.content["runs"]:
-        comparison.store.add(run)
-    assert lost(comparison, "Full", 1e-3, 128, 2.0) == pytest.approx(0.2)
+    runs += [("standard", 2e-3, 128, 0, 6.0)]
+    comparison, rates = stored(SMALL, tmp_path / "runs.json", runs), {"standard": 2e-3, "Full": 1e-3}
+    assert lost(comparison, "Full", rates, 128, 2.0) == pytest.approx((7.5 - 5.5) / 2)
+    more = stored(SMALL, tmp_path / "more.json", [("standard", 2e-3, 64, 0, 6.3), ("Full", 1e-3, 64, 1, 6.2)])
+    of_standard, own = more.store.content["runs"]
+    comparison.store.add(of_standard)
+    assert lost(comparison, "Full", rates, 128, 2.0) == pytest.approx(0.3)
+    comparison.store.add(own)
+    assert lost(comparison, "Full", rates, 128, 2.0) == pytest.approx(0.2)
 
 
 def test_the_lead_is_of_the_seeds_that_both_have(tmp_path):
