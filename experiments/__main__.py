@@ -11,10 +11,9 @@ from transformers.utils import logging
 from . import findings, healing, report
 from .costs import file_of, measure_costs
 from .data import load, prepare, prepared_file
-from .harness import PAGES, RESULTS, SELECTION_SEED, Store, add_work, chosen, page_of
-from .scratch import BASELINE, Comparison, declared
+from .harness import PAGES, SELECTION_SEED, Store, add_work, chosen, results_file, tables_file
+from .scratch import BASELINE, DECLARED, Comparison, declared
 
-HERE = Path(__file__).parent
 FROM_SCRATCH = {
     "claim": "attention residuals against the residual stream, dense and deep",
     "moe": "a small MoE",
@@ -28,7 +27,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="experiment", required=True)
     for name, about in FROM_SCRATCH.items():
         command = commands.add_parser(name, help=about, description=about)
-        sizes = sorted(path.stem.removeprefix(f"{name}-") for path in HERE.glob(f"declared/{name}-*.yaml"))
+        sizes = sorted(path.stem.removeprefix(f"{name}-") for path in DECLARED.glob(f"{name}-*.yaml"))
         default = "cpu" if "cpu" in sizes else sizes[0]
         command.add_argument("--size", choices=sizes, default=default, help=f"which declaration; default {default}")
         command.add_argument("--corpus", type=Path, help="folder with train.txt and valid.txt, until it is prepared")
@@ -66,9 +65,9 @@ def run_from_scratch(options: argparse.Namespace) -> None:
         print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
     if options.prepare:
         return
-    store = Store(options.results or RESULTS / f"{experiment.name}.json", experiment.setting())
+    store = Store(options.results or results_file(experiment.name), experiment.setting())
     is_trial = bool(options.results or options.rate or options.tokens)
-    page = options.tables or page_of(options.experiment, options.size, store.path, is_trial)
+    page = options.tables or tables_file(options.experiment, options.size, store.path, is_trial)
     tokens, seeds = options.tokens or experiment.tokens, options.seeds or experiment.seeds
     if options.costs:
         measure_costs(experiment, file_of(store.path), options.device)

@@ -46,6 +46,10 @@ class Data:
     selection: Tensor
     valid: Tensor
 
+    def held_out(self, selecting: bool) -> Tensor:
+        """What a run is measured on that settings are chosen by, or that is reported."""
+        return self.selection if selecting else self.valid
+
     def order(self, seed: int, wanted: int) -> Tensor:
         """The `wanted` training sequences of a seed: all of them in a shuffled order, then all in another, ..."""
         generator = torch.Generator().manual_seed(seed)

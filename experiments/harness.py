@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SELECTION_SEED = 10  # of the runs that settings are chosen by, on text that is not reported
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "experiments" / "results"  # where runs are stored
+FOLDER = ROOT / "experiments"  # of the pages, and of stored runs in `results`
 PAGES = "Markdown file to update; default the page of the experiment, for a trial one beside --results"
 
 
@@ -64,6 +64,10 @@ class Store:
         wanted = asdict(recipe), seed
         return next((run for run in self.content["runs"] if (run["recipe"], run["seed"]) == wanted), None)
 
+    def runs(self, selecting: bool) -> list[dict[str, Any]]:
+        """Those that settings are chosen by, or those that are reported."""
+        return [run for run in self.content["runs"] if (run["seed"] == SELECTION_SEED) == selecting]
+
     def add(self, run: dict[str, Any]) -> None:
         """Add a run to what the file holds by now: others may have added theirs."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,6 +89,11 @@ class Planned:
 
     def __str__(self) -> str:
         return f"{self.label}, seed {self.seed}"
+
+    @property
+    def selecting(self) -> bool:
+        """Settings are chosen by it, on text that is not reported."""
+        return self.seed == SELECTION_SEED
 
     @property
     def folder(self) -> str:
@@ -109,9 +118,18 @@ def add_work(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--work", type=Path, default=work, help=f"folder for checkpoints; default {work}")
 
 
-def page_of(experiment: str, size: str, results: Path, is_trial: bool) -> Path:
+def results_file(name: str) -> Path:
+    """Where the runs of an experiment are stored."""
+    return FOLDER / "results" / f"{name}.json"
+
+
+def page_of(experiment: str) -> Path:
+    return FOLDER / f"{experiment}.md"
+
+
+def tables_file(experiment: str, size: str, results: Path, is_trial: bool) -> Path:
     """Where the tables of a command go: the page of the experiment that has places for them, or beside the runs."""
-    page = ROOT / "experiments" / f"{experiment}.md"
+    page = page_of(experiment)
     has_places = page.exists() and f"<!-- {size}: " in page.read_text()
     return page if has_places and not is_trial else results.with_suffix(".md")
 
@@ -204,10 +222,10 @@ def _commit() -> str:
         return "unknown"
 
 
-def spread(values: Sequence[float], sign: str = "", digits: int = 4) -> str:
+def spread(values: Sequence[float], sign: str = "") -> str:
     """Mean ± standard deviation, such as `3.9932 ± 0.0189`."""
-    deviation = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{mean(values):{sign}z.{digits}f}{deviation}"
+    deviation = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{mean(values):{sign}z.4f}{deviation}"
 
 
 def markdown(rows: Sequence[Sequence[str]], texts: int = 1) -> str:

@@ -29,7 +29,6 @@ from attnres.training.text import read_documents, token_stream
 from .data import Data, load, prepare, prepared_file
 from .harness import (
     PAGES,
-    RESULTS,
     SELECTION_SEED,
     Planned,
     Store,
@@ -39,11 +38,12 @@ from .harness import (
     forget_checkpoints,
     make_runs,
     page_of,
+    results_file,
+    tables_file,
 )
 from .healing_declared import DECLARED, Declaration, Recipe
 from .healing_tables import tables
 
-PAGE = Path(__file__).with_name("healing.md")
 SEEDS = [0, 1, 2]
 DECAY_SHARE = 0.5
 SAME_LOSS = 1e-3  # another processor changes less of it
@@ -142,11 +142,12 @@ class Healing:
 
     def _check_start(self, plan: Sequence[Planned]) -> None:
         """Raises ValueError: stored runs of the standard model began with another loss."""
-        for selecting in {run.seed == SELECTION_SEED for run in plan}:
-            runs = [run for run in self.store.content["runs"] if (run["seed"] == SELECTION_SEED) == selecting]
-            began = [run["before"] for run in runs if run["recipe"]["block_size"] is None]
-            loss = self.loss_at_step_0(None, False, "sum", selecting) if began else 0.0
-            if began and abs(loss - began[0]) > SAME_LOSS:
+        for selecting in {run.selecting for run in plan}:
+            began = [run["before"] for run in self.store.runs(selecting) if run["recipe"]["block_size"] is None]
+            if not began:
+                continue
+            loss = self.loss_at_step_0(None, False, "sum", selecting)
+            if abs(loss - began[0]) > SAME_LOSS:
                 raise ValueError(
                     f"{self.store.path} holds runs of a model that begins with a loss of {began[0]:.4f} on its text; "
                     f"here it is {loss:.4f}. Choose another --results for another --checkpoint or --corpus."
@@ -160,7 +161,8 @@ class Healing:
     def _measure(self, run: Planned, on_step: Callable[[], None]) -> dict[str, Any]:
         """One run: held-out loss (nats/token) before and after it, the depth attention, the mean |gamma| of gates."""
         began = time.monotonic()
-        recipe, held_out, batch_size = run.recipe, self._held_out(run.seed), self.declaration.batch_size
+        recipe, batch_size = run.recipe, self.declaration.batch_size
+        held_out = self.data.held_out(run.selecting)
         model = reconnected(self.start, recipe)
         blocks = self.data.order(run.seed, recipe.steps * batch_size)
         work = checkpoints(self.work, self._identity, run)
@@ -169,7 +171,7 @@ class Healing:
             "tokens": blocks.numel(),
             "after": mean_loss(model, held_out),
             "seconds": round(time.monotonic() - began, 1),
-            "before": self.loss_at_step_0(recipe.block_size, recipe.gated, recipe.scale, run.seed == SELECTION_SEED),
+            "before": self.loss_at_step_0(recipe.block_size, recipe.gated, recipe.scale, run.selecting),
         }
         if not recipe.is_standard:
             read = depth_attention(model, held_out[:32].split(16))
@@ -180,12 +182,9 @@ class Healing:
             result["distance_from_uniform"] = round(read.distance[1:].mean().item(), 5)
         return result
 
-    def _held_out(self, seed: int) -> Tensor:
-        return self.data.selection if seed == SELECTION_SEED else self.data.valid
-
     def _loss_at_step_0(self, block_size: int | None, gated: bool, scale: str, selecting: bool) -> float:
         model = reconnected(self.start, Recipe(block_size=block_size, gated=gated, scale=scale))
-        return mean_loss(model, self.data.selection if selecting else self.data.valid)
+        return mean_loss(model, self.data.held_out(selecting))
 
 
 def mean_loss(model: PreTrainedModel, blocks: Tensor) -> float:
@@ -205,24 +204,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_work(parser)
 
 
-def results(declaration: Declaration) -> Path:
-    return RESULTS / f"healing-{declaration.size}.json"
-
-
 def write_all() -> None:
     """The tables of all sizes that have stored runs."""
     for path in sorted(DECLARED.glob("*.yaml")):
         declaration = Declaration.load(path.stem)
-        if results(declaration).exists():
-            store = Store(results(declaration), declaration.setting())
-            update_tables(PAGE, tables(declaration, store, SEEDS))
+        path = results_file(f"healing-{path.stem}")
+        if path.exists():
+            update_tables(page_of("healing"), tables(declaration, Store(path, declaration.setting()), SEEDS))
 
 
 def run(options: argparse.Namespace) -> None:
     declaration = Declaration.load(options.size)
     groups = chosen("--groups", options.groups, ["report", *declaration.sweeps])
     recipes = chosen("--recipes", options.recipes, list(declaration.report))
-    store = Store(options.results or results(declaration), declaration.setting())
+    store = Store(options.results or results_file(f"healing-{options.size}"), declaration.setting())
     start = AutoModelForCausalLM.from_pretrained(options.checkpoint)
     data = load_data(declaration, options.corpus, AutoTokenizer.from_pretrained(options.checkpoint))
     wanted = []
@@ -234,5 +229,5 @@ def run(options: argparse.Namespace) -> None:
             wanted += [(f"{group}: {label}", recipe, SELECTION_SEED) for label, recipe in sweep]
     Healing(declaration, start, data, store, options.work).make(wanted)
     seeds = options.seeds if options.results else SEEDS
-    page = options.tables or page_of("healing", options.size, store.path, bool(options.results))
+    page = options.tables or tables_file("healing", options.size, store.path, bool(options.results))
     update_tables(page, tables(declaration, store, seeds))

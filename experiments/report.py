@@ -8,11 +8,9 @@ from attnres.analysis.tables import update_tables
 from . import healing
 from .costs import costs, file_of
 from .figures import block_sizes, gains, plot, plot_beside_paper, plot_block_sizes, plot_gains
-from .harness import RESULTS, Store
+from .harness import Store, page_of, results_file
 from .scratch import BASELINE, DECLARED, Comparison, declared
 from .tables import lead_table, report_table, sweep_table
-
-HERE = Path(__file__).parent
 
 
 def tables(comparison: Comparison, tokens: int, rates: Mapping[str, float]) -> dict[str, str]:
@@ -51,7 +49,7 @@ def write(comparison: Comparison, tokens: int, page: Path, rates: Mapping[str, f
 
 def stored(name: str) -> Comparison | None:
     """The comparison of a declaration with its runs in the repository; None: it has none."""
-    experiment, path = declared(name), RESULTS / f"{name}.json"
+    experiment, path = declared(name), results_file(name)
     return Comparison(experiment, Store(path, experiment.setting())) if path.exists() else None
 
 
@@ -59,12 +57,12 @@ def write_gains() -> None:
     """The figure of `depth`, of as many depths as there are."""
     names = sorted(path.stem for path in DECLARED.glob("depth-*.yaml"))
     if found := gains([comparison for name in names if (comparison := stored(name))]):
-        plot_gains(found, RESULTS / "depth.png")
+        plot_gains(found, results_file("depth").with_suffix(".png"))
 
 
 def write_all() -> None:
     for path in sorted(DECLARED.glob("*.yaml")):
         if comparison := stored(path.stem):
-            write(comparison, comparison.experiment.tokens, HERE / f"{path.stem.partition('-')[0]}.md")
+            write(comparison, comparison.experiment.tokens, page_of(path.stem.partition("-")[0]))
     write_gains()
     healing.write_all()

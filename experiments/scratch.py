@@ -157,7 +157,7 @@ def measure(
         torch_compile=compiled,
         use_cpu=device == "cpu",
     )
-    held_out = data.selection if seed == SELECTION_SEED else data.valid
+    held_out = data.held_out(run.selecting)
     losses = sequence_losses(model, held_out)
     result = {
         "non_embedding": count_parameters(model.config).non_embedding,
@@ -198,16 +198,23 @@ class Comparison:
         """Make what the store lacks of (label of a connection, rate, tokens, seed)."""
         plan = [self._planned(*run) for run in wanted]
         for run in plan if self.keep else ():
-            if self.store.find(run.recipe, run.seed) and not (self.keep / run.folder).exists() and _is_reported(run):
+            if self.store.find(run.recipe, run.seed) and not (self.keep / run.folder).exists() and not run.selecting:
                 print(f"{run} is stored in {self.store.path}: it is not made again, and its model is not kept.")
         stored = partial(forget_checkpoints, self.work, self._identity)
         make_runs(self.store, plan, self._measure, self.device, stored)
 
     def runs(self, label: str, rate: float, tokens: int) -> dict[int, dict[str, Any]]:
         """seed -> the stored run of that seed, of those that are reported."""
-        wanted = asdict(Recipe(self.experiment.connections[label], rate, tokens))
-        found = {run["seed"]: run for run in self.store.content["runs"] if run["recipe"] == wanted}
-        return {seed: found[seed] for seed in sorted(found) if seed != SELECTION_SEED}
+        return self.by_length(label, rate).get(tokens, {})
+
+    def by_length(self, label: str, rate: float, selecting: bool = False) -> dict[int, dict[int, dict[str, Any]]]:
+        """tokens -> seed -> the stored run, of those that are reported or of those that settings are chosen by."""
+        found, connection = {}, self.experiment.connections[label]
+        for run in sorted(self.store.runs(selecting), key=lambda run: run["seed"]):
+            recipe = run["recipe"]
+            if (recipe["connection"], recipe["rate"]) == (connection, rate):
+                found.setdefault(recipe["tokens"], {})[run["seed"]] = run
+        return found
 
     def pairs(self, label: str, rates: Mapping[str, float], tokens: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Runs of a connection and of the baseline, for each seed that both have."""
@@ -230,8 +237,7 @@ class Comparison:
         """
         rates = {}
         for label, connection in self.experiment.connections.items():
-            runs = [run for run in self.store.content["runs"] if run["seed"] != SELECTION_SEED]
-            recipes = [run["recipe"] for run in runs]
+            recipes = [run["recipe"] for run in self.store.runs(selecting=False)]
             tried = [r["rate"] for r in recipes if (r["connection"], r["tokens"]) == (connection, tokens)]
             if tried:
                 rates[label] = best if self.swept(label) and (best := self.best_rate(label)) in tried else tried[-1]
@@ -242,8 +248,7 @@ class Comparison:
     def swept(self, label: str) -> dict[float, float]:
         """The loss on the selection text by rate, of the rates tried so far."""
         connection, tokens = self.experiment.connections[label], self.experiment.sweep_tokens
-        runs = [run for run in self.store.content["runs"] if run["seed"] == SELECTION_SEED]
-        runs = [(run["recipe"], run["after"]) for run in runs]
+        runs = [(run["recipe"], run["after"]) for run in self.store.runs(selecting=True)]
         return {r["rate"]: loss for r, loss in runs if (r["connection"], r["tokens"]) == (connection, tokens)}
 
     def best_rate(self, label: str) -> float:
@@ -275,10 +280,6 @@ class Comparison:
         return Planned(f"{label}, rate {rate:g}, {tokens:,} tokens", recipe, seed, self.experiment.steps(tokens))
 
     def _measure(self, run: Planned, on_step: Callable[[], None]) -> dict[str, Any]:
-        keep = self.keep / run.folder if self.keep and _is_reported(run) else None
+        keep = self.keep / run.folder if self.keep and not run.selecting else None
         work = checkpoints(self.work, self._identity, run)
         return measure(self.experiment, self.data, run, on_step, work, self.device, keep, self.compiled)
-
-
-def _is_reported(run: Planned) -> bool:
-    return run.seed != SELECTION_SEED

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from statistics import mean
 
-from .harness import SELECTION_SEED, markdown, spread
+from .harness import markdown, spread
 from .scratch import BASELINE, Comparison
 
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)  # of the steps: where the training loss is shown
@@ -60,20 +60,15 @@ def lost(comparison: Comparison, label: str, rates: Mapping[str, float], tokens:
 
 def _slope(comparison: Comparison, label: str, rate: float, tokens: int, is_sweep: bool) -> float | None:
     after = comparison.runs(label, rate, tokens)
-    recipe = {"connection": comparison.experiment.connections[label], "rate": rate}
-    shorter = {
-        (run["recipe"]["tokens"], run["seed"]): run["after"]
-        for run in comparison.store.content["runs"]
-        if run["recipe"] == recipe | {"tokens": run["recipe"]["tokens"]}
-        and run["recipe"]["tokens"] < tokens
-        and run["seed"] in ({SELECTION_SEED} if is_sweep else after)
-    }
-    if not shorter:
+    runs = comparison.by_length(label, rate, selecting=is_sweep)
+    lengths = [length for length in runs if length < tokens and (is_sweep or runs[length].keys() & after.keys())]
+    if not lengths:
         return None
-    length = max(count for count, _ in shorter)
-    before = {seed: loss for (count, seed), loss in shorter.items() if count == length}
-    ends = mean(run["after"] for seed, run in after.items() if is_sweep or seed in before)
-    return (mean(before.values()) - ends) / math.log(tokens / length)
+    before = runs[max(lengths)]
+    if not is_sweep:  # within seeds
+        before, after = ({seed: of[seed] for seed in before.keys() & after.keys()} for of in (before, after))
+    starts, ends = (mean(run["after"] for run in of.values()) for of in (before, after))
+    return (starts - ends) / math.log(tokens / max(lengths))
 
 
 def lead_table(comparison: Comparison, rates: Mapping[str, float], tokens: int) -> str:

@@ -14,11 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres.residual_attnres import residual_tensors
-from experiments import healing, report, scratch
+from experiments import harness, report, scratch
 from experiments.costs import costs, file_of, measure_costs
 from experiments.data import Data, Text, load, prepare
 from experiments.figures import block_sizes, gains, plot, plot_beside_paper, plot_block_sizes, plot_gains
-from experiments.harness import SELECTION_SEED, Planned, Store, checkpoints, page_of
+from experiments.harness import SELECTION_SEED, Planned, Store, checkpoints, tables_file
 from experiments.scratch import DECLARED, Comparison, Experiment, Recipe, declared
 from experiments.tables import lead_table, lost, report_table, sweep_table
 
@@ -166,9 +166,9 @@ def test_checkpoints_are_found_by_what_makes_a_run(tmp_path):
 
 def test_a_trial_leaves_the_pages_of_the_repository_alone(tmp_path):
     own = ROOT / "experiments" / "claim.md"
-    assert page_of("claim", "cpu", tmp_path / "runs.json", is_trial=False) == own
-    assert page_of("claim", "cpu", tmp_path / "runs.json", is_trial=True) == tmp_path / "runs.md"
-    assert page_of("claim", "tiny", tmp_path / "runs.json", is_trial=False) == tmp_path / "runs.md"
+    assert tables_file("claim", "cpu", tmp_path / "runs.json", is_trial=False) == own
+    assert tables_file("claim", "cpu", tmp_path / "runs.json", is_trial=True) == tmp_path / "runs.md"
+    assert tables_file("claim", "tiny", tmp_path / "runs.json", is_trial=False) == tmp_path / "runs.md"
 
 
 def test_the_sweep_goes_on_while_the_best_rate_is_the_last_one(tmp_path, monkeypatch):
@@ -413,9 +413,6 @@ def test_report_makes_all_tables_anew(tmp_path, monkeypatch):
     for name, text in pages.items():
         (copy / name).write_text(re.sub(r"(?s)(<!-- (?!end)[^>]+ -->\n).*?(?=<!-- end -->)", r"\1", text))
     assert any((copy / name).read_text() != text for name, text in pages.items())
-    monkeypatch.setattr(report, "HERE", copy)
-    monkeypatch.setattr(report, "RESULTS", copy / "results")
-    monkeypatch.setattr(healing, "RESULTS", copy / "results")
-    monkeypatch.setattr(healing, "PAGE", copy / "healing.md")
+    monkeypatch.setattr(harness, "FOLDER", copy)
     report.write_all()
     assert {page.name: page.read_text() for page in copy.glob("*.md")} == pages
