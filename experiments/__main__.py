@@ -69,11 +69,11 @@ def run_from_scratch(options: argparse.Namespace) -> None:
     is_trial = bool(options.results or options.rate or options.tokens)
     page = options.tables or tables_file(options.experiment, options.size, store.path, is_trial)
     tokens, seeds = options.tokens or experiment.tokens, options.seeds or experiment.seeds
+    labels = list(dict.fromkeys([BASELINE, *chosen("--connections", options.connections, experiment.connections)]))
     if options.costs:
-        measure_costs(experiment, file_of(store.path), options.device)
+        measure_costs(experiment, labels, file_of(store.path), options.device)
         report.write(Comparison(experiment, store), tokens, page)
         return
-    labels = list(dict.fromkeys([BASELINE, *chosen("--connections", options.connections, experiment.connections)]))
     data = load(experiment.text, experiment.length, experiment.held_out)
     comparison = Comparison(experiment, store, data, options.work, options.device, options.keep, options.compile)
     rates = dict.fromkeys(labels, options.rate) if options.rate else comparison.sweep(labels)

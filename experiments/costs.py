@@ -1,7 +1,7 @@
 """What a training step costs with each connection, as a ratio to the standard model: all in turn, in one process."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from .harness import made_by
 from .scratch import BASELINE, Experiment, build
 
 REPEATS = 15
+WAYS = ("eager", "compiled")
 
 
 def file_of(results: Path) -> Path:
@@ -23,27 +24,40 @@ def file_of(results: Path) -> Path:
     return results.with_name(f"{results.stem}-costs.json")
 
 
-def measure_costs(experiment: Experiment, path: Path, device: str) -> None:
-    """Time a step of all connections (forward, backward, AdamW), and store the ratios with their quartiles."""
+def measure_costs(experiment: Experiment, labels: Sequence[str], path: Path, device: str) -> None:
+    """Time a step of these connections (forward, backward, AdamW), as it is and by `torch.compile`.
+
+    Stored are ratios with their quartiles: to the standard model run the same way, and of compiled steps to eager ones.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     keep_freed_memory()
     ids = torch.randint(experiment.text.vocab_size, (experiment.batch_size, experiment.length), device=device)
-    models = {label: build(experiment, fields, 0).to(device) for label, fields in experiment.connections.items()}
+    eager = {label: build(experiment, experiment.connections[label], 0).to(device) for label in labels}
+    models = {("eager", label): model for label, model in eager.items()}
+    models |= {("compiled", label): torch.compile(model) for label, model in eager.items()}
     set_seed(0)
     ways = {
-        label: _in_bfloat16(way, device) if experiment.bfloat16 else way
-        for label, way in training_step(models, ids).items()
+        name: _in_bfloat16(way, device) if experiment.bfloat16 else way
+        for name, way in training_step(models, ids).items()
     }
-    times = interleave(ways, Setting(torch.get_num_threads(), REPEATS, device=device), calls=1)
-    ratios = {label: asdict(Ratio.of(taken.wall, times[BASELINE].wall)) for label, taken in times.items()}
-    atomic_write(path, json.dumps({"ratios": ratios, "made_by": made_by(device)}, indent=1) + "\n")
+    with torch._dynamo.config.patch(recompile_limit=2 * len(models)):  # all run through the same lines
+        taken = interleave(ways, Setting(torch.get_num_threads(), REPEATS, device=device), calls=1)
+    times = {name: own.wall for name, own in taken.items()}
+    found = {way: {label: _ratio(times, (way, label), (way, BASELINE)) for label in eager} for way in WAYS}
+    found["compiled to eager"] = {label: _ratio(times, ("compiled", label), ("eager", label)) for label in eager}
+    atomic_write(path, json.dumps({"ratios": found, "made_by": made_by(device)}, indent=1) + "\n")
 
 
-def costs(path: Path) -> dict[str, float]:
-    """label -> the median ratio, of what was measured."""
+def costs(path: Path) -> dict[str, dict[str, float]]:
+    """A way of [`WAYS`] -> label -> the median ratio, of what was measured."""
     if not path.exists():
         return {}
-    return {label: ratio["median"] for label, ratio in json.loads(path.read_text())["ratios"].items()}
+    found = json.loads(path.read_text())["ratios"]
+    return {way: {label: ratio["median"] for label, ratio in found[way].items()} for way in WAYS}
+
+
+def _ratio(times: Mapping[tuple[str, str], list[float]], way: tuple[str, str], to: tuple[str, str]) -> dict[str, float]:
+    return {name: round(value, 4) for name, value in asdict(Ratio.of(times[way], times[to])).items()}
 
 
 def _in_bfloat16(way: Callable[[], object], device: str) -> Callable[[], object]:

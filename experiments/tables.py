@@ -11,19 +11,23 @@ SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)  # of the steps: where the tra
 
 
 def report_table(
-    comparison: Comparison, rates: Mapping[str, float], tokens: int, costs: Mapping[str, float] | None = None
+    comparison: Comparison,
+    rates: Mapping[str, float],
+    tokens: int,
+    costs: Mapping[str, Mapping[str, float]] | None = None,
 ) -> str:
     """Held-out loss, mean and standard deviation over the seeds, and the difference from `standard` within seeds.
 
     Args:
-        costs: label -> time of a training step, as a ratio to `standard`: with them there are two more columns, it and
-            the difference at equal time.
+        costs: a way to run (eager, compiled) -> label -> time of a training step, as a ratio to `standard`: for each
+            way there are two more columns, it and the difference at equal time.
 
     Where the declaration names what the paper has, that stands in the last column.
     """
     published = comparison.experiment.published
     head = ["model", "rate", "seeds", "held-out loss", "minus standard"]
-    head += ["time of a step", "minus standard, at equal time"] if costs else []
+    for way in costs or ():
+        head += [f"time of a step, {way}", "minus standard, at equal time"]
     head += ["in the paper"] if published else []
     rows = [head]
     for label, rate in rates.items():
@@ -31,8 +35,8 @@ def report_table(
         differences = comparison.differences(label, rates, tokens)
         is_baseline = label == BASELINE
         cells = [label, f"{rate:g}", str(len(losses)), spread(losses), "" if is_baseline else spread(differences, "+")]
-        if costs:
-            cost = costs.get(label)
+        for of_way in (costs or {}).values():
+            cost = of_way.get(label)
             cells.append(f"{cost:.2f}" if cost else "")
             given_up = None if is_baseline or not cost else lost(comparison, label, rates, tokens, cost)
             cells.append("" if given_up is None else f"{mean(differences) + given_up:+z.2f}")

@@ -227,13 +227,16 @@ def test_at_equal_time_a_slower_connection_has_fewer_tokens(tmp_path):
     assert lost(comparison, "Full", rates, 128, 2.0) == pytest.approx(0.5)
     assert lost(comparison, "Full", rates, 128, 0.5) == pytest.approx(-0.5)
     assert lost(comparison, "Full", rates, 16, 2.0) is None
-    table = report_table(comparison, {"standard": 1e-3, "Full": 1e-3}, 128, {"standard": 1.0, "Full": 2.0})
-    assert table.splitlines()[0].endswith("| minus standard | time of a step | minus standard, at equal time |")
+    costs = {"eager": {"standard": 1.0, "Full": 2.0}, "compiled": {"standard": 1.0, "Full": 0.5}}
+    table = report_table(comparison, {"standard": 1e-3, "Full": 1e-3}, 128, costs)
+    at_equal_time = "minus standard, at equal time"
+    heads = f"| minus standard | time of a step, eager | {at_equal_time} | time of a step, compiled | {at_equal_time} |"
+    assert table.splitlines()[0].endswith(heads)
     assert table.splitlines()[2:] == [
-        "| standard | 0.001 | 1 | 6.0000 |  | 1.00 |  |",
-        "| Full | 0.001 | 1 | 5.5000 | -0.5000 | 2.00 | +0.00 |",
+        "| standard | 0.001 | 1 | 6.0000 |  | 1.00 |  | 1.00 |  |",
+        "| Full | 0.001 | 1 | 5.5000 | -0.5000 | 2.00 | +0.00 | 0.50 | -1.00 |",
     ]
-    assert report_table(comparison, {"standard": 1e-3}, 128, {"Full": 2.0}).endswith("| 6.0000 |  |  |  |")
+    assert report_table(comparison, {"standard": 1e-3}, 128, {"eager": {"Full": 2.0}}).endswith("| 6.0000 |  |  |  |")
 
 
 def test_what_a_slower_step_costs_is_read_within_seeds_or_from_standard_or_from_the_sweep(tmp_path):
@@ -323,9 +326,12 @@ def test_costs_are_those_of_training_steps(tmp_path):
     experiment = replace(SMALL, connections={"standard": {"residual_connection": "standard"}, "deeper": deeper})
     path = file_of(tmp_path / "new" / "runs.json")
     assert costs(path) == {}
-    measure_costs(experiment, path, "cpu")
+    measure_costs(experiment, list(experiment.connections), path, "cpu")
     found = costs(path)
-    assert found["standard"] == 1 and found["deeper"] > 1.5
+    assert list(found) == ["eager", "compiled"]
+    for of_way in found.values():
+        assert of_way["standard"] == 1 and of_way["deeper"] > 1.5
+    assert set(json.loads(path.read_text())["ratios"]["compiled to eager"]) == {"standard", "deeper"}
     assert json.loads(path.read_text())["made_by"]["torch"] == version("torch")
 
 

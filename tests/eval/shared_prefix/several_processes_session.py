@@ -1,6 +1,6 @@
-"""HellaSwag in several processes, each with its part of the questions; run by `test_shared_prefix.py`.
+"""HellaSwag in several processes, each with its part of the questions; run by `test_real_questions.py`.
 
-torchrun ... shared_prefix_session.py FOLDER HUB OUT        the first process writes the results to `OUT`
+torchrun ... several_processes_session.py FOLDER HUB OUT        the first process writes the results to `OUT`
 """
 
 import json

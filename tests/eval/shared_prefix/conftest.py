@@ -1,0 +1,75 @@
+"""Small models of several families, and records of what they are called with."""
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from attnres.conversion import retrofit
+
+from .models import OTHERS, small
+from .prompts import Requests
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, 99)}
+    words = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture(scope="module")
+def make_model(tiny_model) -> Callable[[str], PreTrainedModel]:
+    """`make_model(name)`: one of `models.MODELS`; the family's have KDA, MLA, experts and uneven depth weights."""
+
+    @functools.cache
+    def make(name: str) -> PreTrainedModel:
+        if name.startswith("block size"):
+            return tiny_model(attn_res_block_size=int(name[-1]))
+        if name.startswith("retrofit"):
+            return retrofit(make(name.rpartition(" ")[2]), block_size=2)
+        return small(name, **OTHERS[name])
+
+    return make
+
+
+@pytest.fixture
+def model(make_model) -> PreTrainedModel:
+    return make_model("block size 2")
+
+
+@pytest.fixture
+def scored(tokenizer) -> Callable[..., list]:
+    """`scored(lm_class, model, requests, **arguments)`: the answers of a new model of the harness."""
+
+    def score(lm_class, model, requests: Requests, batch_size: int = 4, **arguments) -> list:
+        lm = lm_class(model, tokenizer=tokenizer, batch_size=batch_size, **arguments)
+        return lm._loglikelihood_tokens(requests, disable_tqdm=True)
+
+    return score
+
+
+@pytest.fixture
+def calls(monkeypatch) -> Callable[..., list]:
+    """`calls(model)`: the list to which each later forward pass adds the shape of its input."""
+
+    def record(model: PreTrainedModel, most: int = 10**9, error: str | None = None) -> list:
+        shapes, forward = [], model.forward
+
+        @functools.wraps(forward)
+        def counted(input_ids=None, **kwargs):
+            shapes.append(tuple(input_ids.shape))
+            if len(input_ids) > most:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried.") if error is None else RuntimeError(error)
+            return forward(input_ids, **kwargs)
+
+        monkeypatch.setattr(model, "forward", counted)
+        return shapes
+
+    return record

@@ -1,0 +1,53 @@
+"""`SharedPrefixLM` has the results of the stock harness on real questions, in one process and in two."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import lm_eval
+import pytest
+from lm_eval.models.huggingface import HFLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from attnres.conversion import retrofit
+from attnres.eval.benchmarks import benchmarks, load
+from attnres.eval.shared_prefix import SharedPrefixLM
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def source(assets) -> Path:
+    return assets / "checkpoints" / "stories260K-hf"
+
+
+def evaluate(lm: HFLM, name: str, data: Path, limit: int) -> dict:
+    return lm_eval.evaluate(lm, load(benchmarks()[name], data), limit=limit, bootstrap_iters=0)["results"]
+
+
+@pytest.mark.parametrize("name", ["hellaswag", "arc_challenge"])
+def test_real_questions_have_the_results_of_the_stock_harness(name, source, assets):
+    """Prompts of ARC are longer than the model reads: their beginning is cut off."""
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source).eval()
+    results = [
+        evaluate(lm(made, tokenizer=tokenizer, batch_size=8), name, assets / "hub", limit=10)
+        for lm, made in ((HFLM, model), (SharedPrefixLM, model), (SharedPrefixLM, retrofit(model, block_size=2)))
+    ]
+    assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.slow
+def test_several_processes_share_the_questions(source, assets, tmp_path):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launch, HERE / "several_processes_session.py", source, assets / "hub", tmp_path / "results.json"]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["processes"] == 2
+    assert found["requests"] == 16  # four of the seven questions
+    expected = evaluate(HFLM(str(source), device="cpu", batch_size=4), "hellaswag", assets / "hub", limit=7)
+    assert found["results"] == expected
