@@ -8,8 +8,11 @@ import io
 import json
 import os
 import signal
+import socket
 import sys
+import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from attnres.commands.main import main
 
@@ -28,6 +31,19 @@ def convert(name: str, *arguments: str) -> dict:
     return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
 
 
+def wait_until_refused(endpoint: str) -> None:
+    address = urlsplit(endpoint)
+    for _ in range(600):
+        try:
+            socket.create_connection((address.hostname, address.port), timeout=1).close()
+        except ConnectionRefusedError:
+            return
+        except OSError:
+            pass
+        time.sleep(0.05)
+    sys.exit(f"{endpoint} still answers 30 seconds after its end.")
+
+
 seen = {
     "main": convert("main", "lab/model"),
     "v1": convert("v1", "lab/model", "--revision", "v1", "--block-size", "2"),
@@ -39,6 +55,7 @@ seen = {
     "no name": convert("x", "lab/mo del"),
 }
 os.kill(server, signal.SIGTERM)
+wait_until_refused(os.environ["HF_ENDPOINT"])  # one that is ending still accepts connections, and resets them
 seen["v1 from the cache"] = convert("cached", "lab/model", "--revision", "v1", "--block-size", "2")
 seen["no Hub"] = convert("x", "lab/other")
 (folder / "seen.json").write_text(json.dumps(seen))
