@@ -76,7 +76,7 @@ def run_from_scratch(options: argparse.Namespace) -> None:
         return
     data = load(experiment.text, experiment.length, experiment.held_out)
     comparison = Comparison(experiment, store, data, options.work, options.device, options.keep, options.compile)
-    rates = dict.fromkeys(labels, options.rate) if options.rate else comparison.sweep(labels)
+    rates = dict.fromkeys(labels, options.rate) if options.rate else comparison.choose_rates(labels)
     for seed in seeds:
         for label in labels:
             comparison.make([(label, rates[label], tokens, seed)])

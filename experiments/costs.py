@@ -53,7 +53,7 @@ def costs(path: Path) -> dict[str, dict[str, float]]:
     if not path.exists():
         return {}
     found = json.loads(path.read_text())["ratios"]
-    return {way: {label: ratio["median"] for label, ratio in found[way].items()} for way in WAYS}
+    return {way: {label: ratio["median"] for label, ratio in found[way].items()} for way in WAYS if way in found}
 
 
 def _ratio(times: Mapping[tuple[str, str], list[float]], way: tuple[str, str], to: tuple[str, str]) -> dict[str, float]:

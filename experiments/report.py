@@ -5,7 +5,7 @@ from pathlib import Path
 
 from attnres.analysis.tables import update_tables
 
-from . import healing
+from . import healing, summary
 from .costs import costs, file_of
 from .figures import block_sizes, gains, plot, plot_beside_paper, plot_block_sizes, plot_gains
 from .harness import Store, page_of, results_file
@@ -61,8 +61,11 @@ def write_gains() -> None:
 
 
 def write_all() -> None:
-    for path in sorted(DECLARED.glob("*.yaml")):
-        if comparison := stored(path.stem):
-            write(comparison, comparison.experiment.tokens, page_of(path.stem.partition("-")[0]))
+    names = sorted(path.stem for path in DECLARED.glob("*.yaml"))
+    comparisons = [comparison for name in names if (comparison := stored(name))]
+    for comparison in comparisons:
+        name = comparison.experiment.name
+        write(comparison, comparison.experiment.tokens, page_of(name.partition("-")[0]))
     write_gains()
+    summary.write(comparisons)
     healing.write_all()

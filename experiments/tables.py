@@ -38,12 +38,20 @@ def report_table(
         for of_way in (costs or {}).values():
             cost = of_way.get(label)
             cells.append(f"{cost:.2f}" if cost else "")
-            given_up = None if is_baseline or not cost else lost(comparison, label, rates, tokens, cost)
-            cells.append("" if given_up is None else f"{mean(differences) + given_up:+z.2f}")
+            difference = None if is_baseline else at_equal_time(comparison, label, rates, tokens, cost)
+            cells.append("" if difference is None else f"{difference:+z.2f}")
         if published:
             cells.append(f"{published[label]:+.3f}" if label in published else "")
         rows.append(cells)
     return markdown(rows)
+
+
+def at_equal_time(
+    comparison: Comparison, label: str, rates: Mapping[str, float], tokens: int, cost: float | None
+) -> float | None:
+    """The mean difference from `standard`, had both trained equally long by the clock; None: that is not known."""
+    given_up = lost(comparison, label, rates, tokens, cost) if cost else None
+    return None if given_up is None else mean(comparison.differences(label, rates, tokens)) + given_up
 
 
 def lost(comparison: Comparison, label: str, rates: Mapping[str, float], tokens: int, cost: float) -> float | None:
@@ -52,10 +60,11 @@ def lost(comparison: Comparison, label: str, rates: Mapping[str, float], tokens:
         slope * ln(cost),   slope = (loss(short) - loss(tokens)) / ln(tokens / short)
 
     with the longest shorter run of a seed that is reported; without any, with those of `standard`, whose losses fall
-    alike; or else with the sweep's run, on another text. The loss flattens with more tokens, and a chord is steeper
-    than the curve at its end: this is too much rather than too little. None: there is no shorter run at that rate.
+    alike; or else with the sweep's run, on another text, or that of `standard`. The loss flattens with more tokens, and a
+    chord is steeper than the curve at its end: this is too much rather than too little. None: there is no shorter run
+    at that rate.
     """
-    for name, is_sweep in ((label, False), (BASELINE, False), (label, True)):
+    for name, is_sweep in ((label, False), (BASELINE, False), (label, True), (BASELINE, True)):
         slope = _slope(comparison, name, rates[name], tokens, is_sweep)
         if slope is not None:
             return slope * math.log(cost)

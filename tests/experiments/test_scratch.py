@@ -188,6 +188,11 @@ def test_the_sweep_goes_on_while_the_best_rate_is_the_last_one(tmp_path, monkeyp
     assert measured[9:] == [("standard", 8e-3), ("Block, S=2", 5e-4), ("standard", 16e-3)]
     again = Comparison(replace(experiment, rates=(8e-3, 16e-3)), comparison.store)
     assert again.sweep(["standard"]) == {"standard": 8e-3} and len(measured) == 12, "4e-3 is stored too"
+    assert again.choose_rates(["standard"]) == {"standard": 8e-3}
+    one_rate = Comparison(
+        replace(experiment, one_rate=True, connections=experiment.connections | {"no sweep": {}}), comparison.store
+    )
+    assert one_rate.choose_rates(["no sweep", "Full"]) == {"no sweep": 8e-3, "Full": 8e-3} and len(measured) == 12
     table = sweep_table(comparison)
     assert table.splitlines()[0] == "| model | 0.0005 | 0.001 | 0.002 | 0.004 | 0.008 | 0.016 |"
     assert "| Full |  | 0.6419 | 0.0513 | 0.7444 |  |  |" in table
@@ -250,6 +255,9 @@ def test_what_a_slower_step_costs_is_read_within_seeds_or_from_standard_or_from_
     assert lost(comparison, "Full", rates, 128, 2.0) == pytest.approx(0.3)
     comparison.store.add(own)
     assert lost(comparison, "Full", rates, 128, 2.0) == pytest.approx(0.2)
+    swept = [("Full", 2e-3, 128, 0, 5.0), ("standard", 2e-3, 128, 0, 6.0), ("standard", 2e-3, 32, SELECTION_SEED, 7.0)]
+    alone = stored(SMALL, tmp_path / "alone.json", swept)
+    assert lost(alone, "Full", {"standard": 2e-3, "Full": 2e-3}, 128, 2.0) == pytest.approx((7.0 - 6.0) / 2)
 
 
 def test_the_lead_is_of_the_seeds_that_both_have(tmp_path):
@@ -331,8 +339,12 @@ def test_costs_are_those_of_training_steps(tmp_path):
     assert list(found) == ["eager", "compiled"]
     for of_way in found.values():
         assert of_way["standard"] == 1 and of_way["deeper"] > 1.5
-    assert set(json.loads(path.read_text())["ratios"]["compiled to eager"]) == {"standard", "deeper"}
-    assert json.loads(path.read_text())["made_by"]["torch"] == version("torch")
+    stored_costs = json.loads(path.read_text())
+    assert set(stored_costs["ratios"]["compiled to eager"]) == {"standard", "deeper"}
+    assert stored_costs["made_by"]["torch"] == version("torch")
+    del stored_costs["ratios"]["compiled"]
+    path.write_text(json.dumps(stored_costs))
+    assert list(costs(path)) == ["eager"]
 
 
 def words(figure: Path) -> set[str]:

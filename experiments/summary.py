@@ -1,0 +1,180 @@
+"""Block AttnRes against the residual stream in every experiment from scratch, beside what others report.
+
+    y = loss of Block AttnRes minus that of the standard model,   x = tokens seen for each parameter
+
+Those made here come from the stored runs, those of others from `published.yaml`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+
+import yaml
+
+from attnres.analysis.drawing import blank, finish
+from attnres.analysis.tables import update_tables
+from attnres.configuration import count_parameters
+
+from .costs import WAYS, costs, file_of
+from .harness import markdown, page_of, results_file, spread
+from .scratch import Comparison
+from .tables import at_equal_time
+
+PUBLISHED = Path(__file__).with_name("published.yaml")
+
+
+@dataclass(frozen=True)
+class Lead:
+    """One comparison of Block AttnRes with the residual stream.
+
+    Attributes:
+        source: a link to where it is from, or its name.
+        parameters: that a token uses, without the embeddings; of others, as they count them.
+        values: loss minus that of the residual stream, of each seed; of others one number, their mean.
+        deviation: standard deviation over the seeds, if there are several.
+        seeds: how many; None: not told.
+        equal_time: a way to run (eager, compiled) -> the same at equal time instead of equal tokens.
+    """
+
+    source: str
+    sublayers: int
+    width: int
+    parameters: float
+    tokens: float
+    values: tuple[float, ...]
+    deviation: float | None = None
+    seeds: int | None = 1
+    equal_time: Mapping[str, float] | None = None
+
+    @property
+    def tokens_per_parameter(self) -> float:
+        return self.tokens / self.parameters
+
+    @property
+    def is_of_paper(self) -> bool:
+        return self.source.startswith("paper")
+
+
+def lead_of(comparison: Comparison) -> Lead | None:
+    """That of the first Block AttnRes without further switches; None: it has no runs."""
+    experiment = comparison.experiment
+    rates = comparison.reported(experiment.tokens)
+    label = next((label for label in rates if _is_block(experiment.connections[label])), None)
+    if label is None:
+        return None
+    config = experiment.config(experiment.connections[label])
+    found = comparison.differences(label, rates, experiment.tokens)
+    results = comparison.store.path
+    equal_time = {
+        way: value
+        for way, of_way in costs(file_of(results)).items()
+        if (value := at_equal_time(comparison, label, rates, experiment.tokens, of_way.get(label))) is not None
+    }
+    return Lead(
+        f"[{experiment.name}]({page_of(experiment.name.partition('-')[0]).name}) ([runs](results/{results.name}))",
+        2 * config.num_hidden_layers,
+        config.hidden_size,
+        count_parameters(config).activated_non_embedding,
+        experiment.tokens,
+        tuple(found),
+        stdev(found) if len(found) > 1 else None,
+        len(found),
+        equal_time,
+    )
+
+
+def _is_block(connection: Mapping[str, object]) -> bool:
+    others = connection.keys() - {"attn_res_block_size", "residual_connection"}
+    return connection.get("attn_res_block_size", 1) > 1 and not others
+
+
+def published() -> list[Lead]:
+    """What others report, in the order of `published.yaml`."""
+    return [
+        Lead(
+            source,
+            fields["sublayers"],
+            fields["width"],
+            float(fields["parameters"]),
+            float(fields["tokens"]),
+            (fields["lead"],),
+            fields.get("deviation"),
+            fields.get("seeds", 1),
+        )
+        for source, rows in yaml.safe_load(PUBLISHED.read_text()).items()
+        for fields in rows
+    ]
+
+
+def write(comparisons: Sequence[Comparison]) -> None:
+    """The tables of the page of results, and its figure, from the comparisons that have runs."""
+    here = [lead for comparison in comparisons if (lead := lead_of(comparison))]
+    if not here:
+        return
+    here.sort(key=lambda lead: (-lead.tokens, lead.source))
+    others = published()
+    tables = {"summary: here": table(here, 1), "summary: others": table(others, 1 + len(here))}
+    update_tables(page_of("RESULTS"), tables)
+    plot(here, others, results_file("summary").with_suffix(".png"))
+
+
+def table(leads: Sequence[Lead], first: int) -> str:
+    """A row for each, numbered from `first` as in the figure."""
+    rows = [["", "from", "sublayers", "d", "parameters", "tokens", "seeds", "Block minus standard"]]
+    times = any(lead.equal_time for lead in leads)
+    rows[0] += [f"at equal time, {way}" for way in WAYS] if times else []
+    for number, lead in enumerate(leads, first):
+        own = spread(lead.values, "+") if len(lead.values) > 1 else f"{lead.values[0]:+.3f}"
+        if lead.deviation is not None and len(lead.values) == 1:
+            own += f" ± {lead.deviation:.3f}"
+        cells = [
+            str(number),
+            lead.source,
+            str(lead.sublayers),
+            f"{lead.width:,}",
+            _short(lead.parameters),
+            _short(lead.tokens),
+            str(lead.seeds),
+            own,
+        ]
+        if times:
+            known = lead.equal_time or {}
+            cells += [f"{known[way]:+z.2f}" if way in known else "" for way in WAYS]
+        rows.append(cells)
+    return markdown(rows, texts=2)
+
+
+def _short(count: float) -> str:
+    """Such as 2.7M or 119B."""
+    unit, letter = next(((u, name) for u, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if count >= u), (1.0, ""))
+    return f"{count / unit:.3g}{letter}"
+
+
+def plot(here: Sequence[Lead], others: Sequence[Lead], path: Path) -> None:
+    """Draw each lead against the tokens that it saw for each parameter, with the number of its row."""
+    figure = blank(7, 4)
+    axes = figure.subplots()
+    number = 1
+    for label, leads, color, marker in (
+        ("here: mean ± standard deviation over seeds", here, "tab:blue", "o"),
+        ("the paper", [lead for lead in others if lead.is_of_paper], "tab:orange", "D"),
+        ("others", [lead for lead in others if not lead.is_of_paper], "tab:gray", "s"),
+    ):
+        places, means = [lead.tokens_per_parameter for lead in leads], [mean(lead.values) for lead in leads]
+        deviations = [lead.deviation or 0.0 for lead in leads]
+        axes.errorbar(places, means, deviations, fmt=marker, color=color, capsize=3, markersize=5, label=label)
+        numbers = list(range(number, number + len(leads)))
+        number += len(leads)
+        if leads is not here and leads[0].is_of_paper:  # they lie on each other
+            numbers = [f"{numbers[0]} to {numbers[-1]}"]
+        for place, value, text in zip(places, means, numbers):
+            axes.annotate(str(text), (place, value), (5, 4), textcoords="offset points", fontsize=7)
+    axes.axhline(0, color="gray", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("training tokens for each parameter")
+    axes.set_ylabel("loss, Block minus standard (nats/token)")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    finish(figure, path)
