@@ -60,9 +60,9 @@ def lost(comparison: Comparison, label: str, rates: Mapping[str, float], tokens:
         slope * ln(cost),   slope = (loss(short) - loss(tokens)) / ln(tokens / short)
 
     with the longest shorter run of a seed that is reported; without any, with those of `standard`, whose losses fall
-    alike; or else with the sweep's run, on another text, or that of `standard`. The loss flattens with more tokens, and a
-    chord is steeper than the curve at its end: this is too much rather than too little. None: there is no shorter run
-    at that rate.
+    alike; or else with the sweep's run, on another text, or that of `standard`. The loss flattens with more tokens, and
+    a chord is steeper than the curve at its end: this is too much rather than too little. None: there is no shorter
+    run at that rate.
     """
     for name, is_sweep in ((label, False), (BASELINE, False), (label, True), (BASELINE, True)):
         slope = _slope(comparison, name, rates[name], tokens, is_sweep)
