@@ -56,7 +56,7 @@ class Experiment:
         held_out: sequences that the loss is measured on.
         tokens, sweep_tokens: of a reported run, and of one that chooses a rate; more than the text has repeat it.
         rates: the first ones of the sweep.
-        one_rate: all connections train at the best rate of the baseline, as in the paper; else each has its own sweep.
+        rate: of all connections, as in the paper; None: each has the best of a sweep of its own.
         seeds: of the reported runs.
         bfloat16: products are computed in bfloat16, with weights, norms and sums of outputs in float32.
         warmup: steps, of runs of any length; None: a twentieth of each.
@@ -74,7 +74,7 @@ class Experiment:
     sweep_tokens: int
     rates: tuple[float, ...]
     seeds: tuple[int, ...]
-    one_rate: bool = False
+    rate: float | None = None
     bfloat16: bool = False
     warmup: int | None = None
     published: dict[str, float] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Experiment:
 
     def setting(self) -> dict[str, Any]:
         """What all runs of a results file have in common, whatever connections, rates and seeds there are."""
-        left_out = ("connections", "tokens", "sweep_tokens", "rates", "one_rate", "seeds", "published")
+        left_out = ("connections", "tokens", "sweep_tokens", "rates", "rate", "seeds", "published")
         return {name: value for name, value in asdict(self).items() if name not in left_out and value is not None}
 
     def steps(self, tokens: int) -> int:
@@ -260,9 +260,8 @@ class Comparison:
 
     def choose_rates(self, labels: Sequence[str]) -> dict[str, float]:
         """The learning rates that these connections are reported at."""
-        if self.experiment.one_rate:
-            return dict.fromkeys(labels, self.sweep([BASELINE])[BASELINE])
-        return self.sweep(labels)
+        rate = self.experiment.rate
+        return dict.fromkeys(labels, rate) if rate else self.sweep(labels)
 
     def sweep(self, labels: Sequence[str]) -> dict[str, float]:
         """The best rate of each connection: among the first ones, and beyond while the best is the last one tried."""

@@ -16,25 +16,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from attnres.residual_attnres import residual_tensors
 from experiments import harness, report, scratch
 from experiments.costs import costs, file_of, measure_costs
-from experiments.data import Data, Text, load, prepare
+from experiments.data import Data, load, prepare
 from experiments.figures import block_sizes, gains, plot, plot_beside_paper, plot_block_sizes, plot_gains
 from experiments.harness import SELECTION_SEED, Planned, Store, checkpoints, tables_file
 from experiments.scratch import DECLARED, Comparison, Experiment, Recipe, declared
 from experiments.tables import lead_table, lost, report_table, sweep_table
 
 from .. import forks
+from .stored_runs import SMALL, stored, words
 
 ROOT = Path(__file__).parents[2]
-SMALL = replace(
-    declared("claim-tiny"),
-    text=Text("words", 300, 60_000),
-    length=32,
-    batch_size=2,
-    held_out=4,
-    tokens=256,
-    sweep_tokens=128,
-    rates=(1e-3, 2e-3),
-)
 MOE = replace(
     declared("moe-cpu"),
     model={
@@ -74,15 +65,6 @@ def data(prepared) -> Data:
 
 def planned(recipe: Recipe, seed: int) -> Planned:
     return Planned("a run", recipe, seed, SMALL.steps(recipe.tokens))
-
-
-def stored(experiment: Experiment, path: Path, runs: list[tuple[str, float, int, int, float]]) -> Comparison:
-    """With runs of (label, rate, tokens, seed, loss)."""
-    store = Store(path, {})
-    for label, rate, tokens, seed, loss in runs:
-        recipe = {"connection": experiment.connections[label], "rate": rate, "tokens": tokens}
-        store.add({"recipe": recipe, "seed": seed, "after": loss, "curve": [[1, loss]]})
-    return Comparison(experiment, store)
 
 
 @pytest.mark.parametrize("experiment", [SMALL, MOE], ids=["Llama", "MoE"])
@@ -189,10 +171,8 @@ def test_the_sweep_goes_on_while_the_best_rate_is_the_last_one(tmp_path, monkeyp
     again = Comparison(replace(experiment, rates=(8e-3, 16e-3)), comparison.store)
     assert again.sweep(["standard"]) == {"standard": 8e-3} and len(measured) == 12, "4e-3 is stored too"
     assert again.choose_rates(["standard"]) == {"standard": 8e-3}
-    one_rate = Comparison(
-        replace(experiment, one_rate=True, connections=experiment.connections | {"no sweep": {}}), comparison.store
-    )
-    assert one_rate.choose_rates(["no sweep", "Full"]) == {"no sweep": 8e-3, "Full": 8e-3} and len(measured) == 12
+    one_rate = Comparison(replace(experiment, rate=3e-3), comparison.store)
+    assert one_rate.choose_rates(["standard", "Full"]) == {"standard": 3e-3, "Full": 3e-3} and len(measured) == 12
     table = sweep_table(comparison)
     assert table.splitlines()[0] == "| model | 0.0005 | 0.001 | 0.002 | 0.004 | 0.008 | 0.016 |"
     assert "| Full |  | 0.6419 | 0.0513 | 0.7444 |  |  |" in table
@@ -345,11 +325,6 @@ def test_costs_are_those_of_training_steps(tmp_path):
     del stored_costs["ratios"]["compiled"]
     path.write_text(json.dumps(stored_costs))
     assert list(costs(path)) == ["eager"]
-
-
-def words(figure: Path) -> set[str]:
-    """The texts of an SVG, which stand in it as comments beside their glyphs."""
-    return {text.strip() for text in re.findall(r"<!-- (.*?) -->", figure.read_text())}
 
 
 def run(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess:

@@ -1,0 +1,34 @@
+"""A small experiment, comparisons that have runs which were never made, and the words of a figure."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from experiments.data import Text
+from experiments.harness import Store
+from experiments.scratch import Comparison, Experiment, declared
+
+SMALL = replace(
+    declared("claim-tiny"),
+    text=Text("words", 300, 60_000),
+    length=32,
+    batch_size=2,
+    held_out=4,
+    tokens=256,
+    sweep_tokens=128,
+    rates=(1e-3, 2e-3),
+)
+
+
+def stored(experiment: Experiment, path: Path, runs: list[tuple[str, float, int, int, float]]) -> Comparison:
+    """With runs of (label, rate, tokens, seed, loss)."""
+    store = Store(path, {})
+    for label, rate, tokens, seed, loss in runs:
+        recipe = {"connection": experiment.connections[label], "rate": rate, "tokens": tokens}
+        store.add({"recipe": recipe, "seed": seed, "after": loss, "curve": [[1, loss]]})
+    return Comparison(experiment, store)
+
+
+def words(figure: Path) -> set[str]:
+    """The texts of an SVG, which stand in it as comments beside their glyphs."""
+    return {text.strip() for text in re.findall(r"<!-- (.*?) -->", figure.read_text())}

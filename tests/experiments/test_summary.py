@@ -1,0 +1,90 @@
+"""The page of results: every lead from scratch, as the stored runs have it, beside what others report."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experiments import harness, report, summary
+from experiments.costs import file_of
+from experiments.harness import SELECTION_SEED
+from experiments.scratch import Comparison
+
+from .stored_runs import SMALL, stored, words
+
+BLOCK = "Block, S=2"
+
+
+@pytest.fixture
+def comparison(tmp_path) -> Comparison:
+    """Losses on a line in log tokens, 0.5 for each doubling; Block ends 0.25 lower, two seeds."""
+    runs = [("standard", 1e-3, SMALL.tokens, seed, 5.0 + seed) for seed in (0, 1)]
+    runs += [(BLOCK, 1e-3, SMALL.tokens, 0, 4.5), (BLOCK, 1e-3, SMALL.tokens, 1, 6.0)]
+    runs += [(BLOCK, 1e-3, SMALL.tokens // 2, SELECTION_SEED, 5.75)]
+    return stored(SMALL, tmp_path / "claim-tiny.json", runs)
+
+
+def test_a_lead_is_that_of_the_first_block_without_switches(comparison):
+    heads = {"Block, two heads": {"attn_res_block_size": 2, "attn_res_heads": 2}}
+    others = {"standard": SMALL.connections["standard"], "Full": SMALL.connections["Full"]} | heads
+    experiment = replace(SMALL, connections=others | {BLOCK: SMALL.connections[BLOCK]})
+    first = Comparison(experiment, comparison.store)
+    for label in ("Full", "Block, two heads"):
+        run = {"recipe": {"connection": experiment.connections[label], "rate": 1e-3, "tokens": SMALL.tokens}}
+        comparison.store.add(run | {"seed": 0, "after": 1.0})
+    lead = summary.lead_of(first)
+    assert lead.values == (-0.5, 0.0) and lead.seeds == 2
+    assert lead.deviation == pytest.approx(math.sqrt(0.125))
+    assert (lead.sublayers, lead.width, lead.tokens) == (8, 32, SMALL.tokens)
+    layer = 4 * 32 * 32 + 3 * 32 * 64 + 2 * 32
+    assert lead.parameters == 4 * layer + 32 + 9 * 2 * 32, "nine readers with a pseudo-query and a key norm each"
+    assert lead.tokens_per_parameter == SMALL.tokens / lead.parameters
+
+
+def test_what_has_no_runs_has_no_lead(tmp_path):
+    assert summary.lead_of(stored(SMALL, tmp_path / "none.json", [])) is None
+    alone = [("standard", 1e-3, SMALL.tokens, 0, 5.0), ("Full", 1e-3, SMALL.tokens, 0, 4.0)]
+    assert summary.lead_of(stored(SMALL, tmp_path / "full.json", alone)) is None
+
+
+def test_at_equal_time_a_step_that_takes_twice_as_long_has_half_the_tokens(comparison):
+    ratio = {"median": 2.0, "low": 2.0, "high": 2.0}
+    file_of(comparison.store.path).write_text(json.dumps({"ratios": {"eager": {BLOCK: ratio}}}))
+    lead = summary.lead_of(comparison)
+    assert lead.equal_time == {"eager": pytest.approx(-0.25 + 0.5)}
+    assert summary.table([lead], 3).splitlines()[2].endswith("| 2 | -0.2500 ± 0.3536 | +0.25 |  |")
+    assert summary.table([lead], 3).splitlines()[2].startswith("| 3 | [claim-tiny](claim.md)")
+
+
+def test_what_others_report_is_named_with_its_source():
+    leads = summary.published()
+    assert all(lead.is_of_paper or "](https://github.com/" in lead.source for lead in leads)
+    table = summary.table(leads, 1).splitlines()
+    assert "| 1 | paper, Table 2 | 24 | 896 | 194M | 38.7B | 1 | -0.022 |" in table
+    assert any(row.endswith("| 32 | 512 | 62M | 123M | 3 | -0.026 ± 0.006 |") for row in table)
+
+
+def test_the_page_and_its_figure_are_made_from_the_runs(comparison, tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "FOLDER", tmp_path)
+    (tmp_path / "results").mkdir()
+    summary.write([])
+    assert not (tmp_path / "RESULTS.md").exists()
+    summary.write([comparison])
+    page = (tmp_path / "RESULTS.md").read_text()
+    assert "-0.2500 ± 0.3536" in page and "<!-- summary: others -->" in page
+    assert (tmp_path / "results" / "summary.png").exists()
+    here, others = [summary.lead_of(comparison)], summary.published()
+    summary.plot(here, others, tmp_path / "figure.svg")
+    assert {"the paper", "others", "2 to 6", "7"} <= words(tmp_path / "figure.svg")
+
+
+def test_the_page_in_the_repository_counts_what_is_stored():
+    """The sentence that counts pairs of runs is of the runs that there are."""
+    page = (Path(__file__).parents[2] / "experiments" / "RESULTS.md").read_text()
+    names = sorted(path.stem for path in report.DECLARED.glob("*.yaml"))
+    leads = [lead for name in names if (found := report.stored(name)) and (lead := summary.lead_of(found))]
+    dense = [value for lead in leads if "moe" not in lead.source for value in lead.values]
+    lower = sum(value < 0 for value in dense)
+    assert f"in {lower} of {len(dense)} pairs of runs" in page
