@@ -184,7 +184,7 @@ def test_a_model_of_the_claim_goes_on_with_text_that_it_has_not_seen(monkeypatch
     assert sorted([*seen[:, 0].tolist(), *rest[:, 0].tolist()]) == train[:, 0].tolist()
 
 
-@pytest.mark.parametrize("size", ["stories", "deep"])
+@pytest.mark.parametrize("size", ["stories", "deep", "sixteen"])
 def test_the_tables_in_the_repository_are_those_of_the_stored_runs(size):
     page, declaration = (ROOT / "experiments" / "healing.md").read_text(), Declaration.load(size)
     store = Store(ROOT / "experiments" / "results" / f"healing-{size}.json", declaration.setting())
