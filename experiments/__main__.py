@@ -39,7 +39,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         command.add_argument("--seeds", nargs="+", type=int, help="instead of the declared ones")
         command.add_argument("--rate", type=float, help="learning rate of all connections, instead of a sweep for each")
         command.add_argument("--tokens", type=int, help="of a reported run, instead of the declared number")
-        command.add_argument("--results", type=Path, help="JSON file; default in experiments/results")
+        command.add_argument(
+            "--results", type=Path, help="JSON file; default in experiments/results, for a trial one of its own"
+        )
         command.add_argument("--tables", type=Path, help=PAGES)
         command.add_argument("--keep", type=Path, help="folder for the models of reported runs; default: none are kept")
         add_work(command)
@@ -65,9 +67,12 @@ def run_from_scratch(options: argparse.Namespace) -> None:
         print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
     if options.prepare:
         return
-    store = Store(options.results or results_file(experiment.name), experiment.setting())
-    is_trial = bool(options.results or options.rate or options.tokens)
-    page = options.tables or tables_file(options.experiment, options.size, store.path, is_trial)
+    is_trial = bool(options.rate or options.tokens)
+    name = f"{experiment.name}-trial" if is_trial else experiment.name
+    store = Store(options.results or results_file(name), experiment.setting())
+    page = options.tables or tables_file(
+        options.experiment, options.size, store.path, is_trial or bool(options.results)
+    )
     tokens, seeds = options.tokens or experiment.tokens, options.seeds or experiment.seeds
     labels = list(dict.fromkeys([BASELINE, *chosen("--connections", options.connections, experiment.connections)]))
     if options.costs:

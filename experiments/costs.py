@@ -27,8 +27,16 @@ def file_of(results: Path) -> Path:
 def measure_costs(experiment: Experiment, labels: Sequence[str], path: Path, device: str) -> None:
     """Time a step of these connections (forward, backward, AdamW), as it is and by `torch.compile`.
 
-    Stored are ratios with their quartiles: to the standard model run the same way, and of compiled steps to eager ones.
+    Stored are ratios with their quartiles: to the standard model run the same way, and of compiled steps to eager ones,
+    beside those of other connections that the file holds.
+
+    Raises:
+        ValueError: those were measured on another processor.
     """
+    origin, stored = made_by(device), json.loads(path.read_text()) if path.exists() else None
+    if stored and stored["made_by"]["device"] != origin["device"]:
+        there = stored["made_by"]["device"]
+        raise ValueError(f"{path} holds costs on {there}; this is {origin['device']}. Move it away to measure anew.")
     path.parent.mkdir(parents=True, exist_ok=True)
     keep_freed_memory()
     ids = torch.randint(experiment.text.vocab_size, (experiment.batch_size, experiment.length), device=device)
@@ -45,7 +53,9 @@ def measure_costs(experiment: Experiment, labels: Sequence[str], path: Path, dev
     times = {name: own.wall for name, own in taken.items()}
     found = {way: {label: _ratio(times, (way, label), (way, BASELINE)) for label in eager} for way in WAYS}
     found["compiled to eager"] = {label: _ratio(times, ("compiled", label), ("eager", label)) for label in eager}
-    atomic_write(path, json.dumps({"ratios": found, "made_by": made_by(device)}, indent=1) + "\n")
+    if stored:
+        found = {way: stored["ratios"].get(way, {}) | of_way for way, of_way in found.items()}
+    atomic_write(path, json.dumps({"ratios": found, "made_by": origin}, indent=1) + "\n")
 
 
 def costs(path: Path) -> dict[str, dict[str, float]]:

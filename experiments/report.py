@@ -17,8 +17,7 @@ def tables(comparison: Comparison, tokens: int, rates: Mapping[str, float]) -> d
     """The tables of a comparison, by the names of their places on the page."""
     size = comparison.experiment.name.partition("-")[2]
     found = {"result": report_table(comparison, rates, tokens, costs(file_of(comparison.store.path)))}
-    if len(rates) > 1:
-        found["lead"] = lead_table(comparison, rates, tokens)
+    found["lead"] = lead_table(comparison, rates, tokens)
     found["rates"] = sweep_table(comparison)
     return {f"{size}: {name}": table for name, table in found.items()}
 

@@ -235,14 +235,15 @@ class Comparison:
     def reported(self, tokens: int) -> dict[str, float]:
         """label -> rate, of the connections that share a seed with the baseline in the runs of that length.
 
-        The rate is the best of the sweep, or that of the last run where there was no sweep, or none at that rate.
+        The rate is the declared one or the best of the sweep, or else that of the last run.
         """
         rates = {}
         for label, connection in self.experiment.connections.items():
             recipes = [run["recipe"] for run in self.store.runs(selecting=False)]
             tried = [r["rate"] for r in recipes if (r["connection"], r["tokens"]) == (connection, tokens)]
             if tried:
-                rates[label] = best if self.swept(label) and (best := self.best_rate(label)) in tried else tried[-1]
+                best = self.experiment.rate or (self.best_rate(label) if self.swept(label) else None)
+                rates[label] = best if best in tried else tried[-1]
         if BASELINE not in rates:
             return {}
         return {label: rate for label, rate in rates.items() if self.differences(label, rates, tokens)}

@@ -44,7 +44,7 @@ class Lead:
     tokens: float
     values: tuple[float, ...]
     deviation: float | None = None
-    seeds: int | None = 1
+    seeds: int | None = None
     equal_time: Mapping[str, float] | None = None
 
     @property
@@ -65,14 +65,14 @@ def lead_of(comparison: Comparison) -> Lead | None:
         return None
     config = experiment.config(experiment.connections[label])
     found = comparison.differences(label, rates, experiment.tokens)
-    results = comparison.store.path
+    results, page = comparison.store.path, page_of(experiment.name.partition("-")[0])
     equal_time = {
         way: value
         for way, of_way in costs(file_of(results)).items()
         if (value := at_equal_time(comparison, label, rates, experiment.tokens, of_way.get(label))) is not None
     }
     return Lead(
-        f"[{experiment.name}]({page_of(experiment.name.partition('-')[0]).name}) ([runs](results/{results.name}))",
+        f"[{experiment.name}]({page.name}), {label} ([runs](results/{results.name}))",
         2 * config.num_hidden_layers,
         config.hidden_size,
         count_parameters(config).activated_non_embedding,
@@ -100,7 +100,7 @@ def published() -> list[Lead]:
             float(fields["tokens"]),
             (fields["lead"],),
             fields.get("deviation"),
-            fields.get("seeds", 1),
+            fields.get("seeds"),
         )
         for source, rows in yaml.safe_load(PUBLISHED.read_text()).items()
         for fields in rows
@@ -135,7 +135,7 @@ def table(leads: Sequence[Lead], first: int) -> str:
             f"{lead.width:,}",
             _short(lead.parameters),
             _short(lead.tokens),
-            str(lead.seeds),
+            str(lead.seeds or ""),
             own,
         ]
         if times:
@@ -155,18 +155,19 @@ def plot(here: Sequence[Lead], others: Sequence[Lead], path: Path) -> None:
     """Draw each lead against the tokens that it saw for each parameter, with the number of its row."""
     figure = blank(7, 4)
     axes = figure.subplots()
-    number = 1
-    for label, leads, color, marker in (
-        ("here: mean ± standard deviation over seeds", here, "tab:blue", "o"),
-        ("the paper", [lead for lead in others if lead.is_of_paper], "tab:orange", "D"),
-        ("others", [lead for lead in others if not lead.is_of_paper], "tab:gray", "s"),
+    numbered = list(enumerate([*here, *others], 1))
+    for label, group, color, marker in (
+        ("here: mean ± standard deviation over seeds", numbered[: len(here)], "tab:blue", "o"),
+        ("the paper (mixtures of experts)", [row for row in numbered if row[1].is_of_paper], "tab:orange", "D"),
+        ("others", [row for row in numbered[len(here) :] if not row[1].is_of_paper], "tab:gray", "s"),
     ):
+        if not group:
+            continue
+        numbers, leads = zip(*group)
         places, means = [lead.tokens_per_parameter for lead in leads], [mean(lead.values) for lead in leads]
         deviations = [lead.deviation or 0.0 for lead in leads]
         axes.errorbar(places, means, deviations, fmt=marker, color=color, capsize=3, markersize=5, label=label)
-        numbers = list(range(number, number + len(leads)))
-        number += len(leads)
-        if leads is not here and leads[0].is_of_paper:  # they lie on each other
+        if leads[0].is_of_paper:  # they lie on each other
             numbers = [f"{numbers[0]} to {numbers[-1]}"]
         for place, value, text in zip(places, means, numbers):
             axes.annotate(str(text), (place, value), (5, 4), textcoords="offset points", fontsize=7)

@@ -31,7 +31,7 @@ def report_table(
     head += ["in the paper"] if published else []
     rows = [head]
     for label, rate in rates.items():
-        losses = [run["after"] for run in comparison.runs(label, rate, tokens).values()]
+        losses = [run["after"] for run, _ in comparison.pairs(label, rates, tokens)]
         differences = comparison.differences(label, rates, tokens)
         is_baseline = label == BASELINE
         cells = [label, f"{rate:g}", str(len(losses)), spread(losses), "" if is_baseline else spread(differences, "+")]
@@ -86,6 +86,8 @@ def _slope(comparison: Comparison, label: str, rate: float, tokens: int, is_swee
 
 def lead_table(comparison: Comparison, rates: Mapping[str, float], tokens: int) -> str:
     """Training loss minus that of `standard` at some steps, mean over the seeds that both have."""
+    if set(rates) == {BASELINE}:
+        return "No other connection has runs."
     rows = []
     for label in rates:
         if label == BASELINE:

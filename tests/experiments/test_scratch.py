@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres.residual_attnres import residual_tensors
 from experiments import harness, report, scratch
+from experiments.__main__ import parse, run_from_scratch
 from experiments.costs import costs, file_of, measure_costs
 from experiments.data import Data, load, prepare
 from experiments.figures import block_sizes, gains, plot, plot_beside_paper, plot_block_sizes, plot_gains
@@ -144,6 +145,20 @@ def test_checkpoints_are_found_by_what_makes_a_run(tmp_path):
     folders = [checkpoints(tmp_path, {"length": length}, which) for length in (1, 2) for which in (run, changed)]
     assert len(set(folders)) == 4 and folders[0] == checkpoints(tmp_path, {"length": 1}, run)
     assert checkpoints(None, {}, run) is None
+
+
+@pytest.mark.parametrize("trial", [["--rate", "0.001"], ["--tokens", "64"], []])
+def test_a_trial_is_stored_in_a_file_of_its_own(trial, monkeypatch):
+    paths = []
+
+    def store(path: Path, setting: dict) -> None:
+        paths.append(path)
+        raise ValueError("opened")
+
+    monkeypatch.setattr("experiments.__main__.Store", store)
+    with pytest.raises(ValueError, match="opened"):
+        run_from_scratch(parse(["claim", "--size", "cpu", *trial]))
+    assert [path.name for path in paths] == ["claim-cpu-trial.json" if trial else "claim-cpu.json"]
 
 
 def test_a_trial_leaves_the_pages_of_the_repository_alone(tmp_path):
@@ -276,6 +291,17 @@ def test_what_is_reported_has_the_rate_of_the_sweep(tmp_path):
     assert "Block" not in page
     assert (tmp_path / "runs.png").exists()
     assert stored(SMALL, tmp_path / "none.json", runs[-1:]).reported(64) == {}
+    one_rate = Comparison(replace(SMALL, rate=2e-3), comparison.store)
+    assert one_rate.reported(64)["standard"] == 2e-3, "whatever the best of a sweep"
+
+
+def test_a_row_is_of_the_seeds_that_it_shares_with_the_baseline(tmp_path):
+    runs = [("standard", 1e-3, 64, seed, 5.0) for seed in (0, 1)]
+    runs += [("Full", 1e-3, 64, seed, loss) for seed, loss in ((0, 4.9), (1, 4.7), (3, 1.0))]
+    comparison = stored(SMALL, tmp_path / "runs.json", runs)
+    table = report_table(comparison, dict.fromkeys(("standard", "Full"), 1e-3), 64)
+    assert "| Full | 0.001 | 2 | 4.8000 ± 0.1414 | -0.2000 ± 0.1414 |" in table
+    assert lead_table(comparison, {"standard": 1e-3}, 64) == "No other connection has runs."
 
 
 def test_the_gain_stands_against_the_depth(tmp_path):
@@ -322,9 +348,22 @@ def test_costs_are_those_of_training_steps(tmp_path):
     stored_costs = json.loads(path.read_text())
     assert set(stored_costs["ratios"]["compiled to eager"]) == {"standard", "deeper"}
     assert stored_costs["made_by"]["torch"] == version("torch")
-    del stored_costs["ratios"]["compiled"]
-    path.write_text(json.dumps(stored_costs))
-    assert list(costs(path)) == ["eager"]
+
+
+def test_costs_of_other_connections_stay_and_those_of_another_processor_are_not_mixed(tmp_path, monkeypatch):
+    experiment, path = SMALL, file_of(tmp_path / "runs.json")
+    path.write_text('{"ratios": {"eager": {"Full": {"median": 1.5}}}, "made_by": {"device": "an abacus"}}')
+    assert costs(path) == {"eager": {"Full": 1.5}}
+    with pytest.raises(ValueError, match=r"holds costs on an abacus; this is .*\. Move it away"):
+        measure_costs(experiment, ["standard"], path, "cpu")
+    path.write_text(path.read_text().replace("an abacus", harness.made_by("cpu")["device"]))
+    monkeypatch.setattr("experiments.costs.interleave", lambda ways, *_, **__: {way: Taken() for way in ways})
+    measure_costs(experiment, ["standard"], path, "cpu")
+    assert costs(path) == {"eager": {"Full": 1.5, "standard": 1.0}, "compiled": {"standard": 1.0}}
+
+
+class Taken:
+    wall = [1.0, 1.0]
 
 
 def run(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess:

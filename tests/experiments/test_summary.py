@@ -55,15 +55,15 @@ def test_at_equal_time_a_step_that_takes_twice_as_long_has_half_the_tokens(compa
     lead = summary.lead_of(comparison)
     assert lead.equal_time == {"eager": pytest.approx(-0.25 + 0.5)}
     assert summary.table([lead], 3).splitlines()[2].endswith("| 2 | -0.2500 ± 0.3536 | +0.25 |  |")
-    assert summary.table([lead], 3).splitlines()[2].startswith("| 3 | [claim-tiny](claim.md)")
+    assert summary.table([lead], 3).splitlines()[2].startswith("| 3 | [claim-tiny](claim.md), Block, S=2 (")
 
 
 def test_what_others_report_is_named_with_its_source():
     leads = summary.published()
     assert all(lead.is_of_paper or "](https://github.com/" in lead.source for lead in leads)
     table = summary.table(leads, 1).splitlines()
-    assert "| 1 | paper, Table 2 | 24 | 896 | 194M | 38.7B | 1 | -0.022 |" in table
-    assert any(row.endswith("| 32 | 512 | 62M | 123M | 3 | -0.026 ± 0.006 |") for row in table)
+    assert "| 1 | paper, Table 2 | 24 | 896 | 194M | 38.7B |  | -0.022 |" in table
+    assert any(row.endswith("| 32 | 512 | 54M | 123M | 3 | -0.026 ± 0.006 |") for row in table)
 
 
 def test_the_page_and_its_figure_are_made_from_the_runs(comparison, tmp_path, monkeypatch):
@@ -76,8 +76,11 @@ def test_the_page_and_its_figure_are_made_from_the_runs(comparison, tmp_path, mo
     assert "-0.2500 ± 0.3536" in page and "<!-- summary: others -->" in page
     assert (tmp_path / "results" / "summary.png").exists()
     here, others = [summary.lead_of(comparison)], summary.published()
+    summary.plot(here, [], tmp_path / "alone.svg")
+    summary.plot(here, [others[-1], *others[:5]], tmp_path / "reordered.svg")
+    assert {"2", "3 to 7"} <= words(tmp_path / "reordered.svg"), "numbers are those of the rows"
     summary.plot(here, others, tmp_path / "figure.svg")
-    assert {"the paper", "others", "2 to 6", "7"} <= words(tmp_path / "figure.svg")
+    assert {"the paper (mixtures of experts)", "others", "2 to 6", "7"} <= words(tmp_path / "figure.svg")
 
 
 def test_the_page_in_the_repository_counts_what_is_stored():
