@@ -169,10 +169,12 @@ def plot(here: Sequence[Lead], others: Sequence[Lead], path: Path) -> None:
         axes.errorbar(places, means, deviations, fmt=marker, color=color, capsize=3, markersize=5, label=label)
         if leads[0].is_of_paper:  # they lie on each other
             numbers = [f"{numbers[0]} to {numbers[-1]}"]
+        below = group[0] in numbered[len(here) :]  # beside those made here
         for place, value, text in zip(places, means, numbers):
-            axes.annotate(str(text), (place, value), (5, 4), textcoords="offset points", fontsize=7)
+            axes.annotate(str(text), (place, value), (5, -9 if below else 4), textcoords="offset points", fontsize=7)
     axes.axhline(0, color="gray", linewidth=0.8)
     axes.set_xscale("log")
+    axes.margins(x=0.08)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("training tokens for each parameter")
     axes.set_ylabel("loss, Block minus standard (nats/token)")
