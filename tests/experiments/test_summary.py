@@ -83,11 +83,12 @@ def test_the_page_and_its_figure_are_made_from_the_runs(comparison, tmp_path, mo
     assert {"the paper (mixtures of experts)", "others", "2 to 6", "7"} <= words(tmp_path / "figure.svg")
 
 
-def test_the_page_in_the_repository_counts_what_is_stored():
+def test_the_pages_of_the_repository_count_what_is_stored():
     """The sentence that counts pairs of runs is of the runs that there are."""
-    page = (Path(__file__).parents[2] / "experiments" / "RESULTS.md").read_text()
+    root = Path(__file__).parents[2]
     names = sorted(path.stem for path in report.DECLARED.glob("*.yaml"))
     leads = [lead for name in names if (found := report.stored(name)) and (lead := summary.lead_of(found))]
     dense = [value for lead in leads if "moe" not in lead.source for value in lead.values]
     lower = sum(value < 0 for value in dense)
-    assert f"in {lower} of {len(dense)} pairs of runs" in page
+    for page in ("README.md", "docs/results.md", "experiments/RESULTS.md"):
+        assert f"in {lower} of {len(dense)} pairs of runs" in (root / page).read_text(), page
