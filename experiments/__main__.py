@@ -11,7 +11,18 @@ from transformers.utils import logging
 from . import findings, healing, report
 from .costs import file_of, measure_costs
 from .data import load, prepare, prepared_file
-from .harness import PAGES, SELECTION_SEED, Store, add_work, chosen, results_file, tables_file
+from .harness import (
+    PAGES,
+    Store,
+    a_count,
+    a_rate,
+    a_results_file,
+    a_seed,
+    add_work,
+    chosen,
+    results_file,
+    tables_file,
+)
 from .scratch import BASELINE, DECLARED, Comparison, declared
 
 FROM_SCRATCH = {
@@ -36,11 +47,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         command.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
         command.add_argument("--compile", action="store_true", help="train by torch.compile; slow to start")
         command.add_argument("--connections", nargs="+", metavar="NAME", help="some of the declared ones")
-        command.add_argument("--seeds", nargs="+", type=int, help="instead of the declared ones")
-        command.add_argument("--rate", type=float, help="learning rate of all connections, instead of a sweep for each")
-        command.add_argument("--tokens", type=int, help="of a reported run, instead of the declared number")
+        command.add_argument("--seeds", nargs="+", type=a_seed, help="instead of the declared ones")
         command.add_argument(
-            "--results", type=Path, help="JSON file; default in experiments/results, for a trial one of its own"
+            "--rate", type=a_rate, help="learning rate of all connections, instead of a sweep for each"
+        )
+        command.add_argument("--tokens", type=a_count, help="of a reported run, instead of the declared number")
+        command.add_argument(
+            "--results",
+            type=a_results_file,
+            help="JSON file; default in experiments/results, for a trial one of its own",
         )
         command.add_argument("--tables", type=Path, help=PAGES)
         command.add_argument("--keep", type=Path, help="folder for the models of reported runs; default: none are kept")
@@ -49,8 +64,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     commands.add_parser("findings", help=findings.__doc__.splitlines()[0])
     commands.add_parser("report", help=report.__doc__)
     options = parser.parse_args(arguments)
-    if SELECTION_SEED in (getattr(options, "seeds", None) or ()):
-        parser.error(f"--seeds: seed {SELECTION_SEED} is the one that settings are chosen by")
+    if (tables := getattr(options, "tables", None)) and tables.suffix != ".md":
+        parser.error(f"--tables: {tables} is no .md file, which tables are written into")
     return options
 
 
@@ -60,6 +75,8 @@ def run_from_scratch(options: argparse.Namespace) -> None:
         raise ValueError("--device cuda: PyTorch sees no GPU here. Leave it out to train on the CPU.")
     if options.prepare and not options.corpus:
         raise ValueError(f"--prepare needs --corpus, the folder of {experiment.text.corpus}.")
+    if options.corpus and not options.corpus.is_dir():
+        raise ValueError(f"--corpus: {options.corpus} is no folder.")
     if options.corpus and options.corpus.resolve().name != experiment.text.corpus:
         raise ValueError(f"--corpus: {experiment.name} is declared for {experiment.text.corpus}, not {options.corpus}.")
     if options.corpus and (options.prepare or not prepared_file(experiment.text).exists()):
@@ -102,3 +119,6 @@ if __name__ == "__main__":
         main()
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("Stopped: the same command goes on from what is stored and from its checkpoints.", file=sys.stderr)
+        sys.exit(130)

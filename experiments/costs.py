@@ -12,7 +12,7 @@ from attnres.files import atomic_write
 from benchmarks.timing import Ratio, Setting, interleave, keep_freed_memory
 from benchmarks.workloads import training_step
 
-from .harness import made_by
+from .harness import made_by, read_stored
 from .scratch import BASELINE, Experiment, build
 
 REPEATS = 15
@@ -33,10 +33,11 @@ def measure_costs(experiment: Experiment, labels: Sequence[str], path: Path, dev
     Raises:
         ValueError: those were measured on another processor.
     """
-    origin, stored = made_by(device), json.loads(path.read_text()) if path.exists() else None
-    if stored and stored["made_by"]["device"] != origin["device"]:
-        there = stored["made_by"]["device"]
-        raise ValueError(f"{path} holds costs on {there}; this is {origin['device']}. Move it away to measure anew.")
+    origin, stored = made_by(device), read_stored(path, {"ratios", "made_by"}) if path.exists() else None
+    there, here = (_machine(own) for own in (stored["made_by"] if stored else origin, origin))
+    if there != here:
+        raise ValueError(f"{path} holds costs on {there}; this is {here}. Move it away to measure anew.")
+    print(f"Timing a step of {', '.join(labels)}. To compile them takes a minute or more each.", flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     keep_freed_memory()
     ids = torch.randint(experiment.text.vocab_size, (experiment.batch_size, experiment.length), device=device)
@@ -56,14 +57,24 @@ def measure_costs(experiment: Experiment, labels: Sequence[str], path: Path, dev
     if stored:
         found = {way: stored["ratios"].get(way, {}) | of_way for way, of_way in found.items()}
     atomic_write(path, json.dumps({"ratios": found, "made_by": origin}, indent=1) + "\n")
+    print(
+        f"{path}: "
+        + "; ".join(f"{label} {ratio['median']:.2f}" for label, ratio in found["eager"].items())
+        + " (eager)"
+    )
 
 
 def costs(path: Path) -> dict[str, dict[str, float]]:
     """A way of [`WAYS`] -> label -> the median ratio, of what was measured."""
     if not path.exists():
         return {}
-    found = json.loads(path.read_text())["ratios"]
+    found = read_stored(path, {"ratios"})["ratios"]
     return {way: {label: ratio["median"] for label, ratio in found[way].items()} for way in WAYS if way in found}
+
+
+def _machine(origin: Mapping[str, str]) -> dict[str, str]:
+    """What ratios depend on, of what made them."""
+    return {name: value for name, value in origin.items() if name in ("torch", "device", "forced_avx512")}
 
 
 def _ratio(times: Mapping[tuple[str, str], list[float]], way: tuple[str, str], to: tuple[str, str]) -> dict[str, float]:

@@ -29,6 +29,7 @@ from attnres.files import atomic_write
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+TINY = "tiny"  # the size that tries the whole path, and is never reported
 SELECTION_SEED = 10  # of the runs that settings are chosen by, on text that is not reported
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "experiments"  # of the pages, and of stored runs in `results`
@@ -42,7 +43,7 @@ class Store:
         setting: what all runs have in common.
 
     Raises:
-        ValueError: the file holds runs of another setting.
+        ValueError: the file holds runs of another setting, or is none of runs.
     """
 
     def __init__(self, path: Path, setting: dict[str, Any]):
@@ -52,12 +53,12 @@ class Store:
 
     def _read(self) -> None:
         if self.path.exists():
-            content = json.loads(self.path.read_text())
-            if content["setting"] != self.setting:
-                raise ValueError(
-                    f"{self.path} holds runs of another setting, {content['setting']}; this one is {self.setting}. "
-                    "Choose another --results."
-                )
+            content = read_stored(self.path, {"setting", "runs"})
+            other, own = (json.loads(json.dumps(setting)) for setting in (content["setting"], self.setting))
+            if other != own:
+                changed = [name for name in other.keys() | own.keys() if other.get(name) != own.get(name)]
+                values = "; ".join(f"{name}: {other.get(name)}, not {own.get(name)}" for name in sorted(changed))
+                raise ValueError(f"{self.path} holds runs of another setting ({values}). Choose another --results.")
             self.content = content
 
     def find(self, recipe: "DataclassInstance", seed: int) -> dict[str, Any] | None:
@@ -76,6 +77,17 @@ class Store:
             self.content["runs"].append(run)
             lines = ",\n".join(json.dumps(run) for run in self.content["runs"])  # a line for each
             atomic_write(self.path, f'{{"setting": {json.dumps(self.setting)}, "runs": [\n{lines}\n]}}\n')
+
+
+def read_stored(path: Path, keys: set[str]) -> dict[str, Any]:
+    """The object of a JSON file that experiments wrote. Raises ValueError: it is none, or lacks one of these keys."""
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:  # UnicodeDecodeError is one too
+        raise ValueError(f"{path} is damaged ({error}): move it away, or choose another --results.") from error
+    if not isinstance(content, dict) or not keys <= content.keys():
+        raise ValueError(f"{path} is no file of experiments: move it away, or choose another --results.")
+    return content
 
 
 @dataclass(frozen=True)
@@ -111,6 +123,38 @@ def forget_checkpoints(work: Path | None, setting: Mapping[str, Any], run: Plann
     """Remove those of a run that is stored."""
     if folder := checkpoints(work, setting, run):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def a_rate(text: str) -> float:
+    """A learning rate of the command line."""
+    if not 0 < (rate := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no learning rate: it is above 0, such as 0.004")
+    return rate
+
+
+def a_count(text: str) -> int:
+    """A number of tokens of the command line."""
+    if (count := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is too few: at least 1")
+    return count
+
+
+def a_seed(text: str) -> int:
+    """A seed of reported runs."""
+    if not 0 <= (seed := int(text)) < 2**32 or seed == SELECTION_SEED:
+        raise argparse.ArgumentTypeError(
+            f"a seed is a number from 0 to 2**32 - 1, and {SELECTION_SEED} is the one that settings are chosen by; "
+            f"{text} is none"
+        )
+    return seed
+
+
+def a_results_file(text: str) -> Path:
+    """A file for stored runs."""
+    path = Path(text)
+    if path.suffix != ".json" or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no .json file, which runs are stored in")
+    return path
 
 
 def add_work(parser: argparse.ArgumentParser) -> None:

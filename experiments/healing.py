@@ -30,8 +30,11 @@ from .data import Data, load, prepare, prepared_file
 from .harness import (
     PAGES,
     SELECTION_SEED,
+    TINY,
     Planned,
     Store,
+    a_results_file,
+    a_seed,
     add_work,
     checkpoints,
     chosen,
@@ -198,17 +201,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--corpus", type=Path, required=True, help="directory with train.txt and valid.txt")
     parser.add_argument("--groups", nargs="+", metavar="GROUP", help="sweeps, or `report`; default all")
     parser.add_argument("--recipes", nargs="+", metavar="NAME", help="of the group `report`; default all")
-    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, help="of the group `report`")
-    parser.add_argument("--results", type=Path, help="JSON file; default in experiments/results")
+    parser.add_argument("--seeds", nargs="+", type=a_seed, default=SEEDS, help="of the group `report`")
+    parser.add_argument("--results", type=a_results_file, help="JSON file; default in experiments/results")
     parser.add_argument("--tables", type=Path, help=PAGES)
     add_work(parser)
 
 
 def write_all() -> None:
     """The tables of all sizes that have stored runs."""
-    for path in sorted(DECLARED.glob("*.yaml")):
-        declaration = Declaration.load(path.stem)
-        path = results_file(f"healing-{path.stem}")
+    for size in sorted({path.stem for path in DECLARED.glob("*.yaml")} - {TINY}):
+        declaration = Declaration.load(size)
+        path = results_file(f"healing-{size}")
         if path.exists():
             update_tables(page_of("healing"), tables(declaration, Store(path, declaration.setting()), SEEDS))
 
@@ -218,6 +221,9 @@ def run(options: argparse.Namespace) -> None:
     groups = chosen("--groups", options.groups, ["report", *declaration.sweeps])
     recipes = chosen("--recipes", options.recipes, list(declaration.report))
     store = Store(options.results or results_file(f"healing-{options.size}"), declaration.setting())
+    for option, path in (("--checkpoint", options.checkpoint / "config.json"), ("--corpus", options.corpus)):
+        if not path.exists():
+            raise ValueError(f"{option}: there is no {path}.")
     start = AutoModelForCausalLM.from_pretrained(options.checkpoint)
     data = load_data(declaration, options.corpus, AutoTokenizer.from_pretrained(options.checkpoint))
     wanted = []

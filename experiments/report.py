@@ -8,7 +8,7 @@ from attnres.analysis.tables import update_tables
 from . import healing, summary
 from .costs import costs, file_of
 from .figures import block_sizes, gains, plot, plot_beside_paper, plot_block_sizes, plot_gains
-from .harness import Store, page_of, results_file
+from .harness import TINY, Store, page_of, results_file
 from .scratch import BASELINE, DECLARED, Comparison, declared
 from .tables import lead_table, report_table, sweep_table
 
@@ -60,7 +60,7 @@ def write_gains() -> None:
 
 
 def write_all() -> None:
-    names = sorted(path.stem for path in DECLARED.glob("*.yaml"))
+    names = sorted(path.stem for path in DECLARED.glob("*.yaml") if not path.stem.endswith(TINY))
     comparisons = [comparison for name in names if (comparison := stored(name))]
     for comparison in comparisons:
         name = comparison.experiment.name
@@ -68,3 +68,4 @@ def write_all() -> None:
     write_gains()
     summary.write(comparisons)
     healing.write_all()
+    print(f"Written from the stored runs: tables and figures of {len(comparisons)} comparisons, and those of healing.")
