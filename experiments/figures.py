@@ -77,7 +77,7 @@ def plot_block_sizes(comparison: Comparison, rates: Mapping[str, float], tokens:
     sizes = block_sizes(comparison, rates)
     found = {size: comparison.differences(label, rates, tokens) for size, label in sizes.items()}
     beside = [(size, published[label]) for size, label in sizes.items() if label in published]
-    _plot_spread(found, "sublayers in a block", "held-out loss minus standard", path, beside)
+    _plot_spread(found, "sublayers in a block", "held-out loss minus standard (nats/token)", path, beside)
 
 
 def block_sizes(comparison: Comparison, labels: Iterable[str]) -> dict[int, str]:
@@ -102,7 +102,7 @@ def gains(comparisons: Sequence[Comparison]) -> dict[int, list[float]]:
 
 def plot_gains(found: Mapping[int, Sequence[float]], path: Path) -> None:
     """Draw them against depth."""
-    _plot_spread(found, "sublayers", "held-out loss, Block minus standard", path)
+    _plot_spread(found, "sublayers", "held-out loss, Block minus standard (nats/token)", path)
 
 
 def _plot_spread(

@@ -5,6 +5,7 @@
 Those made here come from the stored runs, those of others from `published.yaml`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,7 +165,7 @@ def plot(here: Sequence[Lead], others: Sequence[Lead], path: Path) -> None:
         if not group:
             continue
         numbers, leads = zip(*group)
-        places, means = [lead.tokens_per_parameter for lead in leads], [mean(lead.values) for lead in leads]
+        places, means = _apart([lead.tokens_per_parameter for lead in leads]), [mean(lead.values) for lead in leads]
         deviations = [lead.deviation or 0.0 for lead in leads]
         axes.errorbar(places, means, deviations, fmt=marker, color=color, capsize=3, markersize=5, label=label)
         if leads[0].is_of_paper:  # they lie on each other
@@ -181,3 +182,12 @@ def plot(here: Sequence[Lead], others: Sequence[Lead], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8, loc="lower right")
     finish(figure, path)
+
+
+def _apart(places: Sequence[float]) -> list[float]:
+    """Places on a logarithmic axis, those that are the same to 2% drawn 4% from each other."""
+    found: list[float] = []
+    for place in places:
+        same = sum(abs(math.log(place / other)) < 0.02 for other in places[: len(found)])
+        found.append(place * 1.04**same)
+    return found
