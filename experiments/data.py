@@ -4,6 +4,7 @@ The file holds the stream of each part, in the order of the text, compressed; ev
 token. Parts are `train` and `valid`, of which one half chooses settings and the other half is reported.
 """
 
+import hashlib
 import json
 import lzma
 from dataclasses import dataclass
@@ -40,11 +41,15 @@ class Text:
 
 @dataclass(frozen=True)
 class Data:
-    """Packed tokens `[n, length]`: to train on, to choose settings by, and to report."""
+    """Packed tokens `[n, length]`: to train on, to choose settings by, and to report.
+
+    `fingerprint`: the first digits of the SHA-256 of a prepared text, which tells texts of one name apart.
+    """
 
     train: Tensor
     selection: Tensor
     valid: Tensor
+    fingerprint: str = ""
 
     def held_out(self, selecting: bool) -> Tensor:
         """What a run is measured on that settings are chosen by, or that is reported."""
@@ -98,7 +103,8 @@ def load(text: Text, length: int, held_out: int, out: Path = PREPARED) -> Data:
     path = prepared_file(text, out)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: name the folder of the text by --corpus, which prepares it.")
-    head, _, content = lzma.decompress(path.read_bytes()).partition(b"\n")
+    prepared = lzma.decompress(path.read_bytes())
+    head, _, content = prepared.partition(b"\n")
     stream, parts = np.frombuffer(content, np.uint16), {}
     for name, count in json.loads(head).items():
         parts[name] = torch.from_numpy(in_blocks(stream[:count].astype(np.int64), length))
@@ -109,4 +115,5 @@ def load(text: Text, length: int, held_out: int, out: Path = PREPARED) -> Data:
             f"valid.txt of {text.corpus} gives {len(valid)} sequences of {length} tokens, not {2 * held_out}."
         )
     order = torch.randperm(len(valid), generator=torch.Generator().manual_seed(0))
-    return Data(parts["train"], valid[order[:held_out]], valid[order[held_out : 2 * held_out]])
+    fingerprint = hashlib.sha256(prepared).hexdigest()[:12]
+    return Data(parts["train"], valid[order[:held_out]], valid[order[held_out : 2 * held_out]], fingerprint)

@@ -166,6 +166,8 @@ def measure(
         "after": round(losses.mean().item(), 6),
         "curve": [[step, round(loss, 4)] for step, loss in curve],
     }
+    if data.fingerprint:
+        result["text"] = data.fingerprint
     if compiled:
         result["compiled"] = True
     if routers(model):
@@ -197,7 +199,17 @@ class Comparison:
     compiled: bool = False
 
     def make(self, wanted: Sequence[tuple[str, float, int, int]]) -> None:
-        """Make what the store lacks of (label of a connection, rate, tokens, seed)."""
+        """Make what the store lacks of (label of a connection, rate, tokens, seed).
+
+        Raises:
+            ValueError: the store holds runs on another text of the same name.
+        """
+        texts = {run["text"] for run in self.store.content["runs"] if "text" in run}
+        if self.data and texts - {self.data.fingerprint}:
+            raise ValueError(
+                f"{self.store.path} holds runs on another {self.experiment.text.corpus} "
+                f"({', '.join(sorted(texts))}, not {self.data.fingerprint}): choose another --results."
+            )
         plan = [self._planned(*run) for run in wanted]
         for run in plan if self.keep else ():
             if self.store.find(run.recipe, run.seed) and not (self.keep / run.folder).exists() and not run.selecting:

@@ -426,6 +426,16 @@ def test_options_that_make_no_sense_are_refused_before_anything_is_made(option, 
     assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
+def test_runs_on_texts_of_one_name_are_not_mixed(data, tmp_path):
+    run = {"recipe": {"connection": SMALL.connections["standard"], "rate": 1e-3, "tokens": 64}, "seed": 0, "after": 5.0}
+    comparison = Comparison(SMALL, Store(tmp_path / "runs.json", {}), data)
+    comparison.store.add(run | {"text": data.fingerprint})
+    comparison.make([("standard", 1e-3, 64, 0)])  # stored
+    comparison.store.add(run | {"seed": 1, "text": "0123456789ab"})
+    with pytest.raises(ValueError, match=rf"another words \(.*0123456789ab.*, not {data.fingerprint}\): choose"):
+        comparison.make([("standard", 1e-3, 64, 0)])
+
+
 @pytest.mark.parametrize("content", ["", '{"setting": {}, "ru', "[]", "{}", b"\x89PNG\xff"])
 def test_a_damaged_file_of_runs_is_named_and_stays(content, tmp_path):
     path = tmp_path / "runs.json"
