@@ -18,7 +18,8 @@ def tables(comparison: Comparison, tokens: int, rates: Mapping[str, float]) -> d
     size = comparison.experiment.name.partition("-")[2]
     found = {"result": report_table(comparison, rates, tokens, costs(file_of(comparison.store.path)))}
     found["lead"] = lead_table(comparison, rates, tokens)
-    found["rates"] = sweep_table(comparison)
+    if comparison.experiment.rate is None or any(map(comparison.swept, comparison.experiment.connections)):
+        found["rates"] = sweep_table(comparison)
     return {f"{size}: {name}": table for name, table in found.items()}
 
 

@@ -293,6 +293,9 @@ def test_what_is_reported_has_the_rate_of_the_sweep(tmp_path):
     assert stored(SMALL, tmp_path / "none.json", runs[-1:]).reported(64) == {}
     one_rate = Comparison(replace(SMALL, rate=2e-3), comparison.store)
     assert one_rate.reported(64)["standard"] == 2e-3, "whatever the best of a sweep"
+    assert "tiny: rates" in report.tables(one_rate, 64, one_rate.reported(64)), "there was a sweep"
+    alone = Comparison(one_rate.experiment, stored(SMALL, tmp_path / "alone.json", runs[:2]).store)
+    assert "tiny: rates" not in report.tables(alone, 64, alone.reported(64))
 
 
 def test_a_row_is_of_the_seeds_that_it_shares_with_the_baseline(tmp_path):
