@@ -54,7 +54,7 @@ class Store:
     def _read(self) -> None:
         if self.path.exists():
             content = read_stored(self.path, {"setting", "runs"})
-            other, own = (json.loads(json.dumps(setting)) for setting in (content["setting"], self.setting))
+            other, own = content["setting"], self.setting
             if other != own:
                 changed = [name for name in other.keys() | own.keys() if other.get(name) != own.get(name)]
                 values = "; ".join(f"{name}: {other.get(name)}, not {own.get(name)}" for name in sorted(changed))

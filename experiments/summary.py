@@ -186,8 +186,5 @@ def plot(here: Sequence[Lead], others: Sequence[Lead], path: Path) -> None:
 
 def _apart(places: Sequence[float]) -> list[float]:
     """Places on a logarithmic axis, those that are the same to 2% drawn 4% from each other."""
-    found: list[float] = []
-    for place in places:
-        same = sum(abs(math.log(place / other)) < 0.02 for other in places[: len(found)])
-        found.append(place * 1.04**same)
-    return found
+    earlier = [[other for other in places[:i] if abs(math.log(place / other)) < 0.02] for i, place in enumerate(places)]
+    return [place * 1.04 ** len(same) for place, same in zip(places, earlier)]
