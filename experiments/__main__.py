@@ -15,6 +15,7 @@ from .harness import (
     PAGES,
     Store,
     a_count,
+    a_folder,
     a_rate,
     a_results_file,
     a_seed,
@@ -58,7 +59,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             help="JSON file; default in experiments/results, for a trial one of its own",
         )
         command.add_argument("--tables", type=Path, help=PAGES)
-        command.add_argument("--keep", type=Path, help="folder for the models of reported runs; default: none are kept")
+        command.add_argument(
+            "--keep", type=a_folder, help="folder for the models of reported runs; default: none are kept"
+        )
         add_work(command)
     healing.add_arguments(commands.add_parser("healing", help=healing.__doc__.splitlines()[0]))
     commands.add_parser("findings", help=findings.__doc__.splitlines()[0])

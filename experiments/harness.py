@@ -157,9 +157,19 @@ def a_results_file(text: str) -> Path:
     return path
 
 
+def a_folder(text: str) -> Path:
+    """A folder that is there, or can be made."""
+    path = Path(text)
+    nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        reason = "is no folder" if not nearest.is_dir() else "cannot be written"
+        raise argparse.ArgumentTypeError(f"{text} is no place for a folder: {nearest} {reason}")
+    return path
+
+
 def add_work(parser: argparse.ArgumentParser) -> None:
     work = Path(tempfile.gettempdir()) / "attnres-experiments"
-    parser.add_argument("--work", type=Path, default=work, help=f"folder for checkpoints; default {work}")
+    parser.add_argument("--work", type=a_folder, default=work, help=f"folder for checkpoints; default {work}")
 
 
 def results_file(name: str) -> Path:

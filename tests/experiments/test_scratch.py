@@ -276,6 +276,8 @@ def test_the_command_trains_stores_and_goes_on(assets, tmp_path):
         ("--seeds", str(SELECTION_SEED), "the one that settings are chosen by"),
         ("--results", "runs.png", "runs.png is no .json file"),
         ("--tables", "runs.json", "runs.json is no .md file"),
+        ("--work", f"{__file__}/work", "test_scratch.py is no folder"),
+        ("--keep", __file__, "test_scratch.py is no folder"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_before_anything_is_made(option, value, message, capsys):
