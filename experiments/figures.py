@@ -1,5 +1,6 @@
 """Figures of a comparison, and of several at different depths, from the stored runs."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
@@ -9,6 +10,7 @@ from attnres.analysis.loss_figures import Points
 
 from .scratch import BASELINE, Comparison
 
+FARTHEST = 0.3  # nats/token: a model that ends farther from the standard one stands at the edge, with its number
 SMOOTHED = 3  # points of a curve in one of a difference: single batches differ more than models do
 
 
@@ -57,10 +59,17 @@ def plot_beside_paper(comparison: Comparison, rates: Mapping[str, float], tokens
     figure = blank(7, 1.2 + 0.28 * len(found))
     axes = figure.subplots()
     for row, (label, differences) in enumerate(found.items()):
-        axes.plot(differences, [row] * len(differences), "|", color="tab:blue", markersize=9)
-        axes.plot(mean(differences), row, "o", color="tab:blue", label=None if row else "here: mean, and each seed")
+        if abs(mean(differences)) > FARTHEST:
+            edge = math.copysign(FARTHEST, mean(differences))
+            axes.plot(edge, row, ">" if edge > 0 else "<", color="tab:blue")
+            place = {"xytext": (-math.copysign(8, edge), 0), "ha": "right" if edge > 0 else "left", "va": "center"}
+            axes.annotate(f"{mean(differences):+.2f}", (edge, row), textcoords="offset points", **place)
+        else:
+            axes.plot(differences, [row] * len(differences), "|", color="tab:blue", markersize=9)
+            axes.plot(mean(differences), row, "o", color="tab:blue")
         if label in published:
             axes.plot(published[label], row, "D", color="tab:orange", fillstyle="none")
+    axes.plot([], [], "o", color="tab:blue", label="here: mean, and each seed")
     axes.plot([], [], "D", color="tab:orange", fillstyle="none", label="paper, 436M parameters")
     axes.axvline(0, color="gray", linewidth=0.8)
     axes.set_yticks(range(len(found)), list(found))

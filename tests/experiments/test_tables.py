@@ -39,6 +39,15 @@ def test_what_the_paper_has_stands_beside_it(tmp_path):
     assert experiment.setting() == SMALL.setting(), "what is published is no part of a run"
 
 
+def test_a_model_that_did_not_train_stands_at_the_edge_with_its_number(tmp_path):
+    """The others would be drawn on one line."""
+    runs = [("standard", 1e-3, 64, 0, 4.0), ("Full", 1e-3, 64, 0, 6.15)]
+    comparison = stored(SMALL, tmp_path / "runs.json", runs)
+    plot_beside_paper(comparison, dict.fromkeys(("standard", "Full"), 1e-3), 64, tmp_path / "figure.svg")
+    drawn = words(tmp_path / "figure.svg")
+    assert {"Full", "+2.15"} <= drawn and not {"1.0", "2.0"} & drawn
+
+
 def test_at_equal_time_a_slower_connection_has_fewer_tokens(tmp_path):
     """Losses on a line in log tokens, 0.5 for each doubling: a step that takes twice as long costs one doubling."""
     runs = [("Full", 1e-3, tokens, 0, 9 - 0.5 * math.log2(tokens)) for tokens in (16, 64, 128)]
