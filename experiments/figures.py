@@ -66,10 +66,12 @@ def plot_beside_paper(comparison: Comparison, rates: Mapping[str, float], tokens
             axes.annotate(f"{mean(differences):+.2f}", (edge, row), textcoords="offset points", **place)
         else:
             axes.plot(differences, [row] * len(differences), "|", color="tab:blue", markersize=9)
-            axes.plot(mean(differences), row, "o", color="tab:blue")
+            axes.plot(mean(differences), row, "o", color="tab:blue", fillstyle=_fill(differences))
         if label in published:
             axes.plot(published[label], row, "D", color="tab:orange", fillstyle="none")
     axes.plot([], [], "o", color="tab:blue", label="here: mean, and each seed")
+    if any(len(differences) == 1 for differences in found.values()):
+        axes.plot([], [], "o", color="tab:blue", fillstyle="none", label="here: one seed")
     axes.plot([], [], "D", color="tab:orange", fillstyle="none", label="paper, 436M parameters")
     axes.axvline(0, color="gray", linewidth=0.8)
     axes.set_yticks(range(len(found)), list(found))
@@ -86,7 +88,7 @@ def plot_block_sizes(comparison: Comparison, rates: Mapping[str, float], tokens:
     sizes = block_sizes(comparison, rates)
     found = {size: comparison.differences(label, rates, tokens) for size, label in sizes.items()}
     beside = [(size, published[label]) for size, label in sizes.items() if label in published]
-    _plot_spread(found, "sublayers in a block", "held-out loss minus standard (nats/token)", path, beside)
+    _plot_spread(found, "sublayers in a block", "loss minus standard (nats/token)", path, beside)
 
 
 def block_sizes(comparison: Comparison, labels: Iterable[str]) -> dict[int, str]:
@@ -111,7 +113,12 @@ def gains(comparisons: Sequence[Comparison]) -> dict[int, list[float]]:
 
 def plot_gains(found: Mapping[int, Sequence[float]], path: Path) -> None:
     """Draw them against depth."""
-    _plot_spread(found, "sublayers", "held-out loss, Block minus standard (nats/token)", path)
+    _plot_spread(found, "sublayers", "loss, Block minus standard (nats/token)", path)
+
+
+def _fill(values: Sequence[float]) -> str:
+    """Of a marker: one seed is hollow."""
+    return "full" if len(values) > 1 else "none"
 
 
 def _plot_spread(
@@ -120,9 +127,11 @@ def _plot_spread(
     """Values against powers of two: those of each seed, their mean with one standard deviation to either side."""
     figure = blank(5.5, 3.6)
     axes = figure.subplots()
-    places, means = list(found), [mean(values) for values in found.values()]
-    spreads = [stdev(values) if len(values) > 1 else 0.0 for values in found.values()]
-    axes.errorbar(places, means, spreads, color="tab:blue", marker="o", capsize=4, label="mean ± standard deviation")
+    places = list(found)
+    for place, values in found.items():
+        deviation = stdev(values) if len(values) > 1 else None
+        axes.errorbar(place, mean(values), deviation, fmt="o", color="tab:blue", fillstyle=_fill(values), capsize=4)
+    axes.errorbar([], [], [], fmt="o", color="tab:blue", capsize=4, label="mean ± standard deviation")
     seeds = [(place, value) for place, values in found.items() for value in values]
     axes.plot(*zip(*seeds), "x", color="tab:blue", alpha=0.6, label="a seed")
     if published:

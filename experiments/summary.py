@@ -5,7 +5,6 @@
 Those made here come from the stored runs, those of others from `published.yaml`.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from .harness import markdown, page_of, results_file, spread
 from .scratch import Comparison
 from .tables import at_equal_time
 
+APART = 1.1  # that bars and their numbers can be told from each other
 PUBLISHED = Path(__file__).with_name("published.yaml")
 
 
@@ -165,14 +165,17 @@ def plot(here: Sequence[Lead], others: Sequence[Lead], path: Path) -> None:
         if not group:
             continue
         numbers, leads = zip(*group)
-        places, means = _apart([lead.tokens_per_parameter for lead in leads]), [mean(lead.values) for lead in leads]
+        places, means = [lead.tokens_per_parameter for lead in leads], [mean(lead.values) for lead in leads]
         deviations = [lead.deviation or 0.0 for lead in leads]
-        axes.errorbar(places, means, deviations, fmt=marker, color=color, capsize=3, markersize=5, label=label)
-        if leads[0].is_of_paper:  # they lie on each other
+        if leads[0].is_of_paper:  # one number for all: they lie beside each other
             numbers = [f"{numbers[0]} to {numbers[-1]}"]
-        below = group[0] in numbered[len(here) :]  # beside those made here
-        for place, value, text in zip(places, means, numbers):
-            axes.annotate(str(text), (place, value), (5, -9 if below else 4), textcoords="offset points", fontsize=7)
+        else:
+            places = _apart(places)
+        axes.errorbar(places, means, deviations, fmt=marker, color=color, capsize=3, markersize=5, label=label)
+        is_here = group[0] in numbered[: len(here)]  # its numbers stand on the bars, those of others below
+        for place, value, deviation, text in zip(places, means, deviations, numbers):
+            end, offset = (value + deviation, 3) if is_here else (value - deviation, -10)
+            axes.annotate(str(text), (place, end), (0, offset), textcoords="offset points", ha="center", fontsize=7)
     axes.axhline(0, color="gray", linewidth=0.8)
     axes.set_xscale("log")
     axes.margins(x=0.08)
@@ -185,6 +188,8 @@ def plot(here: Sequence[Lead], others: Sequence[Lead], path: Path) -> None:
 
 
 def _apart(places: Sequence[float]) -> list[float]:
-    """Places on a logarithmic axis, those that are the same to 2% drawn 4% from each other."""
-    earlier = [[other for other in places[:i] if abs(math.log(place / other)) < 0.02] for i, place in enumerate(places)]
-    return [place * 1.04 ** len(same) for place, same in zip(places, earlier)]
+    """Places on a logarithmic axis, each moved so far to the right that it lies `APART` from the one before."""
+    moved, before = list(places), 0.0
+    for number in sorted(range(len(places)), key=places.__getitem__):
+        before = moved[number] = max(places[number], before * APART)
+    return moved
