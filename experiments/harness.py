@@ -74,6 +74,8 @@ class Store:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self.path.with_suffix(".lock")):
             self._read()
+            if any((own["recipe"], own["seed"]) == (run["recipe"], run["seed"]) for own in self.content["runs"]):
+                return  # another process has made it meanwhile
             self.content["runs"].append(run)
             lines = ",\n".join(json.dumps(run) for run in self.content["runs"])  # a line for each
             atomic_write(self.path, f'{{"setting": {json.dumps(self.setting)}, "runs": [\n{lines}\n]}}\n')
@@ -154,13 +156,16 @@ def a_results_file(text: str) -> Path:
     path = Path(text)
     if path.suffix != ".json" or path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is no .json file, which runs are stored in")
+    a_folder(str(path.parent))
     return path
 
 
 def a_folder(text: str) -> Path:
     """A folder that is there, or can be made."""
+    if not text:
+        raise argparse.ArgumentTypeError("a folder has a name; for this one, write .")
     path = Path(text)
-    nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+    nearest = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         reason = "is no folder" if not nearest.is_dir() else "cannot be written"
         raise argparse.ArgumentTypeError(f"{text} is no place for a folder: {nearest} {reason}")

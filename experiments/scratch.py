@@ -80,10 +80,14 @@ class Experiment:
     published: dict[str, float] = field(default_factory=dict)
 
     def config(self, connection: Mapping[str, Any]) -> PreTrainedConfig:
+        """Raises ValueError: the connection names a field that the configuration does not have."""
         fields = self.model | connection
-        if "name" in fields:
-            return load(fields.pop("name"), **fields)
-        return AutoConfig.for_model(**fields)
+        named = fields.pop("name", None)
+        make = partial(load, named) if named else AutoConfig.for_model
+        known = make(**{name: fields[name] for name in fields.keys() - connection.keys()})
+        if unknown := [name for name in connection if not hasattr(known, name)]:
+            raise ValueError(f"{self.name}: {', '.join(unknown)} is no field of {type(known).__name__}.")
+        return make(**fields)
 
     def setting(self) -> dict[str, Any]:
         """What all runs of a results file have in common, whatever connections, rates and seeds there are."""
@@ -173,7 +177,7 @@ def measure(
     if routers(model):
         result["expert_load_entropy"] = round(balance.metrics()["expert_load_entropy"], 4)
     result["seconds"] = round(time.monotonic() - began, 1)
-    if getattr(model.config, "residual_connection", None) == "attn_res":
+    if getattr(model.config, "residual_connection", None) == "attn_res" and math.isfinite(result["after"]):
         weights = depth_attention(model, held_out[:32].split(16)).mean
         result["depth_attention"] = [[round(w, 4) for w in row[~row.isnan()].tolist()] for row in weights]
     if keep is not None:

@@ -102,6 +102,18 @@ def test_the_mix_of_experts_is_balanced_and_its_load_stored(data, tmp_path):
     assert run["curve"][-1][0] == 4
 
 
+def test_a_run_that_diverged_is_stored_without_its_depth_attention(data):
+    run = scratch.measure(
+        SMALL, data, planned(Recipe(SMALL.connections["Full"], 1e30, 64), 0), lambda: None, None, "cpu"
+    )
+    assert not math.isfinite(run["after"]) and "depth_attention" not in run
+
+
+def test_a_misspelled_field_of_a_declaration_is_refused():
+    with pytest.raises(ValueError, match=r"claim-tiny: attn_res_blocksize is no field of AttnResLlamaConfig"):
+        SMALL.config({"attn_res_blocksize": 1})
+
+
 @pytest.mark.slow
 def test_a_compiled_run_is_the_same_run(data):
     connection = {"residual_connection": "identity_hc"}
@@ -133,6 +145,7 @@ def test_two_processes_add_to_one_file(tmp_path):
     first, second = (Store(tmp_path / "new" / "runs.json", {"length": 1}) for _ in range(2))
     for number, store in enumerate((first, second, first)):
         store.add({"recipe": {}, "seed": number})
+    second.add({"recipe": {}, "seed": 2})  # both have made it
     assert [run["seed"] for run in Store(first.path, {"length": 1}).content["runs"]] == [0, 1, 2]
     with pytest.raises(ValueError, match=r"another setting \(length: 1, not 2\)\. Choose another --results"):
         Store(first.path, {"length": 2})
@@ -278,6 +291,8 @@ def test_the_command_trains_stores_and_goes_on(assets, tmp_path):
         ("--tables", "runs.json", "runs.json is no .md file"),
         ("--work", f"{__file__}/work", "test_scratch.py is no folder"),
         ("--keep", __file__, "test_scratch.py is no folder"),
+        ("--keep", "", "a folder has a name"),
+        ("--results", f"{__file__}/runs.json", "test_scratch.py is no folder"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_before_anything_is_made(option, value, message, capsys):
