@@ -98,21 +98,25 @@ def load(text: Text, length: int, held_out: int, out: Path = PREPARED) -> Data:
 
     Raises:
         FileNotFoundError: it was not prepared.
-        ValueError: the held-out text is too short.
+        ValueError: the file is damaged, or the held-out text too short.
     """
     path = prepared_file(text, out)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: name the folder of the text by --corpus, which prepares it.")
-    prepared = lzma.decompress(path.read_bytes())
-    head, _, content = prepared.partition(b"\n")
-    stream, parts = np.frombuffer(content, np.uint16), {}
-    for name, count in json.loads(head).items():
-        parts[name] = torch.from_numpy(in_blocks(stream[:count].astype(np.int64), length))
-        stream = stream[count:]
-    valid = parts["valid"]
+    try:
+        prepared = lzma.decompress(path.read_bytes())
+        head, _, content = prepared.partition(b"\n")
+        stream, parts = np.frombuffer(content, np.uint16), {}
+        for name, count in json.loads(head).items():
+            parts[name] = torch.from_numpy(in_blocks(stream[:count].astype(np.int64), length))
+            stream = stream[count:]
+        valid = parts["valid"]
+    except (lzma.LZMAError, EOFError, ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): prepare it anew by --corpus DIR --prepare.") from error
     if len(valid) < 2 * held_out:
         raise ValueError(
-            f"valid.txt of {text.corpus} gives {len(valid)} sequences of {length} tokens, not {2 * held_out}."
+            f"valid.txt of {text.corpus} gives {len(valid)} sequences of {length} tokens, not {2 * held_out}: "
+            "prepare a longer one by --corpus DIR --prepare."
         )
     order = torch.randperm(len(valid), generator=torch.Generator().manual_seed(0))
     fingerprint = hashlib.sha256(prepared).hexdigest()[:12]

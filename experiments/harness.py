@@ -127,23 +127,30 @@ def forget_checkpoints(work: Path | None, setting: Mapping[str, Any], run: Plann
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _number(kind: type[int] | type[float], text: str, example: str) -> float:
+    try:
+        return kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number such as {example}") from None
+
+
 def a_rate(text: str) -> float:
     """A learning rate of the command line."""
-    if not 0 < (rate := float(text)) < math.inf:
+    if not 0 < (rate := _number(float, text, "0.004")) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is no learning rate: it is above 0, such as 0.004")
     return rate
 
 
 def a_count(text: str) -> int:
     """A number of tokens of the command line."""
-    if (count := int(text)) < 1:
+    if (count := _number(int, text, "2097152")) < 1:
         raise argparse.ArgumentTypeError(f"{text} is too few: at least 1")
     return count
 
 
 def a_seed(text: str) -> int:
     """A seed of reported runs."""
-    if not 0 <= (seed := int(text)) < 2**32 or seed == SELECTION_SEED:
+    if not 0 <= (seed := _number(int, text, "0")) < 2**32 or seed == SELECTION_SEED:
         raise argparse.ArgumentTypeError(
             f"a seed is a number from 0 to 2**32 - 1, and {SELECTION_SEED} is the one that settings are chosen by; "
             f"{text} is none"

@@ -1,6 +1,7 @@
 """Comparisons from scratch: the same start and the same tokens for all, rates chosen apart, and honest tables."""
 
 import json
+import lzma
 import math
 import re
 import shutil
@@ -283,6 +284,8 @@ def test_the_command_trains_stores_and_goes_on(assets, tmp_path):
     ("option", "value", "message"),
     [
         ("--rate", "0", "0 is no learning rate"),
+        ("--rate", "high", "'high' is no number such as 0.004"),
+        ("--tokens", "1e6", "'1e6' is no number such as 2097152"),
         ("--rate", "nan", "nan is no learning rate"),
         ("--tokens", "0", "0 is too few"),
         ("--seeds", "-1", "a seed is a number from 0"),
@@ -338,6 +341,11 @@ def test_what_cannot_be_used_is_refused_in_one_line(corpus, prepared, tmp_path):
         load(SMALL.text, 32, 10_000, prepared)
     with pytest.raises(FileNotFoundError, match=r"words-300-60000.xz does not exist: .*--corpus"):
         load(SMALL.text, 32, 4, tmp_path)
+    damaged = tmp_path / "words-300-60000.xz"
+    for content in (b"no archive", (prepared / damaged.name).read_bytes()[:1000], lzma.compress(b"[]")):
+        damaged.write_bytes(content)
+        with pytest.raises(ValueError, match=r"words-300-60000\.xz is damaged \(.*: prepare it anew"):
+            load(SMALL.text, 32, 4, tmp_path)
     with pytest.raises(ValueError, match=r"There is no experiment 'claims-cpu', but there is .*, claim-cpu, claim-gpu"):
         declared("claims-cpu")
 
