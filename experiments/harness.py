@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from filelock import FileLock
@@ -62,8 +62,10 @@ class Store:
             self.content = content
 
     def find(self, recipe: "DataclassInstance", seed: int) -> dict[str, Any] | None:
-        wanted = asdict(recipe), seed
-        return next((run for run in self.content["runs"] if (run["recipe"], run["seed"]) == wanted), None)
+        return self._find(asdict(recipe), seed)
+
+    def _find(self, recipe: dict[str, Any], seed: int) -> dict[str, Any] | None:
+        return next((run for run in self.content["runs"] if (run["recipe"], run["seed"]) == (recipe, seed)), None)
 
     def runs(self, selecting: bool) -> list[dict[str, Any]]:
         """Those that settings are chosen by, or those that are reported."""
@@ -74,7 +76,7 @@ class Store:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self.path.with_suffix(".lock")):
             self._read()
-            if any((own["recipe"], own["seed"]) == (run["recipe"], run["seed"]) for own in self.content["runs"]):
+            if self._find(run["recipe"], run["seed"]):
                 return  # another process has made it meanwhile
             self.content["runs"].append(run)
             lines = ",\n".join(json.dumps(run) for run in self.content["runs"])  # a line for each
@@ -127,7 +129,10 @@ def forget_checkpoints(work: Path | None, setting: Mapping[str, Any], run: Plann
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _number(kind: type[int] | type[float], text: str, example: str) -> float:
+Number = TypeVar("Number", int, float)
+
+
+def _number(kind: type[Number], text: str, example: str) -> Number:
     try:
         return kind(text)
     except ValueError:
@@ -173,9 +178,10 @@ def a_folder(text: str) -> Path:
         raise argparse.ArgumentTypeError("a folder has a name; for this one, write .")
     path = Path(text)
     nearest = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        reason = "is no folder" if not nearest.is_dir() else "cannot be written"
-        raise argparse.ArgumentTypeError(f"{text} is no place for a folder: {nearest} {reason}")
+    if not nearest.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no place for a folder: {nearest} is no folder")
+    if not os.access(nearest, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} is no place for a folder: {nearest} cannot be written")
     return path
 
 

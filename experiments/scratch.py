@@ -102,7 +102,7 @@ def declared(name: str) -> Experiment:
     """The experiment of that name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or it names a field that its configuration does not have.
     """
     path = DECLARED / f"{name}.yaml"
     if not path.exists():
@@ -110,7 +110,10 @@ def declared(name: str) -> Experiment:
         raise ValueError(f"There is no experiment {name!r}, but there is {names}.")
     fields = yaml.safe_load(path.read_text())
     fields |= {"text": Text(**fields["text"]), "rates": tuple(fields["rates"]), "seeds": tuple(fields["seeds"])}
-    return Experiment(name=name, **fields)
+    experiment = Experiment(name=name, **fields)
+    for connection in experiment.connections.values():
+        experiment.config(connection)  # none of them is found out after hours with the others
+    return experiment
 
 
 def build(experiment: Experiment, connection: Mapping[str, Any], seed: int) -> PreTrainedModel:

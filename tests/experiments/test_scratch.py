@@ -110,9 +110,13 @@ def test_a_run_that_diverged_is_stored_without_its_depth_attention(data):
     assert not math.isfinite(run["after"]) and "depth_attention" not in run
 
 
-def test_a_misspelled_field_of_a_declaration_is_refused():
+def test_a_misspelled_field_of_a_declaration_is_refused(tmp_path, monkeypatch):
+    """As it is read: before another connection of it is trained."""
+    text = (DECLARED / "claim-tiny.yaml").read_text()
+    (tmp_path / "claim-tiny.yaml").write_text(text.replace("attn_res_block_size: 2", "attn_res_blocksize: 2"))
+    monkeypatch.setattr(scratch, "DECLARED", tmp_path)
     with pytest.raises(ValueError, match=r"claim-tiny: attn_res_blocksize is no field of AttnResLlamaConfig"):
-        SMALL.config({"attn_res_blocksize": 1})
+        declared("claim-tiny")
 
 
 @pytest.mark.slow
