@@ -69,7 +69,10 @@ def costs(path: Path) -> dict[str, dict[str, float]]:
     if not path.exists():
         return {}
     found = read_stored(path, {"ratios"})["ratios"]
-    return {way: {label: ratio["median"] for label, ratio in found[way].items()} for way in WAYS if way in found}
+    try:
+        return {way: {label: ratio["median"] for label, ratio in found[way].items()} for way in WAYS if way in found}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged (a ratio has no median): move it away.") from error
 
 
 def _machine(origin: Mapping[str, str]) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """What experiments share: runs that a plan names are made where the store lacks them; numbers for their tables."""
 
-import argparse
 import ctypes
 import hashlib
 import json
@@ -10,21 +9,22 @@ import platform
 import re
 import shutil
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, stdev
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 from filelock import FileLock
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from attnres.files import atomic_write
+from attnres.files import atomic_write, locked
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -33,7 +33,7 @@ TINY = "tiny"  # the size that tries the whole path, and is never reported
 SELECTION_SEED = 10  # of the runs that settings are chosen by, on text that is not reported
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "experiments"  # of the pages, and of stored runs in `results`
-PAGES = "Markdown file to update; default the page of the experiment, for a trial one beside --results"
+OF_A_RUN = {"recipe", "seed", "after"}  # what each stored run has
 
 
 class Store:
@@ -49,11 +49,15 @@ class Store:
     def __init__(self, path: Path, setting: dict[str, Any]):
         self.path, self.setting = path, setting
         self.content: dict[str, Any] = {"setting": setting, "runs": []}
-        self._read()
+        self.read()
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """What the file holds by now: other processes may have added to it."""
         if self.path.exists():
             content = read_stored(self.path, {"setting", "runs"})
+            runs = content["runs"]
+            if not isinstance(runs, list) or not all(isinstance(run, dict) and run.keys() >= OF_A_RUN for run in runs):
+                raise ValueError(f"{self.path} is damaged: not all of its runs have {', '.join(sorted(OF_A_RUN))}.")
             other, own = content["setting"], self.setting
             if other != own:
                 changed = [name for name in other.keys() | own.keys() if other.get(name) != own.get(name)]
@@ -72,12 +76,12 @@ class Store:
         return [run for run in self.content["runs"] if (run["seed"] == SELECTION_SEED) == selecting]
 
     def add(self, run: dict[str, Any]) -> None:
-        """Add a run to what the file holds by now: others may have added theirs."""
+        """Add a run to what the file holds by now."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self.path.with_suffix(".lock")):
-            self._read()
+            self.read()
             if self._find(run["recipe"], run["seed"]):
-                return  # another process has made it meanwhile
+                return  # another process, with other folders for checkpoints, has made it meanwhile
             self.content["runs"].append(run)
             lines = ",\n".join(json.dumps(run) for run in self.content["runs"])  # a line for each
             atomic_write(self.path, f'{{"setting": {json.dumps(self.setting)}, "runs": [\n{lines}\n]}}\n')
@@ -92,6 +96,23 @@ def read_stored(path: Path, keys: set[str]) -> dict[str, Any]:
     if not isinstance(content, dict) or not keys <= content.keys():
         raise ValueError(f"{path} is no file of experiments: move it away, or choose another --results.")
     return content
+
+
+def read_declaration(path: Path) -> dict[str, Any]:
+    """The fields of a YAML file; what it lacks is taken from the file beside it that it is `like`, if it names one.
+
+    Raises:
+        ValueError: it is none of fields.
+        FileNotFoundError: the one that it is like is not there.
+    """
+    try:
+        fields = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} holds no fields of a declaration.")
+    like = fields.pop("like", None)
+    return (read_declaration(path.with_stem(like)) if like else {}) | fields
 
 
 @dataclass(frozen=True)
@@ -123,71 +144,20 @@ def checkpoints(work: Path | None, setting: Mapping[str, Any], run: Planned) -> 
     return work and work / f"{run.folder}-{hashlib.sha256(identity.encode()).hexdigest()[:10]}"
 
 
-def forget_checkpoints(work: Path | None, setting: Mapping[str, Any], run: Planned) -> None:
-    """Remove those of a run that is stored."""
-    if folder := checkpoints(work, setting, run):
+@contextmanager
+def _alone(folder: Path | None) -> Iterator[None]:
+    """Checkpoints of one run in `folder`: they are this process's while the run is made, and go when it is stored.
+
+    Raises:
+        FileExistsError: another process makes that run.
+    """
+    if folder is None:
+        yield
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with locked(folder.with_name(f"{folder.name}.lock"), folder):
+        yield
         shutil.rmtree(folder, ignore_errors=True)
-
-
-Number = TypeVar("Number", int, float)
-
-
-def _number(kind: type[Number], text: str, example: str) -> Number:
-    try:
-        return kind(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number such as {example}") from None
-
-
-def a_rate(text: str) -> float:
-    """A learning rate of the command line."""
-    if not 0 < (rate := _number(float, text, "0.004")) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no learning rate: it is above 0, such as 0.004")
-    return rate
-
-
-def a_count(text: str) -> int:
-    """A number of tokens of the command line."""
-    if (count := _number(int, text, "2097152")) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is too few: at least 1")
-    return count
-
-
-def a_seed(text: str) -> int:
-    """A seed of reported runs."""
-    if not 0 <= (seed := _number(int, text, "0")) < 2**32 or seed == SELECTION_SEED:
-        raise argparse.ArgumentTypeError(
-            f"a seed is a number from 0 to 2**32 - 1, and {SELECTION_SEED} is the one that settings are chosen by; "
-            f"{text} is none"
-        )
-    return seed
-
-
-def a_results_file(text: str) -> Path:
-    """A file for stored runs."""
-    path = Path(text)
-    if path.suffix != ".json" or path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is no .json file, which runs are stored in")
-    a_folder(str(path.parent))
-    return path
-
-
-def a_folder(text: str) -> Path:
-    """A folder that is there, or can be made."""
-    if not text:
-        raise argparse.ArgumentTypeError("a folder has a name; for this one, write .")
-    path = Path(text)
-    nearest = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
-    if not nearest.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is no place for a folder: {nearest} is no folder")
-    if not os.access(nearest, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text} is no place for a folder: {nearest} cannot be written")
-    return path
-
-
-def add_work(parser: argparse.ArgumentParser) -> None:
-    work = Path(tempfile.gettempdir()) / "attnres-experiments"
-    parser.add_argument("--work", type=a_folder, default=work, help=f"folder for checkpoints; default {work}")
 
 
 def results_file(name: str) -> Path:
@@ -206,15 +176,7 @@ def tables_file(experiment: str, size: str, results: Path, is_trial: bool) -> Pa
     return page if has_places and not is_trial else results.with_suffix(".md")
 
 
-def chosen(option: str, names: Iterable[str] | None, among: Iterable[str]) -> list[str]:
-    """The names that an option gives, or else all. Raises ValueError: there is no such name."""
-    among = list(among)
-    if unknown := set(names or ()) - set(among):
-        raise ValueError(f"{option}: {', '.join(sorted(unknown))} is none of {', '.join(among)}.")
-    return list(names or among)
-
-
-Measure = Callable[[Planned, Callable[[], None]], dict[str, Any]]
+Measure = Callable[[Planned, Callable[[], None], Path | None], dict[str, Any]]
 
 
 def make_runs(
@@ -222,15 +184,19 @@ def make_runs(
     plan: Iterable[Planned],
     measure: Measure,
     device: str = "cpu",
-    stored: Callable[[Planned], None] = lambda run: None,
+    folder: Callable[[Planned], Path | None] = lambda run: None,
 ) -> None:
     """Make what the store lacks of a plan, and store each run as it ends.
 
     Args:
-        measure: makes a run: calls its second argument after each step, and returns what is to be stored beside recipe
-            and seed, `after` (the held-out loss) and `seconds` among it.
-        stored: called with each run that is stored.
+        measure: makes a run: calls its second argument after each step, keeps checkpoints in its third, and returns
+            what is to be stored beside recipe and seed, `after` (the held-out loss) and `seconds` among it.
+        folder: where the checkpoints of a run are, until it is stored.
+
+    Raises:
+        FileExistsError: another process makes one of these runs.
     """
+    store.read()
     plan = list({(run.recipe, run.seed): run for run in plan}.values())
     missing = [run for run in plan if store.find(run.recipe, run.seed) is None]
     console = Console()
@@ -241,9 +207,13 @@ def make_runs(
         for run in missing:
             progress.update(bar, description=str(run))
             origin = made_by(device)
-            result = measure(run, _steps_of(run, lambda: progress.advance(bar), console))
-            store.add({"recipe": asdict(run.recipe), "seed": run.seed, **result, "made_by": origin})
-            stored(run)
+            with _alone(own := folder(run)):
+                store.read()
+                if store.find(run.recipe, run.seed):  # another process has made it meanwhile
+                    progress.advance(bar, run.steps)
+                    continue
+                result = measure(run, _steps_of(run, lambda: progress.advance(bar), console), own)
+                store.add({"recipe": asdict(run.recipe), "seed": run.seed, **result, "made_by": origin})
             console.print(f"{run}: {result['after']:.4f}, {result['seconds']:.0f} s", highlight=False)
 
 

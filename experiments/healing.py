@@ -28,17 +28,11 @@ from attnres.training.text import read_documents, token_stream
 
 from .data import Data, load, prepare, prepared_file
 from .harness import (
-    PAGES,
     SELECTION_SEED,
     TINY,
     Planned,
     Store,
-    a_results_file,
-    a_seed,
-    add_work,
     checkpoints,
-    chosen,
-    forget_checkpoints,
     make_runs,
     page_of,
     results_file,
@@ -46,6 +40,7 @@ from .harness import (
 )
 from .healing_declared import DECLARED, Declaration, Recipe
 from .healing_tables import tables
+from .options import PAGES, a_page, a_results_file, a_seed, add_work, chosen
 
 SEEDS = [0, 1, 2]
 DECAY_SHARE = 0.5
@@ -141,7 +136,7 @@ class Healing:
         """Make what the store lacks of (label, recipe, seed)."""
         plan = [Planned(label, recipe, seed, recipe.steps) for label, recipe, seed in wanted]
         self._check_start(plan)
-        make_runs(self.store, plan, self._measure, stored=partial(forget_checkpoints, self.work, self._identity))
+        make_runs(self.store, plan, self._measure, folder=partial(checkpoints, self.work, self._identity))
 
     def _check_start(self, plan: Sequence[Planned]) -> None:
         """Raises ValueError: stored runs of the standard model began with another loss."""
@@ -161,14 +156,13 @@ class Healing:
         start = {"size": self.declaration.size, "loss": self.loss_at_step_0(None, False, "sum", False)}
         return self.declaration.setting() | start
 
-    def _measure(self, run: Planned, on_step: Callable[[], None]) -> dict[str, Any]:
+    def _measure(self, run: Planned, on_step: Callable[[], None], work: Path | None = None) -> dict[str, Any]:
         """One run: held-out loss (nats/token) before and after it, the depth attention, the mean |gamma| of gates."""
         began = time.monotonic()
         recipe, batch_size = run.recipe, self.declaration.batch_size
         held_out = self.data.held_out(run.selecting)
         model = reconnected(self.start, recipe)
         blocks = self.data.order(run.seed, recipe.steps * batch_size)
-        work = checkpoints(self.work, self._identity, run)
         continue_training(model, blocks, recipe, batch_size, run.seed, on_step, work)
         result = {
             "tokens": blocks.numel(),
@@ -203,7 +197,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipes", nargs="+", metavar="NAME", help="of the group `report`; default all")
     parser.add_argument("--seeds", nargs="+", type=a_seed, default=SEEDS, help="of the group `report`")
     parser.add_argument("--results", type=a_results_file, help="JSON file; default in experiments/results")
-    parser.add_argument("--tables", type=Path, help=PAGES)
+    parser.add_argument("--tables", type=a_page, help=PAGES)
     add_work(parser)
 
 

@@ -4,9 +4,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from .data import Text
+from .harness import read_declaration
 
 DECLARED = Path(__file__).parent / "declared" / "healing"
 
@@ -55,7 +54,7 @@ class Declaration:
 
     @classmethod
     def load(cls, size: str) -> "Declaration":
-        fields = yaml.safe_load((DECLARED / f"{size}.yaml").read_text())
+        fields = read_declaration(DECLARED / f"{size}.yaml")
         sweeps = {title: _recipes(sweep) for title, sweep in fields.pop("sweeps").items()}
         text = Text(**fields.pop("text")) if "text" in fields else None
         return cls(size, report=_recipes(fields.pop("report")), sweeps=sweeps, text=text, **fields)

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, set_seed
 
 from attnres.analysis.depth_attention import depth_attention
@@ -23,7 +22,7 @@ from attnres.training.balance import ExpertBalance, routers
 from attnres.training.runs import Run, sequence_losses, train
 
 from .data import Data, Text, tokenizer_folder
-from .harness import SELECTION_SEED, Planned, Store, checkpoints, forget_checkpoints, make_runs
+from .harness import SELECTION_SEED, Planned, Store, checkpoints, make_runs, read_declaration
 
 DECLARED = Path(__file__).parent / "declared"
 BASELINE = "standard"
@@ -46,7 +45,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A declaration of `declared/*.yaml`.
+    """A declaration of `declared/*.yaml`; one that is `like` another states its differences alone.
 
     Attributes:
         model: a named configuration (`name`) or a model type (`model_type`), with the fields that are set.
@@ -102,15 +101,18 @@ def declared(name: str) -> Experiment:
     """The experiment of that name.
 
     Raises:
-        ValueError: there is none, or it names a field that its configuration does not have.
+        ValueError: there is none, or it cannot be read, or names a field that its configuration does not have.
     """
     path = DECLARED / f"{name}.yaml"
     if not path.exists():
         names = ", ".join(sorted(path.stem for path in DECLARED.glob("*.yaml")))
         raise ValueError(f"There is no experiment {name!r}, but there is {names}.")
-    fields = yaml.safe_load(path.read_text())
-    fields |= {"text": Text(**fields["text"]), "rates": tuple(fields["rates"]), "seeds": tuple(fields["seeds"])}
-    experiment = Experiment(name=name, **fields)
+    fields = read_declaration(path)
+    try:
+        fields |= {"text": Text(**fields["text"]), "rates": tuple(fields["rates"]), "seeds": tuple(fields["seeds"])}
+        experiment = Experiment(name=name, **fields)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} declares no experiment ({type(error).__name__}: {error}).") from error
     for connection in experiment.connections.values():
         experiment.config(connection)  # none of them is found out after hours with the others
     return experiment
@@ -221,8 +223,7 @@ class Comparison:
         for run in plan if self.keep else ():
             if self.store.find(run.recipe, run.seed) and not (self.keep / run.folder).exists() and not run.selecting:
                 print(f"{run} is stored in {self.store.path}: it is not made again, and its model is not kept.")
-        stored = partial(forget_checkpoints, self.work, self._identity)
-        make_runs(self.store, plan, self._measure, self.device, stored)
+        make_runs(self.store, plan, self._measure, self.device, partial(checkpoints, self.work, self._identity))
 
     def runs(self, label: str, rate: float, tokens: int) -> dict[int, dict[str, Any]]:
         """seed -> the stored run of that seed, of those that are reported."""
@@ -306,7 +307,6 @@ class Comparison:
         recipe = Recipe(self.experiment.connections[label], rate, tokens)
         return Planned(f"{label}, rate {rate:g}, {tokens:,} tokens", recipe, seed, self.experiment.steps(tokens))
 
-    def _measure(self, run: Planned, on_step: Callable[[], None]) -> dict[str, Any]:
+    def _measure(self, run: Planned, on_step: Callable[[], None], work: Path | None) -> dict[str, Any]:
         keep = self.keep / run.folder if self.keep and not run.selecting else None
-        work = checkpoints(self.work, self._identity, run)
         return measure(self.experiment, self.data, run, on_step, work, self.device, keep, self.compiled)

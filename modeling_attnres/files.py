@@ -36,7 +36,7 @@ def atomic_directory(out: str | os.PathLike, *, overwrite: bool, marker: str, co
     out = Path(os.path.abspath(out))
     stage, replaced, lock = (out.with_name(f".{out.name}.{role}") for role in ("partial", "replaced", "lock"))
     check_replaceable(out, overwrite, marker, content)
-    with _parents(out), locked(lock, out):
+    with parents(out), locked(lock, out):
         try:
             if os.path.lexists(replaced) and not os.path.lexists(out):
                 replaced.rename(out)  # a run was killed between the two renames below
@@ -72,7 +72,7 @@ def check_replaceable(out: Path, overwrite: bool, marker: str, content: str) -> 
 
 
 @contextlib.contextmanager
-def _parents(out: Path) -> Iterator[None]:
+def parents(out: Path) -> Iterator[None]:
     """The folders above `out`; those that had to be made go again if nothing is written to them."""
     new = [parent for parent in out.parents if not parent.exists()]
     try:

@@ -55,7 +55,8 @@ def train(
     Args:
         on_step: called after each step; after a resume, also at once for each step that was made before.
         work: a folder for checkpoints. A run that was stopped goes on from the last whole one in it.
-        save_seconds: between checkpoints.
+        save_seconds: at least so many between checkpoints, which are made where a point of the loss ends, so that a run
+            that was stopped returns the points of one that was not.
         arguments: fields of `TrainingArguments`, such as `bf16` or `torch_compile`.
 
     Returns:
@@ -151,5 +152,6 @@ class _Progress(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.on_step()
-        if time.monotonic() - self.saved >= self.save_seconds:
+        is_point = state.global_step % state.logging_steps == 0
+        if is_point and time.monotonic() - self.saved >= self.save_seconds:
             control.should_save, self.saved = True, time.monotonic()

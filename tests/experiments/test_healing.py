@@ -91,7 +91,7 @@ def test_runs_of_another_model_or_text_are_not_mixed(start, tmp_path):
     held_out = torch.randint(3, 300, (2, 16), generator=torch.Generator().manual_seed(0))
     store = Store(tmp_path / "runs.json", {})
     began = healing.mean_loss(start, held_out)
-    store.add({"recipe": asdict(Recipe(steps=0)), "seed": 0, "before": began})
+    store.add({"recipe": asdict(Recipe(steps=0)), "seed": 0, "before": began, "after": began})
     Healing(STORIES, start, Data(held_out, held_out, held_out), store).make([("standard", Recipe(steps=0), 0)])
     with pytest.raises(ValueError, match=rf"begins with a loss of {began:.4f} .* Choose another --results"):
         other = held_out.flip(1)

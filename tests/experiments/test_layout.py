@@ -33,7 +33,7 @@ def test_no_room_imports_what_is_above_it(room):
 
 def test_a_machine_with_prepared_text_needs_no_data_sets():
     """What a run imports when it starts: the GPU's machine has no `datasets`."""
-    needed, found = {ROOT / "experiments" / "__main__.py"}, set()
+    needed, found = {ROOT / "experiments" / "command.py"}, set()
     while needed - found:
         path = (needed - found).pop()
         found.add(path)

@@ -3,10 +3,13 @@
 import json
 import lzma
 import math
+import os
 import re
 import shutil
 import subprocess
-from dataclasses import replace
+import sys
+from dataclasses import asdict, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,10 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres.residual_attnres import residual_tensors
 from experiments import harness, report, scratch
-from experiments.__main__ import parse, run_from_scratch
+from experiments.command import parse, run_from_scratch
 from experiments.costs import costs, file_of, measure_costs
 from experiments.data import Data, load, prepare
-from experiments.harness import SELECTION_SEED, Planned, Store, checkpoints, tables_file
+from experiments.harness import SELECTION_SEED, Planned, Store, checkpoints, make_runs, tables_file
 from experiments.scratch import DECLARED, Comparison, Experiment, Recipe, declared
 from experiments.tables import sweep_table
 
@@ -119,6 +122,30 @@ def test_a_misspelled_field_of_a_declaration_is_refused(tmp_path, monkeypatch):
         declared("claim-tiny")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: {a: [", r"claim-odd\.yaml is no YAML: while parsing a flow"),
+        ("- standard", r"claim-odd\.yaml holds no fields of a declaration\."),
+        ("like: claim-tiny\nlenght: 2", r"claim-odd\.yaml declares no experiment \(TypeError: .*'lenght'"),
+        ("length: 2", r"claim-odd\.yaml declares no experiment \(KeyError: 'text'"),
+        ("like: claim-tiny\ntext: {corpus: a}", r"claim-odd\.yaml declares no experiment \(TypeError: .*vocab_size"),
+    ],
+)
+def test_a_damaged_declaration_is_named(text, message, tmp_path, monkeypatch):
+    shutil.copy(DECLARED / "claim-tiny.yaml", tmp_path)
+    (tmp_path / "claim-odd.yaml").write_text(text)
+    monkeypatch.setattr(scratch, "DECLARED", tmp_path)
+    with pytest.raises(ValueError, match=message):
+        declared("claim-odd")
+
+
+def test_a_declaration_that_is_like_another_states_its_differences():
+    short, long = declared("claim-children"), declared("claim-children-long")
+    assert long == replace(short, name=long.name, tokens=4 * short.tokens, sweep_tokens=4194304, rate=None)
+    assert short.setting() == declared("ablations-cpu").setting() | {"name": short.name, "text": asdict(short.text)}
+
+
 @pytest.mark.slow
 def test_a_compiled_run_is_the_same_run(data):
     connection = {"residual_connection": "identity_hc"}
@@ -149,11 +176,37 @@ def test_a_run_that_diverged_is_not_the_best(tmp_path):
 def test_two_processes_add_to_one_file(tmp_path):
     first, second = (Store(tmp_path / "new" / "runs.json", {"length": 1}) for _ in range(2))
     for number, store in enumerate((first, second, first)):
-        store.add({"recipe": {}, "seed": number})
-    second.add({"recipe": {}, "seed": 2})  # both have made it
+        store.add({"recipe": {}, "seed": number, "after": 1.0})
+    second.add({"recipe": {}, "seed": 2, "after": 1.0})  # both have made it
     assert [run["seed"] for run in Store(first.path, {"length": 1}).content["runs"]] == [0, 1, 2]
     with pytest.raises(ValueError, match=r"another setting \(length: 1, not 2\)\. Choose another --results"):
         Store(first.path, {"length": 2})
+
+
+def test_two_processes_do_not_make_one_run(tmp_path):
+    """Each has a command's checkpoints while it trains; what the other has stored meanwhile is not made again."""
+    first, second = (Store(tmp_path / "runs.json", {}) for _ in range(2))
+    runs, folder = (
+        [planned(Recipe({}, rate, 64), 0) for rate in (1e-3, 2e-3)],
+        partial(checkpoints, tmp_path / "work", {}),
+    )
+    made = []
+
+    def measure(run: Planned, on_step, work: Path) -> dict:
+        work.mkdir()
+        made.append(run)
+        return {"after": 1.0, "seconds": 0.0}
+
+    def measure_beside(run: Planned, on_step, work: Path) -> dict:
+        with pytest.raises(FileExistsError, match=r"being written by another process\. Wait for it"):
+            make_runs(second, [run], measure, folder=folder)
+        if run is runs[0]:
+            make_runs(second, runs[1:], measure, folder=folder)
+        return measure(run, on_step, work)
+
+    make_runs(first, runs, measure_beside, folder=folder)
+    assert made == [runs[1], runs[0]]
+    assert not list((tmp_path / "work").iterdir())
 
 
 def test_checkpoints_are_found_by_what_makes_a_run(tmp_path):
@@ -172,7 +225,7 @@ def test_a_trial_is_stored_in_a_file_of_its_own(trial, monkeypatch):
         paths.append(path)
         raise ValueError("opened")
 
-    monkeypatch.setattr("experiments.__main__.Store", store)
+    monkeypatch.setattr("experiments.command.Store", store)
     with pytest.raises(ValueError, match="opened"):
         run_from_scratch(parse(["claim", "--size", "cpu", *trial]))
     assert [path.name for path in paths] == ["claim-cpu-trial.json" if trial else "claim-cpu.json"]
@@ -300,6 +353,17 @@ def test_the_command_trains_stores_and_goes_on(assets, tmp_path):
         ("--keep", __file__, "test_scratch.py is no folder"),
         ("--keep", "", "a folder has a name"),
         ("--results", f"{__file__}/runs.json", "test_scratch.py is no folder"),
+        ("--tables", f"{__file__}/page.md", "test_scratch.py is no folder"),
+        *(
+            []
+            if not Path("/proc").is_dir()
+            else [  # where not even the superuser makes a folder
+                ("--work", "/proc/work", "/proc/work is no place for a folder: "),
+                ("--keep", "/proc", "/proc is no place for a folder: "),
+                ("--results", "/proc/new/runs.json", "/proc/new is no place for a folder: "),
+                ("--tables", "/proc/page.md", "/proc is no place for a folder: "),
+            ]
+        ),
     ],
 )
 def test_options_that_make_no_sense_are_refused_before_anything_is_made(option, value, message, capsys):
@@ -318,6 +382,20 @@ def test_runs_on_texts_of_one_name_are_not_mixed(data, tmp_path):
         comparison.make([("standard", 1e-3, 64, 0)])
 
 
+def test_places_that_can_be_made_are_not_made_by_asking(tmp_path):
+    options = parse(["claim", f"--work={tmp_path}/a/b", f"--keep={tmp_path}/c", f"--tables={tmp_path}/d/page.md"])
+    assert options.work == tmp_path / "a" / "b" and not list(tmp_path.iterdir())
+
+
+def test_an_interrupt_while_it_is_loading_ends_in_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "experiments", "report"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "Stopped: the same command goes on from what is stored and from its checkpoints.\n"
+
+
 @pytest.mark.parametrize("content", ["", '{"setting": {}, "ru', "[]", "{}", b"\x89PNG\xff"])
 def test_a_damaged_file_of_runs_is_named_and_stays(content, tmp_path):
     path = tmp_path / "runs.json"
@@ -326,6 +404,25 @@ def test_a_damaged_file_of_runs_is_named_and_stays(content, tmp_path):
         with pytest.raises(ValueError, match=r"runs\.json is (damaged|no file of experiments).*: move it away"):
             read()
     assert path.read_bytes() == (content if isinstance(content, bytes) else content.encode())
+
+
+@pytest.mark.parametrize("runs", ['{"a": 1}', "[1]", '[{"recipe": {}, "seed": 0}]'])
+def test_a_file_of_runs_that_lack_something_is_named(runs, tmp_path):
+    path = tmp_path / "runs.json"
+    path.write_text(f'{{"setting": {{}}, "runs": {runs}}}')
+    with pytest.raises(ValueError, match=r"runs\.json is damaged: not all of its runs have after, recipe, seed"):
+        Store(path, {})
+
+
+@pytest.mark.parametrize("ratios", ["[]", '{"eager": []}', '{"eager": {"Full": 1.2}}', '{"eager": {"Full": {}}}'])
+def test_a_file_of_costs_that_lack_something_is_named(ratios, tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(f'{{"ratios": {ratios}}}')
+    if ratios == "[]":
+        assert costs(path) == {}
+        return
+    with pytest.raises(ValueError, match=r"costs\.json is damaged \(a ratio has no median\): move it away"):
+        costs(path)
 
 
 def test_the_size_that_tries_the_path_is_not_reported(tmp_path, monkeypatch):

@@ -72,3 +72,20 @@ def test_a_stopped_run_goes_on_from_its_last_whole_checkpoint(tiny_model, tmp_pa
     assert train(resumed, blocks, run, lambda: steps.append(1), work=tmp_path, save_seconds=0) == points
     assert len(steps) == 8
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters()))
+
+
+def test_the_curve_of_a_run_that_was_stopped_within_a_point_is_the_same(tiny_model, tmp_path):
+    """A point is the mean of three steps here: a checkpoint between points would lose the first ones of it."""
+    run, blocks, steps = Run(steps=150, batch_size=1, learning_rate=1e-3), random_blocks(16), []
+    points = train(tiny_model(), blocks, run)
+    assert [step for step, _ in points[:2]] == [3, 6]
+
+    def stop_in_step_8() -> None:
+        steps.append(1)
+        if len(steps) == 8:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_model(), blocks, run, stop_in_step_8, work=tmp_path, save_seconds=0)
+    assert Path(last_whole_checkpoint(tmp_path)).name == "checkpoint-6"
+    assert train(tiny_model(), blocks, run, work=tmp_path) == points
