@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from experiments.data import Text
-from experiments.harness import Store
-from experiments.scratch import Comparison, Experiment, declared
+from experiments.harness import Planned, Store
+from experiments.scratch import Comparison, Experiment, Recipe, declared
 
 SMALL = replace(
     declared("claim-tiny"),
@@ -18,6 +18,10 @@ SMALL = replace(
     sweep_tokens=128,
     rates=(1e-3, 2e-3),
 )
+
+
+def planned(recipe: Recipe, seed: int) -> Planned:
+    return Planned("a run", recipe, seed, SMALL.steps(recipe.tokens))
 
 
 def stored(experiment: Experiment, path: Path, runs: list[tuple[str, float, int, int, float]]) -> Comparison:

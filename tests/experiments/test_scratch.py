@@ -3,31 +3,24 @@
 import json
 import lzma
 import math
-import os
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres.residual_attnres import residual_tensors
 from experiments import harness, report, scratch
-from experiments.command import parse, run_from_scratch
 from experiments.costs import costs, file_of, measure_costs
 from experiments.data import Data, load, prepare
-from experiments.harness import SELECTION_SEED, Planned, Store, checkpoints, make_runs, tables_file
+from experiments.harness import SELECTION_SEED, Planned, Store
 from experiments.scratch import DECLARED, Comparison, Experiment, Recipe, declared
 from experiments.tables import sweep_table
 
-from .. import forks
-from .stored_runs import SMALL, stored
+from .stored_runs import SMALL, planned, stored
 
 ROOT = Path(__file__).parents[2]
 MOE = replace(
@@ -65,10 +58,6 @@ def prepared(corpus, tmp_path_factory) -> Path:
 @pytest.fixture
 def data(prepared) -> Data:
     return load(SMALL.text, SMALL.length, SMALL.held_out, prepared)
-
-
-def planned(recipe: Recipe, seed: int) -> Planned:
-    return Planned("a run", recipe, seed, SMALL.steps(recipe.tokens))
 
 
 @pytest.mark.parametrize("experiment", [SMALL, MOE], ids=["Llama", "MoE"])
@@ -173,71 +162,6 @@ def test_a_run_that_diverged_is_not_the_best(tmp_path):
     assert stored(SMALL, tmp_path / "runs.json", runs).best_rate("Full") == 2e-3
 
 
-def test_two_processes_add_to_one_file(tmp_path):
-    first, second = (Store(tmp_path / "new" / "runs.json", {"length": 1}) for _ in range(2))
-    for number, store in enumerate((first, second, first)):
-        store.add({"recipe": {}, "seed": number, "after": 1.0})
-    second.add({"recipe": {}, "seed": 2, "after": 1.0})  # both have made it
-    assert [run["seed"] for run in Store(first.path, {"length": 1}).content["runs"]] == [0, 1, 2]
-    with pytest.raises(ValueError, match=r"another setting \(length: 1, not 2\)\. Choose another --results"):
-        Store(first.path, {"length": 2})
-
-
-def test_two_processes_do_not_make_one_run(tmp_path):
-    """Each has a command's checkpoints while it trains; what the other has stored meanwhile is not made again."""
-    first, second = (Store(tmp_path / "runs.json", {}) for _ in range(2))
-    runs, folder = (
-        [planned(Recipe({}, rate, 64), 0) for rate in (1e-3, 2e-3)],
-        partial(checkpoints, tmp_path / "work", {}),
-    )
-    made = []
-
-    def measure(run: Planned, on_step, work: Path) -> dict:
-        work.mkdir()
-        made.append(run)
-        return {"after": 1.0, "seconds": 0.0}
-
-    def measure_beside(run: Planned, on_step, work: Path) -> dict:
-        with pytest.raises(FileExistsError, match=r"being written by another process\. Wait for it"):
-            make_runs(second, [run], measure, folder=folder)
-        if run is runs[0]:
-            make_runs(second, runs[1:], measure, folder=folder)
-        return measure(run, on_step, work)
-
-    make_runs(first, runs, measure_beside, folder=folder)
-    assert made == [runs[1], runs[0]]
-    assert not list((tmp_path / "work").iterdir())
-
-
-def test_checkpoints_are_found_by_what_makes_a_run(tmp_path):
-    run = planned(Recipe(SMALL.connections["Full"], 1e-3, 128), 0)
-    changed = planned(Recipe(SMALL.connections["Full"] | {"attn_res_block_size": 2}, 1e-3, 128), 0)
-    folders = [checkpoints(tmp_path, {"length": length}, which) for length in (1, 2) for which in (run, changed)]
-    assert len(set(folders)) == 4 and folders[0] == checkpoints(tmp_path, {"length": 1}, run)
-    assert checkpoints(None, {}, run) is None
-
-
-@pytest.mark.parametrize("trial", [["--rate", "0.001"], ["--tokens", "64"], []])
-def test_a_trial_is_stored_in_a_file_of_its_own(trial, monkeypatch):
-    paths = []
-
-    def store(path: Path, setting: dict) -> None:
-        paths.append(path)
-        raise ValueError("opened")
-
-    monkeypatch.setattr("experiments.command.Store", store)
-    with pytest.raises(ValueError, match="opened"):
-        run_from_scratch(parse(["claim", "--size", "cpu", *trial]))
-    assert [path.name for path in paths] == ["claim-cpu-trial.json" if trial else "claim-cpu.json"]
-
-
-def test_a_trial_leaves_the_pages_of_the_repository_alone(tmp_path):
-    own = ROOT / "experiments" / "claim.md"
-    assert tables_file("claim", "cpu", tmp_path / "runs.json", is_trial=False) == own
-    assert tables_file("claim", "cpu", tmp_path / "runs.json", is_trial=True) == tmp_path / "runs.md"
-    assert tables_file("claim", "tiny", tmp_path / "runs.json", is_trial=False) == tmp_path / "runs.md"
-
-
 def test_the_sweep_goes_on_while_the_best_rate_is_the_last_one(tmp_path, monkeypatch):
     """Upwards for one connection, downwards for another."""
     experiment = replace(SMALL, rates=(1e-3, 2e-3, 4e-3))
@@ -296,82 +220,6 @@ class Taken:
     wall = [1.0, 1.0]
 
 
-def run(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess:
-    files = ["--results", folder / "r" / "runs.json", "--tables", folder / "page.md", "--work", folder / "work"]
-    options = [*map(str, (*files, *arguments))]
-    return forks.run("-m", "experiments", "claim", "--size", "tiny", *options, cwd=ROOT)
-
-
-@pytest.mark.slow
-def test_the_command_trains_stores_and_goes_on(assets, tmp_path):
-    """Twice the same command: the second finds everything, and the tables come out the same."""
-    shorter = ["--corpus", assets / "corpora" / "tinystories", "--rate", "0.004", "--tokens", "2048"]
-    done = run(tmp_path, *shorter, "--keep", tmp_path / "models")
-    assert done.returncode == 0, done.stderr
-    runs = json.loads((tmp_path / "r" / "runs.json").read_text())["runs"]
-    assert [(run["recipe"]["tokens"], run["seed"]) for run in runs] == [(2048, seed) for seed in (0, 0, 0, 1, 1, 1)]
-    assert all(run["curve"][-1][0] == 4 and run["made_by"]["torch"] == version("torch") for run in runs)
-    assert [len(run.get("depth_attention", ())) for run in runs] == [0, 9, 9] * 2  # eight sublayers and the output
-    assert (tmp_path / "r" / "runs.png").stat().st_size > 10_000
-    assert not list((tmp_path / "work").iterdir())
-    kept = sorted((tmp_path / "models").iterdir())
-    assert len(kept) == 6
-    model, tokenizer = (auto.from_pretrained(kept[0]) for auto in (AutoModelForCausalLM, AutoTokenizer))
-    assert len(tokenizer) == model.config.vocab_size
-    page = (tmp_path / "page.md").read_text()
-    assert re.search(r"\| Full \| 0.004 \| 2 \| .* ± .* \| .* ± .* \|", page)
-    assert "The sweep was not made." in page
-    again = run(tmp_path, *shorter, "--keep", tmp_path / "others")
-    assert "Runs stored: 1 of 1." in again.stdout and "its model is not kept" in again.stdout
-    assert not (tmp_path / "others").exists()
-    assert (tmp_path / "page.md").read_text() == page
-
-    for arguments, status, message in (
-        (["--connections", "Fall"], 1, "Fall is none of standard"),
-        (["--prepare"], 1, "--prepare needs --corpus, the folder of tinystories."),
-        (["--corpus", assets / "corpora" / "classics"], 1, "--corpus: claim-tiny is declared for tinystories, not"),
-        *([] if torch.cuda.is_available() else [(["--device", "cuda"], 1, "PyTorch sees no GPU")]),
-        (["--seeds", str(SELECTION_SEED)], 2, "settings are chosen by"),
-    ):
-        failed = run(tmp_path, *arguments)
-        assert failed.returncode == status and message in failed.stderr.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("--rate", "0", "0 is no learning rate"),
-        ("--rate", "high", "'high' is no number such as 0.004"),
-        ("--tokens", "1e6", "'1e6' is no number such as 2097152"),
-        ("--rate", "nan", "nan is no learning rate"),
-        ("--tokens", "0", "0 is too few"),
-        ("--seeds", "-1", "a seed is a number from 0"),
-        ("--seeds", str(SELECTION_SEED), "the one that settings are chosen by"),
-        ("--results", "runs.png", "runs.png is no .json file"),
-        ("--tables", "runs.json", "runs.json is no .md file"),
-        ("--work", f"{__file__}/work", "test_scratch.py is no folder"),
-        ("--keep", __file__, "test_scratch.py is no folder"),
-        ("--keep", "", "a folder has a name"),
-        ("--results", f"{__file__}/runs.json", "test_scratch.py is no folder"),
-        ("--tables", f"{__file__}/page.md", "test_scratch.py is no folder"),
-        *(
-            []
-            if not Path("/proc").is_dir()
-            else [  # where not even the superuser makes a folder
-                ("--work", "/proc/work", "/proc/work is no place for a folder: "),
-                ("--keep", "/proc", "/proc is no place for a folder: "),
-                ("--results", "/proc/new/runs.json", "/proc/new is no place for a folder: "),
-                ("--tables", "/proc/page.md", "/proc is no place for a folder: "),
-            ]
-        ),
-    ],
-)
-def test_options_that_make_no_sense_are_refused_before_anything_is_made(option, value, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        parse(["claim", f"{option}={value}"])
-    assert stop.value.code == 2 and message in capsys.readouterr().err
-
-
 def test_runs_on_texts_of_one_name_are_not_mixed(data, tmp_path):
     run = {"recipe": {"connection": SMALL.connections["standard"], "rate": 1e-3, "tokens": 64}, "seed": 0, "after": 5.0}
     comparison = Comparison(SMALL, Store(tmp_path / "runs.json", {}), data)
@@ -380,38 +228,6 @@ def test_runs_on_texts_of_one_name_are_not_mixed(data, tmp_path):
     comparison.store.add(run | {"seed": 1, "text": "0123456789ab"})
     with pytest.raises(ValueError, match=rf"another words \(.*0123456789ab.*, not {data.fingerprint}\): choose"):
         comparison.make([("standard", 1e-3, 64, 0)])
-
-
-def test_places_that_can_be_made_are_not_made_by_asking(tmp_path):
-    options = parse(["claim", f"--work={tmp_path}/a/b", f"--keep={tmp_path}/c", f"--tables={tmp_path}/d/page.md"])
-    assert options.work == tmp_path / "a" / "b" and not list(tmp_path.iterdir())
-
-
-def test_an_interrupt_while_it_is_loading_ends_in_one_line(tmp_path):
-    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-m", "experiments", "report"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == "Stopped: the same command goes on from what is stored and from its checkpoints.\n"
-
-
-@pytest.mark.parametrize("content", ["", '{"setting": {}, "ru', "[]", "{}", b"\x89PNG\xff"])
-def test_a_damaged_file_of_runs_is_named_and_stays(content, tmp_path):
-    path = tmp_path / "runs.json"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    for read in (lambda: Store(path, {}), lambda: costs(path)):
-        with pytest.raises(ValueError, match=r"runs\.json is (damaged|no file of experiments).*: move it away"):
-            read()
-    assert path.read_bytes() == (content if isinstance(content, bytes) else content.encode())
-
-
-@pytest.mark.parametrize("runs", ['{"a": 1}', "[1]", '[{"recipe": {}, "seed": 0}]'])
-def test_a_file_of_runs_that_lack_something_is_named(runs, tmp_path):
-    path = tmp_path / "runs.json"
-    path.write_text(f'{{"setting": {{}}, "runs": {runs}}}')
-    with pytest.raises(ValueError, match=r"runs\.json is damaged: not all of its runs have after, recipe, seed"):
-        Store(path, {})
 
 
 @pytest.mark.parametrize("ratios", ["[]", '{"eager": []}', '{"eager": {"Full": 1.2}}', '{"eager": {"Full": {}}}'])

@@ -1,0 +1,131 @@
+"""The command from scratch: trains, stores and goes on; what makes no sense is refused before anything is made."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from experiments.command import parse, run_from_scratch
+from experiments.harness import SELECTION_SEED, tables_file
+
+from .. import forks
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("trial", [["--rate", "0.001"], ["--tokens", "64"], []])
+def test_a_trial_is_stored_in_a_file_of_its_own(trial, monkeypatch):
+    paths = []
+
+    def store(path: Path, setting: dict) -> None:
+        paths.append(path)
+        raise ValueError("opened")
+
+    monkeypatch.setattr("experiments.command.Store", store)
+    with pytest.raises(ValueError, match="opened"):
+        run_from_scratch(parse(["claim", "--size", "cpu", *trial]))
+    assert [path.name for path in paths] == ["claim-cpu-trial.json" if trial else "claim-cpu.json"]
+
+
+def test_a_trial_leaves_the_pages_of_the_repository_alone(tmp_path):
+    own = ROOT / "experiments" / "claim.md"
+    assert tables_file("claim", "cpu", tmp_path / "runs.json", is_trial=False) == own
+    assert tables_file("claim", "cpu", tmp_path / "runs.json", is_trial=True) == tmp_path / "runs.md"
+    assert tables_file("claim", "tiny", tmp_path / "runs.json", is_trial=False) == tmp_path / "runs.md"
+
+
+def run(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess:
+    files = ["--results", folder / "r" / "runs.json", "--tables", folder / "page.md", "--work", folder / "work"]
+    options = [*map(str, (*files, *arguments))]
+    return forks.run("-m", "experiments", "claim", "--size", "tiny", *options, cwd=ROOT)
+
+
+@pytest.mark.slow
+def test_the_command_trains_stores_and_goes_on(assets, tmp_path):
+    """Twice the same command: the second finds everything, and the tables come out the same."""
+    shorter = ["--corpus", assets / "corpora" / "tinystories", "--rate", "0.004", "--tokens", "2048"]
+    done = run(tmp_path, *shorter, "--keep", tmp_path / "models")
+    assert done.returncode == 0, done.stderr
+    runs = json.loads((tmp_path / "r" / "runs.json").read_text())["runs"]
+    assert [(run["recipe"]["tokens"], run["seed"]) for run in runs] == [(2048, seed) for seed in (0, 0, 0, 1, 1, 1)]
+    assert all(run["curve"][-1][0] == 4 and run["made_by"]["torch"] == version("torch") for run in runs)
+    assert [len(run.get("depth_attention", ())) for run in runs] == [0, 9, 9] * 2  # eight sublayers and the output
+    assert (tmp_path / "r" / "runs.png").stat().st_size > 10_000
+    assert not list((tmp_path / "work").iterdir())
+    kept = sorted((tmp_path / "models").iterdir())
+    assert len(kept) == 6
+    model, tokenizer = (auto.from_pretrained(kept[0]) for auto in (AutoModelForCausalLM, AutoTokenizer))
+    assert len(tokenizer) == model.config.vocab_size
+    page = (tmp_path / "page.md").read_text()
+    assert re.search(r"\| Full \| 0.004 \| 2 \| .* ± .* \| .* ± .* \|", page)
+    assert "The sweep was not made." in page
+    again = run(tmp_path, *shorter, "--keep", tmp_path / "others")
+    assert "Runs stored: 1 of 1." in again.stdout and "its model is not kept" in again.stdout
+    assert not (tmp_path / "others").exists()
+    assert (tmp_path / "page.md").read_text() == page
+
+    for arguments, status, message in (
+        (["--connections", "Fall"], 1, "Fall is none of standard"),
+        (["--prepare"], 1, "--prepare needs --corpus, the folder of tinystories."),
+        (["--corpus", assets / "corpora" / "classics"], 1, "--corpus: claim-tiny is declared for tinystories, not"),
+        *([] if torch.cuda.is_available() else [(["--device", "cuda"], 1, "PyTorch sees no GPU")]),
+        (["--seeds", str(SELECTION_SEED)], 2, "settings are chosen by"),
+    ):
+        failed = run(tmp_path, *arguments)
+        assert failed.returncode == status and message in failed.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--rate", "0", "0 is no learning rate"),
+        ("--rate", "high", "'high' is no number such as 0.004"),
+        ("--tokens", "1e6", "'1e6' is no number such as 2097152"),
+        ("--rate", "nan", "nan is no learning rate"),
+        ("--tokens", "0", "0 is too few"),
+        ("--seeds", "-1", "a seed is a number from 0"),
+        ("--seeds", str(SELECTION_SEED), "the one that settings are chosen by"),
+        ("--results", "runs.png", "runs.png is no .json file"),
+        ("--tables", "runs.json", "runs.json is no .md file"),
+        ("--work", f"{__file__}/work", "test_command.py is no folder"),
+        ("--keep", __file__, "test_command.py is no folder"),
+        ("--keep", "", "a folder has a name"),
+        ("--results", f"{__file__}/runs.json", "test_command.py is no folder"),
+        ("--tables", f"{__file__}/page.md", "test_command.py is no folder"),
+        *(
+            []
+            if not Path("/proc").is_dir()
+            else [  # where not even the superuser makes a folder
+                ("--work", "/proc/work", "/proc/work is no place for a folder: "),
+                ("--keep", "/proc", "/proc is no place for a folder: "),
+                ("--results", "/proc/new/runs.json", "/proc/new is no place for a folder: "),
+                ("--tables", "/proc/page.md", "/proc is no place for a folder: "),
+            ]
+        ),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_before_anything_is_made(option, value, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(["claim", f"{option}={value}"])
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_places_that_can_be_made_are_not_made_by_asking(tmp_path):
+    options = parse(["claim", f"--work={tmp_path}/a/b", f"--keep={tmp_path}/c", f"--tables={tmp_path}/d/page.md"])
+    assert options.work == tmp_path / "a" / "b" and not list(tmp_path.iterdir())
+
+
+def test_an_interrupt_while_it_is_loading_ends_in_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "experiments", "report"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "Stopped: the same command goes on from what is stored and from its checkpoints.\n"

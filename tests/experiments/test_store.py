@@ -1,0 +1,74 @@
+"""Stored runs: whole files, whoever writes them at once, and one process for a run."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from experiments.costs import costs
+from experiments.harness import Planned, Store, checkpoints, make_runs
+from experiments.scratch import Recipe
+
+from .stored_runs import SMALL, planned
+
+
+def test_two_processes_add_to_one_file(tmp_path):
+    first, second = (Store(tmp_path / "new" / "runs.json", {"length": 1}) for _ in range(2))
+    for number, store in enumerate((first, second, first)):
+        store.add({"recipe": {}, "seed": number, "after": 1.0})
+    second.add({"recipe": {}, "seed": 2, "after": 1.0})  # both have made it
+    assert [run["seed"] for run in Store(first.path, {"length": 1}).content["runs"]] == [0, 1, 2]
+    with pytest.raises(ValueError, match=r"another setting \(length: 1, not 2\)\. Choose another --results"):
+        Store(first.path, {"length": 2})
+
+
+def test_two_processes_do_not_make_one_run(tmp_path):
+    """Each has a command's checkpoints while it trains; what the other has stored meanwhile is not made again."""
+    first, second = (Store(tmp_path / "runs.json", {}) for _ in range(2))
+    runs, folder = (
+        [planned(Recipe({}, rate, 64), 0) for rate in (1e-3, 2e-3)],
+        partial(checkpoints, tmp_path / "work", {}),
+    )
+    made = []
+
+    def measure(run: Planned, on_step, work: Path) -> dict:
+        work.mkdir()
+        made.append(run)
+        return {"after": 1.0, "seconds": 0.0}
+
+    def measure_beside(run: Planned, on_step, work: Path) -> dict:
+        with pytest.raises(FileExistsError, match=r"being written by another process\. Wait for it"):
+            make_runs(second, [run], measure, folder=folder)
+        if run is runs[0]:
+            make_runs(second, runs[1:], measure, folder=folder)
+        return measure(run, on_step, work)
+
+    make_runs(first, runs, measure_beside, folder=folder)
+    assert made == [runs[1], runs[0]]
+    assert not list((tmp_path / "work").iterdir())
+
+
+def test_checkpoints_are_found_by_what_makes_a_run(tmp_path):
+    run = planned(Recipe(SMALL.connections["Full"], 1e-3, 128), 0)
+    changed = planned(Recipe(SMALL.connections["Full"] | {"attn_res_block_size": 2}, 1e-3, 128), 0)
+    folders = [checkpoints(tmp_path, {"length": length}, which) for length in (1, 2) for which in (run, changed)]
+    assert len(set(folders)) == 4 and folders[0] == checkpoints(tmp_path, {"length": 1}, run)
+    assert checkpoints(None, {}, run) is None
+
+
+@pytest.mark.parametrize("content", ["", '{"setting": {}, "ru', "[]", "{}", b"\x89PNG\xff"])
+def test_a_damaged_file_of_runs_is_named_and_stays(content, tmp_path):
+    path = tmp_path / "runs.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    for read in (lambda: Store(path, {}), lambda: costs(path)):
+        with pytest.raises(ValueError, match=r"runs\.json is (damaged|no file of experiments).*: move it away"):
+            read()
+    assert path.read_bytes() == (content if isinstance(content, bytes) else content.encode())
+
+
+@pytest.mark.parametrize("runs", ['{"a": 1}', "[1]", '[{"recipe": {}, "seed": 0}]'])
+def test_a_file_of_runs_that_lack_something_is_named(runs, tmp_path):
+    path = tmp_path / "runs.json"
+    path.write_text(f'{{"setting": {{}}, "runs": {runs}}}')
+    with pytest.raises(ValueError, match=r"runs\.json is damaged: not all of its runs have after, recipe, seed"):
+        Store(path, {})
