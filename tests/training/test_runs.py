@@ -1,10 +1,12 @@
 """Training runs: the seed decides everything, a stopped run goes on, and held-out losses are the model's own."""
 
 import copy
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from attnres.training.runs import Run, last_whole_checkpoint, sequence_losses, train
 
@@ -49,19 +51,25 @@ def test_a_model_trained_in_bfloat16_computes_in_float32_again(tiny_model):
     assert model(blocks).logits.dtype == torch.float32
 
 
-def test_a_stopped_run_goes_on_from_its_last_whole_checkpoint(tiny_model, tmp_path):
-    run = Run(steps=8, batch_size=2, learning_rate=1e-2, warmup_steps=2, decay_steps=4)
-    blocks, steps = random_blocks(16), []
-    whole = tiny_model()
-    points = train(whole, blocks, run)
+def train_until(step: int, model: PreTrainedModel, blocks: torch.Tensor, run: Run, work: Path) -> None:
+    """As far as an interrupt in that step, with a checkpoint wherever there may be one."""
+    steps = itertools.count(1)
 
-    def stop_in_step_6() -> None:
-        steps.append(1)
-        if len(steps) == 6:
+    def stop() -> None:
+        if next(steps) == step:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(tiny_model(), blocks, run, stop_in_step_6, work=tmp_path, save_seconds=0)
+        train(model, blocks, run, stop, work=work, save_seconds=0)
+
+
+def test_a_stopped_run_goes_on_from_its_last_whole_checkpoint(tiny_model, tmp_path):
+    run = Run(steps=8, batch_size=2, learning_rate=1e-2, warmup_steps=2, decay_steps=4)
+    blocks = random_blocks(16)
+    whole = tiny_model()
+    points = train(whole, blocks, run)
+
+    train_until(6, tiny_model(), blocks, run, tmp_path)
     assert Path(last_whole_checkpoint(tmp_path)).name == "checkpoint-5"
     broken = tmp_path / "checkpoint-6"
     broken.mkdir()
@@ -76,16 +84,10 @@ def test_a_stopped_run_goes_on_from_its_last_whole_checkpoint(tiny_model, tmp_pa
 
 def test_the_curve_of_a_run_that_was_stopped_within_a_point_is_the_same(tiny_model, tmp_path):
     """A point is the mean of three steps here: a checkpoint between points would lose the first ones of it."""
-    run, blocks, steps = Run(steps=150, batch_size=1, learning_rate=1e-3), random_blocks(16), []
+    run, blocks = Run(steps=150, batch_size=1, learning_rate=1e-3), random_blocks(16)
     points = train(tiny_model(), blocks, run)
     assert [step for step, _ in points[:2]] == [3, 6]
 
-    def stop_in_step_8() -> None:
-        steps.append(1)
-        if len(steps) == 8:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny_model(), blocks, run, stop_in_step_8, work=tmp_path, save_seconds=0)
+    train_until(8, tiny_model(), blocks, run, tmp_path)
     assert Path(last_whole_checkpoint(tmp_path)).name == "checkpoint-6"
     assert train(tiny_model(), blocks, run, work=tmp_path) == points
