@@ -87,10 +87,8 @@ def run_from_scratch(options: argparse.Namespace) -> None:
     data = load(experiment.text, experiment.length, experiment.held_out)
     comparison = Comparison(experiment, store, data, options.work, options.device, options.keep, options.compile)
     rates = dict.fromkeys(labels, options.rate) if options.rate else comparison.choose_rates(labels)
-    for seed in seeds:
-        for label in labels:
-            comparison.make([(label, rates[label], tokens, seed)])
-            report.write(comparison, tokens, page, rates if options.rate else None)
+    wanted = [(label, rates[label], tokens, seed) for seed in seeds for label in labels]
+    comparison.make(wanted, partial(report.write, comparison, tokens, page, rates if options.rate else None))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -25,7 +25,7 @@ def file_of(results: Path) -> Path:
 
 
 def measure_costs(experiment: Experiment, labels: Sequence[str], path: Path, device: str) -> None:
-    """Time a step of these connections (forward, backward, AdamW), as it is and by `torch.compile`.
+    """Time a step of these connections (forward, backward, AdamW), as it is and with `torch.compile`.
 
     Stored are ratios with their quartiles: to the standard model run the same way, and of compiled steps to eager ones,
     beside those of other connections that the file holds.

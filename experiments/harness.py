@@ -185,6 +185,7 @@ def make_runs(
     measure: Measure,
     device: str = "cpu",
     folder: Callable[[Planned], Path | None] = lambda run: None,
+    on_stored: Callable[[], None] = lambda: None,
 ) -> None:
     """Make what the store lacks of a plan, and store each run as it ends.
 
@@ -192,6 +193,7 @@ def make_runs(
         measure: makes a run: calls its second argument after each step, keeps checkpoints in its third, and returns
             what is to be stored beside recipe and seed, `after` (the held-out loss) and `seconds` among it.
         folder: where the checkpoints of a run are, until it is stored.
+        on_stored: called after each run, and where none is missing.
 
     Raises:
         FileExistsError: another process makes one of these runs.
@@ -200,7 +202,9 @@ def make_runs(
     plan = list({(run.recipe, run.seed): run for run in plan}.values())
     missing = [run for run in plan if store.find(run.recipe, run.seed) is None]
     console = Console()
-    console.print(f"Runs stored: {len(plan) - len(missing)} of {len(plan)}.", highlight=False)
+    console.print(f"Runs stored: {len(plan) - len(missing)} of {len(plan)}.{_to_make(missing)}", highlight=False)
+    if not missing:
+        on_stored()
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left:"))
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         bar = progress.add_task("", total=sum(run.steps for run in missing))
@@ -211,10 +215,19 @@ def make_runs(
                 store.read()
                 if store.find(run.recipe, run.seed):  # another process has made it meanwhile
                     progress.advance(bar, run.steps)
-                    continue
-                result = measure(run, _steps_of(run, lambda: progress.advance(bar), console), own)
-                store.add({"recipe": asdict(run.recipe), "seed": run.seed, **result, "made_by": origin})
-            console.print(f"{run}: {result['after']:.4f}, {result['seconds']:.0f} s", highlight=False)
+                else:
+                    result = measure(run, _steps_of(run, lambda: progress.advance(bar), console), own)
+                    store.add({"recipe": asdict(run.recipe), "seed": run.seed, **result, "made_by": origin})
+                    console.print(f"{run}: {result['after']:.4f}, {result['seconds']:.0f} s", highlight=False)
+            on_stored()
+
+
+def _to_make(missing: Sequence[Planned], named: int = 4) -> str:
+    """Which runs come, so that a person sees what a call has begun."""
+    if not missing:
+        return ""
+    others = f"; and {len(missing) - named} more" if len(missing) > named else ""
+    return f" To make: {'; '.join(map(str, missing[:named]))}{others}."
 
 
 def _steps_of(run: Planned, advance: Callable[[], None], console: Console) -> Callable[[], None]:

@@ -65,7 +65,7 @@ class Declaration:
         return {name: getattr(self, name) for name in ("length", "held_out_length", "batch_size")} | text
 
     def baseline(self, recipe: Recipe) -> Recipe:
-        """What a reported recipe is held against: the standard model, for as many steps."""
+        """What a reported recipe is compared with: the standard model, for as many steps."""
         candidates = (other for other in self.report.values() if other.is_standard and other.trained == "all")
         return next(other for other in candidates if other.steps == recipe.steps)
 

@@ -49,7 +49,7 @@ class Experiment:
 
     Attributes:
         model: a named configuration (`name`) or a model type (`model_type`), with the fields that are set.
-        connections: label -> the fields of the configuration that make it; the first is what others are held against.
+        connections: label -> the fields of the configuration that make it; the first is what others are compared with.
         text: see [`Text`].
         length, batch_size: of the sequences, and sequences in a step.
         held_out: sequences that the loss is measured on.
@@ -57,7 +57,7 @@ class Experiment:
         rates: the first ones of the sweep.
         rate: of all connections, as in the paper; None: each has the best of a sweep of its own.
         seeds: of the reported runs.
-        bfloat16: products are computed in bfloat16, with weights, norms and sums of outputs in float32.
+        bfloat16: matrix multiplications in bfloat16, with weights, norms and sums of outputs in float32.
         warmup: steps, of runs of any length; None: a twentieth of each.
         published: label -> what the paper has for it, minus its baseline (nats/token).
     """
@@ -143,7 +143,7 @@ def measure(
 ) -> dict[str, Any]:
     """One run: held-out loss (nats/token), training loss over the steps, and what the depth attention became.
 
-    The model goes to the folder `keep`, with the tokenizer if that is at hand. `compiled`: trains by `torch.compile`.
+    The model goes to the folder `keep`, with the tokenizer if that is at hand. `compiled`: trains with `torch.compile`.
     """
     began = time.monotonic()
     recipe, seed = run.recipe, run.seed
@@ -196,7 +196,7 @@ def measure(
 class Comparison:
     """The runs of an experiment: made on `device`, from checkpoints in `work` where they were stopped, and stored.
 
-    The models of those that are reported go to folders of `keep`. `compiled`: they train by `torch.compile`.
+    The models of those that are reported go to folders of `keep`. `compiled`: they train with `torch.compile`.
     """
 
     experiment: Experiment
@@ -207,8 +207,8 @@ class Comparison:
     keep: Path | None = None
     compiled: bool = False
 
-    def make(self, wanted: Sequence[tuple[str, float, int, int]]) -> None:
-        """Make what the store lacks of (label of a connection, rate, tokens, seed).
+    def make(self, wanted: Sequence[tuple[str, float, int, int]], on_stored: Callable[[], None] = lambda: None) -> None:
+        """Make what the store lacks of (label of a connection, rate, tokens, seed); `on_stored` as in [`make_runs`].
 
         Raises:
             ValueError: the store holds runs on another text of the same name.
@@ -223,7 +223,8 @@ class Comparison:
         for run in plan if self.keep else ():
             if self.store.find(run.recipe, run.seed) and not (self.keep / run.folder).exists() and not run.selecting:
                 print(f"{run} is stored in {self.store.path}: it is not made again, and its model is not kept.")
-        make_runs(self.store, plan, self._measure, self.device, partial(checkpoints, self.work, self._identity))
+        folder = partial(checkpoints, self.work, self._identity)
+        make_runs(self.store, plan, self._measure, self.device, folder, on_stored)
 
     def runs(self, label: str, rate: float, tokens: int) -> dict[int, dict[str, Any]]:
         """seed -> the stored run of that seed, of those that are reported."""

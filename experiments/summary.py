@@ -1,6 +1,6 @@
 """Block AttnRes against the residual stream in every experiment from scratch, beside what others report.
 
-    y = loss of Block AttnRes minus that of the standard model,   x = tokens seen for each parameter
+    y = loss of Block AttnRes minus that of the standard model,   x = tokens seen per parameter
 
 Those made here come from the stored runs, those of others from `published.yaml`.
 """
@@ -153,7 +153,7 @@ def _short(count: float) -> str:
 
 
 def plot(here: Sequence[Lead], others: Sequence[Lead], path: Path) -> None:
-    """Draw each lead against the tokens that it saw for each parameter, with the number of its row."""
+    """Draw each lead against the tokens that it saw per parameter, with the number of its row."""
     figure = blank(7, 4)
     axes = figure.subplots()
     numbered = list(enumerate([*here, *others], 1))
@@ -180,7 +180,7 @@ def plot(here: Sequence[Lead], others: Sequence[Lead], path: Path) -> None:
     axes.set_xscale("log")
     axes.margins(x=0.08)
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("training tokens for each parameter")
+    axes.set_xlabel("training tokens per parameter")
     axes.set_ylabel("loss, Block minus standard (nats/token)")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8, loc="lower right")

@@ -67,7 +67,7 @@ def test_the_command_trains_stores_and_goes_on(assets, tmp_path):
     assert re.search(r"\| Full \| 0.004 \| 2 \| .* ± .* \| .* ± .* \|", page)
     assert "The sweep was not made." in page
     again = run(tmp_path, *shorter, "--keep", tmp_path / "others")
-    assert "Runs stored: 1 of 1." in again.stdout and "its model is not kept" in again.stdout
+    assert "Runs stored: 6 of 6." in again.stdout and "its model is not kept" in again.stdout
     assert not (tmp_path / "others").exists()
     assert (tmp_path / "page.md").read_text() == page
 

@@ -22,14 +22,14 @@ def test_two_processes_add_to_one_file(tmp_path):
         Store(first.path, {"length": 2})
 
 
-def test_two_processes_do_not_make_one_run(tmp_path):
+def test_two_processes_do_not_make_one_run(tmp_path, capsys):
     """Each has a command's checkpoints while it trains; what the other has stored meanwhile is not made again."""
     first, second = (Store(tmp_path / "runs.json", {}) for _ in range(2))
     runs, folder = (
         [planned(Recipe({}, rate, 64), 0) for rate in (1e-3, 2e-3)],
         partial(checkpoints, tmp_path / "work", {}),
     )
-    made = []
+    made, after_runs = [], []
 
     def measure(run: Planned, on_step, work: Path) -> dict:
         work.mkdir()
@@ -43,8 +43,14 @@ def test_two_processes_do_not_make_one_run(tmp_path):
             make_runs(second, runs[1:], measure, folder=folder)
         return measure(run, on_step, work)
 
-    make_runs(first, runs, measure_beside, folder=folder)
-    assert made == [runs[1], runs[0]]
+    def on_stored() -> None:
+        after_runs.append(len(first.content["runs"]))
+
+    make_runs(first, runs, measure_beside, folder=folder, on_stored=on_stored)
+    assert made == [runs[1], runs[0]] and after_runs == [2, 2]
+    assert "Runs stored: 0 of 2. To make: a run, seed 0; a run, seed 0." in capsys.readouterr().out
+    make_runs(first, runs, measure, folder=folder, on_stored=on_stored)
+    assert len(made) == 2 and len(after_runs) == 3 and "Runs stored: 2 of 2.\n" in capsys.readouterr().out
     assert not list((tmp_path / "work").iterdir())
 
 
