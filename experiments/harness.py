@@ -92,9 +92,9 @@ def read_stored(path: Path, keys: set[str]) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except ValueError as error:  # UnicodeDecodeError is one too
-        raise ValueError(f"{path} is damaged ({error}): move it away, or choose another --results.") from error
+        raise ValueError(f"{path} is damaged ({error}): move it away.") from error
     if not isinstance(content, dict) or not keys <= content.keys():
-        raise ValueError(f"{path} is no file of experiments: move it away, or choose another --results.")
+        raise ValueError(f"{path} is no file of experiments: move it away.")
     return content
 
 

@@ -90,5 +90,5 @@ def chosen(option: str, names: Iterable[str] | None, among: Iterable[str]) -> li
     """The names that an option gives, or else all. Raises ValueError: there is no such name."""
     among = list(among)
     if unknown := set(names or ()) - set(among):
-        raise ValueError(f"{option}: {', '.join(sorted(unknown))} is none of {', '.join(among)}.")
+        raise ValueError(f"{option}: {', '.join(map(repr, sorted(unknown)))} is none of {', '.join(map(repr, among))}.")
     return list(names or among)

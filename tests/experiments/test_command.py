@@ -72,7 +72,7 @@ def test_the_command_trains_stores_and_goes_on(assets, tmp_path):
     assert (tmp_path / "page.md").read_text() == page
 
     for arguments, status, message in (
-        (["--connections", "Fall"], 1, "Fall is none of standard"),
+        (["--connections", "Fall"], 1, "'Fall' is none of 'standard'"),
         (["--prepare"], 1, "--prepare needs --corpus, the folder of tinystories."),
         (["--corpus", assets / "corpora" / "classics"], 1, "--corpus: claim-tiny is declared for tinystories, not"),
         *([] if torch.cuda.is_available() else [(["--device", "cuda"], 1, "PyTorch sees no GPU")]),

@@ -164,7 +164,7 @@ def test_the_command_stores_each_run_resumes_and_writes_the_table(start, tokeniz
     process = healing_command(tmp_path, *report, "--recipes", "Half")
     assert (process.returncode, process.stderr) == (
         1,
-        "error: --recipes: Half is none of standard, Full, Full, gated.\n",
+        "error: --recipes: 'Half' is none of 'standard', 'Full', 'Full, gated'.\n",
     )
     process = healing_command(tmp_path, "--size", "stories", "--groups", "report")
     assert process.returncode == 1 and len(process.stderr.strip().splitlines()) == 1
