@@ -12,8 +12,8 @@ from attnres.files import atomic_write
 from benchmarks.timing import Ratio, Setting, interleave, keep_freed_memory
 from benchmarks.workloads import training_step
 
-from .harness import made_by, read_stored
-from .scratch import BASELINE, Experiment, build
+from .harness import made_by, read_stored, results_file
+from .scratch import BASELINE, Comparison, Experiment, build
 
 REPEATS = 15
 WAYS = ("eager", "compiled")
@@ -62,6 +62,12 @@ def measure_costs(experiment: Experiment, labels: Sequence[str], path: Path, dev
         + "; ".join(f"{label} {ratio['median']:.2f}" for label, ratio in found["eager"].items())
         + " (eager)"
     )
+
+
+def costs_of(comparison: Comparison) -> dict[str, dict[str, float]]:
+    """What was measured beside its runs, or else beside those of the experiment that its declaration names."""
+    other = comparison.experiment.costs
+    return costs(file_of(comparison.store.path)) or (costs(file_of(results_file(other))) if other else {})
 
 
 def costs(path: Path) -> dict[str, dict[str, float]]:

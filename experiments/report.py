@@ -6,7 +6,7 @@ from pathlib import Path
 from attnres.analysis.tables import update_tables
 
 from . import healing, summary
-from .costs import costs, file_of
+from .costs import costs_of
 from .figures import block_sizes, gains, plot, plot_beside_paper, plot_block_sizes, plot_gains
 from .harness import TINY, Store, page_of, results_file
 from .scratch import BASELINE, DECLARED, Comparison, declared
@@ -16,7 +16,7 @@ from .tables import lead_table, report_table, sweep_table
 def tables(comparison: Comparison, tokens: int, rates: Mapping[str, float]) -> dict[str, str]:
     """The tables of a comparison, by the names of their places on the page."""
     size = comparison.experiment.name.partition("-")[2]
-    found = {"result": report_table(comparison, rates, tokens, costs(file_of(comparison.store.path)))}
+    found = {"result": report_table(comparison, rates, tokens, costs_of(comparison))}
     found["lead"] = lead_table(comparison, rates, tokens)
     if comparison.experiment.rate is None or any(map(comparison.swept, comparison.experiment.connections)):
         found["rates"] = sweep_table(comparison)

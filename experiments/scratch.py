@@ -59,6 +59,7 @@ class Experiment:
         seeds: of the reported runs.
         bfloat16: matrix multiplications in bfloat16, with weights, norms and sums of outputs in float32.
         warmup: steps, of runs of any length; None: a twentieth of each.
+        costs: the experiment whose measured costs are this one's too, where it has none of its own.
         published: label -> what the paper has for it, minus its baseline (nats/token).
     """
 
@@ -76,6 +77,7 @@ class Experiment:
     rate: float | None = None
     bfloat16: bool = False
     warmup: int | None = None
+    costs: str | None = None
     published: dict[str, float] = field(default_factory=dict)
 
     def config(self, connection: Mapping[str, Any]) -> PreTrainedConfig:
@@ -90,7 +92,7 @@ class Experiment:
 
     def setting(self) -> dict[str, Any]:
         """What all runs of a results file have in common, whatever connections, rates and seeds there are."""
-        left_out = ("connections", "tokens", "sweep_tokens", "rates", "rate", "seeds", "published")
+        left_out = ("connections", "tokens", "sweep_tokens", "rates", "rate", "seeds", "costs", "published")
         return {name: value for name, value in asdict(self).items() if name not in left_out and value is not None}
 
     def steps(self, tokens: int) -> int:
@@ -103,10 +105,7 @@ def declared(name: str) -> Experiment:
     Raises:
         ValueError: there is none, or it cannot be read, or names a field that its configuration does not have.
     """
-    path = DECLARED / f"{name}.yaml"
-    if not path.exists():
-        names = ", ".join(sorted(path.stem for path in DECLARED.glob("*.yaml")))
-        raise ValueError(f"There is no experiment {name!r}, but there is {names}.")
+    path = _declaration(name)
     fields = read_declaration(path)
     try:
         fields |= {"text": Text(**fields["text"]), "rates": tuple(fields["rates"]), "seeds": tuple(fields["seeds"])}
@@ -115,7 +114,17 @@ def declared(name: str) -> Experiment:
         raise ValueError(f"{path} declares no experiment ({type(error).__name__}: {error}).") from error
     for connection in experiment.connections.values():
         experiment.config(connection)  # none of them is found out after hours with the others
+    if experiment.costs:
+        _declaration(experiment.costs)
     return experiment
+
+
+def _declaration(name: str) -> Path:
+    path = DECLARED / f"{name}.yaml"
+    if not path.exists():
+        names = ", ".join(sorted(path.stem for path in DECLARED.glob("*.yaml")))
+        raise ValueError(f"There is no experiment {name!r}, but there is {names}.")
+    return path
 
 
 def build(experiment: Experiment, connection: Mapping[str, Any], seed: int) -> PreTrainedModel:

@@ -16,7 +16,7 @@ from attnres.analysis.drawing import blank, finish
 from attnres.analysis.tables import update_tables
 from attnres.configuration import count_parameters
 
-from .costs import WAYS, costs, file_of
+from .costs import WAYS, costs_of
 from .harness import markdown, page_of, results_file, spread
 from .scratch import Comparison
 from .tables import at_equal_time
@@ -69,7 +69,7 @@ def lead_of(comparison: Comparison) -> Lead | None:
     results, page = comparison.store.path, page_of(experiment.name.partition("-")[0])
     equal_time = {
         way: value
-        for way, of_way in costs(file_of(results)).items()
+        for way, of_way in costs_of(comparison).items()
         if (value := at_equal_time(comparison, label, rates, experiment.tokens, of_way.get(label))) is not None
     }
     return Lead(

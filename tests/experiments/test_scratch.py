@@ -14,7 +14,7 @@ import torch
 
 from attnres.residual_attnres import residual_tensors
 from experiments import harness, report, scratch
-from experiments.costs import costs, file_of, measure_costs
+from experiments.costs import costs, costs_of, file_of, measure_costs
 from experiments.data import Data, load, prepare
 from experiments.harness import SELECTION_SEED, Planned, Store
 from experiments.scratch import DECLARED, Comparison, Experiment, Recipe, declared
@@ -118,6 +118,10 @@ def test_a_misspelled_field_of_a_declaration_is_refused(tmp_path, monkeypatch):
         ("- standard", r"claim-odd\.yaml holds no fields of a declaration\."),
         ("like: claim-tiny\nlenght: 2", r"claim-odd\.yaml declares no experiment \(TypeError: .*'lenght'"),
         ("length: 2", r"claim-odd\.yaml declares no experiment \(KeyError: 'text'"),
+        (
+            "like: claim-tiny\ncosts: claim-big",
+            "There is no experiment 'claim-big', but there is claim-odd, claim-tiny",
+        ),
         ("like: claim-tiny\ntext: {corpus: a}", r"claim-odd\.yaml declares no experiment \(TypeError: .*vocab_size"),
     ],
 )
@@ -131,7 +135,8 @@ def test_a_damaged_declaration_is_named(text, message, tmp_path, monkeypatch):
 
 def test_a_declaration_that_is_like_another_states_its_differences():
     short, long = declared("claim-children"), declared("claim-children-long")
-    assert long == replace(short, name=long.name, tokens=4 * short.tokens, sweep_tokens=4194304, rate=None)
+    own = {"name": long.name, "tokens": 4 * short.tokens, "sweep_tokens": long.tokens // 2, "rates": (0.002, 0.004)}
+    assert long == replace(short, rate=None, costs=short.name, **own)
     assert short.setting() == declared("ablations-cpu").setting() | {"name": short.name, "text": asdict(short.text)}
 
 
@@ -188,7 +193,7 @@ def test_the_sweep_goes_on_while_the_best_rate_is_the_last_one(tmp_path, monkeyp
 
 
 def test_costs_are_those_of_training_steps(tmp_path):
-    """A model with four times the layers takes longer; the standard model is what others are held against."""
+    """A model with four times the layers takes longer; the standard model is what others are compared with."""
     deeper = {"residual_connection": "standard", "num_hidden_layers": 4 * SMALL.model["num_hidden_layers"]}
     experiment = replace(SMALL, connections={"standard": {"residual_connection": "standard"}, "deeper": deeper})
     path = file_of(tmp_path / "new" / "runs.json")
@@ -214,6 +219,18 @@ def test_costs_of_other_connections_stay_and_those_of_another_processor_are_not_
     monkeypatch.setattr("experiments.costs.interleave", lambda ways, *_, **__: {way: Taken() for way in ways})
     measure_costs(experiment, ["standard"], path, "cpu")
     assert costs(path) == {"eager": {"Full": 1.5, "standard": 1.0}, "compiled": {"standard": 1.0}}
+
+
+def test_costs_of_the_same_model_are_measured_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "FOLDER", tmp_path)
+    same, path = replace(SMALL, costs="claim-cpu"), tmp_path / "results" / "claim-cpu-costs.json"
+    comparison = Comparison(same, Store(tmp_path / "runs.json", {}))
+    assert costs_of(comparison) == {}
+    path.parent.mkdir()
+    path.write_text('{"ratios": {"eager": {"Full": {"median": 1.5}}}}')
+    assert costs_of(comparison) == {"eager": {"Full": 1.5}}
+    file_of(comparison.store.path).write_text('{"ratios": {"eager": {"Full": {"median": 1.25}}}}')
+    assert costs_of(comparison) == {"eager": {"Full": 1.25}}, "its own come first"
 
 
 class Taken:
