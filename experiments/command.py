@@ -9,10 +9,11 @@ from transformers.utils import logging
 
 from . import findings, healing, report
 from .costs import file_of, measure_costs
-from .data import load, prepare, prepared_file
+from .data import check_corpus, load, prepare, prepared_file
 from .harness import Store, results_file, tables_file
 from .options import PAGES, a_count, a_folder, a_page, a_rate, a_results_file, a_seed, add_work, chosen
-from .scratch import BASELINE, DECLARED, Comparison, declared
+from .scratch import Comparison
+from .scratch_declared import BASELINE, DECLARED, declared
 
 FROM_SCRATCH = {
     "claim": "attention residuals against the residual stream, dense and deep",
@@ -65,8 +66,8 @@ def run_from_scratch(options: argparse.Namespace) -> None:
         raise ValueError(f"--prepare needs --corpus, the folder of {experiment.text.corpus}.")
     if options.corpus and not options.corpus.is_dir():
         raise ValueError(f"--corpus: {options.corpus} is no folder.")
-    if options.corpus and options.corpus.resolve().name != experiment.text.corpus:
-        raise ValueError(f"--corpus: {experiment.name} is declared for {experiment.text.corpus}, not {options.corpus}.")
+    if options.corpus:
+        check_corpus(experiment.text, options.corpus)
     if options.corpus and (options.prepare or not prepared_file(experiment.text).exists()):
         path = prepare(experiment.text, options.corpus)
         print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")

@@ -1,6 +1,7 @@
 """What a training step costs with each connection, as a ratio to the standard model: all in turn, in one process."""
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,8 @@ from benchmarks.timing import Ratio, Setting, interleave, keep_freed_memory
 from benchmarks.workloads import training_step
 
 from .harness import made_by, read_stored, results_file
-from .scratch import BASELINE, Comparison, Experiment, build
+from .scratch import Comparison, build
+from .scratch_declared import BASELINE, Experiment
 
 REPEATS = 15
 WAYS = ("eager", "compiled")
@@ -76,9 +78,16 @@ def costs(path: Path) -> dict[str, dict[str, float]]:
         return {}
     found = read_stored(path, {"ratios"})["ratios"]
     try:
-        return {way: {label: ratio["median"] for label, ratio in found[way].items()} for way in WAYS if way in found}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged (a ratio has no median): move it away.") from error
+        medians = {
+            way: {label: ratio["median"] for label, ratio in of_way.items()}
+            for way, of_way in found.items()
+            if way in WAYS
+        }
+        if all(0 < median < math.inf for of_way in medians.values() for median in of_way.values()):
+            return medians
+    except (KeyError, TypeError, AttributeError):
+        pass
+    raise ValueError(f"{path} is damaged (a ratio has no median above 0): move it away.")
 
 
 def _machine(origin: Mapping[str, str]) -> dict[str, str]:

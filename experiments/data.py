@@ -71,13 +71,20 @@ def tokenizer_folder(text: Text, out: Path = PREPARED) -> Path:
     return out / f"{text.name}-tokenizer"
 
 
+def check_corpus(text: Text, folder: Path) -> None:
+    """Raises ValueError: the folder is of another corpus, which would go by the name of this one."""
+    if folder.resolve().name != text.corpus:
+        raise ValueError(f"--corpus: this is declared for {text.corpus}, not {folder}.")
+
+
 def prepare(text: Text, folder: Path, out: Path = PREPARED) -> Path:
     """Tokenise the corpus in `folder` and write its token ids to a file of `out`, the tokenizer to a folder beside it.
 
     Raises:
         OSError: a text cannot be read.
-        ValueError: one holds no text.
+        ValueError: one holds no text, or the folder is of another corpus.
     """
+    check_corpus(text, folder)
     from attnres.training.text import read_documents, token_stream, train_tokenizer
 
     documents = read_documents(folder / "train.txt", text.characters)

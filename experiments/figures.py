@@ -3,12 +3,14 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 from attnres.analysis.drawing import blank, finish
 from attnres.analysis.loss_figures import Points
 
-from .scratch import BASELINE, Comparison
+from .harness import deviation_of
+from .scratch import Comparison
+from .scratch_declared import BASELINE
 
 FARTHEST = 0.3  # nats/token: a model that ends farther from the standard one stands at the edge, with its number
 SMOOTHED = 3  # points of a curve in one of a difference: single batches differ more than models do
@@ -129,8 +131,9 @@ def _plot_spread(
     axes = figure.subplots()
     places = list(found)
     for place, values in found.items():
-        deviation = stdev(values) if len(values) > 1 else None
-        axes.errorbar(place, mean(values), deviation, fmt="o", color="tab:blue", fillstyle=_fill(values), capsize=4)
+        axes.errorbar(
+            place, mean(values), deviation_of(values), fmt="o", color="tab:blue", fillstyle=_fill(values), capsize=4
+        )
     axes.errorbar([], [], [], fmt="o", color="tab:blue", capsize=4, label="mean ± standard deviation")
     seeds = [(place, value) for place, values in found.items() for value in values]
     axes.plot(*zip(*seeds), "x", color="tab:blue", alpha=0.6, label="a seed")

@@ -43,10 +43,13 @@ def read(folder: Path = INSPECTIONS) -> list[Model]:
     """The models of all inspections in a folder: by the name of the file, and of its models, where it has two."""
     models = []
     for path in sorted(folder.glob("*.json")):
-        found = json.loads(path.read_text())["models"]
-        for numbers in found:
-            own = Path(numbers["model"]["name"]).name
-            models.append(Model(f"{path.stem}: {own}" if len(found) > 1 else path.stem, numbers))
+        try:
+            found = json.loads(path.read_text())["models"]
+            for numbers in found:
+                own = Path(numbers["model"]["name"]).name
+                models.append(Model(f"{path.stem}: {own}" if len(found) > 1 else path.stem, numbers))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is damaged, or no inspection ({error!r}): move it away.") from error
     return models
 
 

@@ -33,7 +33,7 @@ TINY = "tiny"  # the size that tries the whole path, and is never reported
 SELECTION_SEED = 10  # of the runs that settings are chosen by, on text that is not reported
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "experiments"  # of the pages, and of stored runs in `results`
-OF_A_RUN = {"recipe", "seed", "after"}  # what each stored run has
+OF_A_RUN = {"recipe": dict, "seed": int, "after": float}  # what each stored run has
 
 
 class Store:
@@ -56,13 +56,17 @@ class Store:
         if self.path.exists():
             content = read_stored(self.path, {"setting", "runs"})
             runs = content["runs"]
-            if not isinstance(runs, list) or not all(isinstance(run, dict) and run.keys() >= OF_A_RUN for run in runs):
-                raise ValueError(f"{self.path} is damaged: not all of its runs have {', '.join(sorted(OF_A_RUN))}.")
+            for number, run in enumerate(runs if isinstance(runs, list) else [None], 1):
+                for name, kind in OF_A_RUN.items():
+                    if not isinstance(run, dict) or not isinstance(run.get(name), kind):
+                        raise ValueError(f"{self.path} is damaged (run {number} has no right {name}): move it away.")
             other, own = content["setting"], self.setting
             if other != own:
                 changed = [name for name in other.keys() | own.keys() if other.get(name) != own.get(name)]
                 values = "; ".join(f"{name}: {other.get(name)}, not {own.get(name)}" for name in sorted(changed))
-                raise ValueError(f"{self.path} holds runs of another setting ({values}). Choose another --results.")
+                raise ValueError(
+                    f"{self.path} holds runs of another setting ({values}). Move it away, or choose another --results."
+                )
             self.content = content
 
     def find(self, recipe: "DataclassInstance", seed: int) -> dict[str, Any] | None:
@@ -98,12 +102,14 @@ def read_stored(path: Path, keys: set[str]) -> dict[str, Any]:
     return content
 
 
-def read_declaration(path: Path) -> dict[str, Any]:
+def read_declaration(path: Path, readers: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The fields of a YAML file; what it lacks is taken from the file beside it that it is `like`, if it names one.
 
+    Args:
+        readers: files that are like this one.
+
     Raises:
-        ValueError: it is none of fields.
-        FileNotFoundError: the one that it is like is not there.
+        ValueError: it is none of fields, or like one that is not there or is like itself.
     """
     try:
         fields = yaml.safe_load(path.read_text())
@@ -112,7 +118,12 @@ def read_declaration(path: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f"{path} holds no fields of a declaration.")
     like = fields.pop("like", None)
-    return (read_declaration(path.with_stem(like)) if like else {}) | fields
+    if like is None:
+        return fields
+    other = path.parent / f"{like}.yaml"
+    if path in readers or not other.exists():
+        raise ValueError(f"{path} is like {like!r}, which is no other declaration beside it.")
+    return read_declaration(other, (*readers, path)) | fields
 
 
 @dataclass(frozen=True)
@@ -279,8 +290,13 @@ def _commit() -> str:
 
 def spread(values: Sequence[float], sign: str = "") -> str:
     """Mean ± standard deviation, such as `3.9932 ± 0.0189`."""
-    deviation = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{mean(values):{sign}z.4f}{deviation}"
+    deviation = deviation_of(values)
+    return f"{mean(values):{sign}z.4f}" + ("" if deviation is None else f" ± {deviation:.4f}")
+
+
+def deviation_of(values: Sequence[float]) -> float | None:
+    """Their standard deviation; None of a single one, and where a run diverged."""
+    return stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
 
 
 def markdown(rows: Sequence[Sequence[str]], texts: int = 1) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -119,7 +120,13 @@ def continue_training(
             residual_lr_factor=recipe.attnres_rate / recipe.rate,
             seed=seed,
         )
-        train(model, blocks[first * batch_size : last * batch_size], run, on_step, work=work and work / trained)
+        train(
+            model,
+            blocks[first * batch_size : last * batch_size],
+            run,
+            on_step,
+            work=work and work / f"{first}-{trained}",
+        )
 
 
 class Healing:
@@ -218,8 +225,17 @@ def run(options: argparse.Namespace) -> None:
     for option, path in (("--checkpoint", options.checkpoint / "config.json"), ("--corpus", options.corpus)):
         if not path.exists():
             raise ValueError(f"{option}: there is no {path}.")
-    start = AutoModelForCausalLM.from_pretrained(options.checkpoint)
-    data = load_data(declaration, options.corpus, AutoTokenizer.from_pretrained(options.checkpoint))
+    try:
+        start = AutoModelForCausalLM.from_pretrained(options.checkpoint)
+        tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"--checkpoint: {options.checkpoint} cannot be loaded ({error}).") from error
+    if declaration.text is not None and start.config.vocab_size != declaration.text.vocab_size:
+        raise ValueError(
+            f"--checkpoint: {options.checkpoint} has a vocabulary of {start.config.vocab_size} tokens, and "
+            f"{options.size} is declared for one of {declaration.text.vocab_size}."
+        )
+    data = load_data(declaration, options.corpus, tokenizer)
     wanted = []
     for group in groups:
         if group == "report":

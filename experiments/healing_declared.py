@@ -54,10 +54,15 @@ class Declaration:
 
     @classmethod
     def load(cls, size: str) -> "Declaration":
-        fields = read_declaration(DECLARED / f"{size}.yaml")
-        sweeps = {title: _recipes(sweep) for title, sweep in fields.pop("sweeps").items()}
-        text = Text(**fields.pop("text")) if "text" in fields else None
-        return cls(size, report=_recipes(fields.pop("report")), sweeps=sweeps, text=text, **fields)
+        """Raises ValueError: it cannot be read, or lacks a field."""
+        path = DECLARED / f"{size}.yaml"
+        fields = read_declaration(path)
+        try:
+            sweeps = {title: _recipes(sweep) for title, sweep in fields.pop("sweeps").items()}
+            text = Text(**fields.pop("text")) if "text" in fields else None
+            return cls(size, report=_recipes(fields.pop("report")), sweeps=sweeps, text=text, **fields)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} declares no recipes ({type(error).__name__}: {error}).") from error
 
     def setting(self) -> dict[str, Any]:
         """What all runs of a results file have in common."""

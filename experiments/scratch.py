@@ -9,122 +9,25 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 
 from attnres.analysis.depth_attention import depth_attention
-from attnres.configuration import count_parameters, load
+from attnres.configuration import count_parameters
 from attnres.training.balance import ExpertBalance, routers
 from attnres.training.runs import Run, sequence_losses, train
 
-from .data import Data, Text, tokenizer_folder
-from .harness import SELECTION_SEED, Planned, Store, checkpoints, make_runs, read_declaration
+from .data import Data, tokenizer_folder
+from .harness import SELECTION_SEED, Planned, Store, checkpoints, make_runs
+from .scratch_declared import BASELINE, Experiment, Recipe
 
-DECLARED = Path(__file__).parent / "declared"
-BASELINE = "standard"
 BEYOND = 2.0  # a sweep whose best rate is the last one tried goes on by this factor
 WARMUP, DECAY = 0.05, 0.5  # shares of the steps
 BALANCING = 0.001  # of experts, where there are any
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What identifies a run beside its seed: the fields of the configuration that make its connection, and how long."""
-
-    connection: Mapping[str, Any]
-    rate: float
-    tokens: int
-
-    def __hash__(self) -> int:
-        return hash((*sorted(self.connection.items()), self.rate, self.tokens))
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """A declaration of `declared/*.yaml`; one that is `like` another states its differences alone.
-
-    Attributes:
-        model: a named configuration (`name`) or a model type (`model_type`), with the fields that are set.
-        connections: label -> the fields of the configuration that make it; the first is what others are compared with.
-        text: see [`Text`].
-        length, batch_size: of the sequences, and sequences in a step.
-        held_out: sequences that the loss is measured on.
-        tokens, sweep_tokens: of a reported run, and of one that chooses a rate; more than the text has repeat it.
-        rates: the first ones of the sweep.
-        rate: of all connections, as in the paper; None: each has the best of a sweep of its own.
-        seeds: of the reported runs.
-        bfloat16: matrix multiplications in bfloat16, with weights, norms and sums of outputs in float32.
-        warmup: steps, of runs of any length; None: a twentieth of each.
-        costs: the experiment whose measured costs are this one's too, where it has none of its own.
-        published: label -> what the paper has for it, minus its baseline (nats/token).
-    """
-
-    name: str
-    model: dict[str, Any]
-    connections: dict[str, dict[str, Any]]
-    text: Text
-    length: int
-    batch_size: int
-    held_out: int
-    tokens: int
-    sweep_tokens: int
-    rates: tuple[float, ...]
-    seeds: tuple[int, ...]
-    rate: float | None = None
-    bfloat16: bool = False
-    warmup: int | None = None
-    costs: str | None = None
-    published: dict[str, float] = field(default_factory=dict)
-
-    def config(self, connection: Mapping[str, Any]) -> PreTrainedConfig:
-        """Raises ValueError: the connection names a field that the configuration does not have."""
-        fields = self.model | connection
-        named = fields.pop("name", None)
-        make = partial(load, named) if named else AutoConfig.for_model
-        known = make(**{name: fields[name] for name in fields.keys() - connection.keys()})
-        if unknown := [name for name in connection if not hasattr(known, name)]:
-            raise ValueError(f"{self.name}: {', '.join(unknown)} is no field of {type(known).__name__}.")
-        return make(**fields)
-
-    def setting(self) -> dict[str, Any]:
-        """What all runs of a results file have in common, whatever connections, rates and seeds there are."""
-        left_out = ("connections", "tokens", "sweep_tokens", "rates", "rate", "seeds", "costs", "published")
-        return {name: value for name, value in asdict(self).items() if name not in left_out and value is not None}
-
-    def steps(self, tokens: int) -> int:
-        return math.ceil(tokens / (self.batch_size * self.length))
-
-
-def declared(name: str) -> Experiment:
-    """The experiment of that name.
-
-    Raises:
-        ValueError: there is none, or it cannot be read, or names a field that its configuration does not have.
-    """
-    path = _declaration(name)
-    fields = read_declaration(path)
-    try:
-        fields |= {"text": Text(**fields["text"]), "rates": tuple(fields["rates"]), "seeds": tuple(fields["seeds"])}
-        experiment = Experiment(name=name, **fields)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} declares no experiment ({type(error).__name__}: {error}).") from error
-    for connection in experiment.connections.values():
-        experiment.config(connection)  # none of them is found out after hours with the others
-    if experiment.costs:
-        _declaration(experiment.costs)
-    return experiment
-
-
-def _declaration(name: str) -> Path:
-    path = DECLARED / f"{name}.yaml"
-    if not path.exists():
-        names = ", ".join(sorted(path.stem for path in DECLARED.glob("*.yaml")))
-        raise ValueError(f"There is no experiment {name!r}, but there is {names}.")
-    return path
 
 
 def build(experiment: Experiment, connection: Mapping[str, Any], seed: int) -> PreTrainedModel:
@@ -229,8 +132,11 @@ class Comparison:
                 f"({', '.join(sorted(texts))}, not {self.data.fingerprint}): choose another --results."
             )
         plan = [self._planned(*run) for run in wanted]
-        for run in plan if self.keep else ():
-            if self.store.find(run.recipe, run.seed) and not (self.keep / run.folder).exists() and not run.selecting:
+        for run in plan:
+            kept = self._kept(run)
+            if kept and kept.exists() and not kept.is_dir():
+                raise ValueError(f"--keep: {kept} is no folder, and the model of {run} would go there. Move it away.")
+            if kept and self.store.find(run.recipe, run.seed) and not kept.exists():
                 print(f"{run} is stored in {self.store.path}: it is not made again, and its model is not kept.")
         folder = partial(checkpoints, self.work, self._identity)
         make_runs(self.store, plan, self._measure, self.device, folder, on_stored)
@@ -315,8 +221,11 @@ class Comparison:
 
     def _planned(self, label: str, rate: float, tokens: int, seed: int) -> Planned:
         recipe = Recipe(self.experiment.connections[label], rate, tokens)
-        return Planned(f"{label}, rate {rate:g}, {tokens:,} tokens", recipe, seed, self.experiment.steps(tokens))
+        return Planned(f"{label}, rate {rate}, {tokens:,} tokens", recipe, seed, self.experiment.steps(tokens))
 
     def _measure(self, run: Planned, on_step: Callable[[], None], work: Path | None) -> dict[str, Any]:
-        keep = self.keep / run.folder if self.keep and not run.selecting else None
-        return measure(self.experiment, self.data, run, on_step, work, self.device, keep, self.compiled)
+        return measure(self.experiment, self.data, run, on_step, work, self.device, self._kept(run), self.compiled)
+
+    def _kept(self, run: Planned) -> Path | None:
+        """Where the model of a run goes, if it is kept; another experiment has runs of the same label."""
+        return None if self.keep is None or run.selecting else self.keep / f"{self.experiment.name}-{run.folder}"

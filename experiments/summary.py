@@ -8,7 +8,7 @@ Those made here come from the stored runs, those of others from `published.yaml`
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 import yaml
 
@@ -17,7 +17,7 @@ from attnres.analysis.tables import update_tables
 from attnres.configuration import count_parameters
 
 from .costs import WAYS, costs_of
-from .harness import markdown, page_of, results_file, spread
+from .harness import deviation_of, markdown, page_of, results_file, spread
 from .scratch import Comparison
 from .tables import at_equal_time
 
@@ -79,7 +79,7 @@ def lead_of(comparison: Comparison) -> Lead | None:
         count_parameters(config).activated_non_embedding,
         experiment.tokens,
         tuple(found),
-        stdev(found) if len(found) > 1 else None,
+        deviation_of(found),
         len(found),
         equal_time,
     )

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from statistics import mean
 
 from .harness import markdown, spread
-from .scratch import BASELINE, Comparison
+from .scratch import Comparison
+from .scratch_declared import BASELINE
 
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)  # of the steps: where the training loss is shown
 

@@ -5,7 +5,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from .checkpoints import check_checkpoint
 from .optimizer import build_schedule, parameter_groups
 
 
@@ -109,13 +110,12 @@ def _folder(work: Path | None) -> Iterator[Path]:
 
 
 def last_whole_checkpoint(folder: Path) -> str | None:
-    """The newest checkpoint that a `Trainer` has finished in a folder: it writes the state of the run last of all."""
+    """The newest checkpoint in a folder that holds all that a run goes on with; broken ones are passed over."""
     steps = {}
     for state in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}"):
-        try:
+        with suppress(ValueError):
+            check_checkpoint(state.parent)
             steps[json.loads(state.read_text())["global_step"]] = str(state.parent)
-        except ValueError:  # the process ended while it wrote
-            continue
     return steps[max(steps)] if steps else None
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from experiments.data import Text
 from experiments.harness import Planned, Store
-from experiments.scratch import Comparison, Experiment, Recipe, declared
+from experiments.scratch import Comparison
+from experiments.scratch_declared import Experiment, Recipe, declared
 
 SMALL = replace(
     declared("claim-tiny"),

@@ -74,7 +74,7 @@ def test_the_command_trains_stores_and_goes_on(assets, tmp_path):
     for arguments, status, message in (
         (["--connections", "Fall"], 1, "'Fall' is none of 'standard'"),
         (["--prepare"], 1, "--prepare needs --corpus, the folder of tinystories."),
-        (["--corpus", assets / "corpora" / "classics"], 1, "--corpus: claim-tiny is declared for tinystories, not"),
+        (["--corpus", assets / "corpora" / "classics"], 1, "--corpus: this is declared for tinystories, not"),
         *([] if torch.cuda.is_available() else [(["--device", "cuda"], 1, "PyTorch sees no GPU")]),
         (["--seeds", str(SELECTION_SEED)], 2, "settings are chosen by"),
     ):

@@ -87,6 +87,16 @@ def test_every_recipe_sees_the_same_tokens_and_every_seed_others(start, tmp_path
     assert seen(Recipe(), 1) != standard
 
 
+def test_a_run_of_two_phases_goes_on_in_the_one_that_it_was_stopped_in(start, tmp_path, monkeypatch):
+    """Both may train the same tensors: the second must not begin from checkpoints of the first."""
+    works = []
+    monkeypatch.setattr(healing, "train", lambda *_, work, **__: works.append(work))
+    blocks, recipe = torch.zeros(4, 8, dtype=torch.long), Recipe(steps=4, block_size=2, trained="AttnRes", alone=0.5)
+    model = healing.reconnected(start, recipe)
+    healing.continue_training(model, blocks, recipe, 1, 0, lambda: None, tmp_path)
+    assert len(set(works)) == 2 and {work.parent for work in works} == {tmp_path}
+
+
 def test_runs_of_another_model_or_text_are_not_mixed(start, tmp_path):
     held_out = torch.randint(3, 300, (2, 16), generator=torch.Generator().manual_seed(0))
     store = Store(tmp_path / "runs.json", {})
@@ -169,6 +179,13 @@ def test_the_command_stores_each_run_resumes_and_writes_the_table(start, tokeniz
     process = healing_command(tmp_path, "--size", "stories", "--groups", "report")
     assert process.returncode == 1 and len(process.stderr.strip().splitlines()) == 1
     assert "another setting" in process.stderr
+    process = healing_command(tmp_path, "--size", "sixteen", "--results", "r/sixteen.json")
+    assert process.returncode == 1
+    assert "--checkpoint: start has a vocabulary of 300 tokens, and sixteen is declared for" in process.stderr
+    weights = tmp_path / "start" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    process = healing_command(tmp_path, *report)
+    assert process.returncode == 1 and process.stderr.startswith("error: --checkpoint: start cannot be loaded (")
     process = healing_command(tmp_path, "--seeds", str(SELECTION_SEED))
     assert process.returncode == 2 and "settings are chosen by" in process.stderr
 

@@ -5,7 +5,7 @@ import lzma
 import math
 import re
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from experiments import harness, report, scratch
 from experiments.costs import costs, costs_of, file_of, measure_costs
 from experiments.data import Data, load, prepare
 from experiments.harness import SELECTION_SEED, Planned, Store
-from experiments.scratch import DECLARED, Comparison, Experiment, Recipe, declared
+from experiments.scratch import Comparison
+from experiments.scratch_declared import DECLARED, Experiment, Recipe, declared
 from experiments.tables import sweep_table
 
 from .stored_runs import SMALL, planned, stored
@@ -42,7 +43,8 @@ def corpus(tmp_path_factory) -> Path:
     words = [f"{a}{b}{c}" for a in "bdkmt" for b in "aeiou" for c in "lnrs"]
     numbers = torch.randint(len(words), (12_000,), generator=torch.Generator().manual_seed(0)).tolist()
     text = " ".join(words[number] for number in numbers)
-    folder = tmp_path_factory.mktemp("corpus")
+    folder = tmp_path_factory.mktemp("corpora") / SMALL.text.corpus
+    folder.mkdir()
     (folder / "train.txt").write_text(text[:40_000])
     (folder / "valid.txt").write_text(text[40_000:])
     return folder
@@ -102,42 +104,21 @@ def test_a_run_that_diverged_is_stored_without_its_depth_attention(data):
     assert not math.isfinite(run["after"]) and "depth_attention" not in run
 
 
-def test_a_misspelled_field_of_a_declaration_is_refused(tmp_path, monkeypatch):
-    """As it is read: before another connection of it is trained."""
-    text = (DECLARED / "claim-tiny.yaml").read_text()
-    (tmp_path / "claim-tiny.yaml").write_text(text.replace("attn_res_block_size: 2", "attn_res_blocksize: 2"))
-    monkeypatch.setattr(scratch, "DECLARED", tmp_path)
-    with pytest.raises(ValueError, match=r"claim-tiny: attn_res_blocksize is no field of AttnResLlamaConfig"):
-        declared("claim-tiny")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("model: {a: [", r"claim-odd\.yaml is no YAML: while parsing a flow"),
-        ("- standard", r"claim-odd\.yaml holds no fields of a declaration\."),
-        ("like: claim-tiny\nlenght: 2", r"claim-odd\.yaml declares no experiment \(TypeError: .*'lenght'"),
-        ("length: 2", r"claim-odd\.yaml declares no experiment \(KeyError: 'text'"),
-        (
-            "like: claim-tiny\ncosts: claim-big",
-            "There is no experiment 'claim-big', but there is claim-odd, claim-tiny",
-        ),
-        ("like: claim-tiny\ntext: {corpus: a}", r"claim-odd\.yaml declares no experiment \(TypeError: .*vocab_size"),
-    ],
-)
-def test_a_damaged_declaration_is_named(text, message, tmp_path, monkeypatch):
-    shutil.copy(DECLARED / "claim-tiny.yaml", tmp_path)
-    (tmp_path / "claim-odd.yaml").write_text(text)
-    monkeypatch.setattr(scratch, "DECLARED", tmp_path)
-    with pytest.raises(ValueError, match=message):
-        declared("claim-odd")
-
-
-def test_a_declaration_that_is_like_another_states_its_differences():
-    short, long = declared("claim-children"), declared("claim-children-long")
-    own = {"name": long.name, "tokens": 4 * short.tokens, "sweep_tokens": long.tokens // 2, "rates": (0.002, 0.004)}
-    assert long == replace(short, rate=None, costs=short.name, **own)
-    assert short.setting() == declared("ablations-cpu").setting() | {"name": short.name, "text": asdict(short.text)}
+def test_models_of_two_experiments_are_kept_apart(data, tmp_path):
+    """Their runs have the same labels."""
+    for name in ("one", "two"):
+        store = Store(tmp_path / f"{name}.json", {})
+        comparison = Comparison(replace(SMALL, name=name), store, data, keep=tmp_path / "kept")
+        comparison.make([("standard", 1e-3, 64, 0)])
+    kept = tmp_path / "kept" / "three-standard_rate_0.001_64_tokens_seed_0"
+    assert [path.name for path in sorted(kept.parent.iterdir())] == [
+        kept.name.replace("three", name) for name in ("one", "two")
+    ]
+    kept.write_text("mine")
+    comparison = replace(comparison, experiment=replace(SMALL, name="three"), store=Store(tmp_path / "three.json", {}))
+    with pytest.raises(ValueError, match=rf"--keep: {kept} is no folder, .*Move it away"):
+        comparison.make([("standard", 1e-3, 64, 0)])
+    assert kept.read_text() == "mine" and not comparison.store.content["runs"], "found before anything is trained"
 
 
 @pytest.mark.slow
@@ -247,14 +228,16 @@ def test_runs_on_texts_of_one_name_are_not_mixed(data, tmp_path):
         comparison.make([("standard", 1e-3, 64, 0)])
 
 
-@pytest.mark.parametrize("ratios", ["[]", '{"eager": []}', '{"eager": {"Full": 1.2}}', '{"eager": {"Full": {}}}'])
+@pytest.mark.parametrize(
+    "ratios",
+    ["[]"]
+    + [f'{{"eager": {of_way}}}' for of_way in ("[]", '{"Full": 1.2}', '{"Full": {}}')]
+    + [f'{{"eager": {{"Full": {{"median": {median}}}}}}}' for median in ("-1", '"1.2"', "NaN")],
+)
 def test_a_file_of_costs_that_lack_something_is_named(ratios, tmp_path):
     path = tmp_path / "costs.json"
     path.write_text(f'{{"ratios": {ratios}}}')
-    if ratios == "[]":
-        assert costs(path) == {}
-        return
-    with pytest.raises(ValueError, match=r"costs\.json is damaged \(a ratio has no median\): move it away"):
+    with pytest.raises(ValueError, match=r"costs\.json is damaged \(a ratio has no median above 0\): move it away"):
         costs(path)
 
 
@@ -280,19 +263,6 @@ def test_what_cannot_be_used_is_refused_in_one_line(corpus, prepared, tmp_path):
         damaged.write_bytes(content)
         with pytest.raises(ValueError, match=r"words-300-60000\.xz is damaged \(.*: prepare it anew"):
             load(SMALL.text, 32, 4, tmp_path)
-    with pytest.raises(ValueError, match=r"There is no experiment 'claims-cpu', but there is .*, claim-cpu, claim-gpu"):
-        declared("claims-cpu")
-
-
-@pytest.mark.parametrize("path", sorted(DECLARED.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_declaration_makes_its_models(path):
-    experiment = declared(path.stem)
-    assert next(iter(experiment.connections)) == scratch.BASELINE
-    assert set(experiment.published) <= set(experiment.connections)
-    for fields in experiment.connections.values():
-        config = experiment.config(fields)
-        assert config.vocab_size == experiment.text.vocab_size
-        assert getattr(config, "max_position_embeddings", experiment.length) >= experiment.length
 
 
 @pytest.mark.parametrize("name", [path.stem for path in DECLARED.glob("*.yaml") if report.stored(path.stem)])

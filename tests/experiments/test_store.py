@@ -7,7 +7,7 @@ import pytest
 
 from experiments.costs import costs
 from experiments.harness import Planned, Store, checkpoints, make_runs
-from experiments.scratch import Recipe
+from experiments.scratch_declared import Recipe
 
 from .stored_runs import SMALL, planned
 
@@ -18,7 +18,7 @@ def test_two_processes_add_to_one_file(tmp_path):
         store.add({"recipe": {}, "seed": number, "after": 1.0})
     second.add({"recipe": {}, "seed": 2, "after": 1.0})  # both have made it
     assert [run["seed"] for run in Store(first.path, {"length": 1}).content["runs"]] == [0, 1, 2]
-    with pytest.raises(ValueError, match=r"another setting \(length: 1, not 2\)\. Choose another --results"):
+    with pytest.raises(ValueError, match=r"another setting \(length: 1, not 2\)\. Move it away"):
         Store(first.path, {"length": 2})
 
 
@@ -72,9 +72,17 @@ def test_a_damaged_file_of_runs_is_named_and_stays(content, tmp_path):
     assert path.read_bytes() == (content if isinstance(content, bytes) else content.encode())
 
 
-@pytest.mark.parametrize("runs", ['{"a": 1}', "[1]", '[{"recipe": {}, "seed": 0}]'])
-def test_a_file_of_runs_that_lack_something_is_named(runs, tmp_path):
+@pytest.mark.parametrize(
+    ("runs", "lacks"),
+    [
+        ('{"a": 1}', "run 1 has no right recipe"),
+        ("[1]", "run 1 has no right recipe"),
+        ('[{"recipe": {}, "seed": 0, "after": 1.0}, {"recipe": {}, "seed": 0}]', "run 2 has no right after"),
+        ('[{"recipe": {}, "seed": "0", "after": 1.0}]', "run 1 has no right seed"),
+    ],
+)
+def test_a_file_of_runs_that_lack_something_is_named(runs, lacks, tmp_path):
     path = tmp_path / "runs.json"
     path.write_text(f'{{"setting": {{}}, "runs": {runs}}}')
-    with pytest.raises(ValueError, match=r"runs\.json is damaged: not all of its runs have after, recipe, seed"):
+    with pytest.raises(ValueError, match=rf"runs\.json is damaged \({lacks}\): move it away"):
         Store(path, {})

@@ -23,6 +23,16 @@ def test_the_table_has_differences_within_seeds(tmp_path):
     assert "| Full | 0.001 | 2 | 5.3500 ± 0.6364 | -0.1500 ± 0.0707 |" in table
 
 
+def test_a_run_that_diverged_leaves_the_tables_and_figures_of_the_others(tmp_path):
+    runs = [("standard", 1e-3, 64, seed, 5.0) for seed in (0, 1)] + [("Full", 1e-3, 64, 0, 4.0)]
+    comparison = stored(SMALL, tmp_path / "runs.json", [*runs, ("Full", 1e-3, 64, 1, math.nan)])
+    rates = dict.fromkeys(("standard", "Full"), 1e-3)
+    assert "| Full | 0.001 | 2 | nan | +nan |" in report_table(comparison, rates, 64)
+    plot(comparison, rates, 64, tmp_path / "figure.svg")
+    plot_gains({24: [-0.1, math.nan], 48: [-0.1, -0.2]}, tmp_path / "gains.svg")
+    assert {"24", "48"} <= words(tmp_path / "gains.svg")
+
+
 def test_what_the_paper_has_stands_beside_it(tmp_path):
     runs = [(label, 1e-3, 64, seed, 5.0 - seed) for label in ("standard", "Full") for seed in (0, 1)]
     experiment = replace(SMALL, published={"Full": -0.029})

@@ -76,6 +76,13 @@ def test_a_stopped_run_goes_on_from_its_last_whole_checkpoint(tiny_model, tmp_pa
     (broken / "trainer_state.json").write_text('{"global_step": 6, "log_h')
     assert Path(last_whole_checkpoint(tmp_path)).name == "checkpoint-5"
 
+    whole_one = tmp_path / "checkpoint-5"
+    for name in ("optimizer.pt", "rng_state.pth", "model.safetensors"):
+        content = (whole_one / name).read_bytes()
+        (whole_one / name).write_bytes(content[: len(content) // 2])
+        assert last_whole_checkpoint(tmp_path) is None, "a run does not go on with half of one"
+        (whole_one / name).write_bytes(content)
+
     resumed, steps = tiny_model(), []
     assert train(resumed, blocks, run, lambda: steps.append(1), work=tmp_path, save_seconds=0) == points
     assert len(steps) == 8
