@@ -8,7 +8,7 @@ import torch
 from transformers.utils import logging
 
 from . import findings, healing, report
-from .costs import file_of, measure_costs
+from .costs import WAYS, file_of, measure_costs
 from .data import check_corpus, load, prepare, prepared_file
 from .harness import Store, results_file, tables_file
 from .options import PAGES, a_count, a_folder, a_page, a_rate, a_results_file, a_seed, add_work, chosen
@@ -33,7 +33,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         command.add_argument("--size", choices=sizes, default=default, help=f"which declaration; default {default}")
         command.add_argument("--corpus", type=Path, help="folder with train.txt and valid.txt, until it is prepared")
         command.add_argument("--prepare", action="store_true", help="only prepare the text, for a machine without it")
-        command.add_argument("--costs", action="store_true", help="only time a training step of each connection")
+        command.add_argument(
+            "--costs", nargs="*", choices=WAYS, help="only time a training step of each connection; default both ways"
+        )
         command.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
         command.add_argument("--compile", action="store_true", help="train by torch.compile; slow to start")
         command.add_argument("--connections", nargs="+", metavar="NAME", help="some of the declared ones")
@@ -81,8 +83,8 @@ def run_from_scratch(options: argparse.Namespace) -> None:
     )
     tokens, seeds = options.tokens or experiment.tokens, options.seeds or experiment.seeds
     labels = list(dict.fromkeys([BASELINE, *chosen("--connections", options.connections, experiment.connections)]))
-    if options.costs:
-        measure_costs(experiment, labels, file_of(store.path), options.device)
+    if options.costs is not None:
+        measure_costs(experiment, labels, file_of(store.path), options.device, options.costs or WAYS)
         report.write(Comparison(experiment, store), tokens, page)
         return
     data = load(experiment.text, experiment.length, experiment.held_out)

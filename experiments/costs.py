@@ -26,8 +26,10 @@ def file_of(results: Path) -> Path:
     return results.with_name(f"{results.stem}-costs.json")
 
 
-def measure_costs(experiment: Experiment, labels: Sequence[str], path: Path, device: str) -> None:
-    """Time a step of these connections (forward, backward, AdamW), as it is and with `torch.compile`.
+def measure_costs(
+    experiment: Experiment, labels: Sequence[str], path: Path, device: str, ways: Sequence[str] = WAYS
+) -> None:
+    """Time a step of these connections (forward, backward, AdamW), as it is and with `torch.compile`, or one of these.
 
     Stored are ratios with their quartiles: to the standard model run the same way, and of compiled steps to eager ones,
     beside those of other connections that the file holds.
@@ -39,30 +41,35 @@ def measure_costs(experiment: Experiment, labels: Sequence[str], path: Path, dev
     there, here = (_machine(own) for own in (stored["made_by"] if stored else origin, origin))
     if there != here:
         raise ValueError(f"{path} holds costs on {there}; this is {here}. Move it away to measure anew.")
-    print(f"Timing a step of {', '.join(labels)}. To compile them takes a minute or more each.", flush=True)
+    compiles = " To compile them takes minutes each." if "compiled" in ways else ""
+    print(f"Timing a step of {', '.join(labels)}.{compiles}", flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     keep_freed_memory()
     ids = torch.randint(experiment.text.vocab_size, (experiment.batch_size, experiment.length), device=device)
     eager = {label: build(experiment, experiment.connections[label], 0).to(device) for label in labels}
-    models = {("eager", label): model for label, model in eager.items()}
-    models |= {("compiled", label): torch.compile(model) for label, model in eager.items()}
+    models = {
+        (way, label): torch.compile(model) if way == "compiled" else model
+        for way in ways
+        for label, model in eager.items()
+    }
     set_seed(0)
-    ways = {
-        name: _in_bfloat16(way, device) if experiment.bfloat16 else way
-        for name, way in training_step(models, ids).items()
+    steps = {
+        name: _in_bfloat16(step, device) if experiment.bfloat16 else step
+        for name, step in training_step(models, ids).items()
     }
     with torch._dynamo.config.patch(recompile_limit=2 * len(models)):  # all run through the same lines
-        taken = interleave(ways, Setting(torch.get_num_threads(), REPEATS, device=device), calls=1)
+        taken = interleave(steps, Setting(torch.get_num_threads(), REPEATS, device=device), calls=1)
     times = {name: own.wall for name, own in taken.items()}
-    found = {way: {label: _ratio(times, (way, label), (way, BASELINE)) for label in eager} for way in WAYS}
-    found["compiled to eager"] = {label: _ratio(times, ("compiled", label), ("eager", label)) for label in eager}
+    found = {way: {label: _ratio(times, (way, label), (way, BASELINE)) for label in eager} for way in ways}
+    if set(ways) == set(WAYS):
+        found["compiled to eager"] = {label: _ratio(times, ("compiled", label), ("eager", label)) for label in eager}
     if stored:
-        found = {way: stored["ratios"].get(way, {}) | of_way for way, of_way in found.items()}
+        found = stored["ratios"] | {way: stored["ratios"].get(way, {}) | of_way for way, of_way in found.items()}
     atomic_write(path, json.dumps({"ratios": found, "made_by": origin}, indent=1) + "\n")
     print(
         f"{path}: "
-        + "; ".join(f"{label} {ratio['median']:.2f}" for label, ratio in found["eager"].items())
-        + " (eager)"
+        + "; ".join(f"{label} {ratio['median']:.2f}" for label, ratio in found[ways[0]].items())
+        + f" ({ways[0]})"
     )
 
 

@@ -97,7 +97,9 @@ def locked(path: Path, out: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise FileExistsError(f"{out} is being written by another process. Wait for it, or choose another place.") from None
+        raise FileExistsError(
+            f"{out} is being written by another process. Wait for it, or choose another place."
+        ) from None
     try:
         yield
     finally:

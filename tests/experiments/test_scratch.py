@@ -200,6 +200,10 @@ def test_costs_of_other_connections_stay_and_those_of_another_processor_are_not_
     monkeypatch.setattr("experiments.costs.interleave", lambda ways, *_, **__: {way: Taken() for way in ways})
     measure_costs(experiment, ["standard"], path, "cpu")
     assert costs(path) == {"eager": {"Full": 1.5, "standard": 1.0}, "compiled": {"standard": 1.0}}
+    compiled = json.loads(path.read_text())["ratios"]["compiled"]
+    measure_costs(experiment, ["standard", "Full"], path, "cpu", ["eager"])
+    assert costs(path)["eager"] == {"Full": 1.0, "standard": 1.0}
+    assert json.loads(path.read_text())["ratios"]["compiled"] == compiled, "what is not asked for stays"
 
 
 def test_costs_of_the_same_model_are_measured_once(tmp_path, monkeypatch):
