@@ -178,7 +178,7 @@ class Comparison:
             recipes = [run["recipe"] for run in self.store.runs(selecting=False)]
             tried = [r["rate"] for r in recipes if (r["connection"], r["tokens"]) == (connection, tokens)]
             if tried:
-                best = self.experiment.rate or (self.best_rate(label) if self.swept(label) else None)
+                best = self.experiment.rate_of(label) or (self.best_rate(label) if self.swept(label) else None)
                 rates[label] = best if best in tried else tried[-1]
         if BASELINE not in rates:
             return {}
@@ -197,8 +197,8 @@ class Comparison:
 
     def choose_rates(self, labels: Sequence[str]) -> dict[str, float]:
         """The learning rates that these connections are reported at."""
-        rate = self.experiment.rate
-        return dict.fromkeys(labels, rate) if rate else self.sweep(labels)
+        declared = {label: rate for label in labels if (rate := self.experiment.rate_of(label))}
+        return declared or self.sweep(labels)
 
     def sweep(self, labels: Sequence[str]) -> dict[str, float]:
         """The best rate of each connection: among the first ones, and beyond while the best is the last one tried."""

@@ -43,7 +43,7 @@ class Experiment:
         held_out: sequences that the loss is measured on.
         tokens, sweep_tokens: of a reported run, and of one that chooses a rate; more than the text has repeat it.
         rates: the first ones of the sweep.
-        rate: of all connections, as in the paper; None: each has the best of a sweep of its own.
+        rate: of all connections, as in the paper, or label -> rate; None: each has the best of a sweep of its own.
         seeds: of the reported runs.
         bfloat16: matrix multiplications in bfloat16, with weights, norms and sums of outputs in float32.
         warmup: steps, of runs of any length; None: a twentieth of each.
@@ -62,7 +62,7 @@ class Experiment:
     sweep_tokens: int
     rates: tuple[float, ...]
     seeds: tuple[int, ...]
-    rate: float | None = None
+    rate: float | Mapping[str, float] | None = None
     bfloat16: bool = False
     warmup: int | None = None
     costs: str | None = None
@@ -85,7 +85,8 @@ class Experiment:
         for name, count in counts.items():
             if type(count) is not int or count < 1:
                 raise ValueError(f"{name} is {count!r}, no whole number above 0.")
-        for rate in [*self.rates, *([] if self.rate is None else [self.rate])] or [None]:
+        declared = [] if self.rate is None else [self.rate_of(label) for label in self.connections]
+        for rate in [*self.rates, *declared] or [None]:
             if not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
                 raise ValueError(f"a rate is {rate!r}, no number above 0 such as 0.004.")
         for seed in self.seeds:
@@ -98,6 +99,10 @@ class Experiment:
         for connection in self.connections.values():  # none of them is found out after hours with the others
             if (size := self.config(connection).vocab_size) != self.text.vocab_size:
                 raise ValueError(f"the model has a vocabulary of {size} tokens, the text of {self.text.vocab_size}.")
+
+    def rate_of(self, label: str) -> float | None:
+        """The declared learning rate of a connection; None: its sweep chooses it."""
+        return self.rate.get(label) if isinstance(self.rate, Mapping) else self.rate
 
     def setting(self) -> dict[str, Any]:
         """What all runs of a results file have in common, whatever connections, rates and seeds there are."""

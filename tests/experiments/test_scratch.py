@@ -173,6 +173,17 @@ def test_the_sweep_goes_on_while_the_best_rate_is_the_last_one(tmp_path, monkeyp
     assert "| Full |  | 0.6419 | 0.0513 | 0.7444 |  |  |" in table
 
 
+def test_each_connection_may_have_a_declared_rate(tmp_path):
+    """Whatever the sweep says, and the last run."""
+    rates = {"standard": 1e-3, "Block, S=2": 2e-3, "Full": 2e-3}
+    runs = [("standard", 1e-3, 64, 0, 5.0), ("Full", 2e-3, 64, 0, 4.5), ("Full", 4e-3, 64, 0, 4.0)]
+    runs += [("Full", 4e-3, SMALL.sweep_tokens, harness.SELECTION_SEED, 4.0)]
+    comparison = stored(replace(SMALL, rate=rates), tmp_path / "runs.json", runs)
+    assert comparison.choose_rates(["standard", "Full"]) == {"standard": 1e-3, "Full": 2e-3}
+    assert comparison.reported(64) == {"standard": 1e-3, "Full": 2e-3}
+    assert comparison.differences("Full", rates, 64) == [-0.5]
+
+
 def test_costs_are_those_of_training_steps(tmp_path):
     """A model with four times the layers takes longer; the standard model is what others are compared with."""
     deeper = {"residual_connection": "standard", "num_hidden_layers": 4 * SMALL.model["num_hidden_layers"]}

@@ -34,6 +34,7 @@ def test_a_misspelled_field_of_a_declaration_is_refused(tmp_path, monkeypatch):
         ("like: claim-tiny\nrates: [2e-3]", r"claim-odd\.yaml: a rate is '2e-3', no number above 0 such as 0\.004"),
         ("like: claim-tiny\nrates: [0]", "a rate is 0, no number above 0"),
         ("like: claim-tiny\nrates: []", "a rate is None, no number above 0"),
+        ("like: claim-tiny\nrate: {standard: 0.002}", "a rate is None, no number above 0"),
         ("like: claim-tiny\nbatch_size: 0", "batch_size is 0, no whole number above 0"),
         ("like: claim-tiny\nsweep_tokens: 8e3", "sweep_tokens is '8e3', no whole number above 0"),
         ("like: claim-tiny\nseeds: [10]", "a seed is 10, no whole number but 10"),
@@ -60,7 +61,7 @@ def test_a_damaged_declaration_is_named(text, message, tmp_path, monkeypatch):
 def test_a_declaration_that_is_like_another_states_its_differences():
     short, long = declared("claim-children"), declared("claim-children-long")
     own = {"name": long.name, "tokens": 4 * short.tokens, "sweep_tokens": long.tokens // 2, "rates": (0.002, 0.004)}
-    assert long == replace(short, rate=None, **own)
+    assert long == replace(short, rate={"standard": 0.008, "Block, S=4": 0.002}, **own)
     assert short.setting() == declared("ablations-cpu").setting() | {"name": short.name, "text": asdict(short.text)}
 
 
