@@ -37,7 +37,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "--costs", nargs="*", choices=WAYS, help="only time a training step of each connection; default both ways"
         )
         command.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-        command.add_argument("--compile", action="store_true", help="train by torch.compile; slow to start")
+        command.add_argument("--compile", action="store_true", help="train with torch.compile; slow to start")
         command.add_argument("--connections", nargs="+", metavar="NAME", help="some of the declared ones")
         command.add_argument("--seeds", nargs="+", type=a_seed, help="instead of the declared ones")
         command.add_argument(

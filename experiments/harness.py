@@ -36,6 +36,16 @@ FOLDER = ROOT / "experiments"  # of the pages, and of stored runs in `results`
 OF_A_RUN = {"recipe": dict, "seed": int, "after": float}  # what each stored run has
 
 
+def is_rate(value: object) -> bool:
+    """Whether it can be a learning rate."""
+    return isinstance(value, (int, float)) and 0 < value < math.inf
+
+
+def is_seed(value: object) -> bool:
+    """Whether it can be the seed of a reported run."""
+    return type(value) is int and 0 <= value < 2**32 and value != SELECTION_SEED
+
+
 class Store:
     """The runs in a JSON file, rewritten at once after each.
 

@@ -1,7 +1,6 @@
 """Options of the command line: values that make no sense are refused before anything is trained."""
 
 import argparse
-import math
 import os
 import tempfile
 from collections.abc import Iterable
@@ -10,7 +9,7 @@ from typing import TypeVar
 
 from attnres.files import parents
 
-from .harness import SELECTION_SEED
+from .harness import SELECTION_SEED, is_rate, is_seed
 
 PAGES = "Markdown file to update; default the page of the experiment, for a trial one beside --results"
 Number = TypeVar("Number", int, float)
@@ -25,7 +24,7 @@ def _number(kind: type[Number], text: str, example: str) -> Number:
 
 def a_rate(text: str) -> float:
     """A learning rate of the command line."""
-    if not 0 < (rate := _number(float, text, "0.004")) < math.inf:
+    if not is_rate(rate := _number(float, text, "0.004")):
         raise argparse.ArgumentTypeError(f"{text} is no learning rate: it is above 0, such as 0.004")
     return rate
 
@@ -39,7 +38,7 @@ def a_count(text: str) -> int:
 
 def a_seed(text: str) -> int:
     """A seed of reported runs."""
-    if not 0 <= (seed := _number(int, text, "0")) < 2**32 or seed == SELECTION_SEED:
+    if not is_seed(seed := _number(int, text, "0")):
         raise argparse.ArgumentTypeError(
             f"a seed is a number from 0 to 2**32 - 1, and {SELECTION_SEED} is the one that settings are chosen by; "
             f"{text} is none"

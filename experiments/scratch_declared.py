@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from attnres.configuration import load
 
 from .data import Text
-from .harness import SELECTION_SEED, read_declaration
+from .harness import SELECTION_SEED, is_rate, is_seed, read_declaration
 
 DECLARED = Path(__file__).parent / "declared"
 BASELINE = "standard"
@@ -69,7 +69,7 @@ class Experiment:
     published: dict[str, float] = field(default_factory=dict)
 
     def config(self, connection: Mapping[str, Any]) -> PreTrainedConfig:
-        """Raises ValueError: the connection names a field that the configuration does not have."""
+        """Raises ValueError: the model or the connection names a field that the configuration does not have."""
         fields = self.model | connection
         named = fields.pop("name", None)
         make = partial(load, named) if named else partial(AutoConfig.for_model, fields.pop("model_type"))
@@ -87,10 +87,10 @@ class Experiment:
                 raise ValueError(f"{name} is {count!r}, no whole number above 0.")
         declared = [] if self.rate is None else [self.rate_of(label) for label in self.connections]
         for rate in [*self.rates, *declared] or [None]:
-            if not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
+            if not is_rate(rate):
                 raise ValueError(f"a rate is {rate!r}, no number above 0 such as 0.004.")
         for seed in self.seeds:
-            if type(seed) is not int or not 0 <= seed < 2**32 or seed == SELECTION_SEED:
+            if not is_seed(seed):
                 raise ValueError(f"a seed is {seed!r}, no whole number but {SELECTION_SEED}, which chooses settings.")
         if BASELINE not in self.connections:
             raise ValueError(f"of the connections none is {BASELINE}, which the others are compared with.")

@@ -72,6 +72,7 @@ def test_every_declaration_makes_its_models(path):
     assert set(experiment.published) <= set(experiment.connections)
     for fields in experiment.connections.values():
         config = experiment.config(fields)
+        assert config.vocab_size == experiment.text.vocab_size
         assert getattr(config, "max_position_embeddings", experiment.length) >= experiment.length
 
 
