@@ -92,6 +92,19 @@ def clear_repositories(hub: Hub, request: Request) -> Response:
     return Response.of({})
 
 
+class Server(ThreadingHTTPServer):
+    def shutdown_request(self, request: socket.socket) -> None:
+        """Ends a connection; where `handle_request` asked for a reset, without the FIN that would come before its RST.
+
+        A client that read the FIN before the RST came would take a reset for an ordinary end.
+        """
+        lingering = request.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.calcsize("ii"))
+        if any(lingering):
+            self.close_request(request)
+        else:
+            super().shutdown_request(request)
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"  # connections stay open, as on the Hub
     disable_nagle_algorithm = True
@@ -211,7 +224,7 @@ def main() -> None:
     # Two names: to huggingface_hub 1.33 a redirect to another port of a host is one to the Hub itself.
     for host, name in (("storage", "localhost"), ("hub", "127.0.0.1")):
         handler = type("Handler", (Handler,), {"hub": hub, "host": host})
-        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        server = Server(("127.0.0.1", 0), handler)
         setattr(hub, "url" if host == "hub" else "storage_url", f"http://{name}:{server.server_port}")
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
     print(hub.url, flush=True)
