@@ -1,5 +1,6 @@
 """Tables of results in Markdown files, written in place between marks."""
 
+import re
 from pathlib import Path
 
 from attnres.files import atomic_write
@@ -9,9 +10,28 @@ def update_tables(path: Path, tables: dict[str, str]) -> None:
     """Write each table between the marks `<!-- NAME -->` and `<!-- end -->` of a Markdown file, or at its end.
 
     Raises:
-        ValueError: a mark has no end, or another mark before it; the file is left as it is.
+        ValueError: a mark has no end, or another mark before it, or the file is no text; it is left as it is.
     """
-    text = path.read_text() if path.exists() else ""
+    text = _with_tables(path, tables)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, text)
+
+
+def check_tables(path: Path, prefix: str) -> None:
+    """Raises ValueError: [`update_tables`] would, for a name of this file that begins with `prefix`."""
+    _with_tables(path, dict.fromkeys(re.findall(rf"<!-- ({re.escape(prefix)}.*?) -->", _read(path)), ""))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8") if path.exists() else ""
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8 ({error}).") from error
+
+
+def _with_tables(path: Path, tables: dict[str, str]) -> str:
+    """The text of the file with these tables in it."""
+    text = _read(path)
     for name, table in tables.items():
         begin, end = f"<!-- {name} -->", "<!-- end -->"
         if begin not in text:
@@ -21,5 +41,4 @@ def update_tables(path: Path, tables: dict[str, str]) -> None:
         if not found or "<!--" in old:
             raise ValueError(f"{path}: the table of `{begin}` does not end with `{end}`.")
         text = f"{head}{begin}\n{table}\n{end}{tail}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, text)
+    return text

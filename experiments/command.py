@@ -78,9 +78,8 @@ def run_from_scratch(options: argparse.Namespace) -> None:
     is_trial = bool(options.rate or options.tokens)
     name = f"{experiment.name}-trial" if is_trial else experiment.name
     store = Store(options.results or results_file(name), experiment.setting())
-    page = options.tables or tables_file(
-        options.experiment, options.size, store.path, is_trial or bool(options.results)
-    )
+    is_apart = is_trial or bool(options.results)
+    page = tables_file(options.tables, options.experiment, options.size, store.path, is_apart)
     tokens, seeds = options.tokens or experiment.tokens, options.seeds or experiment.seeds
     labels = list(dict.fromkeys([BASELINE, *chosen("--connections", options.connections, experiment.connections)]))
     if options.costs is not None:

@@ -24,6 +24,7 @@ from filelock import FileLock
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from attnres.analysis.tables import check_tables
 from attnres.files import atomic_write, locked
 
 if TYPE_CHECKING:
@@ -190,11 +191,17 @@ def page_of(experiment: str) -> Path:
     return FOLDER / f"{experiment}.md"
 
 
-def tables_file(experiment: str, size: str, results: Path, is_trial: bool) -> Path:
-    """Where the tables of a command go: the page of the experiment that has places for them, or beside the runs."""
-    page = page_of(experiment)
-    has_places = page.exists() and f"<!-- {size}: " in page.read_text()
-    return page if has_places and not is_trial else results.with_suffix(".md")
+def tables_file(given: Path | None, experiment: str, size: str, results: Path, is_trial: bool) -> Path:
+    """Where tables go: the file given, or the page of the experiment if it has places for them, or beside the runs.
+
+    Raises:
+        ValueError: it is damaged, so that nothing could be written there after training.
+    """
+    page, places = page_of(experiment), f"{size}: "
+    has_places = page.exists() and f"<!-- {places}" in page.read_text(encoding="utf-8", errors="replace")
+    chosen = given or (page if has_places and not is_trial else results.with_suffix(".md"))
+    check_tables(chosen, places)
+    return chosen
 
 
 Measure = Callable[[Planned, Callable[[], None], Path | None], dict[str, Any]]

@@ -222,6 +222,7 @@ def run(options: argparse.Namespace) -> None:
     groups = chosen("--groups", options.groups, ["report", *declaration.sweeps])
     recipes = chosen("--recipes", options.recipes, list(declaration.report))
     store = Store(options.results or results_file(f"healing-{options.size}"), declaration.setting())
+    page = tables_file(options.tables, "healing", options.size, store.path, bool(options.results))
     for option, path in (("--checkpoint", options.checkpoint / "config.json"), ("--corpus", options.corpus)):
         if not path.exists():
             raise ValueError(f"{option}: there is no {path}.")
@@ -245,5 +246,4 @@ def run(options: argparse.Namespace) -> None:
             wanted += [(f"{group}: {label}", recipe, SELECTION_SEED) for label, recipe in sweep]
     Healing(declaration, start, data, store, options.work).make(wanted)
     seeds = options.seeds if options.results else SEEDS
-    page = options.tables or tables_file("healing", options.size, store.path, bool(options.results))
     update_tables(page, tables(declaration, store, seeds))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from experiments import healing
 from experiments.command import parse, run_from_scratch
 from experiments.harness import SELECTION_SEED, tables_file
 
@@ -36,9 +37,9 @@ def test_a_trial_is_stored_in_a_file_of_its_own(trial, monkeypatch):
 
 def test_a_trial_leaves_the_pages_of_the_repository_alone(tmp_path):
     own = ROOT / "experiments" / "claim.md"
-    assert tables_file("claim", "cpu", tmp_path / "runs.json", is_trial=False) == own
-    assert tables_file("claim", "cpu", tmp_path / "runs.json", is_trial=True) == tmp_path / "runs.md"
-    assert tables_file("claim", "tiny", tmp_path / "runs.json", is_trial=False) == tmp_path / "runs.md"
+    assert tables_file(None, "claim", "cpu", tmp_path / "runs.json", is_trial=False) == own
+    assert tables_file(None, "claim", "cpu", tmp_path / "runs.json", is_trial=True) == tmp_path / "runs.md"
+    assert tables_file(None, "claim", "tiny", tmp_path / "runs.json", is_trial=False) == tmp_path / "runs.md"
 
 
 def run(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess:
@@ -120,6 +121,28 @@ def test_options_that_make_no_sense_are_refused_before_anything_is_made(option, 
 def test_places_that_can_be_made_are_not_made_by_asking(tmp_path):
     options = parse(["claim", f"--work={tmp_path}/a/b", f"--keep={tmp_path}/c", f"--tables={tmp_path}/d/page.md"])
     assert options.work == tmp_path / "a" / "b" and not list(tmp_path.iterdir())
+
+
+def test_results_at_a_link_are_those_of_the_file_that_it_names(tmp_path):
+    (tmp_path / "link.json").symlink_to("runs.json")  # which is not there yet
+    assert parse(["claim", f"--results={tmp_path}/link.json"]).results == tmp_path.resolve() / "runs.json"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"<!-- tiny: result -->\nPrecious.\n", "does not end with"), (b"\xff", "page.md is no text in UTF-8")],
+)
+@pytest.mark.parametrize(
+    ("start", "command"),
+    [(run_from_scratch, ["claim"]), (healing.run, ["healing", "--checkpoint=here", "--corpus=here"])],
+    ids=["claim", "healing"],
+)
+def test_a_page_that_could_not_be_written_later_is_named_before_training(start, command, content, message, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        start(parse([*command, "--size=tiny", f"--tables={page}", f"--results={tmp_path}/runs.json"]))
+    assert page.read_bytes() == content
 
 
 def test_an_interrupt_while_it_is_loading_ends_in_one_line(tmp_path):
