@@ -12,14 +12,15 @@ def update_tables(path: Path, tables: dict[str, str]) -> None:
     Raises:
         ValueError: a mark has no end, or another mark before it, or the file is no text; it is left as it is.
     """
-    text = _with_tables(path, tables)
+    text = _with_tables(path, _read(path), tables)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, text)
 
 
 def check_tables(path: Path, prefix: str) -> None:
     """Raises ValueError: [`update_tables`] would, for a name of this file that begins with `prefix`."""
-    _with_tables(path, dict.fromkeys(re.findall(rf"<!-- ({re.escape(prefix)}.*?) -->", _read(path)), ""))
+    text = _read(path)
+    _with_tables(path, text, dict.fromkeys(re.findall(rf"<!-- ({re.escape(prefix)}.*?) -->", text), ""))
 
 
 def _read(path: Path) -> str:
@@ -29,9 +30,8 @@ def _read(path: Path) -> str:
         raise ValueError(f"{path} is no text in UTF-8 ({error}).") from error
 
 
-def _with_tables(path: Path, tables: dict[str, str]) -> str:
-    """The text of the file with these tables in it."""
-    text = _read(path)
+def _with_tables(path: Path, text: str, tables: dict[str, str]) -> str:
+    """The text of a file with these tables in it."""
     for name, table in tables.items():
         begin, end = f"<!-- {name} -->", "<!-- end -->"
         if begin not in text:
