@@ -61,7 +61,7 @@ def test_a_damaged_declaration_is_named(text, message, tmp_path, monkeypatch):
 def test_a_declaration_that_is_like_another_states_its_differences():
     short, long = declared("claim-children"), declared("claim-children-long")
     own = {"name": long.name, "tokens": 4 * short.tokens, "sweep_tokens": long.tokens // 2, "rates": (0.002, 0.004)}
-    assert long == replace(short, rate={"standard": 0.008, "Block, S=4": 0.002}, **own)
+    assert long == replace(short, rate={"standard": 0.008, "Block, S=4": 0.004}, **own)
     assert short.setting() == declared("ablations-cpu").setting() | {"name": short.name, "text": asdict(short.text)}
 
 
