@@ -3,18 +3,19 @@
 import re
 from pathlib import Path
 
-from attnres.files import atomic_write
+from attnres.files import atomic_write, locked
 
 
 def update_tables(path: Path, tables: dict[str, str]) -> None:
     """Write each table between the marks `<!-- NAME -->` and `<!-- end -->` of a Markdown file, or at its end.
 
     Raises:
-        ValueError: a mark has no end, or another mark before it, or the file is no text; it is left as it is.
+        ValueError: a mark has no end, or another mark before it, or stands there twice, or the file is no text; it is
+            left as it is.
     """
-    text = _with_tables(path, _read(path), tables)
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, text)
+    with locked(path.with_name(f".{path.name}.lock"), path, wait=True):  # others may write other tables of the page
+        atomic_write(path, _with_tables(path, _read(path), tables))
 
 
 def check_tables(path: Path, prefix: str) -> None:
@@ -37,6 +38,8 @@ def _with_tables(path: Path, text: str, tables: dict[str, str]) -> str:
         if begin not in text:
             text += f"\n{begin}\n{end}\n"
         head, _, rest = text.partition(begin)
+        if begin in rest:
+            raise ValueError(f"{path}: `{begin}` stands there twice. Keep one of its tables.")
         old, found, tail = rest.partition(end)
         if not found or "<!--" in old:
             raise ValueError(f"{path}: the table of `{begin}` does not end with `{end}`.")

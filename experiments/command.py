@@ -12,7 +12,7 @@ from .costs import WAYS, file_of, measure_costs
 from .data import check_corpus, load, prepare, prepared_file
 from .harness import Store, results_file, tables_file
 from .options import PAGES, a_count, a_folder, a_page, a_rate, a_results_file, a_seed, add_work, chosen
-from .scratch import Comparison
+from .scratch import Comparison, check_run
 from .scratch_declared import BASELINE, DECLARED, declared
 
 FROM_SCRATCH = {
@@ -36,8 +36,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         command.add_argument(
             "--costs", nargs="*", choices=WAYS, help="only time a training step of each connection; default both ways"
         )
-        command.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-        command.add_argument("--compile", action="store_true", help="train with torch.compile; slow to start")
+        command.add_argument(
+            "--device",
+            choices=["cpu", "cuda"],
+            default="cpu",
+            help="where runs are made; those stored are not repeated",
+        )
+        command.add_argument("--compile", action="store_true", help="make runs with torch.compile; slow to start")
         command.add_argument("--connections", nargs="+", metavar="NAME", help="some of the declared ones")
         command.add_argument("--seeds", nargs="+", type=a_seed, help="instead of the declared ones")
         command.add_argument(
@@ -47,7 +52,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         command.add_argument(
             "--results",
             type=a_results_file,
-            help="JSON file; default in experiments/results, for a trial one of its own",
+            help="JSON file, with a figure beside it; default in experiments/results, for a trial one of its own",
         )
         command.add_argument("--tables", type=a_page, help=PAGES)
         command.add_argument(
@@ -77,7 +82,10 @@ def run_from_scratch(options: argparse.Namespace) -> None:
         return
     is_trial = bool(options.rate or options.tokens)
     name = f"{experiment.name}-trial" if is_trial else experiment.name
-    store = Store(options.results or results_file(name), experiment.setting())
+    store = Store(options.results or results_file(name), experiment.setting(), check_run)
+    figure = store.path.with_suffix(".png")
+    if figure.exists() and not store.path.exists():
+        raise ValueError(f"--results: {figure} exists, and the figure of these runs would replace it. Move it away.")
     is_apart = is_trial or bool(options.results)
     page = tables_file(options.tables, options.experiment, options.size, store.path, is_apart)
     tokens, seeds = options.tokens or experiment.tokens, options.seeds or experiment.seeds

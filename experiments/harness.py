@@ -34,7 +34,6 @@ TINY = "tiny"  # the size that tries the whole path, and is never reported
 SELECTION_SEED = 10  # of the runs that settings are chosen by, on text that is not reported
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "experiments"  # of the pages, and of stored runs in `results`
-OF_A_RUN = {"recipe": dict, "seed": int, "after": float}  # what each stored run has
 
 
 def is_rate(value: object) -> bool:
@@ -47,18 +46,22 @@ def is_seed(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**32 and value != SELECTION_SEED
 
 
+Check = Callable[[dict[str, Any]], object]
+
+
 class Store:
     """The runs in a JSON file, rewritten at once after each.
 
     Args:
         setting: what all runs have in common.
+        check: raises KeyError, TypeError or ValueError where a stored run lacks what its experiment needs.
 
     Raises:
         ValueError: the file holds runs of another setting, or is none of runs.
     """
 
-    def __init__(self, path: Path, setting: dict[str, Any]):
-        self.path, self.setting = path, setting
+    def __init__(self, path: Path, setting: dict[str, Any], check: Check = lambda run: None):
+        self.path, self.setting, self.check = path, setting, check
         self.content: dict[str, Any] = {"setting": setting, "runs": []}
         self.read()
 
@@ -66,12 +69,10 @@ class Store:
         """What the file holds by now: other processes may have added to it."""
         if self.path.exists():
             content = read_stored(self.path, {"setting", "runs"})
-            runs = content["runs"]
-            for number, run in enumerate(runs if isinstance(runs, list) else [None], 1):
-                for name, kind in OF_A_RUN.items():
-                    if not isinstance(run, dict) or not isinstance(run.get(name), kind):
-                        raise ValueError(f"{self.path} is damaged (run {number} has no right {name}): move it away.")
+            self._check(content["runs"])
             other, own = content["setting"], self.setting
+            if not isinstance(other, dict):
+                raise ValueError(f"{self.path} is damaged (setting: {other!r}): move it away.")
             if other != own:
                 changed = [name for name in other.keys() | own.keys() if other.get(name) != own.get(name)]
                 values = "; ".join(f"{name}: {other.get(name)}, not {own.get(name)}" for name in sorted(changed))
@@ -79,6 +80,20 @@ class Store:
                     f"{self.path} holds runs of another setting ({values}). Move it away, or choose another --results."
                 )
             self.content = content
+
+    def _check(self, runs: object) -> None:
+        seen = []
+        for number, run in enumerate(runs if isinstance(runs, list) else [runs], 1):
+            try:
+                if not isinstance(run["after"], float) or not (is_seed(run["seed"]) or run["seed"] == SELECTION_SEED):
+                    raise TypeError("after is a number, and seed a whole one")
+                if (own := (dict(run["recipe"]), run["seed"])) in seen:
+                    raise ValueError("there twice")
+                self.check(run)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                problem = f"{type(error).__name__}: {error}"
+                raise ValueError(f"{self.path} is damaged (run {number}: {problem}): move it away.") from error
+            seen.append(own)
 
     def find(self, recipe: "DataclassInstance", seed: int) -> dict[str, Any] | None:
         return self._find(asdict(recipe), seed)
@@ -90,10 +105,14 @@ class Store:
         """Those that settings are chosen by, or those that are reported."""
         return [run for run in self.content["runs"] if (run["seed"] == SELECTION_SEED) == selecting]
 
+    def held(self) -> FileLock:
+        """For a `with`: one process at a time writes the file and what goes beside it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        return FileLock(self.path.with_suffix(".lock"))
+
     def add(self, run: dict[str, Any]) -> None:
         """Add a run to what the file holds by now."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.path.with_suffix(".lock")):
+        with self.held():
             self.read()
             if self._find(run["recipe"], run["seed"]):
                 return  # another process, with other folders for checkpoints, has made it meanwhile
@@ -106,7 +125,7 @@ def read_stored(path: Path, keys: set[str]) -> dict[str, Any]:
     """The object of a JSON file that experiments wrote. Raises ValueError: it is none, or lacks one of these keys."""
     try:
         content = json.loads(path.read_text())
-    except ValueError as error:  # UnicodeDecodeError is one too
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one too
         raise ValueError(f"{path} is damaged ({error}): move it away.") from error
     if not isinstance(content, dict) or not keys <= content.keys():
         raise ValueError(f"{path} is no file of experiments: move it away.")
@@ -124,7 +143,7 @@ def read_declaration(path: Path, readers: tuple[Path, ...] = ()) -> dict[str, An
     """
     try:
         fields = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path} holds no fields of a declaration.")
@@ -225,8 +244,10 @@ def make_runs(
 
     Raises:
         FileExistsError: another process makes one of these runs.
+        OSError: nothing could be stored.
     """
-    store.read()
+    with store.held():
+        store.read()
     plan = list({(run.recipe, run.seed): run for run in plan}.values())
     missing = [run for run in plan if store.find(run.recipe, run.seed) is None]
     console = Console()

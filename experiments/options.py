@@ -61,7 +61,7 @@ def _a_file(text: str, suffix: str, use: str) -> Path:
     if path.suffix != suffix or path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is no {suffix} file, which {use}")
     if path.is_symlink():  # it is the file that is replaced, not the link
-        path = path.resolve()
+        path = Path(os.path.realpath(path))
     a_folder(str(path.parent))
     return path
 

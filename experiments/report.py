@@ -9,7 +9,7 @@ from . import healing, summary
 from .costs import costs_of
 from .figures import block_sizes, gains, plot, plot_beside_paper, plot_block_sizes, plot_gains
 from .harness import TINY, Store, page_of, results_file
-from .scratch import Comparison
+from .scratch import Comparison, check_run
 from .scratch_declared import BASELINE, DECLARED, declared
 from .tables import lead_table, report_table, sweep_table
 
@@ -39,7 +39,12 @@ def write(comparison: Comparison, tokens: int, page: Path, rates: Mapping[str, f
     update_tables(page, tables(comparison, tokens, reported))
     if len(reported) < 2:
         return
-    figure = comparison.store.path.with_suffix(".png")
+    with comparison.store.held():  # another process that adds to it draws the same figures
+        draw(comparison, reported, tokens, comparison.store.path.with_suffix(".png"))
+
+
+def draw(comparison: Comparison, reported: Mapping[str, float], tokens: int, figure: Path) -> None:
+    """The figure of these connections; beside the paper, if it has them, and by block sizes, if there are several."""
     if not comparison.experiment.published:
         plot(comparison, reported, tokens, figure)
         return
@@ -51,7 +56,7 @@ def write(comparison: Comparison, tokens: int, page: Path, rates: Mapping[str, f
 def stored(name: str) -> Comparison | None:
     """The comparison of a declaration with its runs in the repository; None: it has none."""
     experiment, path = declared(name), results_file(name)
-    return Comparison(experiment, Store(path, experiment.setting())) if path.exists() else None
+    return Comparison(experiment, Store(path, experiment.setting(), check_run)) if path.exists() else None
 
 
 def write_gains() -> None:

@@ -6,6 +6,7 @@ one as for another unless the best of them is the last one tried.
 """
 
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,25 +16,39 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
+from transformers.utils import CONFIG_NAME
 
 from attnres.analysis.depth_attention import depth_attention
 from attnres.configuration import count_parameters
+from attnres.files import atomic_directory
 from attnres.training.balance import ExpertBalance, routers
 from attnres.training.runs import Run, sequence_losses, train
 
 from .data import Data, tokenizer_folder
-from .harness import SELECTION_SEED, Planned, Store, checkpoints, make_runs
+from .harness import SELECTION_SEED, Planned, Store, checkpoints, is_rate, make_runs
 from .scratch_declared import BASELINE, Experiment, Recipe
 
 BEYOND = 2.0  # a sweep whose best rate is the last one tried goes on by this factor
 WARMUP, DECAY = 0.05, 0.5  # shares of the steps
 BALANCING = 0.001  # of experts, where there are any
+ENTROPY = "expert_load_entropy"
 
 
 def build(experiment: Experiment, connection: Mapping[str, Any], seed: int) -> PreTrainedModel:
     """The model at its start; the backbone's weights depend on the seed alone."""
     set_seed(seed)
     return AutoModelForCausalLM.from_config(experiment.config(connection))
+
+
+def check_run(run: Mapping[str, Any]) -> None:
+    """Raises KeyError, TypeError or ValueError: a stored run is none of these experiments."""
+    recipe = Recipe(**run["recipe"])
+    if not (is_rate(recipe.rate) and type(recipe.tokens) is int and isinstance(recipe.connection, dict)):
+        raise ValueError(f"recipe: {run['recipe']}")
+    if not run["curve"] or not all(type(step) is int and isinstance(loss, float) for step, loss in run["curve"]):
+        raise ValueError("the curve holds pairs of a step and a loss")
+    if not isinstance(run.get("text", ""), str):
+        raise TypeError(f"text: {run['text']}")
 
 
 class WholeRunBalance(ExpertBalance):
@@ -92,15 +107,17 @@ def measure(
     if compiled:
         result["compiled"] = True
     if routers(model):
-        result["expert_load_entropy"] = round(balance.metrics()["expert_load_entropy"], 4)
+        # None after a resume with no step left.
+        result |= {name: round(value, 4) for name, value in balance.metrics().items() if name == ENTROPY}
     result["seconds"] = round(time.monotonic() - began, 1)
     if getattr(model.config, "residual_connection", None) == "attn_res" and math.isfinite(result["after"]):
         weights = depth_attention(model, held_out[:32].split(16)).mean
         result["depth_attention"] = [[round(w, 4) for w in row[~row.isnan()].tolist()] for row in weights]
     if keep is not None:
-        model.save_pretrained(keep)
-        if (tokenizer := tokenizer_folder(experiment.text)).is_dir():
-            shutil.copytree(tokenizer, keep, dirs_exist_ok=True)
+        with atomic_directory(keep, overwrite=False, marker=CONFIG_NAME) as stage:
+            model.save_pretrained(stage)
+            if (tokenizer := tokenizer_folder(experiment.text)).is_dir():
+                shutil.copytree(tokenizer, stage, dirs_exist_ok=True)
     return result
 
 
@@ -134,9 +151,10 @@ class Comparison:
         plan = [self._planned(*run) for run in wanted]
         for run in plan:
             kept = self._kept(run)
-            if kept and kept.exists() and not kept.is_dir():
-                raise ValueError(f"--keep: {kept} is no folder, and the model of {run} would go there. Move it away.")
-            if kept and self.store.find(run.recipe, run.seed) and not kept.exists():
+            is_stored = self.store.find(run.recipe, run.seed)
+            if kept and not is_stored and os.path.lexists(kept):
+                raise ValueError(f"--keep: {kept} exists, and the model of {run} would go there. Move it away.")
+            if kept and is_stored and not kept.exists():
                 print(f"{run} is stored in {self.store.path}: it is not made again, and its model is not kept.")
         folder = partial(checkpoints, self.work, self._identity)
         make_runs(self.store, plan, self._measure, self.device, folder, on_stored)
@@ -217,7 +235,8 @@ class Comparison:
 
     @property
     def _identity(self) -> dict[str, Any]:
-        return {"device": self.device, "compiled": self.compiled, **self.experiment.setting()}
+        text = self.data.fingerprint if self.data else ""
+        return {"device": self.device, "compiled": self.compiled, "fingerprint": text, **self.experiment.setting()}
 
     def _planned(self, label: str, rate: float, tokens: int, seed: int) -> Planned:
         recipe = Recipe(self.experiment.connections[label], rate, tokens)

@@ -11,7 +11,8 @@ from filelock import FileLock, Timeout
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
-    """Write a file so that whoever reads it finds the old content or the new one."""
+    """Write a file so that whoever reads it finds the old content or the new one; a link stays, its file is written."""
+    path = Path(os.path.realpath(path))
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
@@ -85,8 +86,11 @@ def parents(out: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def locked(path: Path, out: Path) -> Iterator[None]:
+def locked(path: Path, out: Path, wait: bool = False) -> Iterator[None]:
     """Hold the lock file `path`, which says that this process writes to `out`; it goes at the end.
+
+    Args:
+        wait: until another process that holds it is done.
 
     Raises:
         FileExistsError: another process holds it.
@@ -95,7 +99,7 @@ def locked(path: Path, out: Path) -> Iterator[None]:
     TemporaryFile(dir=path.parent).close()  # fails where nothing can be written, and says why, which the lock does not
     lock = FileLock(path)
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=-1 if wait else 0)
     except Timeout:
         raise FileExistsError(
             f"{out} is being written by another process. Wait for it, or choose another place."

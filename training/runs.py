@@ -55,13 +55,16 @@ def train(
 
     Args:
         on_step: called after each step; after a resume, also at once for each step that was made before.
-        work: a folder for checkpoints. A run that was stopped goes on from the last whole one in it.
+        work: a folder for checkpoints, of this run alone. If it was stopped it goes on from the last whole one in it.
         save_seconds: at least so many between checkpoints, which are made where a point of the loss ends, so that a run
             that was stopped returns the points of one that was not.
         arguments: fields of `TrainingArguments`, such as `bf16` or `torch_compile`.
 
     Returns:
         The training loss (nats/token) as points (step, mean over the steps since the point before).
+
+    Raises:
+        ValueError: `work` holds a checkpoint of a run of another length.
     """
     with _folder(work) as folder:
         arguments = TrainingArguments(
@@ -93,7 +96,7 @@ def train(
             callbacks=[_Progress(on_step, save_seconds if work else math.inf), *callbacks],
         )
         trainer.remove_callback(PrinterCallback)
-        trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder))
+        trainer.train(resume_from_checkpoint=_checkpoint(folder, run))
         # With `bf16` it computed under autocast, and would go on to.
         trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     return [(point["step"], point["loss"]) for point in trainer.state.log_history if "loss" in point]
@@ -107,6 +110,14 @@ def _folder(work: Path | None) -> Iterator[Path]:
     else:
         work.mkdir(parents=True, exist_ok=True)
         yield work
+
+
+def _checkpoint(folder: Path, run: Run) -> str | None:
+    """What this run goes on from."""
+    found = last_whole_checkpoint(folder)
+    if found and (steps := json.loads(Path(found, TRAINER_STATE_NAME).read_text())["max_steps"]) != run.steps:
+        raise ValueError(f"{found} is of a run of {steps} steps, not {run.steps}: choose another folder, or empty it.")
+    return found
 
 
 def last_whole_checkpoint(folder: Path) -> str | None:

@@ -1,5 +1,8 @@
 """Tables of results in a Markdown file."""
 
+import subprocess
+import sys
+
 import pytest
 
 from attnres.analysis.tables import check_tables, update_tables
@@ -16,6 +19,21 @@ def test_tables_replace_what_is_between_their_marks_and_nothing_else(tmp_path):
     with pytest.raises(ValueError, match="does not end"):
         update_tables(path, {"a": "| A |"})
     assert "Precious." in path.read_text()
+    path.write_text(twice := "<!-- a -->\n<!-- end -->\n<!-- a -->\nold\n<!-- end -->\n")
+    with pytest.raises(ValueError, match="`<!-- a -->` stands there twice"):
+        update_tables(path, {"a": "| A |"})
+    assert path.read_text() == twice
+
+
+def test_processes_that_write_one_page_wait_for_each_other(tmp_path):
+    """Each adds a table of its own, many times: none is lost, and nothing is left beside the page."""
+    path = tmp_path / "RESULTS.md"
+    code = "import sys; from pathlib import Path; from attnres.analysis.tables import update_tables\n"
+    code += "for row in range(200): update_tables(Path(sys.argv[1]), {sys.argv[2]: f'row {row}'})"
+    writers = [subprocess.Popen([sys.executable, "-c", code, path, name]) for name in ("a", "b", "c")]
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    assert all(f"<!-- {name} -->\nrow 199\n<!-- end -->" in path.read_text() for name in ("a", "b", "c"))
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_places_are_checked_by_the_beginning_of_their_names(tmp_path):

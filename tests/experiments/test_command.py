@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_trial_is_stored_in_a_file_of_its_own(trial, monkeypatch):
     paths = []
 
-    def store(path: Path, setting: dict) -> None:
+    def store(path: Path, *others: object) -> None:
         paths.append(path)
         raise ValueError("opened")
 
@@ -33,6 +33,12 @@ def test_a_trial_is_stored_in_a_file_of_its_own(trial, monkeypatch):
     with pytest.raises(ValueError, match="opened"):
         run_from_scratch(parse(["claim", "--size", "cpu", *trial]))
     assert [path.name for path in paths] == ["claim-cpu-trial.json" if trial else "claim-cpu.json"]
+
+
+def test_a_picture_that_runs_would_replace_is_named_first(tmp_path):
+    (tmp_path / "cat.png").write_bytes(b"a cat")
+    with pytest.raises(ValueError, match=r"--results: .*cat\.png exists, .*Move it away"):
+        run_from_scratch(parse(["claim", "--size", "cpu", f"--results={tmp_path}/cat.json"]))
 
 
 def test_a_trial_leaves_the_pages_of_the_repository_alone(tmp_path):

@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from attnres.residual_attnres import residual_tensors
+from attnres.training.runs import train
 from experiments import harness, report, scratch
 from experiments.costs import costs, costs_of, file_of, measure_costs
 from experiments.data import Data, load, prepare
@@ -97,6 +99,25 @@ def test_the_mix_of_experts_is_balanced_and_its_load_stored(data, tmp_path):
     assert run["curve"][-1][0] == 4
 
 
+def test_a_mix_of_experts_that_was_stopped_after_its_last_step_is_stored(data, tmp_path, monkeypatch):
+    """No step is left then that would measure the load of its experts."""
+    run = planned(Recipe(MOE.connections["standard"], 1e-3, 256), 0)
+    monkeypatch.setattr(scratch, "train", partial(train, save_seconds=0))
+    whole = scratch.measure(MOE, data, run, lambda: None, tmp_path, "cpu")
+    resumed = scratch.measure(MOE, data, run, lambda: None, tmp_path, "cpu")
+    assert resumed["after"] == whole["after"] and "expert_load_entropy" not in resumed
+
+
+def test_checkpoints_of_another_text_are_not_gone_on_from(data, tmp_path, monkeypatch):
+    folders = []
+    monkeypatch.setattr(scratch, "make_runs", lambda store, plan, measure, device, folder, on: folders.append(folder))
+    for text in ("one", "two"):
+        store = Store(tmp_path / "runs.json", {})
+        Comparison(SMALL, store, replace(data, fingerprint=text), tmp_path).make([("standard", 1e-3, 64, 0)])
+    run = planned(Recipe(SMALL.connections["standard"], 1e-3, 64), 0)
+    assert len({folder(run) for folder in folders}) == 2
+
+
 def test_a_run_that_diverged_is_stored_without_its_depth_attention(data):
     run = scratch.measure(
         SMALL, data, planned(Recipe(SMALL.connections["Full"], 1e30, 64), 0), lambda: None, None, "cpu"
@@ -114,11 +135,11 @@ def test_models_of_two_experiments_are_kept_apart(data, tmp_path):
     assert [path.name for path in sorted(kept.parent.iterdir())] == [
         kept.name.replace("three", name) for name in ("one", "two")
     ]
-    kept.write_text("mine")
+    kept.symlink_to(tmp_path / "nowhere")
     comparison = replace(comparison, experiment=replace(SMALL, name="three"), store=Store(tmp_path / "three.json", {}))
-    with pytest.raises(ValueError, match=rf"--keep: {kept} is no folder, .*Move it away"):
+    with pytest.raises(ValueError, match=rf"--keep: {kept} exists, .*Move it away"):
         comparison.make([("standard", 1e-3, 64, 0)])
-    assert kept.read_text() == "mine" and not comparison.store.content["runs"], "found before anything is trained"
+    assert kept.is_symlink() and not comparison.store.content["runs"], "found before anything is trained"
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Stored runs: whole files, whoever writes them at once, and one process for a run."""
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -7,9 +8,12 @@ import pytest
 
 from experiments.costs import costs
 from experiments.harness import Planned, Store, checkpoints, make_runs
+from experiments.scratch import check_run
 from experiments.scratch_declared import Recipe
 
 from .stored_runs import SMALL, planned
+
+RUN = '{"recipe": {}, "seed": 0, "after": 1.0}'
 
 
 def test_two_processes_add_to_one_file(tmp_path):
@@ -62,7 +66,7 @@ def test_checkpoints_are_found_by_what_makes_a_run(tmp_path):
     assert checkpoints(None, {}, run) is None
 
 
-@pytest.mark.parametrize("content", ["", '{"setting": {}, "ru', "[]", "{}", b"\x89PNG\xff"])
+@pytest.mark.parametrize("content", ["", '{"setting": {}, "ru', "[]", "{}", b"\x89PNG\xff", "[" * 100_000])
 def test_a_damaged_file_of_runs_is_named_and_stays(content, tmp_path):
     path = tmp_path / "runs.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -75,14 +79,47 @@ def test_a_damaged_file_of_runs_is_named_and_stays(content, tmp_path):
 @pytest.mark.parametrize(
     ("runs", "lacks"),
     [
-        ('{"a": 1}', "run 1 has no right recipe"),
-        ("[1]", "run 1 has no right recipe"),
-        ('[{"recipe": {}, "seed": 0, "after": 1.0}, {"recipe": {}, "seed": 0}]', "run 2 has no right after"),
-        ('[{"recipe": {}, "seed": "0", "after": 1.0}]', "run 1 has no right seed"),
+        ('{"a": 1}', "run 1: KeyError: 'after'"),
+        ("[1]", "run 1: TypeError"),
+        (f"[{RUN}, {RUN}]", "run 2: ValueError: there twice"),
+        (f"[{RUN}, {RUN.replace('1.0', 'null')}]", "run 2: TypeError: after is a number"),
+        (f"[{RUN.replace('0,', '-1,')}]", "run 1: TypeError: after is a number, and seed a whole one"),
+        (f"[{RUN.replace('0,', 'true,')}]", "run 1: TypeError"),
+        (f"[{RUN.replace('{}', '5')}]", "run 1: TypeError"),
     ],
 )
 def test_a_file_of_runs_that_lack_something_is_named(runs, lacks, tmp_path):
     path = tmp_path / "runs.json"
     path.write_text(f'{{"setting": {{}}, "runs": {runs}}}')
-    with pytest.raises(ValueError, match=rf"runs\.json is damaged \({lacks}\): move it away"):
+    with pytest.raises(ValueError, match=rf"runs\.json is damaged \({lacks}.*\): move it away"):
         Store(path, {})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"recipe": {}},
+        {"recipe": {"connection": {}, "rate": "0.008", "tokens": 64}},
+        {"recipe": {"connection": [], "rate": 0.008, "tokens": 64}},
+        {"curve": None},
+        {"curve": []},
+        {"curve": [[1]]},
+        {"curve": [[1, "2.0"]]},
+        {"text": ["a"]},
+    ],
+)
+def test_a_stored_run_from_scratch_has_what_its_tables_need(change, tmp_path):
+    path = tmp_path / "runs.json"
+    whole = {"recipe": {"connection": {}, "rate": 0.008, "tokens": 64}, "curve": [[1, 2.0]], **json.loads(RUN)}
+    whole["recipe"] = {"connection": {}, "rate": 0.008, "tokens": 64}
+    path.write_text(json.dumps({"setting": {}, "runs": [whole]}))
+    assert Store(path, {}, check_run).content["runs"] == [whole]
+    path.write_text(json.dumps({"setting": {}, "runs": [whole, whole | {"seed": 1} | change]}))
+    with pytest.raises(ValueError, match=r"runs\.json is damaged \(run 2: .*: move it away"):
+        Store(path, {}, check_run)
+
+
+def test_a_place_where_nothing_can_be_stored_is_found_before_a_run(tmp_path):
+    (tmp_path / "runs.lock").mkdir()
+    with pytest.raises(OSError, match="lock"):
+        make_runs(Store(tmp_path / "runs.json", {}), [planned(Recipe({}, 1e-3, 64), 0)], measure=None)

@@ -9,7 +9,7 @@ import pytest
 from filelock import FileLock
 from transformers.utils import logging
 
-from attnres.files import atomic_directory
+from attnres.files import atomic_directory, atomic_write
 from attnres.quiet import quiet_transformers
 
 
@@ -24,6 +24,14 @@ def write(out: str | Path, text: str = "new", overwrite: bool = False, meanwhile
 @pytest.fixture
 def out(tmp_path) -> Path:
     return tmp_path / "out"
+
+
+def test_a_file_that_is_written_by_its_link_keeps_the_link(tmp_path):
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "link").symlink_to("file")
+    atomic_write(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "new"
+    assert sorted(os.listdir(tmp_path)) == ["file", "link"]
 
 
 def test_it_appears_when_the_block_ends(out):

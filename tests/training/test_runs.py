@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,8 @@ def test_a_stopped_run_goes_on_from_its_last_whole_checkpoint(tiny_model, tmp_pa
     assert train(resumed, blocks, run, lambda: steps.append(1), work=tmp_path, save_seconds=0) == points
     assert len(steps) == 8
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters()))
+    with pytest.raises(ValueError, match=r"checkpoint-8 is of a run of 8 steps, not 6: choose another folder"):
+        train(tiny_model(), blocks, replace(run, steps=6), work=tmp_path)
 
 
 def test_the_curve_of_a_run_that_was_stopped_within_a_point_is_the_same(tiny_model, tmp_path):
