@@ -18,6 +18,8 @@ from attnres.files import atomic_write
 from attnres.training.packing import in_blocks
 
 PREPARED = Path(__file__).parent / "prepared"  # ignored by git
+VOCABULARIES = range(258, 2**16 + 1)  # the bytes and two special tokens at least; ids are stored in 16 bits
+MOST_PASSES = 1000  # over the text: more is a slip, and their orders would fill the memory
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,19 @@ class Text:
         corpus: name of the folder.
         vocab_size: of the tokenizer.
         characters: how much of `train.txt` is read, in whole documents.
+
+    Raises:
+        ValueError: a tokenizer cannot have this vocabulary, or a prepared file not its ids.
     """
 
     corpus: str
     vocab_size: int
     characters: int
+
+    def __post_init__(self):
+        if type(self.vocab_size) is not int or self.vocab_size not in VOCABULARIES:
+            least, most = VOCABULARIES[0], VOCABULARIES[-1]
+            raise ValueError(f"vocab_size of the text is {self.vocab_size!r}, no whole number from {least} to {most}.")
 
     @property
     def name(self) -> str:
@@ -56,7 +66,16 @@ class Data:
         return self.selection if selecting else self.valid
 
     def order(self, seed: int, wanted: int) -> Tensor:
-        """The `wanted` training sequences of a seed: all of them in a shuffled order, then all in another, ..."""
+        """The `wanted` training sequences of a seed: all of them in a shuffled order, then all in another, ...
+
+        Raises:
+            ValueError: they are more than [`MOST_PASSES`] over the text.
+        """
+        if wanted > MOST_PASSES * len(self.train):
+            raise ValueError(
+                f"{wanted:,} sequences are more than {MOST_PASSES:,} passes over the {len(self.train):,} of the text: "
+                "train on fewer tokens, or on a longer text."
+            )
         generator = torch.Generator().manual_seed(seed)
         epochs = -(-wanted // len(self.train))
         order = torch.cat([torch.randperm(len(self.train), generator=generator) for _ in range(epochs)])
@@ -92,11 +111,13 @@ def prepare(text: Text, folder: Path, out: Path = PREPARED) -> Path:
     parts = {"train": documents, "valid": read_documents(folder / "valid.txt")}
     streams = {name: token_stream(part, tokenizer).astype(np.uint16) for name, part in parts.items()}
     head = {name: len(stream) for name, stream in streams.items()}
+    content = json.dumps(head).encode() + b"\n" + b"".join(stream.tobytes() for stream in streams.values())
+    compressed = lzma.compress(content, preset=1)
     out.mkdir(parents=True, exist_ok=True)
     path = prepared_file(text, out)
-    content = json.dumps(head).encode() + b"\n" + b"".join(stream.tobytes() for stream in streams.values())
+    path.unlink(missing_ok=True)  # it says that a text is prepared: no older one stands beside a newer tokenizer
     tokenizer.save_pretrained(tokenizer_folder(text, out))
-    atomic_write(path, lzma.compress(content, preset=1))
+    atomic_write(path, compressed)
     return path
 
 
@@ -105,26 +126,36 @@ def load(text: Text, length: int, held_out: int, out: Path = PREPARED) -> Data:
 
     Raises:
         FileNotFoundError: it was not prepared.
-        ValueError: the file is damaged, or the held-out text too short.
+        ValueError: the file is damaged, or a text too short.
     """
     path = prepared_file(text, out)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: name the folder of the text by --corpus, which prepares it.")
     try:
         prepared = lzma.decompress(path.read_bytes())
-        head, _, content = prepared.partition(b"\n")
-        stream, parts = np.frombuffer(content, np.uint16), {}
-        for name, count in json.loads(head).items():
-            parts[name] = torch.from_numpy(in_blocks(stream[:count].astype(np.int64), length))
-            stream = stream[count:]
-        valid = parts["valid"]
-    except (lzma.LZMAError, EOFError, ValueError, KeyError, AttributeError) as error:
+        streams = _streams(prepared, text.vocab_size)
+    except (lzma.LZMAError, EOFError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error}): prepare it anew by --corpus DIR --prepare.") from error
-    if len(valid) < 2 * held_out:
-        raise ValueError(
-            f"valid.txt of {text.corpus} gives {len(valid)} sequences of {length} tokens, not {2 * held_out}: "
-            "prepare a longer one by --corpus DIR --prepare."
-        )
+    train, valid = (torch.from_numpy(in_blocks(stream.astype(np.int64), length)) for stream in streams)
+    for name, part, least in (("train", train, 1), ("valid", valid, 2 * held_out)):
+        if len(part) < least:
+            raise ValueError(
+                f"{name}.txt of {text.corpus} gives {len(part)} sequences of {length} tokens, not {least}: "
+                "prepare a longer one by --corpus DIR --prepare."
+            )
     order = torch.randperm(len(valid), generator=torch.Generator().manual_seed(0))
     fingerprint = hashlib.sha256(prepared).hexdigest()[:12]
-    return Data(parts["train"], valid[order[:held_out]], valid[order[held_out : 2 * held_out]], fingerprint)
+    return Data(train, valid[order[:held_out]], valid[order[held_out : 2 * held_out]], fingerprint)
+
+
+def _streams(prepared: bytes, vocab_size: int) -> list[np.ndarray]:
+    """The ids of `train` and of `valid`. Raises ValueError: they are not as many as the file says, or not its own."""
+    head, _, content = prepared.partition(b"\n")
+    counts, stream = json.loads(head), np.frombuffer(content, np.uint16)
+    if not isinstance(counts, dict) or list(counts) != ["train", "valid"]:
+        raise ValueError("it begins with no counts of train and valid")
+    if any(type(count) is not int or count < 0 for count in counts.values()) or sum(counts.values()) != len(stream):
+        raise ValueError(f"it holds {len(stream)} tokens, and its counts are {counts}")
+    if stream.max(initial=0) >= vocab_size:
+        raise ValueError(f"it has the id {stream.max()}, and a vocabulary of {vocab_size}")
+    return np.split(stream, [counts["train"]])
