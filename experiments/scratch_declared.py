@@ -74,31 +74,54 @@ class Experiment:
         named = fields.pop("name", None)
         make = partial(load, named) if named else partial(AutoConfig.for_model, fields.pop("model_type"))
         known = make()
-        if unknown := [name for name in fields if not hasattr(known, name)]:
+        if unknown := [name for name in fields if not hasattr(known, name) or callable(getattr(known, name))]:
             raise ValueError(f"{', '.join(unknown)} is no field of {type(known).__name__}.")
         return make(**fields)
 
     def check(self) -> None:
         """Raises ValueError: a value makes no sense."""
-        counts = {name: getattr(self, name) for name in ("length", "batch_size", "held_out", "tokens", "sweep_tokens")}
-        counts |= {"characters": self.text.characters} | ({} if self.warmup is None else {"warmup": self.warmup})
-        for name, count in counts.items():
-            if type(count) is not int or count < 1:
-                raise ValueError(f"{name} is {count!r}, no whole number above 0.")
+        self._check_counts()
+        if type(self.bfloat16) is not bool:
+            raise ValueError(f"bfloat16 is {self.bfloat16!r}, neither true nor false.")
         declared = [] if self.rate is None else [self.rate_of(label) for label in self.connections]
         for rate in [*self.rates, *declared] or [None]:
             if not is_rate(rate):
                 raise ValueError(f"a rate is {rate!r}, no number above 0 such as 0.004.")
-        for seed in self.seeds:
+        for seed in self.seeds or [None]:
             if not is_seed(seed):
                 raise ValueError(f"a seed is {seed!r}, no whole number but {SELECTION_SEED}, which chooses settings.")
-        if BASELINE not in self.connections:
-            raise ValueError(f"of the connections none is {BASELINE}, which the others are compared with.")
+        for label, lead in self.published.items():
+            if type(lead) not in (int, float) or not math.isfinite(lead):
+                raise ValueError(f"published: of {label} it is {lead!r}, no number of nats such as -0.02.")
+        self._check_connections()
         if self.costs:
             _declaration(self.costs)
+
+    def _check_counts(self) -> None:
+        counts = {name: getattr(self, name) for name in ("length", "batch_size", "held_out", "tokens", "sweep_tokens")}
+        counts |= {"characters": self.text.characters} | ({} if self.warmup is None else {"warmup": self.warmup})
+        for name, count in counts.items():
+            least = 1 if name == "length" else 0  # the first token of a sequence has no loss
+            if type(count) is not int or count <= least:
+                raise ValueError(f"{name} is {count!r}, no whole number above {least}.")
+        steps = self.steps(min(self.tokens, self.sweep_tokens))
+        if 2 * (self.warmup or 0) > steps:
+            raise ValueError(
+                f"warmup is {self.warmup}, more than half of {steps} steps: in the other half the rate decays."
+            )
+
+    def _check_connections(self) -> None:
+        for label in self.connections:
+            if not isinstance(label, str) or not label.isprintable() or set(label) & set("|[<"):
+                raise ValueError(f"a connection is called {label!r}: a name is text in a table, without | or [ or <.")
+        if BASELINE not in self.connections:
+            raise ValueError(f"of the connections none is {BASELINE}, which the others are compared with.")
         for connection in self.connections.values():  # none of them is found out after hours with the others
-            if (size := self.config(connection).vocab_size) != self.text.vocab_size:
+            config = self.config(connection)
+            if (size := config.vocab_size) != self.text.vocab_size:
                 raise ValueError(f"the model has a vocabulary of {size} tokens, the text of {self.text.vocab_size}.")
+            if config.num_hidden_layers < 1:
+                raise ValueError(f"num_hidden_layers is {config.num_hidden_layers}, no whole number above 0.")
 
     def rate_of(self, label: str) -> float | None:
         """The declared learning rate of a connection; None: its sweep chooses it."""
@@ -127,7 +150,7 @@ def declared(name: str) -> Experiment:
         experiment.check()
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    except (AttributeError, KeyError, TypeError, StrictDataclassError) as error:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, StrictDataclassError) as error:
         problem = " ".join(str(error).split())
         raise ValueError(f"{path} declares no experiment ({type(error).__name__}: {problem}).") from error
     return experiment

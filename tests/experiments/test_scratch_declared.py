@@ -47,6 +47,26 @@ def test_a_misspelled_field_of_a_declaration_is_refused(tmp_path, monkeypatch):
             "a vocabulary of 9 tokens, the",
         ),
         ("like: claim-tiny\nmodel: {model_type: attnres_llama, vocab_size: a}", "StrictDataclassFieldValidationError"),
+        *(
+            (f"like: claim-tiny\n{fields}", rf"claim-odd\.yaml: {message}")
+            for fields, message in (
+                ("length: 1", r"length is 1, no whole number above 1\."),
+                ('bfloat16: "no"', "bfloat16 is 'no', neither true nor false"),
+                ("seeds: []", "a seed is None, no whole number"),
+                ("warmup: 9", "warmup is 9, more than half of 16 steps"),
+                ("text: {corpus: a, vocab_size: 70000, characters: 9}", "vocab_size of the text is 70000, no whole"),
+                ("published: {Full: abc}", "published: of Full it is 'abc', no number"),
+                ("published: {Full: .nan}", "published: of Full it is nan, no number"),
+                ("connections: {1: {}, standard: {}}", "a connection is called 1: a name is text"),
+                ("connections: {standard: {}, S|4: {}}", r"a connection is called 'S\|4'"),
+                ("connections: {standard: {}, 'S[4]': {}}", r"a connection is called 'S\[4\]'"),
+                ("connections: {standard: {}, <!-- end -->: {}}", "a connection is called '<!-- end -->'"),
+                ('connections: {standard: {}, "a\\nb": {}}', r"a connection is called 'a\\nb'"),
+                ("connections: {standard: {to_dict: 1}}", "to_dict is no field of AttnResLlamaConfig"),
+                ("connections: {standard: {num_hidden_layers: 0}}", "num_hidden_layers is 0, no whole number above 0"),
+            )
+        ),
+        ("like: claim-tiny\nconnections: {standard: {num_attention_heads: 0}}", r"no experiment \(ZeroDivisionError"),
         ("like: claim-tiny\ntext: {corpus: a}", r"claim-odd\.yaml declares no experiment \(TypeError: .*vocab_size"),
     ],
 )
