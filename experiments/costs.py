@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import set_seed
@@ -35,9 +36,9 @@ def measure_costs(
     beside those of other connections that the file holds.
 
     Raises:
-        ValueError: those were measured on another processor.
+        ValueError: those were measured on another processor, or the file is damaged.
     """
-    origin, stored = made_by(device), read_stored(path, {"ratios", "made_by"}) if path.exists() else None
+    origin, stored = made_by(device), _stored(path) if path.exists() else None
     there, here = (_machine(own) for own in (stored["made_by"] if stored else origin, origin))
     if there != here:
         raise ValueError(f"{path} holds costs on {there}; this is {here}. Move it away to measure anew.")
@@ -83,13 +84,23 @@ def costs(path: Path) -> dict[str, dict[str, float]]:
     """A way of [`WAYS`] -> label -> the median ratio, of what was measured."""
     if not path.exists():
         return {}
-    found = read_stored(path, {"ratios"})["ratios"]
+    medians = _medians(path, read_stored(path, {"ratios"})["ratios"])
+    return {way: of_way for way, of_way in medians.items() if way in WAYS}
+
+
+def _stored(path: Path) -> dict[str, Any]:
+    """What new ratios are added to. Raises ValueError: they could not be, which is said before minutes of timing."""
+    stored = read_stored(path, {"ratios", "made_by"})
+    _medians(path, stored["ratios"])
+    if not isinstance(stored["made_by"], dict):
+        raise ValueError(f"{path} is damaged (made_by is {stored['made_by']!r}): move it away.")
+    return stored
+
+
+def _medians(path: Path, ratios: Any) -> dict[str, dict[str, float]]:
+    """Of all ways. Raises ValueError: a ratio has none above 0."""
     try:
-        medians = {
-            way: {label: ratio["median"] for label, ratio in of_way.items()}
-            for way, of_way in found.items()
-            if way in WAYS
-        }
+        medians = {way: {label: ratio["median"] for label, ratio in of_way.items()} for way, of_way in ratios.items()}
         if all(0 < median < math.inf for of_way in medians.values() for median in of_way.values()):
             return medians
     except (KeyError, TypeError, AttributeError):

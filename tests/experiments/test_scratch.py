@@ -277,6 +277,23 @@ def test_a_file_of_costs_that_lack_something_is_named(ratios, tmp_path):
         costs(path)
 
 
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"made_by": "x"}, "made_by is 'x'"),
+        ({"ratios": []}, "a ratio has"),
+        ({"ratios": {"eager": []}}, "a ratio has"),
+        ({"ratios": {"compiled to eager": []}}, "a ratio has"),
+    ],
+)
+def test_a_damaged_file_of_costs_is_named_before_anything_is_timed(changed, what, tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.costs.interleave", lambda *_, **__: pytest.fail("a step was timed"))
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"ratios": {}, "made_by": harness.made_by("cpu")} | changed))
+    with pytest.raises(ValueError, match=rf"costs\.json is damaged \({what}.*\): move it away"):
+        measure_costs(SMALL, ["standard"], path, "cpu", ["eager"])
+
+
 def test_the_size_that_tries_the_path_is_not_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "FOLDER", tmp_path)
     tiny = declared("claim-tiny")
