@@ -40,7 +40,11 @@ class Model:
 
 
 def read(folder: Path = INSPECTIONS) -> list[Model]:
-    """The models of all inspections in a folder: by the name of the file, and of its models, where it has two."""
+    """The models of all inspections in a folder: by the name of the file, and of its models, where it has two.
+
+    Raises:
+        ValueError: a file is none, or a column of the table cannot be made from it.
+    """
     models = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -48,8 +52,12 @@ def read(folder: Path = INSPECTIONS) -> list[Model]:
             for numbers in found:
                 own = Path(numbers["model"]["name"]).name
                 models.append(Model(f"{path.stem}: {own}" if len(found) > 1 else path.stem, numbers))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is damaged, or no inspection ({error!r}): move it away.") from error
+                column(models[-1])  # what it lacks is found while its file is known
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path} is damaged, or no inspection with all that the table shows ({error!r}): move it away, or make "
+                "it anew by `attnres inspect`."
+            ) from error
     return models
 
 
@@ -116,16 +124,17 @@ MEASURES: dict[str, tuple[Callable[[Model], str], bool]] = {
 }
 
 
+def column(model: Model) -> list[str]:
+    """The cells of a model: what it is, and each measure."""
+    fact, attention = model.numbers["model"], model.numbers["depth_attention"]
+    cells = [model.name, fact["connection"].partition(",")[0], f"{fact['sublayers']}, {fact['hidden_size']}"]
+    return cells + [ABSENT if needs and attention is None else measure(model) for measure, needs in MEASURES.values()]
+
+
 def table(models: list[Model]) -> str:
     """A column for each model and a row for each measure, in Markdown."""
-    lines = [["", *(model.name for model in models)]]
-    facts = [model.numbers["model"] for model in models]
-    lines.append(["connection", *(fact["connection"].partition(",")[0] for fact in facts)])
-    lines.append(["sublayers, width", *(f"{fact['sublayers']}, {fact['hidden_size']}" for fact in facts)])
-    for name, (measure, needs_attention) in MEASURES.items():
-        without = [needs_attention and model.numbers["depth_attention"] is None for model in models]
-        lines.append([name, *(ABSENT if missing else measure(model) for missing, model in zip(without, models))])
-    return markdown(lines, texts=len(models) + 1)
+    names = ["", "connection", "sublayers, width", *MEASURES]
+    return markdown(list(zip(names, *map(column, models))), texts=len(models) + 1)
 
 
 def write(folder: Path = INSPECTIONS, page: Path = PAGE) -> None:

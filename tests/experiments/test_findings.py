@@ -63,5 +63,26 @@ def test_models_are_named_by_file_and_by_their_own_names_where_there_are_two(tmp
         findings.write(tmp_path / "nothing", tmp_path / "other.md")
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"depth_attention": {}},
+        {"depth_attention": ATTENTION | {"mean": []}},
+        {"magnitudes": None},
+        {"magnitudes": NUMBERS["magnitudes"] | {"gradients": [0.0] * 5}},
+        {"interventions": None},
+        {"model": []},
+    ],
+    ids=str,
+)
+def test_an_inspection_that_lacks_what_the_table_shows_is_named(damage, tmp_path):
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps({"models": [NUMBERS | damage]}))
+    with pytest.raises(
+        ValueError, match=r"one\.json is damaged, or no inspection .*Error\(.*: move it away, or make it"
+    ):
+        findings.read(tmp_path)
+
+
 def test_the_page_shows_the_stored_inspections():
     assert findings.table(findings.read()) in findings.PAGE.read_text()
