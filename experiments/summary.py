@@ -9,15 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-
-import yaml
+from typing import Any
 
 from attnres.analysis.drawing import blank, finish
 from attnres.analysis.tables import update_tables
 from attnres.configuration import count_parameters
 
 from .costs import WAYS, costs_of
-from .harness import deviation_of, markdown, page_of, results_file, spread
+from .harness import deviation_of, markdown, page_of, read_declaration, results_file, spread
 from .scratch import Comparison
 from .tables import at_equal_time
 
@@ -91,21 +90,30 @@ def _is_block(connection: Mapping[str, object]) -> bool:
 
 
 def published() -> list[Lead]:
-    """What others report, in the order of `published.yaml`."""
-    return [
-        Lead(
-            source,
-            fields["sublayers"],
-            fields["width"],
-            float(fields["parameters"]),
-            float(fields["tokens"]),
-            (fields["lead"],),
-            fields.get("deviation"),
-            fields.get("seeds"),
-        )
-        for source, rows in yaml.safe_load(PUBLISHED.read_text()).items()
-        for fields in rows
-    ]
+    """What others report, in the order of `published.yaml`.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    sources = read_declaration(PUBLISHED)
+    try:
+        return [_published(str(source), fields) for source, rows in sources.items() for fields in rows]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{PUBLISHED} lacks a field, or has one that is no number ({error!r}): mend it.") from error
+
+
+def _published(source: str, fields: Mapping[str, Any]) -> Lead:
+    deviation = fields.get("deviation")
+    return Lead(
+        source,
+        int(fields["sublayers"]),
+        int(fields["width"]),
+        float(fields["parameters"]),
+        float(fields["tokens"]),
+        (float(fields["lead"]),),
+        None if deviation is None else float(deviation),
+        fields.get("seeds"),
+    )
 
 
 def write(comparisons: Sequence[Comparison]) -> None:

@@ -66,6 +66,27 @@ def test_what_others_report_is_named_with_its_source():
     assert any(row.endswith("| 32 | 512 | 54M | 123M | 3 | -0.026 ± 0.006 |") for row in table)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("paper: [", "is no YAML"),
+        ("", "holds no fields"),
+        ("paper:", r"lacks a field, or has one that is no number \(TypeError"),
+        ("paper: [{sublayers: 24}]", r"lacks a field, .* \(KeyError\('width'\)\): mend it"),
+        (
+            "paper: [{sublayers: 24, width: 8, parameters: 9e6, tokens: 9e6, lead: low}]",
+            r"no number \(ValueError.*'low'",
+        ),
+    ],
+)
+def test_a_damaged_file_of_what_others_report_is_named(text, message, tmp_path, monkeypatch):
+    (tmp_path / "published.yaml").write_text(text)
+    monkeypatch.setattr(summary, "PUBLISHED", tmp_path / "published.yaml")
+    with pytest.raises(ValueError, match=rf"published\.yaml .*{message}") as error:
+        summary.published()
+    assert "\n" not in str(error.value)
+
+
 def test_the_page_and_its_figure_are_made_from_the_runs(comparison, tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "FOLDER", tmp_path)
     (tmp_path / "results").mkdir()
