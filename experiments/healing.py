@@ -10,17 +10,18 @@ import argparse
 import copy
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attnres.analysis.depth_attention import depth_attention
 from attnres.analysis.tables import update_tables
+from attnres.commands.inspect import Source
 from attnres.conversion import retrofit
 from attnres.residual_attnres import residual_tensors
 from attnres.training.packing import in_blocks
@@ -63,13 +64,27 @@ def load_data(declaration: Declaration, corpus: Path, tokenizer: PreTrainedToken
     Of a text that `experiments claim` prepared: what the model has not seen, and the two halves of `valid.txt`. Else
     `train.txt` of the folder, every tenth document of it kept for selection, and `valid.txt`; documents stand after the
     beginning-of-text token: that is how the stories models were trained.
+
+    Raises:
+        OSError: a text cannot be read.
+        ValueError: one is too short, or the tokenizer has no beginning-of-text token.
     """
     if declaration.text is not None:
         if not prepared_file(declaration.text).exists():
             prepare(declaration.text, corpus)
         data = load(declaration.text, declaration.length, declaration.held_out)
-        seen = declaration.seen // declaration.length
-        return Data(data.order(0, len(data.train))[seen:], data.selection, data.valid)
+        rest = data.order(0, len(data.train))[declaration.seen // declaration.length :]
+        if not len(rest):
+            raise ValueError(
+                f"{declaration.size}: seen is {declaration.seen} tokens, which is all of the {data.train.numel()} that "
+                f"{declaration.text.corpus} gives. Declare less, or a longer text."
+            )
+        return replace(data, train=rest)
+    if tokenizer.bos_token_id is None:
+        raise ValueError(
+            "--checkpoint: its tokenizer has no beginning-of-text token, which each document stands after. "
+            "Name it as bos_token in tokenizer_config.json."
+        )
     train_documents, valid = (read_documents(corpus / f"{name}.txt") for name in ("train", "valid"))
 
     def blocks(documents: list[str], length: int) -> Tensor:
@@ -83,6 +98,18 @@ def load_data(declaration: Declaration, corpus: Path, tokenizer: PreTrainedToken
         blocks(train_documents[::10], declaration.held_out_length),
         blocks(valid, declaration.held_out_length),
     )
+
+
+def load_start(checkpoint: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The pretrained model in float32, whatever it is stored in: bfloat16 loses small updates. And its tokenizer.
+
+    Raises:
+        ValueError: one of them cannot be loaded, or a tensor is missing.
+    """
+    try:
+        return Source(str(checkpoint), tokenizer=str(checkpoint), dtype="float32", device="cpu").load()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--checkpoint: {error}") from error
 
 
 def reconnected(start: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
@@ -226,11 +253,7 @@ def run(options: argparse.Namespace) -> None:
     for option, path in (("--checkpoint", options.checkpoint / "config.json"), ("--corpus", options.corpus)):
         if not path.exists():
             raise ValueError(f"{option}: there is no {path}.")
-    try:
-        start = AutoModelForCausalLM.from_pretrained(options.checkpoint)
-        tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"--checkpoint: {options.checkpoint} cannot be loaded ({error}).") from error
+    start, tokenizer = load_start(options.checkpoint)
     if declaration.text is not None and start.config.vocab_size != declaration.text.vocab_size:
         raise ValueError(
             f"--checkpoint: {options.checkpoint} has a vocabulary of {start.config.vocab_size} tokens, and "

@@ -3,18 +3,21 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from attnres.residual_attnres import residual_tensors
 from attnres.training.runs import sequence_losses
 from attnres.training.text import python_sources, train_tokenizer
 from experiments import healing
+from experiments.command import parse
 from experiments.data import Data
 from experiments.harness import SELECTION_SEED, Planned, Store
 from experiments.healing import Healing
@@ -108,6 +111,51 @@ def test_runs_of_another_model_or_text_are_not_mixed(start, tmp_path):
         Healing(STORIES, start, Data(other, other, other), store).make([("standard", Recipe(steps=0), 0)])
 
 
+@pytest.fixture
+def checkpoint(assets, tmp_path) -> Path:
+    return Path(shutil.copytree(assets / "checkpoints" / "stories260K-hf", tmp_path / "start"))
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(checkpoint):
+    weights = load_file(checkpoint / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"^--checkpoint: .*start is incomplete: it lacks `model\.layers\.1\.mlp\.up_"):
+        healing.load_start(checkpoint)
+
+
+def test_a_model_that_is_stored_in_bfloat16_is_trained_in_float32(checkpoint):
+    AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).save_pretrained(checkpoint)
+    model, _ = healing.load_start(checkpoint)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "message"),
+    [
+        ("config.json", {"intermediate_size": 100}, "has no model that loads.*Use the checkpoint's own config.json"),
+        ("config.json", {"hidden_size": "x"}, "has no configuration that loads.*hidden_size"),
+        ("config.json", {"model_type": "unheard"}, "has no configuration that loads.*unheard"),
+        ("tokenizer.json", None, "has no tokenizer that loads"),
+        ("tokenizer_config.json", {"bos_token": None}, "has no beginning-of-text token.*Name it as bos_token"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_in_one_line(file, fields, message, checkpoint, assets, tmp_path):
+    path = checkpoint / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields if fields else {}))
+    given = [f"--checkpoint={checkpoint}", f"--corpus={assets / 'corpora' / 'tinystories'}"]
+    with pytest.raises(ValueError, match=f"^--checkpoint: .*{message}") as refusal:
+        healing.run(parse(["healing", "--size=tiny", *given, f"--results={tmp_path}/runs.json"]))
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused_in_one_line(checkpoint):
+    for path in checkpoint.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"^--checkpoint: .* has no tokenizer that loads\. [^\n]*$"):
+        healing.load_start(checkpoint)
+
+
 def test_a_text_without_a_block_is_refused(tokenizer, tmp_path):
     for name in ("train", "valid"):
         (tmp_path / f"{name}.txt").write_text("x\n\ny")
@@ -185,7 +233,9 @@ def test_the_command_stores_each_run_resumes_and_writes_the_table(start, tokeniz
     weights = tmp_path / "start" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     process = healing_command(tmp_path, *report)
-    assert process.returncode == 1 and process.stderr.startswith("error: --checkpoint: start cannot be loaded (")
+    assert process.returncode == 1 and process.stderr.startswith(
+        "error: --checkpoint: start has no model that loads. ("
+    )
     process = healing_command(tmp_path, "--seeds", str(SELECTION_SEED))
     assert process.returncode == 2 and "settings are chosen by" in process.stderr
 
@@ -199,6 +249,8 @@ def test_a_model_of_the_claim_goes_on_with_text_that_it_has_not_seen(monkeypatch
     rest = healing.load_data(deep, tmp_path, None).train
     seen = data.order(0, 12)  # of its pretraining
     assert sorted([*seen[:, 0].tolist(), *rest[:, 0].tolist()]) == train[:, 0].tolist()
+    with pytest.raises(ValueError, match=r"seen is 40 tokens, which is all of the 40 that classics"):
+        healing.load_data(replace(deep, seen=40), tmp_path, None)
 
 
 @pytest.mark.parametrize("size", ["stories", "deep", "sixteen"])
