@@ -40,22 +40,13 @@ from .harness import (
     results_file,
     tables_file,
 )
-from .healing_declared import DECLARED, Declaration, Recipe
-from .healing_tables import tables
+from .healing_declared import DECLARED, TRAINED, Declaration, Recipe
+from .healing_tables import open_store, tables
 from .options import PAGES, a_page, a_results_file, a_seed, add_work, chosen
 
 SEEDS = [0, 1, 2]
 DECAY_SHARE = 0.5
 SAME_LOSS = 1e-3  # another processor changes less of it
-
-
-# What `trained` means, by (name of the tensor, is it one of the AttnRes tensors).
-TRAINED: dict[str, Callable[[str, bool], bool]] = {
-    "all": lambda name, attnres: True,
-    "all but key norms": lambda name, attnres: not (attnres and name.endswith("_norm.weight")),
-    "AttnRes": lambda name, attnres: attnres,
-    "norms": lambda name, attnres: not attnres and "norm" in name,
-}
 
 
 def load_data(declaration: Declaration, corpus: Path, tokenizer: PreTrainedTokenizerBase) -> Data:
@@ -241,7 +232,7 @@ def write_all() -> None:
         declaration = Declaration.load(size)
         path = results_file(f"healing-{size}")
         if path.exists():
-            update_tables(page_of("healing"), tables(declaration, Store(path, declaration.setting()), SEEDS))
+            update_tables(page_of("healing"), tables(declaration, open_store(path, declaration), SEEDS))
 
 
 def run(options: argparse.Namespace) -> None:

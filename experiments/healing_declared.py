@@ -1,13 +1,57 @@
 """What `experiments healing` makes: the recipes of `declared/healing/*.yaml`."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from .data import Text
-from .harness import read_declaration
+from .harness import is_rate, read_declaration
 
 DECLARED = Path(__file__).parent / "declared" / "healing"
+
+# What `trained` means, by (name of the tensor, is it one of the AttnRes tensors).
+TRAINED: dict[str, Callable[[str, bool], bool]] = {
+    "all": lambda name, attnres: True,
+    "all but key norms": lambda name, attnres: not (attnres and name.endswith("_norm.weight")),
+    "AttnRes": lambda name, attnres: attnres,
+    "norms": lambda name, attnres: not attnres and "norm" in name,
+}
+SCALES = ("sum", "mean")
+
+
+def is_count(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+def is_share(value: object) -> bool:
+    return isinstance(value, (int, float)) and 0 <= value <= 1
+
+
+_COUNT = (is_count, "a whole number above 0")
+_RATE = (is_rate, "a number above 0 such as 0.0003")
+_SHARE = (is_share, "a number from 0 to 1")
+# Field -> (whether it can have this value, what it must be).
+_RIGHT: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("length", "held_out_length", "held_out", "batch_size", "characters", "vocab_size"), _COUNT),
+    "seen": (lambda value: value == 0 or is_count(value), "a whole number"),
+    "steps": _COUNT,
+    "block_size": (lambda value: value is None or is_count(value), _COUNT[1]),
+    "gated": (lambda value: isinstance(value, bool), "true or false"),
+    "trained": (TRAINED.__contains__, f"one of {', '.join(TRAINED)}"),
+    "rate": _RATE,
+    "attnres_rate": _RATE,
+    "warmup": _SHARE,
+    "scale": (SCALES.__contains__, f"one of {', '.join(SCALES)}"),
+    "alone": _SHARE,
+}
+
+
+def _check(fields: Mapping[str, Any]) -> None:
+    for name, value in fields.items():
+        can_be, what = _RIGHT[name]
+        if not can_be(value):
+            raise ValueError(f"{name} is {value!r}, but must be {what}.")
 
 
 @dataclass(frozen=True)
@@ -23,6 +67,10 @@ class Recipe:
     warmup: float = 0.1  # share of the steps
     scale: str = "sum"
     alone: float = 0.0  # share of the steps that trains the AttnRes tensors alone, before the rest joins
+
+    def check(self) -> None:
+        """Raises ValueError: a value makes no sense."""
+        _check(asdict(self))
 
     @property
     def is_standard(self) -> bool:
@@ -54,15 +102,34 @@ class Declaration:
 
     @classmethod
     def load(cls, size: str) -> "Declaration":
-        """Raises ValueError: it cannot be read, or lacks a field."""
+        """Raises ValueError: it cannot be read, or lacks a field, or a value makes no sense."""
         path = DECLARED / f"{size}.yaml"
         fields = read_declaration(path)
         try:
             sweeps = {title: _recipes(sweep) for title, sweep in fields.pop("sweeps").items()}
             text = Text(**fields.pop("text")) if "text" in fields else None
-            return cls(size, report=_recipes(fields.pop("report")), sweeps=sweeps, text=text, **fields)
+            declaration = cls(size, report=_recipes(fields.pop("report")), sweeps=sweeps, text=text, **fields)
+            declaration.check()
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"{path} declares no recipes ({type(error).__name__}: {error}).") from error
+        return declaration
+
+    def check(self) -> None:
+        """Raises ValueError: a value makes no sense, or a reported recipe has nothing to be compared with."""
+        _check({name: getattr(self, name) for name in ("length", "held_out_length", "batch_size", "seen")})
+        if self.text:
+            characters, vocab_size = self.text.characters, self.text.vocab_size
+            _check({"held_out": self.held_out, "characters": characters, "vocab_size": vocab_size})
+        for title, recipes in {"report": self.report, **self.sweeps}.items():
+            for label, recipe in recipes.items():
+                try:
+                    recipe.check()
+                except ValueError as error:
+                    raise ValueError(f"{title}, {label}: {error}") from error
+        for recipe in self.report.values():
+            self.baseline(recipe)
 
     def setting(self) -> dict[str, Any]:
         """What all runs of a results file have in common."""
@@ -70,9 +137,16 @@ class Declaration:
         return {name: getattr(self, name) for name in ("length", "held_out_length", "batch_size")} | text
 
     def baseline(self, recipe: Recipe) -> Recipe:
-        """What a reported recipe is compared with: the standard model, for as many steps."""
-        candidates = (other for other in self.report.values() if other.is_standard and other.trained == "all")
-        return next(other for other in candidates if other.steps == recipe.steps)
+        """What a reported recipe is compared with: the standard model, for as many steps.
+
+        Raises:
+            ValueError: none is declared.
+        """
+        candidates = [other for other in self.report.values() if other.is_standard and other.trained == "all"]
+        for other in candidates:
+            if other.steps == recipe.steps:
+                return other
+        raise ValueError(f"`report` has no standard model, all of it trained, for {recipe.steps} steps: add one.")
 
 
 def _recipes(fields: dict[str, dict[str, Any]]) -> dict[str, Recipe]:

@@ -1,6 +1,7 @@
 """Healing: recipes train what they name on the same tokens, and the command stores, resumes and tabulates."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -16,13 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from attnres.residual_attnres import residual_tensors
 from attnres.training.runs import sequence_losses
 from attnres.training.text import python_sources, train_tokenizer
-from experiments import healing
+from experiments import healing, healing_declared
 from experiments.command import parse
 from experiments.data import Data
 from experiments.harness import SELECTION_SEED, Planned, Store
 from experiments.healing import Healing
 from experiments.healing_declared import Declaration, Recipe
-from experiments.healing_tables import report_table, tables
+from experiments.healing_tables import depth_table, open_store, report_table, sweep_table, tables
 
 from .. import forks
 
@@ -154,6 +155,77 @@ def test_a_checkpoint_without_a_tokenizer_is_refused_in_one_line(checkpoint):
         path.unlink()
     with pytest.raises(ValueError, match=r"^--checkpoint: .* has no tokenizer that loads\. [^\n]*$"):
         healing.load_start(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("length: a", "length is 'a', but must be a whole number above 0"),
+        ("batch_size: 0", "batch_size is 0, but must be a whole number above 0"),
+        ("seen: -1", "seen is -1, but must be a whole number"),
+        ("text: {corpus: a, vocab_size: 300, characters: 9}", "held_out is None, but must be a whole number above 0"),
+        ("report: {standard: {rate: 3e-4}}", "report, standard: rate is '3e-4', but must be a number above 0 such as"),
+        ("report: {standard: {rate: 0}}", "report, standard: rate is 0, but"),
+        ("report: {standard: {attnres_rate: -1}}", "report, standard: attnres_rate is -1, but"),
+        ('report: {standard: {steps: "3"}}', "report, standard: steps is '3', but"),
+        ("report: {standard: {trained: foo}}", "trained is 'foo', but must be one of all, all but key norms, AttnRes"),
+        ("report: {standard: {warmup: 2}}", "warmup is 2, but must be a number from 0 to 1"),
+        ("report: {standard: {trained: [all]}}", r"declares no recipes \(TypeError: unhashable"),
+        ("sweeps: {rates: {low: {steps: 0}}}", "rates, low: steps is 0, but"),
+        (
+            "report: {Full: {block_size: 1}}",
+            "`report` has no standard model, all of it trained, for 256 steps: add one",
+        ),
+    ],
+)
+def test_a_declaration_that_makes_no_sense_is_named(line, message, tmp_path, monkeypatch):
+    shutil.copy(healing_declared.DECLARED / "tiny.yaml", tmp_path)
+    (tmp_path / "odd.yaml").write_text(f"like: tiny\n{line}")
+    monkeypatch.setattr(healing_declared, "DECLARED", tmp_path)
+    with pytest.raises(ValueError, match=rf"odd\.yaml:? .*{message}"):
+        Declaration.load("odd")
+
+
+FULL = {"recipe": asdict(Recipe(block_size=1)), "seed": 0, "before": 2.0, "after": 1.0, "tokens": 64}
+FULL |= {"depth_attention": [[1.0], [0.4, 0.6]], "distance_from_uniform": 0.1, "text": "0123456789ab"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("recipe", {}),
+        ("recipe", FULL["recipe"] | {"block_size": "1"}),
+        ("recipe", FULL["recipe"] | {"depth": 1}),
+        *[(name, None) for name in ("before", "tokens", "text", "depth_attention", "distance_from_uniform")],
+        ("before", "2.0"),
+        ("depth_attention", [[1.0], ["0.4"]]),
+    ],
+)
+def test_a_stored_run_that_tables_cannot_show_is_named(name, value, tmp_path):
+    path, run = tmp_path / "runs.json", FULL | {name: value}
+    path.write_text(json.dumps({"setting": STORIES.setting(), "runs": [FULL, run]}))
+    with pytest.raises(ValueError, match=rf"runs\.json is damaged \(run 2 has no right {name}\): move it away"):
+        open_store(path, STORIES)
+
+
+def test_tables_leave_out_what_a_run_that_diverged_lacks(tmp_path):
+    """The weights of its depth attention are no numbers, and it is no rival of the others."""
+    store, full = Store(tmp_path / "runs.json", STORIES.setting()), STORIES.report["Full"]
+    lost = {"recipe": asdict(full), "after": math.nan, "distance_from_uniform": math.nan, "depth_attention": [[], []]}
+    for seed, run in enumerate((FULL | {"recipe": asdict(full)}, FULL | lost)):
+        store.add(run | {"seed": seed})
+    assert "| Full | 0.1000 | 0.1000 |" in depth_table(STORIES, open_store(store.path, STORIES), [0, 1])
+
+    def differences() -> list[str]:
+        table = sweep_table(STORIES, store, "standard: rate")
+        return re.findall(r"([^ ]*) \|$", table, re.MULTILINE)[1:]
+
+    losses = dict(zip(STORIES.sweeps["standard: rate"].values(), (math.nan, 1.0, 1.5)))
+    shown = []
+    for recipe, loss in losses.items():
+        store.add({"recipe": asdict(recipe), "seed": SELECTION_SEED, "before": 2.0, "after": loss})
+        shown.append(differences())
+    assert shown[0] == [""] and shown[-1] == ["+nan", "+0.0000", "+0.5000"]
 
 
 def test_a_text_without_a_block_is_refused(tokenizer, tmp_path):
