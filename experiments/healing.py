@@ -8,6 +8,7 @@ one seed and on text that is not reported; those of `report` are measured with o
 
 import argparse
 import copy
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -84,11 +85,13 @@ def load_data(declaration: Declaration, corpus: Path, tokenizer: PreTrainedToken
             raise ValueError(f"{len(stream)} tokens are less than one block of {length}. Give a longer text.")
         return torch.from_numpy(in_blocks(stream, length))
 
-    return Data(
+    parts = (
         blocks([d for i, d in enumerate(train_documents) if i % 10], declaration.length),
         blocks(train_documents[::10], declaration.held_out_length),
         blocks(valid, declaration.held_out_length),
     )
+    tokens = hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts))
+    return Data(*parts, fingerprint=tokens.hexdigest()[:12])
 
 
 def load_start(checkpoint: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -158,28 +161,39 @@ class Healing:
         self.loss_at_step_0 = cache(self._loss_at_step_0)
 
     def make(self, wanted: Sequence[tuple[str, Recipe, int]]) -> None:
-        """Make what the store lacks of (label, recipe, seed)."""
+        """Make what the store lacks of (label, recipe, seed).
+
+        Raises:
+            ValueError: the store holds runs of another model or on another text.
+        """
         plan = [Planned(label, recipe, seed, recipe.steps) for label, recipe, seed in wanted]
-        self._check_start(plan)
+        self._check_stored()
         make_runs(self.store, plan, self._measure, folder=partial(checkpoints, self.work, self._identity))
 
-    def _check_start(self, plan: Sequence[Planned]) -> None:
-        """Raises ValueError: stored runs of the standard model began with another loss."""
-        for selecting in {run.selecting for run in plan}:
-            began = [run["before"] for run in self.store.runs(selecting) if run["recipe"]["block_size"] is None]
-            if not began:
-                continue
-            loss = self.loss_at_step_0(None, False, "sum", selecting)
-            if abs(loss - began[0]) > SAME_LOSS:
+    def _check_stored(self) -> None:
+        """Raises ValueError: the store holds runs on another text, or that began with another loss."""
+        runs = self.store.content["runs"]
+        texts = {run["text"] for run in runs if "text" in run} - {self.data.fingerprint}
+        if texts:
+            raise ValueError(
+                f"{self.store.path} holds runs on another text ({', '.join(sorted(texts))}, not "
+                f"{self.data.fingerprint}). Choose another --results for another --corpus."
+            )
+        for run in runs:
+            block_size, gated, scale = (run["recipe"][name] for name in ("block_size", "gated", "scale"))
+            if scale == "sum":  # every one computes what the standard model does: one measurement is enough
+                block_size, gated = None, False
+            loss, before = self.loss_at_step_0(block_size, gated, scale, run["seed"] == SELECTION_SEED), run["before"]
+            if not abs(loss - before) <= SAME_LOSS:  # `>` would let a NaN pass
                 raise ValueError(
-                    f"{self.store.path} holds runs of a model that begins with a loss of {began[0]:.4f} on its text; "
+                    f"{self.store.path} holds runs of a model that begins with a loss of {before:.4f} on its text; "
                     f"here it is {loss:.4f}. Choose another --results for another --checkpoint or --corpus."
                 )
 
     @property
     def _identity(self) -> dict[str, Any]:
         start = {"size": self.declaration.size, "loss": self.loss_at_step_0(None, False, "sum", False)}
-        return self.declaration.setting() | start
+        return self.declaration.setting() | start | {"tokens": self.data.fingerprint}
 
     def _measure(self, run: Planned, on_step: Callable[[], None], work: Path | None = None) -> dict[str, Any]:
         """One run: held-out loss (nats/token) before and after it, the depth attention, the mean |gamma| of gates."""
@@ -195,6 +209,8 @@ class Healing:
             "seconds": round(time.monotonic() - began, 1),
             "before": self.loss_at_step_0(recipe.block_size, recipe.gated, recipe.scale, run.selecting),
         }
+        if self.data.fingerprint:
+            result["text"] = self.data.fingerprint
         if not recipe.is_standard:
             read = depth_attention(model, held_out[:32].split(16))
             result["depth_attention"] = [[round(w, 4) for w in row[~row.isnan()].tolist()] for row in read.mean]
@@ -239,7 +255,8 @@ def run(options: argparse.Namespace) -> None:
     declaration = Declaration.load(options.size)
     groups = chosen("--groups", options.groups, ["report", *declaration.sweeps])
     recipes = chosen("--recipes", options.recipes, list(declaration.report))
-    store = Store(options.results or results_file(f"healing-{options.size}"), declaration.setting())
+    seeds = list(dict.fromkeys(options.seeds))  # one that is named twice is one run
+    store = open_store(options.results or results_file(f"healing-{options.size}"), declaration)
     page = tables_file(options.tables, "healing", options.size, store.path, bool(options.results))
     for option, path in (("--checkpoint", options.checkpoint / "config.json"), ("--corpus", options.corpus)):
         if not path.exists():
@@ -254,10 +271,9 @@ def run(options: argparse.Namespace) -> None:
     wanted = []
     for group in groups:
         if group == "report":
-            wanted += [(name, declaration.report[name], seed) for seed in options.seeds for name in recipes]
+            wanted += [(name, declaration.report[name], seed) for seed in seeds for name in recipes]
         else:
             sweep = declaration.sweeps[group].items()
             wanted += [(f"{group}: {label}", recipe, SELECTION_SEED) for label, recipe in sweep]
     Healing(declaration, start, data, store, options.work).make(wanted)
-    seeds = options.seeds if options.results else SEEDS
-    update_tables(page, tables(declaration, store, seeds))
+    update_tables(page, tables(declaration, store, seeds if options.results else SEEDS))

@@ -112,6 +112,64 @@ def test_runs_of_another_model_or_text_are_not_mixed(start, tmp_path):
         Healing(STORIES, start, Data(other, other, other), store).make([("standard", Recipe(steps=0), 0)])
 
 
+@pytest.mark.parametrize("seed", [0, SELECTION_SEED])
+@pytest.mark.parametrize(
+    "recipe", [Recipe(block_size=1), Recipe(block_size=2, scale="mean"), Recipe(block_size=1, gated=True)]
+)
+def test_any_stored_run_tells_another_model(recipe, seed, start, tmp_path):
+    """Whatever its connection and its text: a run that is wanted need not share them."""
+    held_out = torch.randint(3, 300, (2, 16), generator=torch.Generator().manual_seed(0))
+    data = Data(held_out, held_out.flip(1), held_out)
+    standard = {"recipe": asdict(Recipe()), "seed": 1, "before": healing.mean_loss(start, data.valid), "after": 1.0}
+
+    def make(before: float) -> None:
+        store = Store(tmp_path / f"{before}.json", {})
+        store.add(standard)
+        store.add({"recipe": asdict(recipe), "seed": seed, "before": before, "after": 1.0})
+        Healing(STORIES, start, data, store).make([("standard", Recipe(), 1)])
+
+    began = healing.mean_loss(healing.reconnected(start, recipe), data.held_out(seed == SELECTION_SEED))
+    make(began)
+    for before in (began + 0.01, math.nan):
+        with pytest.raises(ValueError, match=rf"begins with a loss of {before:.4f} .* Choose another --results"):
+            make(before)
+
+
+@pytest.fixture
+def corpora(tmp_path) -> list[Path]:
+    """Two texts that share `valid.txt`."""
+    documents = [document[:4000] for document in python_sources(60_000)] * 5
+    folders = [tmp_path / name for name in ("one", "other")]
+    for folder, train in zip(folders, (documents, documents[::-1])):
+        folder.mkdir()
+        for name, part in {"train": train, "valid": documents[:9]}.items():
+            (folder / f"{name}.txt").write_text("\n<|endoftext|>\n".join(part))
+    return folders
+
+
+def test_runs_on_another_training_text_are_not_mixed(start, tokenizer, corpora, tmp_path):
+    tiny = Declaration.load("tiny")
+    one, other = (
+        Healing(tiny, start, healing.load_data(tiny, folder, tokenizer), Store(tmp_path / "runs.json", tiny.setting()))
+        for folder in corpora
+    )
+    assert torch.equal(one.data.valid, other.data.valid) and one._identity != other._identity
+    one.make([("standard", tiny.report["standard"], 0)])
+    other.store.read()
+    with pytest.raises(ValueError, match=rf"on another text \({one.data.fingerprint}, not {other.data.fingerprint}\)"):
+        other.make([("standard", tiny.report["standard"], 1)])
+    del other.store.content["runs"][0]["text"]  # as runs of before are stored
+    other._check_stored()
+
+
+def test_a_seed_that_is_named_twice_is_one_run(start, tokenizer, corpora, tmp_path):
+    start.save_pretrained(tmp_path / "start")
+    tokenizer.save_pretrained(tmp_path / "start")
+    paths = [f"--checkpoint={tmp_path}/start", f"--corpus={corpora[0]}", f"--results={tmp_path}/runs.json"]
+    healing.run(parse(["healing", "--size=tiny", *paths, "--groups=report", "--recipes=standard", "--seeds", "0", "0"]))
+    assert "| standard | all | 1,536 | 1 |" in (tmp_path / "runs.md").read_text()
+
+
 @pytest.fixture
 def checkpoint(assets, tmp_path) -> Path:
     return Path(shutil.copytree(assets / "checkpoints" / "stories260K-hf", tmp_path / "start"))
