@@ -10,8 +10,8 @@ import argparse
 import copy
 import hashlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,8 @@ from .harness import (
     results_file,
     tables_file,
 )
-from .healing_declared import DECLARED, TRAINED, Declaration, Recipe
-from .healing_tables import open_store, tables
+from .healing_declared import DECLARED, TRAINED, Declaration, Recipe, is_count
+from .healing_tables import tables
 from .options import PAGES, a_page, a_results_file, a_seed, add_work, chosen
 
 SEEDS = [0, 1, 2]
@@ -150,6 +150,21 @@ def continue_training(
         )
 
 
+def check_run(run: Mapping[str, Any]) -> None:
+    """Raises KeyError, TypeError or ValueError: a stored run is none of healing."""
+    recipe = Recipe(**run["recipe"])
+    recipe.check()
+    if asdict(recipe) != run["recipe"]:
+        raise ValueError("the recipe lacks a field")
+    numbers = [run["before"], run.get("distance_from_uniform", 0.0)]
+    for row in [] if recipe.is_standard else run["depth_attention"]:
+        numbers += row
+    if not all(isinstance(number, float) for number in numbers) or not is_count(run["tokens"]):
+        raise TypeError("before, depth_attention and distance_from_uniform hold numbers, and tokens a whole one")
+    if not isinstance(run.get("text", ""), str):
+        raise TypeError(f"text: {run['text']}")
+
+
 class Healing:
     """The runs of the experiment: made with a pretrained model, from checkpoints in `work` if stopped, and stored."""
 
@@ -248,7 +263,7 @@ def write_all() -> None:
         declaration = Declaration.load(size)
         path = results_file(f"healing-{size}")
         if path.exists():
-            update_tables(page_of("healing"), tables(declaration, open_store(path, declaration), SEEDS))
+            update_tables(page_of("healing"), tables(declaration, Store(path, declaration.setting(), check_run), SEEDS))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -256,7 +271,7 @@ def run(options: argparse.Namespace) -> None:
     groups = chosen("--groups", options.groups, ["report", *declaration.sweeps])
     recipes = chosen("--recipes", options.recipes, list(declaration.report))
     seeds = list(dict.fromkeys(options.seeds))  # one that is named twice is one run
-    store = open_store(options.results or results_file(f"healing-{options.size}"), declaration)
+    store = Store(options.results or results_file(f"healing-{options.size}"), declaration.setting(), check_run)
     page = tables_file(options.tables, "healing", options.size, store.path, bool(options.results))
     for option, path in (("--checkpoint", options.checkpoint / "config.json"), ("--corpus", options.corpus)):
         if not path.exists():

@@ -28,12 +28,14 @@ def is_share(value: object) -> bool:
     return isinstance(value, (int, float)) and 0 <= value <= 1
 
 
+_LENGTH = (lambda value: is_count(value) and value > 1, "a whole number above 1")  # the first token has no loss
 _COUNT = (is_count, "a whole number above 0")
 _RATE = (is_rate, "a number above 0 such as 0.0003")
 _SHARE = (is_share, "a number from 0 to 1")
 # Field -> (whether it can have this value, what it must be).
 _RIGHT: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("length", "held_out_length", "held_out", "batch_size", "characters", "vocab_size"), _COUNT),
+    **dict.fromkeys(("length", "held_out_length"), _LENGTH),
+    **dict.fromkeys(("held_out", "batch_size", "characters"), _COUNT),
     "seen": (lambda value: value == 0 or is_count(value), "a whole number"),
     "steps": _COUNT,
     "block_size": (lambda value: value is None or is_count(value), _COUNT[1]),
@@ -120,8 +122,7 @@ class Declaration:
         """Raises ValueError: a value makes no sense, or a reported recipe has nothing to be compared with."""
         _check({name: getattr(self, name) for name in ("length", "held_out_length", "batch_size", "seen")})
         if self.text:
-            characters, vocab_size = self.text.characters, self.text.vocab_size
-            _check({"held_out": self.held_out, "characters": characters, "vocab_size": vocab_size})
+            _check({"held_out": self.held_out, "characters": self.text.characters})
         for title, recipes in {"report": self.report, **self.sweeps}.items():
             for label, recipe in recipes.items():
                 try:

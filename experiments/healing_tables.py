@@ -1,57 +1,10 @@
 """The tables of `healing.md`, from the stored runs."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 from .harness import SELECTION_SEED, Store, distance_of_means, markdown, spread
-from .healing_declared import Declaration, Recipe, is_count
-
-
-def open_store(path: Path, declaration: Declaration) -> Store:
-    """The runs of a size in a JSON file.
-
-    Raises:
-        ValueError: it holds runs of another setting, or is none of runs that tables can be made of.
-    """
-    store = Store(path, declaration.setting())
-    for number, run in enumerate(store.content["runs"], 1):
-        for name, is_right in _OF_A_RUN.items():
-            if not is_right(run):
-                raise ValueError(f"{path} is damaged (run {number} has no right {name}): move it away.")
-    return store
-
-
-def _has_recipe(run: Mapping[str, Any]) -> bool:
-    try:
-        recipe = Recipe(**run["recipe"])
-        recipe.check()
-    except (TypeError, ValueError):
-        return False
-    return asdict(recipe) == run["recipe"]  # no field is left out
-
-
-def _has_weights(run: Mapping[str, Any]) -> bool:
-    """Whether it has the mean weights of each reader of a retrofit."""
-    rows = [] if run["recipe"]["block_size"] is None else run.get("depth_attention")
-    return isinstance(rows, list) and all(isinstance(row, list) and all(map(_is_number, row)) for row in rows)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float))
-
-
-# Beside what each experiment's runs have: name -> whether this run has it, or may do without it.
-_OF_A_RUN: dict[str, Callable[[Mapping[str, Any]], bool]] = {
-    "recipe": _has_recipe,
-    "before": lambda run: isinstance(run.get("before"), float),
-    "tokens": lambda run: is_count(run.get("tokens")),
-    "text": lambda run: isinstance(run.get("text", ""), str),
-    "depth_attention": _has_weights,
-    "distance_from_uniform": lambda run: _is_number(run.get("distance_from_uniform", 0.0)),
-}
+from .healing_declared import Declaration
 
 
 def tables(declaration: Declaration, store: Store, seeds: Sequence[int]) -> dict[str, str]:

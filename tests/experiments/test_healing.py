@@ -23,7 +23,7 @@ from experiments.data import Data
 from experiments.harness import SELECTION_SEED, Planned, Store
 from experiments.healing import Healing
 from experiments.healing_declared import Declaration, Recipe
-from experiments.healing_tables import depth_table, open_store, report_table, sweep_table, tables
+from experiments.healing_tables import depth_table, report_table, sweep_table, tables
 
 from .. import forks
 
@@ -218,7 +218,8 @@ def test_a_checkpoint_without_a_tokenizer_is_refused_in_one_line(checkpoint):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("length: a", "length is 'a', but must be a whole number above 0"),
+        ("length: a", "length is 'a', but must be a whole number above 1"),
+        ("held_out_length: 1", "held_out_length is 1, but must be a whole number above 1"),
         ("batch_size: 0", "batch_size is 0, but must be a whole number above 0"),
         ("seen: -1", "seen is -1, but must be a whole number"),
         ("text: {corpus: a, vocab_size: 300, characters: 9}", "held_out is None, but must be a whole number above 0"),
@@ -249,21 +250,23 @@ FULL |= {"depth_attention": [[1.0], [0.4, 0.6]], "distance_from_uniform": 0.1, "
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "problem"),
     [
-        ("recipe", {}),
-        ("recipe", FULL["recipe"] | {"block_size": "1"}),
-        ("recipe", FULL["recipe"] | {"depth": 1}),
-        *[(name, None) for name in ("before", "tokens", "text", "depth_attention", "distance_from_uniform")],
-        ("before", "2.0"),
-        ("depth_attention", [[1.0], ["0.4"]]),
+        ("recipe", {}, "ValueError: the recipe lacks a field"),
+        ("recipe", FULL["recipe"] | {"block_size": "1"}, "ValueError: block_size is '1', but must be a whole number"),
+        ("recipe", FULL["recipe"] | {"depth": 1}, "TypeError: .*'depth'"),
+        *[(name, None, "TypeError: ") for name in ("before", "tokens", "depth_attention", "distance_from_uniform")],
+        ("before", "2.0", "TypeError: before, depth_attention and .* hold numbers"),
+        ("depth_attention", [[1.0], ["0.4"]], "TypeError: before, depth_attention and .* hold numbers"),
+        ("text", 1, "TypeError: text: 1"),
     ],
 )
-def test_a_stored_run_that_tables_cannot_show_is_named(name, value, tmp_path):
-    path, run = tmp_path / "runs.json", FULL | {name: value}
+def test_a_stored_run_that_tables_cannot_show_is_named(name, value, problem, tmp_path):
+    path, run = tmp_path / "runs.json", FULL | {"seed": 1, name: value}
     path.write_text(json.dumps({"setting": STORIES.setting(), "runs": [FULL, run]}))
-    with pytest.raises(ValueError, match=rf"runs\.json is damaged \(run 2 has no right {name}\): move it away"):
-        open_store(path, STORIES)
+    given = [f"--results={path}", "--checkpoint=here", "--corpus=here"]
+    with pytest.raises(ValueError, match=rf"runs\.json is damaged \(run 2: {problem}.*\): move it away"):
+        healing.run(parse(["healing", *given]))
 
 
 def test_tables_leave_out_what_a_run_that_diverged_lacks(tmp_path):
@@ -272,7 +275,9 @@ def test_tables_leave_out_what_a_run_that_diverged_lacks(tmp_path):
     lost = {"recipe": asdict(full), "after": math.nan, "distance_from_uniform": math.nan, "depth_attention": [[], []]}
     for seed, run in enumerate((FULL | {"recipe": asdict(full)}, FULL | lost)):
         store.add(run | {"seed": seed})
-    assert "| Full | 0.1000 | 0.1000 |" in depth_table(STORIES, open_store(store.path, STORIES), [0, 1])
+    assert "| Full | 0.1000 | 0.1000 |" in depth_table(
+        STORIES, Store(store.path, STORIES.setting(), healing.check_run), [0, 1]
+    )
 
     def differences() -> list[str]:
         table = sweep_table(STORIES, store, "standard: rate")
