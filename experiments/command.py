@@ -14,6 +14,7 @@ from .harness import Store, results_file, tables_file
 from .options import PAGES, a_count, a_folder, a_page, a_rate, a_results_file, a_seed, add_work, chosen
 from .scratch import Comparison, check_run
 from .scratch_declared import BASELINE, DECLARED, declared
+from .tables import report_table
 
 FROM_SCRATCH = {
     "claim": "attention residuals against the residual stream, dense and deep",
@@ -72,7 +73,7 @@ def run_from_scratch(options: argparse.Namespace) -> None:
     if options.prepare and not options.corpus:
         raise ValueError(f"--prepare needs --corpus, the folder of {experiment.text.corpus}.")
     if options.corpus and not options.corpus.is_dir():
-        raise ValueError(f"--corpus: {options.corpus} is no folder.")
+        raise ValueError(f"--corpus: {options.corpus} is no folder. experiments/README.md says what it holds (Text).")
     if options.corpus:
         check_corpus(experiment.text, options.corpus)
     if options.corpus and (options.prepare or not prepared_file(experiment.text).exists()):
@@ -84,7 +85,7 @@ def run_from_scratch(options: argparse.Namespace) -> None:
     name = f"{experiment.name}-trial" if is_trial else experiment.name
     store = Store(options.results or results_file(name), experiment.setting(), check_run)
     figure = store.path.with_suffix(".png")
-    if figure.exists() and not store.path.exists():
+    if options.costs is None and figure.exists() and not store.path.exists():
         raise ValueError(f"--results: {figure} exists, and the figure of these runs would replace it. Move it away.")
     is_apart = is_trial or bool(options.results)
     page = tables_file(options.tables, options.experiment, options.size, store.path, is_apart)
@@ -99,6 +100,8 @@ def run_from_scratch(options: argparse.Namespace) -> None:
     rates = dict.fromkeys(labels, options.rate) if options.rate else comparison.choose_rates(labels)
     wanted = [(label, rates[label], tokens, seed) for seed in seeds for label in labels]
     comparison.make(wanted, partial(report.write, comparison, tokens, page, rates if options.rate else None))
+    print(report_table(comparison, rates, tokens))
+    print(f"Runs: {store.path}. All tables: {page}. Figure: {figure}.")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -41,7 +41,10 @@ def measure_costs(
     origin, stored = made_by(device), _stored(path) if path.exists() else None
     there, here = (_machine(own) for own in (stored["made_by"] if stored else origin, origin))
     if there != here:
-        raise ValueError(f"{path} holds costs on {there}; this is {here}. Move it away to measure anew.")
+        raise ValueError(
+            f"{path} holds times of another machine ({_words(there)}; this is {_words(here)}): name another file by "
+            "--results, and they go beside it."
+        )
     compiles = " To compile them takes minutes each." if "compiled" in ways else ""
     print(f"Timing a step of {', '.join(labels)}.{compiles}", flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,6 +114,10 @@ def _medians(path: Path, ratios: Any) -> dict[str, dict[str, float]]:
 def _machine(origin: Mapping[str, str]) -> dict[str, str]:
     """What ratios depend on, of what made them."""
     return {name: value for name, value in origin.items() if name in ("torch", "device", "forced_avx512")}
+
+
+def _words(machine: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in machine.items())
 
 
 def _ratio(times: Mapping[tuple[str, str], list[float]], way: tuple[str, str], to: tuple[str, str]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from .harness import deviation_of
 from .scratch import Comparison
 from .scratch_declared import BASELINE
 
-FARTHEST = 0.3  # nats/token: a model that ends farther from the standard one stands at the edge, with its number
+FARTHEST = 0.3  # nats/token: a model that ends farther from the standard one stands at the edge, with its numbers
 SMOOTHED = 3  # points of a curve in one of a difference: single batches differ more than models do
 
 
@@ -29,14 +29,13 @@ def plot(comparison: Comparison, rates: Mapping[str, float], tokens: int, path: 
         if label == BASELINE:
             continue
         leads = [smoothed(points) for points in comparison.leads(label, rates, tokens)]
-        if len(leads) > 1:
-            for points in leads:
-                lower.plot(*zip(*points), color=color, linewidth=0.6, alpha=0.6)
+        for points in leads if len(leads) > 1 else ():
+            lower.plot(*zip(*points), color=color, linewidth=0.6, alpha=0.6)
         lower.plot(*zip(*_mean(leads)), color=color, linewidth=1.5)
     upper.set_ylabel("training loss (nats/token)")
     upper.legend(frameon=False, fontsize=8)
     lower.axhline(0, color="gray", linewidth=0.8)
-    lower.set_ylabel("minus standard, within seeds")
+    lower.set_ylabel("minus standard\n(thin: a seed)")
     lower.set_xlabel("step")
     for axes in (upper, lower):
         axes.grid(alpha=0.3)
@@ -48,10 +47,10 @@ def _mean(curves: Sequence[Points]) -> Points:
 
 
 def smoothed(points: Points) -> Points:
-    """Means of so many neighbouring points; what is left at the end goes into the last."""
+    """Means of so many neighbouring points, in their middle; what is left at the end goes into the last."""
     groups = [points[i : i + SMOOTHED] for i in range(0, len(points) - SMOOTHED + 1, SMOOTHED)] or [points]
     groups[-1] = points[len(groups[:-1]) * SMOOTHED :]
-    return [(group[-1][0], mean(value for _, value in group)) for group in groups]
+    return [(mean(step for step, _ in group), mean(value for _, value in group)) for group in groups]
 
 
 def plot_beside_paper(comparison: Comparison, rates: Mapping[str, float], tokens: int, path: Path) -> None:
@@ -65,14 +64,15 @@ def plot_beside_paper(comparison: Comparison, rates: Mapping[str, float], tokens
             edge = math.copysign(FARTHEST, mean(differences))
             axes.plot(edge, row, ">" if edge > 0 else "<", color="tab:blue")
             place = {"xytext": (-math.copysign(8, edge), 0), "ha": "right" if edge > 0 else "left", "va": "center"}
-            axes.annotate(f"{mean(differences):+.2f}", (edge, row), textcoords="offset points", **place)
+            seeds = ", ".join(f"{difference:+.2f}" for difference in differences)
+            axes.annotate(seeds, (edge, row), textcoords="offset points", **place)
         else:
             axes.plot(differences, [row] * len(differences), "|", color="tab:blue", markersize=9)
             axes.plot(mean(differences), row, "o", color="tab:blue", fillstyle=_fill(differences))
         if label in published:
             axes.plot(published[label], row, "D", color="tab:orange", fillstyle="none")
     axes.plot([], [], "o", color="tab:blue", label="here: mean, and each seed")
-    if any(len(differences) == 1 for differences in found.values()):
+    if any(len(differences) == 1 and abs(differences[0]) <= FARTHEST for differences in found.values()):
         axes.plot([], [], "o", color="tab:blue", fillstyle="none", label="here: one seed")
     axes.plot([], [], "D", color="tab:orange", fillstyle="none", label="paper, 436M parameters")
     axes.axvline(0, color="gray", linewidth=0.8)

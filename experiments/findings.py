@@ -143,3 +143,4 @@ def write(folder: Path = INSPECTIONS, page: Path = PAGE) -> None:
     if not models:
         raise FileNotFoundError(f"{folder} holds no inspections: copy inspection.json of `attnres inspect` there.")
     update_tables(page, {"findings": table(models)})
+    print(f"Written from {len(models)} models: the table of {page}.")

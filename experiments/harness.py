@@ -30,6 +30,7 @@ from attnres.files import atomic_write, locked
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+SECONDS_BETWEEN_LINES = 60
 TINY = "tiny"  # the size that tries the whole path, and is never reported
 SELECTION_SEED = 10  # of the runs that settings are chosen by, on text that is not reported
 ROOT = Path(__file__).parents[1]
@@ -254,6 +255,7 @@ def make_runs(
     console.print(f"Runs stored: {len(plan) - len(missing)} of {len(plan)}.{_to_make(missing)}", highlight=False)
     if not missing:
         on_stored()
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left:"))
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         bar = progress.add_task("", total=sum(run.steps for run in missing))
@@ -280,14 +282,15 @@ def _to_make(missing: Sequence[Planned], named: int = 4) -> str:
 
 
 def _steps_of(run: Planned, advance: Callable[[], None], console: Console) -> Callable[[], None]:
-    """`advance`, which moves a bar on a terminal; in a file there is a line for each twentieth of the run."""
-    done = 0
+    """`advance`, which moves a bar on a terminal; in a file there is a line from time to time."""
+    done, said = 0, time.monotonic()
 
     def step() -> None:
-        nonlocal done
+        nonlocal done, said
         done += 1
         advance()
-        if not console.is_terminal and done % math.ceil(run.steps / 20) == 0:
+        if not console.is_terminal and time.monotonic() - said >= SECONDS_BETWEEN_LINES:
+            said = time.monotonic()
             print(f"{time.strftime('%H:%M:%S')} {run}: step {done} of {run.steps}", flush=True)
 
     return step

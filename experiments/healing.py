@@ -292,3 +292,4 @@ def run(options: argparse.Namespace) -> None:
             wanted += [(f"{group}: {label}", recipe, SELECTION_SEED) for label, recipe in sweep]
     Healing(declaration, start, data, store, options.work).make(wanted)
     update_tables(page, tables(declaration, store, seeds if options.results else SEEDS))
+    print(f"Runs: {store.path}. Tables: {page}.")

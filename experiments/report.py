@@ -75,4 +75,7 @@ def write_all() -> None:
     write_gains()
     summary.write(comparisons)
     healing.write_all()
-    print(f"Written from the stored runs: tables and figures of {len(comparisons)} comparisons, and those of healing.")
+    pages = f"{page_of('RESULTS')} and of the pages beside it"
+    print(
+        f"Written from the stored runs of {len(comparisons)} comparisons and of healing: tables and figures of {pages}."
+    )

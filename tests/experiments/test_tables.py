@@ -110,7 +110,7 @@ def test_the_lead_is_of_the_seeds_that_both_have(tmp_path):
     ]
     assert comparison.differences("Full", rates, 64) == [0.25]
     plot(comparison, rates, 64, tmp_path / "curves.svg")
-    assert {"standard (seeds: 2)", "Full (seeds: 2)", "minus standard, within seeds"} <= words(tmp_path / "curves.svg")
+    assert {"standard (seeds: 2)", "Full (seeds: 2)", "(thin: a seed)"} <= words(tmp_path / "curves.svg")
 
 
 def test_what_is_reported_has_the_rate_of_the_sweep(tmp_path):
