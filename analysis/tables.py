@@ -1,5 +1,6 @@
 """Tables of results in Markdown files, written in place between marks."""
 
+import os
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ def update_tables(path: Path, tables: dict[str, str]) -> None:
         ValueError: a mark has no end, or another mark before it, or stands there twice, or the file is no text; it is
             left as it is.
     """
+    path = Path(os.path.realpath(path))  # by a link it is the same page
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.with_name(f".{path.name}.lock"), path, wait=True):  # others may write other tables of the page
         atomic_write(path, _with_tables(path, _read(path), tables))

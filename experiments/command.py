@@ -86,7 +86,7 @@ def run_from_scratch(options: argparse.Namespace) -> None:
     store = Store(options.results or results_file(name), experiment.setting(), check_run)
     figure = store.path.with_suffix(".png")
     if options.costs is None and figure.exists() and not store.path.exists():
-        raise ValueError(f"--results: {figure} exists, and the figure of these runs would replace it. Move it away.")
+        raise ValueError(f"{figure} exists, and the figure of these runs would replace it. Move it away.")
     is_apart = is_trial or bool(options.results)
     page = tables_file(options.tables, options.experiment, options.size, store.path, is_apart)
     tokens, seeds = options.tokens or experiment.tokens, options.seeds or experiment.seeds
@@ -96,12 +96,14 @@ def run_from_scratch(options: argparse.Namespace) -> None:
         report.write(Comparison(experiment, store), tokens, page)
         return
     data = load(experiment.text, experiment.length, experiment.held_out)
+    for length in (experiment.sweep_tokens, tokens):  # found before a sweep, not after it
+        data.check(experiment.steps(length) * experiment.batch_size)
     comparison = Comparison(experiment, store, data, options.work, options.device, options.keep, options.compile)
     rates = dict.fromkeys(labels, options.rate) if options.rate else comparison.choose_rates(labels)
     wanted = [(label, rates[label], tokens, seed) for seed in seeds for label in labels]
     comparison.make(wanted, partial(report.write, comparison, tokens, page, rates if options.rate else None))
     print(report_table(comparison, rates, tokens))
-    print(f"Runs: {store.path}. All tables: {page}. Figure: {figure}.")
+    print(f"Runs: {store.path}. All tables: {page}." + (f" Figure: {figure}." if figure.exists() else ""))
 
 
 def main(arguments: list[str] | None = None) -> None:

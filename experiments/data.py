@@ -69,17 +69,21 @@ class Data:
         """The `wanted` training sequences of a seed: all of them in a shuffled order, then all in another, ...
 
         Raises:
-            ValueError: they are more than [`MOST_PASSES`] over the text.
+            ValueError: as [`check`].
         """
+        self.check(wanted)
+        generator = torch.Generator().manual_seed(seed)
+        epochs = -(-wanted // len(self.train))
+        order = torch.cat([torch.randperm(len(self.train), generator=generator) for _ in range(epochs)])
+        return self.train[order[:wanted]]
+
+    def check(self, wanted: int) -> None:
+        """Raises ValueError: so many training sequences are more than [`MOST_PASSES`] over the text."""
         if wanted > MOST_PASSES * len(self.train):
             raise ValueError(
                 f"{wanted:,} sequences are more than {MOST_PASSES:,} passes over the {len(self.train):,} of the text: "
                 "train on fewer tokens, or on a longer text."
             )
-        generator = torch.Generator().manual_seed(seed)
-        epochs = -(-wanted // len(self.train))
-        order = torch.cat([torch.randperm(len(self.train), generator=generator) for _ in range(epochs)])
-        return self.train[order[:wanted]]
 
 
 def prepared_file(text: Text, out: Path = PREPARED) -> Path:

@@ -37,9 +37,13 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "experiments"  # of the pages, and of stored runs in `results`
 
 
+def is_number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
 def is_rate(value: object) -> bool:
     """Whether it can be a learning rate."""
-    return isinstance(value, (int, float)) and 0 < value < math.inf
+    return is_number(value) and 0 < value < math.inf
 
 
 def is_seed(value: object) -> bool:
@@ -78,7 +82,8 @@ class Store:
                 changed = [name for name in other.keys() | own.keys() if other.get(name) != own.get(name)]
                 values = "; ".join(f"{name}: {other.get(name)}, not {own.get(name)}" for name in sorted(changed))
                 raise ValueError(
-                    f"{self.path} holds runs of another setting ({values}). Move it away, or choose another --results."
+                    f"{self.path} holds runs of another setting ({values}). Move it away, and the figure beside it, or "
+                    "choose another --results."
                 )
             self.content = content
 
@@ -86,8 +91,10 @@ class Store:
         seen = []
         for number, run in enumerate(runs if isinstance(runs, list) else [runs], 1):
             try:
-                if not isinstance(run["after"], float) or not (is_seed(run["seed"]) or run["seed"] == SELECTION_SEED):
-                    raise TypeError("after is a number, and seed a whole one")
+                if not is_number(run["after"]) or not (is_seed(run["seed"]) or run["seed"] == SELECTION_SEED):
+                    raise TypeError("after must be a number, and seed a whole one")
+                if not isinstance(run.get("text", ""), str):
+                    raise TypeError("text must be a fingerprint")
                 if (own := (dict(run["recipe"]), run["seed"])) in seen:
                     raise ValueError("there twice")
                 self.check(run)

@@ -36,6 +36,7 @@ from .harness import (
     Planned,
     Store,
     checkpoints,
+    is_number,
     make_runs,
     page_of,
     results_file,
@@ -159,10 +160,8 @@ def check_run(run: Mapping[str, Any]) -> None:
     numbers = [run["before"], run.get("distance_from_uniform", 0.0)]
     for row in [] if recipe.is_standard else run["depth_attention"]:
         numbers += row
-    if not all(isinstance(number, float) for number in numbers) or not is_count(run["tokens"]):
-        raise TypeError("before, depth_attention and distance_from_uniform hold numbers, and tokens a whole one")
-    if not isinstance(run.get("text", ""), str):
-        raise TypeError(f"text: {run['text']}")
+    if not all(map(is_number, numbers)) or not is_count(run["tokens"]):
+        raise TypeError("before, depth_attention and distance_from_uniform must hold numbers, and tokens a whole one")
 
 
 class Healing:

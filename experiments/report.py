@@ -30,6 +30,12 @@ def write(comparison: Comparison, tokens: int, page: Path, rates: Mapping[str, f
     Args:
         rates: of the connections that it shows; by default all that have runs, with the rates of the sweeps.
     """
+    with comparison.store.held():  # of several processes that add to it the last one to write shows the runs of all
+        comparison.store.read()
+        _write(comparison, tokens, page, rates)
+
+
+def _write(comparison: Comparison, tokens: int, page: Path, rates: Mapping[str, float] | None) -> None:
     reported = rates or comparison.reported(tokens)
     if BASELINE not in reported:
         return
@@ -39,12 +45,7 @@ def write(comparison: Comparison, tokens: int, page: Path, rates: Mapping[str, f
     update_tables(page, tables(comparison, tokens, reported))
     if len(reported) < 2:
         return
-    with comparison.store.held():  # another process that adds to it draws the same figures
-        draw(comparison, reported, tokens, comparison.store.path.with_suffix(".png"))
-
-
-def draw(comparison: Comparison, reported: Mapping[str, float], tokens: int, figure: Path) -> None:
-    """The figure of these connections; beside the paper, if it has them, and by block sizes, if there are several."""
+    figure = comparison.store.path.with_suffix(".png")
     if not comparison.experiment.published:
         plot(comparison, reported, tokens, figure)
         return

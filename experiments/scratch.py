@@ -25,7 +25,7 @@ from attnres.training.balance import ExpertBalance, routers
 from attnres.training.runs import Run, sequence_losses, train
 
 from .data import Data, tokenizer_folder
-from .harness import SELECTION_SEED, Planned, Store, checkpoints, is_rate, make_runs
+from .harness import SELECTION_SEED, Planned, Store, checkpoints, is_number, is_rate, make_runs
 from .scratch_declared import BASELINE, Experiment, Recipe
 
 BEYOND = 2.0  # a sweep whose best rate is the last one tried goes on by this factor
@@ -45,10 +45,8 @@ def check_run(run: Mapping[str, Any]) -> None:
     recipe = Recipe(**run["recipe"])
     if not (is_rate(recipe.rate) and type(recipe.tokens) is int and isinstance(recipe.connection, dict)):
         raise ValueError(f"recipe: {run['recipe']}")
-    if not run["curve"] or not all(type(step) is int and isinstance(loss, float) for step, loss in run["curve"]):
-        raise ValueError("the curve holds pairs of a step and a loss")
-    if not isinstance(run.get("text", ""), str):
-        raise TypeError(f"text: {run['text']}")
+    if not run["curve"] or not all(type(step) is int and is_number(loss) for step, loss in run["curve"]):
+        raise ValueError("the curve must hold pairs of a step and a loss")
 
 
 class WholeRunBalance(ExpertBalance):
@@ -106,19 +104,25 @@ def measure(
         result["text"] = data.fingerprint
     if compiled:
         result["compiled"] = True
-    if routers(model):
-        # None after a resume with no step left.
-        result |= {name: round(value, 4) for name, value in balance.metrics().items() if name == ENTROPY}
+    if ENTROPY in (metrics := balance.metrics()):  # there are experts, and a resume has left a step to measure them in
+        result[ENTROPY] = round(metrics[ENTROPY], 4)
     result["seconds"] = round(time.monotonic() - began, 1)
     if getattr(model.config, "residual_connection", None) == "attn_res" and math.isfinite(result["after"]):
         weights = depth_attention(model, held_out[:32].split(16)).mean
         result["depth_attention"] = [[round(w, 4) for w in row[~row.isnan()].tolist()] for row in weights]
     if keep is not None:
-        with atomic_directory(keep, overwrite=False, marker=CONFIG_NAME) as stage:
-            model.save_pretrained(stage)
-            if (tokenizer := tokenizer_folder(experiment.text)).is_dir():
-                shutil.copytree(tokenizer, stage, dirs_exist_ok=True)
+        _keep(model, tokenizer_folder(experiment.text), keep)
     return result
+
+
+def _keep(model: PreTrainedModel, tokenizer: Path, out: Path) -> None:
+    try:
+        with atomic_directory(out, overwrite=False, marker=CONFIG_NAME) as stage:
+            model.save_pretrained(stage)
+            if tokenizer.is_dir():
+                shutil.copytree(tokenizer, stage, dirs_exist_ok=True)
+    except FileExistsError:  # the run is worth more than that
+        print(f"Another process has made {out} meanwhile: this model is not kept.")
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,7 @@ class Comparison:
         Raises:
             ValueError: the store holds runs on another text of the same name.
         """
+        self.store.read()
         texts = {run["text"] for run in self.store.content["runs"] if "text" in run}
         if self.data and texts - {self.data.fingerprint}:
             raise ValueError(
@@ -153,7 +158,10 @@ class Comparison:
             kept = self._kept(run)
             is_stored = self.store.find(run.recipe, run.seed)
             if kept and not is_stored and os.path.lexists(kept):
-                raise ValueError(f"--keep: {kept} exists, and the model of {run} would go there. Move it away.")
+                raise ValueError(
+                    f"--keep: {kept} exists, perhaps of a call that was stopped before it stored the run; the model of "
+                    f"{run} would go there. Move it away."
+                )
             if kept and is_stored and not kept.exists():
                 print(f"{run} is stored in {self.store.path}: it is not made again, and its model is not kept.")
         folder = partial(checkpoints, self.work, self._identity)

@@ -73,6 +73,7 @@ def train(
             per_device_train_batch_size=run.batch_size,
             max_grad_norm=1.0,
             logging_steps=max(1, run.steps // 50),
+            logging_nan_inf_filter=False,  # it would show a loss of 0 where the model diverged
             save_strategy="no",  # by the clock instead
             save_total_limit=1,
             report_to="none",

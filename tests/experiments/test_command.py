@@ -37,7 +37,7 @@ def test_a_trial_is_stored_in_a_file_of_its_own(trial, monkeypatch):
 
 def test_a_picture_that_runs_would_replace_is_named_first(tmp_path):
     (tmp_path / "cat.png").write_bytes(b"a cat")
-    with pytest.raises(ValueError, match=r"--results: .*cat\.png exists, .*Move it away"):
+    with pytest.raises(ValueError, match=r"cat\.png exists, .*Move it away"):
         run_from_scratch(parse(["claim", "--size", "cpu", f"--results={tmp_path}/cat.json"]))
 
 
@@ -73,6 +73,8 @@ def test_the_command_trains_stores_and_goes_on(assets, tmp_path):
     page = (tmp_path / "page.md").read_text()
     assert re.search(r"\| Full \| 0.004 \| 2 \| .* ± .* \| .* ± .* \|", page)
     assert "The sweep was not made." in page
+    assert "| Full | 0.004 | 2 |" in done.stdout, "what came out"
+    assert f"Runs: {tmp_path / 'r' / 'runs.json'}. All tables: {tmp_path / 'page.md'}. Figure: " in done.stdout
     again = run(tmp_path, *shorter, "--keep", tmp_path / "others")
     assert "Runs stored: 6 of 6." in again.stdout and "its model is not kept" in again.stdout
     assert not (tmp_path / "others").exists()

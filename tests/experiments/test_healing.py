@@ -258,7 +258,7 @@ FULL |= {"depth_attention": [[1.0], [0.4, 0.6]], "distance_from_uniform": 0.1, "
         *[(name, None, "TypeError: ") for name in ("before", "tokens", "depth_attention", "distance_from_uniform")],
         ("before", "2.0", "TypeError: before, depth_attention and .* hold numbers"),
         ("depth_attention", [[1.0], ["0.4"]], "TypeError: before, depth_attention and .* hold numbers"),
-        ("text", 1, "TypeError: text: 1"),
+        ("text", 1, "TypeError: text must be"),
     ],
 )
 def test_a_stored_run_that_tables_cannot_show_is_named(name, value, problem, tmp_path):

@@ -142,6 +142,24 @@ def test_models_of_two_experiments_are_kept_apart(data, tmp_path):
     assert kept.is_symlink() and not comparison.store.content["runs"], "found before anything is trained"
 
 
+def test_a_run_is_stored_though_its_model_cannot_be_kept(data, tmp_path, monkeypatch, capsys):
+    """Another process, with another file of runs, has kept the same model meanwhile."""
+    kept = tmp_path / "tiny-standard_rate_0.001_64_tokens_seed_0"
+    comparison = Comparison(replace(SMALL, name="tiny"), Store(tmp_path / "runs.json", {}), data, keep=tmp_path)
+    monkeypatch.setattr(scratch, "train", lambda *arguments, **more: kept.mkdir() or [(1, 2.0)])
+    comparison.make([("standard", 1e-3, 64, 0)])
+    assert len(comparison.store.content["runs"]) == 1 and not list(kept.iterdir())
+    assert f"Another process has made {kept} meanwhile" in capsys.readouterr().out
+
+
+def test_a_page_shows_the_runs_of_all_processes_whoever_writes_it_last(tmp_path):
+    first = stored(SMALL, tmp_path / "runs.json", [("standard", 1e-3, 64, 0, 5.0), ("Full", 1e-3, 64, 0, 4.0)])
+    runs = [(label, 1e-3, 64, 1, loss) for label, loss in (("standard", 5.0), ("Full", 4.5))]
+    stored(SMALL, tmp_path / "runs.json", runs)  # another process
+    report.write(first, 64, tmp_path / "page.md")
+    assert "| Full | 0.001 | 2 |" in (tmp_path / "page.md").read_text()
+
+
 @pytest.mark.slow
 def test_a_compiled_run_is_the_same_run(data):
     connection = {"residual_connection": "identity_hc"}

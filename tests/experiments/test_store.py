@@ -13,6 +13,7 @@ from experiments.scratch_declared import Recipe
 
 from .stored_runs import SMALL, planned
 
+TEXT = '"text": 5'
 RUN = '{"recipe": {}, "seed": 0, "after": 1.0}'
 
 
@@ -82,10 +83,11 @@ def test_a_damaged_file_of_runs_is_named_and_stays(content, tmp_path):
         ('{"a": 1}', "run 1: KeyError: 'after'"),
         ("[1]", "run 1: TypeError"),
         (f"[{RUN}, {RUN}]", "run 2: ValueError: there twice"),
-        (f"[{RUN}, {RUN.replace('1.0', 'null')}]", "run 2: TypeError: after is a number"),
-        (f"[{RUN.replace('0,', '-1,')}]", "run 1: TypeError: after is a number, and seed a whole one"),
+        (f"[{RUN}, {RUN.replace('1.0', 'null')}]", "run 2: TypeError: after must be a number"),
+        (f"[{RUN.replace('0,', '-1,')}]", "run 1: TypeError: after must be a number, and seed a whole one"),
         (f"[{RUN.replace('0,', 'true,')}]", "run 1: TypeError"),
         (f"[{RUN.replace('{}', '5')}]", "run 1: TypeError"),
+        (f"[{RUN[:-1]}, {TEXT}}}]", "run 1: TypeError: text must be a fingerprint"),
     ],
 )
 def test_a_file_of_runs_that_lack_something_is_named(runs, lacks, tmp_path):
@@ -105,7 +107,6 @@ def test_a_file_of_runs_that_lack_something_is_named(runs, lacks, tmp_path):
         {"curve": []},
         {"curve": [[1]]},
         {"curve": [[1, "2.0"]]},
-        {"text": ["a"]},
     ],
 )
 def test_a_stored_run_from_scratch_has_what_its_tables_need(change, tmp_path):
@@ -113,6 +114,8 @@ def test_a_stored_run_from_scratch_has_what_its_tables_need(change, tmp_path):
     whole = {"recipe": {"connection": {}, "rate": 0.008, "tokens": 64}, "curve": [[1, 2.0]], **json.loads(RUN)}
     whole["recipe"] = {"connection": {}, "rate": 0.008, "tokens": 64}
     path.write_text(json.dumps({"setting": {}, "runs": [whole]}))
+    assert Store(path, {}, check_run).content["runs"] == [whole]
+    path.write_text(json.dumps({"setting": {}, "runs": [whole | {"after": 1}]}))  # as another tool may write 1.0
     assert Store(path, {}, check_run).content["runs"] == [whole]
     path.write_text(json.dumps({"setting": {}, "runs": [whole, whole | {"seed": 1} | change]}))
     with pytest.raises(ValueError, match=r"runs\.json is damaged \(run 2: .*: move it away"):

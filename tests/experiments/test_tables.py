@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from experiments import report
-from experiments.figures import block_sizes, gains, plot, plot_beside_paper, plot_block_sizes, plot_gains
+from experiments.figures import block_sizes, gains, plot, plot_beside_paper, plot_block_sizes, plot_gains, smoothed
 from experiments.harness import SELECTION_SEED
 from experiments.scratch import Comparison
 from experiments.tables import lead_table, lost, report_table
@@ -111,6 +111,11 @@ def test_the_lead_is_of_the_seeds_that_both_have(tmp_path):
     assert comparison.differences("Full", rates, 64) == [0.25]
     plot(comparison, rates, 64, tmp_path / "curves.svg")
     assert {"standard (seeds: 2)", "Full (seeds: 2)", "(thin: a seed)"} <= words(tmp_path / "curves.svg")
+
+
+def test_a_mean_of_points_stands_in_their_middle():
+    assert smoothed([(10 * n, float(n)) for n in range(1, 9)]) == [(20, 2.0), (60, 6.0)]
+    assert smoothed([(10, 1.0), (20, 2.0)]) == [(15, 1.5)]
 
 
 def test_what_is_reported_has_the_rate_of_the_sweep(tmp_path):

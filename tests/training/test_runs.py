@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +32,11 @@ def test_the_seed_alone_decides_a_run_and_the_loss_falls(tiny_model):
     assert all(torch.equal(a, b) for a, b in zip(model_a.parameters(), model_b.parameters()))
     assert first[-1][1] < first[0][1] - 0.1
     assert first[-1][0] == 12
+
+
+def test_a_run_that_diverges_has_no_loss_of_zero(tiny_model):
+    points = train(tiny_model(), random_blocks(16), Run(steps=4, batch_size=4, learning_rate=1e30))
+    assert math.isfinite(points[0][1]) and not math.isfinite(points[-1][1])
 
 
 def test_sequence_losses_average_to_the_models_loss(tiny_model):
