@@ -118,6 +118,10 @@ class Store:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         return FileLock(self.path.with_suffix(".lock"))
 
+    def other_texts(self, fingerprint: str) -> list[str]:
+        """The fingerprints of texts that its runs are on, beside this one; the oldest runs name none."""
+        return sorted({run["text"] for run in self.content["runs"] if "text" in run} - {fingerprint})
+
     def add(self, run: dict[str, Any]) -> None:
         """Add a run to what the file holds by now."""
         with self.held():

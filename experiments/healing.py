@@ -186,14 +186,12 @@ class Healing:
 
     def _check_stored(self) -> None:
         """Raises ValueError: the store holds runs on another text, or that began with another loss."""
-        runs = self.store.content["runs"]
-        texts = {run["text"] for run in runs if "text" in run} - {self.data.fingerprint}
-        if texts:
+        if texts := self.store.other_texts(self.data.fingerprint):
             raise ValueError(
-                f"{self.store.path} holds runs on another text ({', '.join(sorted(texts))}, not "
+                f"{self.store.path} holds runs on another text ({', '.join(texts)}, not "
                 f"{self.data.fingerprint}). Choose another --results for another --corpus."
             )
-        for run in runs:
+        for run in self.store.content["runs"]:
             block_size, gated, scale = (run["recipe"][name] for name in ("block_size", "gated", "scale"))
             if scale == "sum":  # every one computes what the standard model does: one measurement is enough
                 block_size, gated = None, False

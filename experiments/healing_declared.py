@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .data import Text
-from .harness import is_rate, read_declaration
+from .harness import is_number, is_rate, read_declaration
 
 DECLARED = Path(__file__).parent / "declared" / "healing"
 
@@ -25,7 +25,7 @@ def is_count(value: object) -> bool:
 
 
 def is_share(value: object) -> bool:
-    return isinstance(value, (int, float)) and 0 <= value <= 1
+    return is_number(value) and 0 <= value <= 1
 
 
 _LENGTH = (lambda value: is_count(value) and value > 1, "a whole number above 1")  # the first token has no loss

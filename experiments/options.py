@@ -60,7 +60,7 @@ def _a_file(text: str, suffix: str, use: str) -> Path:
     path = Path(text)
     if path.suffix != suffix or path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is no {suffix} file, which {use}")
-    if path.is_symlink():  # it is the file that is replaced, not the link
+    if path.is_symlink():  # what goes beside it goes beside the file
         path = Path(os.path.realpath(path))
     a_folder(str(path.parent))
     return path

@@ -147,11 +147,10 @@ class Comparison:
             ValueError: the store holds runs on another text of the same name.
         """
         self.store.read()
-        texts = {run["text"] for run in self.store.content["runs"] if "text" in run}
-        if self.data and texts - {self.data.fingerprint}:
+        if self.data and (texts := self.store.other_texts(self.data.fingerprint)):
             raise ValueError(
                 f"{self.store.path} holds runs on another {self.experiment.text.corpus} "
-                f"({', '.join(sorted(texts))}, not {self.data.fingerprint}): choose another --results."
+                f"({', '.join(texts)}, not {self.data.fingerprint}): choose another --results."
             )
         plan = [self._planned(*run) for run in wanted]
         for run in plan:

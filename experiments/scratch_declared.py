@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from attnres.configuration import load
 
 from .data import Text
-from .harness import SELECTION_SEED, is_rate, is_seed, read_declaration
+from .harness import SELECTION_SEED, is_number, is_rate, is_seed, read_declaration
 
 DECLARED = Path(__file__).parent / "declared"
 BASELINE = "standard"
@@ -91,7 +91,7 @@ class Experiment:
             if not is_seed(seed):
                 raise ValueError(f"a seed is {seed!r}, no whole number but {SELECTION_SEED}, which chooses settings.")
         for label, lead in self.published.items():
-            if type(lead) not in (int, float) or not math.isfinite(lead):
+            if not is_number(lead) or not math.isfinite(lead):
                 raise ValueError(f"published: of {label} it is {lead!r}, no number of nats such as -0.02.")
         self._check_connections()
         if self.costs:

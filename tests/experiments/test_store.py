@@ -111,8 +111,8 @@ def test_a_file_of_runs_that_lack_something_is_named(runs, lacks, tmp_path):
 )
 def test_a_stored_run_from_scratch_has_what_its_tables_need(change, tmp_path):
     path = tmp_path / "runs.json"
-    whole = {"recipe": {"connection": {}, "rate": 0.008, "tokens": 64}, "curve": [[1, 2.0]], **json.loads(RUN)}
-    whole["recipe"] = {"connection": {}, "rate": 0.008, "tokens": 64}
+    recipe = {"connection": {}, "rate": 0.008, "tokens": 64}
+    whole = json.loads(RUN) | {"recipe": recipe, "curve": [[1, 2.0]]}
     path.write_text(json.dumps({"setting": {}, "runs": [whole]}))
     assert Store(path, {}, check_run).content["runs"] == [whole]
     path.write_text(json.dumps({"setting": {}, "runs": [whole | {"after": 1}]}))  # as another tool may write 1.0
