@@ -11,11 +11,12 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from attnres.analysis.inspection import inspect_model
 from attnres.analysis.report import PAGE, fill, report_directory
 from attnres.analysis.text import language_reference, read_text
+from attnres.conversion.tokenizers import load_tokenizer
 from attnres.loading_attnres import check_shapes, explain_broken_shard
 from attnres.quiet import quiet_transformers
 from attnres.wording import counted
@@ -38,10 +39,12 @@ class Source:
         with _explained(self.name, "configuration"):
             AutoConfig.from_pretrained(self.name, revision=self.revision, **shared)
         name = self.tokenizer or self.name
-        with _explained(name, "tokenizer", "" if self.tokenizer else ": name one by --tokenizer"):
-            tokenizer = AutoTokenizer.from_pretrained(
-                name, revision=None if self.tokenizer else self.revision, **shared
-            )
+        remedy = "" if self.tokenizer else "name one by --tokenizer"
+        try:
+            revision = None if self.tokenizer else self.revision
+            tokenizer = load_tokenizer(name, remedy=remedy, revision=revision, **shared)
+        except OSError as error:
+            raise ValueError(_explanation(name, "tokenizer", error)) from error
         with _explained(self.name, "model"), explain_broken_shard(self.name):
             model, found = AutoModelForCausalLM.from_pretrained(
                 self.name,
@@ -75,13 +78,16 @@ _OF_LOADING = (
 
 
 @contextmanager
-def _explained(name: str, part: str, remedy: str = "") -> Iterator[None]:
-    """Errors of loading in one line, which names what was loaded."""
+def _explained(name: str, part: str) -> Iterator[None]:
+    """Raise errors of loading as a `ValueError` of one line, which names what was loaded."""
     try:
         yield
     except _OF_LOADING as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{name} has no {part} that loads{remedy}. ({type(error).__name__}: {reason})") from error
+        raise ValueError(_explanation(name, part, error)) from error
+
+
+def _explanation(name: str, part: str, error: BaseException) -> str:
+    return f"{name} has no {part} that loads. ({type(error).__name__}: {' '.join(str(error).split())})"
 
 
 def run_inspect(sources: list[Source], out: Path, *, text: Path | None, overwrite: bool, **settings: Any) -> None:

@@ -25,7 +25,6 @@ from rich.table import Table
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -41,7 +40,7 @@ from attnres.quiet import quiet_transformers
 
 from .comparison import Data, Difference, compare, difference, pack, split
 from .runs import Run, sequence_losses
-from .text import python_sources, read_documents, train_tokenizer
+from .text import open_tokenizer, python_sources, read_documents, train_tokenizer
 
 CONFIGURATION = "attnres-tiny"
 STANDARD, ATTN_RES = "standard", "Block AttnRes"
@@ -273,11 +272,7 @@ def _load_checkpoint(checkpoint: str) -> tuple[PreTrainedModel, PreTrainedTokeni
     # Code that comes with a checkpoint is neither run nor asked about, nor referred to by what the demo writes.
     model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=False)
     retrofit(model)  # an unsupported backbone is refused before any work
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
-    tokenizer.init_kwargs.pop("auto_map", None)
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer of {checkpoint} has no end-of-text token; set its `eos_token`.")
-    return model, tokenizer
+    return model, open_tokenizer(checkpoint)
 
 
 @torch.no_grad()

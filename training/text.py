@@ -12,6 +12,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from attnres.conversion.tokenizers import load_tokenizer
+
 from .readers import END_OF_TEXT, TEXT_COLUMN, read_text
 
 PADDING = "<|pad|>"
@@ -53,6 +55,24 @@ def read_documents(path: str | os.PathLike, max_characters: int = sys.maxsize) -
     if not documents:
         raise ValueError(f"{path} holds no text.")
     return documents
+
+
+def open_tokenizer(source: str, remedy: str = "") -> PreTrainedTokenizerBase:
+    """Load a tokenizer to train with, without the code that came with it.
+
+    Args:
+        source: The directory or Hub id of the tokenizer.
+        remedy: How the user may name another, as for [`load_tokenizer`].
+
+    Raises:
+        OSError: `source` is no directory, and the Hub does not give it.
+        ValueError: There is no tokenizer that loads, or it has no end-of-text token.
+    """
+    tokenizer = load_tokenizer(source, remedy=remedy)
+    tokenizer.init_kwargs.pop("auto_map", None)  # what a run writes does not refer to code that it did not run
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer of {source} has no end-of-text token; set its `eos_token`.")
+    return tokenizer
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -25,7 +25,6 @@ from tqdm import tqdm
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -57,6 +56,7 @@ from .header import describe_run, show_share
 from .loading import load_divided, read_division
 from .place import RESULTS, claim
 from .recipe import Recipe
+from .text import open_tokenizer
 from .trainer import AttnResTrainer
 
 MODEL, ADAPTER, CURVE = "model", "adapter", "loss.png"
@@ -145,13 +145,8 @@ def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     if recipe.tokenizer is None and recipe.model in names():
         raise ValueError(f"{recipe.model} starts from scratch: the recipe needs a `tokenizer`, a directory or Hub id.")
     source = recipe.tokenizer or recipe.model
-    # Code that came with it is neither run nor asked about, nor referred to by what the run writes.
     with _named("tokenizer" if recipe.tokenizer else "model", source):
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    tokenizer.init_kwargs.pop("auto_map", None)
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer of {source} has no end-of-text token; set its `eos_token`.")
-    return tokenizer
+        return open_tokenizer(source, "" if recipe.tokenizer else "name one by tokenizer=DIR")
 
 
 @contextlib.contextmanager

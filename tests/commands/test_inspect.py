@@ -168,7 +168,7 @@ def test_bad_input_is_told_in_one_line_and_nothing_is_written(models, tmp_path):
         ((blocks, "--text", "gone.txt"), 2, "gone.txt"),
         ((blocks, "--length", 100_000), 1, "`length` is 100000, but must be from 2 to 512"),
         (("broken",), 1, "`model.layers.1.mlp.up_proj.weight` holds values that are not finite"),
-        (("bare",), 1, "bare has no tokenizer that loads: name one by --tokenizer"),
+        (("bare",), 1, "bare has no tokenizer that loads: save one there by .*, or name one by --tokenizer"),
         (("lacking",), 1, r"lacking is incomplete: it lacks `model.layers.3.\S+` and \d+ other tensors"),
         (("cut",), 1, "cut/model.safetensors is truncated or damaged"),
         (("null",), 1, "null has no configuration that loads"),

@@ -1,0 +1,58 @@
+"""Load the tokenizer of a model, or say in one line that there is none.
+
+Every command that reads text loads its tokenizer here, so that a directory without one gets the same answer everywhere.
+`AutoTokenizer` alone fails on some model types with several lines that name no remedy. For others it makes up a
+tokenizer without a vocabulary, which turns every text into nothing or into `<unk>`.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from .side_files import TOKENIZER_FILES
+
+SAVE_ONE = "save one there by AutoTokenizer.from_pretrained(SOURCE).save_pretrained(DIR)"
+
+
+def load_tokenizer(
+    source: str | os.PathLike, *, remedy: str = "", trust_remote_code: bool = False, **options: Any
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a directory or Hub repository.
+
+    Args:
+        source: The directory, or the id on the Hub.
+        remedy: How this command takes another tokenizer, such as "name one by --tokenizer". It follows the advice to
+            save one in the directory.
+        trust_remote_code: Whether to run code that comes with the tokenizer. The user is never asked.
+        options: What else `AutoTokenizer.from_pretrained` takes, such as `revision`.
+
+    Returns:
+        A tokenizer that has more in its vocabulary than special tokens.
+
+    Raises:
+        OSError: `source` is no directory, and the Hub does not give it.
+        ValueError: There is no tokenizer, or it does not load. The message is one line that names `source`.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
+    except Exception as error:  # `tokenizers` raises nothing more special for a damaged file
+        if isinstance(error, OSError) and not Path(source).is_dir():
+            raise
+        raise ValueError(_no_tokenizer(source, remedy, error)) from error
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ValueError(_no_tokenizer(source, remedy))
+    return tokenizer
+
+
+def _no_tokenizer(source: str | os.PathLike, remedy: str, error: Exception | None = None) -> str:
+    advice = [SAVE_ONE] if Path(source).is_dir() else []
+    advice += [remedy] if remedy else []
+    # What `transformers` says where there is no file to blame is a list of all formats that it knows.
+    has_files = not Path(source).is_dir() or any(Path(source, name).exists() for name in TOKENIZER_FILES)
+    reason = f" ({type(error).__name__}: {' '.join(str(error).split())})" if error and has_files else ""
+    return f"{source} has no tokenizer that loads{': ' if advice else ''}{', or '.join(advice)}.{reason}"
+
+
+__all__ = ["load_tokenizer"]
