@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from attnres.analysis.tables import update_tables
 from attnres.quiet import quiet_transformers
+from attnres.utils.progress import ProgressBar
 
 from . import connections, kda, layers, memory, models, ops, phases, scaling
 from .machine import Others, describe
@@ -74,7 +75,8 @@ def collect(name: str, setting: Setting) -> list[dict]:
     rows = []
     columns = SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn()
     # Drawn between rows only: a thread that draws would be measured too.
-    progress = Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)
+    console = Console(stderr=True)
+    progress = ProgressBar(*columns, console=console, unit="rows", auto_refresh=False, transient=True)
     with progress, quiet_transformers(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         task = progress.add_task(f"{name}: rows", total=None)

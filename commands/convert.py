@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from attnres import ResidualConfig
 from attnres.connection_help import remark_on_blocks
@@ -17,6 +17,7 @@ from attnres.conversion.layout import in_published_layout
 from attnres.conversion.side_files import TOKENIZER_FILES
 from attnres.conversion.verify import MAX_CHARACTERS, PROMPTS, Comparison, compare, missing_memory
 from attnres.files import atomic_directory
+from attnres.utils.progress import ProgressBar, status
 from attnres.wording import counted
 
 from .choices import WRITTEN_MODEL, printable, shown
@@ -55,7 +56,7 @@ def run_convert(
     texts = PROMPTS if text is None else [_read_text(text)]
     with atomic_directory(target, overwrite=overwrite, **WRITTEN_MODEL) as stage:
         with TemporaryDirectory(dir=stage) as scratch:
-            with console.status("Reading the checkpoint ..."):
+            with status(console, "Reading the checkpoint ..."):
                 checkpoint = in_published_layout(open_checkpoint(folder, Path(scratch)), Path(scratch))
             plan = make_plan(checkpoint)
             console.print(_describe(plan))
@@ -73,9 +74,9 @@ def run_convert(
     console.print(f"Written to [bold]{shown(str(target))}[/].")
 
 
-def _progress(console: Console) -> Progress:
+def _progress(console: Console) -> ProgressBar:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    return Progress(*columns, TextColumn("left:"), TimeRemainingColumn(), console=console)
+    return ProgressBar(*columns, TextColumn("left:"), TimeRemainingColumn(), console=console)
 
 
 def _describe(plan: Plan) -> str:
@@ -146,7 +147,7 @@ def _verify(console: Console, plan: Plan, stage: Path, verify: bool | None, text
     if verify is None and lacking:
         console.print(f"Not verified: {show_bytes(lacking)} more memory is needed. --verify tries all the same.")
         return None
-    with console.status("Comparing the two models on text ..."):
+    with status(console, "Comparing the two models on text ..."):
         comparison = compare(plan.checkpoint.folder, stage, texts)
     label = "Verified" if comparison.is_same else "Not the same"
     console.print(f"{label}: {comparison}")

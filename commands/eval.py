@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from attnres.conversion.checkpoint import find
 from attnres.eval import sandbox
@@ -24,6 +24,7 @@ from attnres.eval.store import Store, to_json
 from attnres.eval.suite import Loaded, collect, load_all, run_jobs, software, unfinished
 from attnres.files import atomic_write, locked
 from attnres.quiet import quiet_transformers
+from attnres.utils.progress import ProgressBar, status
 
 from .left_out import no_result, tell
 
@@ -76,10 +77,10 @@ def run_eval(
             for role, name in (("baseline", baseline), ("model", model))
             if name
         ]
-        with console.status("") as status:
+        with status(console, "Loading the data ...") as show:
 
             def on_load(benchmark: Benchmark) -> None:
-                status.update(f"Loading the data of {escape(benchmark.title)} ...")
+                show(f"Loading the data of {benchmark.title} ...")
 
             loaded, failures = load_all(benchmarks, data, allow_code_execution, on_load)
         tell(console, failures, data)
@@ -136,8 +137,8 @@ def _run_all(
     todo = {subject.name: unfinished(loaded, subject.store, limit) for subject in subjects}
     total = sum(job.work for jobs in todo.values() for job in jobs)
     order = {benchmark: number for number, benchmark in enumerate(loaded, 1)}
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("left:"), TimeRemainingColumn(), console=console) as progress:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with ProgressBar(*columns, TextColumn("left:"), TimeRemainingColumn(), console=console) as progress:
         bar = progress.add_task("loading", total=total)
         before = 0.0
         for subject in subjects:
@@ -146,10 +147,10 @@ def _run_all(
                 continue
 
             def on_work(benchmark: Benchmark, done: float, name: str = subject.name, before: float = before) -> None:
-                what = f"{escape(name)}: {escape(benchmark.title)} ({order[benchmark]} of {len(order)})"
+                what = f"{name}: {benchmark.title} ({order[benchmark]} of {len(order)})"
                 progress.update(bar, description=what, completed=before + done)
 
-            progress.update(bar, description=f"loading {escape(subject.name)}")
+            progress.update(bar, description=f"loading {subject.name}")
             lm = _load_model(subject.folder, batch_size)
             failures |= run_jobs(lm, jobs, subject.store, limit=limit, seed=seed, on_work=on_work)
             before += sum(job.work for job in jobs)

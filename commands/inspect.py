@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from attnres.analysis.inspection import inspect_model
@@ -19,6 +19,7 @@ from attnres.analysis.text import language_reference, read_text
 from attnres.conversion.tokenizers import load_tokenizer
 from attnres.loading_attnres import check_shapes, explain_broken_shard
 from attnres.quiet import quiet_transformers
+from attnres.utils.progress import ProgressBar
 from attnres.wording import counted
 
 
@@ -107,7 +108,7 @@ def run_inspect(sources: list[Source], out: Path, *, text: Path | None, overwrit
     with (
         report_directory(out, overwrite) as folder,
         quiet_transformers(),
-        Progress(*columns, TimeRemainingColumn(), console=console) as progress,
+        ProgressBar(*columns, TimeRemainingColumn(), console=console) as progress,
     ):
         for source in sources:
             bar = progress.add_task(f"{source.name}: loading", total=1.0)

@@ -18,6 +18,7 @@ from attnres.conversion.publishing import publish
 from attnres.conversion.source_files import check_text
 from attnres.eval.hub_results import FOLDER, read_results
 from attnres.quiet import quiet_transformers
+from attnres.utils.progress import status
 from attnres.wording import counted
 
 from .choices import shown
@@ -48,7 +49,7 @@ def run_push(
     """
     console = Console(soft_wrap=True, highlight=False)
     evaluated = _results(folder) if results is None else _results(results, is_asked=True)
-    with quiet_transformers(), console.status("Checking the model ..."):
+    with quiet_transformers(), status(console, "Checking the model ..."):
         publication = plan_publication(folder, evaluated, inspection)
     card = publication.card_for(repo, "COMMIT" if dry_run else None)
     console.print(_table(publication, len(card.encode())))

@@ -9,7 +9,6 @@ import platform
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -22,15 +21,15 @@ import torch
 import yaml
 from filelock import FileLock
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from attnres.analysis.tables import check_tables
 from attnres.files import atomic_write, locked
+from attnres.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-SECONDS_BETWEEN_LINES = 60
 TINY = "tiny"  # the size that tries the whole path, and is never reported
 SELECTION_SEED = 10  # of the runs that settings are chosen by, on text that is not reported
 ROOT = Path(__file__).parents[1]
@@ -268,7 +267,7 @@ def make_runs(
         on_stored()
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left:"))
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+    with ProgressBar(*columns, TimeRemainingColumn(), console=console, unit="steps") as progress:
         bar = progress.add_task("", total=sum(run.steps for run in missing))
         for run in missing:
             progress.update(bar, description=str(run))
@@ -278,7 +277,7 @@ def make_runs(
                 if store.find(run.recipe, run.seed):  # another process has made it meanwhile
                     progress.advance(bar, run.steps)
                 else:
-                    result = measure(run, _steps_of(run, lambda: progress.advance(bar), console), own)
+                    result = measure(run, lambda: progress.advance(bar), own)
                     store.add({"recipe": asdict(run.recipe), "seed": run.seed, **result, "made_by": origin})
                     console.print(f"{run}: {result['after']:.4f}, {result['seconds']:.0f} s", highlight=False)
             on_stored()
@@ -290,21 +289,6 @@ def _to_make(missing: Sequence[Planned], named: int = 4) -> str:
         return ""
     others = f"; and {len(missing) - named} more" if len(missing) > named else ""
     return f" To make: {'; '.join(map(str, missing[:named]))}{others}."
-
-
-def _steps_of(run: Planned, advance: Callable[[], None], console: Console) -> Callable[[], None]:
-    """`advance`, which moves a bar on a terminal; in a file there is a line from time to time."""
-    done, said = 0, time.monotonic()
-
-    def step() -> None:
-        nonlocal done, said
-        done += 1
-        advance()
-        if not console.is_terminal and time.monotonic() - said >= SECONDS_BETWEEN_LINES:
-            said = time.monotonic()
-            print(f"{time.strftime('%H:%M:%S')} {run}: step {done} of {run.steps}", flush=True)
-
-    return step
 
 
 def made_by(device: str) -> dict[str, Any]:

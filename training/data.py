@@ -5,6 +5,8 @@ Tokens and blocks are kept in a cache, named by what they were made from, and me
 
 import json
 import logging
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
+from attnres.utils.progress import Pace
 from attnres.wording import counted
 
 from .cache import built_once
@@ -152,7 +155,9 @@ def _write_tokens(documents: Documents, encoder: Encoder, folder: Path) -> None:
     tokens = pa.list_(pa.int32())
     columns = {"input_ids": tokens} | ({"labels": tokens} if encoder.encode else {})
     schema = pa.schema(columns | {"source": pa.string(), "first": pa.int64(), "last": pa.int64()})
-    bar = datasets.utils.tqdm(desc="Tokenising", unit=" tokens", unit_scale=True, leave=False)
+    # `disable=None` draws no bar where the error output is no terminal; the lines of `pace` stand there instead.
+    bar = datasets.utils.tqdm(desc="Tokenising", unit=" tokens", unit_scale=True, leave=False, disable=None)
+    pace, count = Pace(None, unit="tokens"), 0
     with pa.ipc.new_stream(str(folder / _TOKENS), schema) as file, bar:
         for batch in encoder.batches(documents):
             offsets = np.concatenate([[0], batch.lengths.cumsum()]).astype(np.int32)
@@ -161,6 +166,9 @@ def _write_tokens(documents: Documents, encoder: Encoder, folder: Path) -> None:
             places = [pa.array(values) for values in zip(*batch.places)]
             file.write_batch(pa.record_batch([*lists, *places], schema=schema))
             bar.update(len(batch.ids))
+            count += len(batch.ids)
+            if (line := pace.line(count)) and bar.disable:
+                print(f"{time.strftime('%H:%M:%S')} Tokenising: {line}", file=sys.stderr, flush=True)
     (folder / _SKIPPED).write_text(json.dumps(vars(documents.skipped)))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 from transformers import (
@@ -37,6 +37,7 @@ from attnres.configuration import load
 from attnres.conversion import retrofit
 from attnres.files import atomic_directory
 from attnres.quiet import quiet_transformers
+from attnres.utils.progress import ProgressBar
 
 from .comparison import Data, Difference, compare, difference, pack, split
 from .runs import Run, sequence_losses
@@ -351,10 +352,10 @@ def _depth_attention_lines(attention: DepthAttention) -> str:
     return "\n".join(lines)
 
 
-def _progress(console: Console) -> Progress:
+def _progress(console: Console) -> ProgressBar:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
     times = (TimeElapsedColumn(), TextColumn("elapsed, left:"), TimeRemainingColumn())
-    return Progress(*columns, *times, console=console)
+    return ProgressBar(*columns, *times, console=console, unit="steps")
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import json
 import math
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -46,6 +47,7 @@ from attnres.conversion.family import retrofit_config
 from attnres.files import atomic_write
 from attnres.hub import meant
 from attnres.quiet import quiet_transformers
+from attnres.utils.progress import Pace
 from attnres.wording import counted, install_command
 
 from .card import write_training_card
@@ -296,7 +298,10 @@ def _arguments(recipe: Recipe, state: PartialState, division: DistributedConfig 
 
 
 class Display(TrainerCallback):
-    """A bar with the time left, and a line for each log; on the first process."""
+    """A line for each log, and the time left: as a bar on a terminal, as a line now and then elsewhere.
+
+    Only the first process shows anything.
+    """
 
     SHOWN = {
         "loss": ("loss", ".4f"),
@@ -310,14 +315,35 @@ class Display(TrainerCallback):
 
     def __init__(self) -> None:
         self.bar: tqdm | None = None
+        self.pace = self.measuring = Pace(None)
+        self.measured = 0  # batches of the evaluation that is being made
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
-            self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit=" steps", dynamic_ncols=True)
+            # `disable=None` draws no bar where the error output is no terminal.
+            settings = {"unit": " steps", "dynamic_ncols": True, "disable": None}
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, **settings)
+            self.pace = Pace(state.max_steps, state.global_step, "steps")
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
+            self._tell(self.pace.line(state.global_step))
+
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+        if self.bar is None:
+            return
+        if not self.measured:
+            self.measuring = Pace(len(eval_dataloader), unit="batches of held-out text")
+        self.measured += 1
+        self._tell(self.measuring.line(self.measured))
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.measured = 0
+
+    def _tell(self, line: str | None) -> None:
+        if line and self.bar.disable:
+            print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.bar is None or not {"loss", "eval_loss"} & logs.keys():

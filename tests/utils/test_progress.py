@@ -1,0 +1,125 @@
+"""Long work shows a bar on a terminal, and elsewhere a plain line now and then that says how long it will take."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+import attnres.utils.progress as progress_module
+from attnres.utils.progress import Pace, ProgressBar, show_duration, status
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def lines_of(total: float | None, seconds_each: float, clock: Clock, count: int, unit: str = "steps") -> dict:
+    """What is printed after which of `count` steps that take `seconds_each`."""
+    pace, found = Pace(total, unit=unit, clock=clock), {}
+    for done in range(1, count + 1):
+        clock.now += seconds_each
+        if line := pace.line(done):
+            found[done] = line
+    return found
+
+
+def test_short_work_prints_nothing(clock):
+    assert lines_of(20, 1.0, clock, 20) == {}
+
+
+def test_each_tenth_of_long_work_is_told_with_the_time_left(clock):
+    lines = lines_of(600, 1.0, clock, 600)
+    assert list(lines) == [*range(60, 601, 60)]
+    assert lines[60] == "60 of 600 steps (10%), about 9 min left"
+    assert lines[600] == "600 of 600 steps (100%)"
+
+
+def test_short_tenths_are_told_together(clock):
+    """A tenth takes 10 seconds: a line comes each 30."""
+    assert list(lines_of(100, 1.0, clock, 100)) == [30, 60, 90]
+
+
+def test_work_of_hours_is_told_each_five_minutes(clock):
+    assert list(lines_of(10_000, 10.0, clock, 90)) == [30, 60, 90]
+
+
+def test_work_without_a_known_end_is_counted(clock):
+    assert lines_of(None, 10.0, clock, 6, unit="rows") == {3: "3 rows", 6: "6 rows"}
+
+
+def test_the_time_left_does_not_count_what_an_earlier_run_did(clock):
+    pace = Pace(200, done=100, unit="steps", clock=clock)
+    clock.now = 60.0
+    assert pace.line(120) == "120 of 200 steps (60%), about 4 min left"
+
+
+def written(clock: Clock, **console) -> str:
+    """What 4 steps of 20 seconds write."""
+    file = io.StringIO()
+    with ProgressBar(console=Console(file=file, width=80, **console), unit="steps", get_time=clock) as bar:
+        task = bar.add_task("a[b]", total=None)
+        bar.update(task, total=8, description="training [x]")
+        for _ in range(4):
+            clock.now += 20.0
+            bar.advance(task)
+    return file.getvalue()
+
+
+def test_in_a_file_there_are_plain_lines(clock):
+    lines = written(clock).splitlines()
+    assert [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in lines] == [
+        "training [x]: 2 of 8 steps (25%), about 2 min left",
+        "training [x]: 4 of 8 steps (50%), about 80 s left",
+    ]
+
+
+def test_on_a_terminal_there_is_a_bar_and_no_line(clock):
+    assert "left" not in written(clock, force_terminal=True)
+    assert "\x1b[" in written(clock, force_terminal=True)
+
+
+def test_one_call_that_takes_long_is_told_from_beside(monkeypatch):
+    file = io.StringIO()
+    monkeypatch.setattr(progress_module, "LEAST_SECONDS", 0.02)
+    with status(Console(file=file, width=80), "Comparing [them] ...") as show:
+        while "Comparing" not in file.getvalue():
+            pass
+        show("Loading ...")
+        while "Loading" not in file.getvalue():
+            pass
+    assert re.match(r"\d\d:\d\d:\d\d Comparing \[them\] \.\.\. 1 s so far\n", file.getvalue())
+
+
+def test_a_call_that_is_quick_prints_nothing():
+    file = io.StringIO()
+    with status(Console(file=file), "Comparing ..."):
+        pass
+    assert file.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    "seconds, words",
+    [
+        (0.2, "1 s"),
+        (89, "89 s"),
+        (91, "2 min"),
+        (5300, "88 min"),
+        (7000, "2 h"),
+        (7800, "2 h 10 min"),
+        (300_000, "3 days"),
+    ],
+)
+def test_durations_are_as_exact_as_an_estimate_can_be(seconds, words):
+    assert show_duration(seconds) == words

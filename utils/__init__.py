@@ -1,0 +1,1 @@
+"""Shared by several rooms and owned by none; imports nothing of `attnres`."""

@@ -1,0 +1,155 @@
+"""Progress of long work: a bar on a terminal, and plain lines where the output goes to a file or a pipe.
+
+`rich` draws nothing there until the work has ended, so that a log stays empty for minutes.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, ProgressColumn, TaskID
+from rich.text import Text
+
+# A line is due after so many seconds once so much of the work has been done since the last one.
+LEAST_SECONDS, LEAST_SHARE = 30.0, 0.1
+# Work of hours reaches its tenths rarely: then a line is due all the same.
+MOST_SECONDS = 300.0
+
+
+def show_duration(seconds: float) -> str:
+    """Return a duration in words, as exact as an estimate can be: `40 s`, `3 min`, `2 h 10 min`, `3 days`."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"{minutes} min"
+    if minutes < 48 * 60:
+        hours, rest = divmod(round(minutes, -1), 60)
+        return f"{hours} h" + (f" {rest} min" if rest else "")
+    return f"{round(minutes / 60 / 24)} days"
+
+
+class Pace:
+    """Decides when a plain line of progress is due, and what it says.
+
+    Args:
+        total: The amount of work; `None` where it is not known.
+        done: How much was done before, such as by a run that is resumed. It does not count for the time left.
+        unit: What the amount counts, such as "steps". Without one, lines show only the share.
+        clock: Returns seconds.
+    """
+
+    def __init__(
+        self, total: float | None, done: float = 0.0, unit: str = "", clock: Callable[[], float] = time.monotonic
+    ):
+        self.total, self.unit, self.clock = total, unit, clock
+        self._started = self._last = clock()
+        self._first = self._last_done = done
+
+    def line(self, done: float) -> str | None:
+        """Return what to print now, such as `60 of 600 steps (10%), about 4 min left`; `None` if no line is due.
+
+        Args:
+            done: How much of the work is done by now.
+        """
+        waited = self.clock() - self._last
+        if waited < LEAST_SECONDS:
+            return None
+        if self.total and done - self._last_done < LEAST_SHARE * self.total and waited < MOST_SECONDS:
+            return None
+        self._last, self._last_done = self.clock(), done
+        if not self.total:
+            return f"{done:,.0f} {self.unit}".strip()
+        share = f"{done / self.total:.0%}"
+        parts = [f"{done:,.0f} of {self.total:,.0f} {self.unit} ({share})" if self.unit else share]
+        if self._first < done < self.total:
+            left = (self.clock() - self._started) * (self.total - done) / (done - self._first)
+            parts.append(f"about {show_duration(left)} left")
+        return ", ".join(parts)
+
+
+class ProgressBar(Progress):
+    """`rich.progress.Progress` that prints a plain line now and then where there is no terminal to draw on.
+
+    Lines are printed by the calls that report progress, so that no thread disturbs what is being timed.
+
+    Args:
+        columns: As for `rich.progress.Progress`; drawn on a terminal only.
+        console: Where the bar or the lines go.
+        unit: What the amounts of work count, for the lines; see [`Pace`].
+        options: Other arguments of `rich.progress.Progress`.
+    """
+
+    def __init__(self, *columns: str | ProgressColumn, console: Console, unit: str = "", **options: Any):
+        self._unit = unit
+        self._paces: dict[TaskID, Pace] = {}
+        super().__init__(*columns, console=console, disable=not _draws(console), **options)
+
+    def add_task(self, description: str, start: bool = True, total: float | None = 100.0, **fields: Any) -> TaskID:
+        task = super().add_task(description, start, total, **fields)
+        self._paces[task] = Pace(total, unit=self._unit, clock=self.get_time)
+        return task
+
+    def update(self, task_id: TaskID, **fields: Any) -> None:
+        super().update(task_id, **fields)
+        if fields.get("total") is not None:
+            self._paces[task_id].total = fields["total"]
+        self._tell(task_id)
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        super().advance(task_id, advance)
+        self._tell(task_id)
+
+    def _tell(self, task_id: TaskID) -> None:
+        if not self.disable:
+            return
+        task = next(task for task in self.tasks if task.id == task_id)
+        if line := self._paces[task_id].line(task.completed):
+            print_line(self.console, f"{task.description}: {line}")
+
+
+def print_line(console: Console, line: str) -> None:
+    """Print a line as it is, with the time of day before it where it goes to a file."""
+    clock = "" if _draws(console) else f"{time.strftime('%H:%M:%S')} "
+    console.print(Text(f"{clock}{line}"), soft_wrap=True)
+
+
+@contextmanager
+def status(console: Console, message: str) -> Iterator[Callable[[str], None]]:
+    """Show a message while the block works: beside a spinner on a terminal, as a line now and then elsewhere.
+
+    Work that ends within [`LEAST_SECONDS`] prints no line.
+
+    Returns:
+        A context manager that gives a function, which changes the message.
+    """
+    if _draws(console):
+        with console.status(Text(message)) as shown:
+            yield lambda text: shown.update(Text(text))
+        return
+    current, ended, began = [message], Event(), time.monotonic()
+
+    def tell() -> None:
+        pause = LEAST_SECONDS
+        while not ended.wait(pause):
+            print_line(console, f"{current[0]} {show_duration(time.monotonic() - began)} so far")
+            pause = min(2 * pause, MOST_SECONDS)
+
+    # The block is one call that takes long, so another thread has to tell.
+    teller = Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield lambda text: current.__setitem__(0, text)
+    finally:
+        ended.set()
+        teller.join()
+
+
+def _draws(console: Console) -> bool:
+    return console.is_terminal or console.is_jupyter
+
+
+__all__ = ["Pace", "ProgressBar", "print_line", "show_duration", "status"]
