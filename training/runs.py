@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import (
     PreTrainedModel,
     PrinterCallback,
-    Trainer,
     TrainerCallback,
     TrainingArguments,
 )
@@ -25,6 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .checkpoints import check_checkpoint
 from .optimizer import build_schedule, parameter_groups
+from .resuming import ResumableTrainer
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def sequence_losses(model: PreTrainedModel, blocks: Tensor, batch_size: int = 16
     return torch.cat(losses)
 
 
-class _Trainer(Trainer):
+class _Trainer(ResumableTrainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         # Resuming reads the model's own names of tensors, not those of a published layout.
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)

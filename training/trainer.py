@@ -21,14 +21,16 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.distributed import load_optimizer_distributed, save_optimizer_distributed
 from transformers.trainer import SCHEDULER_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, get_last_checkpoint, rotate_checkpoints
 
 from attnres.residual_attnres import residual_tensors
 
 from .balance import ExpertBalance
+from .held_out import ROW, NumberedRows, TokenMean
 from .monitor import Monitor
 from .optimizer import build_optimizer, build_schedule
 from .recipe import Recipe
+from .resuming import ResumableTrainer
 
 PARTIAL = ".partial"
 OPTIMIZER = "optimizer"
@@ -37,10 +39,12 @@ OPTIMIZER = "optimizer"
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Rows of [`attnres.training.data.load_blocks`] as a batch `[rows, length]`."""
     batch = {name: torch.stack([row[name] for row in rows]).long() for name in ("input_ids", "labels")}
+    if ROW in rows[0]:
+        batch[ROW] = torch.tensor([row[ROW] for row in rows])
     return batch | {"documents": [row["documents"] for row in rows]}
 
 
-class AttnResTrainer(Trainer):
+class AttnResTrainer(ResumableTrainer):
     """Trains `model` by a [`Recipe`].
 
     Raises:
@@ -58,6 +62,8 @@ class AttnResTrainer(Trainer):
         self.divided: bool = getattr(model, "is_distributed_loading_by_transformers", False)
         if self.divided:
             arguments.save_only_model = True  # `Trainer` saves no divided optimizer; `_save_checkpoint` does
+        if options.get("eval_dataset") is not None:
+            options["eval_dataset"] = NumberedRows(options["eval_dataset"])
         super().__init__(model, arguments, data_collator=collate, callbacks=callbacks, **options)
 
     def create_optimizer(self, model: PreTrainedModel | None = None) -> torch.optim.Optimizer:
@@ -110,6 +116,35 @@ class AttnResTrainer(Trainer):
                 f"The last good checkpoint is {last or 'none'}."
             )
         return result
+
+    # The held-out loss
+
+    def prediction_step(
+        self,
+        model: PreTrainedModel,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor, None, None]:
+        """Compute the loss of a batch of held-out rows, and add it to the mean over tokens."""
+        inputs = self._prepare_inputs(inputs)
+        inputs.pop("documents", None)
+        numbers, labels = inputs.pop(ROW), inputs.pop("labels")
+        with torch.no_grad(), self.compute_loss_context_manager():
+            logits = model(**inputs, use_cache=False).logits
+        self._held_out.add(numbers, logits, labels)
+        # `Trainer` averages what is returned here; `evaluation_loop` replaces that.
+        return torch.zeros((), device=labels.device), None, None
+
+    def evaluation_loop(self, *arguments: Any, metric_key_prefix: str = "eval", **options: Any) -> EvalLoopOutput:
+        """Return what `Trainer` returns, with the loss as the mean over the tokens of all rows, in nats/token.
+
+        It is the plain loss also where training smoothes labels, so that its exponential is the perplexity.
+        """
+        self._held_out = TokenMean()
+        output = super().evaluation_loop(*arguments, metric_key_prefix=metric_key_prefix, **options)
+        output.metrics[f"{metric_key_prefix}_loss"] = self._held_out.result()
+        return output
 
     # Checkpoints
 

@@ -13,6 +13,15 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 BLOCKS = torch.randint(3, 90, (8, 12), generator=torch.Generator().manual_seed(0))
 
 
+def uneven_rows() -> list[dict[str, Any]]:
+    """Seven rows, as of conversations: the first has one label, each next one more."""
+    rows = []
+    for number, ids in enumerate(BLOCKS[:7]):
+        labels = torch.where(torch.arange(len(ids)) >= len(ids) - 1 - number, ids, -100)
+        rows.append({"input_ids": ids, "labels": labels, "documents": f"chats.jsonl:{number}"})
+    return rows
+
+
 def results(out: Path) -> dict:
     return json.loads((out / "results.json").read_text())
 

@@ -98,6 +98,17 @@ def test_a_stopped_run_goes_on_from_its_last_whole_checkpoint(tiny_model, tmp_pa
         train(tiny_model(), blocks, replace(run, steps=6), work=tmp_path)
 
 
+def test_a_run_that_is_resumed_after_its_last_step_makes_no_other(tiny_model, tmp_path):
+    """As one that was killed after its last checkpoint, and before anything was done with the model."""
+    run, blocks = Run(steps=4, batch_size=2, learning_rate=1e-2), random_blocks(6)
+    whole = tiny_model()
+    points = train(whole, blocks, run, work=tmp_path, save_seconds=0)
+    resumed = tiny_model()
+    assert train(resumed, blocks, run, work=tmp_path, save_seconds=0) == points
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters()))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+
+
 def test_the_curve_of_a_run_that_was_stopped_within_a_point_is_the_same(tiny_model, tmp_path):
     """A point is the mean of three steps here: a checkpoint between points would lose the first ones of it."""
     run, blocks = Run(steps=150, batch_size=1, learning_rate=1e-3), random_blocks(16)

@@ -17,6 +17,12 @@ from attnres import AttnResForCausalLM
 from attnres.training.balance import ExpertBalance, routers
 from attnres.training.monitor import Monitor
 from attnres.training.optimizer import build_optimizer
+from attnres.training.recipe import Recipe
+from attnres.training.trainer import AttnResTrainer
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # as it is run by its path
+
+from tests.training.running import uneven_rows
 
 
 def balance(model: AttnResForCausalLM, blocks: torch.Tensor, folder: Path) -> dict:
@@ -41,6 +47,15 @@ def balance(model: AttnResForCausalLM, blocks: torch.Tensor, folder: Path) -> di
     trainer.train()
     biases = torch.stack([router.e_score_correction_bias for router in routers(model)])
     return {"biases": biases, "metrics": trainer.state.log_history[0], "slice": callbacks[1]._slice()}
+
+
+def held_out(model: AttnResForCausalLM, blocks: torch.Tensor, folder: Path) -> dict:
+    """The held-out loss of rows that the processes cannot share equally."""
+    arguments = TrainingArguments(
+        folder, per_device_eval_batch_size=2, remove_unused_columns=False, report_to="none", use_cpu=True
+    )
+    recipe = Recipe("model", ["a.txt"], str(folder), steps=1)
+    return {"loss": AttnResTrainer(model, recipe, arguments, eval_dataset=uneven_rows()).evaluate()["eval_loss"]}
 
 
 def fsdp2(model: AttnResForCausalLM, blocks: torch.Tensor, folder: Path) -> dict:
@@ -79,7 +94,7 @@ if __name__ == "__main__":
     start = torch.load(folder / "start.pt", weights_only=False)
     model = AttnResForCausalLM(start["config"]).train()
     model.load_state_dict(start["weights"])
-    result = {"balance": balance, "fsdp2": fsdp2}[name](model, start["blocks"], folder)
+    result = {"balance": balance, "fsdp2": fsdp2, "held_out": held_out}[name](model, start["blocks"], folder)
     torch.save(result, folder / f"{torch.distributed.get_rank()}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
