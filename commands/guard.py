@@ -101,10 +101,15 @@ def _told(error: BaseException) -> str:
     """The error in one line. What nobody foresaw is written to a file with its traceback, which the line names."""
     import traceback
 
-    text = " ".join(str(error).split())
+    from attnres.utils.disks import why_not_written
+    from attnres.utils.processes import is_lost_connection
+
+    text = why_not_written(error) if isinstance(error, OSError) else " ".join(str(error).split())
     trace = "".join(traceback.format_exception(error))
     if _state.debug:
         print(trace, end="", file=sys.stderr)
+    if is_lost_connection(error):
+        return "attnres: another process of this run has ended; its own message says why."
     if isinstance(error, _OF_THE_SYSTEM) or (isinstance(error, _EXPLAINED) and _is_ours(error.__traceback__)):
         return f"attnres: {text or type(error).__name__}"
     line = f"attnres: unforeseen {type(error).__name__}{text and ': '}{text}"

@@ -3,6 +3,7 @@
 Tokens and blocks are kept in a cache, named by what they were made from, and memory-mapped from there.
 """
 
+import hashlib
 import json
 import logging
 import sys
@@ -29,8 +30,9 @@ from .packing import Place, Tokens, pack
 
 SHUFFLE_BUFFER = 2048  # blocks in memory, among which a stream is shuffled
 
-_VERSION = 3  # of what the cache holds
+_VERSION = 4  # of what the cache holds
 _TOKENS, _BLOCKS, _SKIPPED, _COUNTS = "tokens.arrow", "blocks.arrow", "skipped.json", "counts.json"
+_DIGEST = "digest.txt"
 _TOKENS_AT_ONCE = 1 << 22
 
 logger = logging.getLogger(__name__)
@@ -181,10 +183,13 @@ def _write_blocks(tokens: Path, length: int, seed: int | None, folder: Path, nam
     block = pa.list_(pa.int32(), length)
     labels = {"labels": block} if "labels" in documents.column_names else {}
     schema = pa.schema({"input_ids": block} | labels | {"documents": pa.string()})
-    count = 0
+    # One digest for tokens and one for labels: neither depends on how many documents are read at once.
+    count, digests = 0, [hashlib.blake2b(digest_size=16) for _ in ("input_ids", *labels)]
     with pa.ipc.new_stream(str(folder / _BLOCKS), schema) as file:
         for blocks in pack(_read_tokens(documents), length):
             parts = [part.ravel() for part in (blocks.ids, blocks.labels) if part is not None]
+            for digest, part in zip(digests, parts):
+                digest.update(np.ascontiguousarray(part))
             lists = [pa.FixedSizeListArray.from_arrays(part, length) for part in parts]
             file.write_batch(pa.record_batch([*lists, pa.array(blocks.documents)], schema=schema))
             count += len(blocks.documents)
@@ -192,6 +197,7 @@ def _write_blocks(tokens: Path, length: int, seed: int | None, folder: Path, nam
     if not count:
         raise ValueError(_too_few(name, len(documents), total, length, skipped))
     (folder / _SKIPPED).write_text(json.dumps(vars(skipped)))
+    (folder / _DIGEST).write_text(" ".join(digest.hexdigest() for digest in digests))
     (folder / _COUNTS).write_text(json.dumps({"document": len(documents), "token": total}))
 
 
@@ -217,6 +223,14 @@ def _open_blocks(folder: Path, seed: int | None) -> Dataset:
     counts = json.loads((folder / _COUNTS).read_text())
     blocks.info.description = ", ".join(counted(number, noun) for noun, number in counts.items())
     return blocks.with_format("torch")
+
+
+def digest_of(blocks: Dataset) -> str:
+    """Return a digest of the tokens and labels that a data set of [`load_blocks`] was made of, or one selected from it.
+
+    It depends on nothing else: not on the names of files, nor on their dates.
+    """
+    return Path(blocks.cache_files[0]["filename"]).with_name(_DIGEST).read_text()
 
 
 def _order(seed: int, stage: int, count: int) -> np.ndarray:

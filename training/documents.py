@@ -200,6 +200,18 @@ class Documents(Iterable[Document]):
         )
 
 
+def file_identities(spec: DataSpec) -> list[tuple[str, int, int]]:
+    """Return name, size and time of change of each local file of a [`DataSpec`]; the Hub's data sets are left out."""
+    identities = []
+    for path in spec.paths:
+        if _HUB_ID.fullmatch(path) and not os.path.exists(os.path.expanduser(path)):
+            continue
+        for source in find_sources(path, spec):
+            status = os.stat(source.name)
+            identities.append((source.name, status.st_size, status.st_mtime_ns))
+    return identities
+
+
 def find_sources(path: str, spec: DataSpec) -> list[Source]:
     """The files or the data set that `path` names.
 

@@ -1,4 +1,4 @@
-"""What a run says before it begins: model, data, steps and device, and what is probably not meant like that."""
+"""What a run says before it begins: model, data, steps and processes, and what is probably not meant like that."""
 
 from collections.abc import Iterator
 
@@ -12,48 +12,65 @@ from attnres.wording import counted
 from .recipe import Recipe
 
 MANY_EPOCHS = 10
-HEAL = "heal"
 
 
 def describe_run(
     recipe: Recipe,
-    name: str,
     model: PreTrainedModel,
     train: Dataset | IterableDataset,
     held_out: Dataset,
     device: torch.device,
+    division: str = "1 process",
 ) -> list[str]:
-    """The lines of it; the last ones begin with `Note:`."""
+    """Return the lines that a run begins with; the last ones begin with `Note:`.
+
+    Args:
+        recipe: The recipe of the run.
+        model: The model that is trained.
+        train: The sequences to train on.
+        held_out: The sequences to measure the loss on.
+        device: Where the first process computes.
+        division: How many processes train, and how they share the model.
+    """
     config = model.config.get_text_config()
     parameters = [(tensor.numel(), tensor.requires_grad) for tensor in model.parameters()]
     total, trained = sum(n for n, _ in parameters), sum(n for n, is_trained in parameters if is_trained)
     kind = config.connection.describe(config) if isinstance(config, ResidualConfig) else "standard residual connections"
     sequences = f"sequences of {recipe.length:,} tokens"
-    if isinstance(train, Dataset):
-        read = f"{len(train):,} {sequences}"
-        epochs = f", {_epochs(recipe, train):.2g} epochs"
+    count = len(train) if isinstance(train, Dataset) else None
+    steps = recipe.count_steps(count)
+    if count is not None:
+        read = f"{count:,} {sequences}"
+        epochs = f", {_epochs(recipe, steps, count):.2g} epochs"
     else:
         read, epochs = f"a stream of {sequences}", ""
     documents = f"{train.info.description}: " if train.info.description else ""
-    tokens = recipe.num_steps * recipe.batch_size * recipe.length
+    tokens = steps * recipe.batch_size * recipe.length
     return [
         f"Model: {recipe.model} ({config.model_type}), {kind}",
         f"Parameters: {total:,}, of which {'all' if trained == total else f'{trained:,}'} are trained, on {device}",
+        f"Processes: {division}",
         f"Data: {documents}{read} to train on, {len(held_out):,} held out",
-        f"Run: {counted(recipe.num_steps, 'step')} of {counted(recipe.batch_size, 'sequence')}, "
+        f"Run: {counted(steps, 'step')} of {counted(recipe.batch_size, 'sequence')}, "
         f"{tokens:,} tokens{epochs}; into {recipe.out}",
-        *(f"Note: {note}" for note in _notes(recipe, name, model, train)),
+        *(f"Note: {note}" for note in _notes(recipe, model, steps, count)),
     ]
 
 
-def _epochs(recipe: Recipe, train: Dataset) -> float:
-    return recipe.num_steps * recipe.batch_size / len(train)
+def _epochs(recipe: Recipe, steps: int, sequences: int) -> float:
+    return steps * recipe.batch_size / sequences
 
 
-def _notes(recipe: Recipe, name: str, model: PreTrainedModel, train: Dataset | IterableDataset) -> Iterator[str]:
+def _notes(recipe: Recipe, model: PreTrainedModel, steps: int, sequences: int | None) -> Iterator[str]:
     config = model.config.get_text_config()
-    if isinstance(train, Dataset) and (epochs := _epochs(recipe, train)) > MANY_EPOCHS:
-        fewer = max(1, MANY_EPOCHS * len(train) // recipe.batch_size)
+    if recipe.most_steps is not None and steps < recipe.most_steps:
+        yield (
+            f"the recipe is made for {recipe.most_steps:,} steps, which would read this data "
+            f"{_epochs(recipe, recipe.most_steps, sequences):,.0f} times: the run ends after epochs={recipe.epochs:g}. "
+            "Give more data for a longer run; steps=N sets another length."
+        )
+    elif sequences is not None and (epochs := _epochs(recipe, steps, sequences)) > MANY_EPOCHS:
+        fewer = max(1, MANY_EPOCHS * sequences // recipe.batch_size)
         yield (
             f"the run reads its data {epochs:.0f} times, which a model learns by heart: give more data, or at most "
             f"steps={fewer} for {MANY_EPOCHS} epochs."
@@ -61,12 +78,6 @@ def _notes(recipe: Recipe, name: str, model: PreTrainedModel, train: Dataset | I
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and recipe.length > positions:
         yield f"length={recipe.length} is beyond the {positions:,} positions that the model is made for."
-    is_standard = not isinstance(config, ResidualConfig) or config.residual_connection == "standard"
-    if name == HEAL and is_standard:
-        yield (
-            f"{recipe.model} has standard residual connections, so there is nothing to heal: it is trained on without "
-            "attention residuals. To put them in: `attnres convert` it to DIR and give model=DIR, or add retrofit={}."
-        )
 
 
 def show_share(share: float) -> str:

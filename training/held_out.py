@@ -15,7 +15,8 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
 
-IGNORED_LABEL = -100
+from .packing import IGNORED
+
 ROW = "row"
 
 
@@ -49,8 +50,8 @@ class TokenMean:
         # Row by row: the logits of a whole batch in float32 would take as much memory again as training does.
         for number, row, targets in zip(numbers.tolist(), logits, labels):
             targets = targets[1:].to(row.device)
-            loss = F.cross_entropy(row[:-1].float(), targets, reduction="sum", ignore_index=IGNORED_LABEL)
-            self._rows[number] = loss.item(), int((targets != IGNORED_LABEL).sum())
+            loss = F.cross_entropy(row[:-1].float(), targets, reduction="sum", ignore_index=IGNORED)
+            self._rows[number] = loss.item(), int((targets != IGNORED).sum())
 
     def result(self) -> float:
         """Return the mean loss in nats/token over the rows of all processes, which call this together.

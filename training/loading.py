@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, __version__
+from accelerate.utils import DistributedType, parse_flag_from_env
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trainer, __version__
 from transformers.conversion_mapping import WeightConverter, get_model_conversion_mapping
 from transformers.distributed import DistributedConfig
 
 from attnres.wording import did_you_mean
 
+# What accelerate calls processes that share nothing but gradients, on CPUs.
+_UNDIVIDED = (DistributedType.NO, DistributedType.MULTI_CPU)
 # Neither is a division that a `Trainer` can train under.
 _REFUSED = ("enable_sequence_parallel", "enable_expert_parallel", "pp_size")
 
@@ -57,6 +59,59 @@ def read_division(settings: Mapping[str, Any] | None, num_processes: int) -> Dis
             "the sizes."
         )
     return division if size > 1 else None
+
+
+def check_engines(state: PartialState) -> None:
+    """Raise RuntimeError if accelerate was told to divide the model by an engine that does not run on this machine.
+
+    On CPUs accelerate takes no notice of such an engine, and trains a whole model in each process.
+    """
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and state.distributed_type in _UNDIVIDED:
+        raise RuntimeError(_not_divided("FSDP"))
+
+
+def check_division(trainer: Trainer, division: DistributedConfig | None) -> None:
+    """Raise RuntimeError if the model is not divided as the recipe, or accelerate's settings, ask for.
+
+    Args:
+        trainer: The trainer of the run, made with the model.
+        division: What the recipe asks for.
+    """
+    engines = {"FSDP": trainer.is_fsdp_enabled, "DEEPSPEED": trainer.is_deepspeed_enabled, "MEGATRON_LM": False}
+    for engine, is_made in engines.items():
+        if parse_flag_from_env(f"ACCELERATE_USE_{engine}") and not is_made:
+            raise RuntimeError(_not_divided(engine))
+    if (trainer.args.fsdp and not trainer.is_fsdp_enabled) or (trainer.args.deepspeed and not engines["DEEPSPEED"]):
+        raise RuntimeError(_not_divided("`fsdp`" if trainer.args.fsdp else "`deepspeed`"))
+    if division is not None and not getattr(trainer.model, "is_distributed_loading_by_transformers", False):
+        raise RuntimeError("the model is not divided by the recipe's `distributed`, which asks for it.")
+
+
+def describe_division(trainer: Trainer, division: DistributedConfig | None) -> str:
+    """Return how many processes train, and how they share the model, in a line for people."""
+    count = trainer.args.world_size
+    processes = f"{count} processes"
+    if division is not None:
+        sizes = {"dp_replicate_size": "replicas", "fsdp_size": "FSDP2", "tp_size": "TP", "ep_size": "EP"}
+        parts = [f"{title} {size}" for name, title in sizes.items() if (size := getattr(division, name, None) or 1) > 1]
+        return f"{processes}, the model divided by transformers ({', '.join(parts)})"
+    if trainer.is_fsdp_enabled:
+        version = getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1)
+        return f"{processes}, the model divided by accelerate (FSDP{version})"
+    if trainer.is_deepspeed_enabled:
+        stage = trainer.accelerator.state.deepspeed_plugin.zero_stage
+        return f"{processes}, the model divided by DeepSpeed (ZeRO-{stage})"
+    if count > 1:
+        return f"{processes}, each with the whole model (DDP)"
+    return "1 process"
+
+
+def _not_divided(engine: str) -> str:
+    return (
+        f"accelerate was told to divide the model by {engine}, but cannot do so here: it divides models on GPUs and "
+        "other accelerators only. Without them give ddp.yaml, which trains a whole model in each process, or divide "
+        "the model by the recipe's 'distributed={fsdp_size: N}', which runs on CPUs too."
+    )
 
 
 def load_divided(
@@ -107,4 +162,4 @@ def _is_converted(source: str) -> bool:
     return any(isinstance(rule, WeightConverter) for rule in get_model_conversion_mapping(model, add_legacy=False))
 
 
-__all__ = ["load_divided", "read_division"]
+__all__ = ["check_division", "check_engines", "describe_division", "load_divided", "read_division"]

@@ -1,28 +1,68 @@
 """The folder of a run: whose it is, and whether a run may begin or go on there."""
 
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from attnres.files import atomic_write
+from attnres.files import atomic_write, locked
+from attnres.utils.disks import why_not_written
 
 from .recipe import Recipe, read_recipe, write_recipe
 
-RECIPE, RESULTS = "recipe.yaml", "results.json"
-# What two runs of one training may differ in.
+RECIPE, RESULTS, DATA, LOCK = "recipe.yaml", "results.json", "data.json", ".lock"
+# What a killed run leaves half-written: checkpoints, the model, and the start of a divided model.
+HALF_WRITTEN = (".partial*", ".*.partial", ".start")
+# Settings that may change when a run is resumed.
 FREE = ("log_every", "save_every", "keep", "micro_batch_size")
 
 
 def check_place(out: Path) -> None:
-    """Raises FileExistsError: `out` holds a finished run or something else."""
+    """Raise if no run can begin or go on in `out`.
+
+    Raises:
+        FileExistsError: `out` holds a finished run or something else.
+    """
     if (out / RESULTS).exists():
         raise FileExistsError(f"{out} holds a finished run. Choose another `out`.")
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"{out} is a file. Choose another `out`.")
-    if out.exists() and any(out.iterdir()) and not (out / RECIPE).exists():
+    if out.exists() and {path.name for path in out.iterdir()} - {LOCK} and not (out / RECIPE).exists():
         raise FileExistsError(f"{out} holds other files. Choose another `out`.")
 
 
-def claim(out: Path, recipe: Recipe) -> None:
-    """Write the recipe into the folder of its run. Raises FileExistsError: it is that of another run."""
+@contextmanager
+def held(out: Path, recipe: Recipe) -> Iterator[None]:
+    """Hold the folder of a run while the block trains into it, with its recipe there; on the main process only.
+
+    The lock is this process's own. If the launcher is killed and this process survives, it still holds the folder.
+
+    Raises:
+        FileExistsError: Another process trains into `out`, or `out` holds another run or something else.
+        OSError: `out` cannot be made or written.
+    """
+    check_place(out)
+    with ExitStack() as lock:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            lock.enter_context(locked(out / LOCK, out))
+        except FileExistsError as error:
+            raise FileExistsError(
+                f"{out} is in use: another process trains into it, perhaps what is left of a run whose launcher was "
+                "killed. Wait for that process or end it, or choose another `out`."
+            ) from error
+        except OSError as error:
+            raise type(error)(f"`out` cannot be written: {why_not_written(error)}. Choose another `out`.") from error
+        _claim(out, recipe)
+        for pattern in HALF_WRITTEN:
+            for path in out.glob(pattern):
+                shutil.rmtree(path, ignore_errors=True)
+        yield
+
+
+def _claim(out: Path, recipe: Recipe) -> None:
+    """Write the recipe into the folder of its run. Raise FileExistsError if it is that of another run."""
     from transformers.trainer_utils import get_last_checkpoint
 
     check_place(out)
@@ -35,8 +75,31 @@ def claim(out: Path, recipe: Recipe) -> None:
                 f"{out} holds a run with {name} {getattr(before, name)!r}, not {getattr(recipe, name)!r}. "
                 "Choose another `out`, or go on with the recipe as it was."
             )
-    out.mkdir(parents=True, exist_ok=True)
     atomic_write(out / RECIPE, write_recipe(recipe))
 
 
-__all__ = ["RECIPE", "RESULTS", "check_place", "claim"]
+def check_data(out: Path, digests: Mapping[str, str], is_resumed: bool) -> None:
+    """Write down what a run trains on, or compare it with what the run began with.
+
+    Args:
+        out: The folder of the run.
+        digests: A digest of the tokens of `train` and `held_out`, each by its key in the recipe.
+        is_resumed: Whether a checkpoint is gone on from.
+
+    Raises:
+        FileExistsError: The data has changed since the run began.
+    """
+    path = out / DATA
+    if is_resumed and path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if changed := [f"`{name}`" for name in digests if before.get(name, digests[name]) != digests[name]]:
+            verb = "have" if len(changed) > 1 else "has"
+            raise FileExistsError(
+                f"{' and '.join(changed)} {verb} changed since the run in {out} began: going on would train another "
+                "model. Put the data back as it was, or choose another `out`."
+            )
+        return
+    atomic_write(path, json.dumps(digests, indent=2) + "\n")
+
+
+__all__ = ["DATA", "RECIPE", "RESULTS", "check_data", "check_place", "held"]

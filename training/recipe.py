@@ -31,11 +31,13 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
         "at least 2, as each token is predicted from those before, and below 2**31",
     ),
     **dict.fromkeys(("warmup", "decay", "min_rate", "residual_alone"), _SHARE),
+    "epochs": (lambda value: 0 < value < math.inf, "a number above 0"),
     **dict.fromkeys(("weight_decay", "residual_lr_factor", "max_grad_norm", "expert_balancing"), _FACTOR),
     "learning_rate": (lambda value: 0 < value < math.inf, "a number above 0"),
     "seed": (lambda value: 0 <= value < 2**32, "from 0 to 2**32 - 1"),
 }
 _NEEDED = ("model", "train", "out")
+_LENGTHS = ("steps", "tokens", "epochs")
 # Of models, files, folders, and of what is in them.
 _NAMES = ("model", "train", "out", "tokenizer", "held_out", "held_out_split", "column", "split")
 # Fields of `TrainingArguments` that a run sets itself, or does without, and what says the same in a recipe.
@@ -82,7 +84,8 @@ class Recipe:
         held_out: the same, to measure the loss on. Without it `held_out_sequences` are taken from the training data.
         split: of data sets that have several.
         held_out_split: the same of `held_out`; by default `split`.
-        held_out_sequences: how many are taken from the training data, where there is no `held_out`.
+        held_out_sequences: how many are taken from the training data, where there is no `held_out`; by default 64, or
+            a tenth of the data where that is less.
         column: of the text; with `chat`, of the messages.
         streaming: read the data as training goes on, instead of tokenising all of it first.
         bad_rows: `error` ends the run at a row that cannot be used, `skip` leaves such rows out and counts them.
@@ -91,6 +94,7 @@ class Recipe:
         batch_size: sequences in a step, over all processes.
         steps: the length of the run; this or `tokens`.
         tokens: the same in tokens.
+        epochs: the length of the run in passes over the training data, where `steps` or `tokens` do not end it before.
         micro_batch_size: sequences that a process computes at once; the rest of `batch_size` is accumulated.
         optimizer: `adamw`, or `muon` for the matrices.
         learning_rate: the highest of the schedule.
@@ -123,7 +127,7 @@ class Recipe:
     tokenizer: str | None = None
     held_out: Sequence[str] = ()
     held_out_split: str | None = None
-    held_out_sequences: int = 64
+    held_out_sequences: int | None = None
     column: str = "text"
     split: str = "train"
     streaming: bool = False
@@ -134,6 +138,7 @@ class Recipe:
     micro_batch_size: int = 8
     steps: int | None = None
     tokens: int | None = None
+    epochs: float | None = None
     optimizer: str = "adamw"
     learning_rate: float = 3e-4
     weight_decay: float = 0.1
@@ -155,8 +160,12 @@ class Recipe:
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if (self.steps is None) == (self.tokens is None):
-            raise ValueError("Give the recipe either `steps` or `tokens`.")
+        if self.steps is not None and self.tokens is not None:
+            raise ValueError("The recipe has both `steps` and `tokens`: give one of them.")
+        if self.steps is self.tokens is self.epochs is None:
+            raise ValueError("The recipe has no length: give `steps`, `tokens` or `epochs`.")
+        if self.streaming and self.steps is self.tokens is None:
+            raise ValueError("The length of a stream is not known before it ends: give `steps` or `tokens`.")
         for name, (is_allowed, wanted) in _RANGES.items():
             value = getattr(self, name)
             if value is not None and not is_allowed(value):
@@ -212,16 +221,29 @@ class Recipe:
                 )
 
     @property
-    def num_steps(self) -> int:
-        """Optimizer steps; the last one may go beyond `tokens`."""
-        return self.steps or max(1, math.ceil(self.tokens / (self.batch_size * self.length)))
+    def most_steps(self) -> int | None:
+        """The optimizer steps by `steps` or `tokens`, of which the last may go beyond; `None` with `epochs` alone."""
+        if self.tokens is not None:
+            return math.ceil(self.tokens / (self.batch_size * self.length))
+        return self.steps
+
+    def count_steps(self, sequences: int | None) -> int:
+        """Count the optimizer steps of the run.
+
+        Args:
+            sequences: How many there are to train on; `None` of a stream, which `epochs` does not end.
+        """
+        by_epochs = None
+        if self.epochs is not None and sequences is not None:
+            by_epochs = max(1, int(self.epochs * sequences / self.batch_size))
+        return min(count for count in (self.most_steps, by_epochs) if count is not None)
 
 
 def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
     """The recipe in a file, or one of those that come with `attnres` by its name, with `key=value` changes.
 
-    A value is YAML: `steps=100`, `train=[a.jsonl,b.jsonl]`, `trainer.bf16=true` (one key of a mapping). `steps` takes
-    the place of the file's `tokens` too, and the other way round.
+    A value is YAML: `steps=100`, `train=[a.jsonl,b.jsonl]`, `trainer.bf16=true` (one key of a mapping). `steps`,
+    `tokens` and `epochs` say how long a run is: what a change says takes the place of all that the file says of it.
 
     Raises:
         FileNotFoundError: no such file or recipe.
@@ -243,10 +265,9 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
             raise
         content[name] = {**_mapping(name, content.get(name) or {}), inner: parsed} if dot else parsed
         given.add(name)
-    # A run is as long as one of the two says: that of a change, where the file has the other.
-    for name, other in (("steps", "tokens"), ("tokens", "steps")):
-        if name in given and other not in given and content[name] is not None:
-            content.pop(other, None)
+    if any(content.get(name) is not None for name in given.intersection(_LENGTHS)):
+        for name in {*_LENGTHS} - given:
+            content.pop(name, None)
     known = {item.name: item for item in fields(Recipe)}
     content = {name: value for name, value in content.items() if value is not None or name not in _NEEDED}
     for name, value in content.items():

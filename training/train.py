@@ -9,7 +9,6 @@ import json
 import math
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -22,7 +21,7 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from datasets import Dataset, IterableDataset
 from huggingface_hub.errors import StrictDataclassError
-from tqdm import tqdm
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,7 +30,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     PrinterCallback,
     ProgressCallback,
-    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
@@ -40,6 +38,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import get_last_checkpoint
 
 import attnres
+from attnres import ResidualConfig
 from attnres.analysis.loss_figures import plot_loss_curves
 from attnres.configuration import load, names
 from attnres.conversion import retrofit
@@ -47,50 +46,68 @@ from attnres.conversion.family import retrofit_config
 from attnres.files import atomic_write
 from attnres.hub import meant
 from attnres.quiet import quiet_transformers
-from attnres.utils.progress import Pace
+from attnres.utils.disks import why_not_written
+from attnres.utils.processes import is_lost_connection
 from attnres.wording import counted, install_command
 
 from .card import write_training_card
 from .chat import encode_chat
 from .checkpoints import check_checkpoint
-from .data import DataSpec, load_blocks
-from .header import describe_run, show_share
-from .loading import load_divided, read_division
-from .place import RESULTS, claim
+from .data import DataSpec, digest_of, load_blocks
+from .display import Display
+from .documents import file_identities
+from .header import describe_run
+from .loading import check_division, check_engines, describe_division, load_divided, read_division
+from .place import RESULTS, check_data, held
 from .recipe import Recipe
 from .text import open_tokenizer
 from .trainer import AttnResTrainer
 
 MODEL, ADAPTER, CURVE = "model", "adapter", "loss.png"
+HEAL = "heal"
+HELD_OUT = 64  # sequences, where the data is large
+SHORTEST_CURVE = 10  # points, where `epochs` makes the run shorter
 START = ".start"
 
 
 def run_train(recipe: Recipe, name: str = "") -> dict[str, Any]:
-    """Train by the recipe into its folder `out`; what a run there was stopped at is continued.
+    """Train by the recipe into its folder `out`. Resume from the last checkpoint there, if the run was stopped.
 
     Args:
-        name: of the recipe, where it is one of those that come with `attnres`.
+        recipe: Everything that decides the run.
+        name: The recipe's name, where it is one of those that come with `attnres`.
 
     Returns:
         What is written to `results.json`.
 
     Raises:
-        FileExistsError: `out` holds something else, or the run of another recipe.
-        FloatingPointError: the loss is not finite.
-        OSError, ValueError: a model, data set or value that cannot be used; a checkpoint that cannot be written.
-        SystemExit: the run was terminated; its checkpoint is written.
+        FileExistsError: `out` holds something else, the run of another recipe or on other data, or is in use.
+        FloatingPointError: The loss is not finite.
+        OSError, ValueError: A model, data set or value cannot be used, or a checkpoint cannot be written.
+        RuntimeError: A division of the model was asked for, and is not made here.
+        SystemExit: The run was terminated; its checkpoint is written.
     """
     # Without being told, accelerate does not join processes on CPUs.
     cpu = not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
     state, out = PartialState(cpu=cpu), Path(recipe.out)
     if recipe.lora is not None:
         _lora()
+    check_engines(state)
     division = read_division(recipe.distributed, state.num_processes)
     with quiet_transformers():
         arguments = _arguments(recipe, state, division)
-    with state.main_process_first():
-        if state.is_main_process:
-            claim(out, recipe)
+    with contextlib.ExitStack() as place:
+        with state.main_process_first():
+            if state.is_main_process:
+                place.enter_context(held(out, recipe))
+        return _train(recipe, name, state, division, arguments)
+
+
+def _train(
+    recipe: Recipe, name: str, state: PartialState, division: DistributedConfig | None, arguments: TrainingArguments
+) -> dict[str, Any]:
+    """Train in the folder of the run, which is held."""
+    out = Path(recipe.out)
     last = get_last_checkpoint(str(out))
     if last is not None:
         check_checkpoint(Path(last))
@@ -98,19 +115,24 @@ def run_train(recipe: Recipe, name: str = "") -> dict[str, Any]:
     set_seed(recipe.seed)
     with quiet_transformers(), state.main_process_first():
         tokenizer = _tokenizer(recipe)
-        _check_config(recipe, tokenizer)
-        train, held_out = _data(recipe, tokenizer)
+        _check_config(recipe, name, tokenizer)
+        train, held_out, digests = _data(recipe, tokenizer)
+        if state.is_main_process:
+            check_data(out, digests, is_resumed=last is not None)
+    _set_length(arguments, recipe, train)
     with quiet_transformers():
         model = _model(recipe, tokenizer) if division is None else _divided(recipe, tokenizer, division, last)
         display = Display()
         trainer = AttnResTrainer(
             model, recipe, arguments, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer
         )
+        check_division(trainer, division)
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(display)
         if state.is_main_process:
-            print("\n".join(describe_run(recipe, name, model, train, held_out, arguments.device)), flush=True)
+            work = describe_division(trainer, division)
+            print("\n".join(describe_run(recipe, model, train, held_out, arguments.device, work)), flush=True)
             if last:
                 print(f"Going on from {last}.", flush=True)
         try:
@@ -125,7 +147,15 @@ def run_train(recipe: Recipe, name: str = "") -> dict[str, Any]:
                 print(f"Stopped after step {trainer.state.global_step}. The same command goes on from there.")
             sys.exit(143)
         results = _results(trainer, recipe)
-        _write(trainer, tokenizer, recipe, name, results)
+        try:
+            _write(trainer, tokenizer, recipe, name, results)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if is_lost_connection(error):
+                raise  # another process has failed, and says why
+            raise OSError(
+                f"what the run has made could not be written to {out}: {why_not_written(error)}. Its checkpoints are "
+                "there: the same command goes on from the last one."
+            ) from error
     if state.is_main_process:
         before = next((f" (before training {loss:.4f})" for step, loss in results["held_out_losses"] if step == 0), "")
         print(
@@ -167,33 +197,49 @@ def _named(what: str, source: str) -> Iterator[None]:
         ) from error
 
 
-def _data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset | IterableDataset, Dataset]:
+def _data(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Dataset | IterableDataset, Dataset, dict[str, str]]:
+    """Return the blocks to train on, those held out, and a digest of each data set by its key in the recipe."""
     spec = DataSpec(tuple(recipe.train), recipe.split, recipe.column, recipe.streaming, recipe.bad_rows)
     encode = encode_chat(tokenizer, recipe.column) if recipe.chat else None
     train = load_blocks(spec, tokenizer, recipe.length, seed=recipe.seed, encode=encode)
+    # The tokens of a stream are not known before it is read.
+    digests = {"train": repr(file_identities(spec)) if recipe.streaming else digest_of(train)}
     if recipe.held_out:
         split = recipe.held_out_split or recipe.split
         spec = replace(spec, paths=tuple(recipe.held_out), split=split, streaming=False)
-        return train, load_blocks(spec, tokenizer, recipe.length, seed=None, encode=encode)
+        held_out = load_blocks(spec, tokenizer, recipe.length, seed=None, encode=encode)
+        return train, held_out, digests | {"held_out": digest_of(held_out)}
     if recipe.streaming:
         raise ValueError("A stream has no end to take `held_out_sequences` from: give `held_out`.")
-    size = len(train) - recipe.held_out_sequences
+    # Of small data a tenth, so that most of it is left to train on.
+    count = recipe.held_out_sequences or min(HELD_OUT, max(1, len(train) // 10))
+    size = len(train) - count
     if size <= 0:
         raise ValueError(
-            f"`held_out_sequences` of the recipe is {recipe.held_out_sequences}, but the data has only "
+            f"`held_out_sequences` of the recipe is {count}, but the data has only "
             f"{counted(len(train), 'sequence')} of {recipe.length} tokens: hold out fewer, name other data by "
             "`held_out`, or give more data, or a smaller `length`."
         )
     if size < recipe.batch_size:
         raise ValueError(
-            f"the data has {len(train)} sequences of {recipe.length} tokens, {recipe.held_out_sequences} of them held "
+            f"the data has {len(train)} sequences of {recipe.length} tokens, {count} of them held "
             f"out: less than one batch of {recipe.batch_size}. Give more data, or smaller `length` or `batch_size`."
         )
-    return train.select(range(size)), train.select(range(size, len(train)))
+    return train.select(range(size)), train.select(range(size, len(train))), digests
 
 
-def _check_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError, before anything is tokenised, if the recipe asks for a model that cannot be."""
+def _set_length(arguments: TrainingArguments, recipe: Recipe, train: Dataset | IterableDataset) -> None:
+    """Set the number of steps, which `epochs` may limit now that the data is known."""
+    arguments.max_steps = recipe.count_steps(None if recipe.streaming else len(train))
+    if arguments.max_steps != recipe.most_steps:
+        # The recipe's interval is meant for its own length: without this the curve of a small run has one point.
+        arguments.logging_steps = min(recipe.log_every, max(1, arguments.max_steps // SHORTEST_CURVE))
+
+
+def _check_config(recipe: Recipe, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError, before anything is tokenised, if the recipe of this name asks for a model that cannot be."""
     try:
         if recipe.model in names():
             _named_config(recipe, tokenizer)
@@ -207,6 +253,20 @@ def _check_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
             retrofit_config(config, **recipe.retrofit)
         except (TypeError, ValueError) as error:
             raise ValueError(f"`retrofit` of the recipe is {recipe.retrofit}: {error}") from error
+    elif name == HEAL and not _is_retrofitted(config):
+        raise ValueError(
+            f"{recipe.model} has standard residual connections, so there is nothing to heal. Put attention residuals "
+            f"in first, by `attnres convert {recipe.model} DIR`, and give model=DIR; or add 'retrofit={{}}' to this "
+            "command. To train it as it is, use the recipe `finetune`."
+        )
+
+
+def _is_retrofitted(config: PreTrainedConfig) -> bool:
+    config = config.get_text_config()
+    if not isinstance(config, ResidualConfig):
+        return False
+    # A gate may be all that a conversion has added.
+    return config.residual_connection != "standard" or config.attention_gate is not None
 
 
 def _named_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
@@ -267,7 +327,7 @@ def _arguments(recipe: Recipe, state: PartialState, division: DistributedConfig 
         )
     own = {
         "output_dir": recipe.out,
-        "max_steps": recipe.num_steps,
+        "max_steps": recipe.most_steps or 1,  # see `_set_length`
         "per_device_train_batch_size": micro,
         "per_device_eval_batch_size": micro,
         "gradient_accumulation_steps": accumulated,
@@ -297,67 +357,6 @@ def _arguments(recipe: Recipe, state: PartialState, division: DistributedConfig 
     return made
 
 
-class Display(TrainerCallback):
-    """A line for each log, and the time left: as a bar on a terminal, as a line now and then elsewhere.
-
-    Only the first process shows anything.
-    """
-
-    SHOWN = {
-        "loss": ("loss", ".4f"),
-        "eval_loss": ("held-out loss", ".4f"),
-        "learning_rate": ("rate", ".2e"),
-        "grad_norm": ("gradient norm", ".2f"),
-        "tokens_per_second": ("tokens/s", ",.0f"),
-        "model_flop_use": ("FLOP use", ".1%"),
-        "expert_max_violation": ("expert overload", ".2f"),
-    }
-
-    def __init__(self) -> None:
-        self.bar: tqdm | None = None
-        self.pace = self.measuring = Pace(None)
-        self.measured = 0  # batches of the evaluation that is being made
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        if state.is_world_process_zero:
-            # `disable=None` draws no bar where the error output is no terminal.
-            settings = {"unit": " steps", "dynamic_ncols": True, "disable": None}
-            self.bar = tqdm(total=state.max_steps, initial=state.global_step, **settings)
-            self.pace = Pace(state.max_steps, state.global_step, "steps")
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if self.bar is not None:
-            self.bar.update(state.global_step - self.bar.n)
-            self._tell(self.pace.line(state.global_step))
-
-    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
-        if self.bar is None:
-            return
-        if not self.measured:
-            self.measuring = Pace(len(eval_dataloader), unit="batches of held-out text")
-        self.measured += 1
-        self._tell(self.measuring.line(self.measured))
-
-    def on_evaluate(self, args, state, control, **kwargs):
-        self.measured = 0
-
-    def _tell(self, line: str | None) -> None:
-        if line and self.bar.disable:
-            print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if self.bar is None or not {"loss", "eval_loss"} & logs.keys():
-            return
-        parts = [f"{self.SHOWN[name][0]} {logs[name]:{self.SHOWN[name][1]}}" for name in self.SHOWN if name in logs]
-        if "depth_entropy" in logs:
-            parts.append(f"depth entropy {show_share(logs['depth_entropy'])}")
-        self.bar.write(f"step {state.global_step}: {', '.join(parts)}", file=sys.stdout)
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
-
-
 def _results(trainer: AttnResTrainer, recipe: Recipe) -> dict[str, Any]:
     history = trainer.state.log_history
     if not any(entry.get("step") == trainer.state.global_step for entry in history if "eval_loss" in entry):
@@ -381,6 +380,9 @@ def _write(
     out, main = Path(recipe.out), trainer.is_world_process_zero()
     kind = ADAPTER if recipe.lora is not None else MODEL
     stage = out / f".{kind}.partial"
+    if main:
+        shutil.rmtree(stage, ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()
     trainer.save_model(str(stage))
     trainer.accelerator.wait_for_everyone()
     if main:

@@ -5,6 +5,7 @@ stops the run and names the documents; the log has the expert load, tokens/s and
 """
 
 import os
+import secrets
 import shutil
 import signal
 import warnings
@@ -14,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -24,6 +26,8 @@ from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, get_last_checkpoint, rotate_checkpoints
 
 from attnres.residual_attnres import residual_tensors
+from attnres.utils.disks import why_not_written
+from attnres.utils.processes import is_lost_connection
 
 from .balance import ExpertBalance
 from .held_out import ROW, NumberedRows, TokenMean
@@ -32,7 +36,7 @@ from .optimizer import build_optimizer, build_schedule
 from .recipe import Recipe
 from .resuming import ResumableTrainer
 
-PARTIAL = ".partial"
+PARTIAL = ".partial-"
 OPTIMIZER = "optimizer"
 
 
@@ -65,6 +69,9 @@ class AttnResTrainer(ResumableTrainer):
         if options.get("eval_dataset") is not None:
             options["eval_dataset"] = NumberedRows(options["eval_dataset"])
         super().__init__(model, arguments, data_collator=collate, callbacks=callbacks, **options)
+        # The processes of one run write to a folder that is theirs alone: a process that outlives its run cannot get
+        # between those of the next one.
+        self._run_id: str = broadcast_object_list([secrets.token_hex(4)])[0]
 
     def create_optimizer(self, model: PreTrainedModel | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -178,7 +185,7 @@ class AttnResTrainer(ResumableTrainer):
 
     def _save_checkpoint(self, model, trial) -> None:
         run = Path(self.args.output_dir)
-        self._saving_in = str(run / PARTIAL)
+        self._saving_in = str(run / f"{PARTIAL}{self._run_id}")
         try:
             if self.args.should_save:
                 shutil.rmtree(self._saving_in, ignore_errors=True)
@@ -195,9 +202,11 @@ class AttnResTrainer(ResumableTrainer):
                 _flush(written)
                 written.rename(run / written.name)
         except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+            if is_lost_connection(error):
+                raise  # another process has failed, and says why
             last = get_last_checkpoint(str(run))
             raise OSError(
-                f"the checkpoint of step {self.state.global_step} could not be written: {error}. "
+                f"the checkpoint of step {self.state.global_step} could not be written: {why_not_written(error)}. "
                 f"The last one is {last or 'none'}."
             ) from error
         finally:

@@ -87,7 +87,7 @@ def test_a_run_from_scratch_and_a_merged_adapter_have_a_card_and_a_standard_mode
     attnres(folder, "train", "lora", "model=base", "out=runs/lora", "merge=true", "chat=false", *QUICK)
     _, text = card_of(folder / "runs" / "lora" / "model")
     assert "low-rank adapters merged into the weights" in text
-    attnres(folder, "train", "heal", "model=source", "out=runs/standard", *QUICK)
+    attnres(folder, "train", "finetune", "model=source", "out=runs/standard", *QUICK)
     assert not (folder / "runs" / "standard" / "model" / "README.md").exists()
 
 

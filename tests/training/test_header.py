@@ -25,15 +25,16 @@ def parts(assets, tmp_path_factory):
     return {"model": model, "retrofit": retrofit(folder, block_size=2), "blocks": blocks}
 
 
-def described(parts, model: str, name: str = "heal", **changes) -> list[str]:
+def described(parts, model: str, **changes) -> list[str]:
     blocks = parts["blocks"]
     train, held_out = blocks.select(range(len(blocks) - 3)), blocks.select(range(len(blocks) - 3, len(blocks)))
     recipe = Recipe("lab/model", ("a",), "runs/x", **{"steps": 2, "batch_size": 4, "length": 64} | changes)
-    return describe_run(recipe, name, parts[model], train, held_out, torch.device("cpu"))
+    return describe_run(recipe, parts[model], train, held_out, torch.device("cpu"))
 
 
 def test_the_header_names_model_parameters_data_and_steps(parts):
-    model, parameters, data, run = described(parts, "retrofit")
+    model, parameters, processes, data, run = described(parts, "retrofit")
+    assert processes == "Processes: 1 process"
     assert model == (
         "Model: lab/model (attnres_llama), Block AttnRes, 5 blocks of 2 sublayers (10 sublayers), scale sum"
     )
@@ -56,24 +57,31 @@ def test_frozen_parameters_are_not_counted_as_trained(parts):
 
 
 @pytest.mark.parametrize(
-    "model, name, changes, note",
+    "model, changes, note",
     [
-        ("retrofit", "heal", {"steps": 1000}, "Note: the run reads its data "),
-        ("retrofit", "heal", {"length": 513}, "Note: length=513 is beyond the 512 positions"),
-        ("model", "heal", {}, "Note: lab/model has standard residual connections, so there is nothing to heal: it is "),
-        ("model", "finetune", {}, None),
+        ("retrofit", {"steps": 1000}, "Note: the run reads its data "),
+        ("retrofit", {"length": 513}, "Note: length=513 is beyond the 512 positions"),
+        ("retrofit", {"steps": 1000, "epochs": 3}, "Note: the recipe is made for 1,000 steps, which would read this "),
+        ("model", {}, None),
     ],
 )
-def test_what_is_hardly_meant_is_pointed_out(parts, model, name, changes, note):
-    notes = [line for line in described(parts, model, name, **changes) if line.startswith("Note: ")]
+def test_what_is_hardly_meant_is_pointed_out(parts, model, changes, note):
+    notes = [line for line in described(parts, model, **changes) if line.startswith("Note: ")]
     assert len(notes) == bool(note) and all(line.startswith(note) for line in notes)
 
 
 def test_as_many_steps_as_are_proposed_are_not_pointed_out(parts):
     (note,) = (line for line in described(parts, "retrofit", steps=1000) if line.startswith("Note: "))
     steps = int(note.partition("steps=")[2].split()[0])
-    assert len(described(parts, "retrofit", steps=steps)) == 4
-    assert len(described(parts, "retrofit", steps=steps + 1)) == 5
+    assert len(described(parts, "retrofit", steps=steps)) == 5
+    assert len(described(parts, "retrofit", steps=steps + 1)) == 6
+
+
+def test_a_run_that_small_data_makes_shorter_says_so_with_its_length(parts):
+    run, note = described(parts, "retrofit", tokens=50_000_000, steps=None, epochs=4)[-2:]
+    steps = 4 * (len(parts["blocks"]) - 3) // 4
+    assert run.startswith(f"Run: {steps} steps of 4 sequences, {steps * 256:,} tokens, 4 epochs;")
+    assert note.endswith("the run ends after epochs=4. Give more data for a longer run; steps=N sets another length.")
 
 
 @pytest.mark.parametrize(

@@ -131,21 +131,28 @@ def assert_same_run(out: Path, expected: Path, tolerance: float = 1e-4) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "run, config, distributed, as_on_gpus",
+    "run, config, distributed, as_on_gpus, how",
     [
-        ("retrofit", "ddp", None, False),
-        ("retrofit", "fsdp2", None, True),
-        ("retrofit", "ddp", "{fsdp_size: 2}", False),
-        ("hybrid", "tensor_parallel", "{fsdp_size: 2, ep_size: 2}", False),
-        ("hybrid", "tensor_parallel", "{tp_size: 2}", True),
+        ("retrofit", "ddp", None, False, "each with the whole model (DDP)"),
+        ("retrofit", "fsdp2", None, True, "the model divided by accelerate (FSDP2)"),
+        ("retrofit", "ddp", "{fsdp_size: 2}", False, "the model divided by transformers (FSDP2 2)"),
+        (
+            "hybrid",
+            "tensor_parallel",
+            "{fsdp_size: 2, ep_size: 2}",
+            False,
+            "the model divided by transformers (FSDP2 2, EP 2)",
+        ),
+        ("hybrid", "tensor_parallel", "{tp_size: 2}", True, "the model divided by transformers (TP 2)"),
     ],
 )
-def test_two_processes_compute_what_one_does(run, config, distributed, as_on_gpus, single, arguments, tmp_path):
+def test_two_processes_compute_what_one_does(run, config, distributed, as_on_gpus, how, single, arguments, tmp_path):
     """Each of them half of the batch; or, with divided matrices, its half of them on all of it."""
     out = tmp_path / "out"
     changes = (f"distributed={distributed}",) if distributed else ()
     output, _ = finish(launch(arguments(run, out, *changes), config, as_on_gpus))
     assert output.count("Written to") == 1
+    assert f"\nProcesses: 2 processes, {how}\n" in output
     assert_same_run(out, single(run))
     # The last checkpoint is the same model, also where each process has written its part.
     assert len(list((out / "checkpoint-6").glob("shard-*.safetensors"))) == (2 if distributed else 0)
@@ -180,6 +187,23 @@ def test_a_run_of_two_processes_goes_on_bit_for_bit_after_a_kill_and_after_a_sig
     output, _ = finish(launch(command))
     assert "Going on from" in output
     assert_same_run(*outs, tolerance=0)
+
+
+@pytest.mark.slow
+def test_what_one_process_says_is_said_once(arguments, tmp_path):
+    """The other one only loses its connection."""
+    _, errors = finish(launch(arguments("retrofit", tmp_path / "out", "retrofit={block_size: 0}")), code=1)
+    assert "attnres: `retrofit` of the recipe is {'block_size': 0}: " in errors
+    assert "unforeseen" not in errors and "gloo" not in errors
+
+
+@pytest.mark.slow
+def test_a_division_that_is_not_made_is_refused(arguments, tmp_path):
+    """accelerate trains whole models where it is told to divide them among CPUs."""
+    _, errors = finish(launch(arguments("retrofit", tmp_path / "out"), "fsdp2"), code=1)
+    assert "attnres: accelerate was told to divide the model by FSDP, but cannot do so here" in errors
+    assert "ddp.yaml" in errors and "distributed={fsdp_size: N}" in errors
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

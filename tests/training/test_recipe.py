@@ -20,7 +20,8 @@ def test_the_recipes_of_the_package_are_complete_with_model_data_and_folder():
     assert recipe_names() == ("finetune", "heal", "lora", "pretrain", "sft")
     for name in recipe_names():
         recipe = read_recipe(name, NEEDED)
-        assert recipe.num_steps > 0
+        assert recipe.count_steps(10_000) > 0
+        assert recipe.epochs <= 4, "small data is not learned by heart"
     assert read_recipe("lora", NEEDED).lora == {"rank": 16}
     assert read_recipe("sft", NEEDED).chat
 
@@ -58,13 +59,31 @@ def test_what_is_written_is_read_again(tmp_path_factory, steps, rate, trainer, l
 @pytest.mark.parametrize("recipe", [*recipe_names()])
 def test_a_change_of_steps_or_tokens_takes_the_place_of_the_files(recipe):
     needed = ("model=m", "train=a.txt", "out=o", "tokenizer=t")
-    assert read_recipe(recipe, (*needed, "steps=7")).num_steps == 7
-    by_tokens = read_recipe(recipe, (*needed, "tokens=9000"))
-    assert (by_tokens.steps, by_tokens.tokens) == (None, 9000)
+    for change in ("steps=7", "tokens=9000", "epochs=2"):
+        name, _, value = change.partition("=")
+        read = read_recipe(recipe, (*needed, change))
+        lengths = {"steps": read.steps, "tokens": read.tokens, "epochs": read.epochs}
+        assert {key: length for key, length in lengths.items() if length is not None} == {name: int(value)}
+    assert read_recipe(recipe, (*needed, "steps=7")).count_steps(sequences=16) == 7
 
 
 def test_tokens_are_rounded_up_to_steps():
-    assert Recipe("m", ("a",), "o", tokens=1001, batch_size=10, length=10).num_steps == 11
+    assert Recipe("m", ("a",), "o", tokens=1001, batch_size=10, length=10).count_steps(1000) == 11
+
+
+@pytest.mark.parametrize(
+    "lengths, sequences, steps",
+    [
+        ({"tokens": 50_000_000, "epochs": 4}, 88, 11),  # 100,000 tokens
+        ({"tokens": 50_000_000, "epochs": 4}, 10**6, 1526),
+        ({"tokens": 50_000_000, "epochs": 4}, None, 1526),
+        ({"epochs": 0.5}, 640, 10),
+        ({"epochs": 0.5}, 10, 1),
+        ({"steps": 5}, 32, 5),
+    ],
+)
+def test_epochs_end_a_run_where_nothing_else_does_before(lengths, sequences, steps):
+    assert Recipe("m", ("a",), "o", length=1024, batch_size=32, **lengths).count_steps(sequences) == steps
 
 
 @pytest.mark.parametrize(
@@ -80,7 +99,10 @@ def test_tokens_are_rounded_up_to_steps():
         (("steps=many",), "`steps` of the recipe is 'many', which is not int."),
         (("steps=1.5",), "`steps` of the recipe is 1.5, which is not int."),
         (("chat=perhaps",), "`chat` of the recipe is 'perhaps', which is not bool."),
-        (("steps=5", "tokens=5"), "Give the recipe either `steps` or `tokens`."),
+        (("steps=5", "tokens=5"), "The recipe has both `steps` and `tokens`: give one of them."),
+        (("steps=null", "epochs=null"), "The recipe has no length: give `steps`, `tokens` or `epochs`."),
+        (("epochs=2", "streaming=true"), "The length of a stream is not known before it ends: give `steps` or "),
+        (("epochs=0",), "`epochs` of the recipe is 0.0, but must be a number above 0."),
         (("lora={rank: 2}", "retrofit={block_size: 2}"), "An adapter's base has to be on disk"),
         (
             ("trainer.output_dir=elsewhere",),
@@ -145,7 +167,7 @@ def test_more_held_out_than_there_is_is_named(tokenizer, monkeypatch, tmp_path):
     (tmp_path / "text.txt").write_text("one two three four five six seven eight nine " * 20)
     changes = ("model=m", f"train={tmp_path / 'text.txt'}", "out=o", "length=16", "batch_size=1")
     read = [read_recipe("finetune", (*changes, f"held_out_sequences={number}")) for number in (1, 1000)]
-    count = sum(map(len, train._data(read[0], tokenizer)))
+    count = sum(map(len, train._data(read[0], tokenizer)[:2]))
     message = f"^`held_out_sequences` of the recipe is 1000, but the data has only {count} sequences of 16 tokens: "
     with pytest.raises(ValueError, match=message):
         train._data(read[1], tokenizer)

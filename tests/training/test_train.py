@@ -1,6 +1,7 @@
 """`attnres train` from end to end, in processes of its own: a real checkpoint on real text."""
 
 import json
+import re
 import resource
 import shutil
 import signal
@@ -176,6 +177,75 @@ def test_a_killed_run_goes_on_bit_for_bit(name, uninterrupted, command, tmp_path
     )
 
 
+# What a process does to itself after the last checkpoint is written, before the model is.
+ENDS = {
+    "killed": "train._results = lambda *_: os.kill(os.getpid(), signal.SIGKILL)",
+    "terminated": """
+step_end = trainer.StopOnSignal.on_step_end
+def end(self, args, state, control, **kwargs):
+    if state.global_step == state.max_steps:
+        os.kill(os.getpid(), signal.SIGTERM)
+    step_end(self, args, state, control, **kwargs)
+trainer.StopOnSignal.on_step_end = end
+""",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_run_that_ends_after_its_last_checkpoint_makes_no_further_step(end, uninterrupted, command, tmp_path):
+    out = tmp_path / "out"
+    code = f"import os, signal\nfrom attnres.training import train, trainer\n{ENDS[end]}\n"
+    code += "from attnres.commands.main import main; main()"
+    ended = subprocess.run([sys.executable, "-c", code, *command("heal", out)[3:]], capture_output=True, check=False)
+    assert ended.returncode == {"killed": -signal.SIGKILL, "terminated": 128 + signal.SIGTERM}[end], ended.stderr
+    last = out / "checkpoint-12"
+    saved = {path.name: path.read_bytes() for path in last.iterdir()}
+    done = run(command("heal", out))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert results(out)["steps"] == 12
+    assert results(out)["held_out_loss"] == results(uninterrupted["heal"])["held_out_loss"]
+    assert_same_run(out, uninterrupted["heal"])
+    assert {path.name: path.read_bytes() for path in last.iterdir()} == saved
+    assert sorted(path.name for path in out.glob("checkpoint-*")) == ["checkpoint-12", "checkpoint-8"]
+
+
+def test_a_run_does_not_go_on_with_other_data(command, folders, tmp_path):
+    text = tmp_path / "text.txt"
+    shutil.copy(folders["held_out"], text)
+    out = tmp_path / "out"
+    arguments = command("heal", out, f"train={text}", "held_out_sequences=4")
+    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        wait_for(out / "checkpoint-4", process)
+        process.kill()
+    text.write_text(text.read_text().replace("Once", "Twice"))
+    done = run(arguments)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"attnres: `train` has changed since the run in {out} began")
+    shutil.copy(folders["held_out"], text)
+    assert run(arguments).returncode == 0
+
+
+def test_small_data_ends_a_run_after_a_few_epochs(folders, tmp_path):
+    """The recipe is made for 50 million tokens; this text has seven thousand."""
+    arguments = ["attnres", "train", "heal", f"model={folders['retrofit']}", f"train={folders['held_out']}"]
+    done = forks.run("-m", *arguments, f"out={tmp_path / 'out'}", "length=64", "batch_size=8", timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    tokens = results(tmp_path / "out")["tokens"]
+    assert 3.5 < tokens / 7000 < 4.5
+    assert " 4 epochs; into " in done.stdout and "Note: the recipe is made for 97,657 steps" in done.stdout
+    assert re.search(r"^step 0: held-out loss .*\nTime: about \d+ s for \d+ steps\.$", done.stdout, re.MULTILINE)
+    assert len(results(tmp_path / "out")["training_loss"]) >= 10
+
+
+def test_there_is_nothing_to_heal_in_a_model_that_was_not_converted(command, folders, tmp_path):
+    done = run(command("heal", tmp_path / "out", f"model={folders['source']}"))
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "has standard residual connections, so there is nothing to heal." in line
+    assert f"`attnres convert {folders['source']} DIR`" in line and "add 'retrofit={}'" in line
+
+
 def test_a_terminated_run_saves_where_it_is_and_goes_on(uninterrupted, command, tmp_path):
     out = tmp_path / "out"
     arguments = command("heal", out, "save_every=100", "trainer.eval_steps=4")
@@ -234,7 +304,9 @@ def test_a_disk_that_is_full_leaves_the_last_checkpoint_whole(command, uninterru
         command("heal", out), preexec_fn=limit, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300
     )
     assert done.returncode == 1
-    assert "the checkpoint of step 8 could not be written" in done.stderr
+    assert "the checkpoint of step 8 could not be written: " in done.stderr
+    assert "a file was cut short, as if by a full disk" in done.stderr or "File too large" in done.stderr
+    assert "enforce fail" not in done.stderr and "os error" not in done.stderr
     assert f"The last one is {out / 'checkpoint-4'}." in done.stderr
     assert not list(out.glob(".*"))
     assert run(command("heal", out)).returncode == 0

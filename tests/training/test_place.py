@@ -1,0 +1,106 @@
+"""A folder belongs to one run, on one recipe and on the same data, and to one process at a time."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attnres.training.data import digest_of
+from attnres.training.place import LOCK, RECIPE, check_data, check_place, held
+from attnres.training.recipe import Recipe
+
+from .blocks import load, some_texts, write
+
+
+def recipe(out: Path, **fields) -> Recipe:
+    return Recipe("model", ("a.txt",), str(out), **{"steps": 8} | fields)
+
+
+def begin(out: Path) -> None:
+    """As a run that was stopped after its fourth step."""
+    with held(out, recipe(out)):
+        (out / "checkpoint-4").mkdir()
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    """The one that holds it may have been left over by a launcher that was killed."""
+    out = tmp_path / "out"
+    with held(out, recipe(out)):
+        other = f"""
+from pathlib import Path
+from attnres.training.place import held
+from attnres.training.recipe import Recipe
+with held(Path({str(out)!r}), Recipe("model", ("a.txt",), {str(out)!r}, steps=8)):
+    print("in")
+"""
+        done = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=False)
+        assert "in" not in done.stdout.split()
+        assert f"{out} is in use: another process trains into it, perhaps what is left of a run" in done.stderr
+    assert [path.name for path in out.iterdir()] == [RECIPE]
+    with held(out, recipe(out)):
+        pass
+
+
+def test_what_a_killed_run_left_half_written_goes(tmp_path):
+    begin(tmp_path)
+    for name in (".partial-0a1b2c3d", ".model.partial", ".start"):
+        (tmp_path / name).mkdir()
+    (tmp_path / LOCK).touch()
+    with held(tmp_path, recipe(tmp_path)):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", RECIPE]
+
+
+def test_a_killed_run_that_left_only_its_lock_holds_nothing_else(tmp_path):
+    (tmp_path / LOCK).touch()
+    check_place(tmp_path)
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(FileExistsError, match="holds other files"):
+        check_place(tmp_path)
+
+
+@pytest.mark.parametrize("fields", [{"steps": 6}, {"steps": None, "tokens": 100}, {"epochs": 1.0}, {"seed": 1}])
+def test_the_run_of_another_recipe_is_not_gone_on_with(fields, tmp_path):
+    """Fewer steps among it, also than the checkpoint has."""
+    begin(tmp_path)
+    with pytest.raises(FileExistsError, match="holds a run with "), held(tmp_path, recipe(tmp_path, **fields)):
+        pass
+
+
+def test_what_may_change_does(tmp_path):
+    begin(tmp_path)
+    with held(tmp_path, recipe(tmp_path, micro_batch_size=1, keep=9)):
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    with pytest.raises(OSError) as caught, held(Path("/proc/x"), recipe(Path("/proc/x"))):
+        pass
+    assert str(caught.value) == ("`out` cannot be written: /proc/x: No such file or directory. Choose another `out`.")
+
+
+def digest(folder: Path, texts: list[str], tokenizer) -> str:
+    folder.mkdir(exist_ok=True)
+    return digest_of(load(write(str(folder / "a.jsonl"), texts), tokenizer, cache=folder / "cache"))
+
+
+def test_a_digest_is_of_the_tokens_alone(tokenizer, tmp_path):
+    texts = some_texts(60)
+    found = digest(tmp_path / "one", texts, tokenizer)
+    assert digest(tmp_path / "a-folder-of-another-name", texts, tokenizer) == found
+    os.utime(tmp_path / "one" / "a.jsonl", (1, 1))
+    assert digest(tmp_path / "one", texts, tokenizer) == found
+    assert digest(tmp_path / "one", [*texts[:-1], texts[-1] + " more"], tokenizer) != found
+
+
+def test_data_that_has_changed_since_the_run_began_is_named(tmp_path):
+    check_data(tmp_path, {"train": "1", "held_out": "2"}, is_resumed=False)
+    check_data(tmp_path, {"train": "1", "held_out": "2"}, is_resumed=True)
+    with pytest.raises(FileExistsError, match=r"^`train` has changed since the run in .* began"):
+        check_data(tmp_path, {"train": "3", "held_out": "2"}, is_resumed=True)
+    with pytest.raises(FileExistsError, match=r"^`train` and `held_out` have changed since"):
+        check_data(tmp_path, {"train": "3", "held_out": "3"}, is_resumed=True)
+    check_data(tmp_path, {"train": "3", "held_out": "2"}, is_resumed=False)
+    check_data(tmp_path, {"train": "3", "held_out": "2"}, is_resumed=True)

@@ -1,0 +1,109 @@
+"""What a run shows while it goes on: a line for each log, how long it will take, and how much is done."""
+
+import sys
+import time
+from itertools import pairwise
+from statistics import median
+
+from tqdm import tqdm
+from transformers import TrainerCallback, TrainingArguments
+
+from attnres.utils.progress import Pace, show_duration
+from attnres.wording import counted
+
+from .header import show_share
+
+# A backward pass takes about twice as long as a forward pass.
+STEP_PER_EVALUATION = 3
+# Without a measurement of the held-out loss at the start, so many steps are timed.
+TIMED_STEPS = 2
+
+
+class Display(TrainerCallback):
+    """A line for each log, and the time left: as a bar on a terminal, as a line now and then elsewhere.
+
+    Only the first process shows anything.
+    """
+
+    SHOWN = {
+        "loss": ("loss", ".4f"),
+        "eval_loss": ("held-out loss", ".4f"),
+        "learning_rate": ("rate", ".2e"),
+        "grad_norm": ("gradient norm", ".2f"),
+        "tokens_per_second": ("tokens/s", ",.0f"),
+        "model_flop_use": ("FLOP use", ".1%"),
+        "expert_max_violation": ("expert overload", ".2f"),
+    }
+
+    def __init__(self) -> None:
+        self.bar: tqdm | None = None
+        self._pace = self._measuring = Pace(None)
+        self._batches: list[float] = []  # when each batch of the evaluation was done
+        self._steps: list[float] = []  # when each of the first steps was done
+        self._has_estimate = False
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            # `disable=None` draws no bar where the error output is no terminal.
+            settings = {"unit": " steps", "dynamic_ncols": True, "disable": None}
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, **settings)
+            self._pace = Pace(state.max_steps, state.global_step, "steps")
+            self._steps = [time.monotonic()]
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.bar is None:
+            return
+        self.bar.update(state.global_step - self.bar.n)
+        self._steps.append(time.monotonic())
+        if not self._has_estimate and len(self._steps) > TIMED_STEPS:
+            # The first step compiles, and fills caches.
+            self._estimate(self._steps[-1] - self._steps[-2], 0.0, args, state.max_steps - state.global_step)
+        self._tell(self._pace.line(state.global_step))
+
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+        if self.bar is None:
+            return
+        if not self._batches:
+            self._measuring = Pace(len(eval_dataloader), unit="batches of held-out text")
+        self._batches.append(time.monotonic())
+        self._tell(self._measuring.line(len(self._batches)))
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        times, self._batches = self._batches, []
+        if self.bar is None or self._has_estimate or len(times) < 2 or state.global_step == state.max_steps:
+            return
+        # The first batch is left out, as it compiles.
+        batch = median(after - before for before, after in pairwise(times))
+        step = STEP_PER_EVALUATION * args.gradient_accumulation_steps * batch
+        self._estimate(step, len(times) * batch, args, state.max_steps - state.global_step)
+
+    def _estimate(self, step: float, evaluation: float, args: TrainingArguments, steps: int) -> None:
+        """Show how long `steps` steps take, each of so many seconds, with evaluations of so many seconds between."""
+        self._has_estimate = True
+        if not steps:
+            return
+        seconds = steps * step + (1 + steps // args.eval_steps) * evaluation
+        self._write(f"Time: about {show_duration(seconds)} for {counted(steps, 'step')}.")
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.bar is None or not {"loss", "eval_loss"} & logs.keys():
+            return
+        parts = [f"{self.SHOWN[name][0]} {logs[name]:{self.SHOWN[name][1]}}" for name in self.SHOWN if name in logs]
+        if "depth_entropy" in logs:
+            parts.append(f"depth entropy {show_share(logs['depth_entropy'])}")
+        self._write(f"step {state.global_step}: {', '.join(parts)}")
+
+    def _tell(self, line: str | None) -> None:
+        if line and self.bar.disable:
+            self._write(f"{time.strftime('%H:%M:%S')} {line}")
+
+    def _write(self, line: str) -> None:
+        self.bar.write(line, file=sys.stdout)
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+__all__ = ["Display"]
