@@ -1,0 +1,47 @@
+"""Errors of writing, and of connections between processes, in words that say what to do."""
+
+import errno
+import os
+import socket
+
+import pytest
+from safetensors import SafetensorError
+
+from attnres.utils.disks import why_not_written
+from attnres.utils.processes import is_lost_connection
+
+
+@pytest.mark.parametrize(
+    "error, reason",
+    [
+        (FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/proc/x"), "/proc/x: No such file or directory"),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "No space left on device"),
+        (socket.gaierror(-2, "Name or service not known"), "Name or service not known"),
+        (OSError("the checkpoint is broken"), "the checkpoint is broken"),
+        (SafetensorError("Error while serializing: I/O error: File too large (os error 27)"), "File too large"),
+        (
+            RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"),
+            "a file was cut short, as if by a full disk (No space left on device) or a limit of file sizes",
+        ),
+    ],
+)
+def test_the_reason_why_something_is_not_written(error, reason):
+    assert why_not_written(error) == reason
+
+
+GLOO = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:4008: Connection reset by peer."
+
+
+@pytest.mark.parametrize(
+    "error, processes, is_lost",
+    [
+        (RuntimeError(GLOO), "2", True),
+        (RuntimeError("Connection closed by peer [127.0.0.1]:7395. GLHF!"), "2", True),
+        (RuntimeError(GLOO), "1", False),
+        (RuntimeError("the checkpoint could not be read"), "2", False),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), "2", False),  # of the Hub
+    ],
+)
+def test_a_connection_to_another_process_that_is_gone(error, processes, is_lost, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    assert is_lost_connection(error) == is_lost
