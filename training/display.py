@@ -2,8 +2,6 @@
 
 import sys
 import time
-from itertools import pairwise
-from statistics import median
 
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainingArguments
@@ -68,14 +66,16 @@ class Display(TrainerCallback):
         self._batches.append(time.monotonic())
         self._tell(self._measuring.line(len(self._batches)))
 
-    def on_evaluate(self, args, state, control, **kwargs):
+    def on_evaluate(self, args, state, control, eval_dataloader=None, **kwargs):
         times, self._batches = self._batches, []
         if self.bar is None or self._has_estimate or len(times) < 2 or state.global_step == state.max_steps:
             return
-        # The first batch is left out, as it compiles.
-        batch = median(after - before for before, after in pairwise(times))
-        step = STEP_PER_EVALUATION * args.gradient_accumulation_steps * batch
-        self._estimate(step, len(times) * batch, args, state.max_steps - state.global_step)
+        # The first batch is left out, as it compiles. On one process the last one is shorter; several fill it up.
+        batch = args.per_device_eval_batch_size
+        rows = len(eval_dataloader.dataset) if args.world_size == 1 else batch * len(times)
+        row = (times[-1] - times[0]) / (rows - batch)
+        step = STEP_PER_EVALUATION * args.gradient_accumulation_steps * args.per_device_train_batch_size * row
+        self._estimate(step, rows * row, args, state.max_steps - state.global_step)
 
     def _estimate(self, step: float, evaluation: float, args: TrainingArguments, steps: int) -> None:
         """Show how long `steps` steps take, each of so many seconds, with evaluations of so many seconds between."""
