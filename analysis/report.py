@@ -14,25 +14,11 @@ from .depth_maps import largest
 from .inspection import Inspection
 from .overview import LABELS
 from .page import render
-from .record import TABLES, WRITTEN_BY, to_csv, to_json
+from .record import WRITTEN_BY, to_csv, to_json
+from .report_files import MAPS, NUMBERS, PAGE, SUFFIXES, TOGETHER, figure_name, report_names
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-# What a map of depth attention shows -> its kind.
-_VALUES = {
-    "weight": "depth_attention",
-    "relative": "depth_attention_relative",
-    "spread": "depth_attention_spread",
-}
-PAGE, NUMBERS, _SUFFIXES = "report.html", "inspection.json", (".png", ".svg")
-# Kinds of figures of two models together -> what draws them, and of what part of an inspection.
-_TOGETHER = {
-    "weights_by_depth": (figures.draw_weights_by_depth, "depth_attention"),
-    "magnitudes": (figures.draw_magnitudes, "magnitudes"),
-    "sinks": (figures.draw_sinks, "sinks"),
-    "interventions": (figures.draw_interventions, "interventions"),
-}
 
 
 def write_report(inspections: Sequence[Inspection], out: str | os.PathLike, overwrite: bool = False) -> None:
@@ -56,22 +42,12 @@ def report_directory(out: str | os.PathLike, overwrite: bool = False) -> Iterato
     Enter it before what takes long: it shows at once whether `out` can be written.
     """
     if overwrite and Path(out).is_dir():
-        others = sorted(path.name for path in Path(out).iterdir() if path.is_dir() or path.name not in _names())
+        names = report_names()
+        others = sorted(path.name for path in Path(out).iterdir() if path.is_dir() or path.name not in names)
         if others:
             raise FileExistsError(f"{out} holds {others[0]}, which is of no report. Choose another directory.")
     with atomic_directory(out, overwrite=overwrite, marker=NUMBERS, content=WRITTEN_BY) as folder:
         yield folder
-
-
-def _names() -> set[str]:
-    """The files that a report can hold."""
-    kinds = [kind + _ending(of) for kind in (*_VALUES.values(), "mixing") for of in ("", *LABELS)]
-    return {PAGE, NUMBERS, *TABLES, *(f"{kind}{suffix}" for kind in (*kinds, *_TOGETHER) for suffix in _SUFFIXES)}
-
-
-def _ending(letter: str) -> str:
-    """Of the name of a figure, by the letter of its model, if there are two."""
-    return f"_{letter.lower()}" if letter else ""
 
 
 def fill(folder: Path, inspections: Sequence[Inspection]) -> None:
@@ -83,8 +59,8 @@ def fill(folder: Path, inspections: Sequence[Inspection]) -> None:
     drawn = {}
     for kind, draw in _figures(inspections).items():
         (stem, _, letter), figure = kind.partition(": "), draw()
-        name = stem + _ending(letter)
-        for suffix in _SUFFIXES:
+        name = figure_name(stem, letter)
+        for suffix in SUFFIXES:
             figures.finish(figure, folder / f"{name}{suffix}")
         drawn[kind] = (folder / f"{name}.svg").read_text(encoding="utf-8")
     (folder / PAGE).write_text(render(inspections, drawn, files=(NUMBERS, *tables)), encoding="utf-8")
@@ -113,12 +89,12 @@ def _figures(inspections: Sequence[Inspection]) -> dict[str, Callable[[], "Figur
         of = f": {letter}" if len(inspections) > 1 else ""
         if attention := inspection.depth_attention:
             draw = partial(figures.draw_depth_attention, attention, label=label, limit=limits["spread"])
-            for values, kind in _VALUES.items():
+            for values, kind in MAPS.items():
                 drawn[f"{kind}{of}"] = partial(draw, values)
         drawn[f"mixing{of}"] = partial(figures.draw_mixing, inspection.mixing, label, limits["mixing"])
-    for kind, (draw, part) in _TOGETHER.items():
+    for kind, part in TOGETHER.items():
         if of_models := {label: getattr(i, part) for label, i in named.items() if getattr(i, part) is not None}:
-            drawn[kind] = partial(draw, of_models)
+            drawn[kind] = partial(getattr(figures, f"draw_{kind}"), of_models)
     return drawn
 
 

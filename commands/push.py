@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from attnres.analysis.report_files import report_files
 from attnres.conversion.card_metadata import read
 from attnres.conversion.cards import CARD
-from attnres.conversion.publication import Publication, plan_publication
+from attnres.conversion.publication import INSPECTION, Publication, plan_publication
 from attnres.conversion.publishing import publish
 from attnres.conversion.source_files import check_text
 from attnres.eval.hub_results import FOLDER, read_results
@@ -49,13 +50,15 @@ def run_push(
     """
     console = Console(soft_wrap=True, highlight=False)
     evaluated = _results(folder) if results is None else _results(results, is_asked=True)
+    report = _report(folder, inspection)
     with quiet_transformers(), status(console, "Checking the model ..."):
-        publication = plan_publication(folder, evaluated, inspection)
+        publication = plan_publication(folder, evaluated, report)
     card = publication.card_for(repo, "COMMIT" if dry_run else None)
     console.print(_table(publication, len(card.encode())))
     if left := publication.left_out:
         others = f" and {counted(len(left) - _MANY, 'other file')}" if len(left) > _MANY else ""
         console.print(f"Stays here: {', '.join(map(shown, left[:_MANY]))}{others}.")
+        console.print(f"(Only files of known names are uploaded. `hf upload {repo} FILE` adds another one.)")
     if lacking := [name for name in ("license", "base_model") if not read(card).get(name)]:
         named = " and no ".join(f"`{name}`" for name in lacking)
         console.print(f"Note: the card names no {named}; you can add it to the metadata in {folder / CARD}.")
@@ -89,6 +92,14 @@ def _results(folder: Path, is_asked: bool = False) -> dict[Path, list[EvalResult
     for path in paths:
         check_text(folder, path)
     return read_results(folder) if paths or is_asked else {}
+
+
+def _report(folder: Path, inspection: Path | None) -> dict[str, Path]:
+    """The files of a report of `attnres inspect`. Raises FileNotFoundError: one is asked for and not there."""
+    files = report_files(inspection or folder / INSPECTION)
+    if inspection and not files:
+        raise FileNotFoundError(f"{inspection} is no report of `attnres inspect`: it has no inspection.json of one.")
+    return files
 
 
 @contextlib.contextmanager

@@ -12,18 +12,19 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 
 from attnres import ResidualConfig
 from attnres.hub import check_path
+from attnres.wording import counted
 
 from .cards import CARD, Subject, complete, new_card, read_card
 from .checkpoint import DTYPES, Checkpoint, open_checkpoint
 from .complete import check_complete, empty_model, explain_config, read_config
 from .layout import in_published_layout
-from .side_files import SIDE_FILES, TOKENIZER_FILES
-from .source_code import FOLDER, module_of, references, with_imports
+from .published_names import side_files, vocabularies
+from .secret_scan import find_secrets
+from .side_files import TOKENIZER_FILES
+from .source_code import AUTO_MAP, module_of, objects, references, with_imports
 from .source_files import check_file, check_text, read_json, read_object
 
 RESULTS, INSPECTION = ".eval_results", "inspection"
-_REPORT = ("report.html", "inspection.json", "*.csv", "*.png", "*.svg")
-_HEADER, _CHUNK = 10 * 2**20, 2**20  # bytes: of weights, what may be text; of what is looked through at a time
 
 
 @dataclass(frozen=True)
@@ -53,17 +54,23 @@ class Publication:
 
 
 def plan_publication(
-    folder: Path, results: Mapping[Path, Sequence[EvalResultEntry]] | None = None, inspection: Path | None = None
+    folder: Path,
+    results: Mapping[Path, Sequence[EvalResultEntry]] | None = None,
+    report: Mapping[str, Path] | None = None,
 ) -> Publication:
     """Choose and check the files of a model's directory that are published.
 
+    A file goes by a name that is known, never by a pattern: weights by their index, code by what refers to it, and the
+    rest by `published_names`. All others stay.
+
     Args:
         results: of evaluations, which go along, by their files.
-        inspection: an `--out` of `attnres inspect`; by default the folder `inspection` of the model, if it is one.
+        report: the files of a report of `attnres inspect` by their names, as `attnres.analysis.report_files` finds
+            them. They are published in the folder `inspection`.
 
     Raises:
         OSError, RuntimeError, ValueError: the model is incomplete or damaged or none of the family, or cannot be loaded
-            by the code beside it; or a file holds the Hub token.
+            by the code beside it; or a file holds what looks like a secret.
     """
     if (folder / "adapter_config.json").exists() and not (folder / CONFIG_NAME).exists():
         raise ValueError(
@@ -71,13 +78,14 @@ def plan_publication(
             "the recipe), or the adapter by PEFT's own push_to_hub."
         )
     config, checkpoint = _check_model(folder)
-    names = [CONFIG_NAME, *_weights(checkpoint), *_code(folder, config)]
-    for pattern in SIDE_FILES:
-        names += (path.relative_to(folder).as_posix() for path in sorted(folder.glob(pattern)) if path.is_file())
+    code = _code(folder, config)
+    names = [CONFIG_NAME, *_weights(checkpoint), *code, *side_files(folder), *vocabularies(folder, code)]
     files = {name: folder / name for name in dict.fromkeys(names)}
     for path in files.values():
         check_file(folder, path)
-    files |= _inspected(folder, inspection)
+    for path in (report or {}).values():
+        check_file(folder if path.parent == folder / INSPECTION else path.parent, path)
+    files |= {f"{INSPECTION}/{name}": path for name, path in (report or {}).items()}
     files |= {f"{RESULTS}/{path.name}": path for path in results or ()}
     there = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".gitattributes")
     left_out = [n for n in (path.relative_to(folder).as_posix() for path in there) if n not in {*files, CARD}]
@@ -146,35 +154,30 @@ def _code(folder: Path, config: ResidualConfig) -> list[str]:
         raise ValueError(f"{path} has no `auto_map`: nothing loads the model where attnres is not installed. {_SAVE}")
     if elsewhere := next((reference for reference in found if "--" in reference), None):
         raise ValueError(f"{path} loads the model by code in another repository, {elsewhere!r}. {_SAVE}")
-    for other in sorted(folder.glob("*.json")):
-        if other != path and any(fnmatch(other.name, pattern) for pattern in SIDE_FILES):
-            check_text(folder, other)
-            fields = read_json(other)
-            found += (r for r in references(fields, other) if "--" not in r) if isinstance(fields, dict) else ()
+    for name in side_files(folder):
+        if name.endswith(".json"):
+            found += [reference for reference in _references_in(folder, folder / name) if "--" not in reference]
     files: list[Path] = []
     for parts in dict.fromkeys(tuple(module_of(reference, folder)) for reference in found):
         code = folder.joinpath(*parts[:-1], f"{parts[-1]}.py")
         if not code.is_file():
             raise FileNotFoundError(f"{folder} lacks {code.relative_to(folder)}, which loads the model. {_SAVE}")
         files += with_imports(code, folder)
-    files += sorted((folder / FOLDER).rglob("*.py"))
     return sorted({file.relative_to(folder).as_posix() for file in files})
 
 
+def _references_in(folder: Path, path: Path) -> list[str]:
+    """The code that a JSON file refers to, at whatever depth."""
+    check_text(folder, path)
+    found: list[str] = []
+    for fields in objects(read_json(path)):
+        # In a vocabulary, the names are tokens, and have numbers.
+        if not isinstance(fields.get(AUTO_MAP, 0), int):
+            found += references(fields, path)
+    return found
+
+
 _SAVE = "Save it again by `save_pretrained`."
-
-
-def _inspected(folder: Path, asked: Path | None) -> dict[str, Path]:
-    """The files of a report of `attnres inspect`, by their paths in the repository."""
-    report = asked or folder / INSPECTION
-    if not (report / "inspection.json").is_file():
-        if asked:
-            raise FileNotFoundError(f"{report} is no report of `attnres inspect`: it has no inspection.json.")
-        return {}
-    found = [path for pattern in _REPORT for path in sorted(report.glob(pattern))]
-    for path in found:
-        check_file(asked or folder, path)
-    return {f"{INSPECTION}/{path.name}": path for path in found}
 
 
 def _is_detail(figure: str) -> bool:
@@ -182,22 +185,18 @@ def _is_detail(figure: str) -> bool:
 
 
 def _check_secrets(paths: Sequence[Path]) -> None:
-    """Raises ValueError: a file to be published holds the token that would publish it."""
-    token = (get_token() or "").encode()
-    for path in paths if token else ():
-        if _holds(path, token, path.stat().st_size if path.suffix != ".safetensors" else _HEADER):
-            raise ValueError(f"{path} holds your Hub token. Take it out, and make a new one if it was ever published.")
+    """Raises ValueError: a file to be published holds what looks like a secret."""
+    token = get_token()
+    found = [secret for path in paths for secret in find_secrets(path, token)]
+    if found:
+        others = (
+            f" (and there {'are' if len(found) > 2 else 'is'} {counted(len(found) - 1, 'more secret')})"
+            if len(found) > 1
+            else ""
+        )
+        raise ValueError(
+            f"{found[0]}{others}. Take it out, and revoke it if it was ever published. Nothing was uploaded."
+        )
 
 
-def _holds(path: Path, token: bytes, size: int) -> bool:
-    """Whether a file has the token among its first `size` bytes."""
-    with path.open("rb") as file:
-        before = b""
-        while chunk := file.read(min(_CHUNK, max(0, size - file.tell()))):
-            if token in before + chunk:
-                return True
-            before = chunk[-len(token) :]
-    return False
-
-
-__all__ = ["CARD", "Publication", "plan_publication"]
+__all__ = ["CARD", "INSPECTION", "Publication", "plan_publication"]

@@ -277,7 +277,7 @@ def test_results_and_figures_go_along(push, model):
     (scores / ".eval_results" / "mmlu.yaml").write_text(json.dumps([entry]))
     report.mkdir()
     for name in ("inspection.json", "depth_attention.png", "depth_attention_spread.png", "report.html"):
-        (report / name).write_text("{}")
+        (report / name).write_text('{"written_by": "attnres inspect"}')
     done = push("push", "model", "me/whole", "--results", "scores", "--inspection", "report")
     assert done["status"] == 0, done["err"]
     files = push.hub.files("me/whole")
@@ -321,7 +321,7 @@ BROKEN = {
     ),
     "the token": (
         lambda f: (f / "generation_config.json").write_text('{"token": "hf_write_of_me"}'),
-        r"generation_config\.json holds your Hub token",
+        r"generation_config\.json, line 1, holds your Hub token",
     ),
     "a bad card": (lambda f: (f / "README.md").write_text("---\n- a\n- b\n---\n"), r"README\.md cannot be read"),
     "bad YAML in the card": (lambda f: (f / "README.md").write_text("---\na: [\n---\n"), r"README\.md cannot be read"),

@@ -159,6 +159,90 @@ def test_names_are_shown_as_they_are(push, copy):
     assert "odd[b].bin" in done["out"] and "\x1b" not in done["out"]
 
 
+STRAY = (
+    *("NOTICE-internal.md", "LICENSE-draft.txt", "private.model", "prompts.jinja", "vocab-customers.json"),
+    *("chat_template.old.json", "customers.tiktoken", "model-old.safetensors", "source_code/keys.py"),
+    *(
+        "inspection/customers.csv",
+        "inspection/me.png",
+        "inspection/depth_attention_c.svg",
+        "inspection/report.html.bak",
+    ),
+)
+KNOWN = ("LICENSE.md", "NOTICE", "spiece.model", "tokenizer.model.v3", "additional_chat_templates/rag.jinja")
+
+
+def test_files_are_uploaded_by_known_names_and_others_are_named(push, copy):
+    for name in (*STRAY, *KNOWN):
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).write_text("x")
+    report = {"inspection.json", "sublayers.csv", "depth_attention_b.svg", "sinks.png"}
+    for name in report:
+        (copy / "inspection" / name).write_text('{"written_by": "attnres inspect"}')
+    dry = push("push", copy.name, "me/known", "--dry-run")
+    done = push("push", copy.name, "me/known")
+    assert done["status"] == 0, done["err"]
+    files = push.hub.files("me/known").keys()
+    assert not {*STRAY} & files
+    assert {*KNOWN, *(f"inspection/{name}" for name in report)} <= files
+    for said in (dry["out"], done["out"]):
+        assert {*STRAY} == {*said.partition("Stays here: ")[2].partition(".\n")[0].split(", ")}
+        assert "`hf upload me/known FILE` adds another one" in said
+
+
+def test_a_folder_inspection_that_no_inspection_wrote_stays(push, copy):
+    (copy / "inspection").mkdir()
+    for name in ("inspection.json", "report.html"):
+        (copy / "inspection" / name).write_text('{"customers": []}')
+    assert (
+        "Stays here: inspection/inspection.json, inspection/report.html."
+        in push("push", copy.name, "me/x", "--dry-run")["out"]
+    )
+    done = push("push", copy.name, "me/x", "--inspection", f"{copy.name}/inspection", "--dry-run")
+    assert done["status"] == 1
+    assert "is no report of `attnres inspect`" in done["err"]
+
+
+def test_a_vocabulary_goes_along_by_the_name_that_the_code_of_its_tokenizer_has(push, copy):
+    (copy / "tokenization_my.py").write_text('VOCAB_FILES_NAMES = {"vocab_file": "my.tiktoken"}\nclass MyTok: pass\n')
+    for name in ("my.tiktoken", "other.tiktoken"):
+        (copy / name).write_text("IQ== 0")
+    changed(copy / "tokenizer_config.json", nested={"auto_map": {"AutoTokenizer": ["tokenization_my.MyTok", None]}})
+    assert push("push", copy.name, "me/vocabulary")["status"] == 0
+    files = push.hub.files("me/vocabulary")
+    assert {"my.tiktoken", "tokenization_my.py"} <= files.keys()
+    assert "other.tiktoken" not in files
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "tokenizer_config.json", "attn_res_attnres.py", "LICENSE", "inspection/sublayers.csv"]
+)
+def test_a_secret_in_a_file_that_goes_is_refused_with_its_line_and_not_shown(push, copy, name):
+    secret = "ghp_" + "".join(chr(ord("a") + number % 26) + str(number % 10) for number in range(18))
+    path = copy / name
+    (copy / "inspection").mkdir()
+    (copy / "inspection" / "inspection.json").write_text('{"written_by": "attnres inspect"}')
+    before = path.read_text().rstrip("\n") + "\n" if path.exists() else ""
+    path.write_text(f"{before}\n# {secret}\n{secret}\n" if path.suffix != ".json" else before)
+    if path.suffix == ".json":
+        changed(path, key=secret)
+        path.write_text(json.dumps(json.loads(path.read_text()), indent=1))
+    lines = [number for number, line in enumerate(path.read_text().splitlines(), 1) if secret in line]
+    push.hub.forget()
+    for option in ([], ["--dry-run"]):
+        done = push("push", copy.name, "me/secret", *option)
+        assert done["status"] == 1
+        assert f"{copy.name}/{name}, line {lines[0]}, holds a GitHub token" in done["err"]
+        assert secret not in done["out"] + done["err"]
+        assert len(done["err"].strip().splitlines()) == 1
+    assert not push.hub.log()
+
+
+def test_a_secret_in_a_file_that_stays_does_not_matter(push, copy):
+    (copy / ".env").write_text("HF_TOKEN=hf_" + "abcdefghi1" * 4)
+    assert "Stays here: .env." in push("push", copy.name, "me/env", "--dry-run")["out"]
+
+
 def test_many_files_that_stay_are_counted(push, copy):
     (copy / "many").mkdir()
     for number in range(200):
@@ -204,7 +288,7 @@ REFUSED = {
     "a card as a folder": (lambda f: ((f / "README.md").unlink(), (f / "README.md").mkdir()), "is not a file"),
     "the token far down": (
         lambda f: (f / "vocab.txt").write_text("x" * 11_000_000 + "hf_write_of_me"),
-        r"holds your Hub token",
+        "vocab.txt, line 1, holds your Hub token",
     ),
 }
 

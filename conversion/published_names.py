@@ -1,0 +1,60 @@
+"""The names of the small files beside a model's weights that `attnres push` uploads.
+
+A model's directory may hold anything, and what is uploaded is public. So a file goes only by a name that
+`transformers` or a tokenizer's own code gives it, or that a licence has. `convert` copies by the wider patterns of
+`side_files`: a copy stays on the same machine.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+_TOKENIZER = {
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    # The `vocab_files_names` of the tokenizer classes of `transformers` that language models use.
+    "merges.txt",
+    "sentencepiece.bpe.model",
+    "sentencepiece.model",
+    "spiece.model",
+    "spm.model",
+    "tekken.json",
+    "tiktoken.model",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+}
+_SETTINGS = {"generation_config.json", "preprocessor_config.json", "processor_config.json"}
+_LICENCES = {
+    f"{name}{suffix}" for name in ("LICENSE", "LICENCE", "COPYING", "NOTICE") for suffix in ("", ".txt", ".md", ".rst")
+}
+_NAMES = _TOKENIZER | _SETTINGS | _LICENCES
+# Versions of Mistral's tokenizer, and the folder where `transformers` writes chat templates but the first.
+_FORMS = re.compile(r"tokenizer\.model\.v\d{1,2}|additional_chat_templates/[\w.-]+\.jinja")
+# Suffixes of vocabularies that have any name: they go if the code that goes along reads them by it.
+_VOCABULARIES = (".json", ".model", ".tiktoken", ".txt")
+_NAMED = re.compile(r"""["']([\w.-]+)["']""")
+
+
+def side_files(folder: Path) -> list[str]:
+    """Return the names, relative to a model's directory, of its files that have a known name, in order."""
+    paths = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
+    names = [path.relative_to(folder).as_posix() for path in paths if not path.is_dir()]
+    return sorted(name for name in names if name in _NAMES or _FORMS.fullmatch(name))
+
+
+def vocabularies(folder: Path, code: Iterable[str]) -> list[str]:
+    """Return the names of vocabularies that Python files of a model name as a literal, such as `qwen.tiktoken`.
+
+    Args:
+        code: paths of the files relative to `folder`. They may be anything, and are not run.
+    """
+    named = {name for path in code for name in _NAMED.findall((folder / path).read_text("utf-8", errors="replace"))}
+    return sorted(name for name in named if name.endswith(_VOCABULARIES) and (folder / name).is_file())
+
+
+__all__ = ["side_files", "vocabularies"]

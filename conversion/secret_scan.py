@@ -1,0 +1,125 @@
+"""Look for secrets in files before they are published: tokens and keys of the usual forms.
+
+A secret is known by the form that its service gives it. A password has none, so this finds many leaks, not all.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# (kind, how every secret of it begins, the form of what follows). The beginning is quick to look for, and stands alone:
+# no letter, digit, `_` or `-` comes before it.
+_TOKENS = (
+    ("a Hugging Face token", "hf_", r"[A-Za-z0-9]{30,}"),
+    ("a Hugging Face organization token", "api_org_", r"[A-Za-z0-9]{30,}"),
+    ("an Anthropic key", "sk-ant-", r"[A-Za-z0-9_-]{20,}"),
+    ("an OpenAI key", "sk-", r"(?:(?:proj|svcacct|admin|None)-[A-Za-z0-9_-]{20,}|[A-Za-z0-9]{32,})"),
+    ("an AWS access key", "AKIA", r"[A-Z2-7]{16}(?![A-Za-z0-9_-])"),
+    ("an AWS access key", "ASIA", r"[A-Z2-7]{16}(?![A-Za-z0-9_-])"),
+    ("a GitHub token", "github_pat_", r"[A-Za-z0-9_]{40,}"),
+    *(("a GitHub token", f"gh{kind}_", r"[A-Za-z0-9]{36,}") for kind in "pousr"),
+    ("a GitLab token", "glpat-", r"[A-Za-z0-9_-]{20,}"),
+    *(("a Slack token", f"xox{kind}-", r"[A-Za-z0-9-]{10,}") for kind in "abeoprs"),
+    ("a Slack token", "xapp-", r"\d-[A-Za-z0-9-]{20,}"),
+    ("a Google API key", "AIza", r"[A-Za-z0-9_-]{35}(?![A-Za-z0-9_-])"),
+    ("a Google token", "ya29.", r"[A-Za-z0-9_-]{30,}"),
+    ("a Google client secret", "GOCSPX-", r"[A-Za-z0-9_-]{20,}"),
+    ("a PyPI token", "pypi-", r"[A-Za-z0-9_-]{50,}"),
+    ("an npm token", "npm_", r"[A-Za-z0-9]{36}(?![A-Za-z0-9])"),
+    *(("a Stripe key", f"{kind}_live_", r"[A-Za-z0-9]{20,}") for kind in ("sk", "rk")),
+    ("a SendGrid key", "SG.", r"[A-Za-z0-9_-]{20,}\.[A-Za-z0-9_-]{40,}"),
+    ("a Databricks token", "dapi", r"[0-9a-f]{32}(?![A-Za-z0-9])"),
+    ("a JSON Web Token", "eyJ", r"[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{20,}"),
+)
+# (kind, the form as a whole)
+_OTHERS = (
+    (
+        "an AWS secret key",
+        r"(?:aws|AWS)_?(?:[sS]ecret|SECRET)\w*[\"']?\s*[:=]\s*[\"']?[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])",
+    ),
+    ("a Slack webhook", r"hooks\.slack\.com/(?:services|workflows|triggers)/[A-Za-z0-9/_-]{20,}"),
+    ("an Azure storage key", r"AccountKey=[A-Za-z0-9+/]{80,}"),
+    ("a Weights & Biases key", r"WANDB_API_KEY[\"']?\]?\s*[:=]\s*[\"']?[0-9a-f]{40}"),
+    # With the beginning of the key itself, as a vocabulary may hold the heading alone. In JSON, a line ends in `\n`,
+    # which is two characters.
+    (
+        "a private key",
+        r"-----BEGIN (?:[A-Z0-9]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----"
+        r"(?:\s|\\r|\\n|[A-Za-z-]{1,30}: [^\n]{0,80})*[A-Za-z0-9+/=]{16}",
+    ),
+    ("a password in an address", r"https?://[A-Za-z0-9_.~%-]+:[A-Za-z0-9_.~%!*+-]{12,}@[A-Za-z0-9.-]+"),
+)
+
+
+def _alone(begins: str) -> str:
+    """The form of a beginning with nothing of a word before it; it comes first, where `re` looks for it quickest."""
+    return f"{re.escape(begins)}(?<![A-Za-z0-9_-]{re.escape(begins)})"
+
+
+_FORMS = (
+    *((kind, re.compile((_alone(begins) + form).encode())) for kind, begins, form in _TOKENS),
+    *((kind, re.compile(form.encode())) for kind, form in _OTHERS),
+)
+# Of fewer different characters is what stands for a secret in documentation: `hf_xxxxxxxx`.
+_DIFFERENT = 8
+_EXAMPLES = re.compile(rb"(?i)example|placeholder|your[_-]?(?:token|key|password)|x{8}|\*{4}|1234567890")
+_SAFETENSORS = ".safetensors"
+_MAX_HEADER = 100 * 10**6  # bytes, as `safetensors` has it
+
+
+@dataclass(frozen=True)
+class Secret:
+    """A secret in a file, by its place: what it is does not belong in messages.
+
+    Attributes:
+        line: counted from 1.
+        kind: such as "a GitHub token".
+    """
+
+    path: Path
+    line: int
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.path}, line {self.line}, holds {self.kind}"
+
+
+def find_secrets(path: Path, token: str | None = None) -> Iterator[Secret]:
+    """Find the secrets in a file. Of weights, the header is looked through: what else they hold is numbers.
+
+    Args:
+        token: one more secret, the user's own Hub token, which is found in whatever form it has.
+    """
+    content = _text(path)
+    own = {place: "your Hub token" for place in _places(content, token)}
+    others = {match.start(): kind for kind, match in _matches(content) if _is_likely(match[0])}
+    for place, kind in sorted((others | own).items()):
+        yield Secret(path, content.count(b"\n", 0, place) + 1, kind)
+
+
+def _text(path: Path) -> bytes:
+    """The bytes of a file that may be text; without NUL, so that text in UTF-16 reads like any other."""
+    with path.open("rb") as file:
+        if path.suffix != _SAFETENSORS:
+            return file.read().replace(b"\0", b"")
+        return file.read(min(int.from_bytes(file.read(8), "little"), _MAX_HEADER))
+
+
+def _places(content: bytes, token: str | None) -> Iterator[int]:
+    place = content.find(token.encode()) if token else -1
+    while place >= 0:
+        yield place
+        place = content.find(token.encode(), place + 1)
+
+
+def _matches(content: bytes) -> Iterator[tuple[str, re.Match[bytes]]]:
+    return ((kind, match) for kind, form in _FORMS for match in form.finditer(content))
+
+
+def _is_likely(secret: bytes) -> bool:
+    """Whether that is a secret rather than what stands for one in documentation."""
+    return len(set(secret)) > _DIFFERENT and not _EXAMPLES.search(secret)
+
+
+__all__ = ["Secret", "find_secrets"]
