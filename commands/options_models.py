@@ -196,15 +196,14 @@ def inspect(
     attnres inspect my-attnres --serve
     attnres inspect MODEL --compare my-attnres --text FILE --out before-and-after
     """
-    from .serving import serve as serve_folder
-
-    page = "report.html"
     if model is None:
         if not serve:
             raise typer.BadParameter("MODEL is missing: a directory or Hub id.")
         if others := [flag(name) for name in given(context) if name not in ("serve", "out")]:
             raise typer.BadParameter(f"{' and '.join(others)} needs MODEL.")
-        serve_folder(out, page)
+        with loading():
+            from .serving import serve as serve_report
+        serve_report(out)
         return
     if compare is None and compare_revision is not None:
         raise typer.BadParameter("--compare-revision needs --compare.")
@@ -216,6 +215,7 @@ def inspect(
             raise typer.BadParameter(f"{path} lies in --out {out}, which would be replaced: choose another directory.")
     with loading():
         from .inspect import Source, run_inspect
+        from .serving import serve as serve_report
     shared = {"tokenizer": tokenizer, "dtype": dtype.value, "device": device, "trust_remote_code": trust_remote_code}
     named = [(model, revision), (compare, compare_revision)]
     run_inspect(
@@ -229,7 +229,7 @@ def inspect(
         batch_size=batch_size,
     )
     if serve:
-        serve_folder(out, page)
+        serve_report(out)
 
 
 def push(

@@ -1,29 +1,149 @@
-"""A directory of files shown in a browser: `attnres inspect --serve`."""
+"""The report of an inspection shown in a browser: `attnres inspect --serve`.
 
+The server is for one user on one machine. Other machines do not reach it, but any page in the user's browser may send
+it requests, under its own name too (DNS rebinding). So it answers for its own address alone, and with the files of a
+report alone, whatever else lies in the folder.
+"""
+
+import os
+import shutil
+import stat
 import webbrowser
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import IO
+
+from attnres.analysis.report_files import NUMBERS, PAGE, report_files, report_names
+
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".json": "application/json",
+    ".csv": "text/csv; charset=utf-8",
+    ".png": "image/png",
+    ".svg": "image/svg+xml",
+}
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",  # the next report may have the same address
+}
+# The page has a stricter policy in itself, by the hashes of its scripts. An SVG is a document that could run some.
+_POLICIES = {".html": "frame-ancestors 'none'"}
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; sandbox"
 
 
-class _Quiet(SimpleHTTPRequestHandler):
+class _Handler(BaseHTTPRequestHandler):
+    """Answers `GET` and `HEAD` for the files of a report."""
+
+    server: "ReportServer"
+    server_version, sys_version = "attnres", ""
+    timeout = 30  # seconds that a connection may take to ask
+
+    def do_GET(self) -> None:
+        self._answer(with_content=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(with_content=False)
+
+    def _refuse(self) -> None:
+        self._send(HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": "GET, HEAD"})
+
+    do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_CONNECT = do_TRACE = _refuse
+
+    def _answer(self, with_content: bool) -> None:
+        if [host.lower() for host in self.headers.get_all("Host", [])] not in self.server.hosts:
+            self._send(HTTPStatus.MISDIRECTED_REQUEST)
+            return
+        name = self.path.partition("?")[0].removeprefix("/")
+        if name == "":
+            self._send(HTTPStatus.FOUND, {"Location": f"/{PAGE}"})
+            return
+        if not self.path.startswith("/") or name not in report_names():
+            self._send(HTTPStatus.NOT_FOUND)
+            return
+        try:
+            with _opened(self.server.folder / name) as file:
+                suffix = Path(name).suffix
+                headers = {
+                    "Content-Type": _TYPES[suffix],
+                    "Content-Length": str(os.fstat(file.fileno()).st_size),
+                    "Content-Security-Policy": _POLICIES.get(suffix, _POLICY),
+                }
+                self._send(HTTPStatus.OK, headers)
+                if with_content:
+                    shutil.copyfileobj(file, self.wfile)
+        except (ConnectionError, TimeoutError):
+            self.close_connection = True  # the browser was closed
+        except OSError:
+            self._send(HTTPStatus.NOT_FOUND)
+
+    def _send(self, status: HTTPStatus, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in ({"Content-Length": "0"} | _HEADERS | (headers or {})).items():
+            self.send_header(name, value)
+        self.end_headers()
+
     def log_message(self, *args: object) -> None:
         """Say nothing of requests."""
 
 
-def serve(folder: Path, page: str) -> None:
-    """Serve the directory on this machine alone, and open a page of it, until the process is interrupted.
+class ReportServer(ThreadingHTTPServer):
+    """A server of the report in a folder, on a free port.
+
+    Args:
+        folder: that `attnres inspect` wrote.
+        host: the address to listen on. Names of this machine itself, and this address, are what a request may name.
 
     Raises:
-        FileNotFoundError: the page is not in the directory.
+        FileNotFoundError: the folder holds no report, or its page is a link.
     """
-    if not (folder / page).is_file():
-        raise FileNotFoundError(f"{folder} has no {page}: name the model to inspect, or the --out of an earlier call.")
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(folder))) as server:
-        address = f"http://127.0.0.1:{server.server_port}/{page}"
+
+    def __init__(self, folder: Path, host: str = "127.0.0.1") -> None:
+        page = folder / PAGE
+        if not page.is_file():
+            raise FileNotFoundError(
+                f"{folder} has no {PAGE}: name the model to inspect, or the --out of an earlier call."
+            )
+        if not report_files(folder):
+            raise FileNotFoundError(f"{folder} is no report of `attnres inspect`: it has no {NUMBERS} of one.")
+        if page.is_symlink():
+            raise FileNotFoundError(
+                f"{page} is a link, and links are not followed: name the folder of {page.resolve()}."
+            )
+        self.folder = folder
+        super().__init__((host, 0), _Handler)
+        names = ("localhost", "127.0.0.1", "[::1]", f"[{host}]" if ":" in host else host)
+        self.hosts = [[f"{name}:{self.server_port}"] for name in names]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open a regular file to read. Raises OSError: it is none, or a link, which could lead anywhere."""
+    # A pipe would block until somebody writes to it.
+    number = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    with os.fdopen(number, "rb") as file:
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            raise FileNotFoundError(path)
+        yield file
+
+
+def serve(folder: Path) -> None:
+    """Serve a report on this machine alone, and open its page, until the process is interrupted.
+
+    Raises:
+        FileNotFoundError: as [`ReportServer`].
+    """
+    with ReportServer(folder) as server:
+        address = f"http://127.0.0.1:{server.server_port}/{PAGE}"
         print(f"{address}  (Ctrl-C ends it)", flush=True)
         webbrowser.open(address)
         server.serve_forever()
 
 
-__all__ = ["serve"]
+__all__ = ["ReportServer", "serve"]

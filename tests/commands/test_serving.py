@@ -1,0 +1,155 @@
+"""`attnres inspect --serve`: the files of a report, for this machine's own address, and nothing else."""
+
+import http.client
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from attnres.commands.serving import ReportServer
+
+WRITTEN = '{"written_by": "attnres inspect"}'
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A report, and beside its files what a folder may hold too."""
+    (tmp_path / "secret.txt").write_text("secret")
+    folder = tmp_path / "report"
+    folder.mkdir()
+    for name, content in {
+        "report.html": "<p>page</p>",
+        "inspection.json": WRITTEN,
+        "sinks.svg": "<svg/>",
+        "sinks.png": "png",
+        "sublayers.csv": "a,b",
+        "customers.csv": "secret",
+        ".env": "secret",
+        "me.png": "secret",
+    }.items():
+        (folder / name).write_text(content)
+    (folder / ".git").mkdir()
+    (folder / ".git" / "config").write_text("secret")
+    (folder / "magnitudes.png").symlink_to(tmp_path / "secret.txt")
+    (folder / "magnitudes.svg").symlink_to(folder / ".env")
+    os.mkfifo(folder / "mixing.png")
+    (folder / "mixing.svg").mkdir()
+    return folder
+
+
+@pytest.fixture
+def server(folder: Path):
+    with ReportServer(folder) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def ask(server: ReportServer, path: str, method: str = "GET", hosts: tuple[str, ...] = ("127.0.0.1:PORT",)):
+    """The status, the headers and the content of an answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    connection.putrequest(method, path, skip_host=True)
+    for host in hosts:
+        connection.putheader("Host", host.replace("PORT", str(server.server_port)))
+    connection.endheaders()
+    with connection.getresponse() as answer:
+        found = answer.status, dict(answer.getheaders()), answer.read()
+    connection.close()
+    return found
+
+
+def test_the_files_of_the_report_are_served_with_their_types(server):
+    for name, kind in {
+        "report.html": "text/html; charset=utf-8",
+        "inspection.json": "application/json",
+        "sinks.svg": "image/svg+xml",
+        "sinks.png": "image/png",
+        "sublayers.csv": "text/csv; charset=utf-8",
+    }.items():
+        status, headers, content = ask(server, f"/{name}")
+        assert (status, headers["Content-Type"], content) == (200, kind, (server.folder / name).read_bytes())
+    assert ask(server, "/report.html?x=1#y")[0] == 200
+    status, headers, _ = ask(server, "/")
+    assert (status, headers["Location"]) == (302, "/report.html")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/customers.csv", "/me.png", "/.env", "/.git/", "/.git/config", "/./", "/x", "/report.html/"),
+        *("/magnitudes.png", "/magnitudes.svg", "/mixing.png", "/mixing.svg", "/interventions.png"),
+        *("/../secret.txt", "/%2e%2e/secret.txt", "/..%2fsecret.txt", "//etc/passwd", "/report/../.env"),
+        *("secret.txt", "report.html", "http://127.0.0.1/report.html", "/report.html%00", "/REPORT.HTML"),
+    ],
+)
+def test_nothing_else_is_served(server, path):
+    status, _, content = ask(server, path)
+    assert (status, content) == (404, b"")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:PORT", "localhost:PORT", "LocalHost:PORT", "[::1]:PORT"])
+def test_the_names_of_this_machine_are_answered(server, host):
+    assert ask(server, "/report.html", hosts=(host,))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        *(
+            ("evil.example:PORT",),
+            ("evil.example",),
+            ("127.0.0.1",),
+            ("127.0.0.1:1",),
+            ("localhost.evil.example:PORT",),
+        ),
+        *((), ("",), ("127.0.0.1:PORT", "evil.example"), ("me@127.0.0.1:PORT",), ("127.0.0.1:PORT.evil.example",)),
+    ],
+)
+def test_a_request_for_another_name_is_refused(server, hosts):
+    """As of a page whose name leads to this machine: it would read the report."""
+    for path in ("/report.html", "/", "/x"):
+        status, _, content = ask(server, path, hosts=hosts)
+        assert (status, content) == (421, b"")
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "PROPFIND"])
+def test_only_reading_is_answered(server, method):
+    status, headers, _ = ask(server, "/report.html", method)
+    assert status in (405, 501)
+    assert not [name for name in headers if name.startswith("Access-Control")]
+
+
+def test_head_has_the_headers_alone(server):
+    got, told = ask(server, "/sinks.svg"), ask(server, "/sinks.svg", "HEAD")
+    assert told[2] == b""
+    assert {**got[1], "Date": ""} == {**told[1], "Date": ""}
+
+
+def test_headers_keep_other_pages_out(server):
+    for path in ("/report.html", "/sinks.svg", "/x"):
+        headers = ask(server, path)[1]
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
+        assert headers["X-Frame-Options"] == "DENY"
+        assert headers["Referrer-Policy"] == "no-referrer"
+        assert "Python" not in headers["Server"]
+    assert "sandbox" in ask(server, "/sinks.svg")[1]["Content-Security-Policy"]
+
+
+def test_a_folder_that_is_no_report_is_not_served(folder):
+    (folder / "inspection.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="is no report of `attnres inspect`"):
+        ReportServer(folder)
+    (folder / "inspection.json").write_text(WRITTEN)
+    (folder / "report.html").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no report\.html"):
+        ReportServer(folder)
+    (folder / "report.html").symlink_to(folder.parent / "secret.txt")
+    with pytest.raises(FileNotFoundError, match="is a link"):
+        ReportServer(folder)
+
+
+def test_the_address_that_was_chosen_is_answered_by_its_name(folder):
+    with ReportServer(folder, "127.0.0.2") as server:
+        assert [f"127.0.0.2:{server.server_port}"] in server.hosts
