@@ -72,7 +72,8 @@ def _longer(metadata: str, name: str, items: Sequence[str]) -> str:
         place, indent = item.end(), item[1]
     if indent is None:
         return metadata
-    added = "".join(f"{indent}- {item}\n" for item in items)
+    # Through YAML: an item may hold what YAML reads otherwise, such as `: `.
+    added = "".join(f"{indent}{yaml_dump([item]).strip()}\n" for item in items)
     return f"{metadata}\n"[:place] + added + f"{metadata}\n"[place:]
 
 

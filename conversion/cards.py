@@ -24,6 +24,7 @@ from attnres.files import atomic_write
 from .card_metadata import filled, joined, read, split
 from .card_parts import appended, part, put, unmarked
 from .family import DEFAULT_CONNECTION
+from .markdown import code, escape, link, python_text, shell_word
 from .source_files import check_text
 
 CARD = "README.md"
@@ -173,11 +174,8 @@ def write_card(text: str, subject: Subject) -> None:
 
 
 def linked(hub_id: str | None, name: str, commit: str | None = None) -> str:
-    """A model as a card names it: by a link to the Hub, or by the last part of a local path."""
-    if hub_id is None:
-        return f"`{Path(name).name}`"
-    at = f" at revision [`{commit[:10]}`](https://huggingface.co/{hub_id}/tree/{commit})" if commit else ""
-    return f"[{hub_id}](https://huggingface.co/{hub_id}){at}"
+    """Return a model as a card names it: by a link to the Hub, or by the last part of a local path."""
+    return code(Path(name).name) if hub_id is None else link(hub_id, commit=commit)
 
 
 def on_hub(folder: Path, name: str) -> tuple[str | None, str | None]:
@@ -192,7 +190,7 @@ def _facts(subject: Subject) -> dict[str, Any]:
     """What the template says of a model."""
     config = subject.config
     found = (path.relative_to(subject.folder).as_posix() for path in subject.folder.rglob("*.py") if path.is_file())
-    code = sorted(found if subject.code is None else subject.code)
+    files = sorted(found if subject.code is None else subject.code)
     return {
         "name": subject.title or Path(subject.source).name,
         "source": subject.source,
@@ -211,7 +209,7 @@ def _facts(subject: Subject) -> dict[str, Any]:
         "is_served_by_vllm": config.backbone in _BY_VLLM and config.residual_connection == DEFAULT_CONNECTION,
         "versions": ", ".join([f"Python {platform.python_version()}", *_installed()]),
         "needed": ", ".join(_needed()),
-        "code": [(name, hashlib.sha256((subject.folder / name).read_bytes()).hexdigest()) for name in code],
+        "code": [(name, hashlib.sha256((subject.folder / name).read_bytes()).hexdigest()) for name in files],
     }
 
 
@@ -236,16 +234,12 @@ def _needed() -> Iterable[str]:
             yield f"{requirement.name} {requirement.specifier}".replace(">=", "") + " or newer"
 
 
-def _cell(value: object) -> str:
-    return " ".join(str(value).split()).replace("|", "\\|")
-
-
 @cache
 def _template() -> Any:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).with_name("templates")), undefined=StrictUndefined, trim_blocks=False
     )
-    environment.filters["cell"] = _cell
+    environment.filters |= {"text": escape, "code": code, "python": python_text, "word": shell_word}
     return environment.get_template("model_card.jinja")
 
 

@@ -13,6 +13,7 @@ import attnres
 from attnres import ResidualConfig
 from attnres.configuration import names
 from attnres.conversion.cards import CARD, Subject, add_step, linked, new_card, write_card
+from attnres.conversion.markdown import code, is_hub_id, link
 from attnres.wording import counted
 
 from .recipe import Recipe
@@ -73,12 +74,12 @@ def _how(recipe: Recipe, results: Mapping[str, Any], processes: int) -> str:
 def _on(train: Sequence[str]) -> str:
     """The data, by links to the Hub or by the names of files."""
     hub = _on_hub(train)
-    shown = [f"[{d}](https://huggingface.co/datasets/{d})" if d in hub else f"`{Path(d).name}`" for d in train]
+    shown = [link(name, "datasets/") if name in hub else code(Path(name).name) for name in train]
     return f" on {', '.join(shown)}" if shown else ""
 
 
 def _on_hub(train: Sequence[str]) -> list[str]:
-    return [path for path in train if path.count("/") == 1 and not Path(path).exists()]
+    return [path for path in train if path.count("/") == 1 and not Path(path).exists() and is_hub_id(path)]
 
 
 def _card_on_hub(hub_id: str, commit: str | None) -> Path | None:

@@ -9,6 +9,8 @@ from urllib.parse import unquote
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from attnres.analysis.page import FIGURES, render
 
@@ -123,6 +125,16 @@ def test_nothing_that_a_model_or_a_text_is_called_gets_into_the_markup():
         (tag, set(attributes)) for tag, attributes, _ in plain.elements
     ]
     assert HOSTILE in hostile.text and hostile.given[0]["readers"][0] == HOSTILE
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.text("<>&\"'`/=-!\\$ \nscript[]{}%", min_size=1, max_size=30))
+def test_no_name_whatever_it_is_gets_into_the_markup(name):
+    plain, named = page_that_calls_everything("name"), page_that_calls_everything(f"a{name}a")
+    assert [(tag, set(attributes)) for tag, attributes, _ in named.elements] == [
+        (tag, set(attributes)) for tag, attributes, _ in plain.elements
+    ]
+    assert named.given[0]["readers"][0] == f"a{name}a"
 
 
 def test_only_the_scripts_of_the_page_may_run_and_nothing_is_loaded():

@@ -284,7 +284,7 @@ def test_results_and_figures_go_along(push, model):
     assert parse_eval_result_entries(json.loads(files[".eval_results/mmlu.yaml"]))[0].value == 26.5
     assert {f"inspection/{path.name}" for path in report.iterdir()} <= files.keys()
     card = push.card("me/whole")
-    assert "| cais/mmlu | mmlu | 26.5 | 5-shot \\| acc |" in card
+    assert "| cais/mmlu | mmlu | 26.5 | 5-shot &#124; acc |" in card
     assert "](inspection/depth_attention.png)" in card
 
 

@@ -1,0 +1,80 @@
+"""Put texts from elsewhere into a model card: names of models, tasks and data sets, notes, paths.
+
+A card is Markdown, in which HTML is markup too, and these texts may hold either. Here each becomes one line that reads
+as it is and is no markup, wherever it stands: in a sentence, a heading, a cell of a table, or a line of code.
+"""
+
+import json
+import re
+import shlex
+
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+# By entities: there are readers in which a backslash does not keep `|` from ending a cell, or `<` from beginning a tag.
+_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;"}
+_ESCAPED = re.compile(r"[\\`*\[\]{}()#!$~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
+# Addresses that readers link without any markup.
+_LINKED = re.compile(r"(?i)(https?|ftp|mailto|xmpp):|(www)\.")
+_HUB = "https://huggingface.co"
+
+
+def escape(value: object) -> str:
+    """Return a text as Markdown that reads like it: one line, without markup and without links.
+
+    Characters that are not printed, such as those that turn the direction of writing, are shown by their codes.
+    """
+    line = _ESCAPED.sub(r"\\\g<0>", _one_line(str(value)))
+    for character, entity in _ENTITIES.items():
+        line = line.replace(character, entity)
+    return _LINKED.sub(lambda match: f"{match[1]}&#58;" if match[1] else f"{match[2]}&#46;", line)
+
+
+def code(value: object) -> str:
+    """Return a name as code, in one line; escaped text if code cannot hold it everywhere."""
+    line = _one_line(str(value))
+    return escape(line) if not line or re.search(r"[`|\\]", line) else f"`{line}`"
+
+
+def link(repo: str, kind: str = "", commit: str | None = None) -> str:
+    """Return a link to a repository of the Hub; its name as code if that is no id of one.
+
+    Args:
+        repo: its id, as `org/name`.
+        kind: `datasets/` for a data set.
+        commit: add a link to its files at this commit.
+    """
+    if not is_hub_id(repo):
+        return code(repo)
+    at = f" at revision [`{commit[:10]}`]({_HUB}/{kind}{repo}/tree/{commit})" if commit and commit.isalnum() else ""
+    return f"[{escape(repo)}]({_HUB}/{kind}{repo}){at}"
+
+
+def is_hub_id(name: str) -> bool:
+    """Return whether a name can be the id of a repository of the Hub."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def python_text(value: str) -> str:
+    """Return a literal of Python for a line of code."""
+    return json.dumps(value, ensure_ascii=False) if value.isprintable() else ascii(value)
+
+
+def shell_word(value: str) -> str:
+    """Return a word for a shell in a line of code, quoted where the shell would take it for more than a word."""
+    return shlex.quote(_printable(value))
+
+
+def _one_line(text: str) -> str:
+    return _printable(" ".join(text.split()))
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+__all__ = ["code", "escape", "is_hub_id", "link", "python_text", "shell_word"]
