@@ -44,12 +44,12 @@ class Scale(StrEnum):
 
 
 class Listed(StrEnum):
-    """What `list` lists."""
+    """What `list` lists, in its order: the last two need PyTorch."""
 
-    configurations = "configurations"
     recipes = "recipes"
     connections = "connections"
     tasks = "tasks"
+    configurations = "configurations"
     backbones = "backbones"
 
 

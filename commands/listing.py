@@ -23,15 +23,35 @@ def print_names(kind: Listed | None) -> None:
     console = Console(highlight=False)
     for listed in [kind] if kind else Listed:
         console.print(HEADINGS[listed], style="bold", soft_wrap=True)
-        if console.is_terminal:
+        if listed == Listed.configurations:
+            console.print(*(f"  {line}" for line in _sizes()), sep="\n", soft_wrap=True)
+        elif console.is_terminal:
             console.print(Padding("  ".join(_names(listed)), (0, 0, 1, 2)))
         else:  # for `grep` and the like
             console.print(*(f"  {name}" for name in _names(listed)), sep="\n", soft_wrap=True)
 
 
+def _sizes() -> list[str]:
+    """Return a line for each configuration: its name, and how many parameters it has in all and per token."""
+    with loading():
+        from attnres.configuration import count_parameters, load
+    names = configuration_names()
+    width = max(map(len, names))
+    lines = []
+    for name in names:
+        count = count_parameters(load(name))
+        total, activated = _short(count.total), _short(count.activated_non_embedding)
+        # The names of the paper's models tell the second number, a twentieth of what has to be trained and stored.
+        lines.append(f"{name:{width}}  {total:>6} parameters, {activated:>6} activated per token besides embeddings")
+    return lines
+
+
+def _short(number: int) -> str:
+    """Return a count in millions or billions, with three digits or more."""
+    return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
+
+
 def _names(kind: Listed) -> tuple[str, ...]:
-    if kind == Listed.configurations:
-        return configuration_names()
     if kind == Listed.recipes:
         return recipe_names()
     if kind == Listed.connections:

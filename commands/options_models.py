@@ -236,7 +236,12 @@ def push(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Directory of the model.", exists=True, file_okay=False)
     ],
-    repo: Annotated[str, typer.Argument(metavar="REPO", help="Where to, as ORG/NAME; made if it is not there.")],
+    repo: Annotated[
+        str,
+        typer.Argument(
+            metavar="REPO", help="Where to, as ORG/NAME; a bare NAME is in your account. Made if it is not there."
+        ),
+    ],
     private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch to push to; made if it is not there.")] = None,
     create_pr: Annotated[

@@ -93,7 +93,7 @@ def list_names(
     kind: Annotated[Listed | None, typer.Argument(metavar="KIND", help="Only these.  [default: all]")] = None,
     debug: Debug = False,
 ) -> None:
-    """List the names that commands take.
+    """List the names that commands take; configurations with their numbers of parameters.
 
     \b
     attnres list

@@ -25,6 +25,7 @@ from attnres.wording import counted
 from .choices import shown
 
 _MANY = 20
+_ACCOUNT = "YOUR-NAME"  # in the place of a user's name where it is not known
 
 
 def run_push(
@@ -53,7 +54,9 @@ def run_push(
     report = _report(folder, inspection)
     with quiet_transformers(), status(console, "Checking the model ..."):
         publication = plan_publication(folder, evaluated, report)
-    card = publication.card_for(repo, "COMMIT" if dry_run else None)
+    # Models load by ORG/NAME alone. Which account a bare name goes to, the Hub knows, and a dry run does not ask it.
+    full_id = repo if "/" in repo else f"{_ACCOUNT}/{repo}"
+    card = publication.card_for(full_id, "COMMIT" if dry_run else None)
     console.print(_table(publication, len(card.encode())))
     if left := publication.left_out:
         others = f" and {counted(len(left) - _MANY, 'other file')}" if len(left) > _MANY else ""
@@ -62,6 +65,11 @@ def run_push(
     if lacking := [name for name in ("license", "base_model") if not read(card).get(name)]:
         named = " and no ".join(f"`{name}`" for name in lacking)
         console.print(f"Note: the card names no {named}; you can add it to the metadata in {folder / CARD}.")
+    if full_id != repo:
+        console.print(
+            f"Note: {repo} names no account or organization, so it goes to the account of your token, as {full_id}. "
+            "Give ORG/NAME to choose."
+        )
     if dry_run:
         console.print(
             f"\nThe card of a new repository, where COMMIT will be that of the upload:\n\n{card}", markup=False

@@ -125,7 +125,14 @@ def test_what_the_command_line_says_of_connections_is_what_the_registry_has():
 def test_the_list_has_every_name(kind, expected):
     heading, *listed = CliRunner().invoke(app, ["list", kind]).stdout.splitlines()
     assert heading.startswith(("Backbones", "Configurations", "Residual connections", "Benchmarks"))
-    assert [line.strip() for line in listed] == list(expected)
+    assert [line.split()[0] for line in listed] == list(expected)
+
+
+def test_configurations_are_listed_with_all_their_parameters_and_those_of_a_token():
+    """The name of `attnres-194m` tells the second number alone."""
+    _, *listed = CliRunner().invoke(app, ["list", "configurations"]).stdout.splitlines()
+    (line,) = [line for line in listed if "attnres-194m" in line]
+    assert line.split()[1:5] == ["3.68B", "parameters,", "191.0M", "activated"]
 
 
 def test_every_help_has_examples_that_are_commands():

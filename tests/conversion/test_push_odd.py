@@ -305,6 +305,21 @@ def test_what_is_refused_is_told_in_one_line(push, copy, name):
     assert not push.hub.log()
 
 
+def test_a_name_without_an_account_goes_to_that_of_the_token_and_a_dry_run_says_so(push, model):
+    push.hub.forget()
+    for token in (None, push.hub.write_token):
+        dry = push("push", "model", "bare", "--dry-run", token=token)
+        assert dry["status"] == 0, dry["err"]
+        assert "goes to the account of your token, as YOUR-NAME/bare. Give ORG/NAME to choose" in dry["out"]
+        assert 'name, revision = "YOUR-NAME/bare", "COMMIT"' in dry["out"]
+    assert not push.hub.log()
+    done = push("push", "model", "bare")
+    assert done["status"] == 0, done["err"]
+    assert f"Published: {push.hub.url}/me/bare" in done["out"]
+    assert 'name, revision = "me/bare", "' in push.card("me/bare")
+    assert "YOUR-NAME" not in push.card("me/bare")
+
+
 def test_an_empty_folder_of_results_is_none(push, copy):
     (copy / ".eval_results").mkdir()
     assert push("push", copy.name, "me/empty", "--dry-run")["status"] == 0

@@ -2,13 +2,17 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import nbformat
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 ROOT = Path(__file__).parents[2]
 EXECUTE = ROOT / "notebooks" / "execute.py"
@@ -81,6 +85,25 @@ def test_a_notebook_reads_like_an_article(name):
             assert len(cell.source.splitlines()) <= 25
             assert before.cell_type == "markdown" or len(before.source.splitlines()) <= 10
     assert "google.colab" in code_cells(name)[0].source
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_colab_the_package_is_installed_from_a_checkout(name, tmp_path, monkeypatch):
+    """And from nowhere else: a bare name would be looked up in a package registry."""
+    monkeypatch.setitem(sys.modules, "google.colab", ModuleType("google.colab"))
+    monkeypatch.chdir(tmp_path)
+    shell, asked = InteractiveShell(), []
+    shell.register_magic_function(asked.append, "line", "pip")
+    source = code_cells(name)[0].source
+    missing = shell.run_cell(source).error_in_exec
+    assert "./attnres holds no checkout of the repository" in str(missing)
+    assert asked == []
+    (tmp_path / "attnres").symlink_to(ROOT)
+    shell.run_cell(source).raise_error()
+    (words,) = map(shlex.split, asked)
+    assert words == ["install", "--quiet", "./attnres[notebooks]"]
+    project = tomllib.loads((tmp_path / "attnres" / "pyproject.toml").read_text())["project"]
+    assert "notebooks" in project["optional-dependencies"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,23 +2,34 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import threading
 import tomllib
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from playwright.sync_api import expect, sync_playwright
 from typer.main import get_command
 
 from attnres.commands.app import app
 
 from .reading import ROOT
 
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 _CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 # What a page fetches when it is shown: not what it links to.
 _FETCHED = re.compile(r'<(?:script|img|iframe|source)[^>]* src="([^"]+)"|<link[^>]* href="([^"]+)"')
+
+
+class SilentHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        """Say nothing of requests."""
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +52,31 @@ def test_it_builds_and_fetches_nothing_from_elsewhere(site):
         assert fetched
         for target in fetched:
             assert (page.parent / target.partition("?")[0].partition("#")[0]).exists(), (page.name, target)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
+@pytest.mark.parametrize("served", [False, True], ids=["from the disk", "by a server"])
+def test_the_search_finds_pages(site, served):
+    """In a browser, and without any request to elsewhere; on a page in a folder too."""
+    handler = partial(SilentHandler, directory=str(site))
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), handler) as server,
+        sync_playwright() as playwright,
+        playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]) as browser,
+    ):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        base = f"http://127.0.0.1:{server.server_port}" if served else site.as_uri()
+        page, asked = browser.new_page(), []
+        page.on("request", lambda request: asked.append(request.url))
+        for start in ("index.html", "guides/publish.html"):
+            page.goto(f"{base}/{start}")
+            page.locator("[data-md-component=search-query]").fill("sinkhorn")
+            results = page.locator(".md-search-result__link")
+            expect(results.first).to_be_visible(timeout=60_000)
+            links = results.evaluate_all("links => links.map(link => link.href.split('?')[0].split('#')[0])")
+            assert f"{base}/guides/connections.html" in links
+        assert [url for url in asked if not url.startswith((base, "about:", "data:"))] == []
+        server.shutdown()
 
 
 def test_nothing_is_left_of_what_the_hooks_replace(site):
