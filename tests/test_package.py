@@ -33,17 +33,18 @@ def python(code: str, cwd: Path, *options: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# What `import attnres` does in a process that has imported the model of `transformers` before. The time it takes there
-# is what it takes more than that import alone, without the noise of the seconds that the import itself takes.
+# What `import attnres` does in a process that has imported the model of `transformers` before. Both imports are timed
+# there, on the processor: how busy the machine is slows them down alike.
 IMPORT = f"""
 import sys, time, importlib.util
+began = time.process_time()
 from transformers import KimiLinearForCausalLM
-before, start, cpu_start = set(sys.modules), time.perf_counter(), time.process_time()
+before, theirs = set(sys.modules), time.process_time()
 import attnres
-times = dict(seconds=time.perf_counter() - start, cpu_seconds=time.process_time() - cpu_start)
+share = (time.process_time() - theirs) / (theirs - began)
 specs = [importlib.util.find_spec(name) for name in {[*PACKAGE_DIR.values(), "eval", "benchmarks", "notebooks"]}]
 origins = [str(spec.origin or list(spec.submodule_search_locations)) for spec in specs if spec]
-seen = dict(modules=sorted(sys.modules), new=sorted(set(sys.modules) - before), origins=origins, **times)
+seen = dict(modules=sorted(sys.modules), new=sorted(set(sys.modules) - before), origins=origins, share=share)
 """
 
 
@@ -53,15 +54,10 @@ def imported(tmp_path_factory) -> dict:
     return python(IMPORT, tmp_path_factory.mktemp("elsewhere"))
 
 
-def test_import_costs_little_processor_time_beside_that_of_kimi_linear(imported):
+def test_import_costs_little_processor_time_beside_that_of_kimi_linear(imported, tmp_path):
     assert "attnres.modeling_attnres" in imported["new"]
-    assert imported["cpu_seconds"] < 0.3
-
-
-@pytest.mark.slow
-def test_import_takes_at_most_three_tenths_of_a_second_more_than_that_of_kimi_linear(tmp_path):
-    # The fastest of three: whatever else the machine does only ever adds to a run.
-    assert min(python(IMPORT, tmp_path)["seconds"] for _ in range(3)) < 0.3
+    # The first import after a change compiles the sources: then another process tells.
+    assert imported["share"] < 0.1 or min(python(IMPORT, tmp_path)["share"] for _ in range(2)) < 0.1
 
 
 @pytest.mark.parametrize("heavy", ["lm_eval", "peft", "matplotlib", "datasets", "typer", "rich", "fla", "triton"])

@@ -223,10 +223,10 @@ def test_the_report_is_served_to_a_browser_on_this_machine(report, tmp_path):
     try:
         address = process.stdout.readline().split()[0]
         assert address.startswith("http://127.0.0.1:") and address.endswith("/report.html")
-        with urllib.request.urlopen(address, timeout=10) as answer:
+        with urllib.request.urlopen(address, timeout=60) as answer:
             assert answer.read() == (report / "report.html").read_bytes()
     finally:
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=120)
     assert "Traceback" not in errors and process.returncode in (0, 130)
     assert (tmp_path / "opened").read_text().strip() == address

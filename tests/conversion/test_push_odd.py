@@ -67,10 +67,12 @@ def test_a_card_that_is_edited_during_the_upload_keeps_the_edit(push, model, cop
     changed(copy / "config.json", changed=True)
     api = HfApi(endpoint=push.hub.url, token=push.hub.write_token)
     edited = push.card("me/race") + "\n## Bias\n"
+    push.hub.forget()
     push.hub.fail("slow", "/preupload/", seconds=4, times=1)
 
     def edit() -> None:
-        time.sleep(1.5)
+        while not push.hub.log("POST", "/preupload/"):  # until the upload has begun
+            time.sleep(0.05)
         api.upload_file(repo_id="me/race", path_in_repo="README.md", path_or_fileobj=edited.encode())
 
     editing = threading.Thread(target=edit)

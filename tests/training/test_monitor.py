@@ -55,7 +55,8 @@ def test_a_real_clock_gives_a_rate_near_the_runs_own(tiny_model, tmp_path):
     start = time.perf_counter()
     lines = train(tiny_model(), tmp_path, Monitor(), steps=6)
     seconds = time.perf_counter() - start
-    assert lines[-1]["tokens_per_second"] > 0.9 * 6 * 48 / seconds
+    # The windows that are logged lie in the run, one after the other, however long each takes.
+    assert 0 < sum(2 * 48 / line["tokens_per_second"] for line in lines) < seconds
 
 
 def test_measurements_are_given_once_and_each_window_has_its_own(tiny_model, tmp_path):
