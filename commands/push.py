@@ -13,7 +13,7 @@ from rich.table import Table
 
 from attnres.analysis.report_files import report_files
 from attnres.conversion.card_metadata import read
-from attnres.conversion.cards import CARD
+from attnres.conversion.cards import CARD, no_hub_ids
 from attnres.conversion.publication import INSPECTION, Publication, plan_publication
 from attnres.conversion.publishing import publish
 from attnres.conversion.source_files import check_text
@@ -65,6 +65,14 @@ def run_push(
     if lacking := [name for name in ("license", "base_model") if not read(card).get(name)]:
         named = " and no ".join(f"`{name}`" for name in lacking)
         console.print(f"Note: the card names no {named}; you can add it to the metadata in {folder / CARD}.")
+    said = read(card)
+    for name in ("base_model", "datasets"):
+        if wrong := no_hub_ids(said[name]) if said.get(name) else []:
+            console.print(
+                f"Note: the Hub will refuse the card, whose `{name}` names what is no id of a repository: "
+                f"{', '.join(shown(str(value)) for value in wrong)}. Mend it in {folder / CARD}.",
+                markup=False,
+            )
     if full_id != repo:
         console.print(
             f"Note: {repo} names no account or organization, so it goes to the account of your token, as {full_id}. "

@@ -24,7 +24,7 @@ from attnres.files import atomic_write
 from .card_metadata import filled, joined, read, split
 from .card_parts import appended, part, put, unmarked
 from .family import DEFAULT_CONNECTION
-from .markdown import code, escape, link, python_text, shell_word
+from .markdown import code, escape, is_hub_id, link, python_text, shell_word
 from .source_files import check_text
 
 CARD = "README.md"
@@ -97,7 +97,9 @@ def new_card(folder: Path | None = None, hub_id: str | None = None) -> str:
     if "language" in terms:
         terms["language"] = _languages(terms["language"])
     base = hub_id or said.get("base_model")
-    relation = {"base_model": base, "base_model_relation": "finetune"} if base and _is_plain(base) else {}
+    # Tools that load a model from a directory write its path there: the Hub refuses it, and it tells of a machine.
+    is_public = base and not no_hub_ids(base)
+    relation = {"base_model": base, "base_model_relation": "finetune"} if is_public else {}
     data = ModelCardData(**terms, **relation)
     return str(ModelCard(joined(data.to_yaml(), ""))) if data.to_dict() else ""
 
@@ -105,6 +107,12 @@ def new_card(folder: Path | None = None, hub_id: str | None = None) -> str:
 def _is_plain(value: object) -> bool:
     """Whether a value of metadata is a text or several, as the fields that are taken over have to be."""
     return all(isinstance(item, str | bool) for item in (value if isinstance(value, list) else [value]))
+
+
+def no_hub_ids(value: object) -> list[object]:
+    """Return what of a value of metadata, one name or a list of them, cannot be the id of a repository of the Hub."""
+    names = value if isinstance(value, list) else [value]
+    return [name for name in names if not isinstance(name, str) or not is_hub_id(name)]
 
 
 def _languages(value: Any) -> Any:
@@ -256,6 +264,7 @@ __all__ = [
     "decode_card",
     "linked",
     "new_card",
+    "no_hub_ids",
     "on_hub",
     "read_card",
     "without_template",

@@ -96,6 +96,15 @@ def test_a_retrofit_in_a_recipe_is_told(folder):
     assert "**Retrofit** of `source`, Block AttnRes" in card_of(folder / "runs" / "both" / "model")[1]
 
 
+@pytest.mark.parametrize("base", ["/home/me/models/llama", "../llama", "[lab/base, ./b]", "{a: b}"])
+def test_a_path_that_a_tool_has_written_as_base_model_is_not_taken_over(tmp_path, base):
+    (tmp_path / "README.md").write_text(f"---\nlicense: mit\nbase_model: {base}\n---\n# S\n")
+    data = ModelCard(new_card(tmp_path)).data
+    assert (data.license, data.base_model) == ("mit", None)
+    (tmp_path / "README.md").write_text("---\nbase_model: [lab/a, lab/b]\n---\n")
+    assert ModelCard(new_card(tmp_path)).data.base_model == ["lab/a", "lab/b"]
+
+
 OURS = "---\n{}\n---\n\n<!-- attnres:use 000000000000 -->\n## Use\n<!-- /attnres:use -->\n"
 DAMAGED = {
     "brackets": b"---\nlicense: [\n---\n",

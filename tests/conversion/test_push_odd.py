@@ -322,6 +322,16 @@ def test_a_name_without_an_account_goes_to_that_of_the_token_and_a_dry_run_says_
     assert "YOUR-NAME" not in push.card("me/bare")
 
 
+def test_a_dry_run_says_which_names_in_the_card_the_hub_will_refuse(push, copy):
+    card = copy / "README.md"
+    card.write_text(
+        card.read_text().replace("tags:", "base_model: /home/me/llama\ndatasets:\n- me/data\n- ./x\ntags:", 1)
+    )
+    said = push("push", copy.name, "me/x", "--dry-run")["out"]
+    assert "whose `base_model` names what is no id of a repository: /home/me/llama." in said
+    assert "whose `datasets` names what is no id of a repository: ./x." in said
+
+
 def test_an_empty_folder_of_results_is_none(push, copy):
     (copy / ".eval_results").mkdir()
     assert push("push", copy.name, "me/empty", "--dry-run")["status"] == 0
