@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 import tomllib
+from contextlib import suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from playwright.sync_api import TimeoutError as PlaywrightTimeout
 from playwright.sync_api import expect, sync_playwright
 from typer.main import get_command
 
@@ -70,9 +72,14 @@ def test_the_search_finds_pages(site, served):
         page.on("request", lambda request: asked.append(request.url))
         for start in ("index.html", "guides/publish.html"):
             page.goto(f"{base}/{start}")
-            page.locator("[data-md-component=search-query]").fill("sinkhorn")
             results = page.locator(".md-search-result__link")
-            expect(results.first).to_be_visible(timeout=60_000)
+            for _ in range(30):  # what is typed before the page's scripts listen is lost
+                page.locator("[data-md-component=search-query]").fill("")
+                page.locator("[data-md-component=search-query]").press_sequentially("sinkhorn")
+                with suppress(PlaywrightTimeout):
+                    results.first.wait_for(timeout=2_000)
+                    break
+            expect(results.first).to_be_visible()
             links = results.evaluate_all("links => links.map(link => link.href.split('?')[0].split('#')[0])")
             assert f"{base}/guides/connections.html" in links
         assert [url for url in asked if not url.startswith((base, "about:", "data:"))] == []
