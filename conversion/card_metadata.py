@@ -8,8 +8,8 @@ import yaml
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import yaml_dump
 
-# Whatever a value that is no YAML makes the reader raise: a day that is not in the calendar, or brackets without end.
-_DAMAGED = (yaml.YAMLError, ValueError, RecursionError)
+from attnres.utils.yaml_files import load_yaml
+
 _ITEM = re.compile(r"^(\s*)- .*\n", re.MULTILINE)
 
 
@@ -31,8 +31,8 @@ def read(card: str) -> dict[str, Any]:
         ValueError: it is damaged, in one line.
     """
     try:
-        said = yaml.safe_load(split(card)[0])
-    except _DAMAGED as error:
+        said = load_yaml(split(card)[0])
+    except (yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"its metadata, the YAML between `---` and `---`, is damaged: {reason}") from error
     if not isinstance(said, dict | None):

@@ -147,6 +147,7 @@ def without_template(text: str) -> str:
     """A card, or its metadata alone where the text is the template of `transformers`, which says nothing yet."""
     metadata, said = split(text)
     try:
+        read(text)  # bounds what aliases repeat, which `ModelCard` does not
         template = ModelCard.from_template(ModelCard(text).data, model_description=_TEMPLATE)
     except (TypeError, ValueError, yaml.YAMLError):  # it has metadata that no template has
         return text

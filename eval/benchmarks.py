@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from attnres.utils.yaml_files import read_yaml
+
 from . import data_folder
 
 if TYPE_CHECKING:
@@ -69,11 +71,11 @@ class DataMissing(FileNotFoundError):
         self.is_absent = is_absent
 
 
-class _DescriptionLoader(yaml.SafeLoader):
+class TaskFileLoader(yaml.SafeLoader):
     """Reads task files without importing what their `!function` tags name."""
 
 
-_DescriptionLoader.add_multi_constructor("!", lambda loader, tag, node: f"!{tag} {node.value}")
+TaskFileLoader.add_multi_constructor("!", lambda loader, tag, node: f"!{tag} {node.value}")
 
 
 def task_path() -> Path:
@@ -89,7 +91,7 @@ def benchmarks() -> dict[str, Benchmark]:
 
 
 def _read(name: str) -> dict:
-    return yaml.load((task_path() / name).read_text(encoding="utf-8"), Loader=_DescriptionLoader)
+    return read_yaml(task_path() / name, TaskFileLoader)
 
 
 def _describe(name: str) -> Benchmark:

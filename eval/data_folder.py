@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from attnres.utils.yaml_files import load_card_metadata
+
 
 def check(folder: Path) -> None:
     """Look at the README of a data set and at its links; the files' content is for `datasets`.
@@ -34,10 +36,8 @@ def check(folder: Path) -> None:
 
 def _configs(readme: Path) -> list[Any]:
     """The entry `configs` of the README's head."""
-    from huggingface_hub import metadata_load
-
     try:
-        head = metadata_load(readme) or {}
+        head = load_card_metadata(readme) or {}
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 2}" if mark else ""  # of the file, whose first line opens the head

@@ -18,6 +18,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from attnres.files import atomic_write
+from attnres.utils.yaml_files import load_yaml
 
 if TYPE_CHECKING:
     from .report import Row
@@ -165,7 +166,7 @@ def read_results(folder: Path) -> dict[Path, list[EvalResultEntry]]:
 
 def _read(path: Path) -> list[EvalResultEntry]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = load_yaml(path.read_text(encoding="utf-8"))
         if not isinstance(content, list) or not content:
             raise ValueError("it is no list of results")
         entries = [entry for item in content for entry in parse_eval_result_entries([item])]

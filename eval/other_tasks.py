@@ -11,9 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
+from attnres.utils.yaml_files import UnboundedYaml, load_yaml
 from attnres.wording import did_you_mean, install_command
 
-from .benchmarks import Benchmark, index_of, task_manager
+from .benchmarks import Benchmark, TaskFileLoader, index_of, task_manager
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -41,6 +44,7 @@ def describe(names: Collection[str], include_path: Path | None, paper: Collectio
     if include_path is not None:
         if not include_path.is_dir():
             raise ValueError(f"--include-path {include_path} is not a directory.")
+        _check_bounded(include_path)
         own = index_of([include_path], include_defaults=False).task_index
         if taken := [name for name in names if name in paper and name in own]:
             file = own[taken[0]].yaml_path
@@ -177,12 +181,33 @@ def _metrics(leaf: Config) -> Iterator[tuple[str, bool]]:
 
 def _unread(include_path: Path | None) -> str:
     """The task files that cannot be read, which lm_eval leaves out without a word."""
-    from lm_eval.tasks._yaml_loader import load_yaml
+    from lm_eval.tasks._yaml_loader import load_yaml as load_task
 
     broken = []
     for path in sorted(include_path.rglob("*.yaml")) if include_path else []:
         try:
-            load_yaml(path, resolve_func=False)
+            load_task(path, resolve_func=False)
         except Exception as error:
             broken.append(f"{path} ({' '.join(str(error).split())[:120]})")
     return f" Not readable: {', '.join(broken)}." if broken else ""
+
+
+def _check_bounded(include_path: Path) -> None:
+    """Raise ValueError for a task file of the user, or a file that it includes, which lm_eval could not finish reading.
+
+    lm_eval leaves out files that are not YAML; of these `_unread` tells.
+    """
+    pending, seen = sorted(include_path.rglob("*.yaml")), set()
+    while pending:
+        path = pending.pop()
+        if path in seen or not path.is_file():
+            continue
+        seen.add(path)
+        try:
+            task = load_yaml(path.read_text(encoding="utf-8"), TaskFileLoader)
+        except UnboundedYaml as error:
+            raise ValueError(f"--include-path: {path} cannot be used: {error}.") from error
+        except (ValueError, yaml.YAMLError):
+            continue
+        included = task.get("include", []) if isinstance(task, dict) else []
+        pending += [path.parent / str(name) for name in (included if isinstance(included, list) else [included])]

@@ -26,6 +26,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainin
 from attnres.analysis.tables import check_tables
 from attnres.files import atomic_write, locked
 from attnres.utils.progress import ProgressBar
+from attnres.utils.yaml_files import load_yaml
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -153,8 +154,8 @@ def read_declaration(path: Path, readers: tuple[Path, ...] = ()) -> dict[str, An
         ValueError: it is none of fields, or like one that is not there or is like itself.
     """
     try:
-        fields = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        fields = load_yaml(path.read_text())
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path} holds no fields of a declaration.")

@@ -11,9 +11,10 @@ from typing import Any, Protocol
 
 from datasets import Dataset, IterableDataset, load_dataset, load_dataset_builder
 from datasets.data_files import DataFilesDict, get_data_patterns
-from huggingface_hub import metadata_load
 from pyarrow import ArrowException
 from yaml import YAMLError
+
+from attnres.utils.yaml_files import load_card_metadata
 
 from .choices import BAD_ROWS
 from .readers import READERS, ROWS_AT_ONCE, TEXT_COLUMN, Document, check_column, kind_of, no_column
@@ -271,7 +272,7 @@ def _files_by_split(path: Path) -> DataFilesDict:
 
 def _names_configurations(readme: Path) -> bool:
     try:
-        return readme.is_file() and "configs" in (metadata_load(readme) or {})
+        return readme.is_file() and "configs" in (load_card_metadata(readme) or {})
     except (ValueError, YAMLError) as error:
         raise ValueError(f"{readme} begins with metadata that cannot be read: {_one_line(error)}") from error
 

@@ -13,6 +13,7 @@ from typing import Any, get_args, get_origin
 import yaml
 
 from attnres.packaged import recipe_names, recipe_path
+from attnres.utils.yaml_files import load_yaml
 from attnres.wording import did_you_mean
 
 from .choices import BAD_ROWS, OPTIMIZERS, SCHEDULES
@@ -312,8 +313,8 @@ def _text(path: str | Path) -> str:
 def read_yaml(text: str, place: str | Path) -> Any:
     """Raises ValueError, naming `place` and what is wrong there, if the text is not YAML."""
     try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, KeyError, RecursionError) as error:  # what constructors raise, as of dates
+        return load_yaml(text)
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{place} is broken YAML: {' '.join(str(error).split())}") from error
 
 

@@ -111,6 +111,7 @@ DAMAGED = {
     "bytes": b"---\nlicense: mit\n---\n\xff\xfe",
     "no day": b"---\nlicense: mit\ndate: 2024-02-30\n---\n",
     "depth": b"---\na: " + b"[" * 3000 + b"\n---\n",
+    "itself": b"---\nlicense: &a [*a]\n---\n",
     "ours, no day": OURS.format("date: 2024-02-30").encode(),
     "ours, a number": OURS.format("datasets: 5").encode(),
     "terms of another kind": b"---\nlicense: {a: b}\nbase_model: 5\nlanguage: 7\n---\n",

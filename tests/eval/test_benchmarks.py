@@ -86,6 +86,12 @@ def with_readme(*lines: str):
     return lambda copy: (copy / "README.md").write_text("\n".join(["---", *lines, "---", ""]))
 
 
+# 387 million names of files in 400 characters.
+ALIASES = ["a: &a [x, x, x, x, x, x, x, x, x]"]
+ALIASES += [f"{name}: &{name} [{', '.join([f'*{of}'] * 9)}]" for of, name in zip("abcdefgh", "bcdefghi")]
+ALIASES += ["configs: [{config_name: main, data_files: *i}]"]
+
+
 def reading(path: str):
     config = ["configs:", "- config_name: main", "  data_files:", "  - split: test"]
     return with_readme(*config, f"    path: {path}")
@@ -114,6 +120,7 @@ def with_damaged_pages(copy: Path) -> None:
         ("gsm8k", with_readme("configs: [main]"), "README.md: `configs` is to be a list"),
         ("gsm8k", with_readme("configs:", "- config_name: 3", "  data_files: 5"), "openai/gsm8k"),
         ("gsm8k", lambda copy: (copy / "README.md").write_bytes(b"---\n\xff\n---\n"), "README.md cannot be read"),
+        ("gsm8k", with_readme(*ALIASES), r"its aliases (`*name`) repeat more than 1,000,000 values"),
         ("gsm8k", reading("/etc/passwd"), "README.md names /etc/passwd, which is not in the folder"),
         ("gsm8k", reading("../../x/*.parquet"), "README.md names ../../x/*.parquet, which is not in the folder"),
         ("gsm8k", reading("https://example.com/x"), "README.md names https://example.com/x, which is not"),
@@ -136,6 +143,7 @@ def with_damaged_pages(copy: Path) -> None:
         "names",
         "types",
         "encoding",
+        "aliases",
         "absolute",
         "parent",
         "url",

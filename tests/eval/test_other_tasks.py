@@ -91,6 +91,18 @@ def test_what_cannot_be_run_is_refused_in_one_line(tasks, file, message, own):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("file", ["new.yaml", "_shared"])
+def test_a_task_file_whose_aliases_multiply_is_refused_before_the_harness_reads_it(file, own):
+    """Also one that only an `include` leads to, whatever its suffix."""
+    aliases = ["a: &a [x, x, x, x, x, x, x, x, x]"]
+    aliases += [f"{name}: &{name} [{', '.join([f'*{of}'] * 9)}]" for of, name in zip("abcdefgh", "bcdefghi")]
+    bomb = task("mine") + "metadata:\n" + "".join(f"  {line}\n" for line in aliases)
+    (own / "new.yaml").write_text(f"include: {file}\ntask: mine\n")
+    (own / file).write_text(bomb)
+    with pytest.raises(ValueError, match=rf"^--include-path: {own / file} cannot be used: its aliases .* repeat more"):
+        pick("mine", own)
+
+
 def test_a_folder_of_tasks_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ValueError, match=f"--include-path {tmp_path}/no is not a directory"):
         pick("mmlu", tmp_path / "no")

@@ -1,0 +1,120 @@
+"""Read YAML that other people wrote, in bounded time and memory.
+
+An alias (`*name`) repeats a value for the price of a few characters, and a value that holds aliases can be repeated
+again: nine levels of nine, under 1 KB, stand for 387 million values. Parsing them is quick, because PyYAML shares what
+repeats; whatever walks, copies or prints the result then never ends. So the size is computed before anything is built.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml.nodes import CollectionNode, MappingNode, Node
+
+# Far above what a recipe, a card or a task file needs, and walked in about a second.
+MAX_REPEATED = 1_000_000
+
+
+class UnboundedYaml(ValueError):
+    """YAML that is short and stands for too much: its aliases multiply, a value contains itself, or it is too deep."""
+
+
+def load_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
+    """Return what one YAML document says.
+
+    Args:
+        text: the document.
+        loader: what constructs the values; a subclass can know more tags.
+
+    Raises:
+        yaml.YAMLError: the text is not YAML; the error has a `problem` and a `problem_mark`.
+        UnboundedYaml: its aliases repeat more than `MAX_REPEATED` values and characters, a value contains itself, or it
+            is nested too deeply. This and the next are one line that names no file: the caller knows it.
+        ValueError: a value is not what its tag says.
+    """
+    reader = loader(text)
+    try:
+        node = reader.get_single_node()
+        if node is None:
+            return None
+        _check_size(node)
+        return reader.construct_document(node)
+    except RecursionError:
+        raise UnboundedYaml("its values are nested too deeply") from None
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        # What PyYAML's constructors raise for `!!int ''`, `!!timestamp x` or `!!bool x`.
+        raise ValueError(f"a value is not what its tag says ({error!r})") from error
+    finally:
+        reader.dispose()
+
+
+def read_yaml(path: Path, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
+    """Return what a YAML file says.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not YAML in UTF-8, or it is more than [`load_yaml`] accepts. The message is one line that
+            names the file.
+    """
+    try:
+        return load_yaml(Path(path).read_text(encoding="utf-8-sig"), loader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
+
+
+def load_card_metadata(path: Path) -> dict[str, Any] | None:
+    """Return the metadata at the head of a card (`README.md`), or None if it has none.
+
+    As `huggingface_hub.metadata_load`, in bounded time.
+
+    Raises:
+        yaml.YAMLError, ValueError: as [`load_yaml`]; also if the metadata is not a mapping, or the file not UTF-8.
+    """
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+    block = REGEX_YAML_BLOCK.search(Path(path).read_text(encoding="utf-8-sig"))
+    metadata = load_yaml(block[2]) if block else None
+    if not isinstance(metadata, dict | None):
+        raise ValueError("the metadata between `---` and `---` must be a mapping of names to values")
+    return metadata
+
+
+def _check_size(root: Node) -> None:
+    """Raise ValueError if the document with all aliases written out is much longer than the document."""
+    sizes: dict[int, int | None] = {}  # of each node by its id, with aliases written out; None while it is computed
+
+    def size(node: Node) -> int:
+        if id(node) in sizes:
+            if (known := sizes[id(node)]) is None:
+                line = node.start_mark.line + 1
+                raise UnboundedYaml(f"the value in line {line} contains itself: remove the alias to its own anchor")
+            return known
+        sizes[id(node)] = None
+        sizes[id(node)] = total = _own_size(node) + sum(map(size, _children(node)))
+        return total
+
+    nodes: dict[int, Node] = {}
+    pending = [root]
+    while pending:
+        if id(node := pending.pop()) not in nodes:
+            nodes[id(node)] = node
+            pending += _children(node)
+    repeated = size(root) - sum(map(_own_size, nodes.values()))
+    if repeated > MAX_REPEATED:
+        raise UnboundedYaml(
+            f"its aliases (`*name`) repeat more than {MAX_REPEATED:,} values and characters: write out what is needed"
+        )
+
+
+def _own_size(node: Node) -> int:
+    """Values and characters of a node without what it holds."""
+    return 1 if isinstance(node, CollectionNode) else 1 + len(node.value)
+
+
+def _children(node: Node) -> list[Node]:
+    if isinstance(node, MappingNode):
+        return [child for pair in node.value for child in pair]
+    return node.value if isinstance(node, CollectionNode) else []
+
+
+__all__ = ["MAX_REPEATED", "UnboundedYaml", "load_card_metadata", "load_yaml", "read_yaml"]
