@@ -17,7 +17,7 @@ from attnres.eval import sandbox
 from attnres.eval.benchmarks import Benchmark
 from attnres.eval.failures import Failures, told
 from attnres.eval.hub_results import FOLDER, HubResults, make_results, write_results
-from attnres.eval.report import make_row, markdown, plot, screen, tell_cut
+from attnres.eval.report import make_row, markdown, plot, screen, tell_cut, tell_revisions
 from attnres.eval.shared_prefix import SharedPrefixLM
 from attnres.eval.start import BASELINE_RESULTS, CHART, REPORT, RESULTS, find_lost
 from attnres.eval.store import Store, to_json
@@ -134,7 +134,8 @@ def _run_all(
     console: Console, subjects: Sequence[Subject], loaded: Loaded, limit: int | None, batch_size: int, seed: int
 ) -> Failures:
     failures: Failures = {}
-    todo = {subject.name: unfinished(loaded, subject.store, limit) for subject in subjects}
+    with console.status("Comparing what is stored with what is asked now ..."):
+        todo = {subject.name: unfinished(loaded, subject.store, limit, seed) for subject in subjects}
     total = sum(job.work for jobs in todo.values() for job in jobs)
     order = {benchmark: number for number, benchmark in enumerate(loaded, 1)}
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
@@ -168,17 +169,21 @@ def _load_model(folder: Path, batch_size: int) -> SharedPrefixLM:
 
 def _report(console: Console, out: Path, subjects: Sequence[Subject], loaded: Loaded, failures: list[str]) -> None:
     results = [collect(loaded, subject.store) for subject in subjects]
-    for file, combined in zip((RESULTS, BASELINE_RESULTS), reversed(results)):
-        atomic_write(out / file, to_json(combined, indent=2))
     model, baseline = subjects[-1], subjects[0] if len(subjects) > 1 else None
     other = (results[0], baseline.store) if baseline else None
     rows = [make_row(benchmark, tasks, results[-1], model.store, other) for benchmark, tasks in loaded.items()]
     names = model.name, baseline.name if baseline else None
-    atomic_write(out / REPORT, markdown(rows, failures, *names, results=results[-1]))
+    report = markdown(rows, failures, *names, results=results[-1])
+    # Whatever can be refused was refused above: from here on files are replaced.
+    for file, combined in zip((RESULTS, BASELINE_RESULTS), reversed(results)):
+        atomic_write(out / file, to_json(combined, indent=2))
+    atomic_write(out / REPORT, report)
     plot(rows, out / CHART, *names)
     console.print(screen(rows, *names), width=None if console.is_terminal else WIDE)
     if cut := tell_cut(rows, model.name):
         console.print(f"Note: {escape(cut)}")
+    if revisions := tell_revisions(rows):
+        console.print(f"Note: {escape(revisions)}")
     console.print(f"Written to [bold]{escape(str(out))}[/]: {REPORT}, {CHART}, {RESULTS}.")
     _write_for_hub(console, out, make_results(rows, results[-1], names[1]))
 

@@ -21,11 +21,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from .benchmarks import Benchmark
+from .items import changed, items_of
 from .paired import Paired, compare_pairs
 from .store import Store
 
 TITLE_CHARACTERS, MODEL_CHARACTERS = 24, 48
-ItemScores = dict[tuple[str, int, str], float]  # (task, number of the item, hash of the prompt) -> 0 or 1
+ItemScores = dict[tuple[str, int], float]  # (task, number of the item) -> 0 or 1
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class Score:
 class Row:
     """One benchmark of a report; `baseline` where there is a second model, `pair` if also all its items are 0 or 1.
 
-    `date` is when the last of its tasks was evaluated (ISO 8601), `revision` the commit of its data set on the Hub;
-    each None if unknown.
+    `date` is when the last of its tasks was evaluated (ISO 8601), `revision` the commit of its data set on the Hub, and
+    `baseline_revision` that of the second model's evaluation; each None if unknown.
     """
 
     benchmark: Benchmark
@@ -58,6 +59,7 @@ class Row:
     output_type: str = ""  # the harness's name for how it asks
     date: str | None = None
     revision: str | None = None
+    baseline_revision: str | None = None
 
 
 def make_row(
@@ -70,7 +72,7 @@ def make_row(
     """The row of a benchmark from [`attnres.eval.suite.collect`]'s results and the stores of the items.
 
     Raises:
-        RuntimeError: the two models did not see the same prompts.
+        RuntimeError: the two models were not asked the same items, or not scored by the same gold answers.
     """
     stored = {name: store.read(name) for name in tasks["tasks"]}
     items = _item_scores(benchmark, stored)
@@ -78,7 +80,6 @@ def make_row(
     sizes = {name: results["n-samples"][name]["effective"] for name in stored}
     cut = sum(stored[name]["cut"] * size for name, size in sizes.items()) / sum(sizes.values())
     score = _score(benchmark, results)
-    revisions = {result.get("dataset_revision") for result in stored.values()}
     row = Row(
         benchmark,
         len(items),
@@ -88,19 +89,32 @@ def make_row(
         whole=sum(results["n-samples"][name]["original"] for name in stored),
         output_type=next(iter(tasks["tasks"].values())).OUTPUT_TYPE,
         date=max((result["date"] for result in stored.values() if "date" in result), default=None),
-        revision=revisions.pop() if len(revisions) == 1 else None,
+        revision=_revision(stored),
     )
     if baseline is None:
         return row
-    other = _item_scores(benchmark, {name: baseline[1].read(name) for name in stored})
-    if items.keys() != other.keys():
-        raise RuntimeError(f"{benchmark.title}: the two models were not scored on the same prompts.")
+    stored_baseline = {name: baseline[1].read(name) for name in stored}
+    for name in stored:
+        some, its = (items_of(results[name]["samples"]) for results in (stored, stored_baseline))
+        if parts := changed(some, its):
+            raise RuntimeError(
+                f"{benchmark.title}: the two models were not scored on the same {parts} of the task {name}. Remove "
+                f"{baseline[1].path(name)} or {store.path(name)}, whichever is older, and the same command computes it "
+                "again."
+            )
+    other = _item_scores(benchmark, stored_baseline)
     both = score, _score(benchmark, baseline[0])
     scores = list(items.values()), [other[item] for item in items]
     # A group may weigh its tasks alike instead of their items; then items do not tell of its number.
     means = [math.isclose(100 * sum(some) / len(some), its.value, abs_tol=1e-6) for some, its in zip(scores, both)]
     pair = compare_pairs(*scores) if {*scores[0], *scores[1]} <= {0, 1} and all(means) else None
-    return replace(row, baseline=both[1], pair=pair)
+    theirs = _revision(stored_baseline)
+    return replace(row, baseline=both[1], pair=pair, baseline_revision=theirs)
+
+
+def _revision(stored: Mapping[str, Any]) -> str | None:
+    revisions = {result.get("dataset_revision") for result in stored.values()}
+    return revisions.pop() if len(revisions) == 1 else None
 
 
 def _score(benchmark: Benchmark, results: Mapping[str, Any]) -> Score:
@@ -113,7 +127,7 @@ def _score(benchmark: Benchmark, results: Mapping[str, Any]) -> Score:
 def _item_scores(benchmark: Benchmark, stored: Mapping[str, Any]) -> ItemScores:
     metric, scoring = benchmark.metric.split(",")
     return {
-        (task, sample["doc_id"], sample["prompt_hash"]): float(sample[metric])
+        (task, sample["doc_id"]): float(sample[metric])
         for task, result in stored.items()
         for sample in result["samples"]
         if sample["filter"] == scoring
@@ -144,6 +158,8 @@ def markdown(
         ]
     if cut := tell_cut(rows, name):
         lines += ["", _text(cut)]
+    if revisions := tell_revisions(rows):
+        lines += ["", _text(revisions)]
     if failures:
         lines += ["", "Without a result:", "", *(f"- {_text(failure)}" for failure in failures)]
     config = results["config"]
@@ -160,6 +176,21 @@ def tell_cut(rows: Sequence[Row], model: str) -> str | None:
     """Of which benchmarks the model did not see whole prompts."""
     cut = ", ".join(f"{row.benchmark.title} {row.cut:.0%}" for row in rows if row.cut)
     return f"Prompts longer than the context of {model} lost their beginning: {cut} of them." if cut else None
+
+
+def tell_revisions(rows: Sequence[Row]) -> str | None:
+    """Return of which benchmarks the two models read the data at different commits."""
+    both = [
+        f"{row.benchmark.title} ({row.revision[:7]}, baseline {row.baseline_revision[:7]})"
+        for row in rows
+        if row.revision and row.baseline_revision and row.revision != row.baseline_revision
+    ]
+    names = ", ".join(both)
+    return (
+        f"The two models read the data at different commits, in which all items are the same: {names}."
+        if both
+        else None
+    )
 
 
 def _columns(model: str, baseline: str | None) -> list[str]:

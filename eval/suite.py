@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -24,6 +24,7 @@ from transformers import set_seed
 from . import data_folder, sandbox
 from .benchmarks import Benchmark, DataMissing, load
 from .failures import Failure, Failures, Reason
+from .items import HASHES, changed, items_now, items_of
 from .shared_prefix import SharedPrefixLM
 from .start import code_refused
 from .store import Store, to_json
@@ -94,20 +95,51 @@ class Job:
     work: float
 
 
-def unfinished(loaded: Loaded, store: Store, limit: int | None) -> list[Job]:
-    """What the store has no result of, in order.
+def unfinished(loaded: Loaded, store: Store, limit: int | None, seed: int) -> list[Job]:
+    """Return the tasks that the store has no result of, in order.
+
+    What is stored is reported again without a model, so it must be the answer to what the tasks ask now.
 
     Raises:
-        ValueError: a stored result is damaged, was edited, or is of another form of the task, in one line.
+        ValueError: a stored result is damaged, was edited, or answers something else than the task asks now: another
+            form of the task, or other documents, prompts or gold answers. In one line.
     """
     jobs = []
     for benchmark, found in loaded.items():
         for name, task in found["tasks"].items():
             if name in store:
-                _check_same_task(task, store)
+                stored = read_result(store, name)
+                _check_same_task(task, stored, store.path(name))
+                _check_same_items(task, stored, store.path(name), limit, seed)
             else:
                 jobs.append(Job(benchmark, task, work(task, limit)))
     return jobs
+
+
+# What a stored result must hold, and of what type. `date` and `dataset_revision` may be missing.
+_RESULT = {**dict.fromkeys(PARTS, dict), "cut": (int, float), "samples": list, "model": dict}
+
+
+def read_result(store: Store, name: str) -> dict[str, Any]:
+    """Return the stored result of a task.
+
+    Raises:
+        ValueError: it is damaged, was edited, or lacks a part, as one of another version may. In one line.
+    """
+    stored = store.read(name)
+    wrong = [key for key, kind in _RESULT.items() if not isinstance(stored.get(key), kind)]
+    wrong += [f"{part} of {name}" for part in PARTS if part not in wrong and name not in stored[part]]
+    if not wrong and not all(isinstance(sample, dict) and sample.keys() >= _SAMPLE for sample in stored["samples"]):
+        wrong = ["samples"]
+    if wrong:
+        raise ValueError(
+            f"{store.path(name)} is not a result that this version reads: its {wrong[0]} is missing or of another "
+            "form. Remove it, and the same command computes it again."
+        )
+    return stored
+
+
+_SAMPLE = {"doc_id", "filter", *HASHES}
 
 
 # What of a task's configuration may differ between runs that ask the same: where the data lies, and what `_evaluate`
@@ -115,19 +147,31 @@ def unfinished(loaded: Loaded, store: Store, limit: int | None) -> list[Job]:
 _MAY_DIFFER = {"dataset_path", "dataset_kwargs", "metadata", "generation_kwargs", "num_fewshot"}
 
 
-def _check_same_task(task: Task, store: Store) -> None:
-    """The stored result is of the task as it is now: task files may change, and a group may ask a task in its way."""
-    stored = store.read(task.task_name)["configs"][task.task_name]
+def _check_same_task(task: Task, stored: Mapping[str, Any], path: Path) -> None:
+    """Raise ValueError if the task is not as it was: task files may change, and a group may ask a task in its way."""
+    config = stored["configs"][task.task_name]
     now = json.loads(to_json(task.dump_config()))
-    known = {**stored, "num_fewshot": stored.get("num_fewshot") or 0}
+    known = {**config, "num_fewshot": config.get("num_fewshot") or 0}
     asked = {**now, "num_fewshot": now.get("num_fewshot") or 0}
     for key in [*sorted(asked.keys() - _MAY_DIFFER), "num_fewshot"]:
         values = [_ADDRESS.sub("", to_json({key: config.get(key)})) for config in (known, asked)]
         if values[0] != values[1]:
             raise ValueError(
-                f"{store.path(task.task_name)} is a result with another {key} of the task {task.task_name}. "
+                f"{path} is a result with another {key} of the task {task.task_name}. "
                 "Choose another --out, or remove the file to compute it again."
             )
+
+
+def _check_same_items(task: Task, stored: Mapping[str, Any], path: Path, limit: int | None, seed: int) -> None:
+    """Raise ValueError if the data or the prompts of the task changed since: its number would be of other items."""
+    _prepare(task, seed)
+    with _quiet_and_quick():
+        now = items_now(task, limit)
+    if parts := changed(items_of(stored["samples"]), now):
+        raise ValueError(
+            f"{path} is a result on other {parts} than the task {task.task_name} has now: its data changed. "
+            "Choose another --out, or remove the file to compute it again."
+        )
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -171,10 +215,7 @@ def run_jobs(
 
 def _evaluate(lm: SharedPrefixLM, task: Task, limit: int | None, seed: int) -> dict[str, Any]:
     """One task: what the harness returns, with what its items add to a comparison, and without their texts."""
-    set_seed(seed)
-    task.set_fewshot_seed(seed)
-    if task.config.num_fewshot is None:
-        task.set_config("num_fewshot", 0)
+    _prepare(task, seed)
     _fit_generation(task, lm.max_length)
     cut_before = lm.cut_requests
     with _quiet_and_quick():
@@ -193,6 +234,14 @@ def _evaluate(lm: SharedPrefixLM, task: Task, limit: int | None, seed: int) -> d
         "samples": [{key: value for key, value in sample.items() if key not in dropped} for sample in samples],
         "model": lm.get_model_info() | ({"code_execution": sandbox.level()} if task.config.unsafe_code else {}),
     }
+
+
+def _prepare(task: Task, seed: int) -> None:
+    """Set all that decides which prompts a task makes."""
+    set_seed(seed)
+    task.set_fewshot_seed(seed)
+    if task.config.num_fewshot is None:
+        task.set_config("num_fewshot", 0)
 
 
 def _fit_generation(task: Task, max_length: int) -> None:
@@ -224,7 +273,7 @@ def collect(loaded: Loaded, store: Store) -> dict[str, Any]:
     model: dict[str, Any] = {}
     for benchmark, tasks in loaded.items():
         for name in tasks["tasks"]:
-            stored = store.read(name)
+            stored = read_result(store, name)
             model |= stored["model"]
             for part in PARTS:
                 combined[part] |= stored[part]
