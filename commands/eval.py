@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from attnres.conversion.checkpoint import find
+from attnres.conversion.tokenizers import load_tokenizer
 from attnres.eval import sandbox
 from attnres.eval.benchmarks import Benchmark
 from attnres.eval.failures import Failures, told
@@ -64,13 +65,16 @@ def run_eval(
 
     Raises:
         FileExistsError: `out` holds results of another setup, or of a benchmark that cannot be loaded now.
-        OSError, ValueError: a model is not there, or a stored result is damaged.
+        OSError, ValueError: a model is not there or has no tokenizer, a stored result is damaged, or it was not asked
+            what is asked now.
         RuntimeError: some benchmarks have no result; the others are reported.
     """
     console = Console(soft_wrap=True, highlight=False)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RuntimeError("attnres eval runs as one process. Over several, use accelerate launch -m lm_eval.")
     folders = {name: find(name) for name in filter(None, (model, baseline))}
+    for folder in folders.values():
+        load_tokenizer(folder)  # refuses a model without one before any data is loaded
     with _only_run(out), quiet_transformers():
         subjects = [
             Subject(name, folders[name], Store(out / role, _setup(name, folders[name], data, limit, seed)))

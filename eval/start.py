@@ -66,7 +66,8 @@ def _read(path: Path) -> dict:
     """What an earlier run told of a model."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        content["results"], content["group_subtasks"].values(), content["config"]["model_args"]["pretrained"]
+        content["results"].keys(), content["config"]["model_args"]["pretrained"]
+        {child for children in content["group_subtasks"].values() for child in children}
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error!r}). Remove it: it is written again.") from error
     return content

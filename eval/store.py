@@ -26,7 +26,7 @@ class Store:
 
     Raises:
         FileExistsError: the folder holds results of another setup.
-        ValueError: its setup is damaged.
+        ValueError: its setup is damaged or lacks a setting.
     """
 
     def __init__(self, folder: Path, setup: Mapping[str, Any]) -> None:
@@ -87,5 +87,7 @@ def _check_same(folder: Path, stored: Mapping[str, Any], setup: Mapping[str, Any
     for key, value in setup.items():
         if stored.get(key) == value:
             continue
+        if key not in stored:  # emptied, or of another version
+            raise ValueError(f"{folder / SETUP} does not say the {key}. Choose another --out, or remove the folder.")
         what = f"other {key}" if isinstance(value, dict) else f"{key} {stored.get(key)!r}, not {value!r}"
         raise FileExistsError(f"{folder} holds results with {what}. Choose another --out, or remove the folder.")

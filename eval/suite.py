@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import lm_eval.api.task
@@ -108,7 +109,7 @@ def unfinished(loaded: Loaded, store: Store, limit: int | None, seed: int) -> li
     for benchmark, found in loaded.items():
         for name, task in found["tasks"].items():
             if name in store:
-                stored = read_result(store, name)
+                stored = read_result(store, benchmark, name)
                 _check_same_task(task, stored, store.path(name))
                 _check_same_items(task, stored, store.path(name), limit, seed)
             else:
@@ -116,30 +117,72 @@ def unfinished(loaded: Loaded, store: Store, limit: int | None, seed: int) -> li
     return jobs
 
 
-# What a stored result must hold, and of what type. `date` and `dataset_revision` may be missing.
-_RESULT = {**dict.fromkeys(PARTS, dict), "cut": (int, float), "samples": list, "model": dict}
-
-
-def read_result(store: Store, name: str) -> dict[str, Any]:
+def read_result(store: Store, benchmark: Benchmark, name: str) -> dict[str, Any]:
     """Return the stored result of a task.
+
+    Args:
+        benchmark: the one that asks the task; its items must be scored by its metric.
+        name: of the task.
 
     Raises:
         ValueError: it is damaged, was edited, or lacks a part, as one of another version may. In one line.
     """
     stored = store.read(name)
-    wrong = [key for key, kind in _RESULT.items() if not isinstance(stored.get(key), kind)]
-    wrong += [f"{part} of {name}" for part in PARTS if part not in wrong and name not in stored[part]]
-    if not wrong and not all(isinstance(sample, dict) and sample.keys() >= _SAMPLE for sample in stored["samples"]):
-        wrong = ["samples"]
-    if wrong:
+    if wrong := _wrong_part(stored, benchmark, name):
         raise ValueError(
-            f"{store.path(name)} is not a result that this version reads: its {wrong[0]} is missing or of another "
-            "form. Remove it, and the same command computes it again."
+            f"{store.path(name)} is not a result that this version reads: its {wrong} is missing or of another form. "
+            "Remove it, and the same command computes it again."
         )
     return stored
 
 
-_SAMPLE = {"doc_id", "filter", *HASHES}
+def _wrong_part(stored: Mapping[str, Any], benchmark: Benchmark, name: str) -> str | None:
+    """Return the first part of a result that is not as `_evaluate` writes it, if there is one."""
+    number = (int, float)
+    # Where a part lies, and of what type it must be.
+    form: dict[tuple[str, ...], Any] = {
+        **{(part,): dict for part in PARTS},
+        ("results", name): dict,
+        ("results", name, benchmark.metric): number,
+        ("results", name, "sample_len"): int,
+        ("configs", name): dict,
+        ("n-shot", name): int,
+        ("n-samples", name): dict,
+        ("n-samples", name, "original"): int,
+        ("n-samples", name, "effective"): int,
+        ("cut",): number,
+        ("model",): dict,
+        ("model", "model_num_parameters"): int,
+        ("model", "model_dtype"): str,
+        ("samples",): list,
+        ("dataset_revision",): (str, NoneType),
+        ("date",): (str, NoneType),
+    }
+    for place, kind in form.items():
+        part: Any = stored
+        for key in place:
+            part = part.get(key)  # what holds it was checked before, as it stands above
+        if not isinstance(part, kind):
+            return " of ".join(reversed(place))
+    if not isinstance(stored["configs"][name].get("metadata") or {}, dict):
+        return f"metadata of {name} of configs"
+    metric, scoring = benchmark.metric.split(",")
+    for sample in stored["samples"]:
+        kinds = {"doc_id": int, "filter": str, **dict.fromkeys(HASHES, str)}
+        if not isinstance(sample, dict) or not all(isinstance(sample.get(key), kind) for key, kind in kinds.items()):
+            return "samples"
+        if sample["filter"] == scoring and not _is_score(sample.get(metric)):
+            return f"{metric} of a sample"
+    return None
+
+
+def _is_score(value: object) -> bool:
+    """Whether an item's score is a number; the harness writes those of some NumPy types as text."""
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 # What of a task's configuration may differ between runs that ask the same: where the data lies, and what `_evaluate`
@@ -273,7 +316,7 @@ def collect(loaded: Loaded, store: Store) -> dict[str, Any]:
     model: dict[str, Any] = {}
     for benchmark, tasks in loaded.items():
         for name in tasks["tasks"]:
-            stored = read_result(store, name)
+            stored = read_result(store, benchmark, name)
             model |= stored["model"]
             for part in PARTS:
                 combined[part] |= stored[part]
