@@ -37,6 +37,8 @@ class Benchmark:
         title: the paper's name, as `MMLU`.
         group: the lm_eval group, as `attnres_mmlu`.
         metric: key of the headline number in the group's results, as `acc,none`.
+        second: key of a number beside it, whose filter takes the answer from the same texts in another way, as
+            `exact_match,flexible-extract`; None if there is none.
         category: `General`, `Math & code` or `Chinese`; of other tasks `Other`, here and below.
         dataset: its id on the Hub, as `cais/mmlu`; None if the task file says where the data lies.
         leaderboard: what that data set's `eval.yaml` calls this benchmark, if the Hub has a leaderboard of it.
@@ -54,6 +56,7 @@ class Benchmark:
     metric: str
     category: str
     dataset: str | None
+    second: str | None = None
     leaderboard: str | None = None
     shots: int | None = None
     baseline: float | None = None
@@ -97,13 +100,14 @@ def _read(name: str) -> dict:
 def _describe(name: str) -> Benchmark:
     group = _read(f"{name}.yaml")
     (headline,) = group["aggregate_metric_list"]
-    (filter_name,) = headline["filter_list"]
+    filter_name, *others = headline["filter_list"]
     metadata = group["metadata"]
     return Benchmark(
         name=name,
         title=group["group_alias"],
         group=group["group"],
         metric=f"{headline['metric']},{filter_name}",
+        second=f"{headline['metric']},{others[0]}" if others else None,
         **{key: metadata[key] for key in metadata if key in Benchmark.__dataclass_fields__},
     )
 

@@ -85,6 +85,8 @@ def _notes(row: "Row", software: Mapping[str, str], baseline: str | None) -> str
     metric, answer = row.benchmark.metric.split(",")
     scoring = f"{metric}{'' if answer == 'none' else f' ({answer})'} {_SCORING.get(row.output_type, '')}".strip()
     facts = [f"{row.shots}-shot", f"{scoring} in percent", f"{row.items:,} items"]
+    if row.second:
+        facts.append(f"{' ('.join(row.benchmark.second.split(','))}) {row.second.score.value:.2f}")
     if row.score.stderr is not None:
         facts.append(f"standard error {row.score.stderr:.2f}")
     if row.cut:

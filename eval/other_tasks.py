@@ -111,11 +111,13 @@ def _describe(name: str, include_path: Path | None, paper: Collection[str]) -> B
     datasets = {_dataset(leaf) for leaf in leaves}
     if len(datasets) > 1:
         raise ValueError(f"{name} reads several data sets. Name its tasks, one by one.")
+    metric, second = _metrics_to_report(name, config, leaves)
     return Benchmark(
         name=name,
         title=str(config.get("group_alias") or name),
         group=name,
-        metric=_metric(name, config, leaves),
+        metric=metric,
+        second=second,
         category="Other",
         dataset=datasets.pop(),
         runs_code=bool(unsafe),
@@ -148,21 +150,31 @@ def _dataset(leaf: Config) -> str | None:
     return None if not isinstance(path, str) or path in _FORMATS or os.path.exists(path) else path
 
 
-def _metric(name: str, config: Config, leaves: list[Config]) -> str:
-    """The key of the headline number: `metric,filter`."""
+# The harness's names of the two filters that most of its tasks with numbers as answers have.
+_STRICT_AND_FLEXIBLE = {"strict-match", "flexible-extract"}
+
+
+def _metrics_to_report(name: str, config: Config, leaves: list[Config]) -> tuple[str, str | None]:
+    """Return the keys, `metric,filter`, of the headline number and of the one beside it.
+
+    The one beside it is of the flexible filter where the headline's is the strict one, and the other way round.
+    """
     first = leaves[0]
     filters = [step["name"] for step in first.get("filter_list") or []] or ["none"]
     if aggregated := config.get("aggregate_metric_list"):
         headline = aggregated[0] if isinstance(aggregated, list) else aggregated
-        given = headline.get("filter_list") or filters
-        return f"{headline['metric']},{given if isinstance(given, str) else given[0]}"
-    means = [metric for metric, mean in _metrics(first) if mean]
-    if not means:
-        raise ValueError(
-            f"{name} has no metric that is a mean over items ({', '.join(metric for metric, _ in _metrics(first))}), "
-            "which a report needs: use lm_eval."
-        )
-    return f"{means[0]},{filters[0]}"
+        metric, given = headline["metric"], headline.get("filter_list") or filters
+        filters = [given] if isinstance(given, str) else given
+    else:
+        means = [metric for metric, mean in _metrics(first) if mean]
+        if not means:
+            raise ValueError(
+                f"{name} has no metric that is a mean over items "
+                f"({', '.join(metric for metric, _ in _metrics(first))}), which a report needs: use lm_eval."
+            )
+        metric = means[0]
+    others = _STRICT_AND_FLEXIBLE.intersection(filters) - {filters[0]} if filters[0] in _STRICT_AND_FLEXIBLE else ()
+    return f"{metric},{filters[0]}", next((f"{metric},{other}" for other in others), None)
 
 
 def _metrics(leaf: Config) -> Iterator[tuple[str, bool]]:

@@ -25,6 +25,10 @@ from .items import changed, items_of
 from .paired import Paired, compare_pairs
 from .store import Store
 
+SECOND = (
+    "A benchmark with a filter in parentheses is the line above it again: the same answers, taken from the text in "
+    "another way. flexible-extract takes the last number or the last answer that is announced, however it is marked."
+)
 TITLE_CHARACTERS, MODEL_CHARACTERS = 24, 48
 ItemScores = dict[tuple[str, int], float]  # (task, number of the item) -> 0 or 1
 
@@ -45,6 +49,7 @@ class Row:
     """One benchmark of a report; `baseline` where there is a second model, `pair` if also all its items are 0 or 1.
 
     `date` is when the last of its tasks was evaluated (ISO 8601), `revision` the commit of its data set on the Hub, and
+    `second` is the same answers by another filter, under `BENCHMARK (FILTER)`, which no paper reports.
     `baseline_revision` that of the second model's evaluation; each None if unknown.
     """
 
@@ -60,6 +65,7 @@ class Row:
     date: str | None = None
     revision: str | None = None
     baseline_revision: str | None = None
+    second: "Row | None" = None
 
 
 def make_row(
@@ -74,6 +80,12 @@ def make_row(
     Raises:
         RuntimeError: the two models were not asked the same items, or not scored by the same gold answers.
     """
+    if benchmark.second:
+        scoring = benchmark.second.split(",")[1]
+        title = f"{benchmark.title} ({scoring})"
+        other = replace(benchmark, title=title, metric=benchmark.second, second=None, baseline=None, attn_res=None)
+        row = make_row(replace(benchmark, second=None), tasks, results, store, baseline)
+        return replace(row, benchmark=benchmark, second=make_row(other, tasks, results, store, baseline))
     stored = {name: store.read(name) for name in tasks["tasks"]}
     items = _item_scores(benchmark, stored)
     shots = max(results["n-shot"][name] for name in stored)
@@ -140,22 +152,25 @@ def markdown(
     """The report as Markdown. Numbers are percent; names stand as they are, whatever characters they have."""
     name, model, baseline = model, _text(model), baseline and _text(baseline)
     papers = [row for row in rows if row.benchmark.baseline is not None]
+    shown = _with_second(rows)
     columns = [*_columns(model, baseline), *(["paper: baseline", "paper: AttnRes"] if papers else [])]
     subject = "the paper's benchmarks" if len(papers) == len(rows) else "benchmarks"
     lines = [f"# {model} on {subject}", "", _line(columns), "|---|" + "---:|" * (len(columns) - 1)]
-    for row in rows:
+    for row in shown:
         title, *numbers = _cells(row)
         paper = ("-" if value is None else f"{value:.1f}" for value in (row.benchmark.baseline, row.benchmark.attn_res))
         lines.append(_line([_text(title), *numbers, *(paper if papers else ())]))
     note = " The paper's columns are its 48B-A3B models (Table 3)." if papers else ""
     lines += ["", f"Percent, ± one standard error.{note}"]
-    if baseline and (pairs := sum(row.pair is not None for row in rows)):
+    if baseline and (pairs := sum(row.pair is not None for row in shown)):
         lines += [
             "",
             "Both models answer the same prompts. The difference is paired, item by item: its interval that of Agresti "
             f"and Min, p that of McNemar's exact test. Of {pairs} tests at 5%, {0.05 * pairs:.1f} would come "
             "out significant if the models were equal.",
         ]
+    if len(shown) > len(rows):
+        lines += ["", _text(SECOND)]
     if cut := tell_cut(rows, name):
         lines += ["", _text(cut)]
     if revisions := tell_revisions(rows):
@@ -193,6 +208,11 @@ def tell_revisions(rows: Sequence[Row]) -> str | None:
     )
 
 
+def _with_second(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of a table: below each the one of its second filter."""
+    return [line for row in rows for line in (row, row.second) if line]
+
+
 def _columns(model: str, baseline: str | None) -> list[str]:
     return ["benchmark", "items", "shots", model, *([baseline, "difference [95%]", "p"] if baseline else [])]
 
@@ -227,7 +247,7 @@ def screen(rows: Sequence[Row], model: str, baseline: str | None) -> Table:
     for i, column in enumerate(_columns(model, baseline)):
         if i != shots:
             table.add_column(escape(column), justify="left" if i == 0 else "right")
-    for row in rows:
+    for row in _with_second(rows):
         table.add_row(*(escape(cell) for i, cell in enumerate(_cells(row)) if i != shots))
     return table
 

@@ -139,11 +139,12 @@ def read_result(store: Store, benchmark: Benchmark, name: str) -> dict[str, Any]
 def _wrong_part(stored: Mapping[str, Any], benchmark: Benchmark, name: str) -> str | None:
     """Return the first part of a result that is not as `_evaluate` writes it, if there is one."""
     number = (int, float)
+    keys = [key for key in (benchmark.metric, benchmark.second) if key]
     # Where a part lies, and of what type it must be.
     form: dict[tuple[str, ...], Any] = {
         **{(part,): dict for part in PARTS},
         ("results", name): dict,
-        ("results", name, benchmark.metric): number,
+        **{("results", name, key): number for key in keys},
         ("results", name, "sample_len"): int,
         ("configs", name): dict,
         ("n-shot", name): int,
@@ -166,12 +167,13 @@ def _wrong_part(stored: Mapping[str, Any], benchmark: Benchmark, name: str) -> s
             return " of ".join(reversed(place))
     if not isinstance(stored["configs"][name].get("metadata") or {}, dict):
         return f"metadata of {name} of configs"
-    metric, scoring = benchmark.metric.split(",")
+    metrics = {scoring: metric for metric, scoring in (key.split(",") for key in keys)}
     for sample in stored["samples"]:
         kinds = {"doc_id": int, "filter": str, **dict.fromkeys(HASHES, str)}
         if not isinstance(sample, dict) or not all(isinstance(sample.get(key), kind) for key, kind in kinds.items()):
             return "samples"
-        if sample["filter"] == scoring and not _is_score(sample.get(metric)):
+        metric = metrics.get(sample["filter"])
+        if metric is not None and not _is_score(sample.get(metric)):
             return f"{metric} of a sample"
     return None
 

@@ -256,6 +256,14 @@ def test_a_baseline_on_the_hub_keeps_its_name_and_scores_without_pairs_have_no_i
     assert found.entries["mmlu_5shot.yaml"].value == 50.13
 
 
+def test_the_number_of_the_second_filter_stands_in_the_notes():
+    found = make_results([row("gsm8k", second=row("gsm8k", score=Score(61.5, 2)))], SOFTWARE)
+    (entry,) = found.entries.values()
+    assert entry.value == 50.13
+    assert "; exact_match (answer) in percent; " in entry.notes
+    assert "; exact_match (flexible-extract) 61.50; " in entry.notes
+
+
 @pytest.mark.parametrize("dataset", [None, "piqa", "https://huggingface.co/datasets/a/b", "/data/mine", "a/b/c"])
 def test_without_an_id_on_the_hub_there_is_no_entry(dataset):
     found = make_results([row(benchmark=dataclasses.replace(benchmarks()["mmlu"], dataset=dataset))], SOFTWARE)

@@ -57,6 +57,7 @@ def test_lm_evals_tasks_stand_after_the_papers():
     assert [benchmark.name for benchmark in picked] == ["mmlu", "gsm8k", "minerva_math_algebra", "gsm8k_cot"]
     assert picked[:2] == [benchmarks()["mmlu"], benchmarks()["gsm8k"]]
     assert picked[3].metric == "exact_match,strict-match"
+    assert picked[3].second == "exact_match,flexible-extract" and picked[2].second is None
     assert picked[2].dataset == "EleutherAI/hendrycks_math"
 
 

@@ -49,6 +49,22 @@ def test_names_of_any_kind_are_drawn_and_printed(name, tmp_path):
     assert screen([row(name)], name, f"{name}2").row_count == 1
 
 
+def test_the_second_filter_has_a_line_of_its_own_below(tmp_path):
+    first = row("GSM8K")
+    second = dataclasses.replace(row("GSM8K (flexible-extract)", baseline=None, attn_res=None), score=Score(75, 20))
+    rows = [dataclasses.replace(first, second=second), row("Last")]
+    text = markdown(rows, [], "m", "b", RESULTS)
+    lines = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert [line[0] for line in lines[1:]] == ["| GSM8K", "| GSM8K (flexible-extract)", "| Last"]
+    assert lines[2][3] == "75.0 ± 20.0" and lines[2][-2:] == ["-", "- |"]
+    assert "Of 3 tests at 5%" in text and "on the paper's benchmarks" in text
+    assert "is the line above it again" in text and "is the line above it" not in markdown(
+        [first], [], "m", "b", RESULTS
+    )
+    assert screen(rows, "m", "b").row_count == 3
+    plot(rows, tmp_path / "scores.png", "m", "b")
+
+
 def test_what_the_paper_does_not_report_is_left_open():
     other = row("Mine", baseline=None, attn_res=None)
     both = markdown([row(), other], [], "m", None, RESULTS)

@@ -121,8 +121,8 @@ GOLD = {
 }
 
 
-@pytest.mark.parametrize(("name", "text", "score"), WRITTEN)
-def test_an_answer_is_found_in_what_the_model_writes(name, text, score, loaded):
+def scores(loaded, name: str, text: str) -> dict[str, float]:
+    """The scores of a text for the first item of a benchmark, by the name of the filter."""
     task = next(iter(loaded(name)["tasks"].values()))
     doc = task.eval_docs[0]
     model = Says(benchmarks()[name], text.replace("GOLD", GOLD[name](doc)))
@@ -130,8 +130,46 @@ def test_an_answer_is_found_in_what_the_model_writes(name, text, score, loaded):
     request.resps = model.generate_until([request])
     task._instances = [request]
     task.apply_filters()
-    results = [[request.filtered_resps[filter_name]] for filter_name in request.filtered_resps]
-    assert [task.process_results(doc, result) for result in results] == [{"exact_match": score}]
+    return {name: task.process_results(doc, [text])["exact_match"] for name, text in request.filtered_resps.items()}
+
+
+@pytest.mark.parametrize(("name", "text", "score"), WRITTEN)
+def test_an_answer_is_found_in_what_the_model_writes(name, text, score, loaded):
+    assert scores(loaded, name, text)[benchmarks()[name].metric.split(",")[1]] == score
+
+
+# What the strict filter does not find or does not take, and whether the flexible one has to find it.
+MARKED = [
+    ("gsm8k", "The answer is **GOLD**.", 1),
+    ("gsm8k", r"The answer is $\boxed{GOLD}$.", 1),
+    ("gsm8k", "The answer is $ GOLD", 1),
+    ("gsm8k", "3 * 6 = GOLD\n#### GOLD", 1),
+    ("gsm8k", "She has 20-2=GOLD.", 1),
+    ("gsm8k", "She earns $GOLD per day...", 1),
+    ("gsm8k", "The answer is 7. The answer is GOLD.", 1),
+    ("gsm8k", "It is **GOLD**, or 7.", 0),
+    ("gsm8k", "eighteen", 0),
+    ("cmath", "一共是GOLD。", 1),
+    ("cmath", "答案是 **GOLD**。", 1),
+    ("cmath", r"答案是 $\boxed{GOLD}$。", 1),
+    ("cmath", "**GOLD**。不是7。", 0),
+    ("bbh", "So the answer is **GOLD**.", 1),
+    ("bbh", r"So the answer is $\boxed{GOLD}$.", 1),
+    ("bbh", r"So the answer is \boxed{\text{GOLD}}.", 1),
+    ("bbh", "**Answer:** GOLD", 1),
+    ("bbh", "The answer is: GOLD.", 1),
+    ("bbh", "The Answer is GOLD\nNo doubt.", 1),
+    ("bbh", 'Is the answer: maybe?\nThe final answer: "GOLD".', 1),
+    ("bbh", "So the answer is **not GOLD**.", 0),
+    ("bbh", "GOLD", 0),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "flexible"), MARKED)
+def test_a_marked_answer_is_found_by_the_second_filter(name, text, flexible, loaded):
+    benchmark = benchmarks()[name]
+    assert benchmark.second == "exact_match,flexible-extract"
+    assert scores(loaded, name, text) == {benchmark.metric.split(",")[1]: 0, "flexible-extract": flexible}
 
 
 @pytest.mark.parametrize("name", GOLD_TEXT)
