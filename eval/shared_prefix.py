@@ -1,9 +1,9 @@
 """A model for lm-evaluation-harness that computes once what its requests have in common.
 
-`SharedPrefixLM` is the harness's `HFLM` with the same results. The examples before the questions run through the model
-once, and so does a question before its choices: what the cache holds after them (keys and values, the latents of MLA,
-the states of linear attention) is copied for every sequence that goes on from there. A batch that does not fit in
-memory is halved.
+`SharedPrefixLM` is the harness's `HFLM` with the same results, except where those of `HFLM` are wrong: see the class.
+The examples before the questions run through the model once, and so does a question before its choices: what the cache
+holds after them (keys and values, the latents of MLA, the states of linear attention) is copied for every sequence that
+goes on from there. A batch that does not fit in memory is halved.
 
     log p(continuation | context) = sum_i log softmax(logits(context, continuation[:i]))[continuation[i]]
 """
@@ -24,6 +24,7 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
 from transformers import Cache, PretrainedConfig, PreTrainedModel
@@ -47,6 +48,16 @@ class Abilities(NamedTuple):
 class SharedPrefixLM(HFLM):
     """`HFLM` that shares prefixes, and halves its batches when memory runs out.
 
+    Where it differs from `HFLM` on purpose:
+
+    - No text begins with two BOS tokens. `HFLM` puts one before the first window of `loglikelihood_rolling` where the
+      tokenizer has added one too, and scores the second.
+    - What a tokenizer appends, such as an EOS token, is left out: a model goes on from its prompt.
+    - A continuation that the tokenizer joins with the end of its context is encoded alone. `HFLM` ends there.
+    - Text after an EOS token does not count, also where the model's configuration names another one, so that an answer
+      does not depend on the others of its batch.
+    - Likelihoods that are NaN end the call, instead of making the first choice the answer.
+
     A batch size of `"auto"` is tried from `max_batch_size` down. A batch size once halved stays so. With
     `logits_cache=False`, and for encoder-decoder models, each request is computed on its own, by `HFLM`.
 
@@ -69,6 +80,75 @@ class SharedPrefixLM(HFLM):
         self.cut_requests = 0  # so far, those longer than the model's context
         if self.batch_size == "auto":
             self.batch_size_per_gpu = self.max_batch_size
+
+    @cached_property
+    def _appended(self) -> int:
+        """The number of tokens that the tokenizer puts after a text."""
+        if self.backend != "causal":  # an encoder reads its EOS token
+            return 0
+        bare, whole = (self.tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
+        starts = (i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare)
+        return len(whole) - len(bare) - next(starts, len(whole) - len(bare))
+
+    def tok_encode(
+        self,
+        string: str,
+        add_special_tokens: bool | None = None,
+        left_truncate_len: int | None = None,
+        **arguments,
+    ) -> list[int]:
+        """As in `HFLM`, with at most one BOS token and without what the tokenizer appends."""
+        bos = self.tokenizer.bos_token
+        if add_special_tokens is None and bos and string.startswith(bos):
+            add_special_tokens = False  # a chat template wrote it
+        tokens = super().tok_encode(string, add_special_tokens, **arguments)
+        if self._appended and add_special_tokens is not False:
+            tokens = tokens[: -self._appended]
+        return tokens[-left_truncate_len:] if left_truncate_len else tokens
+
+    def tok_batch_encode(
+        self, strings: list[str], padding_side: str = "left", left_truncate_len: int | None = None, **arguments
+    ) -> tuple[Tensor, Tensor]:
+        """As in `HFLM`, without what the tokenizer appends; on the left only, where all rows end together."""
+        bos = self.tokenizer.bos_token
+        appended = 0 if padding_side != "left" or (bos and strings[0].startswith(bos)) else self._appended
+        length = left_truncate_len + appended if left_truncate_len else left_truncate_len
+        ids, mask = super().tok_batch_encode(strings, padding_side, length, **arguments)
+        return (ids[:, :-appended], mask[:, :-appended]) if appended else (ids, mask)
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """As in `HFLM`; neither part is empty if its text is not."""
+        context_tokens, continuation_tokens = super()._encode_pair(context, continuation)
+        if not context_tokens:  # nothing but spaces, which belong to the continuation
+            context_tokens = [self.prefix_token_id]
+        if not continuation_tokens:  # one token covers the end of the context and all of the continuation
+            spaces = context[len(context.rstrip()) :]
+            continuation_tokens = self.tok_encode(spaces + continuation, add_special_tokens=False)
+        return context_tokens, continuation_tokens
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of each text, in windows that hold each token once, the first after one BOS token.
+
+            log p(text) = sum_i log p(token_i | prefix token, token_1, ..., token_{i-1})
+
+        in which the first window begins with the prefix token (BOS or, without one, EOS), and each later window with
+        the last token of the one before.
+        """
+        windows, owners = [], []
+        for index, request in enumerate(requests):
+            tokens = self.tok_encode(request.args[0], add_special_tokens=False)
+            if tokens[:1] == [self.prefix_token_id]:  # the text has it itself
+                tokens = tokens[1:]
+            for window in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1):
+                windows.append((None, *make_disjoint_window(window)))
+                owners.append(index)
+        sums = [0.0] * len(requests)
+        answers = self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm, override_bs=self.batch_size)
+        for owner, (value, _) in zip(owners, answers):
+            sums[owner] += value
+        for request, value in zip(requests, sums):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
+        return sums
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Answer]:
         """As in `HFLM`."""
@@ -100,6 +180,21 @@ class SharedPrefixLM(HFLM):
                     self._in_batches(group, run)
         return [texts[index] for index in range(len(requests))]
 
+    def _model_generate(self, context: Tensor, **arguments) -> Tensor:
+        """As in `HFLM`, without what a row goes on with after an EOS token of the tokenizer.
+
+        The model stops by the EOS token of its own configuration. If that is another one, a row whose batch is not
+        finished goes on, and `HFLM` leaves the EOS token out of the text, so that nothing is cut there.
+        """
+        tokens = super()._model_generate(context=context, **arguments)
+        if (eos := self.tokenizer.eos_token_id) is None:
+            return tokens
+        start = context.shape[1] if self.backend == "causal" else 1  # after the prompt, or the decoder's first token
+        ended = (tokens[:, start:] == eos).cumsum(dim=1) > 0
+        # More of the same, which either disappears from the text or is cut off from its first on.
+        tokens[:, start:].masked_fill_(ended, eos)
+        return tokens
+
     def _loglikelihood_tokens(
         self,
         requests: list[tuple[tuple[str, str] | None, list[int], list[int]]],
@@ -109,8 +204,17 @@ class SharedPrefixLM(HFLM):
         """The answers to requests (texts, context, continuation).
 
         Raises:
-            RuntimeError: one sequence alone does not fit in memory.
+            RuntimeError: one sequence alone does not fit in memory; a part of a request is empty or longer than the
+                model reads; or an answer is NaN.
         """
+        for texts, context, continuation in requests:
+            if not context or not 0 < len(continuation) <= self.max_length:
+                length = len(continuation) if context else 0
+                text = f": {texts[1][:60]!r}" if texts else ""
+                raise RuntimeError(
+                    f"A continuation must have 1 to {self.max_length} tokens, after a context that is not empty, but "
+                    f"one has {length}{text}. Look for an empty or very long choice in the data."
+                )
         answers: dict[int, Answer] = {}
         lengths = [len(context) + len(continuation) - 1 for _, context, continuation in requests]
         longest = min(max(lengths, default=0), self.max_length)
@@ -120,6 +224,12 @@ class SharedPrefixLM(HFLM):
         with self._report(len(requests), "loglikelihood", disable_tqdm, inner) as report, _explained(longest):
 
             def finish(scored: dict[int, Answer]) -> None:
+                if any(math.isnan(value) for value, _ in scored.values()):
+                    # Compared with each other they would all be wrong, and the first choice would win.
+                    raise RuntimeError(
+                        "The model computes log-likelihoods that are NaN: its weights are damaged or its dtype "
+                        "overflows."
+                    )
                 answers.update(scored)
                 for index in scored:
                     if (texts := requests[index][0]) is not None:

@@ -1,0 +1,154 @@
+"""What of a text reaches the model: one BOS token, no EOS token at its end, and no empty continuation."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from attnres.eval.shared_prefix import SharedPrefixLM
+
+from .prompts import generation, texts
+
+
+@pytest.fixture(scope="module")
+def adding() -> Callable[..., PreTrainedTokenizerFast]:
+    """`adding(template, eos)`: the tokenizer of the other tests, which adds tokens to a text."""
+
+    def make(template: str = "<s> $A", eos: str = "</s>") -> PreTrainedTokenizerFast:
+        words = Tokenizer(WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, 99)}, "<pad>"))
+        words.pre_tokenizer = WhitespaceSplit()
+        words.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", "</s>", "<pad>")])
+        words.post_processor = TemplateProcessing(single=template, special_tokens=[("<s>", 1), ("</s>", 2)])
+        return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token=eos)
+
+    return make
+
+
+@pytest.fixture
+def read(monkeypatch) -> list[tuple[list[int], list[int]]]:
+    """The context and the continuation of every request that is computed."""
+    pairs = []
+    compute = SharedPrefixLM._loglikelihood_tokens
+
+    def record(lm, requests, **arguments):
+        pairs.extend((context, continuation) for _, context, continuation in requests)
+        return compute(lm, requests, **arguments)
+
+    monkeypatch.setattr(SharedPrefixLM, "_loglikelihood_tokens", record)
+    return pairs
+
+
+def rolling(*some: str) -> list[Instance]:
+    return [Instance("loglikelihood_rolling", {}, (text,), i) for i, text in enumerate(some)]
+
+
+def pairs_of(*some: tuple[str, str]) -> list[Instance]:
+    return [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(some)]
+
+
+TEMPLATES = ["$A", "<s> $A", "<s> $A </s>"]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("written", ["", "<s> "])
+def test_a_long_text_is_scored_after_one_bos_token(template, written, model, tokenizer, adding, read):
+    """Whatever the tokenizer adds, the sum is that of the stock harness with a tokenizer that adds nothing."""
+    some = texts(random.Random(0), 70, 9, 19, 20, 21)
+    stock = HFLM(model, tokenizer=tokenizer, batch_size=2, max_length=20)
+    ours = SharedPrefixLM(model, tokenizer=adding(template), batch_size=2, max_length=20)
+    found = ours.loglikelihood_rolling(rolling(*(written + text for text in some)), disable_tqdm=True)
+    assert found == pytest.approx(stock.loglikelihood_rolling(rolling(*some), disable_tqdm=True), abs=1e-4)
+    assert sum(len(continuation) for _, continuation in read) == sum(len(text.split()) for text in some)
+    assert not any(token in (1, 2) for _, continuation in read for token in continuation)
+
+
+def test_the_stock_harness_scores_a_second_bos_token(model, tokenizer, adding):
+    """When this fails, `loglikelihood_rolling` of the stock harness may be right, and the guide says otherwise."""
+    requests = rolling(*texts(random.Random(0), 9))
+    lms = [HFLM(model, tokenizer=some, batch_size=1) for some in (tokenizer, adding())]
+    right, stock = (lm.loglikelihood_rolling(requests, disable_tqdm=True)[0] for lm in lms)
+    assert abs(right - stock) > 0.5
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize(
+    ("context", "expected"), [("w5 w6", [1, 5, 6]), ("<s> w5 w6", [1, 5, 6]), ("", [1]), ("  ", [1]), ("<s>", [1])]
+)
+def test_a_context_has_one_bos_token_and_no_eos_token(template, context, expected, model, adding, read):
+    lm = SharedPrefixLM(model, tokenizer=adding(template), batch_size=2)
+    lm.loglikelihood(pairs_of((context, " w7 w8")), disable_tqdm=True)
+    adds_bos = template != "$A" or not context.startswith("w")
+    assert read == [(expected if adds_bos else expected[1:], [7, 8])]
+
+
+@pytest.mark.parametrize("written", ["", "<s> "])
+def test_a_prompt_that_is_generated_from_does_not_end_in_an_eos_token(written, model, tokenizer, adding):
+    some = texts(random.Random(1), 30, 9, 70, 4)
+    expected = HFLM(model, tokenizer=tokenizer, batch_size=1)
+    expected = expected.generate_until(generation([f"<s> {text}" for text in some]), disable_tqdm=True)
+    for max_length in (None, 90):
+        lm = SharedPrefixLM(model, tokenizer=adding("<s> $A </s>"), batch_size=3, max_length=max_length)
+        found = lm.generate_until(generation([written + text for text in some]), disable_tqdm=True)
+        assert found == expected
+
+
+def test_an_answer_ends_at_the_tokenizers_eos_token_whatever_else_is_in_its_batch(model, tokenizer, adding):
+    """The model's own is another; the stock harness with several prompts in a batch reads on after it."""
+    requests = generation(texts(random.Random(1), 30, 9, 70, 4, 5, 12), max_gen_toks=12, until=[])
+    stock = HFLM(model, tokenizer=tokenizer, batch_size=1)
+    words = [text.split() for text in stock.generate_until(requests, disable_tqdm=True)]
+    end = next(word for text in words for word in text[2:6] if any(word not in other for other in words))
+    expected = [" ".join(text[: text.index(end)] if end in text else text) for text in words]
+    assert any(text for text in expected) and any(len(text.split()) == 12 for text in expected)
+    for batch_size in (1, 6):
+        lm = SharedPrefixLM(model, tokenizer=adding("$A", eos=end), batch_size=batch_size)
+        assert lm.generate_until(requests, disable_tqdm=True) == expected
+
+
+def test_a_continuation_that_is_joined_with_its_context_is_scored_alone(model, read):
+    """`w` and `5` are one token together, so that cutting after the context's tokens leaves nothing."""
+    vocabulary = {"<s>": 0, "w": 3, "5": 4, "w5": 5, "x": 6}
+    joined = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(BPE(vocabulary, [("w", "5")])), pad_token="<s>", bos_token="<s>", eos_token="<s>"
+    )
+    lm = SharedPrefixLM(model, tokenizer=joined, batch_size=2)
+    both = lm.loglikelihood(pairs_of(("xw", "5"), ("xw", "x")), disable_tqdm=True)
+    assert read == [([6, 3], [4]), ([6, 3], [6])]
+    assert all(value < -0.1 for value, _ in both)
+
+
+@pytest.mark.parametrize(
+    ("pair", "length"),
+    [(("w5", ""), "one has 0: ''"), (("w5", " w6" * 30), "one has 30: ' w6 w6")],
+    ids=["empty", "long"],
+)
+def test_a_continuation_that_cannot_be_scored_ends_the_call_in_one_line(pair, length, model, adding):
+    lm = SharedPrefixLM(model, tokenizer=adding(), batch_size=2, max_length=20)
+    with pytest.raises(RuntimeError, match=f"must have 1 to 20 tokens, after a context .* but {length}") as error:
+        lm.loglikelihood(pairs_of(("w5", " w6"), pair), disable_tqdm=True)
+    assert "\n" not in str(error.value)
+
+
+def test_likelihoods_that_are_nan_end_the_call(make_model, tokenizer):
+    """The largest of NaN is the first: a broken model would answer A everywhere, and score what A scores."""
+    model = make_model("llama")
+    weight = model.lm_head.weight
+    before = weight.detach().clone()
+    try:
+        with torch.no_grad():
+            weight[7] = float("nan")
+        for logits_cache in (True, False):
+            lm = SharedPrefixLM(model, tokenizer=tokenizer, batch_size=2, logits_cache=logits_cache)
+            with pytest.raises(RuntimeError, match="log-likelihoods that are NaN"):
+                lm.loglikelihood(pairs_of(("w5", " w6"), ("w5", " w8")), disable_tqdm=True)
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
