@@ -111,7 +111,10 @@ def evaluate(
     ] = "paper",
     include_path: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder of task files of your own, for --tasks."),
+        typer.Option(
+            metavar="DIR",
+            help="Folder of your own task files, for --tasks. Code that they name by `!function` runs: trust it first.",
+        ),
     ] = None,
     data: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Read the data sets from DIR/ORG/NAME, not from the Hub.")

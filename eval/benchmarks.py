@@ -146,6 +146,7 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
     Raises:
         FileNotFoundError: the data set, or a part of it that the benchmark needs, is missing, in one line with what
             to do about it.
+        RuntimeError: a template of a task file does not end.
     """
     overrides, folder = {}, None
     if data is not None and benchmark.dataset is not None:
@@ -167,12 +168,16 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
     import huggingface_hub.constants
     from datasets.exceptions import DatasetsError
 
+    from .templates import TemplateTooLong, bounded_templates
+
     try:
-        with _quiet_hub():
+        with _quiet_hub(), bounded_templates():
             # `TaskManager.load` takes no overrides for a group, and what it builds with is not public.
             group = manager._factory.build(
                 manager.task_index[benchmark.group], overrides=overrides, registry=manager.task_index
             )
+    except TemplateTooLong:
+        raise
     except KeyError as error:
         raise data_missing(benchmark, data, f"it has no split or column {error}") from error
     except ConnectionError as error:

@@ -9,13 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 import lm_eval.api.task
-import lm_eval.utils
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks.manager import TaskDict
@@ -29,6 +28,7 @@ from .items import HASHES, changed, items_now, items_of
 from .shared_prefix import SharedPrefixLM
 from .start import code_refused
 from .store import Store, to_json
+from .templates import bounded_templates
 
 Loaded = dict[Benchmark, TaskDict]
 
@@ -297,18 +297,17 @@ def _fit_generation(task: Task, max_length: int) -> None:
 
 @contextlib.contextmanager
 def _quiet_and_quick() -> Iterator[None]:
-    """Without the harness's own bars and notes for each task, and with each prompt's template compiled only once."""
+    """Without the harness's own bars and notes for each task, and with its templates compiled once and bounded."""
     logger = logging.getLogger("lm_eval")
-    level, compile_template = logger.level, lm_eval.utils.env.from_string
+    level = logger.level
     logger.setLevel(logging.ERROR)
     lm_eval.api.task.tqdm = partial(tqdm, disable=True)
-    lm_eval.utils.env.from_string = cache(compile_template)  # for MMLU a minute
     try:
-        yield
+        with bounded_templates():
+            yield
     finally:
         logger.setLevel(level)
         lm_eval.api.task.tqdm = tqdm
-        lm_eval.utils.env.from_string = compile_template
 
 
 def collect(loaded: Loaded, store: Store) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """Tasks that are not the paper's, lm_eval's and the user's own, run and are reported like the others."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
 from attnres.commands.eval import run_eval
 from attnres.eval.benchmarks import benchmarks, load, pick
+from attnres.eval.templates import TemplateTooLong, bounded_templates
 
 OWN = """
 task: {name}
@@ -102,6 +104,46 @@ def test_a_task_file_whose_aliases_multiply_is_refused_before_the_harness_reads_
     (own / file).write_text(bomb)
     with pytest.raises(ValueError, match=rf"^--include-path: {own / file} cannot be used: its aliases .* repeat more"):
         pick("mine", own)
+
+
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_that_does_not_end_ends_its_benchmark(own, model, tmp_path, capsys, monkeypatch):
+    """While the task is loaded, or while the prompts of later items are made; the other benchmarks go on."""
+    monkeypatch.setattr("attnres.eval.templates.TEMPLATE_SECONDS", 0.2)
+    templates = {"at_once": LOOP, "later": "x{% if answer %}" + LOOP + "{% endif %}"}
+    for name, template in templates.items():
+        text = task(name).replace("DATA", str(own / "data.json")).replace("doc_to_text: question", "doc_to_text: TEXT")
+        (own / f"{name}.yaml").write_text(text.replace("TEXT", json.dumps(template)))
+    with pytest.raises(RuntimeError, match="2 of 3 benchmarks"):
+        run_eval(model, tmp_path / "out", benchmarks=pick("sums,at_once,later", own), limit=4)
+    output = capsys.readouterr().out.splitlines()
+    for name, template in templates.items():
+        said = f"Left out: {name}: A template of its task file takes more than 0.2 s for one item. Look for a loop that"
+        assert sum(line.startswith(said) and template[:40] in line for line in output) == 1
+    assert "| sums | 4 |" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_a_constant_that_takes_long_is_not_computed_again_and_again(monkeypatch):
+    """Jinja computes constants while it compiles, and once more for each expression around one that fails."""
+    from lm_eval import utils
+
+    monkeypatch.setattr("attnres.eval.templates.TEMPLATE_SECONDS", 0.1)
+    with bounded_templates(), pytest.raises(TemplateTooLong, match=r"takes more than 0\.1 s"):
+        utils.apply_template("{{ 9 ** (9 ** 9) % 10 }}", {})
+
+
+def test_templates_are_bounded_only_while_the_harness_reads_tasks():
+    from lm_eval import utils
+
+    before = utils.env.from_string, utils.env.globals["range"], signal.getsignal(signal.SIGVTALRM)
+    with bounded_templates():
+        assert utils.apply_template("{{ a }}{% for i in range(3) %}{{ i }}{% endfor %}", {"a": 1}) == "1012"
+        with pytest.raises(OverflowError, match="100000"):
+            utils.apply_template("{{ range(10 ** 12) | list }}", {})
+    assert before == (utils.env.from_string, utils.env.globals["range"], signal.getsignal(signal.SIGVTALRM))
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 
 
 def test_a_folder_of_tasks_that_is_not_there_is_named(tmp_path):
