@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import ModelOutput
+from transformers.models.auto import modeling_auto
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
 
@@ -23,6 +24,15 @@ from .configuration_attnres import CONNECTIONS, ResidualConfig, Sublayers
 from .loading_attnres import check_added, check_shapes, explain_broken_shard
 from .residual_attnres import DepthState, ResidualConnection, ResidualNorm, residual_tensors
 
+# `Trainer`'s label smoothing, pipelines, `transformers serve` and lm-eval decide by these tables, model type -> class
+# name, what a model is. An Auto class's `register` does not write to them.
+_CLASS_NAMES = {
+    "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
+    "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+}
 # A layer's first sublayer: what it reads is recorded as the layer's input.
 _FIRST_SUBLAYER = ("self_attention_res", "parallel_res")
 
@@ -126,6 +136,19 @@ class ResidualPreTrainedModel:
         reads = [first(layer_name=f"{name}_proj") for name in (*_FIRST_SUBLAYER, "output_attn_res")]
         own = {"hidden_states": reads, "depth_attentions": record(index=1)}
         cls._can_record_outputs = (getattr(cls, "_can_record_outputs", None) or {}) | own
+        # FSDP2 derives a class from the model's, and so may a user: it is of the kind that its base is.
+        bases = {base.__name__ for base in cls.__mro__[1:]}
+        for names in _CLASS_NAMES.values():
+            if not bases.isdisjoint(name for name in names.values() if isinstance(name, str)):
+                _add_class_name(names, cls)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
+        """Save the class's code with its models, and name the class where the tools of `transformers` look."""
+        super().register_for_auto_class(auto_class)
+        name = auto_class if isinstance(auto_class, str) else auto_class.__name__
+        if name in _CLASS_NAMES:
+            _add_class_name(_CLASS_NAMES[name], cls)
 
     def post_init(self) -> None:
         vars(self).pop("_no_split_modules", None)  # of the backbone's own layers
@@ -254,6 +277,13 @@ def auto_map(model_class: type[ResidualPreTrainedModel]) -> dict[str, str]:
     own, of_config = (module.__module__.rpartition(".")[2] for module in (model_class, config_class))
     heads = {auto_class: f"{own}.{name}" for auto_class, name in model_class.auto_classes.items()}
     return {"AutoConfig": f"{of_config}.{config_class.__name__}"} | heads
+
+
+def _add_class_name(names: dict[str, Any], model_class: type[ResidualPreTrainedModel]) -> None:
+    """Add a class to a table of `_CLASS_NAMES`, under its model type if no other class has it."""
+    name, model_type = model_class.__name__, model_class.config_class.model_type
+    if names.setdefault(model_type, name) != name:
+        names[f"{model_type}/{name}"] = name  # the tables are searched by value, too
 
 
 def _check_declaration(layer: nn.Module, backbone: str, sublayers: Sublayers) -> None:

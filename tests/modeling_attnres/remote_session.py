@@ -12,6 +12,8 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    Trainer,
+    TrainingArguments,
     pipeline,
 )
 
@@ -42,6 +44,10 @@ seen["implementations"] = causal.config._attn_implementation, causal.config._exp
 seen["logits"] = causal(ids).logits
 seen["depth_attentions"] = causal(ids, output_depth_attentions=True).depth_attentions
 seen["generated"] = causal.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+arguments = TrainingArguments(str(out.parent / "run"), label_smoothing_factor=0.1, report_to="none", use_cpu=True)
+trainer = Trainer(AutoModelForCausalLM.from_pretrained(models / "causal", **trusted), arguments)
+with torch.no_grad():
+    seen["smoothed_loss"] = trainer.compute_loss(trainer.model, {"input_ids": ids, "labels": ids})
 generator = pipeline("text-generation", model=str(models / "causal"), **trusted)
 seen["text"] = generator("w5 w17 w42", max_new_tokens=5, do_sample=False)
 

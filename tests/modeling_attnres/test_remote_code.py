@@ -103,6 +103,12 @@ def test_the_logits_are_identical(remote, model, ids):
     assert close(remote["logits"], model(ids).logits)
 
 
+def test_label_smoothing_trains_the_next_token_there_too(remote, model, ids):
+    log_p, labels = model(ids).logits[:, :-1].log_softmax(-1), ids[:, 1:]
+    nll = -log_p.gather(-1, labels[..., None]).mean()
+    assert close(remote["smoothed_loss"], 0.9 * nll - 0.1 * log_p.mean())
+
+
 def test_the_depth_attentions_are_identical(remote, model, ids):
     expected = model(ids, output_depth_attentions=True).depth_attentions
     assert len(remote["depth_attentions"]) == len(expected)

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline, pipelines
 from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.utils import Modality
 
 import attnres
 from attnres.conversion import retrofit
@@ -45,6 +46,19 @@ def test_transformers_serve_loads_a_result(result):
         assert torch.equal(model(ids).logits, AutoModelForCausalLM.from_pretrained(result)(ids).logits)
     finally:
         manager.shutdown()
+
+
+@pytest.mark.parametrize("task", ["text-generation", "text-classification", "token-classification"])
+def test_a_pipeline_takes_the_family_for_supported(result, monkeypatch, task):
+    errors = []
+    monkeypatch.setattr(pipelines.base.logger, "error", errors.append)
+    pipeline(task, model=str(result))
+    assert errors == []
+
+
+def test_transformers_serve_knows_the_family_as_a_language_model(result):
+    model = AutoModelForCausalLM.from_pretrained(result)
+    assert ModelManager.get_model_modality(model) is Modality.LLM
 
 
 def test_a_pipeline_labels_tokens(result):
