@@ -259,7 +259,12 @@ class ResidualHead(ResidualPreTrainedModel):
         # It goes on to the loss function too.
         if kwargs.get("output_depth_attentions", getattr(self.config, "output_depth_attentions", False)):
             kwargs["record_to"] = recorded
+        # `Trainer` takes the loss for one that is divided by this number of labels, of all accumulated batches. A
+        # language model's loss is; that of the other heads is the mean over its own batch, whatever it is given.
+        total = None if self.can_generate() else kwargs.pop("num_items_in_batch", None)
         outputs = super().forward(*args, **kwargs | {"return_dict": True})
+        if total is not None and outputs.get("loss") is not None:
+            outputs["loss"] = outputs.loss * (kwargs["labels"].ne(-100).sum() / total).to(outputs.loss.device)
         outputs.depth_attentions = None
         if recorded:
             (outputs["depth_attentions"],) = recorded

@@ -1,5 +1,6 @@
 """`transformers.Trainer` trains the family as the kind of model that it is: by class name, and by the loss's own scale."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.models.auto import modeling_auto
 
 import attnres
@@ -67,3 +68,79 @@ def test_each_class_is_named_where_transformers_looks_for_its_kind(backbones, ba
     assert model.auto_classes.keys() <= KINDS.keys()
     for auto_class, name in model.auto_classes.items():
         assert KINDS[auto_class][config.model_type] == name
+
+
+SCORES = torch.randn(6, 3, generator=torch.Generator().manual_seed(2))
+# Kind of head -> (class, fields of the configuration, labels of a row). Rows of tokens have unequal numbers of labels.
+HEADS: dict[str, tuple[str, dict, Callable[[int], dict]]] = {
+    "classes": (
+        "AttnResForSequenceClassification",
+        {"num_labels": 3},
+        lambda i: {"labels": i % 3},
+    ),
+    "classes, declared": (
+        "AttnResForSequenceClassification",
+        {"num_labels": 3, "problem_type": "single_label_classification"},
+        lambda i: {"labels": i % 3},
+    ),
+    "regression": (
+        "AttnResLlamaForSequenceClassification",
+        {"num_labels": 1},
+        lambda i: {"labels": SCORES[i, 0].item()},
+    ),
+    "several labels": (
+        "AttnResForSequenceClassification",
+        {"num_labels": 3, "problem_type": "multi_label_classification"},
+        lambda i: {"labels": (SCORES[i] > 0).float()},
+    ),
+    "tokens": (
+        "AttnResLlamaForTokenClassification",
+        {"num_labels": 3},
+        lambda i: {"labels": torch.where(torch.arange(9) > i, torch.arange(9) % 3, -100)},
+    ),
+    "answers": (
+        "AttnResLlamaForQuestionAnswering",
+        {},
+        lambda i: {"start_positions": i, "end_positions": i + 2},
+    ),
+}
+
+
+class OnStep(TrainerCallback):
+    """Shows the model to a function before each step of the optimizer."""
+
+    def __init__(self, function: Callable[[PreTrainedModel], None]):
+        self.function = function
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        self.function(model)
+
+
+def loss_and_gradients(model: PreTrainedModel, rows: list[dict], size: int, folder: Path) -> tuple[float, dict]:
+    """What `Trainer` logs and has accumulated at one step over all rows, in batches of `size`."""
+    options = {"max_steps": 1, "learning_rate": 0.0, "max_grad_norm": 0.0, "logging_steps": 1}
+    options |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": math.ceil(len(rows) / size)}
+    trainer = make_trainer(model, folder, train_sampling_strategy="sequential", **options)
+    trainer.train_dataset, gradients = rows, {}
+    keep = OnStep(lambda model: gradients.update((name, p.grad.clone()) for name, p in model.named_parameters()))
+    trainer.add_callback(keep)
+    trainer.train()
+    return next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry), gradients
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_accumulated_gradients_of_a_head_are_those_of_one_batch(tiny_config, backbones, tmp_path, kind):
+    name, fields, label = HEADS[kind]
+    config = backbones.member_config("llama", **fields) if "Llama" in name else tiny_config(**fields)
+    ids = torch.randint(3, 99, (5, 9), generator=torch.Generator().manual_seed(1))
+    # Of five rows in batches of two the last one weighs less. Answers are not counted, so theirs must be equal.
+    rows = [{"input_ids": ids[i], **label(i)} for i in range(4 if kind == "answers" else 5)]
+    torch.manual_seed(0)
+    model = getattr(attnres, name)(config)
+    (loss, gradients), (expected_loss, expected) = (
+        loss_and_gradients(model, rows, size, tmp_path) for size in (2, len(rows))
+    )
+    assert loss == pytest.approx(expected_loss, rel=1e-3)
+    assert gradients.keys() == expected.keys() == dict(model.named_parameters()).keys()
+    for parameter, gradient in expected.items():
+        torch.testing.assert_close(gradients[parameter], gradient, rtol=1e-3, atol=1e-5)
