@@ -10,11 +10,10 @@ from functools import cache
 import transformers
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, conversion_mapping
 from transformers.conversion_mapping import WeightRenaming
-from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .configuration_attnres import BACKBONES, ResidualConfig
-from .decoder_attnres import ResidualDecoderLayer, ResidualHead, ResidualModel, ResidualPreTrainedModel
+from .decoder_attnres import PooledByMask, ResidualDecoderLayer, ResidualHead, ResidualModel, ResidualPreTrainedModel
 
 _HEADS = {
     "AutoModelForCausalLM": transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -53,7 +52,7 @@ def models_on(backbone: str) -> dict[str, type[ResidualPreTrainedModel]]:
     model_class = _make(model, ResidualModel, layer_class=layer_class, **shared)
     shared |= {"model_class": model_class, "base_model_prefix": causal_lm.base_model_prefix}
     name = causal_lm.__name__.replace("ForCausalLM", "ForSequenceClassification")
-    classifier = _make(model.__base__, ResidualHead, GenericForSequenceClassification, name=name, **shared)
+    classifier = _make(model.__base__, ResidualHead, PooledByMask, name=name, **shared)
     classes = {"AutoModel": model_class, "AutoModelForSequenceClassification": classifier}
     classes |= {auto_class: _make(head, ResidualHead, **shared) for auto_class, head in heads.items()}
     for auto_class, a_class in classes.items():

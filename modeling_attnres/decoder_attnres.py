@@ -5,6 +5,7 @@ takes the place of `hidden_states` in the backbone's loop: no hooks.
 """
 
 import re
+from dataclasses import fields
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.modeling_outputs import ModelOutput
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.modeling_outputs import ModelOutput, SequenceClassifierOutputWithPast
 from transformers.models.auto import modeling_auto
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
@@ -269,6 +271,31 @@ class ResidualHead(ResidualPreTrainedModel):
         if recorded:
             (outputs["depth_attentions"],) = recorded
         return outputs
+
+
+class PooledByMask(GenericForSequenceClassification):
+    """Sequence classification that pools embeddings, too, at the last token that is not padding.
+
+    `transformers` finds padding by token id. Of `inputs_embeds` it takes the last position, which is padding where
+    that is on the right.
+    """
+
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, *args, **kwargs):
+        embeddings = kwargs.get("inputs_embeds")
+        if embeddings is None or not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+            return super().forward(input_ids, attention_mask, *args, **kwargs)
+        labels = kwargs.pop("labels", None)
+        outputs = self.base_model(input_ids, attention_mask, *args, **kwargs)
+        batch_size, length = embeddings.shape[:2]
+        is_token = attention_mask[:, -length:] != 0  # with a cache, the mask begins before the embeddings
+        last = (torch.arange(length, device=is_token.device) * is_token).argmax(-1).to(embeddings.device)
+        hidden = outputs.last_hidden_state[torch.arange(batch_size, device=embeddings.device), last]
+        logits = self.score(hidden)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        names = {field.name for field in fields(SequenceClassifierOutputWithPast)} & outputs.keys()
+        return SequenceClassifierOutputWithPast(loss=loss, logits=logits, **{name: outputs[name] for name in names})
 
 
 def _by_own_names(*path: str | Path) -> bool:

@@ -13,11 +13,10 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor, nn
 from transformers import conversion_mapping
-from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
 from .configuration_attnres import AttnResConfig, Sublayers
-from .decoder_attnres import ResidualDecoderLayer, ResidualHead, ResidualModel, ResidualPreTrainedModel
+from .decoder_attnres import PooledByMask, ResidualDecoderLayer, ResidualHead, ResidualModel, ResidualPreTrainedModel
 from .functional_attnres import accelerated
 
 
@@ -55,7 +54,7 @@ class AttnResForCausalLM(ResidualHead, AttnResPreTrainedModel, kimi_linear.KimiL
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
-class AttnResForSequenceClassification(ResidualHead, GenericForSequenceClassification, AttnResPreTrainedModel):
+class AttnResForSequenceClassification(ResidualHead, PooledByMask, AttnResPreTrainedModel):
     def __init__(self, config: AttnResConfig):
         AttnResPreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForSequenceClassification
 
 from attnres import AttnResForSequenceClassification
 from attnres.residual_attnres import residual_tensors
@@ -43,6 +44,43 @@ def test_padding_on_either_side_does_not_change_the_scores(classifier, token_ids
     for scores, row, length in zip(together, token_ids, LENGTHS):
         alone = classifier(row[None, :length])
         torch.testing.assert_close(scores, alone.logits[0], rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("has_pad_token", [True, False])
+def test_padded_embeddings_score_as_their_tokens_alone(classifier, token_ids, side, has_pad_token):
+    together_ids, mask = padded(token_ids, side)
+    if not has_pad_token:
+        classifier.config.pad_token_id = None
+    embed, labels = classifier.get_input_embeddings(), torch.tensor([2, 0])
+    together = classifier(inputs_embeds=embed(together_ids), attention_mask=mask, labels=labels)
+    for scores, row, length in zip(together.logits, token_ids, LENGTHS):
+        alone = classifier(row[None, :length])
+        torch.testing.assert_close(scores, alone.logits[0], rtol=0, atol=1e-4)
+    torch.testing.assert_close(together.loss, torch.nn.functional.cross_entropy(together.logits, labels))
+    assert together.keys() == classifier(together_ids[:1], labels=labels[:1]).keys()
+
+
+@torch.no_grad()
+def test_padded_embeddings_score_as_their_ids_on_another_backbone(backbones, token_ids):
+    config = backbones.member_config("llama", num_labels=3, attn_res_block_size=3)
+    torch.manual_seed(0)
+    classifier = AutoModelForSequenceClassification.from_config(config).eval()
+    for side in ("left", "right"):
+        ids, mask = padded(token_ids, side)
+        embeddings = classifier.get_input_embeddings()(ids)
+        options = {"attention_mask": mask, "output_hidden_states": True, "output_depth_attentions": True}
+        by_ids, by_embeddings = classifier(ids, **options), classifier(inputs_embeds=embeddings, **options)
+        assert torch.equal(by_embeddings.logits, by_ids.logits)
+        assert by_embeddings.keys() == by_ids.keys()
+        assert all(map(torch.equal, by_embeddings.depth_attentions, by_ids.depth_attentions))
+
+
+@torch.no_grad()
+def test_embeddings_without_a_mask_have_no_padding(classifier, token_ids):
+    embeddings = classifier.get_input_embeddings()(token_ids)
+    assert torch.equal(classifier(inputs_embeds=embeddings).logits, classifier(token_ids).logits)
 
 
 @torch.no_grad()

@@ -63,16 +63,6 @@ def test_each_member_travels_with_its_part_of_seven_files_the_gate_and_one_for_e
     assert set(files) >= FAMILY | {GATE} and of_connections(files) == (own_files | SWITCHES) - FAMILY
 
 
-def test_the_seven_files_have_at_most_1100_lines_and_50000_bytes(files):
-    assert sum(len(files[name].splitlines()) for name in FAMILY) <= 1100
-    assert sum(len(files[name].encode()) for name in FAMILY) <= 50_000
-
-
-def test_the_files_of_the_gate_and_of_each_further_connection_have_under_150_lines(files):
-    assert of_connections(files)
-    assert all(len(files[name].splitlines()) < 150 for name in {GATE, *of_connections(files)})
-
-
 def test_they_import_nothing_but_libraries_each_other_and_where_installed_the_acceleration(files):
     for name, text in files.items():
         for module in imports_of(text) - OPTIONAL:
