@@ -5,8 +5,10 @@ takes the place of `hidden_states` in the backbone's loop: no hooks.
 """
 
 import re
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial, wraps
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from .attention_gate_attnres import add_attention_gate, gate_tensors
 from .configuration_attnres import CONNECTIONS, ResidualConfig, Sublayers
 from .loading_attnres import check_added, check_shapes, explain_broken_shard
 from .residual_attnres import DepthState, ResidualConnection, ResidualNorm, residual_tensors
+from .saving_attnres import saved_whole
 
 # `Trainer`'s label smoothing, pipelines, `transformers serve` and lm-eval decide by these tables, model type -> class
 # name, what a model is. An Auto class's `register` does not write to them.
@@ -188,15 +191,27 @@ class ResidualPreTrainedModel:
         return (model, info) if asked.get("output_loading_info") else model
 
     def save_pretrained(self, save_directory: str | Path, *args, **kwargs):
+        """Save as `transformers` does, with the family's code; an older save in the folder is replaced as a whole."""
         # FSDP2 derives a class of torch's.
         cls = type(self)
         own = next(c for c in cls.__mro__ if not c.__module__.startswith("torch."))
         named = cls.__module__, cls.__name__
         kwargs.setdefault("save_original_format", not _by_own_names(save_directory))
         self.config.auto_map = auto_map(own)
+        save = super().save_pretrained
+        asked = signature(save).bind(save_directory, *args, **kwargs).arguments
+        folder = nullcontext(save_directory)
+        # Adapters leave the weights beside them as they are; of a distributed checkpoint each process writes its part.
+        is_whole = not (getattr(self, "_hf_peft_config_loaded", False) or asked.get("distributed_checkpoint"))
+        spread = torch.distributed.is_available() and torch.distributed.is_initialized()
+        is_main = not spread or torch.distributed.get_rank() == 0
+        if is_whole and is_main and asked.get("is_main_process", True):
+            # What is uploaded is found in the folder itself.
+            folder = saved_whole(save_directory, asked.get("variant"), in_place=bool(asked.get("push_to_hub")))
         try:
             cls.__module__, cls.__name__ = own.__module__, own.__name__
-            super().save_pretrained(save_directory, *args, **kwargs)
+            with folder as stage:
+                save(stage, *args, **kwargs)
         finally:
             cls.__module__, cls.__name__ = named
 

@@ -1,4 +1,4 @@
-"""`transformers.Trainer` trains the family as the kind of model that it is: by class name, and by the loss's own scale."""
+"""`transformers.Trainer` trains the family as the kind of model that it is, and by the loss's own scale."""
 
 import math
 from collections.abc import Callable

@@ -16,7 +16,7 @@ LIBRARIES = {"torch", "transformers", "safetensors"}
 OPTIONAL = {"attnres.accelerated"}
 FAMILY = {
     f"{name}_attnres.py"
-    for name in ("backbones", "configuration", "decoder", "functional", "loading", "modeling", "residual")
+    for name in ("backbones", "configuration", "decoder", "functional", "loading", "modeling", "residual", "saving")
 }
 # Of the connection in `attn_res_attnres.py`, with switches set.
 SWITCHES = {f"attn_res_{name}_attnres.py" for name in ("fields", "switches", "weights")}
@@ -53,7 +53,7 @@ def of_connections(files: dict[str, str]) -> set[str]:
     return set(files) - FAMILY - {GATE}
 
 
-def test_each_member_travels_with_its_part_of_seven_files_the_gate_and_one_for_each_further_connection(code, files):
+def test_each_member_travels_with_its_part_of_eight_files_the_gate_and_one_for_each_further_connection(code, files):
     assert set(code["kimi_linear"]) == set(files) - {"backbones_attnres.py"}
     assert set(code["llama"]) == set(files) - {"modeling_attnres.py"}
     assert all(code["llama"].get(name, text) == text for name, text in code["kimi_linear"].items())
@@ -80,6 +80,19 @@ def test_the_acceleration_is_imported_in_one_place_and_not_needed(files, tmp_pat
         (tmp_path / name).write_text(text, encoding="utf-8")
         # What `transformers` finds missing before it loads them; what stands in a `try` may be.
         assert set(get_imports(tmp_path / name)) <= LIBRARIES | sys.stdlib_module_names, name
+
+
+# What `saving_attnres.py` does to files of the folder that the user saves a model to, and no other file does.
+OF_SAVING = {"remove", "replace", "rmdir", "walk"}
+
+
+def test_only_saving_moves_and_removes_files(files):
+    used = {}
+    for name, text in files.items():
+        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)]
+        used[name] = {node.attr for node in nodes if isinstance(node.value, ast.Name) and node.value.id == "os"}
+    assert used.pop("saving_attnres.py") == OF_SAVING | {"PathLike", "fspath", "path"}
+    assert all(names <= {"PathLike", "path"} for names in used.values()), used
 
 
 def forbidden(tree: ast.AST) -> list[str]:
