@@ -22,6 +22,8 @@ from attnres.wording import counted
 
 from .choices import WRITTEN_MODEL, printable, shown
 
+MAX_NAMED = 10  # tensors in one message
+
 
 def run_convert(
     source: str,
@@ -66,6 +68,8 @@ def run_convert(
                 task = progress.add_task("linking" if hard_link else "copying", total=plan.num_bytes)
                 options = {"hard_link": hard_link, "trust_remote_code": trust_remote_code}
                 notes = write(plan, stage, **options, on_bytes=lambda n: progress.advance(task, n))
+            if plan.unread:
+                console.print(_describe_unread(plan.unread))
             for note in notes:
                 console.print(shown(note))
         comparison = _verify(console, plan, stage, verify, texts)
@@ -94,6 +98,15 @@ def _describe(plan: Plan) -> str:
     if plan.dropped:
         parts.append(f"{counted(len(plan.dropped), 'tensor')} left out")
     return "\n".join(parts)
+
+
+def _describe_unread(names: Sequence[str]) -> str:
+    named = ", ".join(f"`{shown(name)}`" for name in names[:MAX_NAMED])
+    more = f" and {len(names) - MAX_NAMED:,} more" if len(names) > MAX_NAMED else ""
+    tensors = counted(len(names), "tensor")
+    return (
+        f"Warning: the model does not read {tensors} of the source: {named}{more}. Copied unchanged, and not verified."
+    )
 
 
 def _read_text(path: Path) -> str:
@@ -150,7 +163,8 @@ def _verify(console: Console, plan: Plan, stage: Path, verify: bool | None, text
     with status(console, "Comparing the two models on text ..."):
         comparison = compare(plan.checkpoint.folder, stage, texts)
     label = "Verified" if comparison.is_same else "Not the same"
-    console.print(f"{label}: {comparison}")
+    without = f", without the {counted(len(plan.unread), 'tensor')} that no model reads" if plan.unread else ""
+    console.print(f"{label}: {comparison}{without}")
     if plan.difference is not None:
         console.print(f"Not the same function: {shown(plan.difference)}.")
     elif not comparison.is_same:

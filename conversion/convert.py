@@ -52,6 +52,15 @@ class Plan:
     has_head: bool = True
 
     @property
+    def unread(self) -> list[str]:
+        """The tensors that are copied though neither the source's model nor the result's reads them, by name.
+
+        Also those that a file holds beside what the index says of it.
+        """
+        held = {entry.name for shard in self.checkpoint.shards for entry in shard.entries}
+        return sorted((held - self.checkpoint.entries.keys()) | (self.unused - self.dropped))
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the tensors that are read from the checkpoint."""
         entries = (entry for shard in self.checkpoint.shards for entry in shard.entries)

@@ -279,6 +279,27 @@ def test_tensors_that_the_model_does_not_read_go_along_whatever_they_hold(tmp_pa
     assert unused.keys() <= tensors_of(tmp_path / "result").keys()
 
 
+def test_tensors_that_the_model_does_not_read_are_named(source, tmp_path):
+    folder = shutil.copytree(source, tmp_path / "source")
+    index = json.loads((folder / INDEX).read_text())
+    file = index["weight_map"]["model.norm.weight"]
+    names = ["model.vision.weight", *(f"model.layers.9.{i}" for i in range(11)), "[red]not in the index\n"]
+    path = folder / file
+    save_file(load_file(path) | {name: torch.ones(2) for name in names}, path, metadata={"format": "pt"})
+    change_json(folder / INDEX, weight_map=index["weight_map"] | dict.fromkeys(names[:-1], file))
+    out = convert_well(folder, tmp_path / "result").out
+    (warning,) = [line for line in out.splitlines() if line.startswith("Warning:")]
+    assert "does not read 13 tensors of the source: `[red]not in the index\\n`, `model.layers.9.0`, " in warning
+    assert "and 3 more" in warning and "not verified" in warning
+    (verified,) = [line for line in out.splitlines() if line.startswith("Verified:")]
+    assert verified.endswith("without the 13 tensors that no model reads")
+    assert set(names) <= tensors_of(tmp_path / "result").keys()
+
+
+def test_of_a_source_that_is_read_whole_nothing_is_said(source, tmp_path):
+    assert "does not read" not in convert_well(source, tmp_path / "result").out
+
+
 def test_a_standard_member_of_the_family_is_taken_and_old_attn_res_tensors_in_it_are_not(whole, tmp_path):
     convert_well(whole, tmp_path / "first")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
