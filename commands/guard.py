@@ -10,6 +10,7 @@ import importlib
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from types import FrameType, TracebackType
 
@@ -53,6 +54,13 @@ def guarded() -> Iterator[None]:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as for a job in the background
             signal.signal(number, _receive)
     sys.unraisablehook = _raise_again
+    format_warning = warnings.formatwarning
+    # The family's own warnings are for the user, whom the place in the code tells nothing.
+    warnings.formatwarning = lambda message, category, *place, **line: (
+        f"attnres: warning: {' '.join(str(message).split())}\n"
+        if category.__name__ == "FamilyWarning"
+        else format_warning(message, category, *place, **line)
+    )
     code: int | str | None = 0
     try:
         yield
@@ -63,6 +71,7 @@ def guarded() -> Iterator[None]:
         if _state.received is None:
             print(_told(error), file=sys.stderr)
     finally:
+        warnings.formatwarning = format_warning
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # nothing is left to interrupt
         if _state.received is not None:

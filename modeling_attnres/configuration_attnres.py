@@ -1,5 +1,7 @@
 """Configuration of the family: a backbone and the residual connection through its depth."""
 
+import difflib
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +17,7 @@ from .identity_hc_attnres import IdentityHyperConnections
 from .mhc_attnres import MHC
 from .mhc_lite_attnres import MHCLite
 from .post_norm_attnres import PostNorm
-from .residual_attnres import ResidualConnection, one_of, require
+from .residual_attnres import FamilyWarning, ResidualConnection, one_of, require
 from .standard_attnres import StandardResidual
 
 CONNECTIONS: dict[str, type[ResidualConnection]] = {}  # by name; the first is the default
@@ -82,6 +84,10 @@ BACKBONES: dict[str, Sublayers | Callable[[PreTrainedConfig], Sublayers]] = {
 }
 
 
+# With those of the connections, `{name}_`: what the family's fields begin with.
+_PREFIXES = ("residual_", "depth_attention_", "attention_gate")
+
+
 class ResidualConfig(GatedConfig, PreTrainedConfig):
     """Of every family member, beside the fields of its backbone and the `fields` of its connection:
 
@@ -102,6 +108,17 @@ class ResidualConfig(GatedConfig, PreTrainedConfig):
         super().__post_init__(**kwargs)
         self.check_fields()
         self.validate()
+        self._warn_of_unknown_fields()
+
+    def _warn_of_unknown_fields(self) -> None:
+        """Warn of fields that belong to the family by their names, but not to this version of it."""
+        prefixes = (*_PREFIXES, *(f"{name}_" for name in CONNECTIONS))
+        unknown = [name for name in vars(self) if name.startswith(prefixes) and not hasattr(type(self), name)]
+        for name in sorted(unknown):
+            known = difflib.get_close_matches(name, [f for f in dir(type(self)) if f.startswith(prefixes)], n=1)
+            hint = f"Did you mean `{known[0]}`?" if known else "Update the code that loads it."
+            message = f"`{name}` ({getattr(self, name)!r}) is no field of this version, and has no effect. {hint}"
+            warnings.warn(message, FamilyWarning, stacklevel=3)
 
     def check_fields(self) -> None:
         """Raises ValueError: a value is not allowed. Models check again."""

@@ -25,7 +25,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from .attention_gate_attnres import add_attention_gate, gate_tensors
 from .configuration_attnres import CONNECTIONS, ResidualConfig, Sublayers
-from .loading_attnres import check_added, check_shapes, explain_broken_shard
+from .loading_attnres import check_added, check_shapes, explain_broken_shard, stored_fields, warn_of_change
 from .residual_attnres import DepthState, ResidualConnection, ResidualNorm, residual_tensors
 from .saving_attnres import saved_whole
 
@@ -186,6 +186,8 @@ class ResidualPreTrainedModel:
             check_shapes(info["mismatched_keys"], source)
         for added in (residual_tensors(model), gate_tensors(model)):
             check_added(model, added, info["missing_keys"], source)
+        if source is not None:
+            warn_of_change(model, stored_fields(source, **asked), source)
         if _by_own_names(source or "", kwargs.get("subfolder", "")):
             vars(model).pop("_weight_conversions", None)
         return (model, info) if asked.get("output_loading_info") else model

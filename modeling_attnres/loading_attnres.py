@@ -1,14 +1,22 @@
 """What a checkpoint must satisfy to become a model of the family, with errors that name the tensor or the file."""
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.integrations.accelerate import load_offloaded_parameter
+
+from .attention_gate_attnres import GATE_FIELDS
+from .configuration_attnres import CONNECTIONS
+from .residual_attnres import FamilyWarning, residual_tensors
 
 
 def check_added(model: nn.Module, added: dict, missing: Collection[str], source: str | os.PathLike) -> None:
@@ -33,6 +41,65 @@ def check_shapes(mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]
     tensors = [f"`{name}` has shape {list(has)}, but must be {list(must)}" for name, has, must in sorted(mismatched)]
     if tensors:
         raise RuntimeError(f"{source}: {'; '.join(tensors)}. Use the checkpoint's own config.json.")
+
+
+def stored_fields(source: str | os.PathLike, **options: Any) -> dict[str, Any]:
+    """Return the fields of a checkpoint's `config.json` as they are there, none if it has no such file.
+
+    Args:
+        source: a directory or Hub id.
+        options: of `from_pretrained`; those that say where the file is are used.
+    """
+    where = ("cache_dir", "proxies", "token", "revision", "local_files_only", "subfolder")
+    try:
+        # Not by the family's class, which renames the model type of a backbone.
+        fields, _ = PreTrainedConfig.get_config_dict(source, **{key: options[key] for key in where if key in options})
+    except OSError:
+        return {}
+    return fields
+
+
+def warn_of_change(model: nn.Module, stored: Mapping[str, Any], source: str | os.PathLike) -> None:
+    """Warn if a model has other fields than its checkpoint, so that trained tensors mean something else.
+
+    Args:
+        model: one of the family, loaded.
+        stored: the fields in the checkpoint's `config.json`.
+        source: the checkpoint, for the message.
+    """
+    config = model.config
+    if stored.get("model_type") != config.model_type:
+        return  # a backbone's checkpoint has none of the tensors
+    name = stored.get("residual_connection", type(config).residual_connection)
+    defaults = {"residual_connection": type(config).residual_connection}
+    if name == config.residual_connection:
+        defaults |= CONNECTIONS[name].fields
+    changed = {f: (stored.get(f, d), getattr(config, f)) for f, d in defaults.items()}
+    changed = {field: values for field, values in changed.items() if values[0] != values[1]}
+    if changed and _is_standard(model, {field: before for field, (before, _) in changed.items()}):
+        changed = {}
+    if stored.get("attention_gate") is not None:
+        gate = {f: (stored.get(f, d), getattr(config, f)) for f, d in GATE_FIELDS.items()}
+        changed |= {field: values for field, values in gate.items() if values[0] != values[1]}
+    if changed:
+        told = "; ".join(
+            f"`{f}` is {before!r} in its config.json, and {now!r} here" for f, (before, now) in changed.items()
+        )
+        message = f"{source}: {told}. The model computes another function than was saved; leave out what is not meant."
+        warnings.warn(message, FamilyWarning, stacklevel=3)
+
+
+def _is_standard(model: nn.Module, stored: Mapping[str, Any]) -> bool:
+    """Whether the model is the standard decoder, both as it is and with the `stored` fields in place of its own."""
+    before, tensors = copy(model.config), residual_tensors(model)
+    if stored.get("residual_connection", "standard") != "standard":
+        return False  # its tensors are not loaded
+    for field, value in stored.items():
+        setattr(before, field, value)
+    if any(tensor.is_meta for tensor in tensors.values()):
+        return False  # offloaded: not read for this
+    configs = before, model.config
+    return all(c.connection.differs_from_standard(c, tensors) is None for c in configs)
 
 
 @contextmanager

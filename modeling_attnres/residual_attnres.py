@@ -19,6 +19,10 @@ from transformers import PreTrainedConfig
 DepthState = Tensor | tuple[Tensor, ...]
 
 
+class FamilyWarning(UserWarning):
+    """A model may be another function than the user means."""
+
+
 def require(config: PreTrainedConfig, field: str, condition: bool, allowed: str) -> None:
     """Raises ValueError, with the field, its value and what is allowed, if the condition does not hold."""
     if not condition:

@@ -111,3 +111,12 @@ def test_a_signal_after_the_work_changes_nothing(number, tmp_path):
     code = f"import atexit, os, signal; atexit.register(os.kill, os.getpid(), signal.{number})"
     done = run(code, "demo", folder=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_warning_of_the_family_is_one_line_of_the_command(tmp_path):
+    told = "from attnres.residual_attnres import FamilyWarning; import warnings"
+    told += "; warnings.warn('a field\\n is new', FamilyWarning); warnings.warn('deprecated', UserWarning); 1/0"
+    done = run(f"exec({told!r})", "demo", folder=tmp_path)
+    lines = done.stderr.splitlines()
+    assert lines[0] == "attnres: warning: a field is new"
+    assert lines[1].endswith("UserWarning: deprecated")

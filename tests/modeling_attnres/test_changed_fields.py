@@ -1,0 +1,99 @@
+"""Fields that make a checkpoint another function than was saved are warned of by name; all others load silently."""
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from attnres import AttnResConfig, AttnResLlamaForCausalLM
+from attnres.conversion import retrofit
+from attnres.residual_attnres import FamilyWarning
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, tiny_model, backbones) -> Path:
+    """Saved models: trained ones of both layouts, one with a gate, a retrofit that is not trained, its source."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny_model(attn_res_block_size=3).save_pretrained(folder / "hybrid")
+    backbones.build_member("llama", attn_res_block_size=3).save_pretrained(folder / "llama")
+    backbones.build_member("llama", attention_gate="sdpa").save_pretrained(folder / "gated")
+    source = backbones.build("llama")
+    source.save_pretrained(folder / "source")
+    retrofit(source, block_size=3).save_pretrained(folder / "retrofit")
+    return folder
+
+
+def warnings_of(folder: Path, **fields) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        AutoModelForCausalLM.from_pretrained(folder, **fields)
+    return [str(warning.message) for warning in caught if warning.category is FamilyWarning]
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "stored", "asked"),
+    [
+        ("hybrid", "attn_res_block_size", 3, 2),
+        ("llama", "attn_res_block_size", 3, 1),
+        ("llama", "attn_res_scale", "mean", "sum"),
+        ("llama", "attn_res_key_norm", True, False),
+        ("llama", "residual_connection", "attn_res", "standard"),
+        ("gated", "attention_gate_scale", "unit", "double"),
+        ("retrofit", "attn_res_scale", "sum", "mean"),
+    ],
+)
+def test_a_field_that_changes_the_function_is_named_with_both_values(folders, name, field, stored, asked):
+    (message,) = warnings_of(folders / name, **{field: asked})
+    assert f"`{field}` is {stored!r} in its config.json, and {asked!r} here" in message
+    assert str(folders / name) in message
+
+
+def test_so_it_is_if_a_configuration_is_given(folders):
+    config = AutoConfig.from_pretrained(folders / "hybrid")
+    config.attn_res_block_size = 2
+    (message,) = warnings_of(folders / "hybrid", config=config)
+    assert "`attn_res_block_size` is 3 in its config.json, and 2 here" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("hybrid", {}),
+        ("gated", {"attn_implementation": "eager"}),
+        ("llama", {"attn_res_block_size": 3, "depth_attention_implementation": "auto"}),
+        ("retrofit", {"attn_res_block_size": 2}),  # at zero queries a block is only a sum of sums
+    ],
+)
+def test_a_field_that_does_not_is_not(folders, name, fields):
+    assert warnings_of(folders / name, **fields) == []
+
+
+def test_nor_is_a_backbones_checkpoint_that_begins_anew(folders):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FamilyWarning)
+        AttnResLlamaForCausalLM.from_pretrained(folders / "source", attn_res_block_size=2)
+
+
+def test_a_field_of_another_version_is_named(folders, tmp_path):
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folders / "retrofit")
+    model.save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields |= {"attn_res_temperature": 2.0, "mhc_rank": 3, "some_note": "mine"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    messages = warnings_of(tmp_path)
+    assert {message.split("`")[1] for message in messages} == {"attn_res_temperature", "mhc_rank"}
+    assert any("(2.0) is no field of this version" in message for message in messages)
+
+
+def test_a_misspelt_field_is_named_with_the_one_that_was_meant():
+    with pytest.warns(FamilyWarning, match="`attn_res_blocksize`.*Did you mean `attn_res_block_size`"):
+        AttnResConfig(attn_res_blocksize=2)
+
+
+def test_the_fields_of_every_backbone_are_known(backbones):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FamilyWarning)
+        for case in backbones.CASES:
+            backbones.member_config(case)
