@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from attnres.utils.token_ids import check_token_ids
+
 from .attention_sinks import AttentionSinks, attention_sinks
 from .depth_attention import DepthAttention, NoDepthAttention, depth_attention, weights_by_token
 from .interventions import Interventions, count_passes, interventions
@@ -106,6 +108,7 @@ def inspect_model(
         text = Text("text", text) if isinstance(text, str) else read_text(text, max(tokens, length))
     member = family_member(model)
     ids, words = cut(text, tokenizer, length, tokens)
+    check_token_ids(ids, model, f"{text.name}, by this tokenizer,")
     batches = ids.split(batch_size)
     few = ids[: math.ceil(intervention_tokens / length)].split(batch_size)
     advance("depth attention", 0.0)

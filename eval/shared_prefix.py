@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import cached_property, partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from tqdm import tqdm
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 from attnres.eval.prefix_tree import Node, Row, make_rows, make_tree, pays
+from attnres.utils.token_ids import check_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +165,9 @@ class SharedPrefixLM(HFLM):
         groups: dict[str, list[int]] = {}  # a batch has one set of generation arguments
         for index, request in enumerate(requests):
             groups.setdefault(repr(sorted(request.args[1].items())), []).append(index)
-        lengths = [len(self.tok_encode(request.args[0])) for request in requests]
+        prompts = [self.tok_encode(request.args[0]) for request in requests]
+        check_token_ids(chain.from_iterable(prompts), self.model, "a question")
+        lengths = [len(prompt) for prompt in prompts]
         rooms = [self.max_length - request.args[1].get("max_gen_toks", self.max_gen_toks) for request in requests]
         self._count_cut(sum(length > room for length, room in zip(lengths, rooms)), len(requests))
         generate = partial(super().generate_until, disable_tqdm=True)
@@ -217,6 +220,7 @@ class SharedPrefixLM(HFLM):
                 )
         answers: dict[int, Answer] = {}
         lengths = [len(context) + len(continuation) - 1 for _, context, continuation in requests]
+        check_token_ids((i for _, *parts in requests for part in parts for i in part), self.model, "a question")
         longest = min(max(lengths, default=0), self.max_length)
         self._count_cut(sum(length > self.max_length for length in lengths), len(requests))
         # The harness gives a batch size of its own for the windows of a long text: parts of a call, not reported.

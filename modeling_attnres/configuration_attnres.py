@@ -4,6 +4,7 @@ import difflib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import KimiLinearConfig, PreTrainedConfig
 
@@ -88,6 +89,13 @@ BACKBONES: dict[str, Sublayers | Callable[[PreTrainedConfig], Sublayers]] = {
 _PREFIXES = ("residual_", "depth_attention_", "attention_gate")
 
 
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads"),
+)
+_MAX_LAYERS, _MAX_DEPTH = 10_000, 100
+
+
 class ResidualConfig(GatedConfig, PreTrainedConfig):
     """Of every family member, beside the fields of its backbone and the `fields` of its connection:
 
@@ -105,6 +113,11 @@ class ResidualConfig(GatedConfig, PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         kwargs.pop("model_type", None)  # that of a backbone's checkpoint
+        # Before the backbone's class divides by these numbers, or makes lists of that length.
+        self.check_sizes()
+        for name, value in (vars(self) | kwargs).items():
+            if _depth(value) > _MAX_DEPTH:
+                raise ValueError(f"`{name}` contains itself, or is nested deeper than {_MAX_DEPTH} levels.")
         super().__post_init__(**kwargs)
         self.check_fields()
         self.validate()
@@ -120,8 +133,23 @@ class ResidualConfig(GatedConfig, PreTrainedConfig):
             message = f"`{name}` ({getattr(self, name)!r}) is no field of this version, and has no effect. {hint}"
             warnings.warn(message, FamilyWarning, stacklevel=3)
 
+    def check_sizes(self) -> None:
+        """Check the numbers that every decoder has.
+
+        Raises:
+            ValueError: one is below 1, or there are more than 10,000 layers, which is no model but a mistake.
+        """
+        layers = self.num_hidden_layers
+        require(self, "num_hidden_layers", 1 <= layers <= _MAX_LAYERS, f"an integer from 1 to {_MAX_LAYERS:,}")
+        for field in _SIZES:
+            value = getattr(self, field, None)
+            require(self, field, not isinstance(value, int) or value >= 1, "an integer >= 1")
+
     def check_fields(self) -> None:
         """Raises ValueError: a value is not allowed. Models check again."""
+        self.check_sizes()
+        allowed = f"{type(self).backbone!r}, that of {type(self).__name__}"
+        require(self, "backbone", self.backbone == type(self).backbone, allowed)
         require(self, "residual_connection", self.residual_connection in [*CONNECTIONS], one_of(CONNECTIONS))
         for field, default in CONNECTIONS[self.residual_connection].fields.items():
             setattr(self, field, getattr(self, field, default))  # of its own, so that it is saved
@@ -157,6 +185,19 @@ class ResidualConfig(GatedConfig, PreTrainedConfig):
         fields = super().to_dict()
         fields.pop("depth_attention_implementation", None)  # of the machine
         return fields
+
+
+def _depth(value: Any) -> int:
+    """Return how deep dictionaries and lists are nested in a value, at most `_MAX_DEPTH + 1`."""
+    depth, level = 0, [value]
+    while depth <= _MAX_DEPTH:
+        # Each object once: by aliases, one may stand in more places than can be counted.
+        nested = {id(item): item for item in level if isinstance(item, dict | list | tuple)}
+        if not nested:
+            return depth
+        level = [v for item in nested.values() for v in (item.values() if isinstance(item, dict) else item)]
+        depth += 1
+    return depth
 
 
 def register(connection: type[ResidualConnection]) -> None:

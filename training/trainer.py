@@ -28,6 +28,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, ge
 from attnres.residual_attnres import residual_tensors
 from attnres.utils.disks import why_not_written
 from attnres.utils.processes import is_lost_connection
+from attnres.utils.token_ids import check_token_ids
 
 from .balance import ExpertBalance
 from .held_out import ROW, NumberedRows, TokenMean
@@ -68,10 +69,16 @@ class AttnResTrainer(ResumableTrainer):
             arguments.save_only_model = True  # `Trainer` saves no divided optimizer; `_save_checkpoint` does
         if options.get("eval_dataset") is not None:
             options["eval_dataset"] = NumberedRows(options["eval_dataset"])
-        super().__init__(model, arguments, data_collator=collate, callbacks=callbacks, **options)
+        super().__init__(model, arguments, data_collator=self._collate, callbacks=callbacks, **options)
         # The processes of one run write to a folder that is theirs alone: a process that outlives its run cannot get
         # between those of the next one.
         self._run_id: str = broadcast_object_list([secrets.token_hex(4)])[0]
+
+    def _collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Make a batch of rows. Raise ValueError if it has a token id that the model does not know."""
+        batch = collate(rows)
+        check_token_ids(batch["input_ids"], self.model, f"the data ({'; '.join(batch['documents'])})")
+        return batch
 
     def create_optimizer(self, model: PreTrainedModel | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:

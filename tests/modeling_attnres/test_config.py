@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from attnres import CONNECTIONS, AttnResConfig, AttnResForCausalLM
+from attnres import CONNECTIONS, AttnResConfig, AttnResForCausalLM, AttnResLlamaConfig
 
 # The messages below are matched whole: field, value and what is allowed.
 BLOCK_SIZE = "`attn_res_block_size` is {!r}, but must be an integer >= 1 (block size in sublayers)."
@@ -25,9 +25,18 @@ RESIDUAL_FIELDS = [
     *[("residual_connection", value, CONNECTION.format(value)) for value in ("hyper", "", None, 0, False, ["mhc"])],
 ]
 BACKBONE_FIELDS = [
-    *[("num_key_value_heads", value, HEADS.format(value)) for value in (2, 3, 8, 0, -2)],
+    *[("num_key_value_heads", value, HEADS.format(value)) for value in (2, 3, 8)],
+    *[
+        (field, value, f"`{field}` is {value}, but must be an integer >= 1.")
+        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+        for value in (0, -2)
+    ],
+    *[
+        ("num_hidden_layers", value, f"`num_hidden_layers` is {value}, but must be an integer from 1 to 10,000.")
+        for value in (10**6, 0, -1)
+    ],
+    ("backbone", "llama", "`backbone` is 'llama', but must be 'kimi_linear', that of AttnResConfig."),
     *[("n_group", value, GROUPS.format(value)) for value in (3, 0, 8)],
-    ("num_attention_heads", 0, "`num_attention_heads` is 0, but must be an integer >= 1."),
     ("topk_group", None, "`topk_group` is None, but must be an integer >= 1."),
     ("topk_group", 2, "`topk_group` is 2, but must be from 1 to `n_group` (1)."),
     ("num_experts_per_tok", 9, "`num_experts_per_tok` is 9, but must be from 1 to the 8 experts"),
@@ -116,3 +125,20 @@ def test_a_saved_configuration_reads_back_equal(tiny_config, tmp_path):
         "sum",
     )
     assert read.to_diff_dict() == config.to_diff_dict()
+
+
+def test_a_value_that_contains_itself_is_named(tiny_config):
+    nested: dict = {"a": 1}
+    nested["self"] = [nested]
+    with pytest.raises(ValueError, match="`extra` contains itself, or is nested deeper than 100 levels"):
+        tiny_config(extra=nested)
+    shared: list = [1]
+    for _ in range(60):
+        shared = [shared] * 9  # 9 ** 60 places, of 61 lists
+    assert tiny_config(extra=shared).extra is shared
+
+
+@pytest.mark.parametrize(("field", "value"), [("num_attention_heads", 0), ("num_hidden_layers", 10**6)])
+def test_so_are_the_sizes_of_another_backbone(field, value):
+    with pytest.raises(ValueError, match=f"`{field}` is {value}, but must be an integer"):
+        AttnResLlamaConfig(**{field: value})
