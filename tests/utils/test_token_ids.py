@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerFast, TrainingArguments
 from attnres import AttnResForCausalLM
 from attnres.analysis import Text, inspect_model
 from attnres.eval.shared_prefix import SharedPrefixLM
-from attnres.utils.token_ids import check_token_ids
 from attnres.training.recipe import Recipe
 from attnres.training.trainer import AttnResTrainer
+from attnres.utils.token_ids import check_token_ids
 
 TOLD = "has the token id 120, but the model's `vocab_size` is 99"
 
