@@ -34,11 +34,10 @@ def reader(model: nn.Module, connection: type[nn.Module], key_norm: type[nn.Modu
 
 
 def accelerate_delta_attention(attention: nn.Module) -> None:
-    """Make a Kimi Linear delta attention, on the same weights, faster where no GPU kernel applies."""
-    from .delta_attention import FastDeltaAttention, kimi_linear
+    """Make a `DeltaAttention` of the model's files, on the same weights, faster where no GPU kernel applies."""
+    from .delta_attention import accelerate
 
-    if type(attention) is kimi_linear.KimiLinearDeltaAttention:
-        attention.__class__ = FastDeltaAttention
+    accelerate(attention)
 
 
 __all__ = [

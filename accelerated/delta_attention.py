@@ -12,16 +12,13 @@ exceeds one, however strong it is, and no sum is ever the difference of larger o
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
-from types import FunctionType
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from transformers.integrations.accelerate import force_accelerate_hooks
+from torch import Tensor, nn
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
-from transformers.models.kimi_linear.modeling_kimi_linear import apply_mask_to_padding_states  # noqa: F401  in forward
 
 # Below this length pairs of tokens are multiplied channel by channel: smaller matrix products cost more than they save.
 LEAF = 4
@@ -37,8 +34,9 @@ def chunk_kda(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
+    starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The outputs of the recurrence above, and the state after it. Computed in float32.
+    """Compute the recurrence above in float32: its outputs, and the state after it.
 
     Args:
         query, key, g: `[batch, seq, heads, d_k]`; `g` is the logarithm of the decay, at most 0.
@@ -47,19 +45,23 @@ def chunk_kda(
         chunk_size: tokens that are computed together; a power of 2.
         initial_state: `[batch, heads, d_k, d_v]`, zero by default.
         use_qk_l2norm_in_kernel: normalise queries and keys first.
+        starts: `[batch, seq]`, true where a document begins: the state before it is forgotten.
 
     Returns:
         `[batch, seq, heads, d_v]` in the dtype of `query`, and the state in float32 if `output_final_state`.
     """
     if torch.is_autocast_enabled(query.device.type):
         with torch.autocast(query.device.type, enabled=False):
-            options = chunk_size, initial_state, output_final_state, use_qk_l2norm_in_kernel
+            options = chunk_size, initial_state, output_final_state, use_qk_l2norm_in_kernel, starts
             return chunk_kda(query, key, value, g, beta, *options)
     dtype, length = query.dtype, key.shape[1]
     query, key, value, g, beta = (x.transpose(1, 2).float() for x in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
         query, key = kimi_linear.l2norm(query), kimi_linear.l2norm(key)
     query = query * key.shape[-1] ** -0.5
+    if starts is not None:
+        # A decay of exactly 0: what a document begins with is zero, and no gradient passes.
+        g = g.masked_fill(starts[:, None, :, None], -torch.inf)
     # A short sequence is one short chunk. What pads the last one has no key, so that it changes nothing.
     chunk_size = min(chunk_size, 1 << (length - 1).bit_length())
     query, key, value, g, beta = (
@@ -67,7 +69,7 @@ def chunk_kda(
         for x in (query, key, value, g, beta.unsqueeze(-1))
     )
     key_beta = key * beta
-    scores, system = decayed_products(torch.stack((query, key_beta)), key, g)
+    scores, system = decayed_products(torch.stack((query, key_beta)), key, g, starts is not None)
     since_start = _decay(g.cumsum(-2))
     # What each token writes is its value less what is there already: from the chunk itself, which the triangular
     # system (I + strictly lower part) solves, and from the state before it.
@@ -89,25 +91,32 @@ def chunk_kda(
     return output.to(dtype), state if output_final_state else None
 
 
-def decayed_products(readers: Tensor, sources: Tensor, g: Tensor) -> Tensor:
-    """`P[t, s] = sum_d readers_t[d] sources_s[d] exp(g_{s+1} + ... + g_t)[d]` for `s <= t`, and 0 above the diagonal.
+def decayed_products(readers: Tensor, sources: Tensor, g: Tensor, has_starts: bool = False) -> Tensor:
+    """Compute `P[t, s] = sum_d readers_t[d] sources_s[d] exp(g_{s+1} + ... + g_t)[d]` for `s <= t`, and 0 above the diagonal.
 
     Args:
         readers: `[kinds, ..., length, d]`, one or more for each token; the length is a power of 2.
         sources, g: `[..., length, d]`.
+        has_starts: `g` may be `-inf`, in all channels of a token at once.
 
     Returns:
         `[kinds, ..., length, length]`.
     """
     length = sources.shape[-2]
     if length <= LEAF:
+        hidden = torch.ones(length, length, dtype=torch.bool, device=g.device).triu(1)[..., None]
+        if has_starts:
+            # The difference of two infinities is no number: hide instead what is in different documents.
+            is_start = g[..., :1].isneginf()
+            document = is_start.cumsum(-2)
+            hidden = hidden | (document.unsqueeze(-2) != document.unsqueeze(-3))
+            g = g.masked_fill(is_start, 0)
         since = g.cumsum(-2)
-        above = torch.ones(length, length, dtype=torch.bool, device=g.device).triu(1)
-        decay = _decay(since.unsqueeze(-2) - since.unsqueeze(-3), above[..., None])
+        decay = _decay(since.unsqueeze(-2) - since.unsqueeze(-3), hidden)
         decayed = decay * sources.unsqueeze(-3)  # [..., reader, source, d]
         return (readers.movedim(0, -2) @ decayed.transpose(-1, -2)).movedim(-2, 0)
     readers, sources, g = (x.unflatten(-2, (2, length // 2)) for x in (readers, sources, g))
-    first, second = decayed_products(readers, sources, g).unbind(-3)
+    first, second = decayed_products(readers, sources, g, has_starts).unbind(-3)
     late_readers = readers[..., 1, :, :] * _decay(g[..., 1, :, :].cumsum(-2))
     early_sources = sources[..., 0, :, :] * _decay(_sum_after(g[..., 0, :, :]))
     across = late_readers @ early_sources.transpose(-1, -2)
@@ -125,34 +134,33 @@ def _sum_after(g: Tensor) -> Tensor:
     return F.pad(g[..., 1:, :].flip(-2).cumsum(-2).flip(-2), (0, 0, 0, 1))
 
 
+def _has_kernel(package: str) -> bool:
+    """Whether `transformers` takes its GPU kernels from the package: there is a GPU, and the package can be imported."""
+    # What is installed may lack its own dependencies; `transformers` takes its slow fallback then.
+    with suppress(ImportError):
+        return torch.accelerator.is_available() and bool(import_module(package))
+    return False
+
+
 def _where_no_kernel_applies(name: str, package: str, plain: Callable | None = None) -> Callable:
-    """The function of that name in Kimi Linear's file, but in PyTorch where its kernels do not run.
+    """Return the function of that name in Kimi Linear's file, but in PyTorch where its kernels do not run.
 
     `transformers` chooses between the two once, by whether the package is there, and not by the tensors' device.
 
     Args:
         plain: what to use instead; by default what `transformers` has without the package.
     """
-    chosen = getattr(kimi_linear, name)
-    plain = plain or inspect.unwrap(chosen)
-    understood = inspect.signature(plain).parameters
-    has_package = torch.accelerator.is_available() and _can_be_imported(package)
+    kernel = getattr(kimi_linear, name)
+    plain = plain or inspect.unwrap(kernel)
+    has_kernel = _has_kernel(package)
 
     @wraps(plain)
     def function(tensor: Tensor, *args, **kwargs):
-        packed = kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None
-        if packed or (has_package and tensor.device.type != "cpu"):
-            return chosen(tensor, *args, **kwargs)  # sequences packed into one are kept apart by kernels only
-        return plain(tensor, *args, **{key: value for key, value in kwargs.items() if key in understood})
+        is_plain = not has_kernel or tensor.device.type == "cpu"
+        return (plain if is_plain else kernel)(tensor, *args, **kwargs)
 
+    function.has_kernel = has_kernel
     return function
-
-
-def _can_be_imported(package: str) -> bool:
-    """What is installed may lack its own dependencies; `transformers` takes its slow fallback then."""
-    with suppress(ImportError):
-        return bool(import_module(package))
-    return False
 
 
 chunk_kimi_delta_attention = _where_no_kernel_applies("chunk_kimi_delta_attention", "fla", chunk_kda)
@@ -161,19 +169,77 @@ causal_conv1d_fn = _where_no_kernel_applies("causal_conv1d_fn", "causal_conv1d")
 causal_conv1d_update = _where_no_kernel_applies("causal_conv1d_update", "causal_conv1d")
 
 
-def _in_this_file(method: Callable) -> Callable:
-    """A method of Kimi Linear, line by line, that finds under its names what they are in this file."""
-    method = inspect.unwrap(method)
-    # The names of a real module: `torch.compile` looks them up there.
-    here = FunctionType(method.__code__, globals(), method.__name__, method.__defaults__, method.__closure__)
-    here.__kwdefaults__, here.__annotations__ = method.__kwdefaults__, method.__annotations__
-    return here
+def chunk(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the recurrence as `delta_attention_attnres.chunk`; rows of several documents cost what others cost.
+
+    Args:
+        seq_idx: `[batch, seq]`, the number of each token's document.
+        cu_seqlens: `[documents + 1]`, their borders in all rows together; a kernel's call finds them where they are not
+            given.
+    """
+    options = {"initial_state": initial_state, "output_final_state": output_final_state}
+    options["use_qk_l2norm_in_kernel"] = True
+    if seq_idx is None:
+        return chunk_kimi_delta_attention(query, key, value, g=g, beta=beta, **options)
+    starts = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=True)
+    if query.device.type == "cpu" or not chunk_kimi_delta_attention.has_kernel:
+        return chunk_kda(query, key, value, g=g, beta=beta, starts=starts, **options)
+    if cu_seqlens is None:
+        ends = starts.new_full((1,), seq_idx.numel(), dtype=torch.long)
+        cu_seqlens = torch.cat((starts.flatten().nonzero().flatten(), ends))
+    # The kernel takes documents in a single row.
+    query, key, value, g, beta = (tensor.flatten(0, 1).unsqueeze(0) for tensor in (query, key, value, g, beta))
+    output, _ = chunk_kimi_delta_attention(query, key, value, g=g, beta=beta, cu_seqlens=cu_seqlens, **options)
+    return output.view(*seq_idx.shape, *output.shape[2:]), None
 
 
-class FastDeltaAttention(kimi_linear.KimiLinearDeltaAttention):
-    """Kimi Linear's delta attention, with the functions above where no GPU kernel applies."""
+def step(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, output_final_state: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the recurrence for one token, as `delta_attention_attnres.step`."""
+    options = {"output_final_state": output_final_state, "use_qk_l2norm_in_kernel": True}
+    return recurrent_kimi_delta_attention(query, key, value, g=g, beta=beta, initial_state=initial_state, **options)
 
-    forward = force_accelerate_hooks("conv1d")(_in_this_file(kimi_linear.KimiLinearDeltaAttention.forward))
+
+def convolve(
+    convolve_documents: Callable[..., Tensor],
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None = None,
+) -> Tensor:
+    """Compute the convolution as `delta_attention_attnres.convolve`, which is the first argument."""
+    options = {"weight": weight, "bias": bias, "activation": activation}
+    if seq_idx is None:
+        return causal_conv1d_fn(inputs, **options)
+    if inputs.device.type == "cpu" or not causal_conv1d_fn.has_kernel:
+        return convolve_documents(inputs, **options, seq_idx=seq_idx)
+    return causal_conv1d_fn(inputs, **options, seq_idx=seq_idx.int().contiguous())
 
 
-__all__ = ["FastDeltaAttention", "chunk_kda", "decayed_products"]
+def convolve_step(
+    inputs: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    """Compute the convolution for one token, as `delta_attention_attnres.convolve_step`."""
+    return causal_conv1d_update(inputs, state, weight=weight, bias=bias, activation=activation)
+
+
+def accelerate(attention: nn.Module) -> None:
+    """Let a `DeltaAttention` of the model's files compute with the functions above, on the same weights."""
+    attention.chunk, attention.step, attention.convolve_step = chunk, step, convolve_step
+    # Not a method of the object: a copy of the model, or one read from a pickle, has functions of its own.
+    attention.convolve = partial(convolve, type(attention).convolve)
+
+
+__all__ = ["accelerate", "chunk_kda", "decayed_products"]

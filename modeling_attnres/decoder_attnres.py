@@ -25,6 +25,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from .attention_gate_attnres import add_attention_gate, gate_tensors
 from .configuration_attnres import CONNECTIONS, ResidualConfig, Sublayers
+from .documents_attnres import keep_documents_apart
 from .loading_attnres import check_added, check_shapes, explain_broken_shard, stored_fields, warn_of_change
 from .residual_attnres import DepthState, ResidualConnection, ResidualNorm, residual_tensors
 from .saving_attnres import saved_whole
@@ -239,6 +240,14 @@ class ResidualModel(ResidualPreTrainedModel):
         _add_connection(self, "output_attn_res", config, config.num_sublayers)
         self.post_init()
 
+    def prepare_rows(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Change the arguments of a forward pass so that documents of one row do not see each other.
+
+        Raises:
+            ValueError: as [`keep_documents_apart`].
+        """
+        return keep_documents_apart(arguments, self.config)[0]
+
     def forward(self, *args, record_to: list | None = None, **kwargs):
         if any(layer.layer_idx != i for i, layer in enumerate(self.layers)):
             if len({*self.layers}) < len(self.layers):
@@ -250,7 +259,9 @@ class ResidualModel(ResidualPreTrainedModel):
         fast = None
         if not (is_recorded or torch.is_grad_enabled() or torch.compiler.is_compiling()):
             fast = CONNECTIONS[self.config.residual_connection].form(self.config).reader(self)
-        outputs = super().forward(*args, reader=DepthReader(self, fast), **kwargs)
+        # `zip` ends with the shorter one, the arguments that were given by position.
+        arguments = self.prepare_rows(dict(zip(self.argument_names, args)) | kwargs)
+        outputs = super().forward(reader=DepthReader(self, fast), **arguments)
         if record_to is not None and "depth_attentions" in outputs:
             record_to.append(outputs["depth_attentions"])
         return outputs
@@ -363,3 +374,5 @@ def _show_backbone_signature(model_class: type[ResidualPreTrainedModel]) -> None
             "`[sources, batch, seq]` with which each sublayer and the output read."
         )
         model_class.forward = forward
+        # Of the arguments by position, whose names `wraps` keeps from `inspect` in a traced call.
+        model_class.argument_names = tuple(signature(theirs).parameters)[1:]

@@ -1,7 +1,8 @@
 """AttnRes on a Kimi Linear backbone. What differs from `transformers`' Kimi Linear:
 
 - sublayers and the final norm read from the depth state, as on any backbone;
-- where `attnres` is installed, its faster delta attention is taken if no GPU kernel applies;
+- delta attention keeps documents of one row apart and passes over padding; where `attnres` is installed, its faster form
+  is taken if no GPU kernel applies;
 - the published layout of Kimi Linear checkpoints loads and is written.
 
 Tools look in this file for the experts' decorator, `@use_experts_implementation`.
@@ -9,6 +10,7 @@ Tools look in this file for the experts' decorator, `@use_experts_implementation
 
 import inspect
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,22 +19,30 @@ from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
 from .configuration_attnres import AttnResConfig, Sublayers
 from .decoder_attnres import PooledByMask, ResidualDecoderLayer, ResidualHead, ResidualModel, ResidualPreTrainedModel
+from .delta_attention_attnres import DeltaAttention
+from .documents_attnres import cache_of, for_linear_attention, keep_documents_apart
 from .functional_attnres import accelerated
+
+# Arguments that `for_linear_attention` makes for these layers alone.
+_OF_DELTA_ATTENTION = ("real_tokens", "seq_idx", "cu_seqlens")
 
 
 class AttnResDecoderLayer(ResidualDecoderLayer, kimi_linear.KimiLinearDecoderLayer):
     def connect(self, config: AttnResConfig, sublayers: Sublayers, layer_idx: int) -> None:
         super().connect(config, sublayers, layer_idx)
-        if self.block_type != "full_attention" and accelerated is not None:
-            accelerated.accelerate_delta_attention(self.self_attn)
+        if self.block_type != "full_attention":
+            self.self_attn.__class__ = DeltaAttention
+            if accelerated is not None:
+                accelerated.accelerate_delta_attention(self.self_attn)
 
     def attend(self, attention: nn.Module, hidden_states: Tensor, **kwargs) -> Tensor:
         if self.block_type == "full_attention":
+            kwargs = {name: value for name, value in kwargs.items() if name not in _OF_DELTA_ATTENTION}
             return super().attend(attention, hidden_states, **kwargs)
-        # KDA takes its cache under another name, needs no positions, and returns the output alone.
-        cache = kwargs.pop("past_key_values", None)
-        kwargs = {name: value for name, value in kwargs.items() if name not in ("position_ids", "use_cache")}
-        return attention(hidden_states, cache_params=cache, **kwargs)
+        # It needs no positions, and returns the output alone.
+        names = ("attention_mask", *_OF_DELTA_ATTENTION)
+        kwargs_of_delta = {name: kwargs[name] for name in names if name in kwargs}
+        return attention(hidden_states, cache_of(kwargs), **kwargs_of_delta)
 
 
 class AttnResPreTrainedModel(ResidualPreTrainedModel, kimi_linear.KimiLinearPreTrainedModel):
@@ -47,6 +57,15 @@ class AttnResPreTrainedModel(ResidualPreTrainedModel, kimi_linear.KimiLinearPreT
 
 class AttnResModel(ResidualModel, AttnResPreTrainedModel, kimi_linear.KimiLinearModel):
     layer_class = AttnResDecoderLayer
+
+    def prepare_rows(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """As for any backbone, and so that linear attention honours padding and documents too."""
+        arguments, documents = keep_documents_apart(arguments, self.config)
+        if "linear_attention" not in self.config.layer_types:
+            return arguments
+        layer_idx = self.config.layer_types.index("linear_attention")
+        dtype = self.embed_tokens.weight.dtype
+        return for_linear_attention(arguments, self.config, dtype, documents, layer_idx)
 
 
 class AttnResForCausalLM(ResidualHead, AttnResPreTrainedModel, kimi_linear.KimiLinearForCausalLM):

@@ -1,0 +1,219 @@
+"""Kimi Delta Attention that keeps documents of one row apart and lets padding change no state.
+
+`transformers`' layer runs one recurrence and one short convolution over all tokens of a row. This one also takes
+
+- rows of several documents: state and convolution begin anew at each;
+- padding anywhere: with and without a cache, the layer computes what it would if padding were not there.
+
+The functions that compute the convolution and the recurrence are attributes, which `attnres.accelerated` replaces.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Cache
+from transformers.integrations.accelerate import force_accelerate_hooks
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
+
+
+def convolve(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None = None
+) -> Tensor:
+    """Compute the causal convolution of each channel; with `seq_idx`, of each document by itself.
+
+    Args:
+        inputs: `[batch, channels, seq]`.
+        weight: `[channels, kernel]`.
+        bias: `[channels]` or `None`.
+        activation: name of an activation function, or `None`.
+        seq_idx: `[batch, seq]`, the number of each token's document.
+
+    Returns:
+        `[batch, channels, seq]`.
+    """
+    if seq_idx is None:
+        return kimi_linear.causal_conv1d_fn(inputs, weight=weight, bias=bias, activation=activation)
+    inputs_in, length = inputs.to(weight.dtype), inputs.shape[-1]
+    output = inputs_in * weight[:, -1:]
+    for back in range(1, min(weight.shape[-1], length)):
+        # A token of another document is as good as none.
+        is_same = (seq_idx[:, back:] == seq_idx[:, :-back]).unsqueeze(1)  # (batch, 1, seq - back)
+        earlier = (inputs_in[..., :-back] * weight[:, -1 - back, None]).masked_fill(~is_same, 0)
+        output = output + F.pad(earlier, (back, 0))
+    if bias is not None:
+        output = output + bias[:, None]
+    if activation is not None:
+        output = kimi_linear.ACT2FN[activation](output)
+    return output.to(inputs.dtype)
+
+
+def chunk(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the recurrence over several tokens; with `seq_idx`, over each document by itself.
+
+    Args:
+        query, key, g: `[batch, seq, heads, d_k]`.
+        value: `[batch, seq, heads, d_v]`.
+        beta: `[batch, seq, heads]`.
+        initial_state: `[batch, heads, d_k, d_v]`, or `None` for zeros, which rows of several documents need.
+        output_final_state: return the state after the last token, too.
+        seq_idx: `[batch, seq]`, the number of each token's document.
+        cu_seqlens: the documents' borders in all rows together, for kernels that take them.
+
+    Returns:
+        The outputs `[batch, seq, heads, d_v]`, and the state or `None`.
+    """
+    options = {"output_final_state": output_final_state, "use_qk_l2norm_in_kernel": True}
+    if seq_idx is None:
+        return kimi_linear.chunk_kimi_delta_attention(
+            query, key, value, g=g, beta=beta, initial_state=initial_state, **options
+        )
+    # No function of `transformers` takes documents on every device. So each becomes a row of its own, beside those of
+    # about its length: rows are filled to less than twice their tokens, and what fills them comes after their document.
+    borders = [*is_start(seq_idx).flatten().nonzero().flatten().tolist(), seq_idx.numel()]
+    documents: dict[int, list[tuple[int, int]]] = {}
+    for start, end in zip(borders, borders[1:]):
+        documents.setdefault((end - start - 1).bit_length(), []).append((start, end))
+    inputs = [tensor.flatten(0, 1) for tensor in (query, key, value, g, beta)]
+    outputs, places = [], []
+    for alike in documents.values():
+        starts, ends = torch.tensor(alike, device=query.device).unsqueeze(-1).unbind(1)  # (documents, 1) each
+        tokens = starts + torch.arange(max(end - start for start, end in alike), device=query.device)
+        rows = [tensor[tokens.clamp(max=seq_idx.numel() - 1)] for tensor in inputs]
+        output, _ = kimi_linear.chunk_kimi_delta_attention(
+            *rows[:3], g=rows[3], beta=rows[4], initial_state=None, **options | {"output_final_state": False}
+        )
+        outputs.append(output[tokens < ends])
+        places.append(tokens[tokens < ends])
+    return torch.cat(outputs)[torch.cat(places).argsort()].view_as(value), None
+
+
+def step(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, output_final_state: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the recurrence for one token; the shapes are those of [`chunk`]."""
+    options = {"output_final_state": output_final_state, "use_qk_l2norm_in_kernel": True}
+    return kimi_linear.recurrent_kimi_delta_attention(
+        query, key, value, g=g, beta=beta, initial_state=initial_state, **options
+    )
+
+
+def convolve_step(
+    inputs: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    """Compute the convolution for one token `[batch, channels, 1]`, and move `state` on by it, in place."""
+    return kimi_linear.causal_conv1d_update(inputs, state, weight=weight, bias=bias, activation=activation)
+
+
+def is_start(seq_idx: Tensor) -> Tensor:
+    """Return where documents begin, `[batch, seq]`; each row begins with one."""
+    return F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=True)
+
+
+class DeltaAttention(kimi_linear.KimiLinearDeltaAttention):
+    """Kimi Linear's delta attention for rows of several documents and for padding anywhere."""
+
+    chunk, step = staticmethod(chunk), staticmethod(step)
+    convolve, convolve_step = staticmethod(convolve), staticmethod(convolve_step)
+
+    @force_accelerate_hooks("conv1d")  # its weight is used without a call of the module
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cache: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        real_tokens: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        **kwargs,
+    ) -> Tensor:
+        """Compute the layer's output `[batch, seq, hidden]`.
+
+        Args:
+            hidden_states: `[batch, seq, hidden]`.
+            cache: holds the states of earlier tokens; none with `seq_idx`.
+            attention_mask: `[batch, seq]`, 0 for padding that stands before the real tokens of a row without state,
+                or after them where there is no cache. Such padding has only to be zero.
+            real_tokens: the same as booleans, for padding anywhere else.
+            seq_idx: `[batch, seq]`, the number of each token's document; two that follow each other differ.
+            cu_seqlens: the same, as the documents' borders in all rows together, for GPU kernels.
+        """
+        batch, length = hidden_states.shape[:2]
+        order = None
+        if real_tokens is not None:
+            # Real tokens first, in their order: the state runs through them, and what follows does not change it.
+            order = (~real_tokens).int().argsort(dim=1, stable=True)
+            hidden_states = hidden_states.gather(1, order.unsqueeze(-1).expand_as(hidden_states))
+            attention_mask = real_tokens.gather(1, order)
+            seq_idx = None if seq_idx is None else seq_idx.gather(1, order)
+            # These borders are of the tokens in their old order.
+            cu_seqlens = None
+        hidden_states = kimi_linear.apply_mask_to_padding_states(hidden_states, attention_mask)
+
+        projections = self.q_proj, self.k_proj, self.v_proj
+        mixed = torch.cat([project(hidden_states) for project in projections], -1).transpose(1, 2)
+        # Both are `None` before the first token. (`get_conv_state` is not in the oldest `transformers`.)
+        conv_state = state = None
+        if cache is not None and cache.has_previous_state(self.layer_idx):
+            states = cache.layers[self.layer_idx]
+            conv_state, state = states.conv_states[0], states.recurrent_states[0]
+        convolution = {"weight": self.conv1d.weight.squeeze(1), "bias": self.conv1d.bias, "activation": self.activation}
+        is_step = length == 1 and conv_state is not None and order is None
+        if is_step:
+            mixed = self.convolve_step(mixed, conv_state, **convolution)
+        else:
+            if cache is not None:
+                # With the tokens before, which the convolution sees: `[batch, channels, kernel + seq]`.
+                mixed = self._update_conv_state(cache, mixed, conv_state, attention_mask if order is not None else None)
+            mixed = self.convolve(mixed, **convolution, seq_idx=seq_idx)[..., -length:]
+        heads = batch, length, -1, self.head_dim
+        query, key, value = (part.view(heads) for part in mixed.transpose(1, 2).split(self.qkv_dim, dim=-1))
+
+        g, beta = self.forget_gate(hidden_states), self.b_proj(hidden_states).sigmoid()
+        if order is not None:
+            # Nothing is forgotten and nothing is written. (The convolution of zeros after real tokens is not zero.)
+            is_padding = ~attention_mask.unsqueeze(-1)
+            g, beta = g.masked_fill(is_padding.unsqueeze(-1), 0), beta.masked_fill(is_padding, 0)
+        documents = {} if is_step else {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
+        recurrence = self.step if is_step else self.chunk
+        output, state = recurrence(query, key, value, g, beta, state, cache is not None, **documents)
+        if cache is not None:
+            cache.update_recurrent_state(state.float(), self.layer_idx)
+
+        gate = self.g_b_proj(self.g_a_proj(hidden_states)).view(heads)
+        output = self.o_proj(self.o_norm(output, gate).reshape(batch, length, -1))
+        if order is not None:
+            output = output.gather(1, order.argsort(dim=1).unsqueeze(-1).expand_as(output))
+        return output
+
+    def _update_conv_state(
+        self, cache: Cache, mixed: Tensor, conv_state: Tensor | None, is_real: Tensor | None
+    ) -> Tensor:
+        """Keep the last tokens of each row for the convolution, and return all tokens with those kept before.
+
+        Args:
+            mixed: `[batch, channels, seq]`.
+            conv_state: `[batch, channels, kernel]`, or `None` before the first token.
+            is_real: `[batch, seq]`, where padding follows the real tokens.
+        """
+        size = self.conv_kernel_size
+        if is_real is None:
+            return cache.update_conv_state(mixed, self.layer_idx, conv_kernel_size=size)
+        before = mixed.new_zeros(*mixed.shape[:2], size) if conv_state is None else conv_state
+        mixed = torch.cat((before, mixed), -1)
+        # The last of the `size + count` that are there: all of them from before where `count` is 0.
+        last = is_real.sum(1, keepdim=True) + torch.arange(size, device=mixed.device)  # (batch, kernel)
+        kept = mixed.gather(2, last.unsqueeze(1).expand(-1, mixed.shape[1], -1))
+        # As many tokens as the cache keeps take the place of all that it has.
+        cache.update_conv_state(kept, self.layer_idx, conv_kernel_size=size)
+        return mixed

@@ -1,0 +1,332 @@
+"""Rows that hold several documents, or padding anywhere: what the arguments of a forward pass say of them.
+
+`transformers` takes `position_ids` that restart for documents if there is neither a mask nor a cache. It makes a cache,
+though, unless told otherwise; and of `cu_seq_lens_q` and `seq_idx` only some kernels know. Here all of them mean the
+same, and what the attention layers cannot honour raises.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.masking_utils import create_causal_mask, find_packed_sequence_indices, packed_sequence_mask_function
+from transformers.utils import is_tracing
+from transformers.utils.generic import is_flash_attention_requested
+
+Arguments = dict[str, Any]
+# The names for borders of documents: of flash attention's keywords in `transformers`, and of flash-linear-attention.
+_BORDERS = ("cu_seq_lens_q", "cu_seqlens")
+
+
+def cache_of(arguments: Arguments) -> Any:
+    """Return the cache among the arguments, or `None`. `transformers` 5.24 has another name for it."""
+    cache = arguments.get("cache")
+    return arguments.get("past_key_values") if cache is None else cache
+
+
+def shape_of(arguments: Arguments) -> tuple[int, int] | None:
+    """Return batch size and length of the tokens, or `None` if the arguments hold none."""
+    for name in ("input_ids", "inputs_embeds"):
+        if isinstance(arguments.get(name), Tensor):
+            return tuple(arguments[name].shape[:2])
+    return None
+
+
+def find_documents(arguments: Arguments) -> Tensor | None:
+    """Number the documents in each row, by all arguments that may tell of them.
+
+    Without a mask and a cache, `position_ids` begin a document where they do not go on by one: the library's rule.
+
+    Returns:
+        `[batch, seq]`, or `None` if each row is one document. What is traced is not looked into: position ids that are
+        given then count as those of documents.
+
+    Raises:
+        ValueError: two arguments contradict each other, or one does not fit the tokens.
+    """
+    shape = shape_of(arguments)
+    documents, said_by = _of_borders(arguments, shape)
+    positions = arguments.get("position_ids")
+    if positions is None or arguments.get("attention_mask") is not None or cache_of(arguments) is not None:
+        return documents
+    if positions.ndim == 1:
+        positions = positions.unsqueeze(0)
+    if positions.ndim != 2:
+        return documents  # several positions for each token, of images and the like
+    by_position = find_packed_sequence_indices(positions.expand(shape[0], -1))
+    if documents is None:
+        return by_position
+    is_same = by_position is not None and (is_tracing(documents) or torch.equal(by_position, documents.to(by_position)))
+    if not is_same:
+        raise ValueError(
+            f"`position_ids` and `{said_by}` begin documents at different tokens: leave `position_ids` out, or let them "
+            "restart where `cu_seq_lens_q` has its borders."
+        )
+    return documents
+
+
+def _of_borders(arguments: Arguments, shape: tuple[int, int]) -> tuple[Tensor | None, str]:
+    """Number the documents by `cu_seq_lens_q`, `cu_seqlens` or `seq_idx`; with the name of the one that was used."""
+    for name in _BORDERS:
+        borders = arguments.get(name)
+        if borders is None:
+            continue
+        batch, length = shape
+        is_whole = borders.ndim == 1 and len(borders) >= 2
+        if is_whole and not is_tracing(borders):
+            is_whole = borders[0] == 0 and borders[-1] == length and bool((borders.diff() >= 0).all())
+        if batch != 1 or not is_whole:
+            raise ValueError(
+                f"`{name}` must hold the borders of the documents in a single row, from 0 to its length; the tokens are "
+                f"{[batch, length]}, the borders {_abridged(borders)}."
+            )
+        if len(borders) == 2:
+            return None, name
+        tokens = torch.arange(length, device=borders.device)
+        return torch.searchsorted(borders[1:].contiguous(), tokens, right=True).unsqueeze(0), name
+    numbers = arguments.get("seq_idx")
+    if numbers is None:
+        return None, ""
+    if tuple(numbers.shape) != shape:
+        raise ValueError(f"`seq_idx` must have the tokens' shape {list(shape)}, but has {list(numbers.shape)}.")
+    documents = F.pad((numbers.diff(dim=-1) != 0).cumsum(-1), (1, 0))
+    is_one = not is_tracing(documents) and not documents[:, -1].any()
+    return (None if is_one else documents), "seq_idx"
+
+
+def _abridged(tensor: Tensor) -> str:
+    return str(tensor.tolist() if tensor.numel() < 10 else f"of shape {list(tensor.shape)}")
+
+
+def positions_in(documents: Tensor) -> Tensor:
+    """Count the tokens of each document from 0, `[batch, seq]`."""
+    tokens = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    is_start = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    return tokens - tokens.masked_fill(~is_start, 0).cummax(-1).values
+
+
+def keep_documents_apart(arguments: Arguments, config: Any) -> tuple[Arguments, Tensor | None]:
+    """Change the arguments of a forward pass so that `transformers`' attention keeps documents of one row apart.
+
+    Returns:
+        The arguments, and the number of each token's document `[batch, seq]`, or `None` if each row is one document.
+
+    Raises:
+        ValueError: the documents cannot be kept apart.
+    """
+    if shape_of(arguments) is None:
+        return arguments, None
+    mask = arguments.get("attention_mask")
+    has_borders = any(arguments.get(name) is not None for name in (*_BORDERS, "seq_idx"))
+    if has_borders and isinstance(mask, Tensor) and mask.ndim == 2 and not is_tracing(mask) and bool(mask.all()):
+        mask = None  # it says nothing, but `transformers` looks for documents only where there is no mask
+        arguments = arguments | {"attention_mask": None}
+    documents = find_documents(arguments)
+    cache, positions = cache_of(arguments), arguments.get("position_ids")
+    if documents is not None and not has_borders and arguments.get("use_cache") and is_tracing(documents):
+        # As a rule the positions that are traced are of one document, and here `transformers` takes them so.
+        documents = None
+    restarts = documents is not None
+    if cache is not None and positions is not None and mask is None and not (restarts or is_tracing(positions)):
+        restarts = positions.ndim == 2 and bool((positions.diff(dim=-1) < 0).any())
+    if restarts and (cache is not None or arguments.get("use_cache")):
+        raise ValueError(
+            "rows of several documents cannot fill a cache, in which they would be one text: pass `use_cache=False` and "
+            "no cache, or each document as a row of its own."
+        )
+    if documents is None:
+        return arguments, None
+    if mask is None and documents.shape[0] > 1 and is_flash_attention_requested(config):
+        raise ValueError(
+            f"flash attention keeps documents apart in a single row only, but the batch has {documents.shape[0]}: join "
+            "the rows into one (`DataCollatorWithFlattening`), or load the model with `attn_implementation='sdpa'`."
+        )
+    # By default there would be a cache, and `transformers` would not look for documents then.
+    arguments = arguments | {"use_cache": False}
+    if arguments.get("position_ids") is None:
+        arguments["position_ids"] = positions_in(documents)
+    return arguments, documents
+
+
+def separate_under_mask(mask: Tensor, documents: Tensor, config: Any, dtype: torch.dtype) -> Tensor:
+    """Make the mask of full attention for documents in rows with padding.
+
+    Args:
+        mask: `[batch, seq]`, 0 for padding.
+        documents: `[batch, seq]`, the number of each token's document.
+        dtype: of the activations.
+
+    Raises:
+        ValueError: flash attention is used, which takes no such mask.
+    """
+    if is_flash_attention_requested(config):
+        raise ValueError(
+            "flash attention cannot keep the documents of a padded row apart: leave `attention_mask` out and the "
+            "padding too (`DataCollatorWithFlattening`), or load the model with `attn_implementation='sdpa'`."
+        )
+    # Only shape, dtype and device of the embeddings are looked at; no position ids, as the documents are known.
+    embeddings = torch.empty(*mask.shape, 0, dtype=dtype, device=mask.device)
+    return create_causal_mask(
+        config, embeddings, mask, None, and_mask_function=packed_sequence_mask_function(documents)
+    )
+
+
+def documents_under_mask(positions: Tensor, is_real: Tensor) -> Tensor | None:
+    """Number the documents in rows with padding: one begins where a real token's position is not above the last one's.
+
+    Positions that stand still before the first real token, as `generate` has them for padding, begin nothing.
+
+    Args:
+        positions: `[batch, seq]`.
+        is_real: `[batch, seq]`.
+
+    Returns:
+        `[batch, seq]`, or `None` if each row is one document.
+    """
+    lowest = torch.iinfo(positions.dtype).min
+    index = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
+    # The last real token before each one: 0 and hidden where there is none.
+    last = F.pad(index.masked_fill(~is_real, -1).cummax(-1).values[:, :-1], (1, 0), value=-1)
+    before = positions.gather(1, last.clamp(min=0)).masked_fill(last < 0, lowest)
+    documents = (is_real & (positions <= before)).cumsum(-1)
+    if not is_tracing(documents) and not documents[:, -1].any():
+        return None
+    return documents
+
+
+def find_order(is_real: Tensor, has_cache: bool, has_state: bool) -> Tensor | None:
+    """Return `is_real` if a recurrence has to pass over padding, and `None` if zeros in its place do the same.
+
+    Zeros do so before all real tokens of a row that has no state yet, and after them if no state is kept.
+
+    Args:
+        is_real: `[batch, seq]`.
+    """
+    if is_tracing(is_real):
+        return is_real
+    if bool(is_real.all()):
+        return None
+    if has_state:
+        return is_real
+    ends = is_real[:, :-1] & ~is_real[:, 1:]
+    if has_cache:
+        return is_real if bool(ends.any()) else None
+    starts = is_real[:, 1:] & ~is_real[:, :-1]
+    goes_on = starts & (ends.cumsum(-1) > 0)
+    return is_real if bool(goes_on.any()) else None
+
+
+@torch.compiler.disable
+def read_square_mask(mask: Tensor, length: int, seen: int) -> tuple[Tensor | None, Tensor | None]:
+    """Find padding and documents in a mask over pairs of tokens, which a recurrence cannot apply.
+
+    Args:
+        mask: `[batch, heads, length, tokens]`; boolean, true where a token is seen, or 0 there and far below elsewhere.
+        length: the tokens of this pass.
+        seen: the tokens in the cache, which stand before them.
+
+    Returns:
+        Which tokens are real `[batch, length]`, or `None` if all are; and the number of each token's document likewise.
+
+    Raises:
+        ValueError: it is no causal mask with padding and documents alone.
+    """
+    is_seen = mask if mask.dtype == torch.bool else mask == 0
+    first = is_seen[:, 0]  # (batch, length, tokens)
+    past, now = first[..., :seen], first[..., seen : seen + length]
+    index = torch.arange(length, device=mask.device)
+    later = index > index[:, None]
+    # Padding does not see itself; where rows without any token were filled up, it sees what comes later, too.
+    is_real = now.diagonal(dim1=1, dim2=2) & ~(now & later).any(-1)
+    # A document begins at a real token that does not see the one before.
+    last = F.pad(index.expand_as(is_real).masked_fill(~is_real, -1).cummax(-1).values[:, :-1], (1, 0), value=-1)
+    sees_last = now.gather(2, last.clamp(min=0).unsqueeze(-1)).squeeze(-1) | (last < 0)
+    documents = (is_real & ~sees_last).cumsum(-1)
+    expected = is_real.unsqueeze(1) & ~later & (documents.unsqueeze(1) == documents.unsqueeze(2))
+    is_honoured = (now == expected) | ~is_real.unsqueeze(-1)
+    # All that is in the state is seen by the tokens that go on from it.
+    is_past_honoured = (past == (documents == 0).unsqueeze(-1)) | ~is_real.unsqueeze(-1)
+    beyond = first[..., seen + length :] & is_real.unsqueeze(-1)
+    is_same = (is_seen == is_seen[:, :1]) | ~is_real[:, None, :, None]
+    if first.shape[-1] < seen + length or not bool(
+        is_honoured.all() and is_past_honoured.all() and is_same.all() and not beyond.any()
+    ):
+        raise ValueError(
+            f"linear attention cannot apply this mask of shape {list(mask.shape)}: it takes padding and documents of one "
+            "row, not other pairs of tokens. Pass a mask [batch, tokens] or `position_ids` that restart; or a dictionary "
+            "with a mask for each kind of layer, 'full_attention' and 'linear_attention' (None or [batch, tokens])."
+        )
+    return (None if bool(is_real.all()) else is_real), (documents if bool(documents.any()) else None)
+
+
+def for_linear_attention(
+    arguments: Arguments, config: Any, dtype: torch.dtype, documents: Tensor | None, layer_idx: int
+) -> Arguments:
+    """Change the arguments of a forward pass so that linear attention honours padding and documents.
+
+    Args:
+        arguments: as [`keep_documents_apart`] returns them, with `documents`.
+        dtype: of the activations.
+        layer_idx: of a layer with linear attention.
+
+    Returns:
+        The arguments, with `real_tokens`, `seq_idx` and `cu_seqlens` for the layers where they need them.
+
+    Raises:
+        ValueError: they have a mask that linear attention cannot apply, or positions of more than two dimensions.
+    """
+    shape = shape_of(arguments)
+    if shape is None:
+        return arguments
+    length, cache, mask = shape[1], cache_of(arguments), arguments.get("attention_mask")
+    positions = arguments.get("position_ids")
+    if positions is not None and positions.ndim > 2:
+        raise ValueError(f"`position_ids` must be [batch, seq], but have the shape {list(positions.shape)}.")
+    given = mask.get("linear_attention") if isinstance(mask, Mapping) else mask
+    is_real = None
+    if isinstance(given, Tensor) and given.ndim == 4:
+        seen = 0 if cache is None else int(cache.get_seq_length())
+        is_real, by_mask = read_square_mask(given, length, seen)
+        if by_mask is not None and (documents is not None or cache is not None):
+            raise ValueError("documents in a mask over pairs of tokens go with no other sign of them, and no cache.")
+        documents = by_mask if documents is None else documents
+        full = mask["full_attention"] if isinstance(mask, Mapping) else mask
+        arguments = arguments | {"attention_mask": {"full_attention": full, "linear_attention": None}}
+        if documents is not None:
+            arguments["use_cache"] = False
+    elif isinstance(given, Tensor) and given.ndim == 2:
+        # Of a longer mask the first tokens are in the cache.
+        is_real = given[:, -length:] != 0
+        if is_tracing(given) and length == 1:
+            is_real = None  # `transformers` takes a single token for a real one; so no mask grows in the graph
+        elif not isinstance(mask, Mapping):
+            if positions is not None and cache is None and documents is None:
+                documents = documents_under_mask(positions.expand(shape), is_real)
+            if documents is not None:
+                full = separate_under_mask(given, documents, config, dtype)
+                arguments = arguments | {
+                    "attention_mask": {"full_attention": full, "linear_attention": is_real},
+                    "use_cache": False,
+                }
+    elif given is not None:
+        raise ValueError(
+            f"linear attention takes a mask [batch, tokens], not {type(given).__name__}: pass a dictionary with a mask "
+            "for each kind of layer, 'full_attention' and 'linear_attention'."
+        )
+    arguments = {name: value for name, value in arguments.items() if name not in ("seq_idx", "cu_seqlens")}
+    if is_real is not None:
+        order = find_order(is_real, cache is not None, cache is not None and cache.has_previous_state(layer_idx))
+        if order is None and isinstance(given, Tensor) and given.ndim == 4 and not bool(is_real.all()):
+            arguments["attention_mask"]["linear_attention"] = is_real
+        elif order is not None:
+            arguments["real_tokens"] = order
+    if documents is not None:
+        arguments["seq_idx"] = documents.int()
+        if documents.device.type != "cpu" and not is_tracing(documents):
+            # Once for all layers: a processor waits for the device here.
+            is_start = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+            ends = documents.new_full((1,), documents.numel())
+            arguments["cu_seqlens"] = torch.cat((is_start.flatten().nonzero().flatten(), ends))
+    return arguments
