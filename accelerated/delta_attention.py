@@ -152,15 +152,21 @@ def _where_no_kernel_applies(name: str, package: str, plain: Callable | None = N
     """
     kernel = getattr(kimi_linear, name)
     plain = plain or inspect.unwrap(kernel)
-    has_kernel = _has_kernel(package)
+    understood = inspect.signature(plain).parameters
 
     @wraps(plain)
     def function(tensor: Tensor, *args, **kwargs):
-        is_plain = not has_kernel or tensor.device.type == "cpu"
-        return (plain if is_plain else kernel)(tensor, *args, **kwargs)
+        if _runs_kernel(function, tensor):
+            return kernel(tensor, *args, **kwargs)
+        return plain(tensor, *args, **{key: value for key, value in kwargs.items() if key in understood})
 
-    function.has_kernel = has_kernel
+    function.has_kernel = _has_kernel(package)
     return function
+
+
+def _runs_kernel(function: Callable, tensor: Tensor) -> bool:
+    """Whether a function of [`_where_no_kernel_applies`] runs a GPU kernel on the tensor."""
+    return function.has_kernel and tensor.device.type != "cpu"
 
 
 chunk_kimi_delta_attention = _where_no_kernel_applies("chunk_kimi_delta_attention", "fla", chunk_kda)
@@ -192,7 +198,7 @@ def chunk(
     if seq_idx is None:
         return chunk_kimi_delta_attention(query, key, value, g=g, beta=beta, **options)
     starts = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=True)
-    if query.device.type == "cpu" or not chunk_kimi_delta_attention.has_kernel:
+    if not _runs_kernel(chunk_kimi_delta_attention, query):
         return chunk_kda(query, key, value, g=g, beta=beta, starts=starts, **options)
     if cu_seqlens is None:
         ends = starts.new_full((1,), seq_idx.numel(), dtype=torch.long)
@@ -223,14 +229,12 @@ def convolve(
     options = {"weight": weight, "bias": bias, "activation": activation}
     if seq_idx is None:
         return causal_conv1d_fn(inputs, **options)
-    if inputs.device.type == "cpu" or not causal_conv1d_fn.has_kernel:
+    if not _runs_kernel(causal_conv1d_fn, inputs):
         return convolve_documents(inputs, **options, seq_idx=seq_idx)
     return causal_conv1d_fn(inputs, **options, seq_idx=seq_idx.int().contiguous())
 
 
-def convolve_step(
-    inputs: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
-) -> Tensor:
+def convolve_step(inputs: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     """Compute the convolution for one token, as `delta_attention_attnres.convolve_step`."""
     return causal_conv1d_update(inputs, state, weight=weight, bias=bias, activation=activation)
 

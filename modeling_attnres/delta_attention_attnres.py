@@ -107,9 +107,7 @@ def step(
     )
 
 
-def convolve_step(
-    inputs: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
-) -> Tensor:
+def convolve_step(inputs: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     """Compute the convolution for one token `[batch, channels, 1]`, and move `state` on by it, in place."""
     return kimi_linear.causal_conv1d_update(inputs, state, weight=weight, bias=bias, activation=activation)
 

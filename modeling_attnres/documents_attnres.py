@@ -131,11 +131,8 @@ def keep_documents_apart(arguments: Arguments, config: Any) -> tuple[Arguments, 
     restarts = documents is not None
     if cache is not None and positions is not None and mask is None and not (restarts or is_tracing(positions)):
         restarts = positions.ndim == 2 and bool((positions.diff(dim=-1) < 0).any())
-    if restarts and (cache is not None or arguments.get("use_cache")):
-        raise ValueError(
-            "rows of several documents cannot fill a cache, in which they would be one text: pass `use_cache=False` and "
-            "no cache, or each document as a row of its own."
-        )
+    if restarts:
+        _refuse_cache(arguments)
     if documents is None:
         return arguments, None
     if mask is None and documents.shape[0] > 1 and is_flash_attention_requested(config):
@@ -148,6 +145,15 @@ def keep_documents_apart(arguments: Arguments, config: Any) -> tuple[Arguments, 
     if arguments.get("position_ids") is None:
         arguments["position_ids"] = positions_in(documents)
     return arguments, documents
+
+
+def _refuse_cache(arguments: Arguments) -> None:
+    """Raise ValueError if rows of several documents would fill a cache."""
+    if cache_of(arguments) is not None or arguments.get("use_cache"):
+        raise ValueError(
+            "rows of several documents cannot fill a cache, in which they would be one text: pass `use_cache=False` and "
+            "no cache, or each document as a row of its own."
+        )
 
 
 def separate_under_mask(mask: Tensor, documents: Tensor, config: Any, dtype: torch.dtype) -> Tensor:
@@ -238,8 +244,9 @@ def read_square_mask(mask: Tensor, length: int, seen: int) -> tuple[Tensor | Non
     past, now = first[..., :seen], first[..., seen : seen + length]
     index = torch.arange(length, device=mask.device)
     later = index > index[:, None]
-    # Padding does not see itself; where rows without any token were filled up, it sees what comes later, too.
-    is_real = now.diagonal(dim1=1, dim2=2) & ~(now & later).any(-1)
+    # Padding does not see itself; or, where rows without any token were filled up, it sees all.
+    sees_later = (now & later).any(-1)
+    is_real = now.diagonal(dim1=1, dim2=2) & ~sees_later
     # A document begins at a real token that does not see the one before.
     last = F.pad(index.expand_as(is_real).masked_fill(~is_real, -1).cummax(-1).values[:, :-1], (1, 0), value=-1)
     sees_last = now.gather(2, last.clamp(min=0).unsqueeze(-1)).squeeze(-1) | (last < 0)
@@ -250,8 +257,9 @@ def read_square_mask(mask: Tensor, length: int, seen: int) -> tuple[Tensor | Non
     is_past_honoured = (past == (documents == 0).unsqueeze(-1)) | ~is_real.unsqueeze(-1)
     beyond = first[..., seen + length :] & is_real.unsqueeze(-1)
     is_same = (is_seen == is_seen[:, :1]) | ~is_real[:, None, :, None]
+    is_causal = ~sees_later | now.all(-1)
     if first.shape[-1] < seen + length or not bool(
-        is_honoured.all() and is_past_honoured.all() and is_same.all() and not beyond.any()
+        is_causal.all() and is_honoured.all() and is_past_honoured.all() and is_same.all() and not beyond.any()
     ):
         raise ValueError(
             f"linear attention cannot apply this mask of shape {list(mask.shape)}: it takes padding and documents of one "
@@ -289,9 +297,20 @@ def for_linear_attention(
     if isinstance(given, Tensor) and given.ndim == 4:
         seen = 0 if cache is None else int(cache.get_seq_length())
         is_real, by_mask = read_square_mask(given, length, seen)
-        if by_mask is not None and (documents is not None or cache is not None):
-            raise ValueError("documents in a mask over pairs of tokens go with no other sign of them, and no cache.")
-        documents = by_mask if documents is None else documents
+        if by_mask is not None:
+            _refuse_cache(arguments)
+            # Where there are other signs of documents, these are not to differ: the mask is for full attention.
+            if documents is not None and not torch.equal(documents, by_mask):
+                raise ValueError(
+                    "a mask over pairs of tokens and `seq_idx` or `cu_seq_lens_q` begin documents at different tokens: "
+                    "pass one of them."
+                )
+            documents = by_mask
+        elif documents is not None:
+            raise ValueError(
+                "`seq_idx` or `cu_seq_lens_q` tell of several documents in a row, but the mask over pairs of tokens lets "
+                "them see each other: pass one of them."
+            )
         full = mask["full_attention"] if isinstance(mask, Mapping) else mask
         arguments = arguments | {"attention_mask": {"full_attention": full, "linear_attention": None}}
         if documents is not None:
@@ -302,9 +321,13 @@ def for_linear_attention(
         if is_tracing(given) and length == 1:
             is_real = None  # `transformers` takes a single token for a real one; so no mask grows in the graph
         elif not isinstance(mask, Mapping):
-            if positions is not None and cache is None and documents is None:
+            # What is traced cannot be looked into: with a cache, position ids are those of one document.
+            has_cache = cache is not None or arguments.get("use_cache")
+            is_unknown = has_cache and is_tracing(given)
+            if positions is not None and documents is None and length > 1 and not is_unknown:
                 documents = documents_under_mask(positions.expand(shape), is_real)
             if documents is not None:
+                _refuse_cache(arguments)
                 full = separate_under_mask(given, documents, config, dtype)
                 arguments = arguments | {
                     "attention_mask": {"full_attention": full, "linear_attention": is_real},

@@ -43,7 +43,7 @@ def straight_line() -> ModuleType:
     return load(Path(__file__).with_name("straight_line.py"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def vivid_model(tiny_model) -> Callable[..., AttnResForCausalLM]:
     """`vivid_model(seed=0, **overrides)`: as `tiny_model`, with weights so large that every term moves the logits.
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
-from attnres.accelerated.delta_attention import FastDeltaAttention, chunk_kda, decayed_products
+from attnres.accelerated import delta_attention
+from attnres.accelerated.delta_attention import chunk_kda, decayed_products
 
 # As it is before a fixture puts ours in its place.
 UPSTREAM = inspect.unwrap(kimi_linear.chunk_kimi_delta_attention)
@@ -115,14 +116,43 @@ def test_low_precision_and_autocast_compute_in_float32():
 
 
 def test_the_model_uses_it_and_leaves_kimi_linear_as_it_is(tiny_model, token_ids, monkeypatch):
-    calls, name, layer = [], "chunk_kimi_delta_attention", FastDeltaAttention
-    names = layer.forward.__wrapped__.__globals__
-    monkeypatch.setitem(names, name, lambda *args, **kwargs: calls.append(1) or chunk_kda(*args, **kwargs))
+    calls, name = [], "chunk_kimi_delta_attention"
+    monkeypatch.setattr(delta_attention, name, lambda *args, **kwargs: calls.append(1) or chunk_kda(*args, **kwargs))
+    before = kimi_linear.KimiLinearDeltaAttention.forward
     model = tiny_model()
     model(token_ids)
     assert len(calls) == model.config.layer_types.count("linear_attention") == 2
-    assert kimi_linear.KimiLinearDeltaAttention.forward is not layer.forward
+    assert kimi_linear.KimiLinearDeltaAttention.forward is before
     assert UPSTREAM.__module__ == kimi_linear.__name__
+
+
+@settings(deadline=None, max_examples=8)
+@given(
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=4),
+    decay=st.sampled_from([0.0, 1.0, 10.0]),
+    seed=st.integers(0, 2**20),
+)
+def test_documents_of_a_row_give_the_outputs_and_gradients_of_the_recurrence_over_each(lengths, decay, seed):
+    draw = partial(make_inputs, length=sum(lengths), decay=decay, seed=seed)
+    starts = torch.zeros(1, sum(lengths), dtype=torch.bool)
+    starts[0, torch.tensor([0, *lengths[:-1]]).cumsum(0)] = True
+
+    def one_by_one(initial_state, **inputs):
+        parts = zip(*(tensor.split(lengths, 1) for tensor in inputs.values()))
+        found = [recurrence(*part, initial_state=torch.zeros_like(initial_state)) for part in parts]
+        return torch.cat([output for output, _ in found], 1), found[-1][1]
+
+    def with_zero_gradient(compute, dtype):
+        """The state before the row has no gradient: the first document forgets it."""
+        leaves = {key: value for key, value in draw().items() if key != "initial_state"}
+        compute = partial(compute, initial_state=torch.ones(1, 2, 8, 8, dtype=dtype))
+        return with_gradients(compute, leaves, dtype)
+
+    expected = with_zero_gradient(one_by_one, torch.float64)
+    found = with_zero_gradient(partial(in_chunks, partial(chunk_kda, starts=starts)), torch.float32)
+    own = relative_errors(with_zero_gradient(one_by_one, torch.float32), expected)
+    errors = relative_errors(found, expected)
+    assert all(error < max(1e-5, 4 * own[name]) for name, error in errors.items()), (errors, own)
 
 
 KERNELS = """

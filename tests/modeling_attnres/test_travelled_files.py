@@ -16,8 +16,21 @@ LIBRARIES = {"torch", "transformers", "safetensors"}
 OPTIONAL = {"attnres.accelerated"}
 FAMILY = {
     f"{name}_attnres.py"
-    for name in ("backbones", "configuration", "decoder", "functional", "loading", "modeling", "residual", "saving")
+    for name in (
+        "backbones",
+        "configuration",
+        "decoder",
+        "delta_attention",
+        "documents",
+        "functional",
+        "loading",
+        "modeling",
+        "residual",
+        "saving",
+    )
 }
+# Of a Kimi Linear member alone.
+LINEAR_ATTENTION = {"modeling_attnres.py", "delta_attention_attnres.py"}
 # Of the connection in `attn_res_attnres.py`, with switches set.
 SWITCHES = {f"attn_res_{name}_attnres.py" for name in ("fields", "switches", "weights")}
 FORBIDDEN_MODULES = {"ctypes", "marshal", "mmap", "pickle", "shutil", "socket", "subprocess", "tempfile"}
@@ -53,9 +66,9 @@ def of_connections(files: dict[str, str]) -> set[str]:
     return set(files) - FAMILY - {GATE}
 
 
-def test_each_member_travels_with_its_part_of_eight_files_the_gate_and_one_for_each_further_connection(code, files):
+def test_each_member_travels_with_its_part_of_the_family_the_gate_and_one_for_each_further_connection(code, files):
     assert set(code["kimi_linear"]) == set(files) - {"backbones_attnres.py"}
-    assert set(code["llama"]) == set(files) - {"modeling_attnres.py"}
+    assert set(code["llama"]) == set(files) - LINEAR_ATTENTION
     assert all(code["llama"].get(name, text) == text for name, text in code["kimi_linear"].items())
     classes = {base for connection in CONNECTIONS.values() for base in connection.__mro__}
     modules = {base.__module__.rpartition(".")[2] for base in classes}

@@ -1,0 +1,391 @@
+"""Documents in one row and padding anywhere: the hybrid computes for each document what it computes for it alone."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache, StaticCache
+
+from attnres import AttnResForCausalLM
+from attnres.accelerated import delta_attention
+from attnres.delta_attention_attnres import convolve
+
+# More than a chunk of delta attention, documents of one token, and borders within a group of four.
+LENGTHS = (7, 1, 70, 3, 2)
+# A document has fewer products to sum than a chunk has: the order of summation differs.
+TOLERANCE = 2e-5
+
+
+@pytest.fixture(scope="module")
+def model(vivid_model) -> AttnResForCausalLM:
+    return vivid_model()
+
+
+@pytest.fixture(scope="module")
+def dense(vivid_model) -> AttnResForCausalLM:
+    """Without experts, whose choice a rounding can turn."""
+    return vivid_model(mlp_layer_types=["dense"] * 4)
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 99, (1, length), generator=generator) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def row(documents) -> Tensor:
+    return torch.cat(documents, 1)
+
+
+POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS]).unsqueeze(0)
+BORDERS = torch.tensor([0, *LENGTHS]).cumsum(0)
+NUMBERS = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).unsqueeze(0)
+TOTAL = sum(LENGTHS)
+
+
+def alone(model: Callable, documents: list[Tensor]) -> Tensor:
+    """The logits of each document as a row of its own, joined."""
+    return torch.cat([model(document).logits for document in documents], 1)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    assert found.shape == expected.shape
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+def of_travelled_code(model: AttnResForCausalLM) -> AttnResForCausalLM:
+    """The same weights with delta attention as it is where `attnres` is not installed."""
+    copy = AttnResForCausalLM(model.config).eval()
+    copy.load_state_dict(model.state_dict())
+    for layer in copy.model.layers:
+        for name in ("chunk", "step", "convolve", "convolve_step"):
+            vars(layer.self_attn).pop(name, None)
+    return copy
+
+
+SIGNS = {
+    "position_ids": {"position_ids": POSITIONS},
+    "cu_seq_lens_q": {"cu_seq_lens_q": BORDERS.int(), "max_length_q": 70},
+    "cu_seqlens": {"cu_seqlens": BORDERS},
+    "seq_idx": {"seq_idx": NUMBERS.int()},
+    "position_ids, mask": {"position_ids": POSITIONS, "attention_mask": torch.ones(1, TOTAL, dtype=torch.long)},
+    "seq_idx, mask": {"seq_idx": NUMBERS, "attention_mask": torch.ones(1, TOTAL, dtype=torch.long)},
+}
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+def test_each_sign_of_documents_keeps_them_apart(model, documents, row, sign):
+    outputs = model(row, **SIGNS[sign])
+    expected = alone(model, documents)
+    assert error(outputs.logits, expected) < TOLERANCE
+    assert outputs.past_key_values is None
+    assert error(model(row).logits, expected) > 0.1, "documents do not matter here"
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_what_the_flattening_collator_of_transformers_makes_is_kept_apart(model, documents, implementation):
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    batch = collator([{"input_ids": document[0].tolist()} for document in documents])
+    labels = batch.pop("labels")
+    assert set(batch) >= {"position_ids", "cu_seq_lens_q", "seq_idx"}
+    model.set_attn_implementation(implementation)
+    try:
+        loss = model(**batch, labels=labels).loss
+        losses = [
+            model(document, labels=document).loss * (document.shape[1] - 1)
+            for document in documents
+            if len(document[0]) > 1
+        ]
+    finally:
+        model.set_attn_implementation("sdpa")
+    assert loss.item() == pytest.approx((sum(losses) / sum(length - 1 for length in LENGTHS)).item(), rel=1e-5)
+
+
+def test_rows_of_a_batch_have_documents_of_their_own_and_what_pads_their_ends_changes_nothing(model, documents, row):
+    others = documents[::-1][:-1]
+    filled = torch.cat([*others, torch.zeros(1, LENGTHS[0], dtype=torch.long)], 1)
+    positions = torch.cat([*(torch.arange(document.shape[1]) for document in others), torch.zeros(LENGTHS[0])]).long()
+    batch = {"input_ids": torch.cat([row, filled]), "position_ids": torch.stack([POSITIONS[0], positions])}
+    mask = torch.ones(2, TOTAL, dtype=torch.long)
+    mask[1, -LENGTHS[0] :] = 0
+    for given in ({}, {"attention_mask": mask}):
+        first, second = model(**batch, **given).logits.split(1)
+        assert error(first, alone(model, documents)) < TOLERANCE
+        assert error(second[:, : -LENGTHS[0]], alone(model, others)) < TOLERANCE
+
+
+def gradients(model: AttnResForCausalLM, compute: Callable[[], Tensor]) -> dict[str, Tensor]:
+    weights = torch.randn(1, TOTAL, model.config.vocab_size, generator=torch.Generator().manual_seed(2))
+    model.zero_grad()
+    (compute() * weights).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("is_travelled", [False, True], ids=["installed", "travelled"])
+def test_gradients_are_those_of_the_documents_one_by_one_with_checkpoints_too(dense, documents, row, is_travelled):
+    model = of_travelled_code(dense) if is_travelled else dense
+    expected = gradients(model, lambda: alone(model, documents))
+    packed = partial(gradients, model, lambda: model(row, position_ids=POSITIONS).logits)
+    for settings in (None, {"use_reentrant": False}, {"use_reentrant": True}):
+        if settings is not None:
+            model.train().gradient_checkpointing_enable(settings)
+        try:
+            found = packed()
+        finally:
+            model.eval().gradient_checkpointing_disable()
+        assert set(found) == set(expected)
+        largest = max(gradient.abs().max() for gradient in expected.values())
+        for name, gradient in expected.items():
+            assert (found[name] - gradient).abs().max() < 1e-4 * gradient.abs().max() + 1e-7 * largest, name
+
+
+def test_without_attnres_the_documents_are_kept_apart_too(model, documents, row):
+    travelled = of_travelled_code(model)
+    others = torch.cat([row, row.flip(1)])
+    positions = torch.cat([POSITIONS, torch.cat([torch.arange(length) for length in LENGTHS[::-1]])[None]])
+    first, second = travelled(others, position_ids=positions).logits.split(1)
+    assert error(first, alone(travelled, documents)) < TOLERANCE
+    assert error(second, alone(travelled, [document.flip(1) for document in documents[::-1]])) < TOLERANCE
+
+
+def test_under_autocast_documents_do_not_see_each_other(dense, documents, row):
+    """To the last bit: another first document, and none of the numbers after it changes."""
+    other = row.clone()
+    other[:, : LENGTHS[0]] = 3 + (row[:, : LENGTHS[0]] - 2) % 96
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        logits, changed = (dense(ids, position_ids=POSITIONS).logits for ids in (row, other))
+    assert not torch.equal(logits[:, : LENGTHS[0]], changed[:, : LENGTHS[0]])
+    assert torch.equal(logits[:, LENGTHS[0] :], changed[:, LENGTHS[0] :])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sign", ["position_ids", "cu_seq_lens_q", "position_ids, mask"])
+def test_a_compiled_graph_without_breaks_keeps_documents_apart(model, documents, row, sign):
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert error(compiled(row, **SIGNS[sign]).logits, alone(model, documents)) < TOLERANCE
+
+
+@pytest.mark.parametrize("length", [22, 63, 64, 65, 129])
+def test_a_token_changes_nothing_before_it(dense, length):
+    ids = torch.randint(3, 99, (1, length), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        before = dense(ids).logits
+        for place in {1, 4, length // 2, length - 1}:
+            changed = ids.clone()
+            changed[0, place] = 3 + (ids[0, place] - 2) % 96
+            after = dense(changed).logits
+            assert torch.equal(before[:, :place], after[:, :place])
+            assert not torch.equal(before[:, place:], after[:, place:])
+
+
+# Padding: [batch, seq], with a row of padding alone.
+RIGHT = (torch.arange(12) < torch.tensor([12, 7, 2, 0])[:, None]).long()
+GAPS = RIGHT.clone()
+GAPS[0] = torch.tensor([0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 0, 0])
+GAPS[1] = torch.tensor([1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1])
+PADDINGS = {"left": RIGHT.flip(1), "right": RIGHT, "in the middle": GAPS}
+
+
+@pytest.fixture(scope="module")
+def ids() -> Tensor:
+    return torch.randint(3, 99, (4, 20), generator=torch.Generator().manual_seed(4))
+
+
+def assert_as_without_padding(model, ids: Tensor, mask: Tensor, logits: Tensor) -> None:
+    for tokens, is_real, found in zip(ids, mask.bool(), logits):
+        if is_real.any():
+            assert error(found[is_real], model(tokens[is_real].unsqueeze(0)).logits[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_padding_changes_nothing(model, ids, padding):
+    mask = PADDINGS[padding]
+    assert_as_without_padding(model, ids[:, :12], mask, model(ids[:, :12], attention_mask=mask).logits)
+
+
+@pytest.mark.parametrize("cache_class", [DynamicCache, StaticCache])
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_after_a_padded_prompt_a_cache_goes_on_as_without_padding(model, ids, padding, cache_class):
+    options = {"max_cache_len": 20} if cache_class is StaticCache else {}
+    cache, logits, end = cache_class(config=model.config, **options), [], 0
+    # A prompt, two single tokens, some with padding again, and of single tokens some that are padding.
+    parts = PADDINGS[padding], torch.ones(4, 1), torch.ones(4, 1), RIGHT[:, 4:9], torch.tensor([[1], [0], [1], [1]])
+    for i, part in enumerate(parts):
+        mask = torch.cat(parts[: i + 1], 1).long()
+        start, end = end, mask.shape[1]
+        with torch.no_grad():
+            output = model(ids[:, start:end], attention_mask=mask, past_key_values=cache)
+        logits.append(output.logits)
+    assert_as_without_padding(model, ids, mask, torch.cat(logits, 1))
+
+
+def test_right_padded_prompts_of_code_without_attnres_go_on_alike(model, ids):
+    found = []
+    for form in (model, of_travelled_code(model)):
+        cache = DynamicCache(config=model.config)
+        form(ids[:, :12], attention_mask=RIGHT, past_key_values=cache)
+        mask = torch.cat([RIGHT, torch.ones(4, 1, dtype=torch.long)], 1)
+        found.append(form(ids[:, 12:13], attention_mask=mask, past_key_values=cache).logits)
+    assert error(*found) < TOLERANCE
+
+
+def test_position_ids_of_left_padded_rows_are_not_taken_for_documents(model, ids):
+    mask = PADDINGS["left"][:3]
+    counted = mask.cumsum(-1) - 1
+    expected = model(ids[:3, :12], attention_mask=mask)
+    for positions in (counted.clamp(min=0), counted.masked_fill(mask == 0, 1), counted.masked_fill(mask == 0, 0)):
+        outputs = model(ids[:3, :12], attention_mask=mask, position_ids=positions)
+        assert torch.equal(outputs.logits, expected.logits)
+        assert outputs.past_key_values is not None
+    model.generation_config.pad_token_id = 0
+    generate = partial(model.generate, max_new_tokens=4, do_sample=False)
+    together = generate(ids[:3, :12], attention_mask=mask)[:, -4:]
+    for tokens, is_real, new in zip(ids[:3, :12], mask.bool(), together):
+        assert torch.equal(new, generate(tokens[is_real].unsqueeze(0))[0, -4:])
+
+
+def test_position_ids_that_go_on_from_a_cache_are_of_the_same_document(model, ids):
+    cache = DynamicCache(config=model.config)
+    first = model(ids[:1, :12], past_key_values=cache).logits
+    rest = model(ids[:1, 12:], past_key_values=cache, position_ids=torch.arange(12, 20).unsqueeze(0)).logits
+    assert error(torch.cat([first, rest], 1), model(ids[:1]).logits) < TOLERANCE
+
+
+def square(is_seen: Tensor, form: str) -> Tensor:
+    """A mask over pairs of tokens `[batch, 1, seq, seq]`, boolean or to be added."""
+    least = torch.finfo(torch.float32).min
+    return (is_seen if form == "boolean" else torch.where(is_seen, 0.0, least)).unsqueeze(1)
+
+
+CAUSAL = torch.ones(12, 12, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize("form", ["boolean", "added"])
+def test_a_mask_over_pairs_of_tokens_that_hides_padding_or_documents_is_honoured(model, ids, form):
+    for mask in PADDINGS.values():
+        mask = mask[:3]
+        logits = model(ids[:3, :12], attention_mask=square(CAUSAL & mask[:, None].bool(), form)).logits
+        assert_as_without_padding(model, ids[:3, :12], mask, logits)
+    numbers = torch.tensor([0] * 5 + [1] * 4 + [2] * 3)
+    logits = model(ids[:1, :12], attention_mask=square((CAUSAL & (numbers[:, None] == numbers))[None], form)).logits
+    parts = [ids[:1, start:end] for start, end in pairwise((0, 5, 9, 12))]
+    assert error(logits, alone(model, parts)) < TOLERANCE
+
+
+def test_such_a_mask_goes_on_from_a_cache(model, ids):
+    cache = DynamicCache(config=model.config)
+    first = model(ids[:1, :12], past_key_values=cache, attention_mask=square(CAUSAL[None], "boolean")).logits
+    is_seen = torch.ones(8, 20, dtype=torch.bool).tril(12)
+    rest = model(ids[:1, 12:], past_key_values=cache, attention_mask=square(is_seen[None], "boolean")).logits
+    assert error(torch.cat([first, rest], 1), model(ids[:1]).logits) < TOLERANCE
+
+
+def refused(model, **arguments) -> str:
+    with pytest.raises(ValueError) as refusal:
+        model(**arguments)
+    return str(refusal.value)
+
+
+def test_what_linear_attention_cannot_honour_raises_and_says_what_it_takes(model, ids):
+    window = CAUSAL & ~CAUSAL.tril(-3)
+    for mask in (window, torch.ones_like(CAUSAL), CAUSAL.flip(0)):
+        assert "linear attention cannot apply" in refused(
+            model, input_ids=ids[:1, :12], attention_mask=mask[None, None]
+        )
+    # One for each kind of layer is the way out: what full attention sees is the caller's.
+    masks = {"full_attention": window[None, None], "linear_attention": None}
+    assert model(ids[:1, :12], attention_mask=masks).logits.shape == (1, 12, 99)
+
+
+def test_documents_that_would_fill_a_cache_are_refused(model, row):
+    cache = DynamicCache(config=model.config)
+    mask = torch.ones_like(row)
+    for options in (
+        {"use_cache": True},
+        {"past_key_values": cache},
+        {"past_key_values": cache, "attention_mask": mask},
+    ):
+        message = refused(model, input_ids=row, position_ids=POSITIONS, **options)
+        assert "cannot fill a cache" in message and "use_cache=False" in message
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"cu_seq_lens_q": torch.tensor([0, 7])}, "`cu_seq_lens_q` must hold the borders"),
+        ({"seq_idx": NUMBERS[:, :-1]}, "`seq_idx` must have the tokens' shape"),
+        ({"seq_idx": NUMBERS, "position_ids": torch.arange(TOTAL)[None]}, "`position_ids` and `seq_idx` begin"),
+        ({"position_ids": POSITIONS.expand(3, 1, -1)}, "`position_ids` must be [batch, seq]"),
+    ],
+)
+def test_signs_that_contradict_or_do_not_fit_are_refused(model, row, arguments, named):
+    assert named in refused(model, input_ids=row, **arguments)
+
+
+def test_other_backbones_keep_documents_apart_by_each_sign_too(backbones, documents, row):
+    """Among them by default, where `transformers` makes a cache and takes the row for one text."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(backbones.member_config("llama")).eval()
+    documents = [document % model.config.vocab_size for document in documents]
+    expected = alone(model, documents)
+    for sign in ("position_ids", "cu_seq_lens_q", "seq_idx"):
+        found = model(torch.cat(documents, 1), **SIGNS[sign]).logits
+        assert error(found, expected) < TOLERANCE, sign
+
+
+def test_flash_attention_keeps_documents_apart_in_a_single_row_only(model, row, monkeypatch):
+    monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
+    batch = {"input_ids": row.expand(2, -1), "position_ids": POSITIONS.expand(2, -1)}
+    assert "in a single row only" in refused(model, **batch)
+    assert "of a padded row" in refused(model, **batch, attention_mask=torch.ones(2, TOTAL))
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch) -> list[dict[str, Tensor]]:
+    """What functions with the signatures of the GPU kernels are called with; they compute what the kernels compute."""
+    calls = []
+
+    def chunk_kda(q, k, v, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens):
+        calls.append({"shape": q.shape, "cu_seqlens": cu_seqlens})
+        starts = torch.zeros(1, q.shape[1], dtype=torch.bool)
+        starts[0, cu_seqlens[:-1]] = True
+        return delta_attention.chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, starts=starts)
+
+    def causal_conv1d_fn(x, weight, bias, activation, seq_idx):
+        calls.append({"seq_idx": seq_idx, "stride": x.stride(1)})
+        return convolve(x, weight, bias, activation, seq_idx)
+
+    monkeypatch.setattr(delta_attention, "chunk_kimi_delta_attention", chunk_kda)
+    monkeypatch.setattr(delta_attention, "causal_conv1d_fn", causal_conv1d_fn)
+    monkeypatch.setattr(delta_attention, "_runs_kernel", lambda function, tensor: True)
+    return calls
+
+
+def test_kernels_get_the_borders_of_all_rows_in_one_row_and_the_number_of_each_token_s_document(model, kernel_calls):
+    ids = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(5))
+    numbers = torch.tensor([[0] * 4 + [1] * 5, [0] * 9])
+    logits = model(ids, seq_idx=numbers).logits
+    convolution, chunk = kernel_calls[:2]
+    assert len(kernel_calls) == 4
+    assert chunk["shape"][:2] == (1, 18) and chunk["cu_seqlens"].tolist() == [0, 4, 9, 18]
+    # The kernel of `causal_conv1d` takes documents where channels lie side by side, and numbers of 32 bits.
+    assert convolution["stride"] == 1 and torch.equal(convolution["seq_idx"], numbers.int())
+    assert error(logits[:1], alone(of_travelled_code(model), [ids[:1, :4], ids[:1, 4:]])) < TOLERANCE
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need a GPU")
+def test_kernels_on_a_gpu_keep_documents_apart(dense, documents, row):
+    for package in ("fla", "causal_conv1d"):
+        pytest.importorskip(package)
+    on_gpu = deepcopy(dense).cuda()
+    found = on_gpu(row.cuda(), position_ids=POSITIONS.cuda()).logits.cpu()
+    # The kernels compute in lower precision.
+    assert error(found, alone(dense, documents)) < 2e-2
