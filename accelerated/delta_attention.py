@@ -92,7 +92,9 @@ def chunk_kda(
 
 
 def decayed_products(readers: Tensor, sources: Tensor, g: Tensor, has_starts: bool = False) -> Tensor:
-    """Compute `P[t, s] = sum_d readers_t[d] sources_s[d] exp(g_{s+1} + ... + g_t)[d]` for `s <= t`, and 0 above the diagonal.
+    """Compute products of pairs of tokens, with the decay between them.
+
+        P[t, s] = sum_d readers_t[d] sources_s[d] exp(g_{s+1} + ... + g_t)[d]    for s <= t, and 0 above the diagonal
 
     Args:
         readers: `[kinds, ..., length, d]`, one or more for each token; the length is a power of 2.
@@ -135,7 +137,7 @@ def _sum_after(g: Tensor) -> Tensor:
 
 
 def _has_kernel(package: str) -> bool:
-    """Whether `transformers` takes its GPU kernels from the package: there is a GPU, and the package can be imported."""
+    """Whether `transformers` takes GPU kernels from the package: there is a GPU, and the package can be imported."""
     # What is installed may lack its own dependencies; `transformers` takes its slow fallback then.
     with suppress(ImportError):
         return torch.accelerator.is_available() and bool(import_module(package))

@@ -8,6 +8,8 @@
 The functions that compute the convolution and the recurrence are attributes, which `attnres.accelerated` replaces.
 """
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -81,7 +83,7 @@ def chunk(
     # about its length: rows are filled to less than twice their tokens, and what fills them comes after their document.
     borders = [*is_start(seq_idx).flatten().nonzero().flatten().tolist(), seq_idx.numel()]
     documents: dict[int, list[tuple[int, int]]] = {}
-    for start, end in zip(borders, borders[1:]):
+    for start, end in pairwise(borders):
         documents.setdefault((end - start - 1).bit_length(), []).append((start, end))
     inputs = [tensor.flatten(0, 1) for tensor in (query, key, value, g, beta)]
     outputs, places = [], []

@@ -61,8 +61,8 @@ def find_documents(arguments: Arguments) -> Tensor | None:
     is_same = by_position is not None and (is_tracing(documents) or torch.equal(by_position, documents.to(by_position)))
     if not is_same:
         raise ValueError(
-            f"`position_ids` and `{said_by}` begin documents at different tokens: leave `position_ids` out, or let them "
-            "restart where `cu_seq_lens_q` has its borders."
+            f"`position_ids` and `{said_by}` begin documents at different tokens: leave `position_ids` out, or let "
+            "them restart with each document."
         )
     return documents
 
@@ -79,8 +79,8 @@ def _of_borders(arguments: Arguments, shape: tuple[int, int]) -> tuple[Tensor | 
             is_whole = borders[0] == 0 and borders[-1] == length and bool((borders.diff() >= 0).all())
         if batch != 1 or not is_whole:
             raise ValueError(
-                f"`{name}` must hold the borders of the documents in a single row, from 0 to its length; the tokens are "
-                f"{[batch, length]}, the borders {_abridged(borders)}."
+                f"`{name}` must hold the borders of the documents in a single row, from 0 to its length; the tokens "
+                f"are {[batch, length]}, the borders {_abridged(borders)}."
             )
         if len(borders) == 2:
             return None, name
@@ -151,8 +151,8 @@ def _refuse_cache(arguments: Arguments) -> None:
     """Raise ValueError if rows of several documents would fill a cache."""
     if cache_of(arguments) is not None or arguments.get("use_cache"):
         raise ValueError(
-            "rows of several documents cannot fill a cache, in which they would be one text: pass `use_cache=False` and "
-            "no cache, or each document as a row of its own."
+            "rows of several documents cannot fill a cache, in which they would be one text: pass `use_cache=False` "
+            "and no cache, or each document as a row of its own."
         )
 
 
@@ -262,9 +262,10 @@ def read_square_mask(mask: Tensor, length: int, seen: int) -> tuple[Tensor | Non
         is_causal.all() and is_honoured.all() and is_past_honoured.all() and is_same.all() and not beyond.any()
     ):
         raise ValueError(
-            f"linear attention cannot apply this mask of shape {list(mask.shape)}: it takes padding and documents of one "
-            "row, not other pairs of tokens. Pass a mask [batch, tokens] or `position_ids` that restart; or a dictionary "
-            "with a mask for each kind of layer, 'full_attention' and 'linear_attention' (None or [batch, tokens])."
+            f"linear attention cannot apply this mask of shape {list(mask.shape)}: it takes padding and documents of "
+            "one row, not other pairs of tokens. Pass a mask [batch, tokens] or `position_ids` that restart; or a "
+            "dictionary with a mask for each kind of layer, 'full_attention' and 'linear_attention' (None or [batch, "
+            "tokens])."
         )
     return (None if bool(is_real.all()) else is_real), (documents if bool(documents.any()) else None)
 
@@ -308,8 +309,8 @@ def for_linear_attention(
             documents = by_mask
         elif documents is not None:
             raise ValueError(
-                "`seq_idx` or `cu_seq_lens_q` tell of several documents in a row, but the mask over pairs of tokens lets "
-                "them see each other: pass one of them."
+                "`seq_idx` or `cu_seq_lens_q` tell of several documents in a row, but the mask over pairs of tokens "
+                "lets them see each other: pass one of them."
             )
         full = mask["full_attention"] if isinstance(mask, Mapping) else mask
         arguments = arguments | {"attention_mask": {"full_attention": full, "linear_attention": None}}

@@ -1,8 +1,8 @@
 """AttnRes on a Kimi Linear backbone. What differs from `transformers`' Kimi Linear:
 
 - sublayers and the final norm read from the depth state, as on any backbone;
-- delta attention keeps documents of one row apart and passes over padding; where `attnres` is installed, its faster form
-  is taken if no GPU kernel applies;
+- delta attention keeps documents of one row apart and passes over padding;
+- where `attnres` is installed, its faster delta attention is taken if no GPU kernel applies;
 - the published layout of Kimi Linear checkpoints loads and is written.
 
 Tools look in this file for the experts' decorator, `@use_experts_implementation`.

@@ -217,7 +217,7 @@ def test_after_a_padded_prompt_a_cache_goes_on_as_without_padding(model, ids, pa
     cache, logits, end = cache_class(config=model.config, **options), [], 0
     # A prompt, two single tokens, some with padding again, and of single tokens some that are padding.
     parts = PADDINGS[padding], torch.ones(4, 1), torch.ones(4, 1), RIGHT[:, 4:9], torch.tensor([[1], [0], [1], [1]])
-    for i, part in enumerate(parts):
+    for i in range(len(parts)):
         mask = torch.cat(parts[: i + 1], 1).long()
         start, end = end, mask.shape[1]
         with torch.no_grad():
