@@ -244,9 +244,16 @@ class ResidualModel(ResidualPreTrainedModel):
         """Change the arguments of a forward pass so that documents of one row do not see each other.
 
         Raises:
-            ValueError: as [`keep_documents_apart`].
+            ValueError: as [`keep_documents_apart`], or the backbone has a state that goes through all of a row.
         """
-        return keep_documents_apart(arguments, self.config)[0]
+        arguments, documents = keep_documents_apart(arguments, self.config)
+        # A private name, but the one by which `transformers` knows such backbones.
+        if documents is not None and self._is_stateful:
+            raise ValueError(
+                f"the row has several documents, but the backbone {self.config.backbone!r} carries a state from one to "
+                "the next: pass each document as a row of its own."
+            )
+        return arguments
 
     def forward(self, *args, record_to: list | None = None, **kwargs):
         if any(layer.layer_idx != i for i, layer in enumerate(self.layers)):

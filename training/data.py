@@ -45,6 +45,7 @@ def load_blocks(
     *,
     seed: int | None,
     encode: Encode | None = None,
+    separate: bool = False,
     cache: Path | None = None,
 ) -> Dataset | IterableDataset:
     """Blocks of `length` tokens from the documents of a [`DataSpec`].
@@ -65,6 +66,8 @@ def load_blocks(
         seed: of the order; `None` keeps that of the files.
         encode: gives a row's `input_ids` and `labels` instead, the document's end included, and raises `ValueError` for
             a row that it cannot use. The cache knows it by its code and what it holds.
+        separate: keep the documents of a block apart, by `position_ids` `[length]` that restart with each of them. The
+            label of a document's first token is left out.
         cache: a folder for tokens and blocks; by default within that of `datasets`.
 
     Returns:
@@ -82,7 +85,7 @@ def load_blocks(
     encoder = Encoder(tokenizer, encode)
     documents = Documents(spec, whole_rows=encode is not None)
     if spec.streaming:
-        return _stream(documents, encoder, length, seed)
+        return _stream(documents, encoder, length, seed, separate)
 
     cache = Path(cache or Path(datasets.config.HF_DATASETS_CACHE) / "attnres")
     identities = documents.identities()
@@ -95,25 +98,29 @@ def load_blocks(
 
     def build_blocks(folder: Path) -> None:
         tokens = built_once(cache / f"tokens-{key}", build_tokens)
-        _write_blocks(tokens, length, seed, folder, name=" ".join(spec.paths))
+        _write_blocks(tokens, length, seed, folder, name=" ".join(spec.paths), separate=separate)
 
-    folder = built_once(cache / f"blocks-{key_of(key, length, seed)}", build_blocks)
+    blocks_key = key_of(key, length, seed, *(["separate"] if separate else []))
+    folder = built_once(cache / f"blocks-{blocks_key}", build_blocks)
     skipped = _read_skipped(folder)
     if skipped:
         logger.warning("%s", skipped)
     return _open_blocks(folder, seed)
 
 
-def _stream(documents: Documents, encoder: Encoder, length: int, seed: int | None) -> IterableDataset:
+def _stream(documents: Documents, encoder: Encoder, length: int, seed: int | None, separate: bool) -> IterableDataset:
     if next(iter(documents), None) is None:  # what is wrong with all of the data shows now, not when training begins
         raise ValueError(_too_few(" ".join(documents.spec.paths), 0, 0, length, documents.skipped))
     # Without `features` and format, which take each token for a Python number on its way: 50 times slower. And no lists
     # among the arguments: their parts would be shards, which are divided among workers, and that changes the order.
     arguments = {"documents": documents, "encoder": encoder, "length": length, "seed": seed}
+    arguments["separate"] = separate
     return IterableDataset.from_generator(_generate, gen_kwargs=arguments)
 
 
-def _generate(documents: Documents, encoder: Encoder, length: int, seed: int | None) -> Iterator[dict[str, Any]]:
+def _generate(
+    documents: Documents, encoder: Encoder, length: int, seed: int | None, separate: bool
+) -> Iterator[dict[str, Any]]:
     counts, blocks_found = {"documents": 0, "tokens": 0}, 0
 
     def counted() -> Iterator[Tokens]:
@@ -124,12 +131,15 @@ def _generate(documents: Documents, encoder: Encoder, length: int, seed: int | N
 
     def rows() -> Iterator[dict[str, Any]]:
         nonlocal blocks_found
-        for blocks in pack(counted(), length):
+        for blocks in pack(counted(), length, separate):
             blocks_found += len(blocks.documents)
             labels = blocks.ids if blocks.labels is None else blocks.labels
-            for ids, row_labels, sources in zip(blocks.ids, labels, blocks.documents):
-                tensors = (torch.from_numpy(part.astype(np.int64)) for part in (ids, row_labels))
-                yield dict(zip(("input_ids", "labels", "documents"), (*tensors, sources)))
+            columns = {"input_ids": blocks.ids, "labels": labels}
+            if separate:
+                columns["position_ids"] = blocks.positions
+            for i, sources in enumerate(blocks.documents):
+                tensors = {name: torch.from_numpy(part[i].astype(np.int64)) for name, part in columns.items()}
+                yield tensors | {"documents": sources}
 
     yield from rows() if seed is None else _shuffled(rows(), seed)
     if not blocks_found:
@@ -174,20 +184,22 @@ def _write_tokens(documents: Documents, encoder: Encoder, folder: Path) -> None:
     (folder / _SKIPPED).write_text(json.dumps(vars(documents.skipped)))
 
 
-def _write_blocks(tokens: Path, length: int, seed: int | None, folder: Path, name: str) -> None:
+def _write_blocks(tokens: Path, length: int, seed: int | None, folder: Path, name: str, separate: bool) -> None:
     """`blocks.arrow`, the stream of the documents in the order of `seed`, and what was skipped."""
     documents = Dataset.from_file(str(tokens / _TOKENS))
     skipped = _read_skipped(tokens)
     if seed is not None:
         documents = documents.select(_order(seed, 0, len(documents)))
     block = pa.list_(pa.int32(), length)
-    labels = {"labels": block} if "labels" in documents.column_names else {}
-    schema = pa.schema({"input_ids": block} | labels | {"documents": pa.string()})
-    # One digest for tokens and one for labels: neither depends on how many documents are read at once.
-    count, digests = 0, [hashlib.blake2b(digest_size=16) for _ in ("input_ids", *labels)]
+    labels = {"labels": block} if separate or "labels" in documents.column_names else {}
+    positions = {"position_ids": block} if separate else {}
+    schema = pa.schema({"input_ids": block} | labels | positions | {"documents": pa.string()})
+    # One digest for each column of numbers: none depends on how many documents are read at once.
+    count, digests = 0, [hashlib.blake2b(digest_size=16) for _ in ("input_ids", *labels, *positions)]
     with pa.ipc.new_stream(str(folder / _BLOCKS), schema) as file:
-        for blocks in pack(_read_tokens(documents), length):
-            parts = [part.ravel() for part in (blocks.ids, blocks.labels) if part is not None]
+        for blocks in pack(_read_tokens(documents), length, separate):
+            columns = (blocks.ids, blocks.labels, blocks.positions)
+            parts = [part.ravel() for part in columns if part is not None]
             for digest, part in zip(digests, parts):
                 digest.update(np.ascontiguousarray(part))
             lists = [pa.FixedSizeListArray.from_arrays(part, length) for part in parts]

@@ -50,26 +50,38 @@ class Tokens:
 
 
 class Blocks(NamedTuple):
-    """Tokens and labels `[blocks, length]` (`None` as in [`Tokens`]), and the places of each block's documents."""
+    """Tokens and labels `[blocks, length]` (`None` as in [`Tokens`]), and the places of each block's documents.
+
+    `positions` `[blocks, length]` count the tokens of each document within a block from 0, where documents are kept
+    apart.
+    """
 
     ids: np.ndarray
     labels: np.ndarray | None
     documents: list[str]
+    positions: np.ndarray | None = None
 
 
-def pack(batches: Iterable[Tokens], length: int) -> Iterator[Blocks]:
+def pack(batches: Iterable[Tokens], length: int, separate: bool = False) -> Iterator[Blocks]:
     """Cut the stream of all documents into blocks; the last, incomplete block is dropped.
 
     So is a block without a label that can be learned: a batch of such blocks alone would have no loss.
 
-    A document may begin in one block and end in another, and attention sees across documents within a block.
+    A document may begin in one block and end in another, and attention sees across documents within a block, unless
+    they are kept apart.
+
+    Args:
+        batches: The documents, in order.
+        length: Tokens in a block.
+        separate: Keep documents apart: give their positions, and leave the label of a document's first token out, as
+            nothing before it tells of it.
     """
     rest = None
     for batch in batches:
         stream = batch if rest is None else rest + batch
         count = len(stream.ids) // length
         if count:
-            yield _cut(stream, length, count)
+            yield _cut(stream, length, count, separate)
         rest = stream.after(count * length)
 
 
@@ -79,18 +91,25 @@ def in_blocks(stream: np.ndarray, length: int) -> np.ndarray:
     return stream[: count * length].reshape(count, length)
 
 
-def _cut(stream: Tokens, length: int, count: int) -> Blocks:
+def _cut(stream: Tokens, length: int, count: int, separate: bool) -> Blocks:
     labels = None if stream.labels is None else in_blocks(stream.labels, length)
     starts = np.arange(count) * length
     ends = stream.lengths.cumsum()
     firsts = np.searchsorted(ends, starts, side="right")  # the document that a block's first token belongs to
     lasts = np.searchsorted(ends, starts + length - 1, side="right")
     documents = [describe(stream.places[first : last + 1]) for first, last in zip(firsts, lasts)]
-    ids = in_blocks(stream.ids, length)
+    ids, positions = in_blocks(stream.ids, length), None
+    if separate:
+        # A document begins anew where a block cuts it: what came before is not seen.
+        begins = np.repeat(ends - stream.lengths, stream.lengths)[: ids.size].reshape(ids.shape)
+        positions = np.arange(ids.size, dtype=np.int64).reshape(ids.shape) - np.maximum(begins, starts[:, None])
+        positions = positions.astype(np.int32)
+        labels = np.where(positions == 0, IGNORED, ids if labels is None else labels).astype(np.int32)
     if labels is None:
         return Blocks(ids, None, documents)
     learned = (labels[:, 1:] != IGNORED).any(axis=1)  # models shift labels: nothing comes before the first
-    return Blocks(ids[learned], labels[learned], [name for name, kept in zip(documents, learned) if kept])
+    kept = [name for name, is_learned in zip(documents, learned) if is_learned]
+    return Blocks(ids[learned], labels[learned], kept, None if positions is None else positions[learned])
 
 
 def describe(places: Iterable[Place]) -> str:

@@ -92,6 +92,7 @@ class Recipe:
         bad_rows: `error` ends the run at a row that cannot be used, `skip` leaves such rows out and counts them.
         chat: the data is conversations; only the assistant's part is learned.
         length: tokens in a sequence.
+        separate_documents: keep the documents of a sequence apart: none sees another, and each begins at position 0.
         batch_size: sequences in a step, over all processes.
         steps: the length of the run; this or `tokens`.
         tokens: the same in tokens.
@@ -135,6 +136,7 @@ class Recipe:
     bad_rows: str = "error"
     chat: bool = False
     length: int = 1024
+    separate_documents: bool = False
     batch_size: int = 32
     micro_batch_size: int = 8
     steps: int | None = None

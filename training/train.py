@@ -203,13 +203,14 @@ def _data(
     """Return the blocks to train on, those held out, and a digest of each data set by its key in the recipe."""
     spec = DataSpec(tuple(recipe.train), recipe.split, recipe.column, recipe.streaming, recipe.bad_rows)
     encode = encode_chat(tokenizer, recipe.column) if recipe.chat else None
-    train = load_blocks(spec, tokenizer, recipe.length, seed=recipe.seed, encode=encode)
+    load = partial(load_blocks, encode=encode, separate=recipe.separate_documents)
+    train = load(spec, tokenizer, recipe.length, seed=recipe.seed)
     # The tokens of a stream are not known before it is read.
     digests = {"train": repr(file_identities(spec)) if recipe.streaming else digest_of(train)}
     if recipe.held_out:
         split = recipe.held_out_split or recipe.split
         spec = replace(spec, paths=tuple(recipe.held_out), split=split, streaming=False)
-        held_out = load_blocks(spec, tokenizer, recipe.length, seed=None, encode=encode)
+        held_out = load(spec, tokenizer, recipe.length, seed=None)
         return train, held_out, digests | {"held_out": digest_of(held_out)}
     if recipe.streaming:
         raise ValueError("A stream has no end to take `held_out_sequences` from: give `held_out`.")

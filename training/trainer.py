@@ -24,7 +24,9 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.distributed import load_optimizer_distributed, save_optimizer_distributed
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, get_last_checkpoint, rotate_checkpoints
+from transformers.utils.generic import is_flash_attention_requested
 
+from attnres.configuration_attnres import ResidualConfig
 from attnres.residual_attnres import residual_tensors
 from attnres.utils.disks import why_not_written
 from attnres.utils.processes import is_lost_connection
@@ -43,7 +45,8 @@ OPTIMIZER = "optimizer"
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Rows of [`attnres.training.data.load_blocks`] as a batch `[rows, length]`."""
-    batch = {name: torch.stack([row[name] for row in rows]).long() for name in ("input_ids", "labels")}
+    names = [name for name in ("input_ids", "labels", "position_ids") if name in rows[0]]
+    batch = {name: torch.stack([row[name] for row in rows]).long() for name in names}
     if ROW in rows[0]:
         batch[ROW] = torch.tensor([row[ROW] for row in rows])
     return batch | {"documents": [row["documents"] for row in rows]}
@@ -53,11 +56,14 @@ class AttnResTrainer(ResumableTrainer):
     """Trains `model` by a [`Recipe`].
 
     Raises:
+        ValueError: the recipe asks to keep documents apart, which the model cannot.
         FloatingPointError: from `train`: the loss is not finite.
         OSError: from `train`: a checkpoint cannot be written; the one before is whole.
     """
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe, arguments: TrainingArguments, **options):
+        if recipe.separate_documents:
+            _check_separable(model, recipe)
         self.recipe = recipe
         self.stopping = StopOnSignal(self)
         self._saving_in: str | None = None
@@ -242,6 +248,22 @@ class AttnResTrainer(ResumableTrainer):
             return super()._load_optimizer_and_scheduler(checkpoint)
         load_optimizer_distributed(self.model, self.optimizer.optimizer, f"{checkpoint}/{OPTIMIZER}")
         self.lr_scheduler.load_state_dict(torch.load(f"{checkpoint}/{SCHEDULER_NAME}", weights_only=True))
+
+
+def _check_separable(model: PreTrainedModel, recipe: Recipe) -> None:
+    """Raise ValueError if the model would let documents of one row see each other without a word."""
+    config = model.config.get_text_config()
+    # A private name, but the one by which `transformers` knows models with a state beside their keys and values.
+    if getattr(model, "_is_stateful", False) and not isinstance(config, ResidualConfig):
+        raise ValueError(
+            f"`separate_documents` of the recipe cannot be: the layers of {config.model_type} carry a state from one "
+            "document to the next. Retrofit a Kimi Linear model (retrofit={}), or leave `separate_documents` out."
+        )
+    if is_flash_attention_requested(config) and recipe.micro_batch_size > 1:
+        raise ValueError(
+            "`separate_documents` of the recipe needs micro_batch_size=1 with flash attention, which keeps documents "
+            f"apart in a single row only; it is {recipe.micro_batch_size}."
+        )
 
 
 def _flush(folder: Path) -> None:

@@ -27,3 +27,12 @@ def test_each_trainer_trains_a_retrofit_as_the_standard_model(python, run_sessio
         assert runs["frozen"]["largest query"] == 0 < runs["attn_res"]["largest query"]
     # The model is its own reference.
     assert seen["dpo"]["attn_res"]["losses"][0] == pytest.approx(math.log(2), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_packing_trains_the_hybrid_as_rows_of_one_document_each(python, run_session):
+    """`packing=True` joins documents into rows without padding, and so does `padding_free=True`, with a whole batch."""
+    seen = run_session(python, "trl_packing_session.py")
+    assert seen["packed"]["rows"] < seen["padded"]["rows"] == seen["padding-free"]["rows"]
+    for way in ("packed", "padding-free"):
+        assert seen[way]["losses"] == pytest.approx(seen["padded"]["losses"], abs=2e-5), way

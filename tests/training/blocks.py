@@ -28,9 +28,9 @@ def split(text: str) -> list[str]:
     return [part.strip() for part in parts if part.strip()]
 
 
-def load(paths, tokenizer, length=16, *, seed=0, cache="cache", encode=None, **fields):
+def load(paths, tokenizer, length=16, *, seed=0, cache="cache", encode=None, separate=False, **fields):
     spec = DataSpec(paths, **fields)
-    return load_blocks(spec, tokenizer, length, seed=seed, encode=encode, cache=Path(cache))
+    return load_blocks(spec, tokenizer, length, seed=seed, encode=encode, separate=separate, cache=Path(cache))
 
 
 def rows(blocks) -> list[list[int]]:

@@ -57,6 +57,24 @@ def test_a_block_that_teaches_nothing_is_left_out(length, learned, data):
     assert starts == [start for start in whole if learned & {*range(start + 1, start + length)}]
 
 
+@given(LENGTHS, st.integers(2, 20), st.data())
+def test_documents_kept_apart_count_from_the_block_s_start_or_their_own_and_teach_no_first_token(lengths, length, data):
+    at = data.draw(st.lists(st.integers(0, len(lengths)), max_size=5))
+    document_of = np.repeat(np.arange(len(lengths)), lengths)
+    together = {block[0]: block for blocks in pack(in_batches(lengths, at), length) for block in zip(blocks.ids[:, 0])}
+    seen = 0
+    for blocks in pack(in_batches(lengths, at), length, separate=True):
+        for ids, labels, positions in zip(blocks.ids, blocks.labels, blocks.positions):
+            documents = document_of[ids]
+            expected = [int((documents[:i] == documents[i]).sum()) for i in range(length)]
+            assert positions.tolist() == expected
+            assert labels.tolist() == [IGNORED if place == 0 else token + 1000 for token, place in zip(ids, expected)]
+            seen += 1
+    # A block of documents of one token each has nothing to learn.
+    blocks = [document_of[start : start + length] for start in together]
+    assert seen == sum(len(set(block.tolist())) < length for block in blocks)
+
+
 def test_places_that_follow_each_other_are_written_as_a_range():
     places = [
         Place("a.txt", 1, 4),
