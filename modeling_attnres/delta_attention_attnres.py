@@ -135,7 +135,6 @@ class DeltaAttention(kimi_linear.KimiLinearDeltaAttention):
         real_tokens: Tensor | None = None,
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        **kwargs,
     ) -> Tensor:
         """Compute the layer's output `[batch, seq, hidden]`.
 

@@ -42,6 +42,8 @@ causal = AutoModelForCausalLM.from_pretrained(models / "causal", **trusted)
 seen["class"] = type(causal).__module__, type(causal).__name__
 seen["implementations"] = causal.config._attn_implementation, causal.config._experts_implementation
 seen["logits"] = causal(ids).logits
+positions = torch.arange(ids.shape[1]).expand_as(ids) % 4
+seen["packed"] = causal(ids, position_ids=positions).logits, causal(ids[:, 4:8]).logits
 seen["depth_attentions"] = causal(ids, output_depth_attentions=True).depth_attentions
 seen["generated"] = causal.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)
 arguments = TrainingArguments(str(out.parent / "run"), label_smoothing_factor=0.1, report_to="none", use_cpu=True)

@@ -109,6 +109,12 @@ def test_label_smoothing_trains_the_next_token_there_too(remote, model, ids):
     assert close(remote["smoothed_loss"], 0.9 * nll - 0.1 * log_p.mean())
 
 
+def test_documents_of_one_row_are_kept_apart(remote, model, ids):
+    packed, alone = remote["packed"]
+    assert close(packed[:, 4:8], alone)
+    assert close(alone, model(ids[:, 4:8]).logits)
+
+
 def test_the_depth_attentions_are_identical(remote, model, ids):
     expected = model(ids, output_depth_attentions=True).depth_attentions
     assert len(remote["depth_attentions"]) == len(expected)

@@ -73,7 +73,7 @@ def test_standard_models_with_linear_attention_are_refused(tiny_config):
     fields = {key: value for key, value in tiny_config().to_dict().items() if key in KimiLinearConfig().to_dict()}
     fields.pop("model_type")
     standard = AutoModelForCausalLM.from_config(KimiLinearConfig(**fields))
-    with pytest.raises(ValueError, match="carry a state .*Retrofit a Kimi Linear"):
+    with pytest.raises(ValueError, match=r"carry a state .*Retrofit a Kimi Linear"):
         trainer(standard)
 
 
