@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
-from attnres.accelerated import delta_attention
+from attnres.accelerated import accelerate_delta_attention, delta_attention
 from attnres.accelerated.delta_attention import chunk_kda, decayed_products
 
 # As it is before a fixture puts ours in its place.
@@ -124,6 +124,14 @@ def test_the_model_uses_it_and_leaves_kimi_linear_as_it_is(tiny_model, token_ids
     assert len(calls) == model.config.layer_types.count("linear_attention") == 2
     assert kimi_linear.KimiLinearDeltaAttention.forward is before
     assert UPSTREAM.__module__ == kimi_linear.__name__
+
+
+def test_the_layer_of_transformers_itself_is_left_as_it_is(tiny_config):
+    """Code saved beside weights by an earlier version has it, and asks for the acceleration."""
+    layer = kimi_linear.KimiLinearDeltaAttention(tiny_config(), 0)
+    before = dict(vars(layer))
+    accelerate_delta_attention(layer)
+    assert vars(layer).keys() == before.keys()
 
 
 @settings(deadline=None, max_examples=8)
