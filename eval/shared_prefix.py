@@ -34,6 +34,9 @@ from attnres.utils.token_ids import check_token_ids
 
 logger = logging.getLogger(__name__)
 
+# The name of a cache among arguments and outputs: the first from transformers 5.24 on, which deprecates the second.
+_CACHE_NAMES = ("cache", "past_key_values")
+
 Answer = tuple[float, bool]  # log-likelihood of the continuation; is it what greedy decoding gives?
 Finish = Callable[[dict[int, Answer]], None]  # takes the answers of some requests, by their index
 
@@ -346,7 +349,7 @@ class SharedPrefixLM(HFLM):
         keep = torch.tensor([row + row[-1:] * (kept - len(row)) for row in positions], device=self.device)
         arguments = {"logits_to_keep": keep} if abilities.keep_logits else {}
         if use_cache:
-            arguments |= {"past_key_values": cache, "use_cache": True}
+            arguments |= {self._cache_name: cache, "use_cache": True}
         elif "use_cache" in self._accepted:
             arguments |= {"use_cache": False}
         dtype = self.mixed_precision_dtype
@@ -356,13 +359,19 @@ class SharedPrefixLM(HFLM):
         if not abilities.keep_logits:
             # A prompt that was tuned comes before the tokens, and has logits too.
             logits = torch.take_along_dim(logits[:, -width:], keep[..., None].to(logits.device), dim=1)
-        return logits, outputs.get("past_key_values")
+        # A model with code of its own may return the cache under the other name than it takes it.
+        return logits, next((outputs[name] for name in _CACHE_NAMES if name in outputs), None)
 
     @cached_property
     def _accepted(self) -> Set[str]:
         """The names of the arguments that the model takes, or the model inside an adapter."""
         forward = getattr(self.model, "get_base_model", lambda: self.model)().forward
         return inspect.signature(forward).parameters.keys()
+
+    @property
+    def _cache_name(self) -> str | None:
+        """The name of the argument that takes a cache; `None` where there is none."""
+        return next((name for name in _CACHE_NAMES if name in self._accepted), None)
 
     @cached_property
     def abilities(self) -> Abilities:
@@ -400,7 +409,7 @@ class SharedPrefixLM(HFLM):
             )
             return torch.cat([one, more[:, 1:]], dim=1)
 
-        share = {"past_key_values", "use_cache"} <= self._accepted and agrees(go_on)
+        share = self._cache_name is not None and "use_cache" in self._accepted and agrees(go_on)
         if not share:
             logger.warning(
                 "%s cannot go on from a copy of its cache: prefixes are not shared.", type(self.model).__name__

@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnres.residual_attnres import ResidualConnection, residual_tensors
 
+from ..caches import CACHE
+
 BACKBONES = ["llama", "kimi_linear"]
 # Forms of a connection that start as the standard one: its name and fields.
 FORMS = {
@@ -93,8 +95,8 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 def logits_token_by_token(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
     cache, logits = None, []
     for token in token_ids.split(1, dim=1):
-        outputs = model(token, past_key_values=cache, use_cache=True)
-        cache = outputs.past_key_values
+        outputs = model(token, **{CACHE: cache}, use_cache=True)
+        cache = outputs[CACHE]
         logits.append(outputs.logits)
     return torch.cat(logits, dim=1)
 
@@ -116,7 +118,7 @@ def assert_reads(
     assert difference(standard(token_ids).logits, expected) > 0.05
     assert difference(model(token_ids).logits, expected) < uncached
     first = model(token_ids[:, :7], use_cache=True)
-    last = model(token_ids[:, 7:], past_key_values=first.past_key_values)
+    last = model(token_ids[:, 7:], **{CACHE: first[CACHE]})
     assert difference(torch.cat([first.logits, last.logits], dim=1), expected) < cached
 
 

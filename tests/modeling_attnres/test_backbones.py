@@ -20,6 +20,8 @@ import attnres
 from attnres import BACKBONES, CONNECTIONS
 from attnres.residual_attnres import residual_tensors
 
+from ..caches import CACHE
+
 release = Version(transformers.__version__)
 CASES = [*sorted(BACKBONES), "gpt_neox, sequential", "llama, tied"]
 # One of each form: pre-norm, norm after, sandwich, multipliers, parallel, experts.
@@ -94,7 +96,7 @@ def test_every_form_of_a_decoder_follows_the_equations(backbones, case, block_si
     assert relative_difference(model(token_ids).logits, expected) <= 1e-4
 
     first = model(token_ids[:, :7], use_cache=True)
-    last = model(token_ids[:, 7:], past_key_values=first.past_key_values)
+    last = model(token_ids[:, 7:], **{CACHE: first[CACHE]})
     assert relative_difference(torch.cat([first.logits, last.logits], dim=1), expected) <= 1e-4
 
 

@@ -11,6 +11,8 @@ from transformers import CompileConfig, PreTrainedTokenizerFast, StaticCache, pi
 
 from attnres import AttnResForCausalLM
 
+from ..caches import CACHE
+
 VARIANTS = {
     "full": {"attn_res_block_size": 1},
     "S=3": {"attn_res_block_size": 3, "attn_res_scale": "sum"},
@@ -87,10 +89,10 @@ def test_beam_search_finds_the_same_beams_with_and_without_cache(model, generate
 
 def test_a_prompt_cache_serves_several_continuations(model, generate, token_ids):
     with torch.no_grad():
-        prompt_cache = model(token_ids[:, :5], use_cache=True).past_key_values
+        prompt_cache = model(token_ids[:, :5], use_cache=True)[CACHE]
     for continuation in (token_ids[:, 5:], token_ids[:, 5:].flip(1)):
         whole = torch.cat([token_ids[:, :5], continuation], dim=1)
-        assert torch.equal(generate(whole, past_key_values=copy.deepcopy(prompt_cache)), generate(whole))
+        assert torch.equal(generate(whole, **{CACHE: copy.deepcopy(prompt_cache)}), generate(whole))
 
 
 def test_generation_goes_on_from_the_cache_of_an_earlier_turn(generate, token_ids):
@@ -98,7 +100,7 @@ def test_generation_goes_on_from_the_cache_of_an_earlier_turn(generate, token_id
     prompt = torch.cat([first.sequences, token_ids.flip(1)], dim=1)
     mask = torch.ones_like(prompt)  # else a padding token among the generated ones would be taken for padding
     expected = generate(prompt, attention_mask=mask)
-    assert torch.equal(generate(prompt, attention_mask=mask, past_key_values=first.past_key_values), expected)
+    assert torch.equal(generate(prompt, attention_mask=mask, **{CACHE: first[CACHE]}), expected)
 
 
 @torch.no_grad()
@@ -107,8 +109,8 @@ def test_logits_do_not_depend_on_how_tokens_meet_the_cache(model, token_ids, pie
     expected = model(token_ids, use_cache=False).logits
     cache, logits = None, []
     for piece in token_ids.split(pieces, dim=1):
-        outputs = model(piece, past_key_values=cache, use_cache=True)
-        cache = outputs.past_key_values
+        outputs = model(piece, **{CACHE: cache}, use_cache=True)
+        cache = outputs[CACHE]
         logits.append(outputs.logits)
     assert_same_logits(torch.cat(logits, dim=1), expected)
     assert cache.get_seq_length() == token_ids.shape[1]
@@ -117,7 +119,7 @@ def test_logits_do_not_depend_on_how_tokens_meet_the_cache(model, token_ids, pie
 @torch.no_grad()
 def test_attention_residuals_add_nothing_to_the_cache(vivid_model, token_ids):
     def shapes_in_cache(**fields) -> list[torch.Size]:
-        cache = vivid_model(**fields)(token_ids, use_cache=True).past_key_values
+        cache = vivid_model(**fields)(token_ids, use_cache=True)[CACHE]
         leaves = tree_leaves([vars(layer) for layer in cache.layers])
         return [leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
@@ -138,7 +140,7 @@ def test_left_padding_does_not_change_logits(model, token_ids):
     together = model(padded, attention_mask=mask, use_cache=False).logits
     # In two pieces; the first row of the first piece is all padding.
     first = model(padded[:, :7], attention_mask=mask[:, :7], use_cache=True)
-    last = model(padded[:, 7:], attention_mask=mask, past_key_values=first.past_key_values)
+    last = model(padded[:, 7:], attention_mask=mask, **{CACHE: first[CACHE]})
     for row, length in enumerate([4, 9]):
         alone = model(token_ids[row : row + 1, -length:], use_cache=False).logits[0]
         assert_same_logits(together[row, -length:], alone)
@@ -185,7 +187,7 @@ def test_logits_to_keep_selects_positions(model, token_ids):
 def test_a_static_cache_changes_nothing(model, generate, token_ids):
     padded, mask = left_padded(token_ids, [4, 9])
     static = generate(padded, attention_mask=mask, cache_implementation="static", return_dict_in_generate=True)
-    assert isinstance(static.past_key_values, StaticCache)
+    assert isinstance(static[CACHE], StaticCache)
     assert torch.equal(static.sequences, generate(padded, attention_mask=mask))
 
 

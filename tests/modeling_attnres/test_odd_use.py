@@ -90,19 +90,21 @@ def test_embeddings_of_another_width_are_refused_in_one_line(backbones, implemen
 OTHER_DEFAULTS = """
 import sys
 from contextlib import nullcontext
+from inspect import signature
 import torch
 from transformers import AutoModelForCausalLM
 import attnres
 
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 token_ids = torch.load(sys.argv[2])
+cache = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
 def numbers():
     with torch.no_grad():
         outputs = [model(token_ids, use_cache=True)]
         for step in range(3):  # decoding, token by token
             token = outputs[-1].logits[:, -1:].argmax(-1)
-            outputs.append(model(token, past_key_values=outputs[-1].past_key_values))
+            outputs.append(model(token, **{cache: outputs[-1][cache]}))
     logits = [output.logits for output in outputs]
     model.zero_grad()
     learning = model(token_ids, use_cache=False).logits

@@ -11,6 +11,8 @@ from torch import Tensor
 from attnres import AttnResForCausalLM, AttnResModel
 from attnres.residual_attnres import residual_tensors
 
+from ..caches import CACHE
+
 release = Version(transformers.__version__)
 LAYERS = 4
 VARIANTS = {
@@ -148,7 +150,7 @@ def test_a_tuple_holds_the_same_in_the_same_order(full, token_ids):
     actual = full(token_ids, **RECORD, return_dict=False)
     assert isinstance(actual, tuple)
     assert torch.equal(actual[0], expected.logits)
-    assert list(expected) == ["logits", "past_key_values", "hidden_states", "depth_attentions"]
+    assert list(expected) == ["logits", CACHE, "hidden_states", "depth_attentions"]
     for recorded, name in ((actual[2], "hidden_states"), (actual[3], "depth_attentions")):
         assert all(map(torch.equal, recorded, expected[name]))
     last_hidden_state, *_ = full.model(token_ids, **RECORD, return_dict=False)
@@ -171,7 +173,7 @@ def test_checkpointing_records_the_same_once(model, token_ids, use_reentrant):
 def test_a_cached_step_records_the_weights_of_its_tokens(model, token_ids):
     expected = model(token_ids, **RECORD)
     prompt = model(token_ids[:, :-2], use_cache=True)
-    actual = model(token_ids[:, -2:], past_key_values=prompt.past_key_values, **RECORD)
+    actual = model(token_ids[:, -2:], **{CACHE: prompt[CACHE]}, **RECORD)
     for whole, step in zip(expected.depth_attentions, actual.depth_attentions, strict=True):
         torch.testing.assert_close(step, whole[..., -2:], rtol=0, atol=1e-4)
     for whole, step in zip(expected.hidden_states, actual.hidden_states, strict=True):
