@@ -5,6 +5,7 @@ Each conversion is a `Plan`: the checkpoint, the configuration of the result, th
 """
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Collection
@@ -220,10 +221,16 @@ def _has_head(model: PreTrainedModel) -> bool:
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The first dtype of a checkpoint that is not a quantised one, where the configuration names none."""
-    dtypes = (DTYPES.get(entry.dtype) for entry in checkpoint.entries.values())
-    wide = (d for d in dtypes if d is not None and d.is_floating_point and d.itemsize > 1)
-    return next(wide, torch.float32)
+    """Return the dtype of the largest tensor that is not quantised, for a configuration that names none.
+
+    Not of the first one: routing biases are float32 in checkpoints of bfloat16.
+    """
+    sizes = {}
+    for entry in checkpoint.entries.values():
+        dtype = DTYPES.get(entry.dtype)
+        if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1:
+            sizes[dtype] = max(sizes.get(dtype, 0), math.prod(entry.shape))
+    return max(sizes, key=sizes.get, default=torch.float32)
 
 
 def _drops(shard: Shard, dropped: Collection[str]) -> bool:

@@ -111,7 +111,8 @@ def start_added(model: PreTrainedModel, source: PreTrainedConfig, dtype: torch.d
     """Give what is added to a model on the meta device its tensors, on the CPU and where they start."""
     for module in model.modules():
         if isinstance(module, (ResidualConnection, ResidualNorm)):
-            module.to_empty(device="cpu").to(dtype)
+            is_float32 = getattr(module, "float32", False)
+            module.to_empty(device="cpu").to(torch.promote_types(dtype, torch.float32) if is_float32 else dtype)
             model._init_weights(module)
     if not is_gated(source):
         start_gates(model, dtype)

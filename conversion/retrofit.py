@@ -9,12 +9,15 @@ the standard residual stream, term by term and for every block size.
 """
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, KimiLinearPreTrainedModel, PreTrainedModel
+
+from attnres import AttnResPreTrainedModel
 
 from .family import DEFAULT_CONNECTION, added_tensors, retrofit_config, start_added
 
@@ -45,7 +48,8 @@ def retrofit(
     """
     source = model_or_path
     if not isinstance(source, PreTrainedModel):
-        source = AutoModelForCausalLM.from_pretrained(model_or_path, dtype="auto")
+        with _same_tensors_in_float32():
+            source = AutoModelForCausalLM.from_pretrained(model_or_path, dtype="auto")
     config = retrofit_config(source.config, residual, **options)
     _check_loaded(source)
     config.tie_word_embeddings = _is_tied(source)
@@ -63,6 +67,22 @@ def retrofit(
         model.get_submodule(module_name).to(_device_beside(source, module_name))
     model.generation_config = source.generation_config
     return model.train(source.training)
+
+
+@contextmanager
+def _same_tensors_in_float32() -> Iterator[None]:
+    """Load standard Kimi Linear with the tensors in float32 that the family keeps so.
+
+    Before transformers 5.24 a checkpoint in bfloat16 loses the digits of its routing biases, and a retrofit would share
+    the tensors that have lost them.
+    """
+    field = "_keep_in_fp32_modules_strict"
+    before = getattr(KimiLinearPreTrainedModel, field)
+    setattr(KimiLinearPreTrainedModel, field, getattr(AttnResPreTrainedModel, field))
+    try:
+        yield
+    finally:
+        setattr(KimiLinearPreTrainedModel, field, before)
 
 
 def _check_loaded(source: PreTrainedModel) -> None:

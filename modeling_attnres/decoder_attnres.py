@@ -5,10 +5,12 @@ takes the place of `hidden_states` in the backbone's loop: no hooks.
 """
 
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial, wraps
 from inspect import signature
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -157,8 +159,46 @@ class ResidualPreTrainedModel:
             _add_class_name(_CLASS_NAMES[name], cls)
 
     def post_init(self) -> None:
-        vars(self).pop("_no_split_modules", None)  # of the backbone's own layers
+        for name in ("_no_split_modules", "_keep_in_fp32_modules_strict"):
+            vars(self).pop(name, None)  # of the backbone's own classes
         super().post_init()
+        if CONNECTIONS[self.config.residual_connection].form(self.config).float32:
+            self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), "*_res_proj"}
+        # A model that is made in 16 bits has them everywhere. `from_pretrained` loads into the dtypes that it finds.
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        kept = self._tensors_kept_in_float32()
+        for tensor in kept.values():
+            tensor.data = tensor.data.to(dtype)
+        if kept and torch.get_default_dtype() != dtype and getattr(self, "fsdp_plan", None):
+            # FSDP2 wants one dtype in a group, and `transformers` groups a module with a tensor in float32 together
+            # with its children in 16 bits. These get groups of their own.
+            owners = {name.rpartition(".")[0] for name, _ in self.named_parameters() if name in kept}
+            children = (f"{owner}.{name}" for owner in owners for name, _ in self.get_submodule(owner).named_children())
+            apart = {re.sub(r"\.\d+\.", ".*.", name): "free_full_weight" for name in children}
+            self.fsdp_plan = apart | self.fsdp_plan
+
+    def _tensors_kept_in_float32(self) -> dict[str, Tensor]:
+        """Return the tensors that `_keep_in_fp32_modules_strict` names, by name."""
+        patterns = [name.replace(".", r"\.").replace("*", ".*") for name in self._keep_in_fp32_modules_strict or ()]
+        if not patterns:
+            return {}
+        pattern = re.compile(rf"(^|\.)({'|'.join(patterns)})(\.|$)")
+        named = chain(self.named_parameters(), self.named_buffers())
+        return {name: tensor for name, tensor in named if tensor.is_floating_point() and pattern.search(name)}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args, **kwargs):
+        """Also leave these tensors in float32 in `model.to(torch.bfloat16)` or `model.half()`, which call this."""
+        kept = [*self._tensors_kept_in_float32().values()]
+        kept += [tensor.grad for tensor in kept if tensor.grad is not None]
+        kept_ids = {id(tensor) for tensor in kept}  # `fn` gets the tensors themselves, and not their names
+
+        def cast(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            if id(tensor) in kept_ids and result.dtype in (torch.float16, torch.bfloat16):
+                return tensor.to(device=result.device, dtype=torch.float32)
+            return result
+
+        return super()._apply(cast, *args, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -48,6 +48,9 @@ class AttnResDecoderLayer(ResidualDecoderLayer, kimi_linear.KimiLinearDecoderLay
 class AttnResPreTrainedModel(ResidualPreTrainedModel, kimi_linear.KimiLinearPreTrainedModel):
     config: AttnResConfig
     _no_split_modules = ["AttnResDecoderLayer"]
+    # Those of Kimi Linear from transformers 5.24 on, and `A_log`. In bfloat16 different routing biases become equal,
+    # and tokens go to other experts; and decays, which multiply up over a sequence, are off by a percent.
+    _keep_in_fp32_modules_strict = ["e_score_correction_bias", "gate.weight", "dt_bias", "A_log"]
     auto_classes = {
         "AutoModel": "AttnResModel",
         "AutoModelForCausalLM": "AttnResForCausalLM",

@@ -41,6 +41,9 @@ class ResidualConnection(nn.Module):
     options: ClassVar[dict[str, str]] = {}  # what a retrofit may choose -> the field that it sets
     retrofit: ClassVar[dict[str, Any] | None] = None  # fields at which it starts as the standard one, if it can
     has_norm: ClassVar[bool] = False  # a read gets the weight of a [`ResidualNorm`]
+    # Its tensors stay in float32 when the model is in 16 bits. For scalars that all tokens and channels share: rounding
+    # them can move the logits more than rounding all the rest of the model. All of them, since FSDP2 wants one dtype.
+    float32: ClassVar[bool] = False
     takes_norm: ClassVar[bool] = False  # it gets the sublayer's norm, and returns what that makes of its input
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):

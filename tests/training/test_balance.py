@@ -178,7 +178,7 @@ def test_a_rate_of_zero_only_measures(tiny_model, tmp_path):
 
 def test_the_bias_has_no_gradient_and_is_float32_in_a_bfloat16_model(tiny_model, tmp_path):
     model = tiny_model().to(torch.bfloat16)
-    assert biases(model).dtype == torch.bfloat16
+    assert model.dtype == torch.bfloat16
     for router in routers(model):
         router.e_score_correction_bias.fill_(1.0)  # where bfloat16 has steps of 1/128
     train(model, tmp_path, ExpertBalance(0.001), steps=2)

@@ -354,7 +354,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(base, reentrant, first)
 
 def test_a_16_bit_base_keeps_its_dtype_and_what_is_trained_is_float32(base, tmp_path, token_ids):
     adapted = adapters(base("attnres"), dtype=torch.bfloat16)
-    dtypes = {(p.requires_grad, p.dtype) for n, p in adapted.named_parameters() if "A_log" not in n}
+    kept = tuple(attnres.AttnResForCausalLM._keep_in_fp32_modules_strict)
+    dtypes = {(p.requires_grad, p.dtype) for n, p in adapted.named_parameters() if not n.endswith(kept)}
     assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
     losses = losses_of(run(adapted, tmp_path, save_strategy="no"))
     assert losses[-1] < losses[0] - 0.3

@@ -1,0 +1,75 @@
+"""Conversions keep the dtype of every tensor: routing biases in float32 beside weights in bfloat16."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import KimiLinearForCausalLM
+
+from attnres.conversion import retrofit
+from attnres.residual_attnres import residual_tensors
+
+from .checkpoints import convert_well, tensors_of
+
+BIASES = "e_score_correction_bias"
+
+
+@pytest.fixture
+def published(backbones, tmp_path):
+    """A standard checkpoint as Kimi Linear's: in bfloat16, with biases in float32 that need more digits."""
+    model = backbones.build("kimi_linear")
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith(BIASES):
+                buffer.copy_(0.5 + 1e-4 * torch.arange(len(buffer)))
+    folder = tmp_path / "published"
+    model.save_pretrained(folder)
+    tensors = {name: t if name.endswith(BIASES) else t.bfloat16() for name, t in tensors_of(folder).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    return folder
+
+
+def test_convert_keeps_the_dtype_and_the_bytes_of_every_tensor(published, tmp_path):
+    convert_well(published, tmp_path / "out")
+    before, after = tensors_of(published), tensors_of(tmp_path / "out")
+    assert all(
+        after[name].dtype == tensor.dtype and torch.equal(after[name], tensor) for name, tensor in before.items()
+    )
+    assert {after[name].dtype for name in after.keys() - before.keys()} == {torch.bfloat16}
+    assert {tensor.dtype for name, tensor in after.items() if name.endswith(BIASES)} == {torch.float32}
+
+
+def test_a_connection_that_is_kept_in_float32_is_added_in_float32(published, tmp_path):
+    convert_well(published, tmp_path / "out", "--residual", "hyper_connections")
+    before, after = tensors_of(published), tensors_of(tmp_path / "out")
+    assert {after[name].dtype for name in after.keys() - before.keys()} == {torch.float32}
+    model = retrofit(published, "hyper_connections")
+    assert {tensor.dtype for tensor in residual_tensors(model).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("names_dtype", [True, False])
+def test_what_is_added_has_the_dtype_of_the_weights_and_not_of_a_bias(published, tmp_path, names_dtype):
+    if not names_dtype:
+        config = json.loads((published / "config.json").read_text())
+        del config["dtype"]
+        (published / "config.json").write_text(json.dumps(config))
+        # The first tensor of the file is then one in float32.
+        tensors = {"a.unused": torch.ones(1)} | tensors_of(published)
+        save_file(tensors, published / "model.safetensors", metadata={"format": "pt"})
+    convert_well(published, tmp_path / "out")
+    added = tensors_of(tmp_path / "out").keys() - tensors_of(published).keys()
+    assert {tensors_of(tmp_path / "out")[name].dtype for name in added} == {torch.bfloat16}
+
+
+def test_a_retrofit_from_the_disk_has_the_biases_of_the_checkpoint(published):
+    expected = {name: tensor for name, tensor in tensors_of(published).items() if name.endswith(BIASES)}
+    before = KimiLinearForCausalLM._keep_in_fp32_modules_strict
+    model = retrofit(published)
+    assert model.dtype == torch.bfloat16
+    found = [tensor for name, tensor in model.state_dict().items() if name.endswith(BIASES)]
+    assert len(found) == len(expected) > 0
+    assert all(map(torch.equal, found, expected.values()))
+    assert KimiLinearForCausalLM._keep_in_fp32_modules_strict == before
