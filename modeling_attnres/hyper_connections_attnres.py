@@ -29,8 +29,8 @@ class HyperConnections(ResidualStreams):
 
     name = "hyper_connections"
     title = "Hyper-Connections"
-    # Rounding `static` and `scale` to bfloat16 moved the logits of a trained model by 0.7% of their spread, rounding the
-    # backbone's weights by 0.4%, and rounding the tensors of another connection by less than 0.2%.
+    # Rounding `static` and `scale` to bfloat16 moved the logits of a trained model by 0.7% of their spread, rounding
+    # the weights of the backbone by 0.4%, and rounding the tensors of another connection by less than 0.2%.
     float32 = True
     fields = ResidualStreams.fields | {"hyper_connections_dynamic": True}
 
