@@ -4,6 +4,7 @@ Weights go from the disk to the process that keeps them, so a model that has onl
 configuration or by a retrofit, is written there first.
 """
 
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -13,11 +14,12 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType, parse_flag_from_env
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trainer, __version__
 from transformers.conversion_mapping import WeightConverter, get_model_conversion_mapping
 from transformers.distributed import DistributedConfig
 
-from attnres.wording import did_you_mean
+from attnres.wording import counted, did_you_mean
 
 # What accelerate calls processes that share nothing but gradients, on CPUs.
 _UNDIVIDED = (DistributedType.NO, DistributedType.MULTI_CPU)
@@ -114,6 +116,24 @@ def _not_divided(engine: str) -> str:
     )
 
 
+def check_efficient_loading(model: nn.Module) -> None:
+    """Raise ValueError if accelerate's FSDP2 cannot load this model on its first process alone.
+
+    With `fsdp_cpu_ram_efficient_loading` accelerate sends each tensor of the state dict to the processes as their part
+    of it, and takes every one to be divided. FSDP2 divides parameters only: routing biases are buffers.
+    """
+    is_asked_for = parse_flag_from_env("ACCELERATE_USE_FSDP") and parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING")
+    if not is_asked_for or os.environ.get("FSDP_VERSION", "1") == "1":
+        return
+    buffers = [name for name, _ in model.named_buffers() if name in model.state_dict()]
+    if buffers:
+        raise ValueError(
+            "FSDP2 cannot load this model with `fsdp_cpu_ram_efficient_loading: true`: its "
+            f"{counted(len(buffers), 'saved buffer')}, such as `{buffers[0]}`, cannot be divided. Set the flag to "
+            "false in accelerate's file, or divide the model by the recipe's `distributed`."
+        )
+
+
 def load_divided(
     source: str | None, division: DistributedConfig, start: Path, build: Callable[[], PreTrainedModel], **config: Any
 ) -> PreTrainedModel:
@@ -162,4 +182,11 @@ def _is_converted(source: str) -> bool:
     return any(isinstance(rule, WeightConverter) for rule in get_model_conversion_mapping(model, add_legacy=False))
 
 
-__all__ = ["check_division", "check_engines", "describe_division", "load_divided", "read_division"]
+__all__ = [
+    "check_division",
+    "check_efficient_loading",
+    "check_engines",
+    "describe_division",
+    "load_divided",
+    "read_division",
+]

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import attnres.configuration
 from attnres.configuration import load
 from attnres.conversion import retrofit
-from attnres.training.loading import read_division
+from attnres.training.loading import check_efficient_loading, read_division
 from attnres.training.recipe import read_recipe
 
 from .. import forks
@@ -235,6 +235,19 @@ def test_a_division_by_two_engines_is_refused(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match="accelerate's FSDP would both divide the model"):
         read_division({"fsdp_size": 2}, 2)
+
+
+def test_loading_on_the_first_process_alone_is_refused_where_buffers_are_saved(tiny_model, monkeypatch, assets):
+    path = next(path for path in YAMLS if path.stem == "fsdp2")
+    flags = yaml.safe_load(path.read_text())["fsdp_config"] | {"fsdp_cpu_ram_efficient_loading": True}
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    for name in ("fsdp_version", "fsdp_cpu_ram_efficient_loading"):  # as `accelerate launch` sets them
+        monkeypatch.setenv(name.upper(), str(flags[name]).lower())
+    with pytest.raises(ValueError, match=r"`fsdp_cpu_ram_efficient_loading: true`: its .*e_score_correction_bias"):
+        check_efficient_loading(tiny_model())
+    check_efficient_loading(retrofit(str(assets / "checkpoints" / "stories260K-hf")))
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
+    check_efficient_loading(tiny_model())
 
 
 def test_a_model_that_is_not_divided_needs_no_division():
