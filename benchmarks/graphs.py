@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, StaticCache
 
 from .shapes import unique_parameters
 from .timing import Ways
-from .workloads import ROOM
+from .workloads import CACHE, ROOM
 
 WARM_UP = 3  # calls before the one that is captured
 
@@ -55,11 +55,11 @@ def decoding(models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
 
         @torch.no_grad()
         def step() -> None:
-            model(ids[:, :1], past_key_values=cache, position_ids=position, use_cache=True)
+            model(ids[:, :1], **{CACHE: cache}, position_ids=position, use_cache=True)
             position.add_(1)
 
         with torch.no_grad():
-            model.eval()(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model.eval()(ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
         replay, left = graphed(step), ROOM - WARM_UP - 1
 
         def way() -> None:

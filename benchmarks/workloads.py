@@ -1,14 +1,17 @@
 """What models are made to do while they are timed, for several models in turn: prefill, a training step, decoding."""
 
+import inspect
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers import CompileConfig, PreTrainedModel, StaticCache
+from transformers import CompileConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 
 from .shapes import unique_parameters
 from .timing import Ways
 
+# The name of the cache among a model's arguments and outputs: transformers 5.24 changed it.
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 ROOM = 512  # tokens that a static cache has room for beside those of the prefill
 
 
@@ -37,11 +40,11 @@ def decoding(models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
 
     def one(model: PreTrainedModel) -> Callable[[], None]:
         with torch.no_grad():
-            cache = model.eval()(ids, use_cache=True, logits_to_keep=1).past_key_values
+            cache = model.eval()(ids, use_cache=True, logits_to_keep=1)[CACHE]
 
         @torch.no_grad()
         def way() -> None:
-            model(ids[:, :1], past_key_values=cache, use_cache=True)
+            model(ids[:, :1], **{CACHE: cache}, use_cache=True)
 
         return way
 
@@ -57,7 +60,7 @@ def compiled_decoding(models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
         room = ids.shape[1] + ROOM
         cache = StaticCache(config=model.config, max_cache_len=room)
         with torch.no_grad():
-            model.eval()(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model.eval()(ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
         call = model.get_compiled_call(options)
 
         position = ids.shape[1]
@@ -70,7 +73,7 @@ def compiled_decoding(models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
                 position = 0
             inputs = model.prepare_inputs_for_generation(
                 ids[:, :1],
-                past_key_values=cache,
+                **{CACHE: cache},
                 position_ids=torch.full((1, 1), position, device=ids.device),
                 use_cache=True,
             )

@@ -57,14 +57,7 @@ from .data import DataSpec, digest_of, load_blocks
 from .display import Display
 from .documents import file_identities
 from .header import describe_run
-from .loading import (
-    check_division,
-    check_efficient_loading,
-    check_engines,
-    describe_division,
-    load_divided,
-    read_division,
-)
+from .loading import check_division, check_engines, check_fsdp2, describe_division, load_divided, read_division
 from .place import RESULTS, check_data, held
 from .recipe import Recipe
 from .text import open_tokenizer
@@ -299,7 +292,7 @@ def _model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedMode
         model = retrofit(model, **recipe.retrofit)
     if recipe.lora is not None:
         model = _lora().add_adapters(model, **recipe.lora)
-    check_efficient_loading(model)
+    check_fsdp2(model)
     return model
 
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import attnres.configuration
 from attnres.configuration import load
 from attnres.conversion import retrofit
-from attnres.training.loading import check_efficient_loading, read_division
+from attnres.training.loading import check_fsdp2, read_division
 from attnres.training.recipe import read_recipe
 
 from .. import forks
@@ -244,10 +244,70 @@ def test_loading_on_the_first_process_alone_is_refused_where_buffers_are_saved(t
     for name in ("fsdp_version", "fsdp_cpu_ram_efficient_loading"):  # as `accelerate launch` sets them
         monkeypatch.setenv(name.upper(), str(flags[name]).lower())
     with pytest.raises(ValueError, match=r"`fsdp_cpu_ram_efficient_loading: true`: its .*e_score_correction_bias"):
-        check_efficient_loading(tiny_model())
-    check_efficient_loading(retrofit(str(assets / "checkpoints" / "stories260K-hf")))
+        check_fsdp2(tiny_model())
+    check_fsdp2(retrofit(str(assets / "checkpoints" / "stories260K-hf")))
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
-    check_efficient_loading(tiny_model())
+    check_fsdp2(tiny_model())
+
+
+def test_parameters_of_two_dtypes_are_refused_by_accelerates_fsdp2_without_mixed_precision(tiny_model, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    model = tiny_model().bfloat16()
+    with pytest.raises(ValueError, match="parameters in bfloat16 and float32. Load it in float32"):
+        check_fsdp2(model)
+    check_fsdp2(model.float())
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    check_fsdp2(model.bfloat16())
+
+
+@pytest.fixture
+def two_gloo_processes(tmp_path) -> Callable[..., str]:
+    """`two_gloo_processes(code, *arguments)`: what the first of two processes that run the code prints."""
+
+    def run(code: str, *arguments: Path) -> str:
+        (tmp_path / "session.py").write_text(code)
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", tmp_path / "session.py")
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+        done = subprocess.run(
+            [sys.executable, *map(str, launcher + arguments)], env=environment, timeout=300, check=False, **PIPES
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout
+
+    return run
+
+
+DIVIDED_IN_16_BITS = """
+import sys
+import torch
+import attnres
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+torch.distributed.init_process_group("gloo")
+division = DistributedConfig(fsdp_size=2)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16, distributed_config=division)
+token_ids = torch.arange(16)[None]
+loss = model(token_ids, labels=token_ids, use_cache=False).loss
+loss.backward()
+if torch.distributed.get_rank() == 0:
+    print(loss.item())
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("connection", ["attn_res", "hyper_connections"])
+def test_a_model_in_16_bits_with_tensors_in_float32_is_divided_by_transformers(
+    two_gloo_processes, tiny_model, tmp_path, connection
+):
+    tiny_model(residual_connection=connection).save_pretrained(tmp_path / "model", save_original_format=False)
+    loss = float(two_gloo_processes(DIVIDED_IN_16_BITS, tmp_path / "model"))
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    token_ids = torch.arange(16)[None]
+    assert loss == pytest.approx(whole(token_ids, labels=token_ids).loss.item(), abs=1e-2)
 
 
 def test_a_model_that_is_not_divided_needs_no_division():
