@@ -119,8 +119,8 @@ def _not_divided(engine: str) -> str:
 def check_fsdp2(model: nn.Module) -> None:
     """Raise ValueError if accelerate's FSDP2 cannot divide this model as its settings ask for.
 
-    - With `fsdp_cpu_ram_efficient_loading` accelerate sends each tensor of the state dict to the processes as their part
-      of it, and takes every one to be divided. FSDP2 divides parameters only: routing biases are buffers.
+    - With `fsdp_cpu_ram_efficient_loading` accelerate takes every tensor of the state dict to be divided. FSDP2 divides
+      parameters only: routing biases are buffers.
     - Without mixed precision the parameters of a layer must have one dtype. A model in 16 bits has some in float32.
     """
     if not parse_flag_from_env("ACCELERATE_USE_FSDP") or os.environ.get("FSDP_VERSION", "1") == "1":
@@ -128,9 +128,9 @@ def check_fsdp2(model: nn.Module) -> None:
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in model.parameters() if tensor.requires_grad})
     if len(dtypes) > 1 and os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "no":
         raise ValueError(
-            f"FSDP2 without mixed precision cannot divide a model with parameters in {' and '.join(dtypes)}. Load it in "
-            "float32 (leave `dtype` out of the recipe's `config`) with `mixed_precision: bf16` in accelerate's file, or "
-            "divide the model by the recipe's `distributed`."
+            f"FSDP2 without mixed precision cannot divide a model with parameters in {' and '.join(dtypes)}. Load it "
+            "in float32 (leave `dtype` out of the recipe's `config`), with `mixed_precision: bf16` in accelerate's "
+            "file, or divide the model by the recipe's `distributed`."
         )
     buffers = [name for name, _ in model.named_buffers() if name in model.state_dict()]
     if buffers and parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING"):

@@ -255,7 +255,7 @@ def test_parameters_of_two_dtypes_are_refused_by_accelerates_fsdp2_without_mixed
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     model = tiny_model().bfloat16()
-    with pytest.raises(ValueError, match="parameters in bfloat16 and float32. Load it in float32"):
+    with pytest.raises(ValueError, match=r"parameters in bfloat16 and float32. Load it in float32"):
         check_fsdp2(model)
     check_fsdp2(model.float())
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
