@@ -169,7 +169,9 @@ class ResidualPreTrainedModel:
         kept = self._tensors_kept_in_float32()
         for tensor in kept.values():
             tensor.data = tensor.data.to(dtype)
-        if kept and torch.get_default_dtype() != dtype and getattr(self, "fsdp_plan", None):
+        # Before transformers 5.23 the plan cannot be set, and FSDP2 groups whole layers.
+        has_plan = getattr(getattr(type(self), "fsdp_plan", None), "fset", None) is not None
+        if kept and has_plan and self.fsdp_plan and torch.get_default_dtype() != dtype:
             # FSDP2 wants one dtype in a group, and `transformers` groups a module with a tensor in float32 together
             # with its children in 16 bits. These get groups of their own.
             owners = {name.rpartition(".")[0] for name, _ in self.named_parameters() if name in kept}
