@@ -14,6 +14,8 @@ from attnres import AttnResForCausalLM
 from attnres.accelerated import delta_attention
 from attnres.delta_attention_attnres import convolve
 
+from ..caches import CACHE
+
 # More than a chunk of delta attention, documents of one token, and borders within a group of four.
 LENGTHS = (7, 1, 70, 3, 2)
 # A document has fewer products to sum than a chunk has: the order of summation differs.
@@ -83,7 +85,7 @@ def test_each_sign_of_documents_keeps_them_apart(model, documents, row, sign):
     outputs = model(row, **SIGNS[sign])
     expected = alone(model, documents)
     assert error(outputs.logits, expected) < TOLERANCE
-    assert outputs.past_key_values is None
+    assert outputs.get(CACHE) is None
     assert error(model(row).logits, expected) > 0.1, "documents do not matter here"
 
 
@@ -221,7 +223,7 @@ def test_after_a_padded_prompt_a_cache_goes_on_as_without_padding(model, ids, pa
         mask = torch.cat(parts[: i + 1], 1).long()
         start, end = end, mask.shape[1]
         with torch.no_grad():
-            output = model(ids[:, start:end], attention_mask=mask, past_key_values=cache)
+            output = model(ids[:, start:end], attention_mask=mask, **{CACHE: cache})
         logits.append(output.logits)
     assert_as_without_padding(model, ids, mask, torch.cat(logits, 1))
 
@@ -230,9 +232,9 @@ def test_right_padded_prompts_of_code_without_attnres_go_on_alike(model, ids):
     found = []
     for form in (model, of_travelled_code(model)):
         cache = DynamicCache(config=model.config)
-        form(ids[:, :12], attention_mask=RIGHT, past_key_values=cache)
+        form(ids[:, :12], attention_mask=RIGHT, **{CACHE: cache})
         mask = torch.cat([RIGHT, torch.ones(4, 1, dtype=torch.long)], 1)
-        found.append(form(ids[:, 12:13], attention_mask=mask, past_key_values=cache).logits)
+        found.append(form(ids[:, 12:13], attention_mask=mask, **{CACHE: cache}).logits)
     assert error(*found) < TOLERANCE
 
 
@@ -243,7 +245,7 @@ def test_position_ids_of_left_padded_rows_are_not_taken_for_documents(model, ids
     for positions in (counted.clamp(min=0), counted.masked_fill(mask == 0, 1), counted.masked_fill(mask == 0, 0)):
         outputs = model(ids[:3, :12], attention_mask=mask, position_ids=positions)
         assert torch.equal(outputs.logits, expected.logits)
-        assert outputs.past_key_values is not None
+        assert outputs.get(CACHE) is not None
     model.generation_config.pad_token_id = 0
     generate = partial(model.generate, max_new_tokens=4, do_sample=False)
     together = generate(ids[:3, :12], attention_mask=mask)[:, -4:]
@@ -253,8 +255,8 @@ def test_position_ids_of_left_padded_rows_are_not_taken_for_documents(model, ids
 
 def test_position_ids_that_go_on_from_a_cache_are_of_the_same_document(model, ids):
     cache = DynamicCache(config=model.config)
-    first = model(ids[:1, :12], past_key_values=cache).logits
-    rest = model(ids[:1, 12:], past_key_values=cache, position_ids=torch.arange(12, 20).unsqueeze(0)).logits
+    first = model(ids[:1, :12], **{CACHE: cache}).logits
+    rest = model(ids[:1, 12:], **{CACHE: cache}, position_ids=torch.arange(12, 20).unsqueeze(0)).logits
     assert error(torch.cat([first, rest], 1), model(ids[:1]).logits) < TOLERANCE
 
 
@@ -281,9 +283,9 @@ def test_a_mask_over_pairs_of_tokens_that_hides_padding_or_documents_is_honoured
 
 def test_such_a_mask_goes_on_from_a_cache(model, ids):
     cache = DynamicCache(config=model.config)
-    first = model(ids[:1, :12], past_key_values=cache, attention_mask=square(CAUSAL[None], "boolean")).logits
+    first = model(ids[:1, :12], **{CACHE: cache}, attention_mask=square(CAUSAL[None], "boolean")).logits
     is_seen = torch.ones(8, 20, dtype=torch.bool).tril(12)
-    rest = model(ids[:1, 12:], past_key_values=cache, attention_mask=square(is_seen[None], "boolean")).logits
+    rest = model(ids[:1, 12:], **{CACHE: cache}, attention_mask=square(is_seen[None], "boolean")).logits
     assert error(torch.cat([first, rest], 1), model(ids[:1]).logits) < TOLERANCE
 
 
@@ -309,8 +311,8 @@ def test_documents_that_would_fill_a_cache_are_refused(model, row):
     mask = torch.ones_like(row)
     for options in (
         {"use_cache": True},
-        {"past_key_values": cache},
-        {"past_key_values": cache, "attention_mask": mask},
+        {CACHE: cache},
+        {CACHE: cache, "attention_mask": mask},
     ):
         message = refused(model, input_ids=row, position_ids=POSITIONS, **options)
         assert "cannot fill a cache" in message and "use_cache=False" in message
