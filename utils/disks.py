@@ -16,9 +16,13 @@ def why_not_written(error: BaseException) -> str:
         error: What the writer raised: an `OSError`, or what safetensors and PyTorch raise in its place.
     """
     text = " ".join(str(error).split())
-    if isinstance(error, OSError) and error.errno is not None:
+    if isinstance(error, OSError):
+        if error.errno is None:
+            return text  # a message of our own
         reason = error.strerror or os.strerror(error.errno)
-        return f"{error.filename}: {reason}" if error.filename else reason
+        # A copy names the file that was read first. The second one is written.
+        names = [str(name) for name in (error.filename, error.filename2) if name]
+        return f"{' -> '.join(names)}: {reason}" if names else reason
     if number := _ERRNO.search(text):
         return os.strerror(int(number[1]))
     if _CUT_SHORT.search(text):

@@ -63,10 +63,10 @@ def test_a_misspelled_field_of_a_declaration_is_refused(tmp_path, monkeypatch):
                 ("connections: {standard: {}, <!-- end -->: {}}", "a connection is called '<!-- end -->'"),
                 ('connections: {standard: {}, "a\\nb": {}}', r"a connection is called 'a\\nb'"),
                 ("connections: {standard: {to_dict: 1}}", "to_dict is no field of AttnResLlamaConfig"),
-                ("connections: {standard: {num_hidden_layers: 0}}", "num_hidden_layers is 0, no whole number above 0"),
+                ("connections: {standard: {num_hidden_layers: 0}}", "`num_hidden_layers` is 0, but must be an integer"),
+                ("connections: {standard: {num_attention_heads: 0}}", "`num_attention_heads` is 0, but must be an"),
             )
         ),
-        ("like: claim-tiny\nconnections: {standard: {num_attention_heads: 0}}", r"no experiment \(ZeroDivisionError"),
         ("like: claim-tiny\ntext: {corpus: a}", r"claim-odd\.yaml declares no experiment \(TypeError: .*vocab_size"),
     ],
 )

@@ -17,7 +17,9 @@ from attnres.utils.processes import is_lost_connection
         (FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/proc/x"), "/proc/x: No such file or directory"),
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "No space left on device"),
         (socket.gaierror(-2, "Name or service not known"), "Name or service not known"),
+        (OSError(errno.ENOSPC, "No space", "source.py", None, "copy.py"), "source.py -> copy.py: No space"),
         (OSError("the checkpoint is broken"), "the checkpoint is broken"),
+        (OSError("x/model cannot be written: No (os error 27)"), "x/model cannot be written: No (os error 27)"),
         (SafetensorError("Error while serializing: I/O error: File too large (os error 27)"), "File too large"),
         (
             RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"),
