@@ -341,7 +341,10 @@ def for_linear_attention(
         )
     arguments = {name: value for name, value in arguments.items() if name not in ("seq_idx", "cu_seqlens")}
     if is_real is not None:
-        order = find_order(is_real, cache is not None, cache is not None and cache.has_previous_state(layer_idx))
+        # Also a cache that `transformers` makes after this, as it does unless told otherwise.
+        use_cache = arguments.get("use_cache")
+        keeps_state = cache is not None or (config.use_cache if use_cache is None else use_cache)
+        order = find_order(is_real, keeps_state, cache is not None and cache.has_previous_state(layer_idx))
         if order is None and isinstance(given, Tensor) and given.ndim == 4 and not bool(is_real.all()):
             arguments["attention_mask"]["linear_attention"] = is_real
         elif order is not None:

@@ -212,11 +212,11 @@ def test_padding_changes_nothing(model, ids, padding):
     assert_as_without_padding(model, ids[:, :12], mask, model(ids[:, :12], attention_mask=mask).logits)
 
 
-@pytest.mark.parametrize("cache_class", [DynamicCache, StaticCache])
+@pytest.mark.parametrize("cache_class", [None, DynamicCache, StaticCache])  # by default the model makes one
 @pytest.mark.parametrize("padding", PADDINGS)
 def test_after_a_padded_prompt_a_cache_goes_on_as_without_padding(model, ids, padding, cache_class):
     options = {"max_cache_len": 20} if cache_class is StaticCache else {}
-    cache, logits, end = cache_class(config=model.config, **options), [], 0
+    cache, logits, end = cache_class and cache_class(config=model.config, **options), [], 0
     # A prompt, two single tokens, some with padding again, and of single tokens some that are padding.
     parts = PADDINGS[padding], torch.ones(4, 1), torch.ones(4, 1), RIGHT[:, 4:9], torch.tensor([[1], [0], [1], [1]])
     for i in range(len(parts)):
@@ -224,6 +224,7 @@ def test_after_a_padded_prompt_a_cache_goes_on_as_without_padding(model, ids, pa
         start, end = end, mask.shape[1]
         with torch.no_grad():
             output = model(ids[:, start:end], attention_mask=mask, **{CACHE: cache})
+        cache = output[CACHE]
         logits.append(output.logits)
     assert_as_without_padding(model, ids, mask, torch.cat(logits, 1))
 
