@@ -60,7 +60,7 @@ def chunk_kda(
         query, key = kimi_linear.l2norm(query), kimi_linear.l2norm(key)
     query = query * key.shape[-1] ** -0.5
     if starts is not None:
-        # A decay of exactly 0: what a document begins with is zero, and no gradient passes.
+        # A decay of exactly 0 resets the state to zero where a document begins, and lets no gradient pass.
         g = g.masked_fill(starts[:, None, :, None], -torch.inf)
     # A short sequence is one short chunk. What pads the last one has no key, so that it changes nothing.
     chunk_size = min(chunk_size, 1 << (length - 1).bit_length())
@@ -108,7 +108,7 @@ def decayed_products(readers: Tensor, sources: Tensor, g: Tensor, has_starts: bo
     if length <= LEAF:
         hidden = torch.ones(length, length, dtype=torch.bool, device=g.device).triu(1)[..., None]
         if has_starts:
-            # The difference of two infinities is no number: hide instead what is in different documents.
+            # The difference of two infinities is NaN, so pairs of tokens from different documents are masked instead.
             is_start = g[..., :1].isneginf()
             document = is_start.cumsum(-2)
             hidden = hidden | (document.unsqueeze(-2) != document.unsqueeze(-3))

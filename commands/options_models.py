@@ -239,7 +239,8 @@ def push(
     repo: Annotated[
         str,
         typer.Argument(
-            metavar="REPO", help="Where to, as ORG/NAME; a bare NAME is in your account. Made if it is not there."
+            metavar="REPO",
+            help="Repository to push to, as ORG/NAME; a bare NAME is in your account. Made if it is not there.",
         ),
     ],
     private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
@@ -250,7 +251,7 @@ def push(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the files and show the card, and upload nothing.")
     ] = False,
-    message: Annotated[str | None, typer.Option(help="Of the commit.  [default: Upload model]")] = None,
+    message: Annotated[str | None, typer.Option(help="Message of the commit.  [default: Upload model]")] = None,
     results: Annotated[
         Path | None,
         typer.Option(

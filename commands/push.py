@@ -69,7 +69,7 @@ def run_push(
     for name in ("base_model", "datasets"):
         if wrong := no_hub_ids(said[name]) if said.get(name) else []:
             console.print(
-                f"Note: the Hub will refuse the card, whose `{name}` names what is no id of a repository: "
+                f"Note: the Hub will refuse the card: its `{name}` must name Hub ids, not "
                 f"{', '.join(shown(str(value)) for value in wrong)}. Mend it in {folder / CARD}.",
                 markup=False,
             )

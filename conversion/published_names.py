@@ -33,7 +33,7 @@ _LICENCES = {
     f"{name}{suffix}" for name in ("LICENSE", "LICENCE", "COPYING", "NOTICE") for suffix in ("", ".txt", ".md", ".rst")
 }
 _NAMES = _TOKENIZER | _SETTINGS | _LICENCES
-# Versions of Mistral's tokenizer, and the folder where `transformers` writes chat templates but the first.
+# Versions of Mistral's tokenizer, and the folder where `transformers` writes chat templates other than the default.
 _FORMS = re.compile(r"tokenizer\.model\.v\d{1,2}|additional_chat_templates/[\w.-]+\.jinja")
 # Suffixes of vocabularies that have any name: they go if the code that goes along reads them by it.
 _VOCABULARIES = (".json", ".model", ".tiktoken", ".txt")

@@ -53,7 +53,7 @@ _OTHERS = (
 
 
 def _alone(begins: str) -> str:
-    """The form of a beginning with nothing of a word before it; it comes first, where `re` looks for it quickest."""
+    """Return a pattern that matches `begins` only at the start of a word; `re` finds a literal beginning fastest."""
     return f"{re.escape(begins)}(?<![A-Za-z0-9_-]{re.escape(begins)})"
 
 
@@ -61,7 +61,7 @@ _FORMS = (
     *((kind, re.compile((_alone(begins) + form).encode())) for kind, begins, form in _TOKENS),
     *((kind, re.compile(form.encode())) for kind, form in _OTHERS),
 )
-# Of fewer different characters is what stands for a secret in documentation: `hf_xxxxxxxx`.
+# A string with fewer distinct characters is a placeholder of documentation, such as `hf_xxxxxxxx`.
 _DIFFERENT = 8
 _EXAMPLES = re.compile(rb"(?i)example|placeholder|your[_-]?(?:token|key|password)|x{8}|\*{4}|1234567890")
 _SAFETENSORS = ".safetensors"
@@ -70,7 +70,7 @@ _MAX_HEADER = 100 * 10**6  # bytes, as `safetensors` has it
 
 @dataclass(frozen=True)
 class Secret:
-    """A secret in a file, by its place: what it is does not belong in messages.
+    """The place and the kind of a secret in a file; never its value, which must not reach a message.
 
     Attributes:
         line: counted from 1.

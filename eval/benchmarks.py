@@ -261,7 +261,7 @@ def data_missing(benchmark: Benchmark, data: Path | None, reason: str, is_absent
     folder = Path("DATA" if data is None else data) / benchmark.dataset
     remedy = f"`hf download --repo-type dataset {benchmark.dataset} --local-dir {folder}`"
     if data is None:
-        remedy = f"be online, or where you are run {remedy} and give `--data DATA`"
+        remedy = f"go online, or run {remedy} on a machine that is, and give `--data DATA`"
     if benchmark.gated:
         page = f"https://huggingface.co/datasets/{benchmark.dataset}"
         remedy = f"accept the terms at {page}, run `hf auth login`, then {remedy}"

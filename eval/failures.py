@@ -51,7 +51,9 @@ def _absent(benchmarks: list[Benchmark], data: Path | None) -> str:
     folder = "DATA" if data is None else data
     download = f'for name in {names}; do hf download --repo-type dataset $name --local-dir "{folder}/$name"; done'
     remedy = (
-        f"`{download}`" if data is not None else f"be online, or where you are run `{download}` and give --data DATA"
+        f"`{download}`"
+        if data is not None
+        else f"go online, or run `{download}` on a machine that is, and give --data DATA"
     )
     if gated := [benchmark.dataset for benchmark in benchmarks if benchmark.gated]:
         pages = " and ".join(f"https://huggingface.co/datasets/{name}" for name in gated)

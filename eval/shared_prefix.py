@@ -197,7 +197,7 @@ class SharedPrefixLM(HFLM):
             return tokens
         start = context.shape[1] if self.backend == "causal" else 1  # after the prompt, or the decoder's first token
         ended = (tokens[:, start:] == eos).cumsum(dim=1) > 0
-        # More of the same, which either disappears from the text or is cut off from its first on.
+        # Repeat EOS after the first one. It is stripped from the text or cut off.
         tokens[:, start:].masked_fill_(ended, eos)
         return tokens
 

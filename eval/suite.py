@@ -193,7 +193,7 @@ _MAY_DIFFER = {"dataset_path", "dataset_kwargs", "metadata", "generation_kwargs"
 
 
 def _check_same_task(task: Task, stored: Mapping[str, Any], path: Path) -> None:
-    """Raise ValueError if the task is not as it was: task files may change, and a group may ask a task in its way."""
+    """Raise ValueError if the task's configuration changed since its result was stored."""
     config = stored["configs"][task.task_name]
     now = json.loads(to_json(task.dump_config()))
     known = {**config, "num_fewshot": config.get("num_fewshot") or 0}

@@ -213,6 +213,6 @@ class DeltaAttention(kimi_linear.KimiLinearDeltaAttention):
         # The last of the `size + count` that are there: all of them from before where `count` is 0.
         last = is_real.sum(1, keepdim=True) + torch.arange(size, device=mixed.device)  # (batch, kernel)
         kept = mixed.gather(2, last.unsqueeze(1).expand(-1, mixed.shape[1], -1))
-        # As many tokens as the cache keeps take the place of all that it has.
+        # These are as many tokens as the cache keeps, so they replace its whole state.
         cache.update_conv_state(kept, self.layer_idx, conv_kernel_size=size)
         return mixed

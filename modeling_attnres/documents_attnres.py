@@ -126,7 +126,7 @@ def keep_documents_apart(arguments: Arguments, config: Any) -> tuple[Arguments, 
     documents = find_documents(arguments)
     cache, positions = cache_of(arguments), arguments.get("position_ids")
     if documents is not None and not has_borders and arguments.get("use_cache") and is_tracing(documents):
-        # As a rule the positions that are traced are of one document, and here `transformers` takes them so.
+        # Traced positions usually hold one document, and `transformers` takes them so where there is a cache.
         documents = None
     restarts = documents is not None
     if cache is not None and positions is not None and mask is None and not (restarts or is_tracing(positions)):
@@ -300,7 +300,7 @@ def for_linear_attention(
         is_real, by_mask = read_square_mask(given, length, seen)
         if by_mask is not None:
             _refuse_cache(arguments)
-            # Where there are other signs of documents, these are not to differ: the mask is for full attention.
+            # Documents found by other arguments must agree with the mask, which full attention applies as it is.
             if documents is not None and not torch.equal(documents, by_mask):
                 raise ValueError(
                     "a mask over pairs of tokens and `seq_idx` or `cu_seq_lens_q` begin documents at different tokens: "

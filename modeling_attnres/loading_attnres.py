@@ -85,7 +85,10 @@ def warn_of_change(model: nn.Module, stored: Mapping[str, Any], source: str | os
         told = "; ".join(
             f"`{f}` is {before!r} in its config.json, and {now!r} here" for f, (before, now) in changed.items()
         )
-        message = f"{source}: {told}. The model computes another function than was saved; leave out what is not meant."
+        message = (
+            f"{source}: {told}. The model computes another function than was saved; remove the arguments that you did "
+            "not intend."
+        )
         warnings.warn(message, FamilyWarning, stacklevel=3)
 
 

@@ -20,7 +20,7 @@ DepthState = Tensor | tuple[Tensor, ...]
 
 
 class FamilyWarning(UserWarning):
-    """A model may be another function than the user means."""
+    """Warns that a model may compute another function than the user intended."""
 
 
 def require(config: PreTrainedConfig, field: str, condition: bool, allowed: str) -> None:
@@ -41,8 +41,8 @@ class ResidualConnection(nn.Module):
     options: ClassVar[dict[str, str]] = {}  # what a retrofit may choose -> the field that it sets
     retrofit: ClassVar[dict[str, Any] | None] = None  # fields at which it starts as the standard one, if it can
     has_norm: ClassVar[bool] = False  # a read gets the weight of a [`ResidualNorm`]
-    # Its tensors stay in float32 when the model is in 16 bits. For scalars that all tokens and channels share: rounding
-    # them can move the logits more than rounding all the rest of the model. All of them, since FSDP2 wants one dtype.
+    # Whether all its tensors stay in float32 when the model is in 16 bits. This is for scalars that all tokens and
+    # channels share: rounding them can move the logits more than rounding the rest of the model does.
     float32: ClassVar[bool] = False
     takes_norm: ClassVar[bool] = False  # it gets the sublayer's norm, and returns what that makes of its input
 

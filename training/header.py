@@ -64,10 +64,11 @@ def _epochs(recipe: Recipe, steps: int, sequences: int) -> float:
 def _notes(recipe: Recipe, model: PreTrainedModel, steps: int, sequences: int | None) -> Iterator[str]:
     config = model.config.get_text_config()
     if recipe.most_steps is not None and steps < recipe.most_steps:
+        times = _epochs(recipe, recipe.most_steps, sequences)
+        digits = 0 if times >= 10 else 2
         yield (
-            f"the recipe is made for {recipe.most_steps:,} steps, which would read this data "
-            f"{_epochs(recipe, recipe.most_steps, sequences):,.0f} times: the run ends after epochs={recipe.epochs:g}. "
-            "Give more data for a longer run; steps=N sets another length."
+            f"{recipe.most_steps:,} steps would read this data {times:,.{digits}f} times: the run ends "
+            f"after epochs={recipe.epochs:g}. Give more data for a longer run; steps=N sets another length."
         )
     elif sequences is not None and (epochs := _epochs(recipe, steps, sequences)) > MANY_EPOCHS:
         fewer = max(1, MANY_EPOCHS * sequences // recipe.batch_size)

@@ -129,8 +129,8 @@ def check_fsdp2(model: nn.Module) -> None:
     if len(dtypes) > 1 and os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "no":
         raise ValueError(
             f"FSDP2 without mixed precision cannot divide a model with parameters in {' and '.join(dtypes)}. Load it "
-            "in float32 (leave `dtype` out of the recipe's `config`), with `mixed_precision: bf16` in accelerate's "
-            "file, or divide the model by the recipe's `distributed`."
+            "in float32 (`config.dtype=float32` in the recipe) with `mixed_precision: bf16` in accelerate's file, or "
+            "divide the model by the recipe's `distributed`."
         )
     buffers = [name for name, _ in model.named_buffers() if name in model.state_dict()]
     if buffers and parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING"):

@@ -45,7 +45,7 @@ _NAMES = ("model", "train", "out", "tokenizer", "held_out", "held_out_split", "c
 OWNED = {
     "output_dir": "`out`",
     "max_steps": "`steps`",
-    "num_train_epochs": "`steps` or `tokens`",
+    "num_train_epochs": "`epochs`",
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), "`micro_batch_size`"),
     "gradient_accumulation_steps": "`batch_size` and `micro_batch_size`",
     "max_grad_norm": "`max_grad_norm`",

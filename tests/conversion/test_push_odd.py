@@ -328,8 +328,8 @@ def test_a_dry_run_says_which_names_in_the_card_the_hub_will_refuse(push, copy):
         card.read_text().replace("tags:", "base_model: /home/me/llama\ndatasets:\n- me/data\n- ./x\ntags:", 1)
     )
     said = push("push", copy.name, "me/x", "--dry-run")["out"]
-    assert "whose `base_model` names what is no id of a repository: /home/me/llama." in said
-    assert "whose `datasets` names what is no id of a repository: ./x." in said
+    assert "its `base_model` must name Hub ids, not /home/me/llama." in said
+    assert "its `datasets` must name Hub ids, not ./x." in said
 
 
 def test_an_empty_folder_of_results_is_none(push, copy):

@@ -61,7 +61,7 @@ def test_frozen_parameters_are_not_counted_as_trained(parts):
     [
         ("retrofit", {"steps": 1000}, "Note: the run reads its data "),
         ("retrofit", {"length": 513}, "Note: length=513 is beyond the 512 positions"),
-        ("retrofit", {"steps": 1000, "epochs": 3}, "Note: the recipe is made for 1,000 steps, which would read this "),
+        ("retrofit", {"steps": 1000, "epochs": 3}, "Note: 1,000 steps would read this "),
         ("model", {}, None),
     ],
 )
