@@ -36,8 +36,10 @@ def saved_whole(folder: str | os.PathLike, variant: str | None = None, in_place:
         `folder` itself if there is nothing to replace in it, or a folder in it, which goes again.
     """
     old = _weight_files(Path(folder), variant)
+    stage = Path(folder) / _STAGE
     if not old:
         yield os.fspath(folder)
+        _clear(stage)  # of a process that was killed while it exchanged the weights
         return
     if in_place:
         before = {name: (Path(folder) / name).stat().st_mtime_ns for name in old}
@@ -47,7 +49,6 @@ def saved_whole(folder: str | os.PathLike, variant: str | None = None, in_place:
             if path.exists() and path.stat().st_mtime_ns == time:
                 os.remove(path)
         return
-    stage = Path(folder) / _STAGE
     _clear(stage)  # of a process that was killed
     try:
         yield str(stage)
@@ -92,6 +93,9 @@ def _replace(folder: Path, stage: Path, old: set[str], variant: str | None) -> N
 
 
 def _clear(stage: Path) -> None:
+    if stage.is_symlink():
+        os.remove(stage)  # the link alone: a copied repository may bring one that leads to files of the user
+        return
     for folder, _, names in os.walk(stage, topdown=False):
         for name in names:
             os.remove(os.path.join(folder, name))

@@ -149,3 +149,20 @@ def test_a_model_is_saved_into_the_folder_that_it_is_mapped_from(models, folder)
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     loaded.save_pretrained(folder, **SHARDS)
     assert is_whole(folder, models[0])
+
+
+def test_a_link_in_the_place_of_the_stage_goes_and_its_target_stays(models, folder, tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "notes.txt").write_text("mine")
+    models[0].save_pretrained(folder)
+    (folder / ".saving").symlink_to(tmp_path / "precious")
+    models[1].save_pretrained(folder)
+    assert is_whole(folder, models[1])
+    assert (tmp_path / "precious" / "notes.txt").read_text() == "mine"
+
+
+def test_the_next_save_clears_what_a_killed_exchange_left(models, folder):
+    (folder / ".saving").mkdir()
+    (folder / ".saving" / "model.safetensors").write_text("of a killed process")
+    models[0].save_pretrained(folder)
+    assert is_whole(folder, models[0])
