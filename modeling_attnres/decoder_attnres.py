@@ -343,7 +343,9 @@ class ResidualHead(ResidualPreTrainedModel):
         total = None if self.can_generate() else kwargs.pop("num_items_in_batch", None)
         outputs = super().forward(*args, **kwargs | {"return_dict": True})
         if total is not None and outputs.get("loss") is not None:
-            outputs["loss"] = outputs.loss * (kwargs["labels"].ne(-100).sum() / total).to(outputs.loss.device)
+            share = (kwargs["labels"].ne(-100).sum() / total).to(outputs.loss.device)
+            # The mean over no label is NaN; its share of all labels is zero.
+            outputs["loss"] = torch.where(share > 0, outputs.loss * share, 0.0)
         outputs.depth_attentions = None
         if recorded:
             (outputs["depth_attentions"],) = recorded

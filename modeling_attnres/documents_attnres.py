@@ -130,7 +130,7 @@ def keep_documents_apart(arguments: Arguments, config: Any) -> tuple[Arguments, 
         documents = None
     restarts = documents is not None
     if cache is not None and positions is not None and mask is None and not (restarts or is_tracing(positions)):
-        restarts = positions.ndim == 2 and bool((positions.diff(dim=-1) < 0).any())
+        restarts = positions.ndim == 2 and bool((positions.diff(dim=-1) <= 0).any())
     if restarts:
         _refuse_cache(arguments)
     if documents is None:
@@ -214,7 +214,7 @@ def find_order(is_real: Tensor, has_cache: bool, has_state: bool) -> Tensor | No
         return is_real
     if bool(is_real.all()):
         return None
-    if has_state:
+    if has_state or is_real.shape[1] == 1:  # `transformers` drops the mask of a single token
         return is_real
     ends = is_real[:, :-1] & ~is_real[:, 1:]
     if has_cache:
@@ -270,6 +270,33 @@ def read_square_mask(mask: Tensor, length: int, seen: int) -> tuple[Tensor | Non
     return (None if bool(is_real.all()) else is_real), (documents if bool(documents.any()) else None)
 
 
+def _documents_of_masks(
+    arguments: Arguments, config: Any, dtype: torch.dtype, documents: Tensor | None, shape: tuple[int, int]
+) -> tuple[Arguments, Tensor | None]:
+    """Let both kinds of layers keep the same documents apart where there is a mask for each kind.
+
+    Returns:
+        The arguments, and the number of each token's document `[batch, seq]`, or `None` if each row is one document.
+    """
+    mask, positions = arguments["attention_mask"], arguments.get("position_ids")
+    given = mask.get("linear_attention")
+    is_real = given[:, -shape[1] :] != 0 if isinstance(given, Tensor) else None
+    if documents is None and positions is not None and cache_of(arguments) is None and not is_tracing(positions):
+        positions = positions.expand(shape)
+        if is_real is None:
+            documents = find_packed_sequence_indices(positions)
+        else:
+            documents = documents_under_mask(positions, is_real)
+    if documents is None:
+        return arguments, None
+    _refuse_cache(arguments)
+    full = mask.get("full_attention")
+    if full is None:
+        real = torch.ones(shape, dtype=torch.bool, device=documents.device) if is_real is None else is_real
+        full = separate_under_mask(real, documents, config, dtype)
+    return arguments | {"attention_mask": {**mask, "full_attention": full}, "use_cache": False}, documents
+
+
 def for_linear_attention(
     arguments: Arguments, config: Any, dtype: torch.dtype, documents: Tensor | None, layer_idx: int
 ) -> Arguments:
@@ -293,7 +320,14 @@ def for_linear_attention(
     positions = arguments.get("position_ids")
     if positions is not None and positions.ndim > 2:
         raise ValueError(f"`position_ids` must be [batch, seq], but have the shape {list(positions.shape)}.")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > length and not is_tracing(mask):
+        # A mask as long as a static cache: the tokens that it has beyond these do not exist yet.
+        mask = mask[:, : (0 if cache is None else int(cache.get_seq_length())) + length]
+        arguments = arguments | {"attention_mask": mask}
     given = mask.get("linear_attention") if isinstance(mask, Mapping) else mask
+    if isinstance(mask, Mapping) and not (isinstance(given, Tensor) and given.ndim == 4):
+        arguments, documents = _documents_of_masks(arguments, config, dtype, documents, shape)
+        mask = arguments["attention_mask"]
     is_real = None
     if isinstance(given, Tensor) and given.ndim == 4:
         seen = 0 if cache is None else int(cache.get_seq_length())
@@ -313,6 +347,9 @@ def for_linear_attention(
                 "lets them see each other: pass one of them."
             )
         full = mask["full_attention"] if isinstance(mask, Mapping) else mask
+        if isinstance(full, Tensor) and full.dtype == torch.bool and config._attn_implementation == "eager":
+            # The eager attention of `transformers` adds the mask to the scores.
+            full = torch.zeros_like(full, dtype=dtype).masked_fill(~full, torch.finfo(dtype).min)
         arguments = arguments | {"attention_mask": {"full_attention": full, "linear_attention": None}}
         if documents is not None:
             arguments["use_cache"] = False

@@ -392,3 +392,43 @@ def test_kernels_on_a_gpu_keep_documents_apart(dense, documents, row):
     found = on_gpu(row.cuda(), position_ids=POSITIONS.cuda()).logits.cpu()
     # The kernels compute in lower precision.
     assert error(found, alone(dense, documents)) < 2e-2
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_first_chunk_of_padding_alone_changes_no_state(model, ids, first):
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+    start = model(ids[:2, :first], attention_mask=mask[:, :first])
+    rest = model(ids[:2, first:4], attention_mask=mask, **{CACHE: start[CACHE]})
+    assert_as_without_padding(model, ids[:2, :4], mask, torch.cat([start.logits, rest.logits], 1))
+
+
+def test_a_mask_as_long_as_a_static_cache_shows_the_tokens_that_there_are(model, ids):
+    cache, mask = StaticCache(config=model.config, max_cache_len=20), torch.zeros(4, 20, dtype=torch.long)
+    mask[:, :12] = 1
+    with torch.no_grad():
+        found = model(ids[:, :12], attention_mask=mask, **{CACHE: cache}).logits
+    assert error(found, model(ids[:, :12]).logits) < TOLERANCE
+
+
+@pytest.mark.parametrize("sign", ["seq_idx", "position_ids"])
+@pytest.mark.parametrize("full", [None, "sdpa", "eager"])
+def test_masks_for_each_kind_of_layer_leave_documents_apart(model, ids, sign, full):
+    numbers = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2]])
+    signs = {"seq_idx": numbers, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]])}
+    pairs = ((numbers[0][:, None] == numbers[0]) & torch.ones(8, 8, dtype=torch.bool).tril())[None, None]
+    row = ids[:1, :8]
+    alone = torch.cat([model(part).logits for part in row.split([3, 4, 1], 1)], 1)
+    if full is None or full == "sdpa":
+        masks = {"full_attention": full and pairs, "linear_attention": None}
+        assert error(model(row, attention_mask=masks, **{sign: signs[sign]}).logits, alone) < TOLERANCE
+        return
+    model.set_attn_implementation("eager")
+    try:
+        assert error(model(row, attention_mask=pairs).logits, alone) < TOLERANCE
+    finally:
+        model.set_attn_implementation("sdpa")
+
+
+def test_documents_of_one_token_each_are_refused_with_a_cache(model, ids):
+    with pytest.raises(ValueError, match="cannot fill a cache"):
+        model(ids[:1, :4], position_ids=torch.zeros(1, 4).long(), **{CACHE: DynamicCache(config=model.config)})

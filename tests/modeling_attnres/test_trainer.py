@@ -144,3 +144,13 @@ def test_accumulated_gradients_of_a_head_are_those_of_one_batch(tiny_config, bac
     assert gradients.keys() == expected.keys() == dict(model.named_parameters()).keys()
     for parameter, gradient in expected.items():
         torch.testing.assert_close(gradients[parameter], gradient, rtol=1e-3, atol=1e-5)
+
+
+def test_a_micro_batch_without_labels_adds_nothing_to_a_heads_loss(backbones):
+    config = backbones.member_config("llama", num_labels=3)
+    model = modeling_auto.AutoModelForTokenClassification.from_config(config)
+    ids = torch.tensor([[5, 6, 7]])
+    loss = model(ids, labels=torch.full_like(ids, -100), num_items_in_batch=torch.tensor(7)).loss
+    loss.backward()
+    assert loss == 0
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
