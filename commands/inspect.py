@@ -17,10 +17,10 @@ from attnres.analysis.inspection import inspect_model
 from attnres.analysis.report import PAGE, fill, report_directory
 from attnres.analysis.text import language_reference, read_text
 from attnres.conversion.tokenizers import load_tokenizer
+from attnres.conversion.whole import check_whole
 from attnres.loading_attnres import check_shapes, explain_broken_shard
 from attnres.quiet import quiet_transformers
 from attnres.utils.progress import ProgressBar
-from attnres.wording import counted
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,7 @@ class Source:
                 **shared,
             )
             check_shapes(found["mismatched_keys"], self.name)
-        if missing := sorted(found["missing_keys"]):
-            others = f" and {counted(len(missing) - 1, 'other tensor')}" if len(missing) > 1 else ""
-            raise ValueError(f"{self.name} is incomplete: it lacks `{missing[0]}`{others}.")
+        check_whole(model, found["missing_keys"], self.name)
         return model, tokenizer
 
     def _device(self) -> str:

@@ -29,6 +29,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
+from attnres.conversion.whole import load_whole
 from attnres.eval.prefix_tree import Node, Row, make_rows, make_tree, pays
 from attnres.utils.token_ids import check_token_ids
 
@@ -84,6 +85,22 @@ class SharedPrefixLM(HFLM):
         self.cut_requests = 0  # so far, those longer than the model's context
         if self.batch_size == "auto":
             self.batch_size_per_gpu = self.max_batch_size
+
+    def _create_model(self, pretrained: str, *arguments, **options) -> None:
+        """Load the model as `HFLM` does. Raise ValueError if its checkpoint lacks tensors, which would be random."""
+        loads = self.AUTO_MODEL_CLASS
+
+        class Whole:
+            """What `HFLM` asks of an Auto class."""
+
+            from_pretrained = staticmethod(partial(load_whole, loads))
+
+        # `HFLM` has no hook between loading and the first use, and does not ask for the loading report.
+        self.AUTO_MODEL_CLASS = Whole
+        try:
+            super()._create_model(pretrained, *arguments, **options)
+        finally:
+            self.AUTO_MODEL_CLASS = loads
 
     @cached_property
     def _appended(self) -> int:

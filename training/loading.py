@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trai
 from transformers.conversion_mapping import WeightConverter, get_model_conversion_mapping
 from transformers.distributed import DistributedConfig
 
+from attnres.conversion.whole import load_whole
 from attnres.wording import counted, did_you_mean
 
 # What accelerate calls processes that share nothing but gradients, on CPUs.
@@ -157,7 +158,7 @@ def load_divided(
         OSError, RuntimeError, ValueError: the model cannot be loaded, or not be divided like this.
     """
     if source is not None and not _is_converted(source):
-        return AutoModelForCausalLM.from_pretrained(source, distributed_config=division, **config)
+        return load_whole(AutoModelForCausalLM, source, starts_anew=True, distributed_config=division, **config)
     state = PartialState()
     if state.is_main_process:
         shutil.rmtree(start, ignore_errors=True)

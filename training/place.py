@@ -28,8 +28,18 @@ def check_place(out: Path) -> None:
         raise FileExistsError(f"{out} holds a finished run. Choose another `out`.")
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"{out} is a file. Choose another `out`.")
-    if out.exists() and {path.name for path in out.iterdir()} - {LOCK} and not (out / RECIPE).exists():
+    if out.exists() and {path.name for path in out.iterdir()} - {LOCK} and not _is_of_a_run(out):
         raise FileExistsError(f"{out} holds other files. Choose another `out`.")
+
+
+def _is_of_a_run(out: Path) -> bool:
+    """Whether a run made this folder. The recipe of a user, whose own files lie beside it, looks different."""
+    if not (out / RECIPE).exists():
+        return False
+    if any(out.glob("checkpoint-*")):
+        return True
+    text = (out / RECIPE).read_text(encoding="utf-8", errors="replace")
+    return write_recipe(read_recipe(out / RECIPE)) == text
 
 
 @contextmanager
@@ -79,24 +89,34 @@ def _claim(out: Path, recipe: Recipe) -> None:
 
 
 def check_data(out: Path, digests: Mapping[str, str], is_resumed: bool) -> None:
-    """Write down what a run trains on, or compare it with what the run began with.
+    """Write down what a run trains, and on which data; or compare it with what the run began with.
 
     Args:
         out: The folder of the run.
-        digests: A digest of the tokens of `train` and `held_out`, each by its key in the recipe.
+        digests: A digest of the tokens of `train` and `held_out`, and what tells the model's files from others, each
+            by its key in the recipe.
         is_resumed: Whether a checkpoint is gone on from.
 
     Raises:
-        FileExistsError: The data has changed since the run began.
+        FileExistsError: The data or the model has changed since the run began.
+        ValueError: What was written down is damaged.
     """
     path = out / DATA
     if is_resumed and path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            before = None
+        if not isinstance(before, dict):
+            raise ValueError(
+                f"{path} is damaged, so that changed data would go unnoticed. Restore it, or remove it to go on "
+                "without that check."
+            )
         if changed := [f"`{name}`" for name in digests if before.get(name, digests[name]) != digests[name]]:
             verb = "have" if len(changed) > 1 else "has"
             raise FileExistsError(
                 f"{' and '.join(changed)} {verb} changed since the run in {out} began: going on would train another "
-                "model. Put the data back as it was, or choose another `out`."
+                "model. Put it back as it was, or choose another `out`."
             )
         return
     atomic_write(path, json.dumps(digests, indent=2) + "\n")

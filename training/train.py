@@ -43,6 +43,7 @@ from attnres.analysis.loss_figures import plot_loss_curves
 from attnres.configuration import load, names
 from attnres.conversion import retrofit
 from attnres.conversion.family import retrofit_config
+from attnres.conversion.whole import load_whole
 from attnres.files import atomic_write
 from attnres.hub import meant
 from attnres.quiet import quiet_transformers
@@ -118,7 +119,7 @@ def _train(
         _check_config(recipe, name, tokenizer)
         train, held_out, digests = _data(recipe, tokenizer)
         if state.is_main_process:
-            check_data(out, digests, is_resumed=last is not None)
+            check_data(out, digests | _model_identity(recipe), is_resumed=last is not None)
     _set_length(arguments, recipe, train)
     with quiet_transformers():
         model = _model(recipe, tokenizer) if division is None else _divided(recipe, tokenizer, division, last)
@@ -270,6 +271,18 @@ def _is_retrofitted(config: PreTrainedConfig) -> bool:
     return config.residual_connection != "standard" or config.attention_gate is not None
 
 
+def _model_identity(recipe: Recipe) -> dict[str, str]:
+    """Return name, size and time of change of the files of a local model, by the recipe's key for it.
+
+    A checkpoint of an adapter does not hold its base, nor any checkpoint the configuration that the model began with.
+    """
+    folder = Path(recipe.model)
+    if recipe.model in names() or not folder.is_dir():
+        return {}
+    paths = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin"))
+    return {"model": repr([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths])}
+
+
 def _named_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     if recipe.lora is not None:
         raise ValueError(f"{recipe.model} starts from scratch: an adapter would have no base. Leave out `lora`.")
@@ -284,7 +297,8 @@ def _model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedMode
         # An adapter names its base by this path.
         source = str(Path(recipe.model).absolute()) if Path(recipe.model).is_dir() else recipe.model
         try:
-            model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, **recipe.config)
+            options = {"starts_anew": True, "trust_remote_code": False}
+            model = load_whole(AutoModelForCausalLM, source, **options, **recipe.config)
         except TypeError as error:  # of the model's constructor, which gets what is no field of the configuration
             raise ValueError(f"`config` of the recipe does not fit {recipe.model}: {error}") from error
         vars(model.config).pop("auto_map", None)

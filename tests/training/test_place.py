@@ -10,6 +10,7 @@ import pytest
 from attnres.training.data import digest_of
 from attnres.training.place import LOCK, RECIPE, check_data, check_place, held
 from attnres.training.recipe import Recipe
+from attnres.training.train import _model_identity
 
 from .blocks import load, some_texts, write
 
@@ -104,3 +105,30 @@ def test_data_that_has_changed_since_the_run_began_is_named(tmp_path):
         check_data(tmp_path, {"train": "3", "held_out": "3"}, is_resumed=True)
     check_data(tmp_path, {"train": "3", "held_out": "2"}, is_resumed=False)
     check_data(tmp_path, {"train": "3", "held_out": "2"}, is_resumed=True)
+
+
+@pytest.mark.parametrize("content", ["{", "", "[]", "null"])
+def test_a_damaged_record_of_the_data_is_named(tmp_path, content):
+    (tmp_path / "data.json").write_text(content)
+    with pytest.raises(ValueError, match=r"data\.json is damaged, so that changed data would go unnoticed"):
+        check_data(tmp_path, {"train": "1"}, is_resumed=True)
+
+
+def test_a_folder_with_a_recipe_that_a_person_wrote_is_not_taken_for_a_run(tmp_path):
+    (tmp_path / RECIPE).write_text(f"# mine\nmodel: model\ntrain: [a.txt]\nout: {tmp_path}\nsteps: 8\n")
+    (tmp_path / "model").mkdir()
+    with pytest.raises(FileExistsError, match=r"holds other files\. Choose another `out`\."):
+        check_place(tmp_path)
+    assert (tmp_path / RECIPE).read_text().startswith("# mine")
+
+
+def test_a_model_that_was_replaced_since_the_run_began_is_another_one(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    before = _model_identity(Recipe(str(source), ("a.txt",), "out", steps=8))
+    assert before == _model_identity(Recipe(str(source), ("a.txt",), "out", steps=8))
+    (source / "config.json").write_text('{"attn_res_block_size": 5}')
+    check_data(tmp_path, before, is_resumed=False)
+    with pytest.raises(FileExistsError, match=r"^`model` has changed since the run in .* began"):
+        check_data(tmp_path, _model_identity(Recipe(str(source), ("a.txt",), "out", steps=8)), is_resumed=True)
