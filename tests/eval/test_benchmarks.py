@@ -184,7 +184,7 @@ def test_without_a_network_the_hub_is_refused_in_one_line(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, timeout=120)
     gsm8k, gpqa_diamond = done.stdout.splitlines()
     assert gsm8k.startswith("GSM8K: cannot read the data set openai/gsm8k on the Hub")
-    assert "be online" in gsm8k and "give `--data DATA`" in gsm8k
+    assert "go online" in gsm8k and "give `--data DATA`" in gsm8k
     assert "accept the terms" in gpqa_diamond and "hf auth login" in gpqa_diamond
 
 
