@@ -27,7 +27,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from .attention_gate_attnres import add_attention_gate, gate_tensors
 from .configuration_attnres import CONNECTIONS, ResidualConfig, Sublayers
-from .documents_attnres import keep_documents_apart
+from .documents_attnres import keep_documents_apart, separate_under_mask
 from .loading_attnres import check_added, check_shapes, explain_broken_shard, stored_fields, warn_of_change
 from .residual_attnres import DepthState, ResidualConnection, ResidualNorm, residual_tensors
 from .saving_attnres import saved_whole
@@ -295,6 +295,12 @@ class ResidualModel(ResidualPreTrainedModel):
                 f"the row has several documents, but the backbone {self.config.backbone!r} carries a state from one to "
                 "the next: pass each document as a row of its own."
             )
+        mask = arguments.get("attention_mask")
+        if documents is not None and isinstance(mask, Tensor) and mask.ndim == 2:
+            # `transformers` looks for documents only where there is no mask.
+            dtype = self.get_input_embeddings().weight.dtype
+            mask = separate_under_mask(mask, documents, self.config, dtype, every_layer=True)
+            arguments = arguments | {"attention_mask": mask}
         return arguments
 
     def forward(self, *args, record_to: list | None = None, **kwargs):

@@ -11,13 +11,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.masking_utils import create_causal_mask, find_packed_sequence_indices, packed_sequence_mask_function
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_masks_for_generate,
+    find_packed_sequence_indices,
+    packed_sequence_mask_function,
+)
 from transformers.utils import is_tracing
 from transformers.utils.generic import is_flash_attention_requested
 
 Arguments = dict[str, Any]
 # The names for borders of documents: of flash attention's keywords in `transformers`, and of flash-linear-attention.
 _BORDERS = ("cu_seq_lens_q", "cu_seqlens")
+_NO_CACHE = (
+    "rows of several documents cannot fill a cache, in which they would be one text: pass `use_cache=False` and no "
+    "cache, or each document as a row of its own."
+)
 
 
 def cache_of(arguments: Arguments) -> Any:
@@ -40,8 +49,8 @@ def find_documents(arguments: Arguments) -> Tensor | None:
     Without a mask and a cache, `position_ids` begin a document where they do not go on by one: the library's rule.
 
     Returns:
-        `[batch, seq]`, or `None` if each row is one document. What is traced is not looked into: position ids that are
-        given then count as those of documents.
+        `[batch, seq]`, or `None` if each row is one document. A traced graph cannot branch on values: position ids that
+        are given then count as those of documents.
 
     Raises:
         ValueError: two arguments contradict each other, or one does not fit the tokens.
@@ -58,12 +67,12 @@ def find_documents(arguments: Arguments) -> Tensor | None:
     by_position = find_packed_sequence_indices(positions.expand(shape[0], -1))
     if documents is None:
         return by_position
-    is_same = by_position is not None and (is_tracing(documents) or torch.equal(by_position, documents.to(by_position)))
-    if not is_same:
-        raise ValueError(
-            f"`position_ids` and `{said_by}` begin documents at different tokens: leave `position_ids` out, or let "
-            "them restart with each document."
-        )
+    is_same = False if by_position is None else (by_position == documents.to(by_position)).all()
+    _require(
+        is_same,
+        f"`position_ids` and `{said_by}` begin documents at different tokens: leave `position_ids` out, or let them "
+        "restart with each document.",
+    )
     return documents
 
 
@@ -74,14 +83,14 @@ def _of_borders(arguments: Arguments, shape: tuple[int, int]) -> tuple[Tensor | 
         if borders is None:
             continue
         batch, length = shape
-        is_whole = borders.ndim == 1 and len(borders) >= 2
-        if is_whole and not is_tracing(borders):
-            is_whole = borders[0] == 0 and borders[-1] == length and bool((borders.diff() >= 0).all())
-        if batch != 1 or not is_whole:
-            raise ValueError(
-                f"`{name}` must hold the borders of the documents in a single row, from 0 to its length; the tokens "
-                f"are {[batch, length]}, the borders {_abridged(borders)}."
-            )
+        is_whole = batch == 1 and borders.ndim == 1 and len(borders) >= 2
+        if is_whole:
+            is_whole = (borders[0] == 0) & (borders[-1] == length) & (borders.diff() >= 0).all()
+        requirement = f"`{name}` must hold the borders of the documents in a single row, from 0 to its length"
+        if is_tracing(borders):
+            _require(is_whole, f"{requirement}.")
+        else:
+            _require(is_whole, f"{requirement}; the tokens are {[batch, length]}, the borders {_abridged(borders)}.")
         if len(borders) == 2:
             return None, name
         tokens = torch.arange(length, device=borders.device)
@@ -94,6 +103,22 @@ def _of_borders(arguments: Arguments, shape: tuple[int, int]) -> tuple[Tensor | 
     documents = F.pad((numbers.diff(dim=-1) != 0).cumsum(-1), (1, 0))
     is_one = not is_tracing(documents) and not documents[:, -1].any()
     return (None if is_one else documents), "seq_idx"
+
+
+def _require(condition: Tensor | bool, message: str) -> None:
+    """Raise an error with this message if a condition on the values of tensors does not hold.
+
+    A traced graph cannot branch on values. So it gets the check as an operation, which raises RuntimeError when it
+    runs.
+
+    Raises:
+        ValueError: the condition does not hold, outside of a traced graph.
+    """
+    if isinstance(condition, Tensor) and is_tracing(condition):
+        # A private name, but the only check of `torch` that needs neither a graph break nor a copy to the host.
+        torch._assert_async(condition, message)
+    elif not condition:
+        raise ValueError(message)
 
 
 def _abridged(tensor: Tensor) -> str:
@@ -126,13 +151,15 @@ def keep_documents_apart(arguments: Arguments, config: Any) -> tuple[Arguments, 
     documents = find_documents(arguments)
     cache, positions = cache_of(arguments), arguments.get("position_ids")
     if documents is not None and not has_borders and arguments.get("use_cache") and is_tracing(documents):
-        # Traced positions usually hold one document, and `transformers` takes them so where there is a cache.
+        # Traced positions usually hold one document. The graph is made for that, and checks it when it runs.
+        _require((documents[:, -1] == 0).all(), _NO_CACHE)
         documents = None
-    restarts = documents is not None
-    if cache is not None and positions is not None and mask is None and not (restarts or is_tracing(positions)):
-        restarts = positions.ndim == 2 and bool((positions.diff(dim=-1) <= 0).any())
-    if restarts:
+    if documents is not None:
         _refuse_cache(arguments)
+    elif cache is not None and positions is not None and mask is None:
+        # The position of a single token cannot restart. So decoding has no check in its graph.
+        if positions.ndim <= 2 and positions.shape[-1] > 1:
+            _require((positions.diff(dim=-1) > 0).all(), _NO_CACHE)
     if documents is None:
         return arguments, None
     if mask is None and documents.shape[0] > 1 and is_flash_attention_requested(config):
@@ -150,19 +177,23 @@ def keep_documents_apart(arguments: Arguments, config: Any) -> tuple[Arguments, 
 def _refuse_cache(arguments: Arguments) -> None:
     """Raise ValueError if rows of several documents would fill a cache."""
     if cache_of(arguments) is not None or arguments.get("use_cache"):
-        raise ValueError(
-            "rows of several documents cannot fill a cache, in which they would be one text: pass `use_cache=False` "
-            "and no cache, or each document as a row of its own."
-        )
+        raise ValueError(_NO_CACHE)
 
 
-def separate_under_mask(mask: Tensor, documents: Tensor, config: Any, dtype: torch.dtype) -> Tensor:
-    """Make the mask of full attention for documents in rows with padding.
+def separate_under_mask(
+    mask: Tensor, documents: Tensor, config: Any, dtype: torch.dtype, every_layer: bool = False
+) -> Tensor | dict[str, Tensor]:
+    """Make the masks of softmax attention for documents in rows with padding.
 
     Args:
         mask: `[batch, seq]`, 0 for padding.
         documents: `[batch, seq]`, the number of each token's document.
         dtype: of the activations.
+        every_layer: make what a decoder takes for all of its layers, sliding windows among them, and not the mask of
+            full attention alone.
+
+    Returns:
+        The mask `[batch, 1, seq, seq]`, or with `every_layer` a dictionary of them where layers differ in kind.
 
     Raises:
         ValueError: flash attention is used, which takes no such mask.
@@ -174,9 +205,8 @@ def separate_under_mask(mask: Tensor, documents: Tensor, config: Any, dtype: tor
         )
     # Only shape, dtype and device of the embeddings are looked at; no position ids, as the documents are known.
     embeddings = torch.empty(*mask.shape, 0, dtype=dtype, device=mask.device)
-    return create_causal_mask(
-        config, embeddings, mask, None, and_mask_function=packed_sequence_mask_function(documents)
-    )
+    make_masks = create_masks_for_generate if every_layer else create_causal_mask
+    return make_masks(config, embeddings, mask, None, and_mask_function=packed_sequence_mask_function(documents))
 
 
 def documents_under_mask(positions: Tensor, is_real: Tensor) -> Tensor | None:
@@ -281,12 +311,19 @@ def _documents_of_masks(
     mask, positions = arguments["attention_mask"], arguments.get("position_ids")
     given = mask.get("linear_attention")
     is_real = given[:, -shape[1] :] != 0 if isinstance(given, Tensor) else None
-    if documents is None and positions is not None and cache_of(arguments) is None and not is_tracing(positions):
+    # `generate` makes such masks for a static cache. They have no padding of single tokens, whose positions cannot
+    # restart either.
+    if documents is None and positions is not None and shape[1] > 1:
         positions = positions.expand(shape)
-        if is_real is None:
+        has_cache = cache_of(arguments) is not None
+        if is_real is None and not has_cache:
             documents = find_packed_sequence_indices(positions)
         else:
-            documents = documents_under_mask(positions, is_real)
+            is_token = torch.ones_like(positions, dtype=torch.bool) if is_real is None else is_real
+            documents = documents_under_mask(positions, is_token)
+        if documents is not None and is_tracing(documents) and (has_cache or arguments.get("use_cache")):
+            _require((documents[:, -1] == 0).all(), _NO_CACHE)
+            documents = None
     if documents is None:
         return arguments, None
     _refuse_cache(arguments)
@@ -359,11 +396,13 @@ def for_linear_attention(
         if is_tracing(given) and length == 1:
             is_real = None  # `transformers` takes a single token for a real one; so no mask grows in the graph
         elif not isinstance(mask, Mapping):
-            # What is traced cannot be looked into: with a cache, position ids are those of one document.
             has_cache = cache is not None or arguments.get("use_cache")
-            is_unknown = has_cache and is_tracing(given)
-            if positions is not None and documents is None and length > 1 and not is_unknown:
+            if positions is not None and documents is None and length > 1:
                 documents = documents_under_mask(positions.expand(shape), is_real)
+                if documents is not None and has_cache and is_tracing(documents):
+                    # As without a mask: the graph is made for one document, and checks it when it runs.
+                    _require((documents[:, -1] == 0).all(), _NO_CACHE)
+                    documents = None
             if documents is not None:
                 _refuse_cache(arguments)
                 full = separate_under_mask(given, documents, config, dtype)

@@ -432,3 +432,96 @@ def test_masks_for_each_kind_of_layer_leave_documents_apart(model, ids, sign, fu
 def test_documents_of_one_token_each_are_refused_with_a_cache(model, ids):
     with pytest.raises(ValueError, match="cannot fill a cache"):
         model(ids[:1, :4], position_ids=torch.zeros(1, 4).long(), **{CACHE: DynamicCache(config=model.config)})
+
+
+@pytest.fixture(scope="module")
+def llama(backbones) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(backbones.member_config("llama")).eval()
+
+
+def compiled(function: Callable) -> Callable:
+    """The function as one graph, without the time that a code generator takes."""
+    torch.compiler.reset()
+    return torch.compile(function, fullgraph=True, backend="eager")
+
+
+ONES = torch.ones(1, TOTAL, dtype=torch.long)
+PACKED_WITH_CACHE = {
+    "use_cache": {"use_cache": True},
+    "cache": {CACHE: True},
+    "use_cache, mask": {"use_cache": True, "attention_mask": ONES},
+    "cache, mask": {CACHE: True, "attention_mask": ONES},
+    "cache, masks": {CACHE: True, "attention_mask": {"full_attention": None, "linear_attention": ONES}},
+    "cache, no masks": {CACHE: True, "attention_mask": {"full_attention": None, "linear_attention": None}},
+}
+
+
+@pytest.mark.parametrize("options", PACKED_WITH_CACHE)
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_compiled_or_not_positions_that_restart_fill_no_cache(model, row, is_compiled, options):
+    """What a graph is made of decides: so the rows are prepared alone, which a graph of the model does too."""
+    prepare = compiled(model.model.prepare_rows) if is_compiled else model.model.prepare_rows
+    arguments = {"input_ids": row, **PACKED_WITH_CACHE[options]}
+    if CACHE in arguments:
+        arguments[CACHE] = DynamicCache(config=model.config)
+    one_document = torch.arange(TOTAL).unsqueeze(0)
+    assert "seq_idx" not in prepare(arguments | {"position_ids": one_document})
+    with pytest.raises((ValueError, RuntimeError), match=r"cannot fill a cache.*pass `use_cache=False`"):
+        prepare(arguments | {"position_ids": POSITIONS})
+
+
+@pytest.mark.parametrize("has_cache", [False, True])
+def test_compiled_other_backbones_refuse_them_too(llama, row, has_cache):
+    options = {CACHE: DynamicCache(config=llama.config)} if has_cache else {"use_cache": True}
+    with pytest.raises(RuntimeError, match="cannot fill a cache"):
+        compiled(llama.model.prepare_rows)({"input_ids": row, "position_ids": POSITIONS, **options})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cu_seq_lens_q": BORDERS - 1}, "`cu_seq_lens_q` must hold the borders"),
+        ({"seq_idx": NUMBERS, "position_ids": torch.arange(TOTAL)[None]}, "`position_ids` and `seq_idx` begin"),
+    ],
+)
+def test_compiled_signs_that_contradict_or_do_not_fit_are_refused_too(model, row, arguments, message):
+    with pytest.raises(RuntimeError, match=message):
+        compiled(model.model.prepare_rows)({"input_ids": row, **arguments})
+
+
+def test_compiled_masks_for_each_kind_of_layer_leave_documents_apart(model, row):
+    masks = {"full_attention": None, "linear_attention": None}
+    batch = {"input_ids": row, "attention_mask": masks, "position_ids": POSITIONS, "use_cache": False}
+    found = compiled(model.model.prepare_rows)(batch)
+    expected = model.model.prepare_rows(batch)
+    assert torch.equal(found["seq_idx"], expected["seq_idx"])
+    full = "attention_mask", "full_attention"
+    assert torch.equal(found[full[0]][full[1]], expected[full[0]][full[1]])
+
+
+@pytest.mark.slow
+def test_a_compiled_model_computes_one_document_with_a_cache_and_refuses_several(model, row):
+    graph = compiled(model)
+    one_document = torch.arange(TOTAL).unsqueeze(0)
+    with torch.no_grad():
+        found = graph(row, position_ids=one_document, use_cache=True)
+        assert error(found.logits, model(row).logits) < TOLERANCE
+        assert found[CACHE].get_seq_length() == TOTAL
+        with pytest.raises(RuntimeError, match="cannot fill a cache"):
+            graph(row, position_ids=POSITIONS, use_cache=True)
+
+
+@pytest.mark.parametrize("backbone", ["llama", "gemma2", "qwen3", "mistral"])
+def test_in_padded_rows_of_other_backbones_each_sign_of_documents_keeps_them_apart(backbones, backbone, row):
+    """Gemma's windows, too, which `transformers` makes masks of their own for."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(backbones.member_config(backbone)).eval()
+    ids, mask = row[:, :12] % model.config.vocab_size, torch.ones(1, 12, dtype=torch.long)
+    mask[:, 10:] = 0
+    expected = alone(model, [ids[:, :7], ids[:, 7:10]])
+    signs = {"seq_idx": torch.tensor([[0] * 7 + [1] * 5]), "cu_seq_lens_q": torch.tensor([0, 7, 12])}
+    for name, sign in signs.items():
+        found = model(ids, attention_mask=mask, **{name: sign}).logits[:, :10]
+        assert error(found, expected) < TOLERANCE, name
+    assert error(model(ids, attention_mask=mask).logits[:, :10], expected) > 1e-3, "documents do not matter here"
