@@ -6,6 +6,7 @@ same, and what the attention layers cannot honour raises.
 """
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ from transformers.utils.generic import is_flash_attention_requested
 
 Arguments = dict[str, Any]
 # The names for borders of documents: of flash attention's keywords in `transformers`, and of flash-linear-attention.
-_BORDERS = ("cu_seq_lens_q", "cu_seqlens")
+_BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
+# The length of the longest document, which flash attention takes beside its borders.
+_LENGTHS = ("max_length_q", "max_length_k")
 _NO_CACHE = (
     "rows of several documents cannot fill a cache, in which they would be one text: pass `use_cache=False` and no "
     "cache, or each document as a row of its own."
@@ -56,33 +59,54 @@ def find_documents(arguments: Arguments) -> Tensor | None:
         ValueError: two arguments contradict each other, or one does not fit the tokens.
     """
     shape = shape_of(arguments)
-    documents, said_by = _of_borders(arguments, shape)
+    signs = _documents_by_sign(arguments, shape)
     positions = arguments.get("position_ids")
-    if positions is None or arguments.get("attention_mask") is not None or cache_of(arguments) is not None:
-        return documents
-    if positions.ndim == 1:
+    if positions is None and not signs and arguments.get("attention_mask") is None:
+        for name in _LENGTHS:
+            longest = arguments.get(name)
+            if longest is not None:
+                _require(
+                    longest >= shape[1],
+                    f"`{name}` is less than the {shape[1]} tokens of a row, which then hold several documents, but "
+                    "nothing tells where these begin: pass `cu_seq_lens_q`, `seq_idx` or `position_ids` too, or no "
+                    f"`{name}`.",
+                )
+    if positions is not None and positions.ndim == 1:
         positions = positions.unsqueeze(0)
-    if positions.ndim != 2:
-        return documents  # several positions for each token, of images and the like
-    by_position = find_packed_sequence_indices(positions.expand(shape[0], -1))
-    if documents is None:
-        return by_position
-    is_same = False if by_position is None else (by_position == documents.to(by_position)).all()
-    _require(
-        is_same,
-        f"`position_ids` and `{said_by}` begin documents at different tokens: leave `position_ids` out, or let them "
-        "restart with each document.",
-    )
-    return documents
+    # Several positions for each token, of images and the like, tell nothing of documents.
+    has_row_of_positions = positions is not None and positions.ndim == 2
+    if has_row_of_positions and arguments.get("attention_mask") is None and cache_of(arguments) is None:
+        signs = {"position_ids": find_packed_sequence_indices(positions.expand(shape[0], -1)), **signs}
+    for first, second in pairwise(signs):
+        _require(
+            _begin_alike(signs[first], signs[second]),
+            f"`{first}` and `{second}` begin documents at different tokens: pass only one of them, or let them agree.",
+        )
+    return next((documents for documents in reversed(signs.values()) if documents is not None), None)
 
 
-def _of_borders(arguments: Arguments, shape: tuple[int, int]) -> tuple[Tensor | None, str]:
-    """Number the documents by `cu_seq_lens_q`, `cu_seqlens` or `seq_idx`; with the name of the one that was used."""
+def _begin_alike(first: Tensor | None, second: Tensor | None) -> Tensor | bool:
+    """Return whether two numberings `[batch, seq]` begin documents at the same tokens; `None` is one document."""
+    if first is None or second is None:
+        numbers = second if first is None else first
+        return numbers is None or (numbers == numbers[:, :1]).all()
+    return ((first.diff(dim=-1) != 0) == (second.diff(dim=-1) != 0).to(first.device)).all()
+
+
+def _documents_by_sign(arguments: Arguments, shape: tuple[int, int]) -> dict[str, Tensor | None]:
+    """Number the documents by each argument that holds their borders or numbers, `None` for one document.
+
+    Returns:
+        By the argument's name, `[batch, seq]` or `None`.
+    """
+    signs: dict[str, Tensor | None] = {}
+    batch, length = shape
     for name in _BORDERS:
         borders = arguments.get(name)
         if borders is None:
             continue
-        batch, length = shape
+        if name == "cu_seq_lens_k" and cache_of(arguments) is not None and borders.shape == (2,):
+            continue  # the keys are then those of the cache too, of one text
         is_whole = batch == 1 and borders.ndim == 1 and len(borders) >= 2
         if is_whole:
             is_whole = (borders[0] == 0) & (borders[-1] == length) & (borders.diff() >= 0).all()
@@ -91,18 +115,18 @@ def _of_borders(arguments: Arguments, shape: tuple[int, int]) -> tuple[Tensor | 
             _require(is_whole, f"{requirement}.")
         else:
             _require(is_whole, f"{requirement}; the tokens are {[batch, length]}, the borders {_abridged(borders)}.")
-        if len(borders) == 2:
-            return None, name
-        tokens = torch.arange(length, device=borders.device)
-        return torch.searchsorted(borders[1:].contiguous(), tokens, right=True).unsqueeze(0), name
+        signs[name] = None
+        if len(borders) > 2:
+            tokens = torch.arange(length, device=borders.device)
+            signs[name] = torch.searchsorted(borders[1:].contiguous(), tokens, right=True).unsqueeze(0)
     numbers = arguments.get("seq_idx")
-    if numbers is None:
-        return None, ""
-    if tuple(numbers.shape) != shape:
-        raise ValueError(f"`seq_idx` must have the tokens' shape {list(shape)}, but has {list(numbers.shape)}.")
-    documents = F.pad((numbers.diff(dim=-1) != 0).cumsum(-1), (1, 0))
-    is_one = not is_tracing(documents) and not documents[:, -1].any()
-    return (None if is_one else documents), "seq_idx"
+    if numbers is not None:
+        if tuple(numbers.shape) != shape:
+            raise ValueError(f"`seq_idx` must have the tokens' shape {list(shape)}, but has {list(numbers.shape)}.")
+        documents = F.pad((numbers.diff(dim=-1) != 0).cumsum(-1), (1, 0))
+        is_one = not is_tracing(documents) and not documents[:, -1].any()
+        signs["seq_idx"] = None if is_one else documents
+    return signs
 
 
 def _require(condition: Tensor | bool, message: str) -> None:
@@ -150,16 +174,15 @@ def keep_documents_apart(arguments: Arguments, config: Any) -> tuple[Arguments, 
         arguments = arguments | {"attention_mask": None}
     documents = find_documents(arguments)
     cache, positions = cache_of(arguments), arguments.get("position_ids")
-    if documents is not None and not has_borders and arguments.get("use_cache") and is_tracing(documents):
-        # Traced positions usually hold one document. The graph is made for that, and checks it when it runs.
+    if documents is not None and cache is None and arguments.get("use_cache") and is_tracing(documents):
+        # Where a cache is wanted there is usually one document. The graph is made for that, and checks it when it runs.
         _require((documents[:, -1] == 0).all(), _NO_CACHE)
         documents = None
     if documents is not None:
         _refuse_cache(arguments)
-    elif cache is not None and positions is not None and mask is None:
-        # The position of a single token cannot restart. So decoding has no check in its graph.
-        if positions.ndim <= 2 and positions.shape[-1] > 1:
-            _require((positions.diff(dim=-1) > 0).all(), _NO_CACHE)
+    # The position of a single token cannot restart. So decoding has no check in its graph.
+    elif cache is not None and mask is None and positions is not None and positions.shape[-1] > 1:
+        _require(positions.ndim > 2 or (positions.diff(dim=-1) > 0).all(), _NO_CACHE)
     if documents is None:
         return arguments, None
     if mask is None and documents.shape[0] > 1 and is_flash_attention_requested(config):

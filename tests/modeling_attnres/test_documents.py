@@ -73,6 +73,7 @@ def of_travelled_code(model: AttnResForCausalLM) -> AttnResForCausalLM:
 SIGNS = {
     "position_ids": {"position_ids": POSITIONS},
     "cu_seq_lens_q": {"cu_seq_lens_q": BORDERS.int(), "max_length_q": 70},
+    "cu_seq_lens_k": {"cu_seq_lens_k": BORDERS.int(), "max_length_k": 70},
     "cu_seqlens": {"cu_seqlens": BORDERS},
     "seq_idx": {"seq_idx": NUMBERS.int()},
     "position_ids, mask": {"position_ids": POSITIONS, "attention_mask": torch.ones(1, TOTAL, dtype=torch.long)},
@@ -326,11 +327,34 @@ def test_documents_that_would_fill_a_cache_are_refused(model, row):
         ({"cu_seq_lens_q": torch.tensor([0, 7])}, "`cu_seq_lens_q` must hold the borders"),
         ({"seq_idx": NUMBERS[:, :-1]}, "`seq_idx` must have the tokens' shape"),
         ({"seq_idx": NUMBERS, "position_ids": torch.arange(TOTAL)[None]}, "`position_ids` and `seq_idx` begin"),
+        ({"seq_idx": NUMBERS * 0, "position_ids": POSITIONS}, "`position_ids` and `seq_idx` begin"),
+        ({"seq_idx": NUMBERS, "cu_seqlens": torch.tensor([0, 7, TOTAL])}, "`cu_seqlens` and `seq_idx` begin"),
+        (
+            {"cu_seq_lens_q": BORDERS, "cu_seq_lens_k": torch.tensor([0, 7, TOTAL])},
+            "`cu_seq_lens_q` and `cu_seq_lens_k` begin",
+        ),
         ({"position_ids": POSITIONS.expand(3, 1, -1)}, "`position_ids` must be [batch, seq]"),
+        ({"max_length_k": 70}, "`max_length_k` is less than the 83 tokens of a row"),
+        ({"max_length_q": torch.tensor(70)}, "`max_length_q` is less than the 83 tokens of a row"),
     ],
 )
 def test_signs_that_contradict_or_do_not_fit_are_refused(model, row, arguments, named):
     assert named in refused(model, input_ids=row, **arguments)
+
+
+def test_an_empty_document_is_none(model, documents, row):
+    borders = torch.cat([BORDERS[:2], BORDERS[1:]])
+    found = model(row, cu_seq_lens_q=borders, position_ids=POSITIONS, seq_idx=NUMBERS).logits
+    assert error(found, alone(model, documents)) < TOLERANCE
+
+
+def test_the_borders_and_the_length_of_one_document_change_nothing(model, ids):
+    row, cache = ids[:1, :12], DynamicCache(config=model.config)
+    whole = {f"cu_seq_lens_{side}": torch.tensor([0, 12]) for side in "qk"} | {"max_length_q": 12, "max_length_k": 12}
+    first = model(row, **whole, **{CACHE: cache}).logits
+    both = {"cu_seq_lens_q": torch.tensor([0, 8]), "cu_seq_lens_k": torch.tensor([0, 20])}
+    rest = model(ids[:1, 12:], **both, max_length_q=8, max_length_k=20, **{CACHE: cache}).logits
+    assert error(torch.cat([first, rest], 1), model(ids[:1]).logits) < TOLERANCE
 
 
 def test_other_backbones_keep_documents_apart_by_each_sign_too(backbones, documents, row):
@@ -339,7 +363,7 @@ def test_other_backbones_keep_documents_apart_by_each_sign_too(backbones, docume
     model = AutoModelForCausalLM.from_config(backbones.member_config("llama")).eval()
     documents = [document % model.config.vocab_size for document in documents]
     expected = alone(model, documents)
-    for sign in ("position_ids", "cu_seq_lens_q", "seq_idx"):
+    for sign in ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
         found = model(torch.cat(documents, 1), **SIGNS[sign]).logits
         assert error(found, expected) < TOLERANCE, sign
 
