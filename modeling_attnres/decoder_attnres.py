@@ -230,7 +230,7 @@ class ResidualPreTrainedModel:
         for added in (residual_tensors(model), gate_tensors(model)):
             check_added(model, added, info["missing_keys"], source)
         if source is not None:
-            warn_of_change(model, stored_fields(source, **asked), source)
+            warn_of_change(model, stored_fields(source, **asked), source, info)
         if _by_own_names(source or "", kwargs.get("subfolder", "")):
             vars(model).pop("_weight_conversions", None)
         return (model, info) if asked.get("output_loading_info") else model

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.integrations.accelerate import load_offloaded_parameter
 
-from .attention_gate_attnres import GATE_FIELDS
+from .attention_gate_attnres import GATE_FIELDS, gate_tensors
 from .configuration_attnres import CONNECTIONS
 from .residual_attnres import FamilyWarning, residual_tensors
 
@@ -59,13 +59,16 @@ def stored_fields(source: str | os.PathLike, **options: Any) -> dict[str, Any]:
     return fields
 
 
-def warn_of_change(model: nn.Module, stored: Mapping[str, Any], source: str | os.PathLike) -> None:
+def warn_of_change(
+    model: nn.Module, stored: Mapping[str, Any], source: str | os.PathLike, info: Mapping[str, Collection[str]]
+) -> None:
     """Warn if a model has other fields than its checkpoint, so that trained tensors mean something else.
 
     Args:
         model: one of the family, loaded.
         stored: the fields in the checkpoint's `config.json`.
         source: the checkpoint, for the message.
+        info: the loading info of `from_pretrained`; its missing and unexpected keys are used.
     """
     config = model.config
     if stored.get("model_type") != config.model_type:
@@ -76,11 +79,20 @@ def warn_of_change(model: nn.Module, stored: Mapping[str, Any], source: str | os
         defaults |= CONNECTIONS[name].fields
     changed = {f: (stored.get(f, d), getattr(config, f)) for f, d in defaults.items()}
     changed = {field: values for field, values in changed.items() if values[0] != values[1]}
-    if changed and _is_standard(model, {field: before for field, (before, _) in changed.items()}):
+    before = {field: values[0] for field, values in changed.items()}
+    if changed and _is_standard(model, before, info["unexpected_keys"]):
         changed = {}
-    if stored.get("attention_gate") is not None:
-        gate = {f: (stored.get(f, d), getattr(config, f)) for f, d in GATE_FIELDS.items()}
-        changed |= {field: values for field, values in gate.items() if values[0] != values[1]}
+    # A gate that is added starts at random weights. The other fields of a gate say nothing where the save has none.
+    fields = GATE_FIELDS if stored.get("attention_gate") is not None else {"attention_gate": None}
+    gate = {f: (stored.get(f, fields[f]), getattr(config, f)) for f in fields}
+    changed |= {field: values for field, values in gate.items() if values[0] != values[1]}
+    gates = gate_tensors(model)
+    if "attention_gate" not in changed and gates and not gates.keys() - set(info["missing_keys"]):
+        message = (
+            f"{source}: its config.json has the `attention_gate` {config.attention_gate!r}, but its weights hold no "
+            "gate, so the gates start at random. Restore them, or remove the field."
+        )
+        warnings.warn(message, FamilyWarning, stacklevel=3)
     if changed:
         told = "; ".join(
             f"`{f}` is {before!r} in its config.json, and {now!r} here" for f, (before, now) in changed.items()
@@ -92,9 +104,15 @@ def warn_of_change(model: nn.Module, stored: Mapping[str, Any], source: str | os
         warnings.warn(message, FamilyWarning, stacklevel=3)
 
 
-def _is_standard(model: nn.Module, stored: Mapping[str, Any]) -> bool:
-    """Whether the model is the standard decoder, both as it is and with the `stored` fields in place of its own."""
+def _is_standard(model: nn.Module, stored: Mapping[str, Any], unexpected: Collection[str]) -> bool:
+    """Whether the model is the standard decoder, both as it is and with the `stored` fields in place of its own.
+
+    `unexpected` are the names of the tensors that were saved and not loaded.
+    """
     before, tensors = copy(model.config), residual_tensors(model)
+    owners = {name.rpartition(".")[0] for name in tensors}
+    if any(name.rpartition(".")[0] in owners for name in unexpected):
+        return False  # the connections had more tensors, which may have been trained
     if stored.get("residual_connection", "standard") != "standard":
         return False  # its tensors are not loaded
     for field, value in stored.items():

@@ -1,15 +1,17 @@
 """Fields that make a checkpoint another function than was saved are warned of by name; all others load silently."""
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from attnres import AttnResConfig, AttnResLlamaForCausalLM
 from attnres.conversion import retrofit
-from attnres.residual_attnres import FamilyWarning
+from attnres.residual_attnres import FamilyWarning, residual_tensors
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +21,12 @@ def folders(tmp_path_factory, tiny_model, backbones) -> Path:
     tiny_model(attn_res_block_size=3).save_pretrained(folder / "hybrid")
     backbones.build_member("llama", attn_res_block_size=3).save_pretrained(folder / "llama")
     backbones.build_member("llama", attention_gate="sdpa").save_pretrained(folder / "gated")
+    dynamic = backbones.build_member("llama", residual_connection="hyper_connections")
+    with torch.no_grad():
+        for name, tensor in residual_tensors(dynamic).items():
+            if not name.endswith(".static"):
+                tensor.normal_(std=0.5)
+    dynamic.save_pretrained(folder / "dynamic")
     source = backbones.build("llama")
     source.save_pretrained(folder / "source")
     retrofit(source, block_size=3).save_pretrained(folder / "retrofit")
@@ -40,6 +48,10 @@ def warnings_of(folder: Path, **fields) -> list[str]:
         ("llama", "attn_res_scale", "mean", "sum"),
         ("llama", "attn_res_key_norm", True, False),
         ("llama", "residual_connection", "attn_res", "standard"),
+        ("dynamic", "hyper_connections_dynamic", True, False),  # what is left of its tensors is at its start
+        ("llama", "attention_gate", None, "sdpa"),
+        ("retrofit", "attention_gate", None, "output"),
+        ("gated", "attention_gate", "sdpa", None),
         ("gated", "attention_gate_scale", "unit", "double"),
         ("retrofit", "attn_res_scale", "sum", "mean"),
     ],
@@ -62,6 +74,7 @@ def test_so_it_is_if_a_configuration_is_given(folders):
     [
         ("hybrid", {}),
         ("gated", {"attn_implementation": "eager"}),
+        ("llama", {"attention_gate": None, "attention_gate_scale": "double"}),
         ("llama", {"attn_res_block_size": 3, "depth_attention_implementation": "auto"}),
         ("retrofit", {"attn_res_block_size": 2}),  # at zero queries a block is only a sum of sums
     ],
@@ -74,6 +87,14 @@ def test_nor_is_a_backbones_checkpoint_that_begins_anew(folders):
     with warnings.catch_warnings():
         warnings.simplefilter("error", FamilyWarning)
         AttnResLlamaForCausalLM.from_pretrained(folders / "source", attn_res_block_size=2)
+
+
+def test_a_gate_that_the_weights_do_not_hold_is_named(folders, tmp_path):
+    shutil.copytree(folders / "llama", tmp_path, dirs_exist_ok=True)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"attention_gate": "sdpa"}))
+    (message,) = warnings_of(tmp_path)
+    assert "has the `attention_gate` 'sdpa', but its weights hold no gate" in message
 
 
 def test_a_field_of_another_version_is_named(folders, tmp_path):
