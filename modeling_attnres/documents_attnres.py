@@ -6,12 +6,14 @@ same, and what the attention layers cannot honour raises.
 """
 
 from collections.abc import Mapping
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import DynamicCache, KimiLinearModel
 from transformers.masking_utils import (
     create_causal_mask,
     create_masks_for_generate,
@@ -30,6 +32,13 @@ _NO_CACHE = (
     "rows of several documents cannot fill a cache, in which they would be one text: pass `use_cache=False` and no "
     "cache, or each document as a row of its own."
 )
+
+
+# The name of the cache among the arguments, which `transformers` 5.24 changed.
+_CACHE = "cache" if "cache" in signature(KimiLinearModel.forward).parameters else "past_key_values"
+# An attribute of a cache, `[batch, tokens]`, false for padding. The cache itself does not tell padding from tokens, and
+# so goes where the cache goes, when that is copied or saved.
+_REAL = "attnres_real_tokens"
 
 
 def cache_of(arguments: Arguments) -> Any:
@@ -278,13 +287,16 @@ def find_order(is_real: Tensor, has_cache: bool, has_state: bool) -> Tensor | No
 
 
 @torch.compiler.disable
-def read_square_mask(mask: Tensor, length: int, seen: int) -> tuple[Tensor | None, Tensor | None]:
+def read_square_mask(
+    mask: Tensor, length: int, seen: int, was_real: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
     """Find padding and documents in a mask over pairs of tokens, which a recurrence cannot apply.
 
     Args:
         mask: `[batch, heads, length, tokens]`; boolean, true where a token is seen, or 0 there and far below elsewhere.
         length: the tokens of this pass.
         seen: the tokens in the cache, which stand before them.
+        was_real: `[batch, seen]`, false for padding in the cache; `None` if it has none.
 
     Returns:
         Which tokens are real `[batch, length]`, or `None` if all are; and the number of each token's document likewise.
@@ -306,14 +318,22 @@ def read_square_mask(mask: Tensor, length: int, seen: int) -> tuple[Tensor | Non
     documents = (is_real & ~sees_last).cumsum(-1)
     expected = is_real.unsqueeze(1) & ~later & (documents.unsqueeze(1) == documents.unsqueeze(2))
     is_honoured = (now == expected) | ~is_real.unsqueeze(-1)
-    # All that is in the state is seen by the tokens that go on from it.
-    is_past_honoured = (past == (documents == 0).unsqueeze(-1)) | ~is_real.unsqueeze(-1)
+    # All that is in the state is seen by the tokens that go on from it. Padding is not in the state.
+    expected_past = (documents == 0).unsqueeze(-1)
+    if was_real is not None:
+        expected_past = expected_past & was_real.unsqueeze(1)
+    is_past_honoured = (past == expected_past) | ~is_real.unsqueeze(-1)
     beyond = first[..., seen + length :] & is_real.unsqueeze(-1)
     is_same = (is_seen == is_seen[:, :1]) | ~is_real[:, None, :, None]
     is_causal = ~sees_later | now.all(-1)
-    if first.shape[-1] < seen + length or not bool(
-        is_causal.all() and is_honoured.all() and is_past_honoured.all() and is_same.all() and not beyond.any()
-    ):
+    is_readable = is_causal.all() and is_honoured.all() and is_same.all() and not beyond.any()
+    if first.shape[-1] == seen + length and bool(is_readable) and not bool(is_past_honoured.all()):
+        raise ValueError(
+            f"linear attention cannot apply this mask of shape {list(mask.shape)}: it must show the {seen} tokens in "
+            "the cache, except those that a mask of this form hid as padding when they went in. Pass the same padding "
+            "in each pass, or masks [batch, tokens] in all of them."
+        )
+    if first.shape[-1] < seen + length or not bool(is_readable and is_past_honoured.all()):
         raise ValueError(
             f"linear attention cannot apply this mask of shape {list(mask.shape)}: it takes padding and documents of "
             "one row, not other pairs of tokens. Pass a mask [batch, tokens] or `position_ids` that restart; or a "
@@ -321,6 +341,39 @@ def read_square_mask(mask: Tensor, length: int, seen: int) -> tuple[Tensor | Non
             "tokens])."
         )
     return (None if bool(is_real.all()) else is_real), (documents if bool(documents.any()) else None)
+
+
+def _padding_in(cache: Any, batch: int, seen: int, device: torch.device) -> Tensor | None:
+    """Return which tokens in the cache are real `[batch, seen]`, or `None` if no mask over pairs hid any of them."""
+    was_real = getattr(cache, _REAL, None)
+    if was_real is None or not seen or was_real.shape[0] != batch:
+        return None
+    # Tokens after the noted ones were read with other masks, and count as real. Those of an emptied cache are cut off.
+    was_real = was_real[:, :seen].to(device)
+    return F.pad(was_real, (0, seen - was_real.shape[1]), value=True)
+
+
+def _note_padding(
+    arguments: Arguments, config: Any, is_real: Tensor | None, was_real: Tensor | None, seen: int
+) -> Arguments:
+    """Note on the cache which tokens of this pass are padding, so that a later mask over pairs can be checked by it.
+
+    Args:
+        is_real: `[batch, seq]`, or `None` if all tokens are.
+        was_real: the same of the tokens in the cache, `[batch, seen]`.
+    """
+    cache, use_cache = cache_of(arguments), arguments.get("use_cache")
+    if is_real is None:
+        return arguments
+    if cache is None:
+        if not (config.use_cache if use_cache is None else use_cache):
+            return arguments
+        # The one that `transformers` would make.
+        cache = DynamicCache(config=config)
+        arguments = arguments | {_CACHE: cache}
+    before = is_real.new_ones(is_real.shape[0], seen) if was_real is None else was_real
+    setattr(cache, _REAL, torch.cat((before, is_real), 1))
+    return arguments
 
 
 def _documents_of_masks(
@@ -391,7 +444,8 @@ def for_linear_attention(
     is_real = None
     if isinstance(given, Tensor) and given.ndim == 4:
         seen = 0 if cache is None else int(cache.get_seq_length())
-        is_real, by_mask = read_square_mask(given, length, seen)
+        was_real = _padding_in(cache, given.shape[0], seen, given.device)
+        is_real, by_mask = read_square_mask(given, length, seen, was_real)
         if by_mask is not None:
             _refuse_cache(arguments)
             # Documents found by other arguments must agree with the mask, which full attention applies as it is.
@@ -413,6 +467,8 @@ def for_linear_attention(
         arguments = arguments | {"attention_mask": {"full_attention": full, "linear_attention": None}}
         if documents is not None:
             arguments["use_cache"] = False
+        arguments = _note_padding(arguments, config, is_real, was_real, seen)
+        cache = cache_of(arguments)
     elif isinstance(given, Tensor) and given.ndim == 2:
         # Of a longer mask the first tokens are in the cache.
         is_real = given[:, -length:] != 0

@@ -291,6 +291,47 @@ def test_such_a_mask_goes_on_from_a_cache(model, ids):
     assert error(torch.cat([first, rest], 1), model(ids[:1]).logits) < TOLERANCE
 
 
+@pytest.fixture(scope="module")
+def dense64(dense) -> AttnResForCausalLM:
+    """In double precision, but for the recurrence and its state, which are in float32."""
+    return deepcopy(dense).double()
+
+
+PROMPT = torch.tensor([[0] * 5 + [1] * 15, [1] * 20, [0] * 9 + [1] * 11])
+GAPPED = torch.tensor([[1] * 4 + [0] * 3 + [1] * 13, [1] * 20, [0, 1, 0, 1] * 5])
+
+
+@pytest.mark.parametrize("cache_class", [None, DynamicCache])  # by default the model makes one
+@pytest.mark.parametrize("form", ["boolean", "added"])
+@pytest.mark.parametrize("mask", [PROMPT, GAPPED], ids=["left", "in the middle"])
+def test_a_padded_prompt_in_chunks_with_masks_over_pairs_is_as_in_one(dense64, ids, mask, form, cache_class):
+    ids = ids[:3]
+    pairs = torch.ones(20, 20, dtype=torch.bool).tril() & mask[:, None].bool()
+    cache, logits = cache_class and cache_class(config=dense64.config), []
+    with torch.no_grad():
+        for start, end in pairwise((0, 8, 13, 14, 20)):
+            seen = square(pairs[:, start:end, :end], form).to(torch.float64 if form == "added" else torch.bool)
+            output = dense64(ids[:, start:end], attention_mask=seen, **{CACHE: cache})
+            cache = output[CACHE]
+            logits.append(output.logits)
+        found = torch.cat(logits, 1)
+        for tokens, is_real, logits_of_row in zip(ids, mask.bool(), found):
+            assert error(logits_of_row[is_real], dense64(tokens[is_real][None]).logits[0]) < 5e-6
+
+
+def test_a_mask_over_pairs_that_hides_real_tokens_in_the_cache_is_refused(model, ids):
+    pairs = CAUSAL[None, None].expand(3, 1, -1, -1)
+    start = model(ids[:3, :8], attention_mask=pairs[..., :8, :8])
+    hidden = pairs[..., 8:, :].clone()
+    hidden[..., :2] = False
+    message = refused(model, input_ids=ids[:3, 8:12], attention_mask=hidden, **{CACHE: start[CACHE]})
+    assert "it must show the 8 tokens in the cache" in message
+    # What was hidden as padding must stay hidden, too.
+    start = model(ids[:3, :8], attention_mask=pairs[..., :8, :8] & PROMPT[:, None, None, :8].bool())
+    message = refused(model, input_ids=ids[:3, 8:12], attention_mask=pairs[..., 8:, :], **{CACHE: start[CACHE]})
+    assert "it must show the 8 tokens in the cache" in message
+
+
 def refused(model, **arguments) -> str:
     with pytest.raises(ValueError) as refusal:
         model(**arguments)
