@@ -11,6 +11,7 @@ import pytest
 from typer.main import get_command
 
 import attnres
+from attnres import CONNECTIONS
 from attnres.commands.app import app
 
 from .. import forks
@@ -137,10 +138,17 @@ def test_the_exactness_that_a_page_prints_is_what_its_code_prints(workplace, env
     workplace()
     run_page(page, environment)
     shown = next(block.code for block in blocks_of(page) if block.language == "text" and block.code.startswith("sum: "))
-    expected, found = (
-        [float(number) for number in re.findall(r"[\d.]+e[+-]\d+", text)] for text in (shown, capsys.readouterr().out)
-    )
+    printed = capsys.readouterr().out
+    table = page.read_text(encoding="utf-8").partition("## Rounding in bfloat16")[2]
+    expected, found = ([float(number) for number in re.findall(r"[\d.]+e[+-]\d+", text)] for text in (shown, printed))
     assert found[0] < 1e-6 and found[1] == pytest.approx(expected[1], rel=0.5)
+    in_page, in_run = (
+        {row.split("`")[1]: [float(number) for number in re.findall(r"([\d.]+)%", row)] for row in rows}
+        for rows in (re.findall(r"^\| `.*%.*\|$", text, re.MULTILINE) for text in (table, printed))
+    )
+    assert in_page.keys() == in_run.keys() == CONNECTIONS.keys()
+    for name, numbers in in_page.items():
+        assert in_run[name] == pytest.approx(numbers, rel=0.5, abs=0.1), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
