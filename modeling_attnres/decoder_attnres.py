@@ -4,6 +4,7 @@ Each sublayer reads its input from the depth state and writes its output to it; 
 takes the place of `hidden_states` in the backbone's loop: no hooks.
 """
 
+import os
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -30,7 +31,7 @@ from .configuration_attnres import CONNECTIONS, ResidualConfig, Sublayers
 from .documents_attnres import keep_documents_apart, separate_under_mask
 from .loading_attnres import check_added, check_shapes, explain_broken_shard, stored_fields, warn_of_change
 from .residual_attnres import DepthState, ResidualConnection, ResidualNorm, residual_tensors
-from .saving_attnres import saved_whole
+from .saving_attnres import complete_save, saved_whole, stage_in
 
 # `Trainer`'s label smoothing, pipelines, `transformers serve` and lm-eval decide by these tables, model type -> class
 # name, what a model is. An Auto class's `register` does not write to them.
@@ -222,6 +223,12 @@ class ResidualPreTrainedModel:
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """A backbone's checkpoint loads with connections at their start; raises as `loading_attnres`."""
         source, asked = pretrained_model_name_or_path, kwargs.copy()
+        # An Auto class has read `config.json` and the code before it came here.
+        if source is not None and complete_save(Path(source, kwargs.get("subfolder") or "")) and "config" in kwargs:
+            raise OSError(
+                f"a save into {source} was interrupted, and is complete now. Load it again: the configuration that was "
+                "read may be that of the model before."
+            )
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         with explain_broken_shard(source, kwargs.get("subfolder", "")):
             model, info = super().from_pretrained(source, *args, **kwargs)
@@ -244,19 +251,27 @@ class ResidualPreTrainedModel:
         kwargs.setdefault("save_original_format", not _by_own_names(save_directory))
         self.config.auto_map = auto_map(own)
         save = super().save_pretrained
-        asked = signature(save).bind(save_directory, *args, **kwargs).arguments
-        folder = nullcontext(save_directory)
-        # Adapters leave the weights beside them as they are; of a distributed checkpoint each process writes its part.
-        is_whole = not (getattr(self, "_hf_peft_config_loaded", False) or asked.get("distributed_checkpoint"))
+        call = signature(save).bind(save_directory, *args, **kwargs).arguments
+        call |= call.pop("kwargs", {})
         spread = torch.distributed.is_available() and torch.distributed.is_initialized()
-        is_main = not spread or torch.distributed.get_rank() == 0
-        if is_whole and is_main and asked.get("is_main_process", True):
-            # What is uploaded is found in the folder itself.
-            folder = saved_whole(save_directory, asked.get("variant"), in_place=bool(asked.get("push_to_hub")))
+        is_main = (not spread or torch.distributed.get_rank() == 0) and call.get("is_main_process", True)
         try:
             cls.__module__, cls.__name__ = own.__module__, own.__name__
-            with folder as stage:
-                save(stage, *args, **kwargs)
+            # Adapters leave the weights beside them as they are; of a distributed checkpoint each process writes its part.
+            if getattr(self, "_hf_peft_config_loaded", False) or call.get("distributed_checkpoint"):
+                save(**call)
+                return
+            local = call | {"push_to_hub": False}
+            if call.get("state_dict") is not None:
+                local["state_dict"] = dict(call["state_dict"])  # `transformers` empties the one that it saves
+            with saved_whole(save_directory, call.get("variant")) if is_main else nullcontext(save_directory) as stage:
+                save(**local | {"save_directory": stage})
+            if call.get("push_to_hub"):
+                # `transformers` uploads the folder that it writes to. So write again, to a folder for the upload: a
+                # failing upload then loses nothing. Each process takes part, because they gather the weights together.
+                call.setdefault("repo_id", os.path.basename(os.fspath(save_directory)))
+                with stage_in(save_directory) if is_main else nullcontext(save_directory) as stage:
+                    save(**call | {"save_directory": stage})
         finally:
             cls.__module__, cls.__name__ = named
 

@@ -1,60 +1,192 @@
-"""Save a model over an older save, so that the folder loads as the old model, as the new one, or not at all.
+"""Save a model over an older save, so that the folder loads as the old model or as the new one.
 
-`save_pretrained` writes into the folder file by file. Interrupted, it leaves shards of both models that load without a
-word; completed, it leaves an old `model.safetensors`, which is loaded before a new index.
+`save_pretrained` of `transformers` writes into the folder file by file. Interrupted, it leaves shards of both models
+that load without a word; completed, it leaves an old `model.safetensors`, which is loaded before a new index. Here a
+save has three steps, and a kill at any file call loses neither model:
+
+1. Write the new model into a stage, a folder that belongs to one process. The old model is untouched.
+2. Rename the stage to `.saved-whole`. From now on the new model counts.
+3. Exchange: remove the old weights, then move the new files up, the file that makes them loadable last. Whoever saves
+   or loads next completes an exchange that was killed; all that it needs to know lies in the folder.
 """
 
 import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from uuid import uuid4
 
-_STAGE = ".saving"
-# Name of the weights in one file, of the index of several, and of what this package's conversion adds to several.
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+_STAGE = ".saving-"
+_WHOLE = ".saved-whole"
+# Names of the weights in one file and of the index of several, as `from_pretrained` looks for them.
 _FORMS = (
     ("model{variant}.safetensors", "model.safetensors.index{variant}.json"),
     ("pytorch_model{variant}.bin", "pytorch_model.bin.index{variant}.json"),
 )
+# Names of one of several files. The package's conversion adds the second form.
 _PART = r"-(\d{5}-of-\d{5}|residual(-\d+)?)"
 
 
 @contextmanager
-def saved_whole(folder: str | os.PathLike, variant: str | None = None, in_place: bool = False) -> Iterator[str]:
-    """Give a folder to save a model into, and let it replace the weights in `folder` when the block ends.
+def saved_whole(folder: str | os.PathLike, variant: str | None = None) -> Iterator[str]:
+    """Give a stage to save a model into, and let it replace the weights in `folder` when the block ends.
 
-    If the block fails, `folder` stays as it was. Files that are no weights of this `variant` stay in any case, but for
-    those of the same name.
+    If the block fails, `folder` stays as it was. Files that are not weights of this `variant` stay in any case, except
+    those that the block writes too. Of several processes that save to one folder, the last one wins.
 
     Args:
-        folder: what the user saves to.
+        folder: the folder that the user saves to.
         variant: of the file names, as in `save_pretrained`.
-        in_place: write into `folder` itself; weights that the block does not write again go afterwards.
 
     Yields:
-        `folder` itself if there is nothing to replace in it, or a folder in it, which goes again.
+        The path of the stage, a new folder in `folder`.
+
+    Raises:
+        OSError: the block wrote no weights, or a file could not be moved. The message says where the new model lies.
     """
-    old = _weight_files(Path(folder), variant)
-    stage = Path(folder) / _STAGE
-    if not old:
-        yield os.fspath(folder)
-        _clear(stage)  # of a process that was killed while it exchanged the weights
+    folder = Path(folder)
+    if folder.is_file():
+        yield os.fspath(folder)  # `transformers` says what is wrong with it
         return
-    if in_place:
-        before = {name: (Path(folder) / name).stat().st_mtime_ns for name in old}
-        yield os.fspath(folder)
-        for name, time in before.items():
-            path = Path(folder) / name
-            if path.exists() and path.stat().st_mtime_ns == time:
-                os.remove(path)
-        return
-    _clear(stage)  # of a process that was killed
-    try:
+    with stage_in(folder) as stage:
+        yield stage
+        if not _entries(Path(stage), variant):
+            raise OSError(f"no weights were saved, so that the files in {folder} stay as they are.")
+        with _locked(folder):
+            _exchange(folder)  # of a process that was killed: the lock is free
+            if os.path.lexists(folder / _WHOLE):
+                raise OSError(f"{folder / _WHOLE} is not a saved model. Move it away and save again.")
+            os.replace(stage, folder / _WHOLE)
+            _exchange(folder)
+
+
+@contextmanager
+def stage_in(folder: Path) -> Iterator[str]:
+    """Give a new folder in `folder` that belongs to this call alone, and remove it when the block ends.
+
+    The stages of processes that were killed are removed first.
+    """
+    stage = Path(folder) / f"{_STAGE}{uuid4().hex}"
+    os.makedirs(folder, exist_ok=True)
+    with ExitStack() as stack:
+        with _locked(Path(folder)):
+            for other in Path(folder).glob(f"{_STAGE}*"):
+                if other.is_symlink():
+                    # The link alone: a copied repository may bring one that leads to files of the user.
+                    os.remove(other)
+                elif other.is_dir():
+                    # Its owner may remove it at the same time.
+                    with suppress(FileNotFoundError), _locked(other, wait=False) as is_abandoned:
+                        if is_abandoned:
+                            _clear(other)
+            os.makedirs(stage)
+            # A kill frees the lock, which shows to others that the stage is abandoned.
+            stack.enter_context(_locked(stage))
+        stack.callback(_clear, stage)
         yield str(stage)
-        _replace(Path(folder), stage, old, variant)
-    finally:
-        _clear(stage)
+
+
+def complete_save(folder: str | os.PathLike) -> bool:
+    """Complete the exchange of files that a killed save began in `folder`; wait for one that is under way.
+
+    Returns:
+        Whether files other than weights may have changed, such as `config.json`.
+
+    Raises:
+        OSError: the files cannot be moved.
+    """
+    folder = Path(folder)
+    if not _is_whole(folder / _WHOLE):
+        return False
+    with _locked(folder):
+        if not _is_whole(folder / _WHOLE):
+            return True  # by the process that was waited for
+        names = {path.name for path in (folder / _WHOLE).iterdir()}
+        weights = _weight_files(folder / _WHOLE, _variant(folder / _WHOLE))
+        _exchange(folder)
+        return names != weights
+
+
+def _exchange(folder: Path) -> None:
+    """Let the files in `.saved-whole`, if it is there, take the place of the weights in `folder`.
+
+    Each step may have been done before: by a process that was killed, or at the same time by one on a file system that
+    has no locks.
+    """
+    whole = folder / _WHOLE
+    if whole.is_symlink():
+        os.remove(whole)
+    if not _is_whole(whole):
+        with suppress(OSError):
+            os.rmdir(whole)  # all was moved, and then came a kill; files of others are kept
+        return
+    try:
+        variant = _variant(whole)
+        entries = _entries(whole, variant)
+        names = {path.name for path in whole.iterdir()}
+        # The parts that the new index names and that have left `.saved-whole` are in `folder`, and new.
+        moved = set().union(*(_named(whole / name) for name in entries)) - names
+        # Parts before the entries, which tell which files are parts; the entry that is looked for first goes last.
+        order = [name for form in _forms(variant) for name in form]
+        old = sorted(_weight_files(folder, variant) - moved)
+        for name in [name for name in old if name not in order] + [name for name in reversed(order) if name in old]:
+            _remove(folder / name)
+        # Nothing loads without an entry, so the entries come last. Parts come after the configuration and the code:
+        # where only weights are left to move, `config.json` is the new one.
+        weights = _weight_files(whole, variant)
+        for name in sorted(names, key=lambda name: (name in entries, name in weights, name)):
+            with suppress(FileNotFoundError):
+                os.replace(whole / name, folder / name)
+        with suppress(OSError):
+            os.rmdir(whole)
+    except OSError as error:
+        raise OSError(
+            f"{error}. A save into {folder} is not complete, but nothing is lost: its files lie in {whole}. Make both "
+            "writable; the next save or load there completes it."
+        ) from error
+
+
+def _is_whole(folder: Path) -> bool:
+    return folder.is_dir() and not folder.is_symlink() and _variant(folder) is not False
+
+
+def _variant(whole: Path) -> str | None | bool:
+    """The variant of the model in `.saved-whole`, which one of its entries tells; False if there is none."""
+    try:
+        names = {path.name for path in whole.iterdir()}
+    except FileNotFoundError:  # another process has just completed the exchange
+        return False
+    # The index first: the parts of a variant look like the single file of another variant.
+    for pattern in (
+        r"(?:model\.safetensors|pytorch_model\.bin)\.index(?:\.(.+))?\.json",
+        r"(?:model(?:\.(.+))?\.safetensors|pytorch_model(?:\.(.+))?\.bin)",
+    ):
+        for name in sorted(names):
+            if match := re.fullmatch(pattern, name):
+                return match[match.lastindex] if match.lastindex else None
+    return False
+
+
+def _entries(folder: Path, variant: str | None) -> set[str]:
+    """The names of the files in `folder` by which `from_pretrained` finds weights: a single file, or an index."""
+    return {name for form in _forms(variant) for name in form if (folder / name).is_file()}
+
+
+def _named(index: Path) -> set[str]:
+    """The names of the files that an index names; none if `index` holds weights itself, or is damaged."""
+    if index.suffix != ".json":
+        return set()
+    try:
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return set()
 
 
 def _weight_files(folder: Path, variant: str | None) -> set[str]:
@@ -66,11 +198,7 @@ def _weight_files(folder: Path, variant: str | None) -> set[str]:
         part = re.compile(re.escape(stem) + _PART + re.escape(suffix))
         weights |= {name for name in names if name in (single, index) or part.fullmatch(name)}
         if index in names:
-            try:
-                named = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
-            except (AttributeError, KeyError, TypeError, ValueError):
-                continue  # a damaged index names nothing
-            weights |= {name for name in names & named if name.endswith(suffix)}
+            weights |= {name for name in names & _named(folder / index) if name.endswith(suffix)}
     return weights
 
 
@@ -78,25 +206,46 @@ def _forms(variant: str | None) -> list[tuple[str, str]]:
     return [tuple(name.format(variant=f".{variant}" if variant else "") for name in form) for form in _FORMS]
 
 
-def _replace(folder: Path, stage: Path, old: set[str], variant: str | None) -> None:
-    """Let the files in `stage` take the place of the weights `old`.
-
-    A model is loaded from the single file or by the index: without one nothing loads. So these go first and come last.
-    """
-    entries = {name for form in _forms(variant) for name in form}
-    if not any(path.name in entries for path in stage.iterdir()):
-        raise OSError(f"no weights were saved, so that those in {folder} stay as they are.")
-    for name in sorted(old, key=lambda name: name not in entries):
-        os.remove(folder / name)
-    for path in sorted(stage.iterdir(), key=lambda path: path.name in entries):
-        os.replace(path, folder / path.name)
-
-
 def _clear(stage: Path) -> None:
-    if stage.is_symlink():
-        os.remove(stage)  # the link alone: a copied repository may bring one that leads to files of the user
+    for folder, folders, names in os.walk(stage, topdown=False):
+        for name in names + [name for name in folders if os.path.islink(os.path.join(folder, name))]:
+            _remove(Path(folder, name))
+        with suppress(FileNotFoundError):
+            os.rmdir(folder)
+
+
+def _remove(path: Path) -> None:
+    with suppress(FileNotFoundError):
+        os.remove(path)
+
+
+@contextmanager
+def _locked(folder: Path, wait: bool = True) -> Iterator[bool]:
+    """Lock `folder` against other processes and threads; the system frees the lock of a process that is killed.
+
+    The lock is on the folder itself: no lock file is written into what the user may upload.
+
+    Args:
+        wait: until the lock is free.
+
+    Yields:
+        Whether the lock is held. It is not where another process holds it, nor on systems that have no such locks;
+        there two exchanges at once may leave a folder that does not load, but no mixture.
+    """
+    if fcntl is None:
+        yield False
         return
-    for folder, _, names in os.walk(stage, topdown=False):
-        for name in names:
-            os.remove(os.path.join(folder, name))
-        os.rmdir(folder)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            is_held = True
+        except OSError:
+            is_held = False
+        try:
+            yield is_held
+        finally:
+            if is_held:
+                fcntl.flock(handle, fcntl.LOCK_UN)  # at once, also where a forked process has the handle
+    finally:
+        os.close(handle)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,6 +44,13 @@ def is_whole(folder: Path, model: AttnResForCausalLM) -> bool:
     assert not [path for path in folder.iterdir() if path.is_dir()]
     assert all((folder / name).read_text() == text for name, text in KEPT.items())
     return all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def is_whole_alone(folder: Path, model: AttnResForCausalLM) -> bool:
+    """As `is_whole`, of a folder that has no other files."""
+    for name, text in KEPT.items():
+        (folder / name).write_text(text)
+    return is_whole(folder, model)
 
 
 def convert(model: AttnResForCausalLM, folder: Path) -> None:
@@ -98,34 +107,171 @@ def test_a_save_that_fails_leaves_the_old_one(models, folder, monkeypatch, old, 
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-@pytest.mark.parametrize("killed_at", range(1, 14, 3))
-def test_killed_while_files_are_exchanged_nothing_loads(models, folder, monkeypatch, killed_at):
-    SAVES["shards"](models[0], folder)
-    steps, remove, replace = [], os.remove, os.replace
+FILE_CALLS = ("makedirs", "open", "remove", "replace", "rmdir")
 
-    def until_killed(do: Callable, *paths):
-        steps.append(paths)
-        if len(steps) > killed_at:
-            raise KeyboardInterrupt
-        do(*paths)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, "remove", lambda path: until_killed(remove, path))
-        patch.setattr(os, "replace", lambda *paths: until_killed(replace, *paths))
-        SAVES["fewer shards"](models[1], folder)
-    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+def in_child(do: Callable[[], object], killed_at: int | None = None) -> int:
+    """Start a process that calls `do`, and that is killed before its file call of this number. Return its id."""
+    child = os.fork()
+    if child:
+        return child
+    calls = 0
+
+    def until_killed(call: Callable) -> Callable:
+        def counted(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == killed_at:
+                os._exit(9)
+            return call(*args, **kwargs)
+
+        return counted
+
+    code = 1
+    try:
+        if killed_at is not None:
+            for name in FILE_CALLS:
+                setattr(os, name, until_killed(getattr(os, name)))
+        do()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def exit_code(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def model_in(folder: Path, models: tuple[AttnResForCausalLM, ...]) -> int:
+    """The number of the model that the folder loads as: with all of its tensors, and with its configuration."""
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    tensors = loaded.state_dict()
+    (number,) = [
+        number
+        for number, model in enumerate(models)
+        if all(torch.equal(tensors[name], tensor) for name, tensor in model.state_dict().items())
+    ]
+    assert loaded.config.attn_res_block_size == models[number].config.attn_res_block_size
+    return number
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("shards", "fewer shards"), ("shards", "one file"), ("pickle", "shards"), ("converted", "shards")]
+)
+def test_killed_at_any_file_call_the_folder_holds_the_old_model_or_the_new_one(tiny_model, folder, tmp_path, old, new):
+    models = tiny_model(0, attn_res_block_size=3), tiny_model(1, attn_res_block_size=2)
+    {**SAVES, "converted": convert, "pickle": pickle}[old](models[0], folder)
+    SAVES[new](models[1], tmp_path / "new")
+
+    def save(place: Path) -> None:
+        with saved_whole(place) as stage:
+            shutil.copytree(tmp_path / "new", stage, dirs_exist_ok=True, copy_function=shutil.copyfile)
+
+    held, told = [], 0
+    for call in range(1, 100):
+        place = tmp_path / str(call)
+        shutil.copytree(folder, place)
+        code = exit_code(in_child(lambda place=place: save(place), killed_at=call))
+        try:
+            held.append(model_in(place, models))
+        except OSError as error:
+            # Its old configuration was read before the exchange was completed.
+            assert "was interrupted, and is complete now. Load it again" in str(error)
+            told += 1
+            held.append(model_in(place, models))
+        if code == 0:
+            break
+        if call % 4 == 0 or held[-1] == 1:
+            save(place)
+            assert is_whole(place, models[1])
+    assert held == sorted(held) and held.count(0) >= 4 and held.count(1) >= 8 and told >= 1
+
+
+def test_of_processes_that_save_at_once_one_wins(models, tiny_model, folder):
+    models = (*models, tiny_model(2, attn_res_block_size=3))
+    saves = [lambda number=number: models[number].save_pretrained(folder, **SHARDS) for number in (1, 2)]
+    for trial in range(12):
+        for path in folder.glob("*model*"):
+            path.unlink()
+        if trial % 2:
+            models[0].save_pretrained(folder, **SHARDS)
+        assert [exit_code(child) for child in [in_child(save) for save in saves]] == [0, 0]
+        assert is_whole(folder, models[1]) or is_whole(folder, models[2])
+
+
+def test_a_save_into_an_empty_folder_is_not_seen_before_it_is_whole(models, tmp_path):
+    models[0].save_pretrained(tmp_path / "new", **SHARDS)
+    with saved_whole(tmp_path / "model") as stage:
+        shutil.copytree(tmp_path / "new", stage, dirs_exist_ok=True)
+        assert os.listdir(tmp_path / "model") == [Path(stage).name]
+    assert is_whole_alone(tmp_path / "model", models[0])
+
+
+def test_a_stage_in_use_is_left_alone_and_one_of_a_killed_process_goes(models, folder):
+    SAVES["one file"](models[0], folder)
+
+    def killed() -> None:
+        with saved_whole(folder) as stage:
+            (Path(stage) / "model.safetensors").write_text("half")
+            os._exit(9)
+
+    assert exit_code(in_child(killed)) == 9
+    (abandoned,) = folder.glob(".saving-*")
+    with saved_whole(folder) as stage:
+        PreTrainedModel.save_pretrained(models[1], stage)
+        assert not abandoned.exists()
+        models[0].save_pretrained(folder, **SHARDS)
+        assert Path(stage).is_dir()
+    assert is_whole(folder, models[1])
+
+
+def test_a_load_waits_for_an_exchange_that_is_under_way(models, folder, monkeypatch):
+    SAVES["one file"](models[0], folder)
+    replace = os.replace
+
+    def slowly(*paths) -> None:
+        replace(*paths)
+        (folder / "started").touch()
+        time.sleep(0.02)
+
+    def save() -> None:
+        os.replace = slowly
+        SAVES["shards"](models[1], folder)
+
+    child = in_child(save)
+    while not (folder / "started").exists():
+        time.sleep(0.001)
+    loaded = AttnResForCausalLM.from_pretrained(folder).state_dict()
+    assert exit_code(child) == 0
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in models[1].state_dict().items())
+
+
+@pytest.mark.parametrize("do", ["save", "load"])
+def test_an_exchange_that_cannot_be_completed_says_where_the_model_lies(models, folder, monkeypatch, do):
+    SAVES["one file"](models[0], folder)
+    models[1].save_pretrained(folder / ".saved-whole", **SHARDS)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", os.fspath(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "remove", refuse)
+        with pytest.raises(OSError, match=r"nothing is lost: its files lie in .*\.saved-whole\. Make both writable"):
+            AttnResForCausalLM.from_pretrained(folder) if do == "load" else SAVES["one file"](models[0], folder)
+    with pytest.raises(OSError, match="is complete now"):
         AutoModelForCausalLM.from_pretrained(folder)
-    SAVES["one file"](models[1], folder)
     assert is_whole(folder, models[1])
 
 
-@pytest.mark.parametrize("new", ["one file", "shards"])
-def test_where_the_result_is_uploaded_from_the_folder_old_weights_go_too(models, folder, new):
-    convert(models[0], folder)
-    with saved_whole(folder, in_place=True) as place:
-        assert Path(place) == folder
-        PreTrainedModel.save_pretrained(models[1], place, **(SHARDS if new == "shards" else {}))
-    assert is_whole(folder, models[1])
+def test_files_of_the_user_in_the_place_of_a_saved_model_stay(models, folder):
+    SAVES["one file"](models[0], folder)
+    (folder / ".saved-whole").mkdir()
+    (folder / ".saved-whole" / "notes.txt").write_text("mine")
+    with pytest.raises(OSError, match=r"\.saved-whole is not a saved model\. Move it away and save again\.$"):
+        SAVES["one file"](models[1], folder)
+    assert os.listdir(folder / ".saved-whole") == ["notes.txt"]
+    shutil.rmtree(folder / ".saved-whole")
+    assert is_whole(folder, models[0])
 
 
 def test_only_the_main_process_replaces(models, folder):
@@ -151,18 +297,11 @@ def test_a_model_is_saved_into_the_folder_that_it_is_mapped_from(models, folder)
     assert is_whole(folder, models[0])
 
 
-def test_a_link_in_the_place_of_the_stage_goes_and_its_target_stays(models, folder, tmp_path):
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "notes.txt").write_text("mine")
+@pytest.mark.parametrize("name", [".saving-1", ".saved-whole"])
+def test_a_link_in_the_place_of_the_stage_goes_and_its_target_stays(models, folder, tmp_path, name):
+    models[1].save_pretrained(tmp_path / "precious")
     models[0].save_pretrained(folder)
-    (folder / ".saving").symlink_to(tmp_path / "precious")
-    models[1].save_pretrained(folder)
-    assert is_whole(folder, models[1])
-    assert (tmp_path / "precious" / "notes.txt").read_text() == "mine"
-
-
-def test_the_next_save_clears_what_a_killed_exchange_left(models, folder):
-    (folder / ".saving").mkdir()
-    (folder / ".saving" / "model.safetensors").write_text("of a killed process")
+    (folder / name).symlink_to(tmp_path / "precious")
     models[0].save_pretrained(folder)
-    assert is_whole(folder, models[0])
+    assert is_whole(folder, models[0]) and not (folder / name).is_symlink()
+    assert is_whole_alone(tmp_path / "precious", models[1])
