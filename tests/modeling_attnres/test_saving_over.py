@@ -155,20 +155,20 @@ def model_in(folder: Path, models: tuple[AttnResForCausalLM, ...]) -> int:
     return number
 
 
-@pytest.mark.parametrize(
-    ("old", "new"), [("shards", "fewer shards"), ("shards", "one file"), ("pickle", "shards"), ("converted", "shards")]
-)
+@pytest.mark.parametrize(("old", "new"), [("shards", "fewer shards"), ("converted", "one file"), ("pickle", "shards")])
 def test_killed_at_any_file_call_the_folder_holds_the_old_model_or_the_new_one(tiny_model, folder, tmp_path, old, new):
     models = tiny_model(0, attn_res_block_size=3), tiny_model(1, attn_res_block_size=2)
     {**SAVES, "converted": convert, "pickle": pickle}[old](models[0], folder)
     SAVES[new](models[1], tmp_path / "new")
+    for code in [*folder.glob("*.py"), *(tmp_path / "new").glob("*.py")]:
+        code.unlink()  # not needed here, and as many file calls
 
     def save(place: Path) -> None:
         with saved_whole(place) as stage:
             shutil.copytree(tmp_path / "new", stage, dirs_exist_ok=True, copy_function=shutil.copyfile)
 
     held, told = [], 0
-    for call in range(1, 100):
+    for call in range(1, 60):
         place = tmp_path / str(call)
         shutil.copytree(folder, place)
         code = exit_code(in_child(lambda place=place: save(place), killed_at=call))
@@ -184,14 +184,14 @@ def test_killed_at_any_file_call_the_folder_holds_the_old_model_or_the_new_one(t
         if call % 4 == 0 or held[-1] == 1:
             save(place)
             assert is_whole(place, models[1])
-    assert held == sorted(held) and held.count(0) >= 4 and held.count(1) >= 8 and told >= 1
+    assert held == sorted(held) and held.count(0) >= 4 and held.count(1) >= 6 and told >= 1
 
 
 def test_of_processes_that_save_at_once_one_wins(models, tiny_model, folder):
     models = (*models, tiny_model(2, attn_res_block_size=3))
     saves = [lambda number=number: models[number].save_pretrained(folder, **SHARDS) for number in (1, 2)]
-    for trial in range(12):
-        for path in folder.glob("*model*"):
+    for trial in range(8):
+        for path in folder.glob("model*.safetensors*"):
             path.unlink()
         if trial % 2:
             models[0].save_pretrained(folder, **SHARDS)
@@ -251,8 +251,12 @@ def test_an_exchange_that_cannot_be_completed_says_where_the_model_lies(models, 
     SAVES["one file"](models[0], folder)
     models[1].save_pretrained(folder / ".saved-whole", **SHARDS)
 
+    remove = os.remove
+
     def refuse(path: Path) -> None:
-        raise PermissionError(13, "Permission denied", os.fspath(path))
+        if Path(path).parent == folder:
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        remove(path)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "remove", refuse)
