@@ -35,7 +35,9 @@ def atomic_directory(out: str | os.PathLike, *, overwrite: bool, marker: str, co
         FileExistsError: `out` exists and is not to be replaced, or another process is writing it.
     """
     out = Path(os.path.abspath(out))
-    stage, replaced, lock = (out.with_name(f".{out.name}.{role}") for role in ("partial", "replaced", "lock"))
+    roles = ("partial", "replaced", "removed", "lock")
+    # A whole old directory may lie at `replaced`, and come back. At `removed` there is only what nobody needs.
+    stage, replaced, removed, lock = (out.with_name(f".{out.name}.{role}") for role in roles)
     check_replaceable(out, overwrite, marker, content)
     with parents(out), locked(lock, out):
         try:
@@ -43,11 +45,12 @@ def atomic_directory(out: str | os.PathLike, *, overwrite: bool, marker: str, co
                 replaced.rename(out)  # a run was killed between the two renames below
             check_replaceable(out, overwrite, marker, content)  # again: another run may have ended meanwhile
             _remove(stage)
+            _remove(removed)
             stage.mkdir()
             yield stage
             try:
                 if os.path.lexists(out):
-                    _remove(replaced)
+                    _discard(replaced, removed)
                     out.rename(replaced)
                 stage.rename(out)
             except BaseException:
@@ -57,7 +60,7 @@ def atomic_directory(out: str | os.PathLike, *, overwrite: bool, marker: str, co
         finally:
             shutil.rmtree(stage, ignore_errors=True)
             if os.path.lexists(out):
-                _remove(replaced)
+                _discard(replaced, removed)
 
 
 def check_replaceable(out: Path, overwrite: bool, marker: str, content: str) -> None:
@@ -111,6 +114,14 @@ def locked(path: Path, out: Path, wait: bool = False) -> Iterator[None]:
         with contextlib.suppress(OSError):
             path.unlink()
         lock.release()
+
+
+def _discard(path: Path, removed: Path) -> None:
+    """Remove `path` under the name `removed`, so that a kill never leaves half of it under its own name."""
+    if os.path.lexists(path):
+        _remove(removed)
+        path.rename(removed)
+        _remove(removed)
 
 
 def _remove(path: Path) -> None:

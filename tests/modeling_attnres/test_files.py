@@ -1,6 +1,7 @@
 """An output directory appears whole or not at all, and one writer at a time makes it."""
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -164,6 +165,57 @@ def test_an_old_one_that_a_killed_run_had_put_aside_comes_back(out):
         write(out)
     assert (out / "a").read_text() == "old"
     assert os.listdir(out.parent) == ["out"]
+
+
+def write_killed_at(out: Path, call: int) -> int:
+    """Replace `out` in a process that is killed before its file call of this number. Return its exit code."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    calls = 0
+
+    def until_killed(do: Callable) -> Callable:
+        def counted(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                os._exit(9)
+            return do(*args, **kwargs)
+
+        return counted
+
+    code = 1
+    try:
+        for name in ("mkdir", "rename", "unlink", "rmdir"):
+            setattr(os, name, until_killed(getattr(os, name)))
+        write(out, overwrite=True)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+@pytest.mark.parametrize("moves_away", [False, True])
+def test_killed_at_any_file_call_it_is_the_old_one_or_the_new_one_as_a_whole(out, moves_away):
+    whole = {"a": "old", "b": "old", "done": "ours: old"}, {"a": "new", "done": "ours: new"}
+    held = []
+    for call in range(1, 40):
+        write(out, "old", overwrite=out.exists())
+        (out / "b").write_text("old")
+        code = write_killed_at(out, call)
+        if moves_away and out.exists():
+            out.rename(out.with_name("away"))  # by the user, who then starts anew
+        try:
+            write(out)
+        except FileExistsError:
+            pass
+        if moves_away and (out.parent / "away").exists():
+            shutil.rmtree(out.parent / "away")
+        held.append(whole.index({path.name: path.read_text() for path in out.iterdir()}))
+        write(out, overwrite=True)
+        assert os.listdir(out.parent) == ["out"]
+        if code == 0:
+            break
+    assert code == 0 and 0 in held and 1 in held
 
 
 def test_an_old_one_that_was_to_be_removed_is_removed_by_the_next_run(out):
