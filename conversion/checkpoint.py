@@ -23,6 +23,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 
 from attnres.hub import check_path
 from attnres.loading_attnres import explain_broken_shard
+from attnres.saving_attnres import complete_save
 
 from .pickles import read_pickle
 from .side_files import SIDE_FILES
@@ -98,14 +99,18 @@ class Checkpoint:
 def find(source: str | os.PathLike, revision: str | None = None) -> Path:
     """The local directory of a model: `source` itself, or a snapshot of the Hub's repository of that name.
 
+    An exchange of its files that a killed `save_pretrained` began is completed first.
+
     Raises:
         FileNotFoundError: it is neither, or the Hub cannot be reached.
+        OSError: the exchange cannot be completed.
         ValueError: a `revision` of a directory.
     """
     folder = Path(source)
     if folder.is_dir():
         if revision is not None:
             raise ValueError(f"{source} is a directory, which has no revisions. Leave out --revision.")
+        complete_save(folder)  # before anything of it is read
         return folder
     check_path(source)
     small = ["config.json", "README.md", "*.py", *SIDE_FILES]

@@ -257,7 +257,8 @@ class ResidualPreTrainedModel:
         is_main = (not spread or torch.distributed.get_rank() == 0) and call.get("is_main_process", True)
         try:
             cls.__module__, cls.__name__ = own.__module__, own.__name__
-            # Adapters leave the weights beside them as they are; of a distributed checkpoint each process writes its part.
+            # Adapters leave the weights beside them as they are.
+            # Of a distributed checkpoint each process writes its part.
             if getattr(self, "_hf_peft_config_loaded", False) or call.get("distributed_checkpoint"):
                 save(**call)
                 return

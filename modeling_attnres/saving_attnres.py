@@ -157,8 +157,8 @@ def _is_whole(folder: Path) -> bool:
     return folder.is_dir() and not folder.is_symlink() and _variant(folder) is not False
 
 
-def _variant(whole: Path) -> str | None | bool:
-    """The variant of the model in `.saved-whole`, which one of its entries tells; False if there is none."""
+def _variant(whole: Path) -> str | bool | None:
+    """Return the variant of the model in `.saved-whole`, as its entry tells; False if no model is there."""
     try:
         names = {path.name for path in whole.iterdir()}
     except FileNotFoundError:  # another process has just completed the exchange

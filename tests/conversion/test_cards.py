@@ -196,6 +196,19 @@ trainer = Trainer(
 trainer.train()
 trainer.push_to_hub()
 """
+SAVES = """
+import attnres
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained({name!r})
+model.save_pretrained("saved")
+model.save_pretrained("saved", push_to_hub=True, repo_id="me/saved", max_shard_size="300KB")
+AutoTokenizer.from_pretrained({name!r}).push_to_hub("me/saved")
+model._upload_modified_files = lambda *args, **kwargs: 1 / 0
+try:
+    model.save_pretrained("saved", push_to_hub=True, repo_id="me/failed")
+except ZeroDivisionError:
+    print("failed")
+"""
 LOADS = """
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained({repo!r}, trust_remote_code=True)
@@ -224,6 +237,16 @@ def test_push_to_hub_and_the_trainer_publish_models_that_load(folder, tmp_path):
                 "README.md",
             } <= names
             assert {path.name for path in (tmp_path / "model").glob("*.py")} <= names
+        done = push.run(SAVES.format(name="model"))
+        assert done["out"] == "failed\n", done["err"][-3000:]
+        done = push.run(LOADS.format(repo="me/saved"))
+        assert done["out"] == "AttnResLlamaForCausalLM\n", done["err"][-3000:]
+        # The second save has replaced the first one, and the third one the second although its upload has failed.
+        saved = push.hub.files("me/saved").keys()
+        assert "model.safetensors.index.json" in saved and "model.safetensors" not in saved
+        assert not [name for name in saved if name.startswith(".sav")]
+        local = {path.name for path in (tmp_path / "saved").iterdir()}
+        assert {name for name in local if "safetensors" in name or name.startswith(".sav")} == {"model.safetensors"}
         data, card = ModelCard(push.card("me/direct")).data, push.card("me/direct")
         assert data.tags == ["attnres", "attn-res"]
         assert 'name = "me/direct"' in card

@@ -1,5 +1,6 @@
 """An output directory appears whole or not at all, and one writer at a time makes it."""
 
+import contextlib
 import os
 import shutil
 import time
@@ -204,10 +205,8 @@ def test_killed_at_any_file_call_it_is_the_old_one_or_the_new_one_as_a_whole(out
         code = write_killed_at(out, call)
         if moves_away and out.exists():
             out.rename(out.with_name("away"))  # by the user, who then starts anew
-        try:
+        with contextlib.suppress(FileExistsError):
             write(out)
-        except FileExistsError:
-            pass
         if moves_away and (out.parent / "away").exists():
             shutil.rmtree(out.parent / "away")
         held.append(whole.index({path.name: path.read_text() for path in out.iterdir()}))
