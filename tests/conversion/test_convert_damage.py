@@ -40,6 +40,15 @@ def test_a_missing_shard_is_named(copy, refusal):
     assert f"names {path.name}, which is not there" in refusal()
 
 
+def test_a_save_that_was_killed_before_its_last_files_is_completed_and_converted(copy, tmp_path):
+    files = {path.name: path.read_bytes() for path in copy.iterdir() if path.is_file()}
+    (copy / ".saved-whole").mkdir()
+    for path in (file_of(copy, WEIGHT), copy / INDEX):
+        path.rename(copy / ".saved-whole" / path.name)
+    convert_well(copy, tmp_path / "result")
+    assert {path.name: path.read_bytes() for path in copy.iterdir()} == files
+
+
 def test_a_tensor_missing_from_its_shard_is_named_with_it(copy, refusal):
     path = file_of(copy, WEIGHT)
     change_tensors(copy, {WEIGHT: None})
