@@ -14,6 +14,8 @@ from transformers.utils import logging
 from attnres.files import atomic_directory, atomic_write
 from attnres.quiet import quiet_transformers
 
+from ..kills import exit_code, in_child
+
 
 def write(out: str | Path, text: str = "new", overwrite: bool = False, meanwhile: Callable = lambda: None) -> None:
     """Write a directory of two files, whose marker is `done` with the word "ours"."""
@@ -168,41 +170,14 @@ def test_an_old_one_that_a_killed_run_had_put_aside_comes_back(out):
     assert os.listdir(out.parent) == ["out"]
 
 
-def write_killed_at(out: Path, call: int) -> int:
-    """Replace `out` in a process that is killed before its file call of this number. Return its exit code."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    calls = 0
-
-    def until_killed(do: Callable) -> Callable:
-        def counted(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls == call:
-                os._exit(9)
-            return do(*args, **kwargs)
-
-        return counted
-
-    code = 1
-    try:
-        for name in ("mkdir", "rename", "unlink", "rmdir"):
-            setattr(os, name, until_killed(getattr(os, name)))
-        write(out, overwrite=True)
-        code = 0
-    finally:
-        os._exit(code)
-
-
 @pytest.mark.parametrize("moves_away", [False, True])
 def test_killed_at_any_file_call_it_is_the_old_one_or_the_new_one_as_a_whole(out, moves_away):
     whole = {"a": "old", "b": "old", "done": "ours: old"}, {"a": "new", "done": "ours: new"}
     held = []
-    for call in range(1, 40):
+    for call in range(1, 60):
         write(out, "old", overwrite=out.exists())
         (out / "b").write_text("old")
-        code = write_killed_at(out, call)
+        code = exit_code(in_child(lambda: write(out, overwrite=True), killed_at=call))
         if moves_away and out.exists():
             out.rename(out.with_name("away"))  # by the user, who then starts anew
         with contextlib.suppress(FileExistsError):

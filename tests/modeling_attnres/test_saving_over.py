@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
 from attnres import AttnResForCausalLM
 from attnres.saving_attnres import saved_whole
 
+from ..kills import exit_code, in_child
+
 SHARDS = {"max_shard_size": "40KB"}
 KEPT = {"README.md": "mine", "model-card.txt": "mine", "other.safetensors": "mine", "adapter_model.safetensors": "mine"}
 
@@ -107,41 +109,6 @@ def test_a_save_that_fails_leaves_the_old_one(models, folder, monkeypatch, old, 
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-FILE_CALLS = ("makedirs", "open", "remove", "replace", "rmdir")
-
-
-def in_child(do: Callable[[], object], killed_at: int | None = None) -> int:
-    """Start a process that calls `do`, and that is killed before its file call of this number. Return its id."""
-    child = os.fork()
-    if child:
-        return child
-    calls = 0
-
-    def until_killed(call: Callable) -> Callable:
-        def counted(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls == killed_at:
-                os._exit(9)
-            return call(*args, **kwargs)
-
-        return counted
-
-    code = 1
-    try:
-        if killed_at is not None:
-            for name in FILE_CALLS:
-                setattr(os, name, until_killed(getattr(os, name)))
-        do()
-        code = 0
-    finally:
-        os._exit(code)
-
-
-def exit_code(child: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def model_in(folder: Path, models: tuple[AttnResForCausalLM, ...]) -> int:
     """The number of the model that the folder loads as: with all of its tensors, and with its configuration."""
     loaded = AutoModelForCausalLM.from_pretrained(folder)
@@ -168,7 +135,7 @@ def test_killed_at_any_file_call_the_folder_holds_the_old_model_or_the_new_one(t
             shutil.copytree(tmp_path / "new", stage, dirs_exist_ok=True, copy_function=shutil.copyfile)
 
     held, told = [], 0
-    for call in range(1, 60):
+    for call in range(1, 100):
         place = tmp_path / str(call)
         shutil.copytree(folder, place)
         code = exit_code(in_child(lambda place=place: save(place), killed_at=call))
