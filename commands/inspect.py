@@ -17,7 +17,7 @@ from attnres.analysis.inspection import inspect_model
 from attnres.analysis.report import PAGE, fill, report_directory
 from attnres.analysis.text import language_reference, read_text
 from attnres.conversion.tokenizers import load_tokenizer
-from attnres.conversion.whole import check_whole
+from attnres.conversion.whole import check_before_loading, check_source_sizes, check_whole
 from attnres.loading_attnres import check_shapes, explain_broken_shard
 from attnres.quiet import quiet_transformers
 from attnres.utils.progress import ProgressBar
@@ -37,6 +37,7 @@ class Source:
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Raises OSError or ValueError: one of them is not there or cannot be used."""
         shared = {"trust_remote_code": self.trust_remote_code}
+        check_source_sizes(self.name, self.revision)
         with _explained(self.name, "configuration"):
             AutoConfig.from_pretrained(self.name, revision=self.revision, **shared)
         name = self.tokenizer or self.name
@@ -46,6 +47,7 @@ class Source:
             tokenizer = load_tokenizer(name, remedy=remedy, revision=revision, **shared)
         except OSError as error:
             raise ValueError(_explanation(name, "tokenizer", error)) from error
+        check_before_loading(AutoModelForCausalLM, self.name, revision=self.revision, **shared)
         with _explained(self.name, "model"), explain_broken_shard(self.name):
             model, found = AutoModelForCausalLM.from_pretrained(
                 self.name,

@@ -25,7 +25,7 @@ from attnres.hub import check_path
 from attnres.loading_attnres import explain_broken_shard
 from attnres.saving_attnres import complete_save
 
-from .pickles import read_pickle
+from .pickles import read_pickle, read_pickle_shapes
 from .side_files import SIDE_FILES
 from .source_files import check_file, check_text, read_object
 
@@ -163,6 +163,47 @@ def open_checkpoint(folder: Path, scratch: Path) -> Checkpoint:
             shards = [read_shard(folder / file) for file in files]
         return make_checkpoint(folder, shards, weight_map)
     raise FileNotFoundError(f"{folder} has no weights: neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}, nor an index.")
+
+
+def read_headers(folder: Path) -> Checkpoint | None:
+    """Return names, dtypes and shapes of the weights that `transformers` would load from a directory.
+
+    Unlike [`open_checkpoint`], which reads what is copied to others, links may lead elsewhere, and pickles stay as they
+    are: their entries have no place in a file.
+
+    Returns:
+        The table, or None if there are no weights in a format whose shapes are known before they are loaded.
+
+    Raises:
+        OSError: A file or tensor that an index names is not there, or a file is truncated or damaged.
+        ValueError: A pickle needs code to be loaded, or its tensors are larger than what the file holds.
+    """
+    config = folder / CONFIG_NAME
+    named = read_object(config).get(NAMED_WEIGHTS) if config.is_file() else None
+    for single, index in ((named, named), (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        if not isinstance(single, str):
+            continue
+        if (folder / single).is_file() and not single.endswith(".json"):
+            files, weight_map = [single], None
+        elif index.endswith(".json") and (folder / index).is_file():
+            weight_map = _read_index(folder / index)
+            files = sorted(set(weight_map.values()))
+            if lacking := [file for file in files if not (folder / file).is_file()]:
+                raise FileNotFoundError(f"{folder} is incomplete: {index} names {lacking[0]}, which is not there.")
+        else:
+            continue
+        with explain_broken_shard(folder):
+            shards = [_read_header(folder / file) for file in files]
+        return make_checkpoint(folder, shards, weight_map)
+    return None
+
+
+def _read_header(path: Path) -> Shard:
+    if path.suffix == ".safetensors":
+        return read_shard(path)
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    shapes = read_pickle_shapes(path, names)
+    return Shard(path, tuple(Entry(name, names[dtype], shape, 0, 0) for name, (dtype, shape) in shapes.items()), 0, {})
 
 
 def make_checkpoint(
@@ -354,6 +395,7 @@ __all__ = [
     "find",
     "make_checkpoint",
     "open_checkpoint",
+    "read_headers",
     "read_shard",
     "same_bytes",
     "show_bytes",

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -108,26 +108,51 @@ def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, added: Collec
     _check_present(checkpoint, set(residual_tensors(model)) - entries.keys() - set(added))
     if getattr(config, "quantization_config", None) is not None:
         return frozenset(unused)
+    info = loading_report(checkpoint, model, added)
+    _check_present(checkpoint, info["missing_keys"])
+    if info["mismatched_keys"]:
+        check_shapes(info["mismatched_keys"], checkpoint.file_of(min(info["mismatched_keys"])[0]))
+    return frozenset(unused | (entries.keys() & info["unexpected_keys"]))
+
+
+def loading_report(
+    checkpoint: Checkpoint, model: PreTrainedModel, added: Collection[str] = ()
+) -> Mapping[str, Collection]:
+    """Return the report of loading the names, dtypes and shapes of a checkpoint, without their values.
+
+    Args:
+        checkpoint: Its weights are not quantised.
+        model: A model of the configuration, on the meta device.
+        added: As in [`check_complete`].
+
+    Returns:
+        What `from_pretrained` returns with `output_loading_info=True`: `missing_keys`, `mismatched_keys` and others.
+
+    Raises:
+        FileNotFoundError, RuntimeError: Tensors that `transformers` merges or splits do not fit each other.
+    """
     _check_experts(checkpoint)
     # A dtype that is not known here is none of a weight: of the others, names and shapes are enough.
-    state = {name: torch.empty(e.shape, dtype=DTYPES.get(e.dtype), device="meta") for name, e in entries.items()}
+    state = {
+        name: torch.empty(entry.shape, dtype=DTYPES.get(entry.dtype), device="meta")
+        for name, entry in checkpoint.entries.items()
+    }
     state |= {name: tensor for name, tensor in model.named_parameters() if name in added}
     try:
         with quiet_transformers():
-            _, info = type(model).from_pretrained(
+            # Not the method of the model's own class: the family's raises errors that name the source, which is None.
+            _, info = PreTrainedModel.from_pretrained.__func__(
+                type(model),
                 None,
-                config=config,
+                config=model.config,
                 state_dict=state,
                 device_map="meta",
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-    except RuntimeError as error:  # tensors that `transformers` merges or splits do not fit each other
+    except RuntimeError as error:
         raise RuntimeError(f"the tensors of {checkpoint.folder} do not fit its {CONFIG_NAME}: {error}") from error
-    _check_present(checkpoint, info["missing_keys"])
-    if info["mismatched_keys"]:
-        check_shapes(info["mismatched_keys"], checkpoint.file_of(min(info["mismatched_keys"])[0]))
-    return frozenset(unused | (entries.keys() & info["unexpected_keys"]))
+    return info
 
 
 def _check_present(checkpoint: Checkpoint, missing: Collection[str]) -> None:
@@ -164,4 +189,4 @@ def _check_experts(checkpoint: Checkpoint) -> None:
             check_shapes(wrong, checkpoint.file_of(min(wrong)[0]))
 
 
-__all__ = ["check_complete", "empty_model", "explain_config", "read_config", "settle_ties"]
+__all__ = ["check_complete", "empty_model", "explain_config", "loading_report", "read_config", "settle_ties"]

@@ -18,6 +18,22 @@ def read_pickle(path: Path, dtypes: Collection[torch.dtype]) -> dict[str, Tensor
         ValueError: it needs code to be loaded, or holds something else than named tensors, or a tensor of none of the
             `dtypes` or larger than what the file holds of it.
     """
+    state = _read_state(path, dtypes)
+    first = _first_names(state)
+    return {name: state[name].contiguous() for name in first.values()}
+
+
+def read_pickle_shapes(path: Path, dtypes: Collection[torch.dtype]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return dtype and shape of every tensor of a `pytorch_model.bin` by its name. Names of tied tensors are all there.
+
+    Raises:
+        OSError, ValueError: As [`read_pickle`].
+    """
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in _read_state(path, dtypes).items()}
+
+
+def _read_state(path: Path, dtypes: Collection[torch.dtype]) -> dict[str, Tensor]:
+    """Return all tensors of a file by name, checked as [`read_pickle`] says."""
     state = _load(path)
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(f"{path} is not a dictionary of tensors.")
@@ -27,12 +43,16 @@ def read_pickle(path: Path, dtypes: Collection[torch.dtype]) -> dict[str, Tensor
         _check_dense(name, tensor, path)
         if tensor.dtype not in dtypes:
             raise ValueError(f"`{name}` in {path} is of {tensor.dtype}, which weights are not kept in.")
-    first = {(t.data_ptr(), t.shape, t.stride()): name for name, t in reversed(state.items())}
     # Views of one tensor may overlap. Whatever the file repeats in this way, the result holds in full.
-    total, held = sum(state[name].nbytes for name in first.values()), path.stat().st_size
+    total, held = sum(state[name].nbytes for name in _first_names(state).values()), path.stat().st_size
     if total > 2 * held:
         raise ValueError(f"{path} has {held:,} bytes, but its tensors, which overlap, would have {total:,}.")
-    return {name: state[name].contiguous() for name in first.values()}
+    return state
+
+
+def _first_names(state: dict[str, Tensor]) -> dict[tuple, str]:
+    """Return the first name of each tensor, by where and how it lies in memory."""
+    return {(t.data_ptr(), t.shape, t.stride()): name for name, t in reversed(state.items())}
 
 
 def _load(path: Path) -> object:
@@ -63,4 +83,4 @@ def _check_dense(name: str, tensor: Tensor, path: Path) -> None:
         )
 
 
-__all__ = ["read_pickle"]
+__all__ = ["read_pickle", "read_pickle_shapes"]

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, KimiLinearPreTrainedModel, PreTra
 from attnres import AttnResPreTrainedModel
 
 from .family import DEFAULT_CONNECTION, added_tensors, retrofit_config, start_added
+from .whole import load_whole
 
 
 def retrofit(
@@ -49,7 +50,7 @@ def retrofit(
     source = model_or_path
     if not isinstance(source, PreTrainedModel):
         with _same_tensors_in_float32():
-            source = AutoModelForCausalLM.from_pretrained(model_or_path, dtype="auto")
+            source = load_whole(AutoModelForCausalLM, str(model_or_path), dtype="auto")
     config = retrofit_config(source.config, residual, **options)
     _check_loaded(source)
     config.tie_word_embeddings = _is_tied(source)

@@ -6,12 +6,18 @@ tokenizer without a vocabulary, which turns every text into nothing or into `<un
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import httpx
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import CONFIG_NAME
 
 from .side_files import TOKENIZER_FILES
+from .sizes import check_sizes
 
 SAVE_ONE = "save one there by AutoTokenizer.from_pretrained(SOURCE).save_pretrained(DIR)"
 
@@ -33,8 +39,10 @@ def load_tokenizer(
 
     Raises:
         OSError: `source` is no directory, and the Hub does not give it.
-        ValueError: There is no tokenizer, or it does not load. The message is one line that names `source`.
+        ValueError: There is no tokenizer, or it does not load; or a number in the `config.json` beside it is beyond
+            that of any model. The message is one line that names `source` or the file.
     """
+    _check_config(source, options.get("revision"))
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # `tokenizers` raises nothing more special for a damaged file
@@ -44,6 +52,17 @@ def load_tokenizer(
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError(_no_tokenizer(source, remedy))
     return tokenizer
+
+
+def _check_config(source: str | os.PathLike, revision: str | None) -> None:
+    """Check the numbers in the `config.json` beside a tokenizer: `AutoTokenizer` makes lists as long as they say."""
+    path = Path(source, CONFIG_NAME)
+    if not Path(source).is_dir():
+        # Whatever keeps it from the disk, `AutoTokenizer` meets as well and tells.
+        with suppress(OSError, HFValidationError, httpx.HTTPError):
+            path = Path(hf_hub_download(str(source), CONFIG_NAME, revision=revision))
+    if path.is_file():
+        check_sizes(path, None)
 
 
 def _no_tokenizer(source: str | os.PathLike, remedy: str, error: Exception | None = None) -> str:

@@ -1,18 +1,38 @@
-"""Load models whose checkpoint holds all their tensors.
+"""Load models whose checkpoint holds all their tensors, in the shapes that the configuration says.
 
 `transformers` draws missing tensors at random and says so in a table of its log. A command that goes on works on
-another model than the user means.
+another model than the user means. And it makes random tensors of whatever size the configuration says before it
+compares shapes, so a wrong number there takes all memory. Here the headers of the files are compared first.
 """
 
+import math
+import os
+import warnings
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import CONFIG_NAME
 
 from attnres.attention_gate_attnres import gate_tensors
+from attnres.loading_attnres import check_added, check_shapes
 from attnres.residual_attnres import residual_tensors
 from attnres.wording import counted
+
+from .checkpoint import DTYPES, Checkpoint, find, read_headers
+from .complete import explain_config, loading_report
+from .sizes import check_sizes
+
+# Values that a model may have for each value in the files, and in any case. It may have more than the files: new residual
+# connections, and buffers such as tables of positions. In small models these may be the larger part.
+_MOST, _ALWAYS_FREE = 4, 2**24
+# What `from_pretrained` takes that says nothing of shapes, and that the constructor of a configuration would keep.
+_OF_LOADING = ("dtype", "torch_dtype", "device_map", "distributed_config")
+# An adapter in the directory takes the place of the weights: its base is another checkpoint.
+_ADAPTER = "adapter_config.json"
 
 
 def check_whole(model: nn.Module, missing: Collection[str], source: str, *, starts_anew: bool = False) -> None:
@@ -32,21 +52,116 @@ def check_whole(model: nn.Module, missing: Collection[str], source: str, *, star
         raise ValueError(f"{source} is incomplete: it lacks `{missing[0]}`{others}. Restore it from its source.")
 
 
+def check_source_sizes(source: str | os.PathLike, revision: str | None = None) -> Checkpoint | None:
+    """Check the numbers in a checkpoint's `config.json` against the headers of its weights, by arithmetic alone.
+
+    A command calls this before it loads anything of a checkpoint, as its tokenizer: `transformers` reads the
+    configuration for that too, and makes lists as long as its numbers say.
+
+    Args:
+        source: The directory or Hub id. A repository on the Hub is downloaded.
+        revision: The branch, tag or commit on the Hub.
+
+    Returns:
+        The headers, or None if they cannot be known. Then loading says what is wrong.
+
+    Raises:
+        OSError: A file is missing, truncated or damaged.
+        ValueError: A number does not fit the weights. The message names the file, the field and its value.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        try:
+            folder = find(source, revision)
+        except FileNotFoundError:
+            return None
+    if not (folder / CONFIG_NAME).is_file():
+        return None
+    checkpoint = None if (folder / _ADAPTER).is_file() else read_headers(folder)
+    check_sizes(folder / CONFIG_NAME, checkpoint)
+    return checkpoint
+
+
+def check_before_loading(auto_class: Any, source: str, *, starts_anew: bool = False, **options: Any) -> None:
+    """Check on the meta device that the weights of a checkpoint are those of its configuration's model.
+
+    Args:
+        auto_class: Has `from_config`, as `AutoModelForCausalLM` has.
+        source: The directory or Hub id.
+        starts_anew: See [`check_whole`].
+        options: What else `from_pretrained` will get, fields of the configuration among them.
+
+    Raises:
+        OSError, RuntimeError, ValueError: A tensor is missing or has another shape, or the model is far larger than
+            its weights. The message is one line that names the source or file, and the field or tensor.
+    """
+    revision, code = options.pop("revision", None), options.pop("trust_remote_code", False)
+    if options.get("gguf_file") is not None or (checkpoint := check_source_sizes(source, revision)) is None:
+        return
+    options = {name: value for name, value in options.items() if name not in _OF_LOADING}
+    if options.get("quantization_config") is None:
+        options.pop("quantization_config", None)  # the one in `config.json` stays
+    # What the configuration warns of, it warns of again when the model is loaded.
+    with explain_config(checkpoint.folder), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # The directory of a Hub's snapshot: options that say where to look for it are not needed.
+        config, _ = AutoConfig.from_pretrained(
+            checkpoint.folder, trust_remote_code=code, return_unused_kwargs=True, **options
+        )
+        try:
+            with torch.device("meta"):
+                model = auto_class.from_config(config, trust_remote_code=code)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{checkpoint.folder / CONFIG_NAME} is of no model that can be made: {reason}") from error
+    _check_total(model, checkpoint)
+    if getattr(config, "quantization_config", None) is not None:
+        return  # its tensors have other names and shapes, which the quantiser checks
+    report = loading_report(checkpoint, model)
+    check_shapes(report["mismatched_keys"], source)
+    for added in (residual_tensors(model), gate_tensors(model)):
+        check_added(model, added, report["missing_keys"], source)
+    check_whole(model, report["missing_keys"], source, starts_anew=starts_anew)
+
+
+def _check_total(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Raise ValueError if the model would have far more values than the files can hold."""
+    entries, held = checkpoint.entries, sum(math.prod(entry.shape) for entry in checkpoint.entries.values())
+    # Packed weights may have one bit each at the least.
+    packed = any(not _is_float(entry.dtype) for entry in entries.values())
+    allowed = max(8 * checkpoint.num_bytes if packed else _MOST * held, _ALWAYS_FREE)
+    sizes = dict((*model.named_parameters(), *model.named_buffers()))
+    total = sum(tensor.numel() for tensor in sizes.values())
+    if total > allowed:
+        largest = max(sizes, key=lambda name: sizes[name].numel())
+        raise ValueError(
+            f"{checkpoint.folder / CONFIG_NAME} is not that of the weights beside it, which have {held:,} values: its "
+            f"model has {total:,}, and `{largest}` would have shape {list(sizes[largest].shape)}. Use the checkpoint's "
+            f"own {CONFIG_NAME}."
+        )
+
+
+def _is_float(dtype: str) -> bool:
+    return dtype in DTYPES and DTYPES[dtype].is_floating_point
+
+
 def load_whole(auto_class: Any, source: str, *, starts_anew: bool = False, **options: Any) -> PreTrainedModel:
     """Load a model by an Auto class, and check that nothing of it is missing.
 
     Args:
-        auto_class: Has `from_pretrained`, as `AutoModelForCausalLM` has.
+        auto_class: Has `from_pretrained` and `from_config`, as `AutoModelForCausalLM` has.
         source: The directory or Hub id.
         starts_anew: See [`check_whole`].
         options: What else `from_pretrained` takes.
 
     Raises:
-        ValueError: The checkpoint lacks tensors of the model. The message names one.
+        OSError, RuntimeError, ValueError: As [`check_before_loading`], before memory is taken; or the checkpoint lacks
+            tensors of the model. The message names one.
     """
+    check_before_loading(auto_class, source, starts_anew=starts_anew, **options)
     model, report = auto_class.from_pretrained(source, **options, output_loading_info=True)
     check_whole(model, report["missing_keys"], source, starts_anew=starts_anew)
     return model
 
 
-__all__ = ["check_whole", "load_whole"]
+__all__ = ["check_before_loading", "check_source_sizes", "check_whole", "load_whole"]

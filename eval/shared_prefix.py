@@ -29,7 +29,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
-from attnres.conversion.whole import load_whole
+from attnres.conversion.whole import check_source_sizes, load_whole
 from attnres.eval.prefix_tree import Node, Row, make_rows, make_tree, pays
 from attnres.utils.token_ids import check_token_ids
 
@@ -85,6 +85,12 @@ class SharedPrefixLM(HFLM):
         self.cut_requests = 0  # so far, those longer than the model's context
         if self.batch_size == "auto":
             self.batch_size_per_gpu = self.max_batch_size
+
+    def _get_config(self, pretrained: str, **options) -> None:
+        """Read the configuration as `HFLM` does, once its numbers are known to fit the weights."""
+        if options.get("gguf_file") is None:
+            check_source_sizes(pretrained, options.get("revision"))
+        super()._get_config(pretrained, **options)
 
     def _create_model(self, pretrained: str, *arguments, **options) -> None:
         """Load the model as `HFLM` does. Raise ValueError if its checkpoint lacks tensors, which would be random."""

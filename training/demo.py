@@ -35,6 +35,7 @@ from attnres.analysis import DepthAttention, depth_attention
 from attnres.analysis.loss_figures import plot_paired_runs
 from attnres.configuration import load
 from attnres.conversion import retrofit
+from attnres.conversion.whole import load_whole
 from attnres.files import atomic_directory
 from attnres.quiet import quiet_transformers
 from attnres.utils.progress import ProgressBar
@@ -271,7 +272,7 @@ def _read(path: Path | None) -> Text:
 
 def _load_checkpoint(checkpoint: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     # Code that comes with a checkpoint is neither run nor asked about, nor referred to by what the demo writes.
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=False)
+    model = load_whole(AutoModelForCausalLM, checkpoint, trust_remote_code=False)
     retrofit(model)  # an unsupported backbone is refused before any work
     return model, open_tokenizer(checkpoint)
 

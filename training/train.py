@@ -43,7 +43,7 @@ from attnres.analysis.loss_figures import plot_loss_curves
 from attnres.configuration import load, names
 from attnres.conversion import retrofit
 from attnres.conversion.family import retrofit_config
-from attnres.conversion.whole import load_whole
+from attnres.conversion.whole import check_source_sizes, load_whole
 from attnres.files import atomic_write
 from attnres.hub import meant
 from attnres.quiet import quiet_transformers
@@ -115,6 +115,8 @@ def _train(
         arguments.eval_on_start = False
     set_seed(recipe.seed)
     with quiet_transformers(), state.main_process_first():
+        if recipe.model not in names():
+            check_source_sizes(recipe.model)
         tokenizer = _tokenizer(recipe)
         _check_config(recipe, name, tokenizer)
         train, held_out, digests = _data(recipe, tokenizer)

@@ -1,5 +1,8 @@
-"""A checkpoint that lacks tensors is refused by all that would go on with random ones."""
+"""A checkpoint that lacks tensors, or is not of its configuration, is refused before anything of its size is made."""
 
+import json
+import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -29,14 +32,35 @@ def incomplete(request, assets, tmp_path) -> Path:
     return folder
 
 
-def test_every_command_names_it(incomplete, tmp_path):
-    (tmp_path / "text.txt").write_text("Once upon a time there was a cat.\n" * 400)
+def train(model: Path, **config) -> None:
+    text = model.parent / "text.txt"
+    text.write_text("Once upon a time there was a cat.\n" * 400)
     sizes = {"steps": 1, "length": 16, "batch_size": 1, "micro_batch_size": 1}
-    recipe = Recipe(str(incomplete), (str(tmp_path / "text.txt"),), str(tmp_path / "out"), **sizes)
-    for call in (
-        lambda: run_train(recipe),
-        lambda: SharedPrefixLM(str(incomplete), device="cpu"),
-        lambda: Source(str(incomplete)).load(),
-    ):
+    run_train(Recipe(str(model), (str(text),), str(model.parent / "out"), config=config, **sizes))
+
+
+LOADS = {
+    "train": train,
+    "eval": lambda model: SharedPrefixLM(str(model), device="cpu"),
+    "inspect": lambda model: Source(str(model)).load(),
+    "retrofit": retrofit,
+}
+
+
+def test_every_command_names_it(incomplete):
+    for load in LOADS.values():
         with pytest.raises(ValueError, match=rf"^{incomplete} is incomplete: it lacks `{LACKING}`\."):
-            call()
+            load(incomplete)
+
+
+HUGE = {
+    "num_labels": 10**9,
+    "vocab_size": 10**9,
+    "intermediate_size": 10**9,
+    "hidden_size": 2**30,
+    "num_hidden_layers": 10_000,
+    # Fewer than there are bytes in the files, so that the shapes alone tell.
+    "intermediate_size ": 10**6,
+    # No file holds a tensor of it.
+    "attn_res_block_size": 10**400,
+}
