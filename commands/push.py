@@ -61,22 +61,22 @@ def run_push(
     if left := publication.left_out:
         others = f" and {counted(len(left) - _MANY, 'other file')}" if len(left) > _MANY else ""
         console.print(f"Stays here: {', '.join(map(shown, left[:_MANY]))}{others}.")
-        console.print(f"(Only files of known names are uploaded. `hf upload {repo} FILE` adds another one.)")
+        console.print(f"(Only files of known names are uploaded. `hf upload {shown(repo)} FILE` adds another one.)")
+    place = shown(str(folder / CARD))
     if lacking := [name for name in ("license", "base_model") if not read(card).get(name)]:
         named = " and no ".join(f"`{name}`" for name in lacking)
-        console.print(f"Note: the card names no {named}; you can add it to the metadata in {folder / CARD}.")
+        console.print(f"Note: the card names no {named}; you can add it to the metadata in {place}.")
     said = read(card)
     for name in ("base_model", "datasets"):
         if wrong := no_hub_ids(said[name]) if said.get(name) else []:
             console.print(
                 f"Note: the Hub will refuse the card: its `{name}` must name Hub ids, not "
-                f"{', '.join(shown(str(value)) for value in wrong)}. Mend it in {folder / CARD}.",
-                markup=False,
+                f"{', '.join(shown(str(value)) for value in wrong)}. Mend it in {place}."
             )
     if full_id != repo:
         console.print(
-            f"Note: {repo} names no account or organization, so it goes to the account of your token, as {full_id}. "
-            "Give ORG/NAME to choose."
+            f"Note: {shown(repo)} names no account or organization, so it goes to the account of your token, as "
+            f"{shown(full_id)}. Give ORG/NAME to choose."
         )
     if dry_run:
         console.print(

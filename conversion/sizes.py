@@ -1,9 +1,18 @@
-"""The numbers in a `config.json` held against what the files of weights have, before anything of that size is made."""
+"""Check the values in a `config.json` before anything is made of them: that a model can have them, and these weights.
 
+The numbers of layers and dimensions are compared with the headers of the weights. Building a configuration or a model
+takes time and memory by them.
+"""
+
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from transformers.quantizers import AutoHfQuantizer
+
+from attnres.quiet import quiet_transformers
 
 from .checkpoint import Checkpoint
 from .source_files import read_object
@@ -12,18 +21,18 @@ _LAYERS = re.compile(r"(?!max_)\w*(layers?|first_k_dense_replace)")
 _DIMENSION = re.compile(
     r"\w*(vocab|hidden|intermediate|embedding)_size|\w*_(dim|rank)|(num|n)_\w*(heads?|experts?)|\w*conv_kernel\w*"
 )
+_EPSILON = re.compile(r"(\w*_)?eps(ilon)?")
 _LAYER_OF = re.compile(r"(?:^|.*\.)layers\.(\d+)\.")
 _RESTORE = "Use the checkpoint's own config.json."
 # So many more than there are, a missing layer is told by the names of its tensors.
 _MORE_LAYERS = 100
+_MOST_SHOWN = 100  # characters
 _MAX_LAYERS = 10**4  # far more than any model has, for configurations whose weights are not at hand
 _MAX_LABELS = 10**6  # of classifiers, which no decoder here is; `transformers` makes a name for each
 
 
 def check_sizes(path: Path, checkpoint: Checkpoint | None) -> None:
-    """Check the numbers of layers, dimensions and labels in the configuration file `path`.
-
-    Building a configuration or a model takes time and memory by them, even where no weight is allocated.
+    """Check the numbers of layers, dimensions and labels in the configuration file `path`, and values that no model has.
 
     Args:
         path: `config.json` beside the weights.
@@ -52,27 +61,70 @@ def check_sizes(path: Path, checkpoint: Checkpoint | None) -> None:
 
 
 def _check_possible(path: Path, fields: dict) -> None:
-    """Raise ValueError if a number is beyond that of any model, whatever the weights are."""
-    for name, value in _integers(fields):
-        most = _MAX_LABELS if name == "num_labels" else _MAX_LAYERS if _LAYERS.fullmatch(name) else None
-        if most is not None and value > most:
-            raise ValueError(f"{path}: `{name}` is {_show(value)}, but may be at most {most:,}. {_RESTORE}")
+    """Raise ValueError if a value is that of no model, whatever the weights are."""
+    for name, value, is_listed in _values(fields):
+        if isinstance(value, int) and not is_listed:
+            most = _MAX_LABELS if name == "num_labels" else _MAX_LAYERS if _LAYERS.fullmatch(name) else None
+            if most is not None and value > most:
+                raise ValueError(f"{path}: `{name}` is {_show(value)}, but may be at most {most:,}. {_RESTORE}")
+        # A model computes NaN with it, or the sign of what it reads is lost. Infinity in a list may be a limit.
+        if _EPSILON.fullmatch(name) and value is not None and not _is_epsilon(value):
+            raise ValueError(
+                f"{path}: `{name}` is {_show(value)}, but must be a finite number from 0 on, such as 1e-06. {_RESTORE}"
+            )
+        if isinstance(value, float) and not math.isfinite(value) and not (is_listed and math.isinf(value)):
+            raise ValueError(f"{path}: `{name}` is {_show(value)}, but must be a finite number. {_RESTORE}")
+    _check_quantisation(path, fields.get("quantization_config"))
 
 
-def _show(value: int) -> str:
-    """Return an integer of any length for one line: Python writes none of more than 4300 digits."""
-    return f"{value:,}" if abs(value) < 10**30 else f"about 2^{value.bit_length() - 1}"
-
-
-def _integers(fields: Any) -> Iterator[tuple[str, int]]:
-    """The integers in nested JSON objects by their names there."""
-    if not isinstance(fields, dict):
+def _check_quantisation(path: Path, settings: Any) -> None:
+    """Raise ValueError if nothing here loads weights quantised like this. `transformers` would load them as they lie."""
+    if settings is None:
         return
-    for name, value in fields.items():
-        if isinstance(value, int):
-            yield name, value
-        else:
-            yield from _integers(value)
+    place = f"{path}: `quantization_config`"
+    remedy = "Remove the field if the weights are not quantised; else update transformers, or use the original weights."
+    if not isinstance(settings, dict):
+        raise ValueError(f"{place} is {_show(settings)}, but must be an object. {remedy}")
+    try:
+        with quiet_transformers():
+            is_known = AutoHfQuantizer.supports_quant_method(settings)
+    except (AttributeError, TypeError, ValueError):  # it names no method, or a number or list
+        is_known = False
+    if not is_known:
+        method = _show(settings.get("quant_method"))
+        raise ValueError(f"{place} has the `quant_method` {method}, which transformers does not know. {remedy}")
+
+
+def _is_epsilon(value: Any) -> bool:
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    except OverflowError:  # an integer beyond the largest float
+        return False
+
+
+def _show(value: Any) -> str:
+    """Return a value for one line. A long one is cut: Python writes no integer of more than 4300 digits."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}" if abs(value) < 10**30 else f"an integer of {value.bit_length():,} bits"
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def _integers(fields: dict) -> Iterator[tuple[str, int]]:
+    """The integers in nested JSON objects by their names there."""
+    return ((name, value) for name, value, is_listed in _values(fields) if isinstance(value, int) and not is_listed)
+
+
+def _values(value: Any, name: str = "", is_listed: bool = False) -> Iterator[tuple[str, Any, bool]]:
+    """The values in nested JSON objects and lists: the name of the nearest object's field, the value, is it in a list?"""
+    if isinstance(value, dict):
+        for inner, item in value.items():
+            yield from _values(item, inner)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _values(item, name, True)
+    else:
+        yield name, value, is_listed
 
 
 __all__ = ["check_sizes"]

@@ -192,13 +192,29 @@ def _read(path: Path) -> list[EvalResultEntry]:
 def _check(entry: EvalResultEntry) -> None:
     """Raises ValueError: what the Hub asks of an entry, and its parser does not check."""
     if not _is_on_hub(entry.dataset_id):
-        raise ValueError(f"its data set {entry.dataset_id!r} is no id such as ORG/NAME")
-    if isinstance(entry.value, bool) or not isinstance(entry.value, int | float) or not math.isfinite(entry.value):
-        raise ValueError(f"its value {entry.value!r} is no number")
+        raise ValueError(f"its data set {_shortened(entry.dataset_id)} is no id such as ORG/NAME")
+    if not _is_score(entry.value):
+        raise ValueError(f"its value {_shortened(entry.value)} is no finite number")
     for field in ("task_id", "dataset_revision", "date", "notes"):
         value = getattr(entry, field)
         if not isinstance(value, str) and (field == "task_id" or value is not None):
-            raise ValueError(f"its {field} {value!r} is no text (quotes make it one)")
+            raise ValueError(f"its {field} {_shortened(value)} is no text (quotes make it one)")
+
+
+def _is_score(value: object) -> bool:
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond the largest float, which is what readers make of it
+        return False
+
+
+def _shortened(value: object) -> str:
+    """A value in one line of a message; of a long one its beginning."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits, which YAML may give in hexadecimal
+        return f"of {value.bit_length():,} bits" if isinstance(value, int) else f"of type {type(value).__name__}"
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 __all__ = ["FOLDER", "HubResults", "make_results", "read_results", "write_results"]
