@@ -114,6 +114,8 @@ def _told(error: BaseException) -> str:
     from attnres.utils.processes import is_lost_connection
 
     text = why_not_written(error) if isinstance(error, OSError) else " ".join(str(error).split())
+    # A name in it may hold anything, such as what changes the colours of a terminal.
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     trace = "".join(traceback.format_exception(error))
     if _state.debug:
         print(trace, end="", file=sys.stderr)

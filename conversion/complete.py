@@ -40,7 +40,10 @@ def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     with explain_config(folder):
         check_sizes(folder / CONFIG_NAME, checkpoint)
         # Code that came with the checkpoint is not needed: a supported backbone is one of `transformers`.
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        except ValueError as error:  # it names the value at most
+            raise ValueError(f"{folder / CONFIG_NAME} cannot be used: {error}") from error
     for field in _OF_THE_SOURCE:
         vars(config).pop(field, None)
     return config

@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import httpx
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME
 
 from .side_files import TOKENIZER_FILES
@@ -48,6 +48,7 @@ def load_tokenizer(
     except Exception as error:  # `tokenizers` raises nothing more special for a damaged file
         if isinstance(error, OSError) and not Path(source).is_dir():
             raise
+        _check_config_loads(source, trust_remote_code)
         raise ValueError(_no_tokenizer(source, remedy, error)) from error
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError(_no_tokenizer(source, remedy))
@@ -63,6 +64,18 @@ def _check_config(source: str | os.PathLike, revision: str | None) -> None:
             path = Path(hf_hub_download(str(source), CONFIG_NAME, revision=revision))
     if path.is_file():
         check_sizes(path, None)
+
+
+def _check_config_loads(source: str | os.PathLike, trust_remote_code: bool) -> None:
+    """Raise ValueError if a tokenizer does not load because the `config.json` beside it does not."""
+    path = Path(source, CONFIG_NAME)
+    if not path.is_file():
+        return
+    try:
+        AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except Exception as error:  # a wrong value fails in any way
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} cannot be used ({type(error).__name__}: {reason}). Mend that value there.") from error
 
 
 def _no_tokenizer(source: str | os.PathLike, remedy: str, error: Exception | None = None) -> str:

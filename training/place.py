@@ -23,6 +23,7 @@ def check_place(out: Path) -> None:
 
     Raises:
         FileExistsError: `out` holds a finished run or something else.
+        ValueError: The recipe in `out` is damaged.
     """
     if (out / RESULTS).exists():
         raise FileExistsError(f"{out} holds a finished run. Choose another `out`.")
@@ -39,7 +40,18 @@ def _is_of_a_run(out: Path) -> bool:
     if any(out.glob("checkpoint-*")):
         return True
     text = (out / RECIPE).read_text(encoding="utf-8", errors="replace")
-    return write_recipe(read_recipe(out / RECIPE)) == text
+    return write_recipe(_recipe_of(out)) == text
+
+
+def _recipe_of(out: Path) -> Recipe:
+    """Return the recipe that a run has written into its folder. Raise ValueError if the file is none."""
+    try:
+        return read_recipe(out / RECIPE)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{out / RECIPE} is not the recipe of a run ({str(error).rstrip('.')}). Restore it to go on with that run, "
+            "or choose another `out`."
+        ) from error
 
 
 @contextmanager
@@ -72,12 +84,12 @@ def held(out: Path, recipe: Recipe) -> Iterator[None]:
 
 
 def _claim(out: Path, recipe: Recipe) -> None:
-    """Write the recipe into the folder of its run. Raise FileExistsError if it is that of another run."""
+    """Write the recipe into the folder of its run. Raise FileExistsError or ValueError if another run's is there."""
     from transformers.trainer_utils import get_last_checkpoint
 
     check_place(out)
     if (out / RECIPE).exists() and get_last_checkpoint(str(out)):
-        before = read_recipe(out / RECIPE)
+        before = _recipe_of(out)
         differing = [name for name in vars(recipe) if getattr(before, name) != getattr(recipe, name)]
         if differing := [name for name in differing if name not in FREE]:
             name = differing[0]

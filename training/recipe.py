@@ -252,7 +252,8 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
         FileNotFoundError: no such file or recipe.
         ValueError: unknown key, value of the wrong type, or one that the recipe cannot have.
     """
-    content = read_yaml(_text(path), path) or {}
+    content = read_yaml(_text(path), path)
+    content = {} if content is None else content
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a recipe: it should hold `key: value` lines.")
     given = set()
