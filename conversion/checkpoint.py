@@ -180,7 +180,11 @@ def read_headers(folder: Path) -> Checkpoint | None:
     """
     config = folder / CONFIG_NAME
     named = read_object(config).get(NAMED_WEIGHTS) if config.is_file() else None
-    for single, index in ((named, named), (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+    for single, index in (
+        (named, named),
+        (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME),
+        (WEIGHTS_NAME, WEIGHTS_INDEX_NAME),
+    ):
         if not isinstance(single, str):
             continue
         if (folder / single).is_file() and not single.endswith(".json"):

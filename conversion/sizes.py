@@ -32,7 +32,7 @@ _MAX_LABELS = 10**6  # of classifiers, which no decoder here is; `transformers` 
 
 
 def check_sizes(path: Path, checkpoint: Checkpoint | None) -> None:
-    """Check the numbers of layers, dimensions and labels in the configuration file `path`, and values that no model has.
+    """Check a configuration file: its numbers of layers, dimensions and labels, and other values that no model has.
 
     Args:
         path: `config.json` beside the weights.
@@ -54,10 +54,15 @@ def check_sizes(path: Path, checkpoint: Checkpoint | None) -> None:
     num_bytes = checkpoint.num_bytes
     for name, value in _integers(fields):
         if _LAYERS.fullmatch(name) and value > layers + _MORE_LAYERS:
-            raise ValueError(f"{path}: `{name}` is {_show(value)}, but the weights beside it are those of {layers} layers. {_RESTORE}")
+            raise ValueError(
+                f"{path}: `{name}` is {_show(value)}, but the weights beside it are those of {layers} layers. "
+                f"{_RESTORE}"
+            )
         # Weights may be packed, of one bit each at the least.
         if _DIMENSION.fullmatch(name) and value > 8 * num_bytes:
-            raise ValueError(f"{path}: `{name}` is {_show(value)}, but the weights beside it have {num_bytes:,} bytes. {_RESTORE}")
+            raise ValueError(
+                f"{path}: `{name}` is {_show(value)}, but the weights beside it have {num_bytes:,} bytes. {_RESTORE}"
+            )
 
 
 def _check_possible(path: Path, fields: dict) -> None:
@@ -78,7 +83,7 @@ def _check_possible(path: Path, fields: dict) -> None:
 
 
 def _check_quantisation(path: Path, settings: Any) -> None:
-    """Raise ValueError if nothing here loads weights quantised like this. `transformers` would load them as they lie."""
+    """Raise ValueError if nothing here loads such weights. `transformers` would take them for unquantised ones."""
     if settings is None:
         return
     place = f"{path}: `quantization_config`"
@@ -116,7 +121,7 @@ def _integers(fields: dict) -> Iterator[tuple[str, int]]:
 
 
 def _values(value: Any, name: str = "", is_listed: bool = False) -> Iterator[tuple[str, Any, bool]]:
-    """The values in nested JSON objects and lists: the name of the nearest object's field, the value, is it in a list?"""
+    """The values in nested JSON objects and lists: the field's name in the nearest object, the value, is it listed?"""
     if isinstance(value, dict):
         for inner, item in value.items():
             yield from _values(item, inner)

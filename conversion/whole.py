@@ -26,8 +26,8 @@ from .checkpoint import DTYPES, Checkpoint, find, read_headers
 from .complete import explain_config, loading_report
 from .sizes import check_sizes
 
-# Values that a model may have for each value in the files, and in any case. It may have more than the files: new residual
-# connections, and buffers such as tables of positions. In small models these may be the larger part.
+# Values that a model may have for each value in the files, and in any case. It may have more than the files: new
+# residual connections, and buffers such as tables of positions. In small models these may be the larger part.
 _MOST, _ALWAYS_FREE = 4, 2**24
 # What `from_pretrained` takes that says nothing of shapes, and that the constructor of a configuration would keep.
 _OF_LOADING = ("dtype", "torch_dtype", "device_map", "distributed_config")

@@ -1,18 +1,29 @@
 """A checkpoint that lacks tensors, or is not of its configuration, is refused before anything of its size is made."""
 
 import json
+import math
+import resource
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres.commands.inspect import Source
 from attnres.conversion import retrofit
+from attnres.conversion.publication import plan_publication
+from attnres.conversion.tokenizers import load_tokenizer
+from attnres.conversion.whole import check_source_sizes
 from attnres.eval.shared_prefix import SharedPrefixLM
 from attnres.training.recipe import Recipe
 from attnres.training.train import run_train
+
+from .checkpoints import change_json
 
 LACKING = "model.layers.2.mlp.down_proj.weight"
 
@@ -20,8 +31,6 @@ LACKING = "model.layers.2.mlp.down_proj.weight"
 @pytest.fixture(params=["standard", "retrofit"])
 def incomplete(request, assets, tmp_path) -> Path:
     """A directory with a tokenizer whose weights lack one tensor."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     source, folder = assets / "checkpoints" / "stories260K-hf", tmp_path / "incomplete"
     model = AutoModelForCausalLM.from_pretrained(source)
     (model if request.param == "standard" else retrofit(model, block_size=2)).save_pretrained(folder)
@@ -53,14 +62,118 @@ def test_every_command_names_it(incomplete):
             load(incomplete)
 
 
+@pytest.fixture(scope="module")
+def sound(assets, tmp_path_factory) -> Path:
+    """A directory with a tokenizer whose weights are whole."""
+    source, folder = assets / "checkpoints" / "stories260K-hf", tmp_path_factory.mktemp("whole") / "sound"
+    retrofit(source, block_size=2).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def model(sound, tmp_path) -> Path:
+    """The same under a name of its own, to be changed."""
+    return shutil.copytree(sound, tmp_path / "model")
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """Let the block have 1 GB of addresses more, and 20 s of the processor: either runs out with a wrong number."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    begun = time.process_time()
+    resource.setrlimit(resource.RLIMIT_AS, (size + 2**30, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert time.process_time() - begun < 20
+
+
 HUGE = {
     "num_labels": 10**9,
     "vocab_size": 10**9,
     "intermediate_size": 10**9,
-    "hidden_size": 2**30,
     "num_hidden_layers": 10_000,
-    # Fewer than there are bytes in the files, so that the shapes alone tell.
-    "intermediate_size ": 10**6,
-    # No file holds a tensor of it.
-    "attn_res_block_size": 10**400,
+    # Fewer than the files have bits, so that only the shapes tell.
+    "hidden_size": 8 * 10**6,
+    "head_dim": 10**6,
 }
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("field", HUGE)
+def test_a_configuration_far_larger_than_the_weights_is_refused_before_memory_is_taken(model, field, load):
+    change_json(model / "config.json", **{field: HUGE[field]})
+    with little_memory(), pytest.raises(ValueError) as refused:
+        LOADS[load](model)
+    message = str(refused.value)
+    assert message.startswith(f"{model / 'config.json'}") and message.endswith("Use the checkpoint's own config.json.")
+    assert field in message or "would have shape" in message
+    assert not list(model.parent.glob("out/checkpoint-*"))
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_a_shape_that_is_a_little_off_is_named(model, load):
+    change_json(model / "config.json", intermediate_size=200)
+    with pytest.raises(RuntimeError, match=r"`model.layers.0.mlp.down_proj.weight` has shape \[64, 172\], but must be"):
+        LOADS[load](model)
+
+
+def test_so_it_is_where_the_weights_are_pickles(sound, model):
+    tensors = load_file(model / "model.safetensors")
+    torch.save(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+    assert SharedPrefixLM(str(model), device="cpu").model.num_parameters() == 261_440
+    change_json(model / "config.json", vocab_size=10**6)
+    with little_memory(), pytest.raises(ValueError, match=r"would have shape \[1000000, 64\]"):
+        SharedPrefixLM(str(model), device="cpu")
+
+
+def test_weights_that_are_links_elsewhere_and_a_change_of_the_recipe_are_loaded(sound, model):
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors").symlink_to(sound / "model.safetensors")
+    train(model, max_position_embeddings=4096)
+    assert json.loads((model.parent / "out" / "model" / "config.json").read_text())["max_position_embeddings"] == 4096
+
+
+VALUES = {
+    "NaN": ("rms_norm_eps", "NaN", "is nan, but must be a finite number from 0 on"),
+    "infinite": ("rms_norm_eps", "1e999", "is inf, but must be a finite number from 0 on"),
+    "negative": ("rms_norm_eps", "-1e-05", "is -1e-05, but must be a finite number from 0 on"),
+    "text": ("rms_norm_eps", '"1e-5"', "is '1e-5', but must be a finite number from 0 on"),
+    "too long for a float": ("rms_norm_eps", "1" + "0" * 400, "is an integer of 1,329 bits, but must be a finite"),
+    "NaN in an object": ("rope_parameters", '{"rope_theta": NaN}', "`rope_theta` is nan, but must be a finite number"),
+    "NaN in a list": ("layer_scales", "[1.0, NaN]", "`layer_scales` is nan, but must be a finite number"),
+    "unknown quantiser": ("quantization_config", '{"quant_method": "evil"}', "has the `quant_method` 'evil', which"),
+    "no quantiser": ("quantization_config", "{}", "has the `quant_method` None, which"),
+    "a list of quantisers": ("quantization_config", "[]", "is [], but must be an object"),
+}
+
+
+def read_as_push_does(model: Path) -> None:
+    plan_publication(model)
+
+
+@pytest.mark.parametrize("load", [*LOADS.values(), read_as_push_does], ids=[*LOADS, "push"])
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_that_no_model_has_is_named_with_its_file(model, name, load):
+    field, value, message = VALUES[name]
+    content = json.loads((model / "config.json").read_text()) | {field: "VALUE"}
+    (model / "config.json").write_text(json.dumps(content).replace('"VALUE"', value))
+    with pytest.raises(ValueError, match=rf"^{model / 'config.json'}: `\w+` .*\. (Use|Remove) ") as refused:
+        load(model)
+    assert message in str(refused.value)
+
+
+def test_infinity_in_a_list_may_be_a_limit(model):
+    content = json.loads((model / "config.json").read_text()) | {"time_step_limit": [0.0, math.inf]}
+    (model / "config.json").write_text(json.dumps(content))
+    check_source_sizes(model)
+
+
+def test_a_configuration_that_does_not_load_is_not_taken_for_a_missing_tokenizer(model):
+    change_json(model / "config.json", hidden_size=5.5)
+    with pytest.raises(ValueError, match=rf"^{model / 'config.json'} cannot be used .*'hidden_size' expected int"):
+        load_tokenizer(model)
