@@ -42,6 +42,7 @@ def run(error: str, *options: str, folder: Path, module: str = "elsewhere") -> s
         ("raise ValueError('of numpy')", "ValueError: of numpy"),
         ("fail(debug)", "RecursionError: maximum recursion depth exceeded"),
         ("raise BaseException('even this')", "BaseException: even this"),
+        ("raise TypeError('a\\x1b[2J')", "TypeError: a\\x1b[2J"),
     ],
 )
 def test_what_nobody_foresaw_is_one_line_that_names_the_file_of_the_traceback(error, told, tmp_path):

@@ -161,6 +161,22 @@ def test_names_are_shown_as_they_are(push, copy):
     assert "odd[b].bin" in done["out"] and "\x1b" not in done["out"]
 
 
+@pytest.mark.parametrize("name", ["[red]", "[bold]x", "<b>", "a\nb", "-m", "a\x1b[2Jb", "{x}"])
+def test_a_folder_of_any_name_is_published_and_named_as_it_is(push, model, name):
+    folder = shutil.copytree(model, model.with_name(name))
+    shown = name.replace("\n", "\\n").replace("\x1b", "\\x1b")
+    done = push("push", "--dry-run", "--", name, "x")
+    assert done["status"] == 0, done["err"]
+    assert f"you can add it to the metadata in {shown}/README.md." in done["out"]
+    changed(folder / "config.json", auto_map={})
+    refused = push("push", "--dry-run", "--", name, "x")
+    shutil.rmtree(folder)
+    (line,) = refused["err"].splitlines()
+    assert refused["status"] == 1
+    # A message is one line: of any white space in it one space is left.
+    assert " ".join(name.split()).replace("\x1b", "\\x1b") + "/config.json has no `auto_map`" in line
+
+
 STRAY = (
     *("NOTICE-internal.md", "LICENSE-draft.txt", "private.model", "prompts.jinja", "vocab-customers.json"),
     *("chat_template.old.json", "customers.tiktoken", "model-old.safetensors", "source_code/keys.py"),

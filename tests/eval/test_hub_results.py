@@ -294,8 +294,15 @@ def test_a_file_of_another_writer_is_not_replaced(tmp_path):
         ("- {dataset: a/b, value: 1}", "a result is to have a dataset with id"),
         ("- text", "a result is to have a dataset with id"),
         ("- {dataset: {id: mmlu, task_id: c}, value: 1}", "its data set 'mmlu' is no id such as ORG/NAME"),
-        ("- {dataset: {id: a/b, task_id: c}, value: high}", "its value 'high' is no number"),
-        ("- {dataset: {id: a/b, task_id: c}, value: .nan}", "its value nan is no number"),
+        ("- {dataset: {id: a/b, task_id: c}, value: high}", "its value 'high' is no finite number"),
+        ("- {dataset: {id: a/b, task_id: c}, value: .nan}", "its value nan is no finite number"),
+        # A float holds integers of up to 309 digits, and Python writes none of more than 4300.
+        (f"- {{dataset: {{id: a/b, task_id: c}}, value: {10**400}}}", r"its value 1(0+)\.\.\. is no finite number"),
+        (
+            f"- {{dataset: {{id: a/b, task_id: c}}, value: 0x{'f' * 9000}}}",
+            "its value of 36,000 bits is no finite number",
+        ),
+        (f"- {{dataset: {{id: {10**400}, task_id: c}}, value: 1}}", r"its data set 1(0+)\.\.\. is no id"),
         ("- {dataset: {id: a/b, task_id: c}, value: 1, date: 2026-01-01}", "its date .* is no text"),
         ("- {dataset: {id: a/b, task_id: c}, value: 1, source: {name: x}}", "`source_url` must also be provided"),
         ("- {error: bad, filename: x.yaml}", "it holds a result that the Hub refused"),

@@ -114,6 +114,19 @@ def test_a_damaged_record_of_the_data_is_named(tmp_path, content):
         check_data(tmp_path, {"train": "1"}, is_resumed=True)
 
 
+@pytest.mark.parametrize("content", ["[]", "{", "", "5", "steps: many", "unknown: 1", "steps: .nan", b"\xff\xfe"])
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_damaged_recipe_of_a_run_is_named(content, is_stopped, tmp_path):
+    out = tmp_path / "out"
+    begin(out)
+    if not is_stopped:
+        (out / "checkpoint-4").rmdir()
+    (out / RECIPE).write_bytes(content if isinstance(content, bytes) else content.encode())
+    message = rf"^{out / RECIPE} is not the recipe of a run \(.*\)\. Restore it .*`out`\.$"
+    with pytest.raises(ValueError, match=message), held(out, recipe(out)):
+        pass
+
+
 def test_a_folder_with_a_recipe_that_a_person_wrote_is_not_taken_for_a_run(tmp_path):
     (tmp_path / RECIPE).write_text(f"# mine\nmodel: model\ntrain: [a.txt]\nout: {tmp_path}\nsteps: 8\n")
     (tmp_path / "model").mkdir()

@@ -228,6 +228,8 @@ BOMB = b"config:\n  a: &a [x, x, x, x, x, x, x, x, x]\n" + b"".join(
     [
         (b"model: [m\n", "is broken YAML: .* line 2"),
         (b"- a\n- b\n", "is not a recipe: it should hold `key: value` lines"),
+        (b"[]", "is not a recipe: it should hold `key: value` lines"),
+        (b"0", "is not a recipe: it should hold `key: value` lines"),
         (bytes(range(128, 256)), "is not text in UTF-8"),
         (b"a\x00b", "is broken YAML"),
         (b"1: 2\n", "A recipe has no `1`"),
@@ -236,7 +238,7 @@ BOMB = b"config:\n  a: &a [x, x, x, x, x, x, x, x, x]\n" + b"".join(
         (b"config: &c {a: *c}\n", "is broken YAML: the value in line 1 contains itself"),
         (b"model: !!python/object:os.system {}\n", "is broken YAML: could not determine a constructor"),
     ],
-    ids=["unclosed", "list", "binary", "zero", "number", "date", "aliases", "itself", "object"],
+    ids=["unclosed", "list", "empty-list", "naught", "binary", "zero", "number", "date", "aliases", "itself", "object"],
 )
 def test_a_file_that_is_no_recipe_is_named(content, message, tmp_path):
     path = tmp_path / "mine.yaml"
