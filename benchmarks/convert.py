@@ -96,7 +96,7 @@ def main() -> None:
         for _ in range(options.repeats):
             for name, action in actions.items():
                 times[name].append(seconds(action, folder / "target"))
-        convert = [sys.executable, "-m", "attnres", "convert", "--no-verify", str(source)]
+        convert = [sys.executable, "-m", "attnres_cli", "convert", "--no-verify", str(source)]
         peak = peak_megabytes([*convert, str(folder / "converted")])
         results = {
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",

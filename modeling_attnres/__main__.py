@@ -1,4 +1,4 @@
-"""`python -m attnres` is the command `attnres`."""
+"""Run the command `attnres` as `python -m attnres`."""
 
 from attnres.commands.main import main
 

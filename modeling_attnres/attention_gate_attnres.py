@@ -2,17 +2,8 @@
 
     Y' = Y * s(X W)   or   Y + s(X W)
 
-`X` `[batch, seq, hidden]` is the attention's input, as a rule normed; `W` that of `self_attn.g_proj`, an `nn.Linear`
-without bias, named as in Kimi K3's weights. Any residual connection may run around it. Fields:
-
-- `attention_gate`, `None` by default: what `Y` is. `"sdpa"`: the weighted sum of the values, before the output
-  projection; `"value"`, `"key"`, `"query"`: what that projection makes, before norm, rotary embedding and cache;
-  `"output"`: what the output projection makes.
-- `attention_gate_granularity`: `"elementwise"`, the default: each channel of each head has a gate; `"headwise"`: each
-  head; `"head_shared"`: each channel, one for all heads.
-- `attention_gate_form`: `"multiply"`, the default, or `"add"`.
-- `attention_gate_activation`: `s`, `"sigmoid"` by default, or `"silu"`.
-- `attention_gate_scale`: `"unit"`, the default, or `"double"` for `2 sigmoid`, which is 1 at `W = 0`.
+`X` `[batch, seq, hidden]` is the attention's input, usually normed. `W` is the weight of `self_attn.g_proj`, an
+`nn.Linear` without bias, named as in Kimi K3's weights. The gate works beside any residual connection.
 """
 
 from collections.abc import Callable
@@ -23,9 +14,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from .residual_attnres import one_of, require
+from .residual_attnres import field_defaults, one_of, require
 
-# Field -> its values, the default first.
+
+class GateFields:
+    """Configuration fields of the attention gate. They are saved if there is a gate."""
+
+    attention_gate: str | None = None
+    """Place of the gate, the tensor `Y`. `"sdpa"`: the weighted sum of the values, before the output projection.
+    `"value"`, `"key"`, `"query"`: the output of that projection, before norm, rotary embedding and cache. `"output"`:
+    the output of the output projection. `None`: no gate."""
+
+    attention_gate_granularity: str = "elementwise"
+    """`"elementwise"`: one gate for each channel of each head. `"headwise"`: one for each head. `"head_shared"`: one
+    for each channel, shared by all heads."""
+
+    attention_gate_form: str = "multiply"
+    """`"multiply"` or `"add"`."""
+
+    attention_gate_activation: str = "sigmoid"
+    """The function `s`: `"sigmoid"` or `"silu"`."""
+
+    attention_gate_scale: str = "unit"
+    """`"unit"`, or `"double"` for `2 sigmoid`, which is 1 at `W = 0`."""
+
+
+GATE_FIELDS: dict[str, str | None] = field_defaults(GateFields)
 _VALUES = {
     "attention_gate": (None, "sdpa", "value", "key", "query", "output"),
     "attention_gate_granularity": ("elementwise", "headwise", "head_shared"),
@@ -33,26 +47,28 @@ _VALUES = {
     "attention_gate_activation": ("sigmoid", "silu"),
     "attention_gate_scale": ("unit", "double"),
 }
-GATE_FIELDS: dict[str, str | None] = {field: values[0] for field, values in _VALUES.items()}
-GatedConfig = type("GatedConfig", (), GATE_FIELDS)  # what a configuration without the fields has
 _OUTPUT = ("o_proj", "dense")
-# Place -> the names that its projection may have, and the norm that may come after it.
+# Place -> the names that its projection has in backbones, and the name of a norm that may follow it.
 _PLACES = {"sdpa": (_OUTPUT, ""), "output": (_OUTPUT, ""), "value": (("v_proj",), "")}
 _PLACES |= {"key": (("k_proj",), "k_norm"), "query": (("q_proj", "q_b_proj"), "q_norm")}
 
 
 class GatedAttention:
-    """Mixin of a backbone's attention, which calls its projections as `self.v_proj(x)`: it runs with a stand-in for
-    `self` that has projection and gate in that place. Nothing is hooked or kept, and every implementation fits.
+    """Mixin of a backbone's attention that gates the input or output of one of its projections.
+
+    The backbone's `forward` calls its projections as `self.v_proj(x)`. It runs here with a stand-in for `self`, which
+    has a function of projection and gate in that place. No hook is set, no code is copied, and every attention
+    implementation fits.
     """
 
     ungated: type[nn.Module]  # the backbone's class
-    g_proj: nn.Linear
+    g_proj: nn.Linear  # `W`
     gate: Callable[[Tensor, Tensor], Tensor]
-    gated: str  # name of the projection that makes `Y` or, with `is_before`, takes it
+    gated: str  # name of the projection whose output is `Y` or, with `is_before`, whose input is
     is_before: bool
 
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
+        """Compute the backbone's attention with the gate, for an input `[batch, seq, hidden]`."""
         projection, logits = getattr(self, self.gated), self.g_proj(hidden_states)
 
         def gated(x: Tensor) -> Tensor:
@@ -61,11 +77,12 @@ class GatedAttention:
         return self.ungated.forward(_StandIn(self, self.gated, gated), hidden_states, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _empty, (self.ungated,), vars(self)  # no file has this class by name
+        # Pickle finds classes by name in a file, and this class is made at run time.
+        return _empty, (self.ungated,), vars(self)
 
 
 class _StandIn:
-    """A module, but with a function in the place of its child `name`."""
+    """A view of a module with a function in the place of its child `name`."""
 
     def __init__(self, module: nn.Module, name: str, function: Callable[[Tensor], Tensor]):
         vars(self).update({"_module": module, name: function})
@@ -76,15 +93,17 @@ class _StandIn:
 
 @cache
 def _gated(ungated: type[nn.Module]) -> type[nn.Module]:
+    """Return the gated class of a backbone's attention."""
     return type(f"Gated{ungated.__name__}", (GatedAttention, ungated), {"ungated": ungated, "__module__": __name__})
 
 
 def _empty(ungated: type[nn.Module]) -> nn.Module:
+    """Return an instance of the gated class, to be filled by pickle or `copy.deepcopy`."""
     return object.__new__(_gated(ungated))
 
 
 def _apply(head_dim: int, granularity: str, form: str, activation: str, scale: str, y: Tensor, xw: Tensor) -> Tensor:
-    """`Y'` `[batch, seq, heads * head_dim]` of `Y`, the same, and `X W` `[batch, seq, width of g_proj]`."""
+    """Compute `Y'` `[batch, seq, heads * head_dim]` from `Y` of the same shape and `X W` `[batch, seq, gates]`."""
     gate = F.silu(xw) if activation == "silu" else xw.sigmoid()
     gate = 2 * gate if scale == "double" else gate
     combine = Tensor.mul if form == "multiply" else Tensor.add
@@ -95,7 +114,15 @@ def _apply(head_dim: int, granularity: str, form: str, activation: str, scale: s
 
 
 def add_attention_gate(layer: nn.Module, config: PreTrainedConfig) -> None:
-    """Gate the attention of a decoder layer, if the configuration says so. Raises ValueError: it has no such place."""
+    """Gate the attention of a decoder layer, if the configuration asks for it.
+
+    Args:
+        layer: a layer of the backbone; linear attention stays as it is.
+        config: the configuration with the fields of [`GateFields`].
+
+    Raises:
+        ValueError: the backbone's attention has no such place, or a norm after it would undo the gate.
+    """
     attention = getattr(layer, "self_attn", None) or getattr(layer, "attention", None)
     kinds = getattr(config, "layer_types", None)
     is_linear = bool(kinds) and kinds[layer.layer_idx] == "linear_attention"
@@ -113,6 +140,8 @@ def add_attention_gate(layer: nn.Module, config: PreTrainedConfig) -> None:
         is_kept = getattr(attention, norm).weight.numel() > width // heads  # a norm of more than one head
         require(config, "attention_gate_granularity", is_kept, f"another one: {norm} undoes a factor of a whole head")
     size = {"elementwise": width, "headwise": heads, "head_shared": width // heads}[granularity]
+    # The backbone makes its attention inside its own layer, and the choice of the class is its own (by layer, by
+    # configuration). To make it again would initialise its weights twice; the gated class only adds `g_proj`.
     attention.__class__ = _gated(type(attention))
     attention.g_proj = nn.Linear(config.hidden_size, size, bias=False)
     attention.gated, attention.is_before = name, place == "sdpa"
@@ -120,24 +149,33 @@ def add_attention_gate(layer: nn.Module, config: PreTrainedConfig) -> None:
 
 
 def gate_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What the gates add to a backbone, by name."""
+    """Return the tensors that gates add to a backbone, by their names in the model."""
     gates = ((name, module.g_proj) for name, module in model.named_modules() if isinstance(module, GatedAttention))
     return {f"{name}.g_proj.{key}": tensor for name, gate in gates for key, tensor in gate.named_parameters()}
 
 
 def check_attention_gate(config: PreTrainedConfig) -> None:
-    """Raises ValueError: a field has a value that is not allowed, alone or beside the others."""
+    """Check the gate's fields, and plan its tensor parallelism.
+
+    Args:
+        config: the configuration; its `base_model_tp_plan` is changed.
+
+    Raises:
+        ValueError: a field has a value that is not allowed, alone or beside the others.
+    """
     if config.attention_gate is None:
         return
     for field, values in _VALUES.items():
-        setattr(config, field, getattr(config, field))  # of its own, so that it is saved
+        # On the instance, and not only the class: then `config.json` holds the field.
+        setattr(config, field, getattr(config, field))
         require(config, field, getattr(config, field) in values, one_of(values))
     place, granularity, *function, scale = (getattr(config, field) for field in GATE_FIELDS)
     has_heads = place != "output" or granularity == "elementwise"
     require(config, "attention_gate_granularity", has_heads, "'elementwise' where `attention_gate` is 'output'")
     allowed = "'unit' where `attention_gate_form` and `attention_gate_activation` are not 'multiply' and 'sigmoid'"
     require(config, "attention_gate_scale", scale == "unit" or function == ["multiply", "sigmoid"], allowed)
-    # Under tensor parallelism a gate divides as its projection; one that heads share leaves their attention whole.
+    # Under tensor parallelism a gate is divided as its projection is. A gate that heads share cannot be divided, so its
+    # attention stays whole.
     plan, divides = type(config).base_model_tp_plan or {}, "rowwise" if place == "sdpa" else "colwise"
     paths = [path.rsplit(".", 1) for path, rule in plan.items() if rule == divides and place != "output"]
     owners = [owner for owner, name in paths if name in _PLACES[place][0]]

@@ -1,13 +1,9 @@
-"""Attention residuals (arXiv 2603.15031): each sublayer attends over the outputs of those before it.
+"""Attention residuals (arXiv 2603.15031): each sublayer attends over the outputs of the sublayers before it.
 
-    h_l = sum_i softmax_i(w_l . (g_l * RMSNorm(s_i))) s_i
+    h_l = sum_i a_{i->l} s_i,    a_{i->l} = softmax_i(w_l . (g_l * RMSNorm(s_i)))
 
-Full, or in blocks of S sublayers. Fields of the configuration, beside the switches of `attn_res_fields_attnres`:
-
-- `attn_res_block_size`, 6 by default: S >= 1 in *sublayers* (attention or MLP). Each block is summed into one source.
-  1 is Full AttnRes; S may be odd, and the last block may be shorter.
-- `attn_res_scale`: `"mean"`, the default, is the softmax average of the sources (for training from scratch); `"sum"`
-  that times their number (for retrofits: at zero queries it is the residual stream).
+This file holds the paper's method: Full AttnRes (section 3) and Block AttnRes (section 4), with their configuration
+fields. `attn_res_switches_attnres` derives the ablations from it.
 """
 
 import math
@@ -19,21 +15,81 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from .attn_res_fields_attnres import SWITCHES, check_switches, is_count, never_standard, switches
 from .functional_attnres import accelerated, attend, reference
-from .residual_attnres import DepthState, ResidualConnection, ResidualNorm, norm_eps, one_of, require
+from .residual_attnres import (
+    DepthState,
+    ResidualConnection,
+    ResidualNorm,
+    field_defaults,
+    is_count,
+    norm_eps,
+    one_of,
+    require,
+)
+
+
+class AttnResFields:
+    """Configuration fields of `residual_connection="attn_res"`.
+
+    The first two choose the form. The others are *switches*: ablations of the paper's Table 4 and later variants, all
+    off by default. With `k_i = g_l * RMSNorm(s_i)` the default is `h_l = sum_i a_i s_i`, `a = softmax_i(w_l . k_i)`.
+    """
+
+    attn_res_block_size: int = 6
+    """Number S >= 1 of *sublayers* (attention or MLP) in a block; a block is summed into one source. 1 is Full AttnRes.
+    S may be odd, and the last block may be shorter."""
+
+    attn_res_scale: str = "mean"
+    """`"mean"`: the softmax average of the sources, for training from scratch. `"sum"`: that times the number of
+    sources, for retrofits: at zero queries it is the residual stream."""
+
+    attn_res_query: str = "learned"
+    """`"learned"`: the pseudo-query `w_l`. `"input_dependent"`: `W_l x` in its place, where `x` is the input that the
+    previous sublayer read (for the first sublayer the embedding). `"none"`: `a = softmax(b_l)`, one learned logit per
+    source."""
+
+    attn_res_activation: str = "softmax"
+    """`"softmax"`, or `"sigmoid"`: `a_i = sigmoid(logit_i)` with the scale `"mean"`, and `2 sigmoid(logit_i)` with
+    `"sum"`, which at zero queries is the residual stream. Neither is multiplied by the number of sources."""
+
+    attn_res_key_norm: bool = True
+    """Whether keys are normed; if not, `k_i = s_i`."""
+
+    attn_res_heads: int = 1
+    """Number H of heads, a divisor of `hidden_size`: each group of channels has its own softmax. The key norm is over
+    all channels."""
+
+    attn_res_window: int | None = None
+    """If an integer k >= 1, a sublayer reads only the embedding and the last k of the other sources."""
+
+    attn_res_values: str = "raw"
+    """`"raw"`, or `"normed"`: `h = sum_i a_i s_i / rms(s_i)`."""
+
+    attn_res_blocks: str = "sum"
+    """`"sum"`, or `"rms"`: a finished block is `sum_i v_i / rms(v_i)`. The embedding stays raw, and so does the partial
+    sum of an unfinished block."""
+
+    attn_res_count_prior: bool = False
+    """Whether `log(number of outputs summed in the source)` is added to each logit."""
+
+    attn_res_gated: bool = False
+    """Whether `h = v_0 + .. + v_{l-1} + gamma_l sum_i a_i s_i` with a scalar `gamma_l`, which starts at zero: the
+    residual stream, whatever else is set. With the scale `"sum"` the second sum is times the number of sources."""
 
 
 class AttnRes(ResidualConnection):
-    """State: the sources `s_i`, which are the embedding, the finished blocks, each the sum of its S sublayer outputs,
-    and the partial sum of the current block, if it has begun.
+    """Block or Full AttnRes: read by depth attention, write by adding to the current block.
 
-    `weight` is the pseudo-query `w_l` `[1, hidden]`: no `nn.Linear`, so that quantisers and LoRA's `all-linear` leave
-    it alone. `g_l` is that of its [`ResidualNorm`].
+    State: the sources `s_i`, each `[batch, seq, hidden]`. They are the embedding; the finished blocks, each the sum of
+    its S sublayer outputs; and, once the current block has begun, its partial sum.
+
+    Tensors: `weight` `[1, hidden]`, the pseudo-query `w_l`, starts at zero: uniform depth weights. It is no
+    `nn.Linear`, so that quantisers and LoRA's `all-linear` leave it alone. The key norm's weight `g_l` is the
+    [`ResidualNorm`] beside the connection, and starts at one.
     """
 
     name = "attn_res"
-    fields = {"attn_res_block_size": 6, "attn_res_scale": "mean"} | SWITCHES
+    fields = field_defaults(AttnResFields)
     options = {"block_size": "attn_res_block_size", "scale": "attn_res_scale"}
     retrofit = {"attn_res_scale": "sum"}  # at zero queries the aggregate is the plain sum of all outputs
     has_norm = True
@@ -46,22 +102,15 @@ class AttnRes(ResidualConnection):
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size))
 
     @classmethod
-    def form(cls, config: PreTrainedConfig) -> "type[AttnRes]":
-        if not switches(config):
-            return AttnRes
-        from .attn_res_switches_attnres import SwitchedAttnRes  # which derives from this class
-
-        return SwitchedAttnRes
-
-    @classmethod
     def check(cls, config: PreTrainedConfig) -> None:
+        """Check block size and scale; see [`ResidualConnection.check`]."""
         allowed = "an integer >= 1 (block size in sublayers)"
         require(config, "attn_res_block_size", is_count(config.attn_res_block_size), allowed)
         require(config, "attn_res_scale", config.attn_res_scale in ("mean", "sum"), one_of(("mean", "sum")))
-        check_switches(config)
 
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:
+        """Return, for example, "Block AttnRes, 4 blocks of 6 sublayers (24 sublayers), scale mean"."""
         size, sublayers = config.attn_res_block_size, config.num_sublayers
         count = math.ceil(sublayers / size)
         blocks = f"Block AttnRes, {count} blocks of {size} sublayers" if count > 1 else "Block AttnRes, one block"
@@ -71,7 +120,17 @@ class AttnRes(ResidualConnection):
     def plan_retrofit(
         cls, config: PreTrainedConfig, num_blocks: int | None = None, full: bool = False, **options: Any
     ) -> None:
-        """`block_size`, the number of blocks, or `full`; by default about 8 blocks (AttnRes, section 3)."""
+        """Set the fields for a retrofit; by default about 8 blocks (AttnRes, section 3).
+
+        Args:
+            config: the configuration to change.
+            num_blocks: number of blocks; the block size is rounded up to hold all sublayers.
+            full: whether each sublayer is a block of its own.
+            options: other options of the connection, such as `block_size`.
+
+        Raises:
+            ValueError: more than one of `block_size`, `num_blocks` and `full` is given; a value is not allowed.
+        """
         block_size = options.get("block_size", options.get("attn_res_block_size"))
         values = {"block_size": block_size, "num_blocks": num_blocks, "full": full or None}
         given = [name for name, value in values.items() if value is not None]
@@ -81,22 +140,29 @@ class AttnRes(ResidualConnection):
             raise ValueError(f"`num_blocks` is {num_blocks}, but must be an integer >= 1.")
         config.attn_res_block_size = 1 if full else math.ceil(config.num_sublayers / (num_blocks or 8))
         super().plan_retrofit(config, **options)
-        if reason := never_standard(config):
-            raise ValueError(f"no model can be retrofitted so: {reason}. With `attn_res_gated` any can.")
 
     @classmethod
     def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> str | None:
+        """Return a reason if a query is not zero or the scale is "mean"; see the base class."""
         for name, tensor in tensors.items():
-            if tensor.ndim == 2 and tensor.count_nonzero():
+            if tensor.ndim == 2 and tensor.count_nonzero():  # a query; key norms have one dimension
                 return f"`{name}` is a trained pseudo-query, with entries up to {tensor.abs().max():.3g}"
         return None if config.attn_res_scale == "sum" else "the scale 'mean' is the sum only up to the norms' epsilons"
 
     @classmethod
     def plan_change(cls, config: PreTrainedConfig, connections: Mapping[str, "AttnRes"], block_size: int) -> None:
-        """Regroup the sublayers into blocks of another size.
+        """Regroup the sublayers into blocks of another size, where that keeps the function.
 
         Up to sublayer `min(S, S')` the sources are the same. A later one must have a zero query and the scale "sum":
-        then it reads the sum of all that came before, in whatever groups.
+        then it reads the sum of all earlier outputs, however they are grouped.
+
+        Args:
+            config: the configuration to change.
+            connections: the model's connections by module name.
+            block_size: the new block size in sublayers.
+
+        Raises:
+            ValueError: the function would change.
         """
         same_until = min(config.attn_res_block_size, block_size)
         if block_size == config.attn_res_block_size:
@@ -114,36 +180,50 @@ class AttnRes(ResidualConnection):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        init.zeros_(self.weight)  # uniform depth weights
+        """Set the query to zero: uniform depth weights."""
+        init.zeros_(self.weight)
 
     def forward(self, state: DepthState, norm_weight: Tensor) -> tuple[Tensor, Tensor, DepthState]:
-        """`coefficients` and `mix` in one, by the fastest implementation."""
+        """Read, `coefficients` and `mix` in one, by the fastest implementation that runs here.
+
+        Args:
+            state: the sources, each `[batch, seq, hidden]`.
+            norm_weight: `g_l` `[hidden]`.
+
+        Returns:
+            The input `[batch, seq, hidden]`, the depth weights `[sources, batch, seq]`, the sources.
+        """
         options = self.eps, self.scale == "sum", self.config.depth_attention_implementation
-        return attend(self.weight, _sources(state), norm_weight, *options, fuse_later_grads=True)
+        return attend(self.weight, as_sources(state), norm_weight, *options, fuse_later_grads=True)
 
     def coefficients(self, state: DepthState, norm_weight: Tensor) -> Tensor:
-        """The depth weights `[sources, batch, seq]`, with the scale "sum" times their number."""
-        _, weights = reference(self.weight[0], _sources(state), norm_weight, self.eps, self.scale == "sum")
+        """Compute the factor of each source `[sources, batch, seq]`: the depth weights, times n for the scale "sum"."""
+        _, weights = reference(self.weight[0], as_sources(state), norm_weight, self.eps, self.scale == "sum")
         return weights * len(weights) if self.scale == "sum" else weights
 
     def mix(self, state: DepthState, coefficients: Tensor) -> tuple[Tensor, DepthState]:
-        sources = _sources(state)
+        """Compute `sum_i a_i s_i` `[batch, seq, hidden]`; see the base class."""
+        sources = as_sources(state)
         return sum(weight.unsqueeze(-1) * source for weight, source in zip(coefficients, sources)), sources
 
     def write(self, state: DepthState, output: Tensor) -> tuple[Tensor, ...]:
-        sources = _sources(state)
+        """Add an output `[batch, seq, hidden]` to the current block, or begin a block with it."""
+        sources = as_sources(state)
         if self.sublayer % self.block_size == 0:
             # Under autocast the embedding is wider than an output; a block is summed in the wider of the two dtypes.
             return *sources, output.to(sources[0].dtype)
         return *sources[:-1], sources[-1] + output
 
     @classmethod
-    def reader(cls, model: nn.Module) -> Any:
+    def inference_plan(cls, model: nn.Module) -> Any:
+        """Return a plan of `attnres.accelerated` that reads for all connections; see the base class."""
         return None if accelerated is None else accelerated.reader(model, AttnRes, ResidualNorm)
 
     def extra_repr(self) -> str:
+        """Return the sizes that `print(model)` shows."""
         return f"{self.config.hidden_size}, sublayer={self.sublayer}, block_size={self.block_size}, scale={self.scale}"
 
 
-def _sources(state: DepthState) -> tuple[Tensor, ...]:
+def as_sources(state: DepthState) -> tuple[Tensor, ...]:
+    """Return the state as a tuple of sources; before the first write it is the embedding alone."""
     return state if isinstance(state, tuple) else (state,)

@@ -1,59 +1,156 @@
-"""Attention residuals with switches set, in plain PyTorch; `attn_res_fields_attnres` says what each of them means."""
+"""Attention residuals with switches: the ablations of the paper's Table 4 and later variants, in plain PyTorch.
 
-from collections.abc import Mapping
-from typing import NamedTuple
+[`AttnResFields`] documents the switches. [`SwitchedAttnRes`] is the class that is registered as `"attn_res"`; where no
+switch is set, its `form` is the plain [`AttnRes`], which has the fast implementations.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers import initialization as init
+from transformers.utils.generic import maybe_autocast
 
 from .attn_res_attnres import AttnRes
-from .attn_res_fields_attnres import never_standard, switches
-from .attn_res_weights_attnres import DepthWeights
-from .functional_attnres import attend, dtypes_of, one_over_rms
-from .residual_attnres import DepthState
+from .functional_attnres import attend, dtypes_of, inverse_rms
+from .residual_attnres import DepthState, is_count, one_of, require
+
+SWITCHES: dict[str, Any] = {
+    field: default for field, default in AttnRes.fields.items() if field not in AttnRes.options.values()
+}
+# Switch -> its allowed values, where these are names.
+_NAMES = {
+    "attn_res_query": ("learned", "input_dependent", "none"),
+    "attn_res_activation": ("softmax", "sigmoid"),
+    "attn_res_values": ("raw", "normed"),
+    "attn_res_blocks": ("sum", "rms"),
+}
+# Where a switch (1st) has a value (2nd), another (3rd) must have one (4th), for a reason (5th).
+_EXCLUDED = (
+    ("attn_res_query", "none", "attn_res_key_norm", True, "static weights have no keys"),
+    ("attn_res_query", "none", "attn_res_heads", 1, "static weights have one logit per source"),
+    ("attn_res_activation", "sigmoid", "attn_res_count_prior", False, "only a softmax shares weight among sources"),
+)
+# Switches with which a model never starts as the residual stream, and why.
+_NEVER_STANDARD = {
+    "attn_res_window": "sources are dropped, without which the sum cannot be formed",
+    "attn_res_values": "values are divided by their rms",
+    "attn_res_blocks": "the outputs in a block are divided by their rms",
+    "attn_res_count_prior": "sources of more outputs weigh more",
+}
 
 
-class Depth(NamedTuple):
-    """What a read sees: tensors `[batch, seq, hidden]`, of which those after `sources` are there if they are needed."""
+class SwitchedState(NamedTuple):
+    """The tensors that a read uses, each `[batch, seq, hidden]`; all but the sources are `None` if not needed."""
 
     sources: tuple[Tensor, ...]
     normed: Tensor | None  # sum_i v_i / rms(v_i) of the unfinished block whose raw sum is the last source
-    stream: Tensor | None  # v_0 + .. + v_{l-1}
-    previous: Tensor | None  # what the sublayer before has read; for the first one the embedding
+    stream: Tensor | None  # v_0 + .. + v_{l-1}, of gated connections
+    previous: Tensor | None  # the input that the previous sublayer read, of input-dependent queries
 
 
-class SwitchedAttnRes(DepthWeights):
-    """State: the tensors of a [`Depth`] in a row, without those that a window drops.
+class SwitchedAttnRes(AttnRes):
+    """AttnRes with any combination of switches.
 
-    Where blocks sum normed outputs, `write` leaves the newest output raw behind `normed`, and the next read takes its
-    norm: so that `write` is linear, and `1 / rms(v)` a coefficient of that read.
+    State: the tensors of a [`SwitchedState`] in a row, without the sources that a window drops. Where blocks sum normed
+    outputs, `write` leaves the newest output raw behind `normed`, and the next read norms it. So `write` stays linear,
+    and `1 / rms(v)` is a coefficient of that read.
+
+    Tensors, all of which start at zero: `weight` is `w_l` `[1, hidden]`, or `W_l` `[hidden, hidden]` for
+    input-dependent queries; static weights have the logits `bias` `[sources]` in its place. Gated connections have the
+    scalar `gamma` `[1]`. There is a key norm if there are keys to norm.
     """
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__(config, sublayer)
-        self.norms_blocks = config.attn_res_blocks == "rms"
+        self.heads, self.window = config.attn_res_heads, config.attn_res_window
+        self.has_prior, self.is_gated = config.attn_res_count_prior, config.attn_res_gated
+        self.is_static, self.is_dynamic = (config.attn_res_query == name for name in ("none", "input_dependent"))
+        self.is_sigmoid = config.attn_res_activation == "sigmoid"
+        self.has_norm = config.attn_res_key_norm and not self.is_static
+        self.norms_values, self.norms_blocks = config.attn_res_values == "normed", config.attn_res_blocks == "rms"
+        # The number of sources is known from the sublayer's index, and the state must agree.
         self.is_indexed = self.is_static or self.has_prior or self.norms_blocks or self.window is not None
-        # These leave the aggregation of what they take for sources as it is.
-        self.is_plain = {"attn_res_window", "attn_res_blocks", "attn_res_gated"} >= switches(config).keys()
+        # These switches leave the aggregation itself plain, so that the fast implementations apply.
+        self.is_plain = {"attn_res_window", "attn_res_blocks", "attn_res_gated"} >= _set_switches(config).keys()
+        if self.is_dynamic:
+            self.weight = nn.Parameter(torch.zeros(config.hidden_size, config.hidden_size))
+        if self.is_static:
+            self.weight, self.bias = None, nn.Parameter(torch.zeros(len(self.counts())))
+        if self.is_gated:
+            self.gamma = nn.Parameter(torch.zeros(1))
+
+    @classmethod
+    def form(cls, config: PreTrainedConfig) -> type[AttnRes]:
+        """Return this class if a switch is set, otherwise the plain [`AttnRes`]."""
+        return SwitchedAttnRes if _set_switches(config) else AttnRes
+
+    @classmethod
+    def check(cls, config: PreTrainedConfig) -> None:
+        """Check all fields, also those that exclude each other; see [`ResidualConnection.check`]."""
+        super().check(config)
+        for field, allowed in _NAMES.items():
+            require(config, field, getattr(config, field) in allowed, one_of(allowed))
+        for field in ("attn_res_key_norm", "attn_res_count_prior", "attn_res_gated"):
+            require(config, field, isinstance(getattr(config, field), bool), "true or false")
+        heads, window, size = config.attn_res_heads, config.attn_res_window, config.hidden_size
+        is_divisor = is_count(heads) and size % heads == 0
+        require(config, "attn_res_heads", is_divisor, f"an integer >= 1 that divides `hidden_size` ({size})")
+        require(config, "attn_res_window", window is None or is_count(window), "None or an integer >= 1")
+        for field, value, other, must, reason in _EXCLUDED:
+            is_allowed = getattr(config, field) != value or getattr(config, other) == must
+            require(config, other, is_allowed, f"{must!r} where `{field}` is {value!r}: {reason}")
 
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:
-        named = (f"{field.removeprefix('attn_res_')} {value}" for field, value in switches(config).items())
-        return ", ".join([super().describe(config), *named])
+        """Return the description of the plain form, followed by the switches that are set."""
+        switches = (f"{field.removeprefix('attn_res_')} {value}" for field, value in _set_switches(config).items())
+        return ", ".join([super().describe(config), *switches])
+
+    @classmethod
+    def plan_retrofit(
+        cls, config: PreTrainedConfig, num_blocks: int | None = None, full: bool = False, **options: Any
+    ) -> None:
+        """Set the fields as [`AttnRes.plan_retrofit`] does, with the same arguments.
+
+        Raises:
+            ValueError: as there; or a switch that is set rules out an exact start.
+        """
+        super().plan_retrofit(config, num_blocks, full, **options)
+        if reason := _never_standard(config):
+            raise ValueError(f"no model can be retrofitted so: {reason}. With `attn_res_gated` any can.")
 
     @classmethod
     def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> str | None:
-        read = "_proj.gamma" if config.attn_res_gated else "_proj."
+        """Return a reason if a tensor is trained or a switch rules the standard function out; see the base class."""
+        # The gate alone decides; behind a zero gate any query is allowed.
+        decisive = "_proj.gamma" if config.attn_res_gated else "_proj."
         for name, tensor in tensors.items():
-            if read in name and tensor.count_nonzero():
+            if decisive in name and tensor.count_nonzero():
                 return f"`{name}` is trained, with entries up to {tensor.abs().max():.3g}"
-        return None if config.attn_res_gated else never_standard(config) or super().differs_from_standard(config, {})
+        return None if config.attn_res_gated else _never_standard(config) or super().differs_from_standard(config, {})
 
     @classmethod
     def plan_change(cls, config: PreTrainedConfig, connections: Mapping[str, AttnRes], block_size: int) -> None:
-        """Regroup the sublayers into blocks of another size, if the function is that of the standard residual."""
-        tensors = {f"{name}.{key}": value for name, of in connections.items() for key, value in of.named_parameters()}
+        """Regroup the sublayers into blocks of another size, if the function is that of the residual stream.
+
+        Args:
+            config: the configuration to change.
+            connections: the model's connections by module name.
+            block_size: the new block size in sublayers.
+
+        Raises:
+            ValueError: the function would change.
+        """
+        tensors = {
+            f"{name}.{key}": value
+            for name, connection in connections.items()
+            for key, value in connection.named_parameters()
+        }
         reason = cls.differs_from_standard(config, tensors)
         if config.attn_res_query == "none":
             reason = "`attn_res_query` is 'none': a block of another size has other logits"
@@ -63,39 +160,63 @@ class SwitchedAttnRes(DepthWeights):
         cls.check(config)
 
     @classmethod
-    def reader(cls, model: nn.Module) -> None:
+    def inference_plan(cls, model: nn.Module) -> None:
+        """Return `None`: no fast plan reads for these connections."""
         return None
 
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set all tensors to zero."""
+        for tensor in self.parameters(recurse=False):
+            init.zeros_(tensor)
+
     def forward(self, state: DepthState, norm_weight: Tensor | None = None) -> tuple[Tensor, Tensor, DepthState]:
-        """Read; the depth weights are the `a`, of several heads their mean, and zero for sources that are dropped."""
-        inverse = self._inverse(state)
-        depth = self._open(state, inverse)
+        """Read.
+
+        Args:
+            state: the tensors of a [`SwitchedState`] in a row.
+            norm_weight: `g_l` `[hidden]`, or `None` without key norm.
+
+        Returns:
+            The input `[batch, seq, hidden]`; the depth weights `[sources, batch, seq]`, the mean over several heads and
+            zero for sources that a window drops; the state.
+        """
+        inverse = self._newest_inverse_rms(state)
+        opened = self._open(state, inverse)
         if self.is_plain:
             implementation, is_sum = self.config.depth_attention_implementation, self.scale == "sum"
-            read = attend(self.weight, depth.sources, norm_weight, self.eps, is_sum, implementation, True)
-            attended, weights, sources = read
-            depth = depth._replace(sources=tuple(sources))
-            inputs, state = self._close(depth, self.gamma * attended if self.is_gated else attended)
+            attended, weights, sources = attend(
+                self.weight, opened.sources, norm_weight, self.eps, is_sum, implementation, fuse_later_grads=True
+            )
+            opened = opened._replace(sources=tuple(sources))
+            inputs, state = self._close(opened, self.gamma * attended if self.is_gated else attended)
         else:
-            weights, mixing = self.weigh(depth.sources, depth.previous, norm_weight)
-            inputs, state = self.mix(state, (mixing, inverse))
+            weights, factors = self.weigh(opened.sources, opened.previous, norm_weight)
+            inputs, state = self.mix(state, (factors, inverse))
         if self.window is not None and (dropped := len(self.counts(is_windowed=False)) - len(weights)):
+            # The embedding stays first; the dropped sources come after it.
             weights = torch.cat([weights[:1], weights.new_zeros(dropped, *weights.shape[1:]), weights[1:]])
         return inputs, weights, state
 
     def coefficients(self, state: DepthState, norm_weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """By what each source is multiplied, as [`weigh`] returns it; and `1 / rms(v)` `[batch, seq, 1]` of the newest
-        output, if a block sums it up normed."""
-        inverse = self._inverse(state)
-        depth = self._open(state, inverse)
-        return self.weigh(depth.sources, depth.previous, norm_weight)[1], inverse
+        """Compute the coefficients of a read.
+
+        Returns:
+            The factor of each source, as [`weigh`] returns it; and `1 / rms(v)` `[batch, seq, 1]` of the newest output,
+            or `None` if no block sums it up normed.
+        """
+        inverse = self._newest_inverse_rms(state)
+        opened = self._open(state, inverse)
+        return self.weigh(opened.sources, opened.previous, norm_weight)[1], inverse
 
     def mix(self, state: DepthState, coefficients: tuple[Tensor, Tensor | None]) -> tuple[Tensor, DepthState]:
-        mixing, inverse = coefficients
-        depth = self._open(state, inverse)
-        return self._close(depth, sum(share * source for share, source in zip(mixing, depth.sources)))
+        """Compute the weighted sum of the sources `[batch, seq, hidden]`; see the base class."""
+        factors, inverse = coefficients
+        opened = self._open(state, inverse)
+        return self._close(opened, sum(factor * source for factor, source in zip(factors, opened.sources)))
 
     def write(self, state: tuple[Tensor, ...], output: Tensor) -> tuple[Tensor, ...]:
+        """Add an output `[batch, seq, hidden]` to block and stream, and keep it raw where the next read norms it."""
         sources = list(state)
         carried = [sources.pop()] if self.is_dynamic else []
         if self.is_gated:
@@ -104,24 +225,97 @@ class SwitchedAttnRes(DepthWeights):
             carried = [sources.pop(), output, *carried]
         return *super().write(tuple(sources), output), *carried
 
-    def _inverse(self, state: DepthState) -> Tensor | None:
-        """`1 / rms(v)` `[batch, seq, 1]` of the newest output, if there is one and a block sums it up normed."""
+    def counts(self, is_windowed: bool = True) -> list[int]:
+        """Return how many outputs each source sums up."""
+        sizes = (min(self.block_size, self.sublayer - i) for i in range(0, self.sublayer, self.block_size))
+        return self.within_window([1, *sizes]) if is_windowed else [1, *sizes]
+
+    def within_window(self, sources: list) -> list:
+        """Return the first source and, of the others, the last that the window leaves."""
+        return sources if self.window is None else [sources[0], *sources[1:][-self.window :]]
+
+    def weigh(
+        self, sources: Sequence[Tensor], previous: Tensor | None, norm_weight: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the depth weights and the factor of each source, in float32 or wider.
+
+        Args:
+            sources: each `[batch, seq, hidden]`.
+            previous: `x` `[batch, seq, hidden]` of an input-dependent query.
+            norm_weight: `g_l` `[hidden]`, or `None` without key norm.
+
+        Returns:
+            The depth weights `a` `[sources, batch, seq]`, the mean over several heads; and the factors
+            `[sources, batch, seq, 1]`, or `[sources, batch, seq, hidden]` with several heads.
+        """
+        sources = torch.broadcast_tensors(*sources)
+        dtype, width = dtypes_of(sources)[1], sources[0].shape[-1]
+        # Under autocast the products would fall to half precision.
+        with maybe_autocast(sources[0].device.type, enabled=False):
+            inverse = None  # (sources, batch, seq, 1)
+            if self.has_norm or self.norms_values:
+                inverse = torch.stack([inverse_rms(source, self.eps, dtype).unsqueeze(-1) for source in sources])
+            logits = self._logits(sources, inverse, previous, norm_weight, dtype)  # (sources, batch, seq, heads)
+            if self.is_sigmoid:
+                weights = factors = logits.sigmoid() * (2 if self.scale == "sum" else 1)
+            else:
+                exp = (logits - logits.detach().amax(0)).exp()
+                weights = exp / exp.sum(0)
+                # Not `weights * n`: this is exactly one where all logits are equal.
+                factors = exp * (len(sources) / exp.sum(0)) if self.scale == "sum" else weights
+            if self.heads > 1:
+                factors = factors.repeat_interleave(width // self.heads, dim=-1)
+            if self.norms_values:
+                factors = factors * inverse
+            return weights.mean(-1), self.gamma.to(dtype) * factors if self.is_gated else factors
+
+    def _logits(
+        self,
+        sources: Sequence[Tensor],
+        inverse: Tensor | None,
+        previous: Tensor | None,
+        norm_weight: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Compute the logits `[sources, batch, seq, heads]`; the arguments are those of [`weigh`]."""
+        if self.is_static:
+            shape = sources[0].shape
+            if len(self.bias) != len(sources):
+                raise ValueError(
+                    f"sublayer {self.sublayer} has static logits for {len(self.bias)} sources, and reads "
+                    f"{len(sources)}: layers cannot be moved in this model, removed or added."
+                )
+            logits = self.bias.to(dtype).view(-1, *(1 for _ in shape)).expand(-1, *shape[:-1], 1)
+        else:
+            query = F.linear(previous.to(dtype), self.weight.to(dtype)) if self.is_dynamic else self.weight[0].to(dtype)
+            if self.has_norm:
+                query = query * norm_weight.to(dtype)
+            logits = torch.stack([(query * source).unflatten(-1, (self.heads, -1)).sum(-1) for source in sources])
+            logits = logits * inverse if self.has_norm else logits
+        if self.has_prior:
+            logits = torch.stack([logit + math.log(count) for logit, count in zip(logits, self.counts())])
+        return logits
+
+    def _newest_inverse_rms(self, state: DepthState) -> Tensor | None:
+        """Compute `1 / rms(v)` `[batch, seq, 1]` of the newest output, if a block sums it up normed."""
         if not (self.norms_blocks and isinstance(state, tuple)):
             return None
         newest = state[-1 - self.is_gated - self.is_dynamic]
-        return one_over_rms(newest, self.eps, dtypes_of(state)[1]).unsqueeze(-1)
+        return inverse_rms(newest, self.eps, dtypes_of(state)[1]).unsqueeze(-1)
 
-    def _open(self, state: DepthState, inverse: Tensor | None) -> Depth:
-        if not isinstance(state, tuple):
-            return Depth((state,), None, state, state)
+    def _open(self, state: DepthState, inverse: Tensor | None) -> SwitchedState:
+        """Name the tensors of a state, add the newest output to its normed block, and apply the window."""
+        if not isinstance(state, tuple):  # the embedding
+            return SwitchedState((state,), None, state, state)
         sources, normed = list(state), None
         previous = sources.pop() if self.is_dynamic else None
         stream = sources.pop() if self.is_gated else None
         if self.norms_blocks:
-            place = (self.sublayer - 1) % self.block_size  # of the newest output in its block
-            normed = (inverse * (sources.pop() if place else sources[-1])).to(sources[0].dtype)
-            normed = sources.pop() + normed if place else normed
-            if place == self.block_size - 1:
+            position = (self.sublayer - 1) % self.block_size  # of the newest output in its block
+            # The first output of a block is its partial sum; a later one stands raw behind it.
+            normed = (inverse * (sources.pop() if position else sources[-1])).to(sources[0].dtype)
+            normed = sources.pop() + normed if position else normed
+            if position == self.block_size - 1:  # the block is finished
                 sources[-1], normed = normed, None
         sources = self.within_window(sources)
         if self.is_indexed and len(sources) != (count := len(self.counts())):
@@ -129,13 +323,29 @@ class SwitchedAttnRes(DepthWeights):
                 f"sublayer {self.sublayer} reads {count} sources, and there are {len(sources)}: with these switches "
                 "layers cannot be removed from a model."
             )
-        return Depth(tuple(sources), normed, stream, previous)
+        return SwitchedState(tuple(sources), normed, stream, previous)
 
-    def _close(self, depth: Depth, attended: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        inputs = depth.stream + attended if self.is_gated else attended
-        inputs = inputs.to(dtypes_of(depth.sources)[0])
-        kept = (depth.normed is not None, depth.normed), (self.is_gated, depth.stream), (self.is_dynamic, inputs)
-        return inputs, (*depth.sources, *(tensor for is_kept, tensor in kept if is_kept))
+    def _close(self, opened: SwitchedState, attended: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the input `[batch, seq, hidden]` from the attended sum, and the state as a tuple of tensors."""
+        inputs = opened.stream + attended if self.is_gated else attended
+        inputs = inputs.to(dtypes_of(opened.sources)[0])
+        optional = (opened.normed is not None, opened.normed), (self.is_gated, opened.stream), (self.is_dynamic, inputs)
+        return inputs, (*opened.sources, *(tensor for is_kept, tensor in optional if is_kept))
 
 
-__all__ = ["SwitchedAttnRes"]
+def _set_switches(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the switches that are not at their default, with their values."""
+    # A configuration has its fields in `vars`, where they are found faster than by `getattr`.
+    fields = vars(config)
+    return {field: value for field, default in SWITCHES.items() if (value := fields.get(field, default)) != default}
+
+
+def _never_standard(config: PreTrainedConfig) -> str | None:
+    """Return why a model with these switches starts as another function than the residual stream, or `None`."""
+    if config.attn_res_gated:
+        return None
+    reasons = {field: value for field, value in _set_switches(config).items() if field in _NEVER_STANDARD}
+    return next((f"`{field}` is {value!r}: {_NEVER_STANDARD[field]}" for field, value in reasons.items()), None)
+
+
+__all__ = ["SWITCHES", "SwitchedAttnRes"]

@@ -1,10 +1,12 @@
-"""The family on every other backbone of `BACKBONES`: for `llama`, `AttnResLlamaConfig`, `AttnResLlamaForCausalLM`, ...
+"""The family on the other backbones of `BACKBONES`: for `llama`, `AttnResLlamaConfig`, `AttnResLlamaForCausalLM`, ...
 
-Each class is the backbone's own behind a mixin of `decoder_attnres`, made when first asked for.
+Each class is a mixin of `decoder_attnres` in front of the backbone's own class. It is made on first use, because the
+import of all backbones would take seconds.
 """
 
 import re
 import sys
+from collections.abc import Callable
 from functools import cache
 
 import transformers
@@ -22,8 +24,12 @@ _HEADS = {
 }
 
 
+# Called with every class that is made here.
+on_new_class: list[Callable[[type], None]] = []
+
+
 class BackboneConfig(ResidualConfig):
-    """Registers the models on its backbone when the first one is made."""
+    """Base of the configurations. The first instance registers the models on its backbone with the Auto classes."""
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -33,7 +39,7 @@ class BackboneConfig(ResidualConfig):
 
 @cache
 def config_on(backbone: str) -> type[ResidualConfig]:
-    """The family's configuration class on a backbone."""
+    """Return the family's configuration class on a backbone, a model type of `BACKBONES`."""
     parent = CONFIG_MAPPING[backbone]
     doc = f"All fields of [`{parent.__name__}`] and of [`ResidualConfig`]."
     config_class = _make(parent, BackboneConfig, __doc__=doc, model_type=f"attnres_{backbone}", backbone=backbone)
@@ -43,10 +49,11 @@ def config_on(backbone: str) -> type[ResidualConfig]:
 
 @cache
 def models_on(backbone: str) -> dict[str, type[ResidualPreTrainedModel]]:
-    """The family's models on a backbone, by Auto class."""
+    """Return the family's model classes on a backbone by Auto class, such as `"AutoModelForCausalLM"`."""
     config_class, backbone_config = config_on(backbone), CONFIG_MAPPING[backbone]
     heads = {name: models[backbone_config] for name, models in _HEADS.items() if backbone_config in models}
     model, causal_lm = MODEL_MAPPING[backbone_config], heads["AutoModelForCausalLM"]
+    # A backbone names its decoder layer in this attribute, and nowhere else where it can be read without a model.
     layer_class = _make(getattr(sys.modules[model.__module__], model._no_split_modules[0]), ResidualDecoderLayer)
     shared = {"config_class": config_class, "_no_split_modules": [layer_class.__name__]}
     model_class = _make(model, ResidualModel, layer_class=layer_class, **shared)
@@ -58,7 +65,7 @@ def models_on(backbone: str) -> dict[str, type[ResidualPreTrainedModel]]:
     for auto_class, a_class in classes.items():
         a_class.auto_classes = {key: value.__name__ for key, value in classes.items()}
         a_class.register_for_auto_class(auto_class)
-    # Checkpoints have the backbone's layout, known by model type or class name.
+    # Checkpoints have the backbone's tensor names. `transformers` finds renamings by model type or class name.
     of_classes = ((parent.__name__, f"AttnRes{parent.__name__}") for parent in (model, *heads.values()))
     for theirs, ours in ((backbone, config_class.model_type), *of_classes):
         if rules := conversion_mapping.get_checkpoint_conversion_mapping(theirs):
@@ -68,20 +75,27 @@ def models_on(backbone: str) -> dict[str, type[ResidualPreTrainedModel]]:
 
 
 def _exact(rule: object) -> object:
-    """On saving, a target like `.mlp.` is a regular expression, and matches `.mlp_res_proj` too."""
+    """Escape the dots in a renaming's targets.
+
+    On saving, `transformers` takes a target like `.mlp.` for a regular expression, which matches `.mlp_res_proj` too.
+    """
     if type(rule) is WeightRenaming and all(re.fullmatch(r"\.[\w.]+\.", name) for name in rule.target_patterns):
         return WeightRenaming(rule.source_patterns, [re.escape(name) for name in rule.target_patterns])
     return rule
 
 
 def _make(parent: type, *mixins: type, name: str | None = None, **members) -> type:
-    """The class `AttnRes{parent}`, mixins before a backbone's class, as if written here."""
+    """Make the class `AttnRes{parent}` of mixins and a backbone's class, as if it were written in this file."""
     name = f"AttnRes{name or parent.__name__}"
-    globals()[name] = type(name, (*mixins, parent), {"__module__": __name__, **members})
-    return globals()[name]
+    new_class = type(name, (*mixins, parent), {"__module__": __name__, **members})
+    globals()[name] = new_class
+    for callback in on_new_class:
+        callback(new_class)
+    return new_class
 
 
 def __getattr__(name: str) -> type:
+    """Return a class by name; make the classes of its backbone first."""
     for backbone in BACKBONES:
         prefix = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(backbone, "").removesuffix("ForCausalLM")
         if prefix and name.startswith(f"AttnRes{prefix}"):

@@ -1,4 +1,8 @@
-"""Configuration of the family: a backbone and the residual connection through its depth."""
+"""Configuration of the family: a backbone, the residual connection through its depth, and the registry of both.
+
+[`ResidualConfig`] is the mixin of every family member's configuration. `CONNECTIONS` and `BACKBONES` hold the residual
+connections and the backbones by name.
+"""
 
 import difflib
 import warnings
@@ -8,33 +12,45 @@ from typing import Any
 
 from transformers import KimiLinearConfig, PreTrainedConfig
 
-from .attention_gate_attnres import GatedConfig, check_attention_gate
-from .attn_res_attnres import AttnRes
+from .attention_gate_attnres import GateFields, check_attention_gate
+from .attn_res_attnres import AttnResFields
+from .attn_res_switches_attnres import SwitchedAttnRes
 from .denseformer_attnres import DenseFormer
 from .functional_attnres import DEPTH_ATTENTION
-from .highway_attnres import Highway
-from .hyper_connections_attnres import HyperConnections
+from .highway_attnres import Highway, HighwayFields
+from .hyper_connections_attnres import HyperConnections, HyperConnectionsFields
 from .identity_hc_attnres import IdentityHyperConnections
-from .mhc_attnres import MHC
+from .mhc_attnres import MHC, MHCFields
 from .mhc_lite_attnres import MHCLite
 from .post_norm_attnres import PostNorm
 from .residual_attnres import FamilyWarning, ResidualConnection, one_of, require
 from .standard_attnres import StandardResidual
 
-CONNECTIONS: dict[str, type[ResidualConnection]] = {}  # by name; the first is the default
+# By name, the default first. `register` adds others at run time.
+_STREAMS = HyperConnections, IdentityHyperConnections, MHC, MHCLite
+CONNECTIONS: dict[str, type[ResidualConnection]] = {
+    connection.name: connection
+    for connection in (SwitchedAttnRes, StandardResidual, DenseFormer, Highway, *_STREAMS, PostNorm)
+}
 
 
 @dataclass(frozen=True)
 class Sublayer:
-    """What a decoder layer computes between reading from the depth and writing to it, `v_l = f_l(h_l)`."""
+    """Declaration of one sublayer `v_l = f_l(h_l)` of a decoder layer, between its read and its write.
 
-    name: str  # its residual connection has the tensors `{name}_proj.weight` and `{name}_norm.weight`
-    branches: tuple[tuple[str, ...], ...]  # chains of modules, by name: norm, attention, dropout; `v_l` is their sum
-    multiplier: str | None = None  # attribute of the layer that `v_l` is multiplied by
+    Args:
+        name: name of its residual connection, whose tensors are `{name}_proj.weight` and `{name}_norm.weight`.
+        branches: chains of the layer's modules by name, such as norm, attention, dropout; `v_l` is the sum over chains.
+        multiplier: attribute of the layer that `v_l` is multiplied by.
+    """
+
+    name: str
+    branches: tuple[tuple[str, ...], ...]
+    multiplier: str | None = None
 
     @property
     def first(self) -> str | None:
-        """The module, as a rule the norm, that all branches begin with and go on from."""
+        """Name of the module, usually a norm, with which all branches begin; `None` if there is no such module."""
         first = self.branches[0][0]
         return first if all(len(branch) > 1 and branch[0] == first for branch in self.branches) else None
 
@@ -43,7 +59,13 @@ Sublayers = tuple[Sublayer, ...]
 
 
 def attention_and_mlp(attention: tuple[str, ...], mlp: tuple[str, ...], multiplier: str | None = None) -> Sublayers:
-    """Of a layer whose attention and MLP, each one chain of modules, follow each other."""
+    """Declare a layer whose attention and MLP follow each other.
+
+    Args:
+        attention: the attention's chain of modules by name.
+        mlp: the MLP's chain.
+        multiplier: attribute of the layer that both outputs are multiplied by.
+    """
     return Sublayer("self_attention_res", (attention,), multiplier), Sublayer("mlp_res", (mlp,), multiplier)
 
 
@@ -57,15 +79,15 @@ SANDWICH = attention_and_mlp(
 
 
 def gpt_neox_sublayers(config: PreTrainedConfig) -> Sublayers:
-    """With a parallel residual, both read the same input and make one output."""
+    """Declare a GPT-NeoX layer; with a parallel residual, attention and MLP are two branches of one sublayer."""
     attention = ("input_layernorm", "attention", "post_attention_dropout")
     mlp = ("post_attention_layernorm", "mlp", "post_mlp_dropout")
     is_parallel = config.use_parallel_residual
     return (Sublayer("parallel_res", (attention, mlp)),) if is_parallel else attention_and_mlp(attention, mlp)
 
 
-# Model type in `transformers` -> the sublayers of a layer, or a function of the configuration; makes
-# `attnres_{model type}`.
+# Model type of a backbone in `transformers` -> the sublayers of its layers, or a function that returns them for a
+# configuration. Each makes a family member of model type `attnres_{model type}`.
 BACKBONES: dict[str, Sublayers | Callable[[PreTrainedConfig], Sublayers]] = {
     "deepseek_v3": PRE_NORM,
     "gemma2": SANDWICH,
@@ -85,10 +107,9 @@ BACKBONES: dict[str, Sublayers | Callable[[PreTrainedConfig], Sublayers]] = {
 }
 
 
-# With those of the connections, `{name}_`: what the family's fields begin with.
+# The names of the family's fields begin with one of these, or with `{name}_` of a connection.
 _PREFIXES = ("residual_", "depth_attention_", "attention_gate")
-
-
+# Fields of backbones that hold a size, where a backbone has them.
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "head_dim"),
     *("num_attention_heads", "num_key_value_heads"),
@@ -96,23 +117,25 @@ _SIZES = (
 _MAX_LAYERS, _MAX_DEPTH = 10_000, 100
 
 
-class ResidualConfig(GatedConfig, PreTrainedConfig):
-    """Of every family member, beside the fields of its backbone and the `fields` of its connection:
+class ResidualConfig(AttnResFields, HighwayFields, HyperConnectionsFields, MHCFields, GateFields, PreTrainedConfig):
+    """Mixin of every family member's configuration, beside the backbone's own.
 
-    - `residual_connection`, `"attn_res"` by default: a key of `CONNECTIONS`; with `"standard"` it is the backbone.
-    - `attention_gate`, `None` by default: see its file.
-    - `depth_attention_implementation`, `"auto"` by default: the name of one, or the fastest that runs. Not saved.
+    The bases declare the fields of connections and gate. Of these, `config.json` holds the ones of the chosen
+    connection. A connection that is registered at run time adds its fields to this class.
     """
 
     backbone = ""  # model type of the backbone, a key of `BACKBONES`
-    # The state between stages is a tuple, which a plan of named tensors cannot say.
+    # No plan for pipeline stages of `transformers`: it lists named tensors, and the state is a tuple.
     base_model_pp_plan = None
 
     residual_connection: str = "attn_res"
+    """Name of the residual connection, a key of `CONNECTIONS`. With `"standard"` the model is the backbone."""
+
     depth_attention_implementation: str = "auto"
+    """Name of an implementation in `DEPTH_ATTENTION`; `"auto"` is the fastest that runs. It is not saved."""
 
     def __post_init__(self, **kwargs):
-        kwargs.pop("model_type", None)  # that of a backbone's checkpoint
+        kwargs.pop("model_type", None)  # a backbone's checkpoint names the backbone's own
         # Before the backbone's class divides by these numbers, or makes lists of that length.
         self.check_sizes()
         for name, value in (vars(self) | kwargs).items():
@@ -124,7 +147,7 @@ class ResidualConfig(GatedConfig, PreTrainedConfig):
         self._warn_of_unknown_fields()
 
     def _warn_of_unknown_fields(self) -> None:
-        """Warn of fields that belong to the family by their names, but not to this version of it."""
+        """Warn of fields whose names look like the family's, but which this version does not have."""
         prefixes = (*_PREFIXES, *(f"{name}_" for name in CONNECTIONS))
         unknown = [name for name in vars(self) if name.startswith(prefixes) and not hasattr(type(self), name)]
         for name in sorted(unknown):
@@ -134,10 +157,10 @@ class ResidualConfig(GatedConfig, PreTrainedConfig):
             warnings.warn(message, FamilyWarning, stacklevel=3)
 
     def check_sizes(self) -> None:
-        """Check the numbers that every decoder has.
+        """Check the sizes that every decoder has.
 
         Raises:
-            ValueError: one is below 1, or there are more than 10,000 layers, which is no model but a mistake.
+            ValueError: a size is below 1, or there are more than 10,000 layers, which can only be a mistake.
         """
         layers = self.num_hidden_layers
         require(self, "num_hidden_layers", 1 <= layers <= _MAX_LAYERS, f"an integer from 1 to {_MAX_LAYERS:,}")
@@ -146,44 +169,53 @@ class ResidualConfig(GatedConfig, PreTrainedConfig):
             require(self, field, not isinstance(value, int) or value >= 1, "an integer >= 1")
 
     def check_fields(self) -> None:
-        """Raises ValueError: a value is not allowed. Models check again."""
+        """Check all fields of the family. Models call it again, since fields may be set after the start.
+
+        Raises:
+            ValueError: a value is not allowed; the message names field, value and allowed values.
+        """
         self.check_sizes()
         allowed = f"{type(self).backbone!r}, that of {type(self).__name__}"
         require(self, "backbone", self.backbone == type(self).backbone, allowed)
         require(self, "residual_connection", self.residual_connection in [*CONNECTIONS], one_of(CONNECTIONS))
-        for field, default in CONNECTIONS[self.residual_connection].fields.items():
-            setattr(self, field, getattr(self, field, default))  # of its own, so that it is saved
-        self.connection.check(self)
+        connection = CONNECTIONS[self.residual_connection]
+        for field, default in connection.fields.items():
+            # On the instance, and not only the class: then `config.json` holds the field.
+            setattr(self, field, getattr(self, field, default))
+        connection.check(self)
         check_attention_gate(self)
         chosen = self.depth_attention_implementation
         require(self, "depth_attention_implementation", chosen in [*DEPTH_ATTENTION], one_of(DEPTH_ATTENTION))
 
     @property
     def connection(self) -> type[ResidualConnection]:
+        """Class that implements the residual connection for these fields."""
         return CONNECTIONS[self.residual_connection].form(self)
 
     @property
     def sublayers(self) -> Sublayers:
-        """Of one decoder layer."""
+        """Declarations of the sublayers of one decoder layer."""
         declared = BACKBONES[self.backbone]
         return declared if isinstance(declared, tuple) else declared(self)
 
     @property
     def num_sublayers(self) -> int:
-        """Of the decoder."""
+        """Number of sublayers of the decoder."""
         return self.num_hidden_layers * len(self.sublayers)
 
     @classmethod
     def get_config_dict(cls, *args, **kwargs):
-        # No warning about the model type.
+        """Read a configuration as `transformers` does; a backbone's checkpoint gets the family's model type."""
+        # Otherwise `transformers` would warn that the two model types differ.
         fields, kwargs = super().get_config_dict(*args, **kwargs)
         if fields.get("model_type") == cls.backbone:
             fields["model_type"] = cls.model_type
         return fields, kwargs
 
     def to_dict(self):
+        """Return the fields to save."""
         fields = super().to_dict()
-        fields.pop("depth_attention_implementation", None)  # of the machine
+        fields.pop("depth_attention_implementation", None)  # it depends on the machine, not on the model
         return fields
 
 
@@ -201,25 +233,25 @@ def _depth(value: Any) -> int:
 
 
 def register(connection: type[ResidualConnection]) -> None:
-    """Make it a `residual_connection`, with its fields."""
+    """Add a connection of another package to `CONNECTIONS`, and its fields to [`ResidualConfig`]."""
     CONNECTIONS[connection.name] = connection
     for field, default in connection.fields.items():
+        # The fields of such a connection are known only now, so they cannot be declared in the class.
         setattr(ResidualConfig, field, default)
 
 
-_STREAMS = HyperConnections, IdentityHyperConnections, MHC, MHCLite
-for _connection in (AttnRes, StandardResidual, DenseFormer, Highway, *_STREAMS, PostNorm):
-    register(_connection)
-
-
 class AttnResConfig(ResidualConfig, KimiLinearConfig):
-    """All fields of [`KimiLinearConfig`] and of [`ResidualConfig`]."""
+    """Configuration of AttnRes on Kimi Linear: all fields of [`KimiLinearConfig`] and of [`ResidualConfig`]."""
 
     model_type = "attnres"
     backbone = "kimi_linear"
 
     def check_fields(self) -> None:
-        """Also those of Kimi Linear that otherwise fail late."""
+        """Check also the fields of Kimi Linear whose mistakes would show late or not at all.
+
+        Raises:
+            ValueError: a value is not allowed.
+        """
         super().check_fields()
         layers, heads = self.num_hidden_layers, self.num_attention_heads
         kinds = {"layer_types": ("linear_attention", "full_attention"), "mlp_layer_types": ("dense", "sparse")}

@@ -1,7 +1,9 @@
 """Residual connections on any decoder of `transformers`: mixins for its layer, its model and its heads.
 
-Each sublayer reads its input from the depth state and writes its output to it; last the final norm reads. The state
-takes the place of `hidden_states` in the backbone's loop: no hooks.
+Each sublayer reads its input from the depth state and writes its output to it; at the end the final norm reads. The
+state takes the place of `hidden_states` in the backbone's own loop over layers, so no hooks are needed.
+
+The way of a state through one layer is `ResidualDecoderLayer.forward`: read, norm and attention (or MLP), write.
 """
 
 import os
@@ -33,8 +35,8 @@ from .loading_attnres import check_added, check_shapes, explain_broken_shard, st
 from .residual_attnres import DepthState, ResidualConnection, ResidualNorm, residual_tensors
 from .saving_attnres import complete_save, saved_whole, stage_in
 
-# `Trainer`'s label smoothing, pipelines, `transformers serve` and lm-eval decide by these tables, model type -> class
-# name, what a model is. An Auto class's `register` does not write to them.
+# Model type -> class name. `Trainer`'s label smoothing, pipelines, `transformers serve` and lm-eval look here to tell
+# language models from others. An Auto class's `register` does not write to these tables.
 _CLASS_NAMES = {
     "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
     "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -42,13 +44,13 @@ _CLASS_NAMES = {
     "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 }
-# A layer's first sublayer: what it reads is recorded as the layer's input.
+# Names of a layer's first sublayer. Its input is recorded as the layer's hidden state.
 _FIRST_SUBLAYER = ("self_attention_res", "parallel_res")
 
 
 def _add_connection(module: nn.Module, name: str, config: ResidualConfig, sublayer: int) -> None:
-    """Register a connection as `{name}_proj`, its norm as `{name}_norm`: names of the released weights."""
-    # Not `config.connection`: a checkpoint's configuration has its own copy of these files.
+    """Register a connection as `{name}_proj` and its norm as `{name}_norm`, the names of the released weights."""
+    # Not `config.connection`: with remote code, the configuration may come from another copy of these files.
     connection = CONNECTIONS[config.residual_connection].form(config)(config, sublayer)
     module.add_module(f"{name}_proj", connection)
     if connection.has_norm:
@@ -56,13 +58,22 @@ def _add_connection(module: nn.Module, name: str, config: ResidualConfig, sublay
 
 
 class ResidualDecoderLayer:
-    """Mixin of a backbone's decoder layer."""
+    """Mixin of a backbone's decoder layer: runs its sublayers, as declared in `BACKBONES`, on the depth state."""
 
     sublayers: Sublayers
     layer_idx: int
 
     def connect(self, config: ResidualConfig, sublayers: Sublayers, layer_idx: int) -> None:
-        """Make a backbone's layer one of the family."""
+        """Add the residual connections to a layer that the backbone has made.
+
+        Args:
+            config: the model's configuration.
+            sublayers: the declarations of the layer's sublayers.
+            layer_idx: index of the layer in the decoder.
+
+        Raises:
+            ValueError: the declarations do not fit the layer.
+        """
         _check_declaration(self, config.backbone, sublayers)
         self.sublayers, self.layer_idx = sublayers, layer_idx
         for i, sublayer in enumerate(sublayers):
@@ -70,20 +81,29 @@ class ResidualDecoderLayer:
         add_attention_gate(self, config)
 
     def move_to(self, layer_idx: int) -> None:
-        """Take another place."""
+        """Take another index in the decoder, after layers were moved or removed."""
         self.layer_idx = layer_idx
         for i, sublayer in enumerate(self.sublayers):
             getattr(self, f"{sublayer.name}_proj").sublayer = layer_idx * len(self.sublayers) + i
 
     def forward(self, hidden_states: DepthState, *, reader: "DepthReader | None" = None, **kwargs) -> DepthState:
-        """State in, state out; what the `reader` makes of it after the last layer."""
+        """Run the layer's sublayers: each reads from the state, computes, and writes its output to the state.
+
+        Args:
+            hidden_states: the depth state; the name is the one that backbones call layers with.
+            reader: the way to read in this pass, made once by the decoder.
+            kwargs: arguments of the backbone's attention.
+
+        Returns:
+            The state; after the last layer the input `[batch, seq, hidden]` of the final norm.
+        """
         state, reader = hidden_states, reader or DepthReader()
         for sublayer in self.sublayers:
-            inputs, is_normed, state = reader.read(self, sublayer.name, state, sublayer.first)
+            inputs, is_normed, state = reader.read(self, sublayer.name, state, sublayer.first)  # (batch, seq, hidden)
             outputs = []
             for branch in sublayer.branches:
                 output = inputs
-                for name in branch[is_normed:]:
+                for name in branch[is_normed:]:  # the norm comes first, and some reads include it
                     module, is_attention = getattr(self, name), name in ("attention", "self_attn")
                     output = self.attend(module, output, **kwargs) if is_attention else module(output)
                 outputs.append(output)
@@ -94,21 +114,45 @@ class ResidualDecoderLayer:
         return reader.after(self.layer_idx, state)
 
     def attend(self, attention: nn.Module, hidden_states: Tensor, **kwargs) -> Tensor:
-        """The output `[batch, seq, hidden]` of an attention."""
+        """Return the output `[batch, seq, hidden]` of an attention, without its attention weights.
+
+        Args:
+            attention: the layer's attention module.
+            hidden_states: its input `[batch, seq, hidden]`.
+            kwargs: its other arguments.
+        """
         return attention(hidden_states, **kwargs)[0]
 
 
 class DepthReader:
-    """How a pass reads: by the `model`'s connections, or by `fast` in their place."""
+    """The way to read in one forward pass.
 
-    def __init__(self, model: "ResidualModel | None" = None, fast: Any = None):
-        self.model, self.fast = model, fast
+    Args:
+        model: the decoder, whose output reads after its last layer; `None` for a layer that is called alone.
+        plan: the inference plan that reads in place of the connections, if there is one.
+    """
+
+    def __init__(self, model: "ResidualModel | None" = None, plan: Any = None):
+        self.model, self.plan = model, plan
 
     def read(self, owner: nn.Module, name: str, state: DepthState, first: str | None = None) -> tuple[Any, ...]:
-        """A sublayer's input or, if the second value is true, what its norm `first` makes of that; and the state."""
+        """Read the input of a sublayer.
+
+        Args:
+            owner: the module that holds the connection: a layer, or the decoder for its output.
+            name: name of the connection.
+            state: the depth state.
+            first: name of the module, usually the norm, that the sublayer begins with.
+
+        Returns:
+            The input `[batch, seq, hidden]`, whether `first` has been applied to it already, and the state.
+
+        Raises:
+            TypeError: an adapter wraps the connection or its norm.
+        """
         connection, norm = getattr(owner, f"{name}_proj"), getattr(owner, f"{name}_norm", None)
-        if self.fast is not None and not torch.compiler.is_compiling():
-            return *self.fast.read(connection, state), state
+        if self.plan is not None and not torch.compiler.is_compiling():
+            return *self.plan.read(connection, state), state
         if hasattr(connection, "get_base_layer") or hasattr(norm, "get_base_layer"):
             raise TypeError(f"`{name}` holds no layer for an adapter: train it by `modules_to_save`.")
         is_normed = connection.takes_norm and first is not None
@@ -117,7 +161,12 @@ class DepthReader:
         return inputs, is_normed, state
 
     def after(self, layer_idx: int, state: DepthState) -> DepthState:
-        """The state after a layer; after the last one the input of the final norm `[batch, seq, hidden]`."""
+        """Return the state after a layer; after the last one the final norm's input `[batch, seq, hidden]`.
+
+        Args:
+            layer_idx: index of the layer that has just ended.
+            state: the state after it.
+        """
         if self.model is None:
             return state
         last = min(self.model.config.num_hidden_layers, len(self.model.layers)) - 1  # early exit runs fewer
@@ -125,27 +174,28 @@ class DepthReader:
 
 
 class ResidualPreTrainedModel:
-    """Mixin of a backbone's `PreTrainedModel`."""
+    """Mixin of a backbone's `PreTrainedModel`: loading, saving, dtypes, and records of hidden states."""
 
     config: ResidualConfig
-    auto_classes: dict[str, str]  # Auto class -> name of the class, in the same file
+    auto_classes: dict[str, str]  # Auto class -> name of the model class, in the same file
 
     def __init_subclass__(cls, **kwargs) -> None:
         super().__init_subclass__(**kwargs)
         if not issubclass(cls, PreTrainedModel):
-            return  # another mixin
+            return  # a mixin, such as `ResidualModel`
         backbone = next(c for c in cls.__mro__ if c.__module__.startswith("transformers.models."))
         cls.__doc__ = cls.__doc__ or f"[`{backbone.__name__}`] with attention residuals or another of `CONNECTIONS`."
-        # `transformers` looks for a decorator in the class's file.
+        # By default `transformers` would search the file of the class for the experts' decorator.
         cls._can_set_experts_implementation = backbone._can_set_experts_implementation
         _show_backbone_signature(cls)
-        # The input of every layer, then of the final norm, replaced by its output.
+        # `hidden_states`: the input of every layer, then that of the final norm, which `transformers` replaces by the
+        # norm's output.
         record = partial(OutputRecorder, ResidualConnection)
         first = partial(record, index=0, capture_initial_hidden_state=False)
         reads = [first(layer_name=f"{name}_proj") for name in (*_FIRST_SUBLAYER, "output_attn_res")]
         own = {"hidden_states": reads, "depth_attentions": record(index=1)}
         cls._can_record_outputs = (getattr(cls, "_can_record_outputs", None) or {}) | own
-        # FSDP2 derives a class from the model's, and so may a user: it is of the kind that its base is.
+        # FSDP2 derives a class from the model's, and so may a user: it stands in the same tables as its base.
         bases = {base.__name__ for base in cls.__mro__[1:]}
         for names in _CLASS_NAMES.values():
             if not bases.isdisjoint(name for name in names.values() if isinstance(name, str)):
@@ -160,12 +210,13 @@ class ResidualPreTrainedModel:
             _add_class_name(_CLASS_NAMES[name], cls)
 
     def post_init(self) -> None:
+        """Initialise as `transformers` does, and keep sensitive tensors in float32 in a model of 16 bits."""
         for name in ("_no_split_modules", "_keep_in_fp32_modules_strict"):
-            vars(self).pop(name, None)  # of the backbone's own classes
+            vars(self).pop(name, None)  # the backbone's `__init__` has set them from its own classes
         super().post_init()
         if CONNECTIONS[self.config.residual_connection].form(self.config).float32:
             self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), "*_res_proj"}
-        # A model that is made in 16 bits has them everywhere. `from_pretrained` loads into the dtypes that it finds.
+        # A model that is made in 16 bits has all tensors in 16 bits. `from_pretrained` loads into the dtypes it finds.
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
         kept = self._tensors_kept_in_float32()
         for tensor in kept.values():
@@ -190,7 +241,10 @@ class ResidualPreTrainedModel:
         return {name: tensor for name, tensor in named if tensor.is_floating_point() and pattern.search(name)}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args, **kwargs):
-        """Also leave these tensors in float32 in `model.to(torch.bfloat16)` or `model.half()`, which call this."""
+        """Apply a function to all tensors; `model.to(torch.bfloat16)` and `model.half()` call this.
+
+        Tensors that stay in float32 are moved by it, but not cast to 16 bits.
+        """
         kept = [*self._tensors_kept_in_float32().values()]
         kept += [tensor.grad for tensor in kept if tensor.grad is not None]
         kept_ids = {id(tensor) for tensor in kept}  # `fn` gets the tensors themselves, and not their names
@@ -213,7 +267,7 @@ class ResidualPreTrainedModel:
 
     def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=checkpoint, **kwargs):
         def checkpoint_layer(forward: partial, state: DepthState) -> DepthState:
-            if isinstance(state, tuple):  # reentrant, it differentiates by positional tensors alone
+            if isinstance(state, tuple):  # reentrant checkpointing differentiates only by positional tensors
                 return gradient_checkpointing_func(lambda *tensors: forward(tensors), *state)
             return gradient_checkpointing_func(forward, state)
 
@@ -278,7 +332,7 @@ class ResidualPreTrainedModel:
 
 
 class ResidualModel(ResidualPreTrainedModel):
-    """Mixin of a backbone's decoder."""
+    """Mixin of a backbone's decoder, such as `LlamaModel`."""
 
     layer_class: type[ResidualDecoderLayer]
 
@@ -288,11 +342,17 @@ class ResidualModel(ResidualPreTrainedModel):
         self.connect()
 
     def connect(self) -> None:
-        """Make a backbone's decoder one of the family."""
+        """Add the residual connections to a decoder that the backbone has made.
+
+        Raises:
+            ValueError: the decoder does not keep its layers in `layers`, or they do not fit their declaration.
+        """
         config, sublayers = self.config, self.config.sublayers
         if not isinstance(getattr(self, "layers", None), nn.ModuleList):
             raise ValueError(f"the decoder of {config.backbone!r} does not keep its layers in `layers`.")
         for i, layer in enumerate(self.layers):
+            # The backbone makes its layers by a fixed class inside its `__init__`. To make them again by ours would
+            # initialise all weights twice; ours only adds methods and, in `connect`, the connections.
             layer.__class__ = self.layer_class
             layer.connect(config, sublayers, i)
         _add_connection(self, "output_attn_res", config, config.num_sublayers)
@@ -320,33 +380,48 @@ class ResidualModel(ResidualPreTrainedModel):
         return arguments
 
     def forward(self, *args, record_to: list | None = None, **kwargs):
+        """Run the decoder; see the backbone's own `forward` for arguments and result.
+
+        Args:
+            args: the backbone's arguments.
+            record_to: a list that the recorded depth weights are appended to; the heads pass it.
+            kwargs: the backbone's arguments.
+
+        Raises:
+            ValueError: the same layer stands at two places; the rows cannot be prepared.
+        """
+        # Layers may have been removed or moved since the last pass.
         if any(layer.layer_idx != i for i, layer in enumerate(self.layers)):
             if len({*self.layers}) < len(self.layers):
                 raise ValueError("one layer stands at two places of `layers`: copy it.")
             for i, layer in enumerate(self.layers):
                 layer.move_to(i)
-        wanted = ("output_hidden_states", "output_depth_attentions")
-        is_recorded = any(kwargs.get(name) or getattr(self.config, name, False) for name in wanted)
-        fast = None
+        records = ("output_hidden_states", "output_depth_attentions")
+        is_recorded = any(kwargs.get(name) or getattr(self.config, name, False) for name in records)
+        plan = None
+        # Records are taken from calls of the connections, which a plan bypasses.
         if not (is_recorded or torch.is_grad_enabled() or torch.compiler.is_compiling()):
-            fast = CONNECTIONS[self.config.residual_connection].form(self.config).reader(self)
+            plan = CONNECTIONS[self.config.residual_connection].form(self.config).inference_plan(self)
         # `zip` ends with the shorter one, the arguments that were given by position.
         arguments = self.prepare_rows(dict(zip(self.argument_names, args)) | kwargs)
-        outputs = super().forward(reader=DepthReader(self, fast), **arguments)
+        # The backbone's loop passes extra arguments on to every layer: so `reader` reaches them.
+        outputs = super().forward(reader=DepthReader(self, plan), **arguments)
         if record_to is not None and "depth_attentions" in outputs:
             record_to.append(outputs["depth_attentions"])
         return outputs
 
 
 class ResidualHead(ResidualPreTrainedModel):
-    """Mixin of a backbone's model with a head."""
+    """Mixin of a backbone's model with a head, such as `LlamaForCausalLM`."""
 
     model_class: type[ResidualModel]
 
     def __init__(self, config: ResidualConfig):
         config.check_fields()
         super().__init__(config)
-        # A new object: `transformers` notes what it records when one is made.
+        # The backbone has made its own decoder, by a fixed class. Ours takes over its modules and attributes: to make
+        # it by its `__init__` would initialise all weights twice. The bare `PreTrainedModel.__init__` is needed, since
+        # `transformers` registers the records of a class there.
         decoder = self.model_class.__new__(self.model_class)
         PreTrainedModel.__init__(decoder, config)
         vars(decoder).update(vars(self.base_model))
@@ -356,17 +431,18 @@ class ResidualHead(ResidualPreTrainedModel):
 
     @can_return_tuple
     def forward(self, *args, **kwargs) -> ModelOutput:
+        """Run the model; see the backbone's own `forward` for arguments and result."""
         recorded = []
-        # It goes on to the loss function too.
+        # Only then: the argument reaches the loss function too.
         if kwargs.get("output_depth_attentions", getattr(self.config, "output_depth_attentions", False)):
             kwargs["record_to"] = recorded
-        # `Trainer` takes the loss for one that is divided by this number of labels, of all accumulated batches. A
-        # language model's loss is; that of the other heads is the mean over its own batch, whatever it is given.
+        # `Trainer` expects a loss that is divided by this number of labels, of all accumulated batches. A language
+        # model's loss is; the other heads return the mean over their own batch, whatever they are given.
         total = None if self.can_generate() else kwargs.pop("num_items_in_batch", None)
         outputs = super().forward(*args, **kwargs | {"return_dict": True})
         if total is not None and outputs.get("loss") is not None:
             share = (kwargs["labels"].ne(-100).sum() / total).to(outputs.loss.device)
-            # The mean over no label is NaN; its share of all labels is zero.
+            # A batch without labels has the mean NaN; its share of all labels is zero.
             outputs["loss"] = torch.where(share > 0, outputs.loss * share, 0.0)
         outputs.depth_attentions = None
         if recorded:
@@ -375,20 +451,21 @@ class ResidualHead(ResidualPreTrainedModel):
 
 
 class PooledByMask(GenericForSequenceClassification):
-    """Sequence classification that pools embeddings, too, at the last token that is not padding.
+    """Mixin of a sequence classifier that pools `inputs_embeds` at the last token that is not padding.
 
-    `transformers` finds padding by token id. Of `inputs_embeds` it takes the last position, which is padding where
-    that is on the right.
+    `transformers` finds padding by token id. For `inputs_embeds` it pools the last position, which is padding in a row
+    that is padded on the right.
     """
 
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, *args, **kwargs):
+        """Run the classifier; see `transformers`' own `forward` for arguments and result."""
         embeddings = kwargs.get("inputs_embeds")
         if embeddings is None or not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
             return super().forward(input_ids, attention_mask, *args, **kwargs)
         labels = kwargs.pop("labels", None)
         outputs = self.base_model(input_ids, attention_mask, *args, **kwargs)
         batch_size, length = embeddings.shape[:2]
-        is_token = attention_mask[:, -length:] != 0  # with a cache, the mask begins before the embeddings
+        is_token = attention_mask[:, -length:] != 0  # (batch, length); with a cache, the mask covers earlier tokens too
         last = (torch.arange(length, device=is_token.device) * is_token).argmax(-1).to(embeddings.device)
         hidden = outputs.last_hidden_state[torch.arange(batch_size, device=embeddings.device), last]
         logits = self.score(hidden)
@@ -400,27 +477,30 @@ class PooledByMask(GenericForSequenceClassification):
 
 
 def _by_own_names(*path: str | Path) -> bool:
-    """`Trainer` resumes from `checkpoint-7` by own names; else the layout is published."""
+    """Return whether a folder is saved under the model's own tensor names, and not in the published layout.
+
+    `Trainer` resumes from its folders `checkpoint-7` without the conversion of `from_pretrained`.
+    """
     return bool(re.fullmatch(r"checkpoint-\d+", Path(*path).resolve().name))
 
 
 def auto_map(model_class: type[ResidualPreTrainedModel]) -> dict[str, str]:
-    """What each Auto class loads from the saved code."""
+    """Return the entry `auto_map` of `config.json`: Auto class -> class in the saved code, as `file.Class`."""
     config_class = model_class.config_class
-    own, of_config = (module.__module__.rpartition(".")[2] for module in (model_class, config_class))
-    heads = {auto_class: f"{own}.{name}" for auto_class, name in model_class.auto_classes.items()}
-    return {"AutoConfig": f"{of_config}.{config_class.__name__}"} | heads
+    model_file, config_file = (cls.__module__.rpartition(".")[2] for cls in (model_class, config_class))
+    heads = {auto_class: f"{model_file}.{name}" for auto_class, name in model_class.auto_classes.items()}
+    return {"AutoConfig": f"{config_file}.{config_class.__name__}"} | heads
 
 
 def _add_class_name(names: dict[str, Any], model_class: type[ResidualPreTrainedModel]) -> None:
-    """Add a class to a table of `_CLASS_NAMES`, under its model type if no other class has it."""
+    """Add a class to a table of `_CLASS_NAMES`, under its model type if that is free."""
     name, model_type = model_class.__name__, model_class.config_class.model_type
     if names.setdefault(model_type, name) != name:
-        names[f"{model_type}/{name}"] = name  # the tables are searched by value, too
+        names[f"{model_type}/{name}"] = name  # tools search the values too
 
 
 def _check_declaration(layer: nn.Module, backbone: str, sublayers: Sublayers) -> None:
-    """Raises ValueError: `sublayers` do not fit a layer of the backbone."""
+    """Raise `ValueError` if the declared sublayers do not fit a layer of the backbone."""
     names = [sublayer.name for sublayer in sublayers]
     if names[0] not in _FIRST_SUBLAYER or len(set(names)) < len(names):
         first = " or ".join(map(repr, _FIRST_SUBLAYER))
@@ -433,19 +513,19 @@ def _check_declaration(layer: nn.Module, backbone: str, sublayers: Sublayers) ->
 
 
 def _show_backbone_signature(model_class: type[ResidualPreTrainedModel]) -> None:
-    """Give `forward` the signature that `generate` and `Trainer` read."""
-    own, *inherited = (vars(c)["forward"] for c in model_class.__mro__ if "forward" in vars(c))
-    if own.__module__ == __name__:
-        theirs = next(forward for forward in inherited if forward.__module__ != __name__)
+    """Give `forward` the signature of the backbone's, which `generate` and `Trainer` read."""
+    family_forward, *inherited = (vars(c)["forward"] for c in model_class.__mro__ if "forward" in vars(c))
+    if family_forward.__module__ == __name__:
+        backbone_forward = next(forward for forward in inherited if forward.__module__ != __name__)
 
-        @wraps(theirs)
+        @wraps(backbone_forward)
         def forward(self, *args, **kwargs):
-            return own(self, *args, **kwargs)
+            return family_forward(self, *args, **kwargs)
 
         forward.__doc__ = (
-            f"As [`{theirs.__qualname__}`]; `output_depth_attentions` adds `depth_attentions`: the weights "
+            f"As [`{backbone_forward.__qualname__}`]; `output_depth_attentions` adds `depth_attentions`: the weights "
             "`[sources, batch, seq]` with which each sublayer and the output read."
         )
         model_class.forward = forward
-        # Of the arguments by position, whose names `wraps` keeps from `inspect` in a traced call.
-        model_class.argument_names = tuple(signature(theirs).parameters)[1:]
+        # Names of positional arguments. They are kept here because `inspect` cannot read them in a traced call.
+        model_class.argument_names = tuple(signature(backbone_forward).parameters)[1:]

@@ -16,10 +16,13 @@ from .residual_attnres import DepthState, ResidualConnection
 
 
 class DenseFormer(ResidualConnection):
-    """State: the residual stream within the layer, and before it the states `X_0 .. X_i` after the layers so far.
+    """DenseFormer's averages over depth, read by the first sublayer of each layer and by the output.
 
-    `weight` `[i + 1]` holds the `a_ij` of the first sublayer of layer `i` (of the output, for the last one); the other
-    sublayers read the stream and have none.
+    State: `X_0 .. X_i`, the states after the layers so far, then the residual stream within the current layer; each is
+    `[batch, seq, hidden]`.
+
+    Tensors: `weight` `[i + 1]` holds the `a_ij` that the first sublayer of layer `i` reads with; the output's is the
+    last. Other sublayers read the stream and have no weight.
     """
 
     name = "denseformer"
@@ -36,10 +39,12 @@ class DenseFormer(ResidualConnection):
 
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:
+        """Return the name with the number of sublayers."""
         return f"DenseFormer ({config.num_sublayers} sublayers)"
 
     @classmethod
     def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> str | None:
+        """Return a reason if a weight has left the identity; see the base class."""
         for name, weight in tensors.items():
             if weight[-1] != 1 or weight[:-1].count_nonzero():
                 return f"`{name}` is trained: it averages earlier layers"
@@ -47,20 +52,27 @@ class DenseFormer(ResidualConnection):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        """Set the weights to the identity: 1 for the stream, 0 for earlier states."""
         if self.weight is not None:
             start = torch.zeros_like(self.weight)
             start[-1] = 1
             init.copy_(self.weight, start)
 
     def mix(self, state: DepthState, coefficients: None) -> tuple[Tensor, DepthState]:
-        # `X_0 .. X_{i-1}`, and the stream after the layer that has just ended: `X_i`
+        """Compute `Y_i` `[batch, seq, hidden]` at the first sublayer of a layer; elsewhere return the stream.
+
+        Raises:
+            ValueError: the weights are for another number of states, because layers were moved, removed or added.
+        """
+        # `X_0 .. X_{i-1}`, and the stream after the layer that has just ended: `X_i`.
         *layers, last = state if isinstance(state, tuple) else (state,)
         averages = self.sublayer > 0 and self.sublayer % self.per_layer == 0
-        expected, found = 0 if self.weight is None else len(self.weight), len(layers) + 1 if averages else 0
-        if expected != found:
+        expected = 0 if self.weight is None else len(self.weight)
+        available = len(layers) + 1 if averages else 0
+        if expected != available:
             raise ValueError(
                 f"the DenseFormer weights of sublayer {self.sublayer} are for {expected} earlier states, and there are "
-                f"{found}: layers cannot be moved in this model, removed or added."
+                f"{available}: layers cannot be moved in this model, removed or added."
             )
         if self.weight is None:
             return last, state
@@ -74,6 +86,7 @@ class DenseFormer(ResidualConnection):
         return mixed, (*layers, last, mixed)
 
     def write(self, state: DepthState, output: Tensor) -> tuple[Tensor, ...]:
+        """Add an output `[batch, seq, hidden]` to the stream."""
         states = state if isinstance(state, tuple) else (state, state)  # `X_0`, and the stream, which begins from it
         return *states[:-1], states[-1] + output
 

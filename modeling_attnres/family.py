@@ -1,4 +1,7 @@
-"""The names of the package `attnres`, and the registration of the model family with `transformers`' Auto classes."""
+"""The names of the package `attnres`, and the registration of the model family with the Auto classes.
+
+This is the part of the model room that is installed only: it does not travel with weights.
+"""
 
 import importlib
 from pathlib import Path
@@ -23,18 +26,18 @@ from .residual_attnres import ResidualConnection, residual_tensors
 
 
 def add_backbone(model_type: str, sublayers: Sublayers) -> None:
-    """Bring the family to another decoder of `transformers`: afterwards `attnres_{model_type}` is a model type.
+    """Add another decoder of `transformers` to the family; `attnres_{model_type}` becomes a model type.
 
     Args:
-        model_type: that of the backbone, known to `AutoConfig`.
-        sublayers: what a layer of it computes; see [`Sublayer`] and, for usual forms, `configuration_attnres`.
+        model_type: the backbone's model type, known to `AutoConfig`.
+        sublayers: the sublayers of one of its layers; see [`Sublayer`], and `configuration_attnres` for usual forms.
 
     Raises:
         ValueError: `AutoConfig` does not know the model type.
     """
     if model_type not in transformers.CONFIG_MAPPING:
         raise ValueError(
-            f"{model_type!r} is no model type of `transformers`. Register its configuration with AutoConfig."
+            f"{model_type!r} is not a model type of `transformers`. Register its configuration with AutoConfig."
         )
     BACKBONES[model_type] = sublayers if callable(sublayers) else tuple(sublayers)
     config_class = backbones_attnres.config_on(model_type)
@@ -42,21 +45,24 @@ def add_backbone(model_type: str, sublayers: Sublayers) -> None:
 
 
 def register_residual_connection(connection: type[ResidualConnection]) -> type[ResidualConnection]:
-    """Bring another residual connection to the family: its `name` becomes a value of `residual_connection`.
+    """Add another residual connection to the family: its `name` becomes a value of `residual_connection`.
 
-    It works as a decorator of the class. The class stays where it is: a checkpoint that uses it loads where it has been
-    registered, and not by the code beside the weights.
+    It works as a decorator of the class. The class does not travel with weights: a checkpoint that uses it loads only
+    where it has been registered.
 
     Args:
-        connection: with a `name`, `mix` and `write`; `fields` and all else are optional.
+        connection: a class with `name`, `mix` and `write`; everything else is optional.
+
+    Returns:
+        The same class.
 
     Raises:
-        TypeError: it is no class that derives from [`ResidualConnection`].
-        ValueError: its name is no identifier or that of another connection, or one of its fields is a field of a
-            configuration already. A class that takes the place of itself, as when a notebook's cell runs again, may.
+        TypeError: it does not derive from [`ResidualConnection`].
+        ValueError: its name is not an identifier or belongs to another connection; or a configuration already has one
+            of its fields. The same class may be registered again, as when a notebook's cell runs twice.
     """
     if not (isinstance(connection, type) and issubclass(connection, ResidualConnection)):
-        raise TypeError(f"{connection!r} is no class that derives from ResidualConnection.")
+        raise TypeError(f"{connection!r} must be a class that derives from ResidualConnection.")
     name, title = getattr(connection, "name", None), connection.__qualname__
     if not (isinstance(name, str) and name.isidentifier()):
         raise ValueError(f"the `name` of {title} is {name!r}, but must be an identifier.")
@@ -76,30 +82,35 @@ def register_residual_connection(connection: type[ResidualConnection]) -> type[R
 
 
 def peft_modules_to_save(model: nn.Module) -> list[str]:
-    """The modules of a model that hold the residual connections' tensors, for PEFT's `modules_to_save`.
+    """List the modules with the residual connections' tensors, for PEFT's `modules_to_save`.
 
-    PEFT freezes all that is no target, and these tensors are none, not of `all-linear` either: they are vectors. Named
-    to it, they are trained whole and saved with the adapter.
+    PEFT freezes every tensor that is not a target, and `all-linear` does not target these: they are vectors. Listed in
+    `modules_to_save`, they are trained whole and saved with the adapter.
 
     ```python
     >>> config = LoraConfig(target_modules="all-linear", modules_to_save=attnres.peft_modules_to_save(model))
     ```
 
+    Args:
+        model: a model of the family.
+
     Returns:
-        Their names in the module that holds them, such as `mlp_res_proj`; none for a standard model.
+        Names of modules in their parent, such as `mlp_res_proj`; an empty list for a standard model.
     """
     return sorted({name.split(".")[-2] for name in residual_tensors(model)})
 
 
 def _upload_with_card(model: ResidualPreTrainedModel, folder: str, repo: str, *args: Any, **kwargs: Any) -> Any:
-    """What `model.push_to_hub` calls when all is saved, with a card of ours in the place of the template's."""
-    cards = importlib.import_module("attnres.conversion.cards")  # not before: it is of a room above
+    """Upload a saved model as `transformers` does, but with our model card in place of its template."""
+    # Imported at the call, since the model room may not depend on `conversion`, which depends on it.
+    cards = importlib.import_module("attnres.conversion.cards")
     text = cards.decode_card((Path(folder) / cards.CARD).read_bytes(), cards.CARD)
     cards.write_card(cards.without_template(text), cards.Subject(model.config, Path(folder), repo))
     return transformers.PreTrainedModel._upload_modified_files(model, folder, repo, *args, **kwargs)
 
 
-# Models that are loaded by the code beside their weights have `transformers`' own.
+# `push_to_hub` offers no other place for a card. It is set from here, and not written in the class, because the class
+# travels with weights and the cards do not.
 ResidualPreTrainedModel._upload_modified_files = _upload_with_card
 transformers.AutoConfig.register(AttnResConfig.model_type, AttnResConfig, exist_ok=True)
 for _auto_class, _name in AttnResPreTrainedModel.auto_classes.items():
@@ -110,20 +121,21 @@ for _backbone, _sublayers in BACKBONES.items():
 
 
 def __getattr__(name: str) -> type:
-    """The classes on other backbones, such as `AttnResLlamaForCausalLM`, when they are first asked for."""
+    """Return a class on another backbone, such as `AttnResLlamaForCausalLM`, on first use."""
     return getattr(backbones_attnres, name)
 
 
-def _in_transformers(name: str) -> type:
-    """`transformers.AttnResForCausalLM`: tools look the `architectures` of a configuration up there."""
-    if name.startswith("AttnRes"):
-        return globals().get(name) or __getattr__(name)
-    raise AttributeError(name)  # `transformers` goes on with its own
+def _add_to_transformers(new_class: type) -> None:
+    """Make a class an attribute of `transformers`, where tools look up the `architectures` of a configuration."""
+    # `processing_utils` replaces the module `transformers` in `sys.modules`: earlier importers hold another object.
+    for module in (transformers, processing_utils.transformers_module):
+        setattr(module, new_class.__name__, new_class)
 
 
-# `processing_utils` puts a new module `transformers` in the place of the one that whoever was first has imported.
-for _module in (transformers, processing_utils.transformers_module):
-    _module.__getattr__ = _in_transformers
+for _class in (AttnResConfig, *(globals()[_name] for _name in AttnResPreTrainedModel.auto_classes.values())):
+    _add_to_transformers(_class)
+# The classes on a backbone are made with its first configuration, so before a tool can read its `architectures`.
+backbones_attnres.on_new_class.append(_add_to_transformers)
 
 
 __all__ = [

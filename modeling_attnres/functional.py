@@ -1,4 +1,4 @@
-"""Depth attention as a function: the readable form, and the one that is as fast as the machine allows."""
+"""Depth attention as a function of tensors: a readable reference, and a fast form with the same arguments."""
 
 from collections.abc import Sequence
 
@@ -52,7 +52,7 @@ def depth_attention_reference(
     scale: str = "mean",
     return_weights: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The readable form of [`depth_attention`]: same arguments, same result, no attention to cost."""
+    """Compute [`depth_attention`] by the equation, line by line; arguments and result are the same."""
     _check(query, sources, key_norm_weight, scale)
     result, weights = reference(query, sources, key_norm_weight, eps, scale == "sum")
     return (result, weights) if return_weights else result

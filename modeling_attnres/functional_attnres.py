@@ -2,7 +2,8 @@
 
     h = sum_i a_i s_i,   a = softmax_i( w . (g * RMSNorm(s_i)) )                              (AttnRes, section 3)
 
-`reference` is the equation line by line; `eager` never writes normalised keys.
+`reference` is the equation line by line. `eager` computes the same in PyTorch without ever writing normalised keys.
+[`DEPTH_ATTENTION`] holds all implementations by name; an installed `attnres.accelerated` adds faster ones.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ try:
     import attnres.accelerated as accelerated
 except ModuleNotFoundError:
     accelerated = None
-# A copy of this file beside a checkpoint may meet another version.
+# A copy of this file beside a checkpoint may be older or newer than the installed package: they must agree on this.
 INTERFACE = 1
 if accelerated is not None and accelerated.INTERFACE != INTERFACE:
     logging.get_logger(__name__).warning(
@@ -26,13 +27,25 @@ if accelerated is not None and accelerated.INTERFACE != INTERFACE:
     )
     accelerated = None
 
+# Result `[..., D]`, depth weights `[n, ...]`, and the sources for the next read.
 Attended = tuple[Tensor, Tensor, Sequence[Tensor]]
 
 
 def reference(
     query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor | None, eps: float, is_sum: bool
 ) -> tuple[Tensor, Tensor]:
-    """`h` `[..., D]`, with `is_sum` times `n`, and `a` `[n, ...]`."""
+    """Compute depth attention as the equation says it.
+
+    Args:
+        query: `w` `[D]`.
+        sources: n >= 1 tensors `[..., D]` of one shape.
+        key_norm_weight: `g` `[D]`, or `None` for ones.
+        eps: epsilon of the key norm.
+        is_sum: whether to multiply the result by n (scale "sum").
+
+    Returns:
+        `h` `[..., D]` in the common dtype of the sources, and `a` `[n, ...]` in float32 or wider.
+    """
     dtype, stat_dtype = dtypes_of(sources)
     values = torch.stack([source.to(stat_dtype) for source in sources])  # (n, ..., D)
     key_norm_weight = None if key_norm_weight is None else key_norm_weight.to(stat_dtype)
@@ -51,12 +64,22 @@ def attend(
     implementation: str = "auto",
     fuse_later_grads: bool = False,
 ) -> Attended:
-    """[`reference`] by an implementation, and the sources to go on with: the same values.
+    """Compute [`reference`] by a named implementation.
 
-    The query has D elements; the sources are `n >= 1` tensors `[..., D]`, which broadcast. With `fuse_later_grads` the
-    backward pass may add the gradients of whoever reads the returned sources next.
+    Args:
+        query: `w`, D elements in any shape.
+        sources: n >= 1 tensors `[..., D]`, which broadcast.
+        key_norm_weight: `g` `[D]`, or `None` for ones.
+        eps: epsilon of the key norm.
+        is_sum: whether to multiply the result by n (scale "sum").
+        implementation: a name of [`DEPTH_ATTENTION`].
+        fuse_later_grads: whether the backward pass may add up the gradients of later reads of the returned sources.
 
-    Raises ValueError: the query has another width; the implementation is unknown or cannot run here.
+    Returns:
+        `h` `[..., D]`, `a` `[n, ...]`, and the sources for the next read, with the same values.
+
+    Raises:
+        ValueError: the query has another width; the implementation is unknown or cannot run here.
     """
     if any(source.shape != sources[0].shape for source in sources):
         sources = torch.broadcast_tensors(*sources)
@@ -68,6 +91,7 @@ def attend(
     dtype, stat_dtype = dtypes_of(sources)
     query = query.flatten().to(stat_dtype)
     if key_norm_weight is not None:
+        # (w . (g * k)) = ((w * g) . k): the norm's weight never touches a source.
         query = query * key_norm_weight.to(stat_dtype)
     result, weights, sources = DEPTH_ATTENTION[implementation](query, sources, eps, is_sum, fuse_later_grads)
     return result.to(dtype), weights, sources
@@ -76,9 +100,20 @@ def attend(
 def eager(
     query: Tensor, sources: Sequence[Tensor], eps: float, is_sum: bool, fuse_later_grads: bool = False
 ) -> Attended:
-    """In PyTorch's operations; `query` is `w * g`: the key norm's weight never touches a source."""
+    """Compute depth attention in PyTorch's operations.
+
+    Args:
+        query: `w * g` `[D]`, in float32 or wider.
+        sources: n >= 1 tensors `[..., D]` of one shape.
+        eps: epsilon of the key norm.
+        is_sum: whether to multiply the result by n (scale "sum").
+        fuse_later_grads: unused here; other implementations take it.
+
+    Returns:
+        `h` `[..., D]` in the query's dtype or wider, `a` `[n, ...]`, and the sources as they came.
+    """
     is_inference = not torch.is_grad_enabled()
-    # What can be transformed and traced, and what a compiler fuses.
+    # Transforms and tracers need plain operations, and a compiler fuses them by itself.
     is_transformed = torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
     if is_transformed or torch.jit.is_tracing() or (torch.compiler.is_compiling() and is_inference):
         return *reference(query, sources, None, eps, is_sum), sources
@@ -86,23 +121,27 @@ def eager(
     with maybe_autocast(query.device.type, enabled=False):
         if not is_inference or sources[0].numel() > 8 * len(query):
             return *_DepthAttention.apply(query, eps, is_sum, *sources), sources
-        # Decoding costs launches, of which stacked sources need fewer. Training may compute again, to the same bits.
+        # For the few tokens of a decoding step, launches cost more than memory: stacked sources need fewer of them.
+        # Not for training, where a checkpointed forward pass must repeat to the same bits.
         shape, n = sources[0].shape, len(sources)
-        stacked = torch.stack([source.to(query.dtype) for source in sources]).view(n, -1, shape[-1])
-        weights = (stacked @ query).mul_(one_over_rms(stacked, eps, query.dtype)).softmax(0)  # (n, tokens)
+        stacked = torch.stack([source.to(query.dtype) for source in sources]).view(n, -1, shape[-1])  # (n, tokens, D)
+        weights = (stacked @ query).mul_(inverse_rms(stacked, eps, query.dtype)).softmax(0)  # (n, tokens)
         result = torch.bmm(weights.t().unsqueeze(1), stacked.transpose(0, 1)).view(shape)
         return (result.mul_(n) if is_sum else result), weights.view(n, *shape[:-1]), sources
 
 
 class _DepthAttention(torch.autograd.Function):
-    """With `r_i = rsqrt(mean(s_i^2) + eps)` the logits are `r_i (query . s_i)`."""
+    """Depth attention with its own backward pass: it keeps logits and `1 / rms`, but no normalised keys.
+
+    With `r_i = 1 / sqrt(mean(s_i^2) + eps)` the logits are `r_i (query . s_i)`.
+    """
 
     @staticmethod
     def forward(ctx, *arguments: Tensor | float | bool) -> tuple[Tensor, Tensor]:
         # `torch.compile` would take `(ctx, query, eps, is_sum, *sources)` with two sources for one without `ctx`.
         query, eps, is_sum, *sources = arguments
-        inverse_rms = torch.stack([one_over_rms(source, eps, query.dtype) for source in sources])  # (n, ...)
-        logits = torch.stack([source.to(query.dtype) @ query for source in sources]) * inverse_rms
+        inverse = torch.stack([inverse_rms(source, eps, query.dtype) for source in sources])  # (n, ...)
+        logits = torch.stack([source.to(query.dtype) @ query for source in sources]) * inverse
         exp = (logits - logits.amax(0)).exp()
         normaliser = exp.sum(0)
         weights = exp / normaliser
@@ -112,29 +151,32 @@ class _DepthAttention(torch.autograd.Function):
         result = coefficients[0] * sources[0].to(query.dtype)
         for coefficient, source in zip(coefficients[1:], sources[1:]):
             result.addcmul_(coefficient, source)
-        ctx.save_for_backward(query, logits, inverse_rms, weights, mixing, *sources)
+        ctx.save_for_backward(query, logits, inverse, weights, mixing, *sources)
         ctx.eps, ctx.is_sum = eps, is_sum
         ctx.set_materialize_grads(False)
         return result, weights
 
     @staticmethod
     def backward(ctx, grad: Tensor | None, grad_weights: Tensor | None):
-        query, logits, inverse_rms, weights, mixing, *sources = ctx.saved_tensors
+        query, logits, inverse, weights, mixing, *sources = ctx.saved_tensors
         grad = torch.zeros_like(sources[0], dtype=query.dtype) if grad is None else grad
         with maybe_autocast(grad.device.type, enabled=False):
-            if torch.is_grad_enabled():  # to be differentiated itself
+            if torch.is_grad_enabled():  # for second derivatives, differentiate the reference
                 (result, _), derivative = torch.func.vjp(
                     lambda query, *sources: reference(query, sources, None, ctx.eps, ctx.is_sum), query, *sources
                 )
                 grad_weights = torch.zeros_like(weights) if grad_weights is None else grad_weights
                 grad_query, *grad_sources = derivative((grad.to(result.dtype), grad_weights))
                 return grad_query, None, None, *grad_sources
-            similarity = torch.stack([(grad * source).sum(-1) for source in sources])
+            # Softmax: dL/dlogit_i = m_i (grad . s_i - sum_j a_j (grad . s_j)).
+            similarity = torch.stack([(grad * source).sum(-1) for source in sources])  # (n, ...)
             grad_logits = mixing * (similarity - (weights * similarity).sum(0))
             if grad_weights is not None:
                 grad_logits = grad_logits + weights * (grad_weights - (weights * grad_weights).sum(0))
-            along_query = grad_logits * inverse_rms
-            along_source = -grad_logits * logits * inverse_rms.square() / query.numel()
+            # Logit_i = r_i (query . s_i), and dr_i/ds_i = -r_i^3 s_i / D: a source gets gradient along the query and
+            # along itself.
+            along_query = grad_logits * inverse
+            along_source = -grad_logits * logits * inverse.square() / query.numel()
             needs_query, _, _, *needs_source = ctx.needs_input_grad
             grad_query, grad_sources = torch.zeros_like(query), [None] * len(sources)
             for i, source in enumerate(sources):
@@ -149,7 +191,7 @@ class _DepthAttention(torch.autograd.Function):
 
 
 class DepthAttentionInterface(GeneralInterface):
-    """Name -> function like [`eager`].
+    """Mapping from the name of an implementation to a function with the arguments of [`eager`].
 
     `attnres.accelerated` adds others, which raise ValueError where they cannot run, and an `auto` that chooses.
     """
@@ -162,14 +204,23 @@ if accelerated is not None:
     accelerated.register(DEPTH_ATTENTION)
 
 
-def one_over_rms(source: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """`1 / sqrt(mean(s^2) + eps)` `[...]`, without a squared copy of the source."""
-    norm = torch.linalg.vector_norm(source, dim=-1, dtype=dtype)
-    return (norm.square() / source.shape[-1] + eps).rsqrt()
+def inverse_rms(x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """Compute `1 / sqrt(mean(x^2) + eps)` over the last dimension, without a squared copy of `x`.
+
+    Args:
+        x: `[..., D]`.
+        eps: epsilon of the norm.
+        dtype: dtype of the computation and of the result.
+
+    Returns:
+        `[...]`. Applied after a projection, it also needs no normed copy of `x`.
+    """
+    norm = torch.linalg.vector_norm(x, dim=-1, dtype=dtype)
+    return (norm.square() / x.shape[-1] + eps).rsqrt()
 
 
 def dtypes_of(sources: Sequence[Tensor]) -> tuple[torch.dtype, torch.dtype]:
-    """The dtype of the result, and that of the statistics."""
+    """Return the common dtype of the sources, and the dtype of statistics: the same, but at least float32."""
     dtype = sources[0].dtype
     for source in sources[1:]:
         dtype = torch.promote_types(dtype, source.dtype)

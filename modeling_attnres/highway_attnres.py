@@ -2,8 +2,8 @@
 
     h_{l+1} = g_l * v_l + (1 - g_l) * h_l,   g_l = sigmoid(W_g RMSNorm(h_l) + b_g)
 
-The gate is elementwise. `b_g` starts at -1: layers mostly carry at first. Both shares add up to one, so that no setting
-is the standard residual, `h_l + v_l`.
+The gate is elementwise. `b_g` starts at -1: layers mostly carry at first. The two shares add up to one, so no setting
+gives the standard residual `h_l + v_l`.
 """
 
 import torch
@@ -12,17 +12,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from .residual_attnres import DepthState, ResidualConnection, norm_eps, require
+from .residual_attnres import DepthState, ResidualConnection, field_defaults, norm_eps, require
+
+
+class HighwayFields:
+    """Configuration field of `residual_connection="highway"`."""
+
+    highway_bias: float = -1.0
+    """Start of the gates' biases `b_g`, from -100 to 100."""
 
 
 class Highway(ResidualConnection):
-    """State: the stream, between a read and a write with the gate, each `[batch, seq, hidden]`.
+    """Highway gates. State: the stream and, from a read to its write, the gate; each is `[batch, seq, hidden]`.
 
-    `weight` `[hidden, hidden]` is `W_g`, `bias` `[hidden]` is `b_g`; the output has neither.
+    Tensors: `weight` `[hidden, hidden]` is `W_g`, `bias` `[hidden]` is `b_g`. The output's connection has neither.
     """
 
     name = "highway"
-    fields = {"highway_bias": -1.0}
+    fields = field_defaults(HighwayFields)
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__(config, sublayer)
@@ -37,28 +44,32 @@ class Highway(ResidualConnection):
 
     @classmethod
     def check(cls, config: PreTrainedConfig) -> None:
+        """Check the start of the biases; see [`ResidualConnection.check`]."""
         bias = config.highway_bias
         is_valid = isinstance(bias, (int, float)) and not isinstance(bias, bool) and -100 <= bias <= 100
         require(config, "highway_bias", is_valid, "a number from -100 to 100")
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        """Draw `W_g` from a normal distribution, and set `b_g` to its start."""
         if self.weight is not None:
             init.normal_(self.weight, std=self.std)
             init.constant_(self.bias, self.start)
 
     def coefficients(self, state: Tensor, norm: None = None) -> Tensor | None:
-        """The gate `[batch, seq, hidden]`."""
+        """Compute the gate `[batch, seq, hidden]`; the output has none."""
         if self.weight is None:
             return None
         return F.linear(F.rms_norm(state, state.shape[-1:], eps=self.eps), self.weight, self.bias).sigmoid()
 
     def mix(self, state: Tensor, coefficients: Tensor | None) -> tuple[Tensor, DepthState]:
+        """Return the stream `[batch, seq, hidden]` as the input, and keep the gate for the write."""
         return state, (state if coefficients is None else (state, coefficients))
 
     def write(self, state: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
+        """Combine stream and output `[batch, seq, hidden]` by the gate."""
         stream, gate = state
         return gate.to(stream.dtype) * output + (1 - gate).to(stream.dtype) * stream
 
 
-__all__ = ["Highway"]
+__all__ = ["Highway", "HighwayFields"]

@@ -3,9 +3,9 @@
     input  h = A_m^T X,      output  X' = A_r^T X + B (x) f(h)
     [A_m, A_r, B] = S + [s_a, s_a, s_b] tanh(N [W_m, W_r, W_b]),   N = RMSNorm(X), each stream by itself
 
-`S`, static, starts as `A_m = e_{l mod n}` for sublayer l, `A_r = I` and `B = 1`, and the dynamic part with `W = 0` and
-the scales `s` at 0.01: the model is the standard one exactly, and the streams differ once they are trained. A weight of
-the norm would add nothing to `W`.
+The static part `S` starts as `A_m = e_{l mod n}` for sublayer l, `A_r = I` and `B = 1`; the dynamic part starts with
+`W = 0` and the scales `s` at 0.01. The model is then the standard one exactly, and the streams differ once they are
+trained. The norm has no weight, since `W` can hold it.
 """
 
 from collections.abc import Mapping
@@ -17,14 +17,23 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
-from .residual_attnres import DepthState, require
-from .streams_attnres import ResidualStreams, inverse_rms, wide
+from .functional_attnres import inverse_rms
+from .residual_attnres import DepthState, field_defaults, require
+from .streams_attnres import ResidualStreams, StreamFields, wide
+
+
+class HyperConnectionsFields(StreamFields):
+    """Configuration fields of `residual_connection="hyper_connections"`."""
+
+    hyper_connections_dynamic: bool = True
+    """Whether the coefficients depend on the tokens. If not, only the static part is there."""
 
 
 class HyperConnections(ResidualStreams):
-    """`static` `[n, n + 2]` holds of each stream its `A_m`, its row of `A_r` and its `B`; `weight` `[n + 2, hidden]`
-    `W_m`, `W_r` and `W_b`; `scale` `[2]` `s_a` and `s_b`. With `hyper_connections_dynamic=False` there is only the
-    first.
+    """Hyper-Connections, static or dynamic.
+
+    Tensors: `static` `[n, n + 2]` holds for each stream its `A_m`, its row of `A_r` and its `B`. Dynamic ones also have
+    `weight` `[n + 2, hidden]`, which is `W_m`, `W_r` and `W_b`, and `scale` `[2]`, which is `s_a` and `s_b`.
     """
 
     name = "hyper_connections"
@@ -32,20 +41,23 @@ class HyperConnections(ResidualStreams):
     # Rounding `static` and `scale` to bfloat16 moved the logits of a trained model by 0.7% of their spread, rounding
     # the weights of the backbone by 0.4%, and rounding the tensors of another connection by less than 0.2%.
     float32 = True
-    fields = ResidualStreams.fields | {"hyper_connections_dynamic": True}
+    fields = field_defaults(HyperConnectionsFields)
 
     @classmethod
     def check(cls, config: PreTrainedConfig) -> None:
+        """Check both fields; see [`ResidualConnection.check`]."""
         super().check(config)
         is_dynamic = config.hyper_connections_dynamic
         require(config, "hyper_connections_dynamic", isinstance(is_dynamic, bool), "true or false")
 
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:
+        """Return the name with the number of streams, and whether it is static."""
         return ("" if config.hyper_connections_dynamic else "static ") + super().describe(config)
 
     @classmethod
     def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> str | None:
+        """Return a reason if coefficients depend on the tokens or the static part is trained; see the base class."""
         n = config.residual_streams
         for name, tensor in tensors.items():
             if name.endswith(".weight") and tensor.count_nonzero():
@@ -59,6 +71,7 @@ class HyperConnections(ResidualStreams):
         return None
 
     def add_tensors(self, config: PreTrainedConfig) -> None:
+        """Register `static` and, if dynamic, `weight` and `scale`."""
         self.static = nn.Parameter(torch.zeros(self.streams, self.streams + 2))
         if config.hyper_connections_dynamic:
             self.weight = nn.Parameter(torch.zeros(self.streams + 2, config.hidden_size))
@@ -68,6 +81,7 @@ class HyperConnections(ResidualStreams):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        """Set the tensors to the start of the standard residual, see above."""
         if self.is_output:
             return
         one = torch.eye(self.streams, device=self.static.device)
@@ -78,15 +92,18 @@ class HyperConnections(ResidualStreams):
             init.constant_(self.scale, 0.01)
 
     def coefficients(self, state: DepthState, norm: None = None) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Compute `A_m`, `B` and `A_r - I`, the base class's `H_pre`, `H_post` and `H_res - I`; the output has none."""
         if self.is_output:
             return None
         streams = self.expand(state)[-1]
         dtype, n = wide(streams), self.streams
-        weights = self.static.to(dtype).expand(*streams.shape[:-1], -1)  # [batch, seq, n, n + 2]
+        weights = self.static.to(dtype).expand(*streams.shape[:-1], -1)  # (batch, seq, n, n + 2)
         if self.weight is not None:
             with maybe_autocast(streams.device.type, enabled=False):
                 streams = streams.to(dtype)
-                projected = F.linear(streams, self.weight.to(dtype)) * inverse_rms(streams, self.eps)
+                projected = F.linear(streams, self.weight.to(dtype)) * inverse_rms(streams, self.eps, dtype).unsqueeze(
+                    -1
+                )
                 alpha, beta = self.scale.to(dtype)
                 weights = weights + projected.tanh() * torch.cat([alpha.expand(n + 1), beta.expand(1)])
         # Products of batches of matrices are slow where their rows have gaps.
@@ -94,4 +111,4 @@ class HyperConnections(ResidualStreams):
         return read, write, weights[..., 1:-1] - torch.eye(n, dtype=dtype, device=streams.device)
 
 
-__all__ = ["HyperConnections"]
+__all__ = ["HyperConnections", "HyperConnectionsFields"]

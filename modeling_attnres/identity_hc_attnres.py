@@ -1,4 +1,4 @@
-"""Identity Hyper-Connections: n residual streams that are read and written with learned weights and never mixed.
+"""Identity Hyper-Connections: n residual streams, read and written with learned weights, and never mixed.
 
     x = RMSNorm(flatten(X)),   H_pre = sigmoid(a_1 F_1 x + b_1),   H_post = 2 sigmoid(a_2 F_2 x + b_2)        all [n]
     input  h = sum_j H_pre[j] X_j,            output  X' = X + H_post (x) f(h)
@@ -11,7 +11,7 @@ from .projected_streams_attnres import ProjectedStreams
 
 
 class IdentityHyperConnections(ProjectedStreams):
-    """The tensors are those of [`ProjectedStreams`] without `F_3`."""
+    """Hyper-Connections with `H_res = I`. Its tensors are those of [`ProjectedStreams`] without `F_3`."""
 
     name = "identity_hc"
     title = "Identity Hyper-Connections"

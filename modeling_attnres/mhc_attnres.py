@@ -5,9 +5,10 @@
     input  h = sum_j H_pre[j] X_j,            output  X' = H_res^T X + H_post (x) f(h)
 
 With `b_1 = -ln(n - 1)`, `b_2 = 0` and `a = 0` the model is the standard one exactly, whatever `b_3`: all streams are
-equal, and `H_res` makes of them averages whose weights sum to 1. `b_3` starts at 0 on the diagonal and -8 beside it: a
-stream keeps 99.9% of itself, and half of what sets it apart is still there after 500 sublayers. Uniform matrices would
-average it away at once; and far below -80 float32 would leave nothing of `H_res` but 0 and 1, and no gradient.
+equal, and `H_res` averages them with weights that sum to 1. `b_3` starts at 0 on the diagonal and -8 beside it: a
+stream keeps 99.9% of itself, and half of its difference from the others is left after 500 sublayers. Uniform matrices
+would average the difference away at once. Far below -80, `H_res` in float32 would hold only 0 and 1, and pass no
+gradient.
 """
 
 import torch
@@ -15,15 +16,23 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from .projected_streams_attnres import ProjectedStreams, minus_identity
-from .streams_attnres import require_integer
+from .residual_attnres import field_defaults
+from .streams_attnres import StreamFields, require_integer
+
+
+class MHCFields(StreamFields):
+    """Configuration fields of `residual_connection="mhc"`."""
+
+    mhc_sinkhorn_iterations: int = 20
+    """Iterations of Sinkhorn's algorithm, from 1 to 1000."""
 
 
 class MHC(ProjectedStreams):
-    """The tensors are those of [`ProjectedStreams`]; `F_3` has n^2 rows, those of `H_res[0]` first."""
+    """mHC. Its tensors are those of [`ProjectedStreams`]; `F_3` has n^2 rows, those of `H_res[0]` first."""
 
     name = "mhc"
     title = "mHC"
-    fields = ProjectedStreams.fields | {"mhc_sinkhorn_iterations": 20}
+    fields = field_defaults(MHCFields)
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__(config, sublayer)
@@ -31,24 +40,33 @@ class MHC(ProjectedStreams):
 
     @staticmethod
     def mixing_rows(streams: int) -> int:
+        """Return n^2, the number of entries of `H_res`."""
         return streams * streams
 
     @classmethod
     def check(cls, config: PreTrainedConfig) -> None:
+        """Check streams and iterations; see [`ResidualConnection.check`]."""
         super().check(config)
         require_integer(config, "mhc_sinkhorn_iterations", 1, 1000)
 
     def mixing(self, logits: Tensor) -> Tensor:
+        """Compute `H_res - I` `[..., n, n]` from logits `[..., n^2]`."""
         logits = logits.unflatten(-1, (self.streams, self.streams))
-        start = 8 * torch.eye(self.streams, dtype=logits.dtype, device=logits.device)  # or -8 beside it, the same
+        start = 8 * torch.eye(self.streams, dtype=logits.dtype, device=logits.device)  # the same as -8 beside it
         return minus_identity(sinkhorn(logits + start, self.iterations))
 
 
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
-    """A doubly stochastic matrix near `exp(logits)` `[..., n, n]`: rows and columns are divided by their sums in turn.
+    """Compute a doubly stochastic matrix near `exp(logits)`: divide rows and columns by their sums in turn.
 
-    The columns then sum to 1 to rounding, the rows as nearly as the iterations have converged. In logarithms no sum is
-    zero and none needs an epsilon, and gradients are finite whatever the logits.
+    In logarithms no sum is zero or needs an epsilon, and gradients are finite whatever the logits.
+
+    Args:
+        logits: `[..., n, n]`, in float32 or wider.
+        iterations: number of divisions of the rows and of the columns, at least 1.
+
+    Returns:
+        `[..., n, n]`. Columns sum to 1 to rounding, rows as nearly as the iterations have converged.
     """
     # The tokens last: sums over n numbers that lie side by side take ten times as long.
     scores = logits.movedim((-2, -1), (0, 1)).contiguous()
@@ -57,4 +75,4 @@ def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
     return scores.log_softmax(1).softmax(0).movedim((0, 1), (-2, -1))
 
 
-__all__ = ["MHC", "sinkhorn"]
+__all__ = ["MHC", "MHCFields", "sinkhorn"]

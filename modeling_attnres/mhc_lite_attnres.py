@@ -5,8 +5,8 @@
     input  h = sum_j H_pre[j] X_j,            output  X' = H_res^T X + H_post (x) f(h)
 
 `H_res` is doubly stochastic to rounding, without iterations. With `b_1 = -ln(n - 1)`, `b_2 = 0` and `a = 0` the model
-is the standard one exactly, whatever `b_3`. That starts at 0 for the identity and -8 for the others: of four streams
-each keeps 99.4% of itself. Averaged uniformly they would have nothing of their own.
+is the standard one exactly, whatever `b_3`. `b_3` starts at 0 for the identity and -8 for the others: each of four
+streams keeps 99.4% of itself. A uniform average would make all streams equal.
 """
 
 import math
@@ -22,13 +22,17 @@ from .residual_attnres import require
 
 
 class MHCLite(ProjectedStreams):
-    """The tensors are those of [`ProjectedStreams`]; `F_3` has n! rows, permutations in lexicographic order."""
+    """mHC-lite.
+
+    Its tensors are those of [`ProjectedStreams`]; `F_3` has n! rows, for the permutations in lexicographic order.
+    """
 
     name = "mhc_lite"
     title = "mHC-lite"
 
     @classmethod
     def check(cls, config: PreTrainedConfig) -> None:
+        """Check that there are at most 5 streams; see [`ResidualConnection.check`]."""
         streams = config.residual_streams
         is_too_many = isinstance(streams, int) and streams > 5
         allowed = "from 2 to 5: each of the n! permutations has a weight for every channel of every stream"
@@ -37,21 +41,25 @@ class MHCLite(ProjectedStreams):
 
     @staticmethod
     def mixing_rows(streams: int) -> int:
+        """Return n!, the number of permutations."""
         return math.factorial(streams)
 
     def add_tensors(self, config: PreTrainedConfig) -> None:
+        """Register the tensors of the base class and, as a buffer that is not saved, the permutation matrices."""
         super().add_tensors(config)
         shape = self.mixing_rows(self.streams), self.streams, self.streams
         self.register_buffer("permutations", torch.zeros(shape), persistent=False)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        """Set the tensors to their start, and the buffer to the permutation matrices `[n!, n, n]`."""
         super().reset_parameters()
         if not self.is_output:
             order = torch.tensor([*permutations(range(self.streams))], device=self.permutations.device)
             init.copy_(self.permutations, torch.nn.functional.one_hot(order, self.streams))
 
     def mixing(self, logits: Tensor) -> Tensor:
+        """Compute `H_res - I` `[..., n, n]` from logits `[..., n!]`."""
         identity, others = logits.tensor_split([1], dim=-1)
         shares = torch.cat([identity, others - 8], dim=-1).softmax(-1)
         averages = shares @ self.permutations.flatten(1).to(shares.dtype)

@@ -1,11 +1,14 @@
-"""AttnRes on a Kimi Linear backbone. What differs from `transformers`' Kimi Linear:
+"""AttnRes on a Kimi Linear backbone.
+
+Differences from Kimi Linear in `transformers`:
 
 - sublayers and the final norm read from the depth state, as on any backbone;
-- delta attention keeps documents of one row apart and passes over padding;
-- where `attnres` is installed, its faster delta attention is taken if no GPU kernel applies;
-- the published layout of Kimi Linear checkpoints loads and is written.
+- delta attention keeps the documents of one row apart and ignores padding;
+- an installed `attnres` brings a faster delta attention for devices without GPU kernels;
+- Kimi Linear checkpoints load and save in their published layout.
 
-Tools look in this file for the experts' decorator, `@use_experts_implementation`.
+The experts' decorator `@use_experts_implementation` is named here because `transformers` searches this file's text
+for it.
 """
 
 import inspect
@@ -23,33 +26,41 @@ from .delta_attention_attnres import DeltaAttention
 from .documents_attnres import cache_of, for_linear_attention, keep_documents_apart
 from .functional_attnres import accelerated
 
-# Arguments that `for_linear_attention` makes for these layers alone.
+# Arguments that `for_linear_attention` prepares for delta attention; other layers do not take them.
 _OF_DELTA_ATTENTION = ("real_tokens", "seq_idx", "cu_seqlens")
 
 
 class AttnResDecoderLayer(ResidualDecoderLayer, kimi_linear.KimiLinearDecoderLayer):
+    """Decoder layer of Kimi Linear with residual connections and the family's delta attention."""
+
     def connect(self, config: AttnResConfig, sublayers: Sublayers, layer_idx: int) -> None:
+        """Add the residual connections, and exchange the delta attention."""
         super().connect(config, sublayers, layer_idx)
         if self.block_type != "full_attention":
+            # Kimi Linear's layer makes its delta attention by a fixed class. The family's has the same tensors and
+            # another `forward`; to make it anew would initialise the weights twice.
             self.self_attn.__class__ = DeltaAttention
             if accelerated is not None:
                 accelerated.accelerate_delta_attention(self.self_attn)
 
     def attend(self, attention: nn.Module, hidden_states: Tensor, **kwargs) -> Tensor:
+        """Call full attention or delta attention with the arguments that it takes; see the base class."""
         if self.block_type == "full_attention":
             kwargs = {name: value for name, value in kwargs.items() if name not in _OF_DELTA_ATTENTION}
             return super().attend(attention, hidden_states, **kwargs)
-        # It needs no positions, and returns the output alone.
+        # Delta attention takes no positions, and returns only the output.
         names = ("attention_mask", *_OF_DELTA_ATTENTION)
         kwargs_of_delta = {name: kwargs[name] for name in names if name in kwargs}
         return attention(hidden_states, cache_of(kwargs), **kwargs_of_delta)
 
 
 class AttnResPreTrainedModel(ResidualPreTrainedModel, kimi_linear.KimiLinearPreTrainedModel):
+    """Base of the models on Kimi Linear."""
+
     config: AttnResConfig
     _no_split_modules = ["AttnResDecoderLayer"]
-    # Those of Kimi Linear from transformers 5.24 on, and `A_log`. In bfloat16 different routing biases become equal,
-    # and tokens go to other experts; and decays, which multiply up over a sequence, are off by a percent.
+    # The list of Kimi Linear since transformers 5.24, and `A_log`. In bfloat16 different routing biases become equal,
+    # so that tokens go to other experts; and decays, which multiply up over a sequence, are off by a percent.
     _keep_in_fp32_modules_strict = ["e_score_correction_bias", "gate.weight", "dt_bias", "A_log"]
     auto_classes = {
         "AutoModel": "AttnResModel",
@@ -59,10 +70,12 @@ class AttnResPreTrainedModel(ResidualPreTrainedModel, kimi_linear.KimiLinearPreT
 
 
 class AttnResModel(ResidualModel, AttnResPreTrainedModel, kimi_linear.KimiLinearModel):
+    """[`KimiLinearModel`] with attention residuals or another of `CONNECTIONS`: the decoder without a head."""
+
     layer_class = AttnResDecoderLayer
 
     def prepare_rows(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """As for any backbone, and so that linear attention honours padding and documents too."""
+        """Prepare padding and documents for full attention and delta attention; see the base class."""
         arguments, documents = keep_documents_apart(arguments, self.config)
         if "linear_attention" not in self.config.layer_types:
             return arguments
@@ -72,15 +85,19 @@ class AttnResModel(ResidualModel, AttnResPreTrainedModel, kimi_linear.KimiLinear
 
 
 class AttnResForCausalLM(ResidualHead, AttnResPreTrainedModel, kimi_linear.KimiLinearForCausalLM):
+    """[`KimiLinearForCausalLM`] with attention residuals or another of `CONNECTIONS`: the language model."""
+
     model_class = AttnResModel
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 class AttnResForSequenceClassification(ResidualHead, PooledByMask, AttnResPreTrainedModel):
+    """A sequence classifier on [`AttnResModel`], with attention residuals or another of `CONNECTIONS`."""
+
     def __init__(self, config: AttnResConfig):
         AttnResPreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
-        self.model = AttnResModel(config)  # not by `AutoModel`, which does not know remote code
+        self.model = AttnResModel(config)  # `AutoModel` does not know the classes of remote code
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
 
@@ -92,17 +109,17 @@ for _auto, _name in AttnResPreTrainedModel.auto_classes.items():
 
 
 if accelerated is None and not torch.accelerator.is_available() and any(map(find_spec, ("fla", "causal_conv1d"))):
-    # `transformers` would take the kernels of these packages, which fail without a GPU.
+    # `transformers` would choose the kernels of these packages, which fail without a GPU. It offers no switch.
     _delta = "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"
     for _name in (*_delta, "causal_conv1d_fn", "causal_conv1d_update"):
         setattr(kimi_linear, _name, inspect.unwrap(getattr(kimi_linear, _name)))
 
-# `transformers` reads the published layout of Kimi Linear, but writes a dense MLP as `block_sparse_moe` too. Reversed,
-# on saving, these come last and give it its published name; on loading both names load.
+# `transformers` reads the published layout of Kimi Linear, but writes a dense MLP as `block_sparse_moe`. On saving,
+# renamings are applied in reverse, so these come last and restore the published name. On loading, both names load.
 _LAYOUT = [
     conversion_mapping.WeightRenaming(rf"\.mlp\.{part}\.", rf"\.block_sparse_moe\.{part}\.")
     for part in ("gate_proj", "up_proj", "down_proj")
 ]
 _LAYOUT += conversion_mapping.get_checkpoint_conversion_mapping("kimi_linear")
-# Beside an installed `attnres` remote code does this twice, with the same mapping.
+# `overwrite`: beside an installed `attnres`, remote code registers the same mapping a second time.
 conversion_mapping.register_checkpoint_conversion_mapping(AttnResConfig.model_type, _LAYOUT, overwrite=True)

@@ -2,9 +2,9 @@
 
     h_{l+1} = Norm(h_l + v_l),   v_l = f_l(h_l)
 
-A decoder has its norms in front of its sublayers and one at the end. Here each of them norms the stream, which goes on
-from what it makes: the first one norms the embedding, the one in front of sublayer `l` ends the step before, and the
-final norm is that of the last step. The function is never that of the standard residual.
+A PreNorm decoder has a norm in front of each sublayer and one at the end. Here the same norms are applied to the
+stream itself: the first one to the embedding, the one in front of sublayer `l` to the sum of step `l - 1`, and the
+final norm to the last sum. No setting gives the standard residual.
 """
 
 from collections.abc import Callable
@@ -17,30 +17,42 @@ from .residual_attnres import ResidualConnection, require
 
 
 class PostNorm(ResidualConnection):
-    """State: the stream. Has no tensors; the norms are the backbone's."""
+    """PostNorm. State: the stream `[batch, seq, hidden]`. It has no tensors; the norms are the backbone's."""
 
     name = "post_norm"
     takes_norm = True
 
     @classmethod
     def check(cls, config: PreTrainedConfig) -> None:
+        """Check that the backbone's sublayers begin with a norm; see [`ResidualConnection.check`]."""
         has_norms = all("norm" in (sublayer.first or "") for sublayer in config.sublayers)
         allowed = f"another one: the sublayers of {config.backbone!r} do not begin with a norm"
         require(config, "residual_connection", has_norms, allowed)
 
     def forward(self, state: Tensor, norm: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, None, Tensor]:
+        """Norm the stream; see the base class.
+
+        Args:
+            state: the stream `[batch, seq, hidden]`.
+            norm: the norm of the sublayer, or `None` for a read of the output, whose norm is applied by the model.
+
+        Returns:
+            The normed stream as the input, no depth weights, and the normed stream as the state.
+        """
         normed = state if norm is None else norm(state)
         return normed, None, normed
 
     def coefficients(self, state: Tensor, norm: Callable[[Tensor], Tensor] | None = None) -> Tensor | None:
-        """By what an RMSNorm multiplies each element `[batch, seq, hidden]`."""
+        """Compute the factor of each element `[batch, seq, hidden]` that the norm amounts to."""
         return None if norm is None else torch.where(state == 0, 0, norm(state) / state)
 
     def mix(self, state: Tensor, coefficients: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the stream times its factors as input and as state."""
         mixed = state if coefficients is None else coefficients * state
         return mixed, mixed
 
     def write(self, state: Tensor, output: Tensor) -> Tensor:
+        """Add an output `[batch, seq, hidden]` to the stream."""
         return state + output
 
 

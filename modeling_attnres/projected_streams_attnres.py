@@ -1,9 +1,9 @@
-"""Residual connections whose n streams are read, mixed and written as mHC (arXiv 2512.24880) does it.
+"""Residual connections whose n streams are read, mixed and written with the projections of mHC (arXiv 2512.24880).
 
     x = RMSNorm(flatten(X)),   H_pre = sigmoid(a_1 F_1 x + b_1),   H_post = 2 sigmoid(a_2 F_2 x + b_2)        both [n]
 
-With `b_1 = -ln(n - 1)`, `b_2 = 0` and `a = 0` the weights are 1/n and 1, and the model is the standard one exactly, if
-`H_res` makes of equal streams the same streams. What is kept and trained is how far `b` is from there: zero is exact in
+With `b_1 = -ln(n - 1)`, `b_2 = 0` and `a = 0` the weights are 1/n and 1. The model is then the standard one exactly, if
+`H_res` leaves equal streams as they are. The stored parameter is the distance of `b` from this start: zero is exact in
 every dtype, `-ln(n - 1)` in bfloat16 is not.
 """
 
@@ -17,18 +17,20 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
+from .functional_attnres import inverse_rms
 from .residual_attnres import DepthState
-from .streams_attnres import ResidualStreams, inverse_rms, wide
+from .streams_attnres import ResidualStreams, wide
 
 
 class ProjectedStreams(ResidualStreams):
-    """A class may add `H_res - I` as `mixing(a_3 F_3 x + b_3)`.
+    """Base of connections with these projections; a subclass may define `H_res - I` as `mixing(a_3 F_3 x + b_3)`.
 
-    `weight` `[2n + m, n hidden]` holds `F_1`, `F_2` and the m rows of `F_3`, `scale` the `a`, and `bias` `[2n + m]`
-    what is added to the `b` of the start.
+    Tensors: `weight` `[2n + m, n hidden]` holds `F_1`, `F_2` and the m rows of `F_3`; `scale` `[2]` or `[3]` holds the
+    `a`; `bias` `[2n + m]` is added to the `b` of the start.
     """
 
     def add_tensors(self, config: PreTrainedConfig) -> None:
+        """Register `weight`, `bias` and `scale`."""
         self.std = getattr(config, "initializer_range", 0.02)
         rows = self.mixing_rows(self.streams)
         self.parts = (self.streams, self.streams, *([rows] if rows else []))
@@ -38,15 +40,16 @@ class ProjectedStreams(ResidualStreams):
 
     @staticmethod
     def mixing_rows(streams: int) -> int:
-        """How many logits `mixing` takes; 0 if `H_res` is the identity."""
+        """Return the number m of logits that `mixing` takes; 0 if `H_res` is the identity."""
         return 0
 
     def mixing(self, logits: Tensor) -> Tensor:
-        """`H_res - I` `[..., n, n]` from logits `[..., m]`."""
+        """Compute `H_res - I` `[..., n, n]` from logits `[..., m]`."""
         raise NotImplementedError
 
     @classmethod
     def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> str | None:
+        """Return a reason if a scale or a bias is not zero; see the base class."""
         for name, tensor in tensors.items():
             if name.endswith(".scale") and tensor.count_nonzero():
                 return f"`{name}` is not zero: its coefficients depend on the tokens"
@@ -56,25 +59,31 @@ class ProjectedStreams(ResidualStreams):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        """Draw the projections from a normal distribution, and set scales and biases to zero."""
         if not self.is_output:
             init.normal_(self.weight, std=self.std)  # not zero: it breaks the symmetry of the streams
             init.zeros_(self.bias)
             init.zeros_(self.scale)
 
     def coefficients(self, state: DepthState, norm: None = None) -> tuple[Tensor, ...] | None:
+        """Compute `H_pre`, `H_post` and, if streams are mixed, `H_res - I`; the output has none."""
         if self.is_output:
             return None
         streams = self.expand(state)[-1]
         with maybe_autocast(streams.device.type, enabled=False):
             flat = streams.flatten(-2).to(wide(streams))
-            logits = F.linear(flat, self.weight.to(flat.dtype)) * inverse_rms(flat, self.eps)
+            logits = F.linear(flat, self.weight.to(flat.dtype)) * inverse_rms(flat, self.eps, flat.dtype).unsqueeze(-1)
             parts = (part.split(self.parts, -1) for part in (logits, self.bias.to(flat.dtype)))
             pre, post, *mixing = (a * part + b for a, part, b in zip(self.scale.to(flat.dtype), *parts))
             return (pre - math.log(self.streams - 1)).sigmoid(), 2 * post.sigmoid(), *map(self.mixing, mixing)
 
 
 def minus_identity(matrix: Tensor) -> Tensor:
-    """`matrix - I` for one `[..., n, n]` whose columns sum to 1; those of the result sum to 0 to *its* rounding."""
+    """Subtract the identity from a matrix `[..., n, n]` whose columns sum to 1.
+
+    The diagonal is computed from the other entries: so the columns of the result sum to 0 to the rounding of its own
+    small numbers, and not to that of ones.
+    """
     others = matrix.tril(-1) + matrix.triu(1)
     return others - others.sum(-2).diag_embed()
 

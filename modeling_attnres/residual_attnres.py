@@ -1,11 +1,12 @@
-"""Residual connections: what a sublayer reads from the layers before it, and where its output goes.
+"""The interface of residual connections: what a sublayer reads from earlier layers, and where its output goes.
 
 A connection is one module per sublayer with two operations on the *state* that flows through the decoder layers:
 
     read    (state) -> input of sublayer l, state         `coefficients`, which may depend on the state, then `mix`
     write   (state, output of sublayer l) -> state        `write`
 
-It alone knows its tensors, their start, its fields and what the state holds.
+Everything particular to a connection is in its class: tensors and their start, configuration fields and their checks,
+the meaning of the state. Nothing outside names one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-# The embedding `[batch, seq, hidden]`, and then what `write` returned: such a tensor, or a tuple of tensors.
+# The embedding `[batch, seq, hidden]` before the first write, and after it whatever `write` returns: a tensor, or a
+# tuple of tensors.
 DepthState = Tensor | tuple[Tensor, ...]
 
 
@@ -24,27 +26,55 @@ class FamilyWarning(UserWarning):
 
 
 def require(config: PreTrainedConfig, field: str, condition: bool, allowed: str) -> None:
-    """Raises ValueError, with the field, its value and what is allowed, if the condition does not hold."""
+    """Raise if a configuration field has a value that is not allowed.
+
+    Args:
+        config: the configuration that holds the field.
+        field: name of the field.
+        condition: whether its value is allowed.
+        allowed: the allowed values, in words that follow "must be".
+
+    Raises:
+        ValueError: the condition does not hold; the message names field, value and allowed values.
+    """
     if not condition:
         raise ValueError(f"`{field}` is {getattr(config, field)!r}, but must be {allowed}.")
 
 
 def one_of(values: Iterable[str]) -> str:
+    """Return the values in words: "one of 'a', 'b'"."""
     return "one of " + ", ".join(map(repr, values))
 
 
-class ResidualConnection(nn.Module):
-    """Of one `sublayer`, which counts from 0, the output last."""
+def is_count(value: Any) -> bool:
+    """Return whether a value is an integer >= 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
-    name: ClassVar[str]  # `residual_connection` of the configuration
-    fields: ClassVar[dict[str, Any]] = {}  # of the configuration, with their defaults
-    options: ClassVar[dict[str, str]] = {}  # what a retrofit may choose -> the field that it sets
-    retrofit: ClassVar[dict[str, Any] | None] = None  # fields at which it starts as the standard one, if it can
-    has_norm: ClassVar[bool] = False  # a read gets the weight of a [`ResidualNorm`]
+
+def field_defaults(declaration: type) -> dict[str, Any]:
+    """Return the annotated fields of a class, those of its bases first, with their defaults."""
+    names = [name for cls in reversed(declaration.__mro__) for name in vars(cls).get("__annotations__", ())]
+    return {name: getattr(declaration, name) for name in names}
+
+
+class ResidualConnection(nn.Module):
+    """The residual connection of one sublayer, or of the model's output. A subclass defines at least `mix` and `write`.
+
+    Args:
+        config: the model's configuration.
+        sublayer: index of the sublayer in the decoder, from 0. The output has the index `num_sublayers`.
+    """
+
+    name: ClassVar[str]  # value of the configuration field `residual_connection`
+    fields: ClassVar[dict[str, Any]] = {}  # its configuration fields with their defaults
+    options: ClassVar[dict[str, str]] = {}  # option of a retrofit -> configuration field that it sets
+    # Fields that make the start equal to the residual stream, or `None` if nothing does.
+    retrofit: ClassVar[dict[str, Any] | None] = None
+    has_norm: ClassVar[bool] = False  # whether a read gets the weight of a [`ResidualNorm`]
     # Whether all its tensors stay in float32 when the model is in 16 bits. This is for scalars that all tokens and
     # channels share: rounding them can move the logits more than rounding the rest of the model does.
     float32: ClassVar[bool] = False
-    takes_norm: ClassVar[bool] = False  # it gets the sublayer's norm, and returns what that makes of its input
+    takes_norm: ClassVar[bool] = False  # whether a read gets the sublayer's norm, and returns an input that is normed
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__()
@@ -52,21 +82,33 @@ class ResidualConnection(nn.Module):
 
     @classmethod
     def form(cls, config: PreTrainedConfig) -> "type[ResidualConnection]":
-        """The class for these fields, if there are several."""
+        """Return the class that implements the connection for these fields; by default this one."""
         return cls
 
     @classmethod
     def check(cls, config: PreTrainedConfig) -> None:
-        """Raises ValueError: a field has a value that is not allowed."""
+        """Check the connection's configuration fields.
+
+        Raises:
+            ValueError: a field has a value that is not allowed.
+        """
 
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:
-        """Its form, in a few words."""
+        """Return a description in a few words, for model cards and reports."""
         return cls.name
 
     @classmethod
     def plan_retrofit(cls, config: PreTrainedConfig, **options: Any) -> None:
-        """Set the fields to start as the standard one. Raises ValueError: it cannot."""
+        """Set the configuration fields so that a standard decoder keeps its function.
+
+        Args:
+            config: the configuration to change.
+            options: keys of `options`, or configuration fields of the connection.
+
+        Raises:
+            ValueError: the connection never equals the residual stream; an option is unknown or its value not allowed.
+        """
         if cls.retrofit is None:
             raise ValueError(f"no model can be retrofitted with {cls.name!r}: it never equals the standard residual.")
         chosen = {o: v for o, v in options.items() if o in cls.fields or (v is not None and v is not False)}
@@ -78,12 +120,26 @@ class ResidualConnection(nn.Module):
 
     @classmethod
     def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> str | None:
-        """Why a model with these tensors may not be the standard function, or `None`."""
+        """Return why a model may not compute the function of the standard decoder, or `None` if it certainly does.
+
+        Args:
+            config: the model's configuration.
+            tensors: the tensors of its connections by name, as [`residual_tensors`] returns them.
+        """
         return f"{cls.name!r} is another function"
 
     @classmethod
     def plan_change(cls, config: PreTrainedConfig, connections: Mapping[str, Any], **options: Any) -> None:
-        """Set fields anew. Raises ValueError: these connections would be another function."""
+        """Change configuration fields of a trained model where that keeps its function.
+
+        Args:
+            config: the configuration to change.
+            connections: the model's connections by module name.
+            options: keys of `options` with their new values.
+
+        Raises:
+            ValueError: the function would change, or the connection has no such option.
+        """
         raise ValueError(f"{cls.name!r} has no {' or '.join(f'`{option}`' for option in options)} to change.")
 
     @torch.no_grad()
@@ -91,45 +147,79 @@ class ResidualConnection(nn.Module):
         """Set the tensors to their start."""
 
     def coefficients(self, state: DepthState, norm: Any = None) -> Any:
-        """What of a read depends on the state's values; for `norm` see `has_norm`."""
+        """Compute the coefficients of a read, the part that depends on the state's values.
+
+        Args:
+            state: the state before the read.
+            norm: the key norm's weight `[hidden]` if `has_norm`, the sublayer's norm module if `takes_norm`.
+
+        Returns:
+            Whatever `mix` takes; `None` if nothing depends on the state.
+        """
 
     def mix(self, state: DepthState, coefficients: Any) -> tuple[Tensor, DepthState]:
-        """The input, and the state; linear in the state, as `write` is."""
+        """Compute a sublayer's input `[batch, seq, hidden]` and the state after the read.
+
+        It is linear in the state, as `write` is: analysis derives the mixing matrix from both.
+
+        Args:
+            state: the state before the read.
+            coefficients: the result of `coefficients`.
+        """
         raise NotImplementedError
 
     def forward(self, state: DepthState, norm: Any = None) -> tuple[Tensor, Any, DepthState]:
-        """Read: the input `[batch, seq, hidden]`, depth weights `[sources, batch, seq]` or `None`, the state."""
+        """Read.
+
+        Args:
+            state: the state before the read.
+            norm: as in `coefficients`.
+
+        Returns:
+            The input `[batch, seq, hidden]`, the depth weights `[sources, batch, seq]` or `None` if the connection has
+            none, and the state after the read.
+        """
         inputs, state = self.mix(state, self.coefficients(state, norm))
         return inputs, None, state
 
     def write(self, state: DepthState, output: Tensor) -> DepthState:
-        """The state after a sublayer with this output."""
+        """Return the state after the sublayer's output `[batch, seq, hidden]` is added to it."""
         raise NotImplementedError
 
     @classmethod
-    def reader(cls, model: nn.Module) -> Any:
-        """What may read in place of a decoder's connections without gradients, or `None`."""
+    def inference_plan(cls, model: nn.Module) -> Any:
+        """Return an object that reads for all connections of a decoder in one pass without gradients, or `None`.
+
+        Its method `read(connection, state)` returns the input and whether that is already normed.
+
+        Args:
+            model: the decoder.
+        """
 
 
 class ResidualNorm(nn.Module):
-    """The key norm's weight `g_l` `[hidden]`; called, since offloading engines fetch the tensors of what is called."""
+    """Holder of the key norm's weight `g_l` `[hidden]`, which its call returns.
+
+    It is called, and not only read, because offloading engines fetch the tensors of a module when it is called.
+    """
 
     def __init__(self, hidden_size: int):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size))
 
     def forward(self) -> Tensor:
+        """Return the weight."""
         return self.weight
 
 
 def norm_eps(config: PreTrainedConfig) -> float:
-    """Epsilon of the backbone's own norms."""
+    """Return the epsilon of the backbone's own norms."""
     names = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")
     return next((getattr(config, name) for name in names if hasattr(config, name)), 1e-6)
 
 
 def residual_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What connections add to a backbone."""
+    """Return the tensors that connections add to a backbone, by their names in the model."""
     return {
         f"{module_name}.{name}": parameter
         for module_name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""The residual stream of the backbone itself: `h_l = v_0 + v_1 + ... + v_{l-1}`."""
+"""The backbone's own residual stream: `h_l = v_0 + v_1 + ... + v_{l-1}`. A model with it is the backbone."""
 
 from collections.abc import Mapping
 
@@ -9,19 +9,22 @@ from .residual_attnres import ResidualConnection
 
 
 class StandardResidual(ResidualConnection):
-    """State: the running sum."""
+    """The standard residual. State: the running sum `[batch, seq, hidden]`. It has no tensors."""
 
     name = "standard"
     retrofit = {}
 
     @classmethod
     def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> None:
+        """Return `None`: it is the standard residual."""
         return None
 
     def mix(self, state: Tensor, coefficients: None) -> tuple[Tensor, Tensor]:
+        """Return the running sum as input and as state."""
         return state, state
 
     def write(self, state: Tensor, output: Tensor) -> Tensor:
+        """Add an output `[batch, seq, hidden]` to the running sum."""
         return state + output
 
 

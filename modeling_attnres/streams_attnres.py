@@ -1,10 +1,10 @@
-"""Residual connections with n streams: what Hyper-Connections and those that followed have in common.
+"""Residual connections with n streams: the common part of Hyper-Connections and their successors.
 
     input  h = sum_j H_pre[j] X_j,            output  X' = H_res^T X + H_post (x) f(h)
 
-The streams X `[n, hidden]` begin as n copies of the embedding; what the model puts out is their mean. (The papers sum
-them; at the starts all streams are equal, and their mean is the standard residual stream.) `H_res[i, j]` is how much of
-stream i goes on in stream j.
+The streams X `[n, hidden]` begin as n copies of the embedding; the model's output reads their mean. (The papers sum
+them. At the start all streams are equal, and their mean is the standard residual stream.) `H_res[i, j]` is the share of
+stream i that goes on in stream j.
 """
 
 from typing import Any, ClassVar
@@ -14,20 +14,29 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.utils.generic import maybe_autocast
 
-from .residual_attnres import DepthState, ResidualConnection, norm_eps, require
+from .residual_attnres import DepthState, ResidualConnection, field_defaults, norm_eps, require
+
+
+class StreamFields:
+    """Configuration field that all connections with several streams share."""
+
+    residual_streams: int = 4
+    """Number n of residual streams, from 2 to 64."""
 
 
 class ResidualStreams(ResidualConnection):
-    """State: a tuple that begins with the streams `[batch, seq, n, hidden]`; from a read to its write `H_post` follows.
+    """Base of connections with n streams; a subclass defines `add_tensors`, `reset_parameters` and `coefficients`.
+
+    State: a tuple that begins with the streams `[batch, seq, n, hidden]`; from a read to its write `H_post` follows.
 
     The coefficients are `H_pre` and `H_post` `[batch, seq, n]` and, if streams are mixed, `H_res - I`
     `[batch, seq, n, n]`, in float32 or wider, under autocast too. The output has neither coefficients nor tensors.
     """
 
-    fields = {"residual_streams": 4}
+    fields = field_defaults(StreamFields)
     options = {"streams": "residual_streams"}
     retrofit = {}
-    title: ClassVar[str]
+    title: ClassVar[str]  # name for people
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__(config, sublayer)
@@ -38,29 +47,33 @@ class ResidualStreams(ResidualConnection):
             self.reset_parameters()
 
     def add_tensors(self, config: PreTrainedConfig) -> None:
-        """Register the tensors of a sublayer."""
+        """Register the tensors of a sublayer, of any value."""
         raise NotImplementedError
 
     @classmethod
     def check(cls, config: PreTrainedConfig) -> None:
+        """Check the number of streams; see [`ResidualConnection.check`]."""
         require_integer(config, "residual_streams", 2, 64)
 
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:
+        """Return the name with the number of streams."""
         return f"{cls.title}, {config.residual_streams} streams"
 
     def expand(self, state: DepthState) -> tuple[Tensor, ...]:
-        """The state, which the embedding becomes."""
+        """Return the state as a tuple; the embedding becomes n equal streams."""
         if isinstance(state, tuple):
             return state
         return (state.unsqueeze(-2).expand(*state.shape[:-1], self.streams, -1),)
 
     def forward(self, state: DepthState, norm: None = None) -> tuple[Tensor, Any, DepthState]:
+        """Read; see the base class."""
         streams = self.expand(state)[0]
-        # One copy in float32 for both steps of a read.
+        # `coefficients` and `mix` both need the streams in float32: they share one copy.
         return super().forward((streams, streams.to(wide(streams))), norm)
 
     def mix(self, state: DepthState, coefficients: tuple[Tensor, ...] | None) -> tuple[Tensor, DepthState]:
+        """Compute the input `[batch, seq, hidden]`, and mix the streams; see the base class."""
         streams, *copies = self.expand(state)
         if coefficients is None:
             return streams.mean(-2, dtype=wide(streams)).to(streams.dtype), (streams,)
@@ -75,26 +88,32 @@ class ResidualStreams(ResidualConnection):
         return inputs, (streams, post)
 
     def write(self, state: tuple[Tensor, Tensor], output: Tensor) -> tuple[Tensor]:
+        """Add an output `[batch, seq, hidden]` to each stream, times its `H_post`."""
         streams, post = state
         with maybe_autocast(streams.device.type, enabled=False):
             return ((streams + post.unsqueeze(-1) @ output.unsqueeze(-2).to(post.dtype)).to(streams.dtype),)
 
 
 def require_integer(config: PreTrainedConfig, field: str, least: int, most: int) -> None:
-    """Raises ValueError: the field is no integer, or out of its range."""
+    """Raise if a configuration field is not an integer in a range.
+
+    Args:
+        config: the configuration that holds the field.
+        field: name of the field.
+        least: smallest allowed value.
+        most: largest allowed value.
+
+    Raises:
+        ValueError: the value is not an integer, or out of the range.
+    """
     value = getattr(config, field)
     is_valid = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
     require(config, field, is_valid, f"an integer from {least} to {most}")
 
 
 def wide(tensor: Tensor) -> torch.dtype:
-    """The tensor's dtype, or float32 if it is narrower."""
+    """Return the tensor's dtype, or float32 if it is narrower."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """What an RMSNorm multiplies `x` by, `[..., 1]`; after a projection, it needs no normed copy of `x`."""
-    return (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1] + eps).rsqrt()
-
-
-__all__ = ["ResidualStreams", "inverse_rms", "require_integer", "wide"]
+__all__ = ["ResidualStreams", "StreamFields", "require_integer", "wide"]

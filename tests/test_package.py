@@ -173,7 +173,7 @@ seen = dict(file=attnres.__file__, same=same, modules=sorted(sys.modules))
 
     environment = os.environ | {"PYTHONPATH": str(target)}
     for command in (
-        [sys.executable, "-m", "attnres", "--help"],
+        [sys.executable, "-m", "attnres_cli", "--help"],
         [sys.executable, target / "bin" / "attnres", "--help"],
     ):
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

@@ -33,7 +33,7 @@ TIMED = {"ratios", "processor_ratios", "seconds"}
 
 
 def bench(
-    *arguments: str, cwd: Path, command: tuple[str, ...] = ("-m", "attnres", "bench")
+    *arguments: str, cwd: Path, command: tuple[str, ...] = ("-m", "attnres_cli", "bench")
 ) -> subprocess.CompletedProcess:
     return forks.run(*command, *arguments, cwd=cwd)
 
@@ -106,7 +106,7 @@ def test_the_folder_runs_as_a_module_and_a_quick_run_writes_nothing():
 
 @pytest.mark.slow
 def test_a_terminated_run_leaves_whole_files_only(tmp_path):
-    command = [sys.executable, "-m", "attnres", "bench", *QUICK, "--out", "out"]
+    command = [sys.executable, "-m", "attnres_cli", "bench", *QUICK, "--out", "out"]
     with subprocess.Popen(
         [*command, "--only", "kda", "--only", "scaling"],
         cwd=tmp_path,

@@ -87,7 +87,7 @@ def test_where_no_traceback_can_be_written_the_line_says_so(tmp_path):
 
 
 def test_help_imports_no_model_and_takes_no_time():
-    for command in ([Path(sys.executable).with_name("attnres")], [sys.executable, "-m", "attnres"]):
+    for command in ([Path(sys.executable).with_name("attnres")], [sys.executable, "-m", "attnres_cli"]):
         script = [*command, "convert", "--help"]
         environment = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
         done = subprocess.run(script, capture_output=True, text=True, timeout=60, env=environment, check=True)

@@ -25,7 +25,7 @@ QUICK = ("--tokens", 512, "--length", 64, "--intervention-tokens", 64)
 
 
 def inspect(folder: Path, *arguments: object, **options) -> subprocess.CompletedProcess[str]:
-    return forks.run("-m", "attnres", "inspect", *arguments, cwd=folder, **options)
+    return forks.run("-m", "attnres_cli", "inspect", *arguments, cwd=folder, **options)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_figures_are_the_same_whatever_matplotlib_is_set_to(models, report, tmp_
     (tmp_path / "matplotlibrc").write_text(style)
     call = ["source", "--compare", "retrofit", "--text", "text.txt", "--out", tmp_path / "styled", *QUICK]
     done = subprocess.run(
-        [sys.executable, "-m", "attnres", "inspect", *map(str, call)],
+        [sys.executable, "-m", "attnres_cli", "inspect", *map(str, call)],
         cwd=models,
         env=os.environ | {"MATPLOTLIBRC": str(tmp_path / "matplotlibrc")},
         capture_output=True,

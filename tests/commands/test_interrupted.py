@@ -34,7 +34,7 @@ def start(name: str, assets: Path, folder: Path) -> subprocess.Popen:
         "hub": assets / "hub",
         "text": assets / "corpora" / "tinystories" / "valid.txt",
     }
-    script = [sys.executable, "-m", "attnres"] if name == "module" else [Path(sys.executable).with_name("attnres")]
+    script = [sys.executable, "-m", "attnres_cli"] if name == "module" else [Path(sys.executable).with_name("attnres")]
     process = subprocess.Popen(
         [*script, *(part.format(**arguments) for part in COMMANDS[name])],
         cwd=folder,

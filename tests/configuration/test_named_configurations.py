@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, KimiLinearConfig, KimiLinearForCausalLM
 
 from attnres import AttnResConfig, AttnResForCausalLM
-from attnres.attn_res_fields_attnres import SWITCHES
+from attnres.attn_res_switches_attnres import SWITCHES
 from attnres.configuration import count_parameters, load, names
 
 # Activated non-embedding parameters in millions: the name of the paper's table, and that of our `standard` baseline.

@@ -75,6 +75,6 @@ def publisher(folder: Path, xet: bool = False, content: Path | None = None) -> I
 def retrofit_of_stories(assets: Path, folder: Path) -> Path:
     """A retrofit of a real checkpoint, `model` in `folder`."""
     (folder / "stories").symlink_to(assets / "checkpoints" / "stories260K-hf")
-    done = forks.run("-m", "attnres", "convert", "stories", "model", cwd=folder)
+    done = forks.run("-m", "attnres_cli", "convert", "stories", "model", cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder / "model"

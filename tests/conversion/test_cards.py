@@ -35,7 +35,7 @@ def folder(assets, tmp_path_factory) -> Path:
 
 
 def attnres(folder: Path, *arguments: object) -> str:
-    done = forks.run("-m", "attnres", *arguments, cwd=folder)
+    done = forks.run("-m", "attnres_cli", *arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

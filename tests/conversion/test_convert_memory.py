@@ -64,7 +64,7 @@ def test_peak_memory_does_not_grow_with_the_checkpoint(tmp_path):
     peaks = {}
     for name, sizes in {"small": (2, 64), "large": (30, 1024)}.items():
         total = save_model(tmp_path / name, *sizes)
-        command = [sys.executable, "-m", "attnres", "convert", tmp_path / name, tmp_path / f"{name} result"]
+        command = [sys.executable, "-m", "attnres_cli", "convert", tmp_path / name, tmp_path / f"{name} result"]
         peaks[name] = peak_bytes(*command, "--no-verify", "--block-size", "4")
     assert total > 1e9
     assert len(list((tmp_path / "large result").glob("*.safetensors"))) == 5 + 1

@@ -205,7 +205,7 @@ def test_bad_input_is_refused_in_one_line_and_leaves_nothing(models, monkeypatch
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "attnres", "eval", *map(str, arguments)]
+    return [sys.executable, "-m", "attnres_cli", "eval", *map(str, arguments)]
 
 
 def run(arguments: list[str], **options) -> subprocess.CompletedProcess:

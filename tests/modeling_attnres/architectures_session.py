@@ -1,4 +1,4 @@
-"""Look an architecture up in `transformers`, before any model is made; run by `test_tools.py`.
+"""Look up the architecture of a configuration in `transformers`, before a model is made; run by `test_tools.py`.
 
 architectures_session.py OUT        the names of the classes found go to the file `OUT`
 """
@@ -12,6 +12,8 @@ import transformers
 imported_first = transformers
 
 import attnres  # noqa: E402, F401
+
+transformers.AutoConfig.for_model("attnres_mistral")
 
 modules = imported_first, sys.modules["transformers"]
 Path(sys.argv[1]).write_text(json.dumps([module.AttnResMistralForCausalLM.__name__ for module in modules]))

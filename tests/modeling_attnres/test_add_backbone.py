@@ -108,6 +108,6 @@ def test_a_declaration_that_does_not_fit_is_refused(declare, build, model_type, 
 
 
 def test_an_unknown_model_type_is_refused_and_not_kept():
-    with pytest.raises(ValueError, match="'no_such_decoder' is no model type"):
+    with pytest.raises(ValueError, match="'no_such_decoder' is not a model type"):
         attnres.add_backbone("no_such_decoder", attnres.BACKBONES["llama"])
     assert "no_such_decoder" not in attnres.BACKBONES

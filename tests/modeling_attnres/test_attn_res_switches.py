@@ -9,8 +9,7 @@ from torch import Tensor
 
 from attnres.analysis.depth_attention import depth_attention
 from attnres.attn_res_attnres import AttnRes
-from attnres.attn_res_fields_attnres import SWITCHES
-from attnres.attn_res_switches_attnres import SwitchedAttnRes
+from attnres.attn_res_switches_attnres import SWITCHES, SwitchedAttnRes
 from attnres.conversion import retrofit
 from attnres.residual_attnres import ResidualNorm, residual_tensors
 from attnres.training.monitor import depth_attention_summary

@@ -4,7 +4,10 @@ import json
 
 import pytest
 
-from attnres import CONNECTIONS, AttnResConfig, AttnResForCausalLM, AttnResLlamaConfig
+from attnres import CONNECTIONS, AttnResConfig, AttnResForCausalLM, AttnResLlamaConfig, ResidualConfig
+from attnres.attention_gate_attnres import GATE_FIELDS
+
+BUILT_IN = dict(CONNECTIONS)  # tests add others
 
 # The messages below are matched whole: field, value and what is allowed.
 BLOCK_SIZE = "`attn_res_block_size` is {!r}, but must be an integer >= 1 (block size in sublayers)."
@@ -142,3 +145,15 @@ def test_a_value_that_contains_itself_is_named(tiny_config):
 def test_so_are_the_sizes_of_another_backbone(field, value):
     with pytest.raises(ValueError, match=f"`{field}` is {value}, but must be an integer"):
         AttnResLlamaConfig(**{field: value})
+
+
+def test_every_field_of_the_family_is_declared_with_a_type_that_its_default_has():
+    """An IDE and the API reference see declarations, and not attributes that are set at run time."""
+    bases = [base for base in ResidualConfig.__mro__ if base.__module__.startswith("attnres.")]
+    types = {name: kind for base in bases for name, kind in vars(base).get("__annotations__", {}).items()}
+    fields = {
+        name: value for connection in BUILT_IN.values() for name, value in connection.fields.items()
+    } | GATE_FIELDS
+    assert len(fields) > 15
+    for name, default in fields.items():
+        assert isinstance(default, types[name]), name

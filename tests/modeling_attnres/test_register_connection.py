@@ -184,7 +184,7 @@ def test_a_field_is_read_checked_and_saved(backbones, tmp_path):
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ({"name": "attn_res"}, "there is a residual connection 'attn_res' already: AttnRes"),
+        ({"name": "attn_res"}, "there is a residual connection 'attn_res' already: SwitchedAttnRes"),
         ({"name": "other", "fields": {"attn_res_scale": "max"}}, "`attn_res_scale` of Other is a field .* already"),
         ({"name": "other", "fields": {"backbone": ""}}, "`backbone` of Other is a field .* already"),
         ({"name": "other", "fields": {"hidden_size": 7}}, "`hidden_size` of Other is a field .* already"),
@@ -203,7 +203,7 @@ def test_what_would_take_the_place_of_something_else_is_refused(members, message
 def test_a_name_that_is_no_identifier_is_refused(name):
     with pytest.raises(ValueError, match=r"the `name` of Other is .*, but must be an identifier"):
         register_residual_connection(type("Other", (ResidualConnection,), {"name": name}))
-    with pytest.raises(TypeError, match="'mhc' is no class that derives from ResidualConnection"):
+    with pytest.raises(TypeError, match="'mhc' must be a class that derives from ResidualConnection"):
         register_residual_connection("mhc")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline, pipelines
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline, pipelines
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import Modality
 
@@ -28,6 +28,8 @@ def result(assets, tmp_path_factory) -> Path:
 def test_transformers_has_the_architectures_of_the_family_and_its_own_names(run, tmp_path):
     run("architectures_session.py", tmp_path / "seen.json", with_attnres=True)
     assert json.loads((tmp_path / "seen.json").read_text()) == ["AttnResMistralForCausalLM"] * 2
+    for model_type in ("attnres", "attnres_llama", "attnres_qwen3"):
+        AutoConfig.for_model(model_type)  # tools read `architectures` from a configuration
     for name in ("AttnResForCausalLM", "AttnResLlamaForCausalLM", "AttnResQwen3ForTokenClassification"):
         assert getattr(transformers, name) is getattr(attnres, name)
     assert transformers.LlamaForCausalLM.__module__.startswith("transformers.")

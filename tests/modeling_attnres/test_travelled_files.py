@@ -31,8 +31,6 @@ FAMILY = {
 }
 # Of a Kimi Linear member alone.
 LINEAR_ATTENTION = {"modeling_attnres.py", "delta_attention_attnres.py"}
-# Of the connection in `attn_res_attnres.py`, with switches set.
-SWITCHES = {f"attn_res_{name}_attnres.py" for name in ("fields", "switches", "weights")}
 FORBIDDEN_MODULES = {"ctypes", "marshal", "mmap", "pickle", "shutil", "socket", "subprocess", "tempfile"}
 FORBIDDEN_CALLS = {"__import__", "compile", "eval", "exec", "open"}
 FORBIDDEN_ATTRIBUTES = {
@@ -73,7 +71,7 @@ def test_each_member_travels_with_its_part_of_the_family_the_gate_and_one_for_ea
     classes = {base for connection in CONNECTIONS.values() for base in connection.__mro__}
     modules = {base.__module__.rpartition(".")[2] for base in classes}
     own_files = {f"{module}.py" for module in modules if module.endswith("_attnres")}  # what several share, too
-    assert set(files) >= FAMILY | {GATE} and of_connections(files) == (own_files | SWITCHES) - FAMILY
+    assert set(files) >= FAMILY | {GATE} and of_connections(files) == own_files - FAMILY
 
 
 def test_they_import_nothing_but_libraries_each_other_and_where_installed_the_acceleration(files):

@@ -77,7 +77,7 @@ def compressed_tensors() -> dict:
     model.save_pretrained("packed")
     compressor.update_config("packed")
 
-    convert = [sys.executable, "-m", "attnres", "convert", "packed", "packed-retrofit", "--block-size", "3"]
+    convert = [sys.executable, "-m", "attnres_cli", "convert", "packed", "packed-retrofit", "--block-size", "3"]
     subprocess.run(convert, check=True)
     standard, model = load("packed"), load("packed-retrofit")
     return {

@@ -35,7 +35,7 @@ def stories(assets, tmp_path) -> Path:
 
 
 def attnres(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess:
-    return forks.run("-m", "attnres", *arguments, cwd=cwd)
+    return forks.run("-m", "attnres_cli", *arguments, cwd=cwd)
 
 
 def error_line(process: subprocess.CompletedProcess) -> str:
@@ -157,7 +157,7 @@ def test_bad_usage_exits_with_2(arguments, tmp_path):
 
 @pytest.mark.slow
 def test_an_interrupt_leaves_nothing_behind(text, tmp_path):
-    command = [sys.executable, "-m", "attnres", "demo", "--text", str(text)]
+    command = [sys.executable, "-m", "attnres_cli", "demo", "--text", str(text)]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while not os.listdir(tmp_path) and time.monotonic() < deadline:

@@ -68,7 +68,7 @@ def single(folders, arguments) -> Callable[[str], Path]:
     def out_of(run: str) -> Path:
         out = folders["shared"] / f"{run}-on-one"
         if not out.exists():
-            done = forks.run("-m", "attnres", "train", *arguments(run, out), timeout=300)
+            done = forks.run("-m", "attnres_cli", "train", *arguments(run, out), timeout=300)
             assert done.returncode == 0, done.stderr[-4000:]
         return out
 
@@ -84,7 +84,7 @@ def launch(arguments: list[str], config: str = "ddp", as_on_gpus: bool = False) 
     launcher = ["-m", "accelerate.commands.launch", "--config_file", path, "--num_processes", "2"]
     launcher += ["--mixed_precision", "no", "--main_process_port", "0"]
     session = Path(__file__).with_name("many_devices_session.py")
-    script = [session] if as_on_gpus else ["-m", "attnres"]
+    script = [session] if as_on_gpus else ["-m", "attnres_cli"]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
         [sys.executable, *map(str, launcher + script), "train", *arguments], env=environment, **PIPES

@@ -58,7 +58,7 @@ def command(folders, assets) -> Callable[..., list[str]]:
 
     def build(run: str, out: Path, *changes: str) -> list[str]:
         recipe = [part if ": " in part else part.format(**folders) for part in RUNS[run]]
-        return [sys.executable, "-m", "attnres", "train", *recipe, f"train={text}", f"out={out}", *SIZES, *changes]
+        return [sys.executable, "-m", "attnres_cli", "train", *recipe, f"train={text}", f"out={out}", *SIZES, *changes]
 
     return build
 
@@ -377,7 +377,7 @@ def test_conversations_train_the_assistants_part(command, folders, tmp_path):
     ]
     data = tmp_path / "chats.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
-    arguments = [sys.executable, "-m", "attnres", "train", "sft", f"model={model}", f"train={data}"]
+    arguments = [sys.executable, "-m", "attnres_cli", "train", "sft", f"model={model}", f"train={data}"]
     arguments += [f"out={tmp_path / 'out'}", "learning_rate=1e-3", "held_out_sequences=16", *SIZES, "steps=30"]
     done = run(arguments)
     assert done.returncode == 0, done.stderr[-3000:]
