@@ -275,9 +275,20 @@ class ResidualPreTrainedModel:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """A backbone's checkpoint loads with connections at their start; raises as `loading_attnres`."""
-        source, asked = pretrained_model_name_or_path, kwargs.copy()
-        # An Auto class has read `config.json` and the code before it came here.
+        """Load a checkpoint of the family, or of a backbone, whose connections are then at their start.
+
+        Args:
+            pretrained_model_name_or_path: a folder or Hub id.
+            args: as in `transformers`.
+            kwargs: as in `transformers`.
+
+        Raises:
+            ValueError: the checkpoint holds only some of the added tensors, or values that are not finite.
+            RuntimeError: a tensor has another shape than the configuration says.
+            OSError: a file is truncated or damaged; or an interrupted save into the folder has just been completed.
+        """
+        source, options = pretrained_model_name_or_path, kwargs.copy()
+        # An Auto class has read `config.json` and the code before this method is called.
         if source is not None and complete_save(Path(source, kwargs.get("subfolder") or "")) and "config" in kwargs:
             raise OSError(
                 f"a save into {source} was interrupted, and is complete now. Load it again: the configuration that was "
@@ -286,15 +297,15 @@ class ResidualPreTrainedModel:
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         with explain_broken_shard(source, kwargs.get("subfolder", "")):
             model, info = super().from_pretrained(source, *args, **kwargs)
-        if not asked.get("ignore_mismatched_sizes"):  # refused here, by name
+        if not options.get("ignore_mismatched_sizes"):  # refused here, by name
             check_shapes(info["mismatched_keys"], source)
         for added in (residual_tensors(model), gate_tensors(model)):
             check_added(model, added, info["missing_keys"], source)
         if source is not None:
-            warn_of_change(model, stored_fields(source, **asked), source, info)
+            warn_of_change(model, stored_fields(source, **options), source, info)
         if _by_own_names(source or "", kwargs.get("subfolder", "")):
             vars(model).pop("_weight_conversions", None)
-        return (model, info) if asked.get("output_loading_info") else model
+        return (model, info) if options.get("output_loading_info") else model
 
     def save_pretrained(self, save_directory: str | Path, *args, **kwargs):
         """Save as `transformers` does, with the family's code; an older save in the folder is replaced as a whole."""

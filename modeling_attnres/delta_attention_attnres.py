@@ -63,9 +63,11 @@ def chunk(
     """Compute the recurrence over several tokens; with `seq_idx`, over each document by itself.
 
     Args:
-        query, key, g: `[batch, seq, heads, d_k]`.
+        query: `[batch, seq, heads, d_k]`.
+        key: `[batch, seq, heads, d_k]`.
         value: `[batch, seq, heads, d_v]`.
-        beta: `[batch, seq, heads]`.
+        g: logarithm of each channel's decay, `[batch, seq, heads, d_k]`.
+        beta: rate at which a token writes to the state, `[batch, seq, heads]`.
         initial_state: `[batch, heads, d_k, d_v]`, or `None` for zeros, which rows of several documents need.
         output_final_state: return the state after the last token, too.
         seq_idx: `[batch, seq]`, the number of each token's document.
@@ -201,6 +203,7 @@ class DeltaAttention(kimi_linear.KimiLinearDeltaAttention):
         """Keep the last tokens of each row for the convolution, and return all tokens with those kept before.
 
         Args:
+            cache: the cache that keeps them.
             mixed: `[batch, channels, seq]`.
             conv_state: `[batch, channels, kernel]`, or `None` before the first token.
             is_real: `[batch, seq]`, where padding follows the real tokens.

@@ -1,8 +1,12 @@
-"""Rows that hold several documents, or padding anywhere: what the arguments of a forward pass say of them.
+"""Rows that hold several documents, or padding anywhere.
 
-`transformers` takes `position_ids` that restart for documents if there is neither a mask nor a cache. It makes a cache,
-though, unless told otherwise; and of `cu_seq_lens_q` and `seq_idx` only some kernels know. Here all of them mean the
-same, and what the attention layers cannot honour raises.
+A forward pass may be told of documents by `position_ids` that restart, by borders (`cu_seq_lens_q`), by numbers
+(`seq_idx`) or by a mask over pairs of tokens. `transformers` takes restarting positions for documents only without mask
+and cache, and makes a cache unless told otherwise; only some kernels know the other signs. Here all of them mean the
+same for every layer, and a combination that cannot be honoured raises.
+
+`keep_documents_apart` prepares the arguments for softmax attention, `for_linear_attention` also for delta attention,
+whose recurrence must begin anew at a document and pass over padding.
 """
 
 from collections.abc import Mapping
@@ -24,7 +28,7 @@ from transformers.utils import is_tracing
 from transformers.utils.generic import is_flash_attention_requested
 
 Arguments = dict[str, Any]
-# The names for borders of documents: of flash attention's keywords in `transformers`, and of flash-linear-attention.
+# Names for borders of documents: two keywords of flash attention in `transformers`, and one of flash-linear-attention.
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 # The length of the longest document, which flash attention takes beside its borders.
 _LENGTHS = ("max_length_q", "max_length_k")
@@ -32,12 +36,10 @@ _NO_CACHE = (
     "rows of several documents cannot fill a cache, in which they would be one text: pass `use_cache=False` and no "
     "cache, or each document as a row of its own."
 )
-
-
 # The name of the cache among the arguments, which `transformers` 5.24 changed.
 _CACHE = "cache" if "cache" in signature(KimiLinearModel.forward).parameters else "past_key_values"
-# An attribute of a cache, `[batch, tokens]`, false for padding. The cache itself does not tell padding from tokens, and
-# so goes where the cache goes, when that is copied or saved.
+# Attribute of a cache, `[batch, tokens]`, false for padding, which the cache itself does not tell from tokens. As an
+# attribute it goes where the cache goes, when that is copied or saved.
 _REAL = "attnres_real_tokens"
 
 
@@ -56,7 +58,7 @@ def shape_of(arguments: Arguments) -> tuple[int, int] | None:
 
 
 def find_documents(arguments: Arguments) -> Tensor | None:
-    """Number the documents in each row, by all arguments that may tell of them.
+    """Number the documents in each row by all arguments that may tell of documents.
 
     Without a mask and a cache, `position_ids` begin a document where they do not go on by one: the library's rule.
 
@@ -103,10 +105,10 @@ def _begin_alike(first: Tensor | None, second: Tensor | None) -> Tensor | bool:
 
 
 def _documents_by_sign(arguments: Arguments, shape: tuple[int, int]) -> dict[str, Tensor | None]:
-    """Number the documents by each argument that holds their borders or numbers, `None` for one document.
+    """Number the documents by each argument that holds their borders or numbers.
 
     Returns:
-        By the argument's name, `[batch, seq]` or `None`.
+        Name of the argument -> number of each token's document `[batch, seq]`, or `None` if each row is one document.
     """
     signs: dict[str, Tensor | None] = {}
     batch, length = shape
@@ -115,7 +117,7 @@ def _documents_by_sign(arguments: Arguments, shape: tuple[int, int]) -> dict[str
         if borders is None:
             continue
         if name == "cu_seq_lens_k" and cache_of(arguments) is not None and borders.shape == (2,):
-            continue  # the keys are then those of the cache too, of one text
+            continue  # the keys of one text, those in the cache included
         is_whole = batch == 1 and borders.ndim == 1 and len(borders) >= 2
         if is_whole:
             is_whole = (borders[0] == 0) & (borders[-1] == length) & (borders.diff() >= 0).all()
@@ -155,6 +157,7 @@ def _require(condition: Tensor | bool, message: str) -> None:
 
 
 def _abridged(tensor: Tensor) -> str:
+    """Return the values of a short tensor, or the shape of a long one, for a message."""
     return str(tensor.tolist() if tensor.numel() < 10 else f"of shape {list(tensor.shape)}")
 
 
@@ -179,7 +182,7 @@ def keep_documents_apart(arguments: Arguments, config: Any) -> tuple[Arguments, 
     mask = arguments.get("attention_mask")
     has_borders = any(arguments.get(name) is not None for name in (*_BORDERS, "seq_idx"))
     if has_borders and isinstance(mask, Tensor) and mask.ndim == 2 and not is_tracing(mask) and bool(mask.all()):
-        mask = None  # it says nothing, but `transformers` looks for documents only where there is no mask
+        mask = None  # it hides nothing, but `transformers` looks for documents only where there is no mask
         arguments = arguments | {"attention_mask": None}
     documents = find_documents(arguments)
     cache, positions = cache_of(arguments), arguments.get("position_ids")
@@ -220,9 +223,10 @@ def separate_under_mask(
     Args:
         mask: `[batch, seq]`, 0 for padding.
         documents: `[batch, seq]`, the number of each token's document.
-        dtype: of the activations.
-        every_layer: make what a decoder takes for all of its layers, sliding windows among them, and not the mask of
-            full attention alone.
+        config: the model's configuration.
+        dtype: dtype of the activations.
+        every_layer: whether to make the masks for all kinds of layers, sliding windows among them, and not only the
+            mask of full attention.
 
     Returns:
         The mask `[batch, 1, seq, seq]`, or with `every_layer` a dictionary of them where layers differ in kind.
@@ -242,20 +246,21 @@ def separate_under_mask(
 
 
 def documents_under_mask(positions: Tensor, is_real: Tensor) -> Tensor | None:
-    """Number the documents in rows with padding: one begins where a real token's position is not above the last one's.
+    """Number the documents in rows with padding.
 
-    Positions that stand still before the first real token, as `generate` has them for padding, begin nothing.
+    A document begins at a real token whose position is not above that of the last real token before it. Positions that
+    stand still before the first real token, as `generate` has them for padding, begin nothing.
 
     Args:
         positions: `[batch, seq]`.
-        is_real: `[batch, seq]`.
+        is_real: `[batch, seq]`, false for padding.
 
     Returns:
         `[batch, seq]`, or `None` if each row is one document.
     """
     lowest = torch.iinfo(positions.dtype).min
     index = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
-    # The last real token before each one: 0 and hidden where there is none.
+    # Index of the last real token before each token, -1 where there is none.
     last = F.pad(index.masked_fill(~is_real, -1).cummax(-1).values[:, :-1], (1, 0), value=-1)
     before = positions.gather(1, last.clamp(min=0)).masked_fill(last < 0, lowest)
     documents = (is_real & (positions <= before)).cumsum(-1)
@@ -267,10 +272,12 @@ def documents_under_mask(positions: Tensor, is_real: Tensor) -> Tensor | None:
 def find_order(is_real: Tensor, has_cache: bool, has_state: bool) -> Tensor | None:
     """Return `is_real` if a recurrence has to pass over padding, and `None` if zeros in its place do the same.
 
-    Zeros do so before all real tokens of a row that has no state yet, and after them if no state is kept.
+    Zeros do the same before all real tokens of a row that has no state yet, and after them if no state is kept.
 
     Args:
-        is_real: `[batch, seq]`.
+        is_real: `[batch, seq]`, false for padding.
+        has_cache: whether the state after this pass is kept.
+        has_state: whether there is a state of earlier tokens.
     """
     if is_tracing(is_real):
         return is_real
@@ -356,11 +363,17 @@ def _padding_in(cache: Any, batch: int, seen: int, device: torch.device) -> Tens
 def _note_padding(
     arguments: Arguments, config: Any, is_real: Tensor | None, was_real: Tensor | None, seen: int
 ) -> Arguments:
-    """Note on the cache which tokens of this pass are padding, so that a later mask over pairs can be checked by it.
+    """Note on the cache which tokens of this pass are padding, to check later masks over pairs by it.
 
     Args:
-        is_real: `[batch, seq]`, or `None` if all tokens are.
+        arguments: the arguments of the forward pass.
+        config: the model's configuration.
+        is_real: `[batch, seq]`, or `None` if all tokens are real.
         was_real: the same of the tokens in the cache, `[batch, seen]`.
+        seen: number of tokens in the cache.
+
+    Returns:
+        The arguments, with a cache if `transformers` would make one.
     """
     cache, use_cache = cache_of(arguments), arguments.get("use_cache")
     if is_real is None:
@@ -385,8 +398,8 @@ def _documents_of_masks(
         The arguments, and the number of each token's document `[batch, seq]`, or `None` if each row is one document.
     """
     mask, positions = arguments["attention_mask"], arguments.get("position_ids")
-    given = mask.get("linear_attention")
-    is_real = given[:, -shape[1] :] != 0 if isinstance(given, Tensor) else None
+    linear_mask = mask.get("linear_attention")
+    is_real = linear_mask[:, -shape[1] :] != 0 if isinstance(linear_mask, Tensor) else None
     # `generate` makes such masks for a static cache. They have no padding of single tokens, whose positions cannot
     # restart either.
     if documents is None and positions is not None and shape[1] > 1:
@@ -416,9 +429,11 @@ def for_linear_attention(
     """Change the arguments of a forward pass so that linear attention honours padding and documents.
 
     Args:
-        arguments: as [`keep_documents_apart`] returns them, with `documents`.
-        dtype: of the activations.
-        layer_idx: of a layer with linear attention.
+        arguments: the arguments as [`keep_documents_apart`] returns them.
+        config: the model's configuration.
+        dtype: dtype of the activations.
+        documents: the number of each token's document `[batch, seq]`, or `None` if each row is one document.
+        layer_idx: index of a layer with linear attention, whose state in the cache is looked at.
 
     Returns:
         The arguments, with `real_tokens`, `seq_idx` and `cu_seqlens` for the layers where they need them.
@@ -437,73 +452,36 @@ def for_linear_attention(
         # A mask as long as a static cache: the tokens that it has beyond these do not exist yet.
         mask = mask[:, : (0 if cache is None else int(cache.get_seq_length())) + length]
         arguments = arguments | {"attention_mask": mask}
-    given = mask.get("linear_attention") if isinstance(mask, Mapping) else mask
-    if isinstance(mask, Mapping) and not (isinstance(given, Tensor) and given.ndim == 4):
+    # A mask for each kind of layer, or one for all.
+    linear_mask = mask.get("linear_attention") if isinstance(mask, Mapping) else mask
+    has_square_mask = isinstance(linear_mask, Tensor) and linear_mask.ndim == 4
+    if isinstance(mask, Mapping) and not has_square_mask:
         arguments, documents = _documents_of_masks(arguments, config, dtype, documents, shape)
-        mask = arguments["attention_mask"]
-    is_real = None
-    if isinstance(given, Tensor) and given.ndim == 4:
-        seen = 0 if cache is None else int(cache.get_seq_length())
-        was_real = _padding_in(cache, given.shape[0], seen, given.device)
-        is_real, by_mask = read_square_mask(given, length, seen, was_real)
-        if by_mask is not None:
-            _refuse_cache(arguments)
-            # Documents found by other arguments must agree with the mask, which full attention applies as it is.
-            if documents is not None and not torch.equal(documents, by_mask):
-                raise ValueError(
-                    "a mask over pairs of tokens and `seq_idx` or `cu_seq_lens_q` begin documents at different tokens: "
-                    "pass one of them."
-                )
-            documents = by_mask
-        elif documents is not None:
-            raise ValueError(
-                "`seq_idx` or `cu_seq_lens_q` tell of several documents in a row, but the mask over pairs of tokens "
-                "lets them see each other: pass one of them."
-            )
-        full = mask["full_attention"] if isinstance(mask, Mapping) else mask
-        if isinstance(full, Tensor) and full.dtype == torch.bool and config._attn_implementation == "eager":
-            # The eager attention of `transformers` adds the mask to the scores.
-            full = torch.zeros_like(full, dtype=dtype).masked_fill(~full, torch.finfo(dtype).min)
-        arguments = arguments | {"attention_mask": {"full_attention": full, "linear_attention": None}}
-        if documents is not None:
-            arguments["use_cache"] = False
-        arguments = _note_padding(arguments, config, is_real, was_real, seen)
-        cache = cache_of(arguments)
-    elif isinstance(given, Tensor) and given.ndim == 2:
-        # Of a longer mask the first tokens are in the cache.
-        is_real = given[:, -length:] != 0
-        if is_tracing(given) and length == 1:
+    is_real = None  # (batch, seq), or `None` if no token is padding
+    if has_square_mask:
+        arguments, documents, is_real = _apply_square_mask(arguments, config, dtype, documents, linear_mask)
+    elif isinstance(linear_mask, Tensor) and linear_mask.ndim == 2:
+        # The first tokens of a longer mask are in the cache.
+        is_real = linear_mask[:, -length:] != 0
+        if is_tracing(linear_mask) and length == 1:
             is_real = None  # `transformers` takes a single token for a real one; so no mask grows in the graph
         elif not isinstance(mask, Mapping):
-            has_cache = cache is not None or arguments.get("use_cache")
-            if positions is not None and documents is None and length > 1:
-                documents = documents_under_mask(positions.expand(shape), is_real)
-                if documents is not None and has_cache and is_tracing(documents):
-                    # As without a mask: the graph is made for one document, and checks it when it runs.
-                    _require((documents[:, -1] == 0).all(), _NO_CACHE)
-                    documents = None
-            if documents is not None:
-                _refuse_cache(arguments)
-                full = separate_under_mask(given, documents, config, dtype)
-                arguments = arguments | {
-                    "attention_mask": {"full_attention": full, "linear_attention": is_real},
-                    "use_cache": False,
-                }
-    elif given is not None:
+            arguments, documents = _find_documents_under(arguments, config, dtype, documents, is_real)
+    elif linear_mask is not None:
         raise ValueError(
-            f"linear attention takes a mask [batch, tokens], not {type(given).__name__}: pass a dictionary with a mask "
-            "for each kind of layer, 'full_attention' and 'linear_attention'."
+            f"linear attention takes a mask [batch, tokens], not {type(linear_mask).__name__}: pass a dictionary with "
+            "a mask for each kind of layer, 'full_attention' and 'linear_attention'."
         )
     arguments = {name: value for name, value in arguments.items() if name not in ("seq_idx", "cu_seqlens")}
     if is_real is not None:
+        cache, use_cache = cache_of(arguments), arguments.get("use_cache")
         # Also a cache that `transformers` makes after this, as it does unless told otherwise.
-        use_cache = arguments.get("use_cache")
         keeps_state = cache is not None or (config.use_cache if use_cache is None else use_cache)
         order = find_order(is_real, keeps_state, cache is not None and cache.has_previous_state(layer_idx))
-        if order is None and isinstance(given, Tensor) and given.ndim == 4 and not bool(is_real.all()):
-            arguments["attention_mask"]["linear_attention"] = is_real
-        elif order is not None:
+        if order is not None:
             arguments["real_tokens"] = order
+        elif has_square_mask and not bool(is_real.all()):
+            arguments["attention_mask"]["linear_attention"] = is_real
     if documents is not None:
         arguments["seq_idx"] = documents.int()
         if documents.device.type != "cpu" and not is_tracing(documents):
@@ -512,3 +490,63 @@ def for_linear_attention(
             ends = documents.new_full((1,), documents.numel())
             arguments["cu_seqlens"] = torch.cat((is_start.flatten().nonzero().flatten(), ends))
     return arguments
+
+
+def _apply_square_mask(
+    arguments: Arguments, config: Any, dtype: torch.dtype, documents: Tensor | None, square_mask: Tensor
+) -> tuple[Arguments, Tensor | None, Tensor | None]:
+    """Take padding and documents from a mask over pairs of tokens `[batch, heads, seq, tokens]`.
+
+    Returns:
+        The arguments, where full attention keeps the mask; the documents, and which tokens are real, both
+        `[batch, seq]` or `None`.
+    """
+    cache, mask, length = cache_of(arguments), arguments["attention_mask"], shape_of(arguments)[1]
+    seen = 0 if cache is None else int(cache.get_seq_length())
+    was_real = _padding_in(cache, square_mask.shape[0], seen, square_mask.device)
+    is_real, by_mask = read_square_mask(square_mask, length, seen, was_real)
+    if by_mask is not None:
+        _refuse_cache(arguments)
+        # Documents found by other arguments must agree with the mask, which full attention applies as it is.
+        if documents is not None and not torch.equal(documents, by_mask):
+            raise ValueError(
+                "a mask over pairs of tokens and `seq_idx` or `cu_seq_lens_q` begin documents at different tokens: "
+                "pass one of them."
+            )
+    elif documents is not None:
+        raise ValueError(
+            "`seq_idx` or `cu_seq_lens_q` tell of several documents in a row, but the mask over pairs of tokens "
+            "lets them see each other: pass one of them."
+        )
+    full = mask["full_attention"] if isinstance(mask, Mapping) else mask
+    if isinstance(full, Tensor) and full.dtype == torch.bool and config._attn_implementation == "eager":
+        # The eager attention of `transformers` adds the mask to the scores.
+        full = torch.zeros_like(full, dtype=dtype).masked_fill(~full, torch.finfo(dtype).min)
+    arguments = arguments | {"attention_mask": {"full_attention": full, "linear_attention": None}}
+    if by_mask is not None:
+        arguments["use_cache"] = False
+    return _note_padding(arguments, config, is_real, was_real, seen), by_mask, is_real
+
+
+def _find_documents_under(
+    arguments: Arguments, config: Any, dtype: torch.dtype, documents: Tensor | None, is_real: Tensor
+) -> tuple[Arguments, Tensor | None]:
+    """Find documents in rows with a mask `[batch, tokens]`, and make the masks that keep them apart.
+
+    Returns:
+        The arguments, and the number of each token's document `[batch, seq]`, or `None` if each row is one document.
+    """
+    mask, positions, shape = arguments["attention_mask"], arguments.get("position_ids"), shape_of(arguments)
+    has_cache = cache_of(arguments) is not None or arguments.get("use_cache")
+    if positions is not None and documents is None and shape[1] > 1:
+        documents = documents_under_mask(positions.expand(shape), is_real)
+        if documents is not None and has_cache and is_tracing(documents):
+            # As without a mask: the graph is made for one document, and checks it when it runs.
+            _require((documents[:, -1] == 0).all(), _NO_CACHE)
+            documents = None
+    if documents is None:
+        return arguments, None
+    _refuse_cache(arguments)
+    full = separate_under_mask(mask, documents, config, dtype)
+    masks = {"full_attention": full, "linear_attention": is_real}
+    return arguments | {"attention_mask": masks, "use_cache": False}, documents

@@ -1,4 +1,4 @@
-"""What a checkpoint must satisfy to become a model of the family, with errors that name the tensor or the file."""
+"""Checks of a checkpoint that is loaded as a model of the family, with errors that name the tensor or the file."""
 
 import os
 import warnings
@@ -20,7 +20,17 @@ from .residual_attnres import FamilyWarning, residual_tensors
 
 
 def check_added(model: nn.Module, added: dict, missing: Collection[str], source: str | os.PathLike) -> None:
-    """Raises ValueError: some tensors `added` to a backbone are missing and others are not, or not finite."""
+    """Raise if a checkpoint holds only some of the tensors that are added to a backbone, or values that are not finite.
+
+    Args:
+        model: the loaded model.
+        added: its added tensors by name.
+        missing: names of the tensors that the checkpoint lacks.
+        source: the checkpoint, for the message.
+
+    Raises:
+        ValueError: some of the tensors are missing and others are not, or one holds NaN or infinite values.
+    """
     absent = sorted(set(added) & set(missing))
     if absent and len(absent) < len(added):
         raise ValueError(
@@ -37,7 +47,15 @@ def check_added(model: nn.Module, added: dict, missing: Collection[str], source:
 
 
 def check_shapes(mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]], source: str | os.PathLike) -> None:
-    """Raises RuntimeError: tensors (name, shape in the checkpoint, in the model) mismatch."""
+    """Raise if tensors have other shapes in the checkpoint than in the model.
+
+    Args:
+        mismatched: for each such tensor its name, the shape in the checkpoint, the shape in the model.
+        source: the checkpoint, for the message.
+
+    Raises:
+        RuntimeError: there is such a tensor.
+    """
     tensors = [f"`{name}` has shape {list(has)}, but must be {list(must)}" for name, has, must in sorted(mismatched)]
     if tensors:
         raise RuntimeError(f"{source}: {'; '.join(tensors)}. Use the checkpoint's own config.json.")
@@ -52,7 +70,7 @@ def stored_fields(source: str | os.PathLike, **options: Any) -> dict[str, Any]:
     """
     where = ("cache_dir", "proxies", "token", "revision", "local_files_only", "subfolder")
     try:
-        # Not by the family's class, which renames the model type of a backbone.
+        # Not by the family's class: that would replace a backbone's model type.
         fields, _ = PreTrainedConfig.get_config_dict(source, **{key: options[key] for key in where if key in options})
     except OSError:
         return {}
@@ -94,20 +112,23 @@ def warn_of_change(
         )
         warnings.warn(message, FamilyWarning, stacklevel=3)
     if changed:
-        told = "; ".join(
+        differences = "; ".join(
             f"`{f}` is {before!r} in its config.json, and {now!r} here" for f, (before, now) in changed.items()
         )
         message = (
-            f"{source}: {told}. The model computes another function than was saved; remove the arguments that you did "
+            f"{source}: {differences}. The model computes another function than was saved; remove the arguments that you did "
             "not intend."
         )
         warnings.warn(message, FamilyWarning, stacklevel=3)
 
 
 def _is_standard(model: nn.Module, stored: Mapping[str, Any], unexpected: Collection[str]) -> bool:
-    """Whether the model is the standard decoder, both as it is and with the `stored` fields in place of its own.
+    """Return whether the model is the standard decoder, both as it is and with the fields of its checkpoint.
 
-    `unexpected` are the names of the tensors that were saved and not loaded.
+    Args:
+        model: the loaded model.
+        stored: fields whose values in the checkpoint differ.
+        unexpected: names of the tensors that were saved and not loaded.
     """
     before, tensors = copy(model.config), residual_tensors(model)
     owners = {name.rpartition(".")[0] for name in tensors}
@@ -118,7 +139,7 @@ def _is_standard(model: nn.Module, stored: Mapping[str, Any], unexpected: Collec
     for field, value in stored.items():
         setattr(before, field, value)
     if any(tensor.is_meta for tensor in tensors.values()):
-        return False  # offloaded: not read for this
+        return False  # offloaded tensors: too slow to read for a warning
     configs = before, model.config
     return all(c.connection.differs_from_standard(c, tensors) is None for c in configs)
 
