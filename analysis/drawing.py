@@ -15,7 +15,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from attnres.files import atomic_write
+from attnres.utils.files import atomic_write
 
 WIDTH = 7.6  # inches: about the 800 pixels that a page has, so that fonts are seen in their size
 STYLE = {

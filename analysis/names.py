@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from attnres.wording import counted
+from attnres.utils.wording import counted
 
 _KINDS = {"self_attention_res": "attention", "mlp_res": "MLP", "parallel_res": "layer"}
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from attnres.wording import counted
+from attnres.utils.wording import counted
 
 from .inspection import Inspection
 from .names import Depth

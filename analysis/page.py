@@ -19,7 +19,7 @@ import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from attnres.wording import counted
+from attnres.utils.wording import counted
 
 from .inspection import Inspection
 from .overview import LABELS, MISSING, differences, key_numbers, number, overview

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnres.files import atomic_directory
+from attnres.utils.files import atomic_directory
 
 from . import figures
 from .depth_maps import largest

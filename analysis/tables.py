@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from attnres.files import atomic_write, locked
+from attnres.utils.files import atomic_write, locked
 
 
 def update_tables(path: Path, tables: dict[str, str]) -> None:

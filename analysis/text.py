@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from attnres.wording import counted
+from attnres.utils.wording import counted
 
 _CHARACTERS = 20  # that are read for each token that is wanted; few texts have so many in one
 

@@ -23,8 +23,8 @@ from types import ModuleType
 
 import torch
 
-from attnres.files import atomic_write
-from attnres.quiet import quiet_transformers
+from attnres.utils.files import atomic_write
+from attnres.utils.quiet import quiet_transformers
 
 from . import gpu_check, gpu_libraries, gpu_models, gpu_ops, gpu_tests, gpu_tiles
 from .clock import Clock, OutOfTime

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from attnres.analysis.tables import update_tables
-from attnres.quiet import quiet_transformers
 from attnres.utils.progress import ProgressBar
+from attnres.utils.quiet import quiet_transformers
 
 from . import connections, kda, layers, memory, models, ops, phases, scaling
 from .machine import Others, describe

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from rich.table import Table
 
-from attnres.files import atomic_write
+from attnres.utils.files import atomic_write
 
 from .report import cell, make_table
 from .shapes import EAGER, STANDARD, build, connect, llama, token_ids

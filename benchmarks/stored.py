@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from attnres.files import atomic_write
+from attnres.utils.files import atomic_write
 
 
 def cell(row: Mapping, name: str, digits: int = 2) -> str:

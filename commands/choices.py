@@ -8,11 +8,11 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand
 
-from attnres.connection_help import CONNECTIONS, flag, owners
+from attnres.commands.connections import CONNECTIONS, flag, owners
 
 from .guard import show_tracebacks
 
-# How a directory shows that `convert` may replace it, as for `attnres.files.atomic_directory`.
+# How a directory shows that `convert` may replace it, as for `attnres.utils.files.atomic_directory`.
 WRITTEN_MODEL = {"marker": "config.json", "content": '"model_type"'}
 WRITTEN_REPORT = {"marker": "inspection.json", "content": '"written_by": "attnres inspect"'}
 

@@ -9,16 +9,16 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from attnres import ResidualConfig
-from attnres.connection_help import remark_on_blocks
+from attnres.commands.connections import remark_on_blocks
 from attnres.conversion.cards import Subject, add_step, linked, new_card, on_hub, write_card
 from attnres.conversion.checkpoint import Checkpoint, find, open_checkpoint, show_bytes
 from attnres.conversion.convert import Plan, write
 from attnres.conversion.layout import in_published_layout
 from attnres.conversion.side_files import TOKENIZER_FILES
 from attnres.conversion.verify import MAX_CHARACTERS, PROMPTS, Comparison, compare, missing_memory
-from attnres.files import atomic_directory
+from attnres.utils.files import atomic_directory
 from attnres.utils.progress import ProgressBar, status
-from attnres.wording import counted
+from attnres.utils.wording import counted
 
 from .choices import WRITTEN_MODEL, printable, shown
 

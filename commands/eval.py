@@ -23,9 +23,9 @@ from attnres.eval.shared_prefix import SharedPrefixLM
 from attnres.eval.start import BASELINE_RESULTS, CHART, REPORT, RESULTS, find_lost
 from attnres.eval.store import Store, to_json
 from attnres.eval.suite import Loaded, collect, load_all, run_jobs, software, unfinished
-from attnres.files import atomic_write, locked
-from attnres.quiet import quiet_transformers
+from attnres.utils.files import atomic_write, locked
 from attnres.utils.progress import ProgressBar, status
+from attnres.utils.quiet import quiet_transformers
 
 from .left_out import no_result, tell
 

@@ -19,8 +19,8 @@ from attnres.analysis.text import language_reference, read_text
 from attnres.conversion.tokenizers import load_tokenizer
 from attnres.conversion.whole import check_before_loading, check_source_sizes, check_whole
 from attnres.loading_attnres import check_shapes, explain_broken_shard
-from attnres.quiet import quiet_transformers
 from attnres.utils.progress import ProgressBar
+from attnres.utils.quiet import quiet_transformers
 
 
 @dataclass(frozen=True)

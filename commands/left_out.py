@@ -9,7 +9,7 @@ from rich.markup import escape
 from attnres.eval.benchmarks import Benchmark
 from attnres.eval.failures import Failures, told
 from attnres.eval.start import find_missing
-from attnres.wording import counted
+from attnres.utils.wording import counted
 
 
 def tell(console: Console, failures: Failures, data: Path | None) -> None:

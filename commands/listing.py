@@ -3,8 +3,8 @@
 from rich.console import Console
 from rich.padding import Padding
 
-from attnres.connection_help import CONNECTIONS
-from attnres.packaged import configuration_names, recipe_names
+from attnres.commands.connections import CONNECTIONS
+from attnres.utils.packaged import configuration_names, recipe_names
 
 from .choices import Listed
 from .guard import loading

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from attnres.connection_help import describe_connections, flag
-from attnres.files import check_replaceable
-from attnres.hub import check_source
+from attnres.commands.connections import describe_connections, flag
+from attnres.utils.files import check_replaceable
+from attnres.utils.hub import check_source
 
 from .choices import (
     DEFAULT_RESIDUAL,

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from attnres.connection_help import flag
-from attnres.wording import install_command
+from attnres.commands.connections import flag
+from attnres.utils.wording import install_command
 
 from .choices import Debug, Listed, given
 from .guard import loading

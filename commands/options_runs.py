@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from attnres.hub import check_source
-from attnres.packaged import configuration_names, recipe_names
-from attnres.wording import install_command
+from attnres.utils.hub import check_source
+from attnres.utils.packaged import configuration_names, recipe_names
+from attnres.utils.wording import install_command
 
 from .choices import Debug
 from .guard import loading

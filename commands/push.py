@@ -18,9 +18,9 @@ from attnres.conversion.publication import INSPECTION, Publication, plan_publica
 from attnres.conversion.publishing import publish
 from attnres.conversion.source_files import check_text
 from attnres.eval.hub_results import FOLDER, read_results
-from attnres.quiet import quiet_transformers
 from attnres.utils.progress import status
-from attnres.wording import counted
+from attnres.utils.quiet import quiet_transformers
+from attnres.utils.wording import counted
 
 from .choices import shown
 

@@ -9,8 +9,8 @@ from dataclasses import fields
 
 from attnres import CONNECTIONS, AttnResConfig
 from attnres.attention_gate_attnres import GATE_FIELDS
-from attnres.packaged import configuration_names, configurations
-from attnres.wording import did_you_mean
+from attnres.utils.packaged import configuration_names, configurations
+from attnres.utils.wording import did_you_mean
 
 from .counting import ParameterCount, count_parameters
 

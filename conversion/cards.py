@@ -19,7 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from packaging.requirements import Requirement
 
 from attnres import ResidualConfig
-from attnres.files import atomic_write
+from attnres.utils.files import atomic_write
 
 from .card_metadata import filled, joined, read, split
 from .card_parts import appended, part, put, unmarked

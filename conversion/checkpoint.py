@@ -21,9 +21,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from attnres.hub import check_path
 from attnres.loading_attnres import explain_broken_shard
 from attnres.saving_attnres import complete_save
+from attnres.utils.hub import check_path
 
 from .pickles import read_pickle, read_pickle_shapes
 from .side_files import SIDE_FILES

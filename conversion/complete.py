@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.utils import CONFIG_NAME
 
 from attnres.loading_attnres import check_shapes
-from attnres.quiet import quiet_transformers
 from attnres.residual_attnres import residual_tensors
+from attnres.utils.quiet import quiet_transformers
 
 from .checkpoint import DTYPES, NAMED_WEIGHTS, Checkpoint, same_bytes
 from .sizes import check_sizes

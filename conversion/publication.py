@@ -11,8 +11,8 @@ from huggingface_hub import EvalResultEntry, get_token
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from attnres import ResidualConfig
-from attnres.hub import check_path
-from attnres.wording import counted
+from attnres.utils.hub import check_path
+from attnres.utils.wording import counted
 
 from .cards import CARD, Subject, complete, new_card, read_card
 from .checkpoint import DTYPES, Checkpoint, open_checkpoint

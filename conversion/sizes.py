@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers.quantizers import AutoHfQuantizer
 
-from attnres.quiet import quiet_transformers
+from attnres.utils.quiet import quiet_transformers
 
 from .checkpoint import Checkpoint
 from .source_files import read_object

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import MODEL_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from attnres.quiet import quiet_transformers
+from attnres.utils.quiet import quiet_transformers
 
 from .side_files import TOKENIZER_FILES
 

@@ -20,7 +20,7 @@ from transformers.utils import CONFIG_NAME
 from attnres.attention_gate_attnres import gate_tensors
 from attnres.loading_attnres import check_added, check_shapes
 from attnres.residual_attnres import residual_tensors
-from attnres.wording import counted
+from attnres.utils.wording import counted
 
 from .checkpoint import DTYPES, Checkpoint, find, read_headers
 from .complete import explain_config, loading_report

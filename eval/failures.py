@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 
-from attnres.wording import counted
+from attnres.utils.wording import counted
 
 from .benchmarks import Benchmark
 

@@ -17,7 +17,7 @@ from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml, parse_
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from attnres.files import atomic_write
+from attnres.utils.files import atomic_write
 from attnres.utils.yaml_files import load_yaml
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from attnres.utils.wording import did_you_mean, install_command
 from attnres.utils.yaml_files import UnboundedYaml, load_yaml
-from attnres.wording import did_you_mean, install_command
 
 from .benchmarks import Benchmark, TaskFileLoader, index_of, task_manager
 

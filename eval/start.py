@@ -8,7 +8,7 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-from attnres.hub import check_source, is_cached, is_offline
+from attnres.utils.hub import check_source, is_cached, is_offline
 
 from .benchmarks import Benchmark, benchmarks, data_missing
 from .failures import Failure, Failures, Reason

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from lm_eval.utils import handle_non_serializable
 
-from attnres.files import atomic_write
+from attnres.utils.files import atomic_write
 
 SETUP, HASH = "setup.json", "sha256"
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import set_seed
 
-from attnres.files import atomic_write
+from attnres.utils.files import atomic_write
 from benchmarks.timing import Ratio, Setting, interleave, keep_freed_memory
 from benchmarks.workloads import training_step
 

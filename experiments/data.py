@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnres.files import atomic_write
 from attnres.training.packing import in_blocks
+from attnres.utils.files import atomic_write
 
 PREPARED = Path(__file__).parent / "prepared"  # ignored by git
 VOCABULARIES = range(258, 2**16 + 1)  # the bytes and two special tokens at least; ids are stored in 16 bits

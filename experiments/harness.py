@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from attnres.analysis.tables import check_tables
-from attnres.files import atomic_write, locked
+from attnres.utils.files import atomic_write, locked
 from attnres.utils.progress import ProgressBar
 from attnres.utils.yaml_files import load_yaml
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from attnres.files import parents
+from attnres.utils.files import parents
 
 from .harness import SELECTION_SEED, is_rate, is_seed
 

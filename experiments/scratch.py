@@ -20,9 +20,9 @@ from transformers.utils import CONFIG_NAME
 
 from attnres.analysis.depth_attention import depth_attention
 from attnres.configuration import count_parameters
-from attnres.files import atomic_directory
 from attnres.training.balance import ExpertBalance, routers
 from attnres.training.runs import Run, sequence_losses, train
+from attnres.utils.files import atomic_directory
 
 from .data import Data, tokenizer_folder
 from .harness import SELECTION_SEED, Planned, Store, checkpoints, is_number, is_rate, make_runs

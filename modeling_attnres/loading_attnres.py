@@ -116,8 +116,8 @@ def warn_of_change(
             f"`{f}` is {before!r} in its config.json, and {now!r} here" for f, (before, now) in changed.items()
         )
         message = (
-            f"{source}: {differences}. The model computes another function than was saved; remove the arguments that you did "
-            "not intend."
+            f"{source}: {differences}. The model computes another function than was saved; remove the arguments that "
+            "you did not intend."
         )
         warnings.warn(message, FamilyWarning, stacklevel=3)
 

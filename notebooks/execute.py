@@ -23,7 +23,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from nbformat import NotebookNode
 from PIL import Image
 
-from attnres.files import atomic_write
+from attnres.utils.files import atomic_write
 
 HERE = Path(__file__).parent
 ASSETS = {"ATTNRES_CHECKPOINT": "checkpoints/stories260K-hf", "ATTNRES_TEXT": "corpora/tinystories/train.txt"}

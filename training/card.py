@@ -14,7 +14,7 @@ from attnres import ResidualConfig
 from attnres.configuration import names
 from attnres.conversion.cards import CARD, Subject, add_step, linked, new_card, write_card
 from attnres.conversion.markdown import code, is_hub_id, link
-from attnres.wording import counted
+from attnres.utils.wording import counted
 
 from .recipe import Recipe
 

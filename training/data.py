@@ -21,7 +21,7 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from attnres.utils.progress import Pace
-from attnres.wording import counted
+from attnres.utils.wording import counted
 
 from .cache import built_once
 from .documents import DataSpec, Documents, Skipped

@@ -36,9 +36,9 @@ from attnres.analysis.loss_figures import plot_paired_runs
 from attnres.configuration import load
 from attnres.conversion import retrofit
 from attnres.conversion.whole import load_whole
-from attnres.files import atomic_directory
-from attnres.quiet import quiet_transformers
+from attnres.utils.files import atomic_directory
 from attnres.utils.progress import ProgressBar
+from attnres.utils.quiet import quiet_transformers
 
 from .comparison import Data, Difference, compare, difference, pack, split
 from .runs import Run, sequence_losses

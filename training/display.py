@@ -7,7 +7,7 @@ from tqdm import tqdm
 from transformers import TrainerCallback, TrainingArguments
 
 from attnres.utils.progress import Pace, show_duration
-from attnres.wording import counted
+from attnres.utils.wording import counted
 
 from .header import show_share
 

@@ -7,7 +7,7 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel
 
 from attnres import ResidualConfig
-from attnres.wording import counted
+from attnres.utils.wording import counted
 
 from .recipe import Recipe
 

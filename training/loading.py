@@ -20,7 +20,7 @@ from transformers.conversion_mapping import WeightConverter, get_model_conversio
 from transformers.distributed import DistributedConfig
 
 from attnres.conversion.whole import load_whole
-from attnres.wording import counted, did_you_mean
+from attnres.utils.wording import counted, did_you_mean
 
 # What accelerate calls processes that share nothing but gradients, on CPUs.
 _UNDIVIDED = (DistributedType.NO, DistributedType.MULTI_CPU)

@@ -12,9 +12,9 @@ from typing import Any, get_args, get_origin
 
 import yaml
 
-from attnres.packaged import recipe_names, recipe_path
+from attnres.utils.packaged import recipe_names, recipe_path
+from attnres.utils.wording import did_you_mean
 from attnres.utils.yaml_files import load_yaml
-from attnres.wording import did_you_mean
 
 from .choices import BAD_ROWS, OPTIMIZERS, SCHEDULES
 

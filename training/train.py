@@ -44,12 +44,12 @@ from attnres.configuration import load, names
 from attnres.conversion import retrofit
 from attnres.conversion.family import retrofit_config
 from attnres.conversion.whole import check_source_sizes, load_whole
-from attnres.files import atomic_write
-from attnres.hub import meant
-from attnres.quiet import quiet_transformers
 from attnres.utils.disks import why_not_written
+from attnres.utils.files import atomic_write
+from attnres.utils.hub import meant
 from attnres.utils.processes import is_lost_connection
-from attnres.wording import counted, install_command
+from attnres.utils.quiet import quiet_transformers
+from attnres.utils.wording import counted, install_command
 
 from .card import write_training_card
 from .chat import encode_chat

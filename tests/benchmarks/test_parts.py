@@ -81,7 +81,7 @@ def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path, monkeypat
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("attnres.files.os.replace", interrupted)
+    monkeypatch.setattr("attnres.utils.files.os.replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         report.store(path, {"date": "now", "rows": []})
     assert json.loads(path.read_text())["date"] == "then"

@@ -11,8 +11,8 @@ import pytest
 from filelock import FileLock
 from transformers.utils import logging
 
-from attnres.files import atomic_directory, atomic_write
-from attnres.quiet import quiet_transformers
+from attnres.utils.files import atomic_directory, atomic_write
+from attnres.utils.quiet import quiet_transformers
 
 from ..kills import exit_code, in_child
 
