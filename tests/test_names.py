@@ -11,6 +11,8 @@ ROOT = Path(__file__).parents[1]
 # All code of the package but the models and what computes their depth attention, and the benchmarks.
 FOLDERS = ("analysis", "benchmarks", "commands", "configuration", "conversion", "eval", "training")
 FILES = sorted(path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+# The help of the command line is shown before the registry can be imported; `test_quick.py` holds it against that.
+FILES.remove(Path("commands/connections.py"))
 # "standard" is what a retrofit begins from, and what all others are compared with.
 NAMES = set(CONNECTIONS) - {"standard"}
 FIELDS = {field for connection in CONNECTIONS.values() for field in connection.fields}

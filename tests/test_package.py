@@ -118,9 +118,9 @@ def test_dependencies_never_point_back_to_the_rooms_above():
             assert above <= {"attnres.accelerated"}, path.name  # guarded; see `test_travelled_files.py`
 
 
-def test_the_wheel_installs_one_import_name(wheel):
+def test_the_wheel_installs_one_package_and_the_entry_of_its_command(wheel):
     names = {PurePosixPath(name).parts[0] for name in ZipFile(wheel).namelist()}
-    assert names == {"attnres", f"attnres-{attnres.__version__}.dist-info"}
+    assert names == {"attnres", "attnres_cli.py", f"attnres-{attnres.__version__}.dist-info"}
 
 
 def test_every_file_of_the_package_is_in_the_wheel(wheel):
@@ -132,6 +132,7 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel):
         if path.suffix in {".py", ".json", ".yaml", ".html", ".css", ".js", ".jinja"} and "results" not in path.parts
     }
     assert "attnres/configuration/attnres-tiny/config.json" in expected
+    expected.add("attnres_cli.py")
     assert {name for name in ZipFile(wheel).namelist() if not name.startswith("attnres-")} == expected
 
 

@@ -8,9 +8,7 @@ import io
 import json
 import sys
 
-__file__ = "attnres"  # as the command itself: the model family can wait
-
-from attnres.commands.main import main
+from attnres_cli import main
 
 
 def run(arguments: list[str]) -> dict:

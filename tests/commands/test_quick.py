@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from attnres import BACKBONES, CONNECTIONS, AttnResConfig, connection_help, hub
+from attnres import BACKBONES, CONNECTIONS, AttnResConfig
+from attnres.commands import connections
 from attnres.commands.app import app
 from attnres.commands.choices import DEFAULT_RESIDUAL, Scale
 from attnres.configuration import names
 from attnres.conversion.family import DEFAULT_CONNECTION, retrofit_options
 from attnres.eval.benchmarks import benchmarks
+from attnres.utils import hub
 
 ATTNRES = Path(sys.executable).with_name("attnres")
 HEAVY = {"torch", "transformers", "numpy", "datasets", "lm_eval", "matplotlib", "attnres.family"}
@@ -110,9 +112,9 @@ def test_the_shell_completes_commands_names_and_recipes(words, expected, tmp_pat
 
 
 def test_what_the_command_line_says_of_connections_is_what_the_registry_has():
-    assert connection_help.CONNECTIONS.keys() == CONNECTIONS.keys()
+    assert connections.CONNECTIONS.keys() == CONNECTIONS.keys()
     assert DEFAULT_RESIDUAL == DEFAULT_CONNECTION
-    for name, (_, options) in connection_help.CONNECTIONS.items():
+    for name, (_, options) in connections.CONNECTIONS.items():
         assert set(options) == set(retrofit_options(name))
     for scale in Scale:
         AttnResConfig(attn_res_scale=scale.value).check_fields()

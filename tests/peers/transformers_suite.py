@@ -19,10 +19,10 @@ from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
 
-from attnres import connection_help
+from attnres.commands import connections
 
 HERE = Path(__file__).resolve().parent
-CONNECTIONS = [name.title().replace("_", "") for name in connection_help.CONNECTIONS if name != "attn_res"]
+CONNECTIONS = [name.title().replace("_", "") for name in connections.CONNECTIONS if name != "attn_res"]
 # Test classes of suite/model_testers.py: each variant, and the backbone that it is held against.
 BY_DEFAULT = {
     "Standard": "KimiLinear",
