@@ -28,7 +28,7 @@ from .items import HASHES, changed, items_now, items_of
 from .shared_prefix import SharedPrefixLM
 from .start import code_refused
 from .store import Store, to_json
-from .templates import bounded_templates
+from .templates import TemplateTooLong, bounded_templates
 
 Loaded = dict[Benchmark, TaskDict]
 
@@ -210,8 +210,11 @@ def _check_same_task(task: Task, stored: Mapping[str, Any], path: Path) -> None:
 def _check_same_items(task: Task, stored: Mapping[str, Any], path: Path, limit: int | None, seed: int) -> None:
     """Raise ValueError if the data or the prompts of the task changed since: its number would be of other items."""
     _prepare(task, seed)
-    with _quiet_and_quick():
-        now = items_now(task, limit)
+    try:
+        with _quiet_and_quick():
+            now = items_now(task, limit)
+    except TemplateTooLong as error:
+        raise ValueError(f"{task.task_name}: {error}") from error
     if parts := changed(items_of(stored["samples"]), now):
         raise ValueError(
             f"{path} is a result on other {parts} than the task {task.task_name} has now: its data changed. "

@@ -1,92 +1,365 @@
-"""The templates of task files, compiled once and ended if they do not end by themselves.
+"""Compile the templates of task files once, and end those that take too much time or memory.
 
-A task file comes from its author, and a loop in it (`{% for i in range(10**12) %}`) would hang a run without a word. So
-each template has a time limit, in processor time of this process: a busy machine or one that sleeps does not count.
+A task file comes from its author. A loop in it (`{% for i in range(10**12) %}`) would hang a run without a word, and
+`{{ "x" * 10**10 }}` would take all memory in one step, which nothing can interrupt. So each render has a time limit, in
+processor time of this process (a busy machine or one that sleeps does not count), and the operations that can build
+something large in one step have a limit of their own.
 """
 
+import ctypes
+import re
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from textwrap import shorten
 from typing import Any
 
 import lm_eval.utils
-from jinja2 import Template
-from jinja2.sandbox import safe_range
+from jinja2 import Template, nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.runtime import Context
+from jinja2.sandbox import SandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
+from markupsafe import Markup
 
 # For one prompt of one item, which takes less than a thousandth of that.
 TEMPLATE_SECONDS = 10.0
+# Characters of a text, or elements of a list. The longest prompts of benchmarks have some 100,000 characters.
+MAX_LENGTH = 10_000_000
+# Of a whole number: 30,000 digits. Python writes out at most 4,300.
+MAX_BITS = 100_000
+MAX_RANGE = 100_000
 
 
 class TemplateTooLong(RuntimeError):
-    """A template that did not end within its time."""
+    """A template that takes too much time or memory. The message is one line with its beginning and the bound."""
 
 
-@contextmanager
-def bounded_templates() -> Iterator[None]:
-    """Let the harness compile each template once (for MMLU that saves a minute), and end those that take too long.
-
-    `range` has at most 100,000 numbers, as a longer one may be built in one step, which nothing can interrupt. The time
-    limit needs the signals of the main thread; in another thread and on Windows there is none.
-
-    Raises:
-        TemplateTooLong: out of whatever renders a template, in one line that shows its beginning.
-    """
-    environment = lm_eval.utils.env
-    compile_template, own_range = environment.from_string, environment.globals["range"]
-
-    @cache
-    def from_string(source: str) -> "_Bounded":
-        with _time_limit(source):  # constants are computed here
-            return _Bounded(compile_template(source), source)
-
-    environment.from_string = from_string
-    environment.globals["range"] = safe_range
-    try:
-        yield
-    finally:
-        environment.from_string = compile_template
-        environment.globals["range"] = own_range
-
-
-class _Bounded:
-    """A template as the harness uses it."""
-
-    def __init__(self, template: Template, source: str) -> None:
-        self._template, self._source = template, source
-
-    def render(self, *arguments: Any, **values: Any) -> str:
-        with _time_limit(self._source):
-            return self._template.render(*arguments, **values)
-
-
-@contextmanager
-def _time_limit(source: str) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        return
-
-    def end(*_: object) -> None:
-        raise _TimeIsUp
-
-    before = signal.signal(signal.SIGVTALRM, end)
-    signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_SECONDS)
-    try:
-        yield
-    except _TimeIsUp:
-        raise TemplateTooLong(
-            f"A template of its task file takes more than {TEMPLATE_SECONDS:g} s for one item. Look for a loop that "
-            f"does not end: {shorten(source, 80, placeholder=' ...')}"
-        ) from None
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+class _TooLarge(Exception):
+    """One operation of a template would build too much. The message names the operation and its bound."""
 
 
 class _TimeIsUp(BaseException):
     """Not an `Exception`: Jinja takes those for constants that it cannot compute, and computes them again."""
 
 
-__all__ = ["TEMPLATE_SECONDS", "TemplateTooLong", "bounded_templates"]
+@contextmanager
+def bounded_templates() -> Iterator[None]:
+    """Let the harness compile each template once (for MMLU that saves a minute), and bound each.
+
+    Python functions that a task names by `!function`, and regular expressions, are bounded by nothing but the time
+    limit, which can interrupt them only between their own steps.
+
+    Raises:
+        TemplateTooLong: out of whatever renders a template.
+    """
+    environment = lm_eval.utils.env
+    compile_template = environment.from_string
+    bounded = _BoundedEnvironment(
+        loader=environment.loader,
+        undefined=environment.undefined,
+        keep_trailing_newline=environment.keep_trailing_newline,
+    )
+    for name, own in environment.filters.items():
+        bounded.filters.setdefault(name, own)
+    bounded.tests |= environment.tests
+    for name, own in environment.globals.items():
+        bounded.globals.setdefault(name, own)
+
+    @cache
+    def from_string(source: str) -> "_BoundedTemplate":
+        # Jinja computes constants while it compiles.
+        return _BoundedTemplate(_within_bounds(lambda: bounded.from_string(source), source), source)
+
+    environment.from_string = from_string
+    try:
+        yield
+    finally:
+        environment.from_string = compile_template
+
+
+class _BoundedTemplate:
+    """A template as the harness uses it."""
+
+    def __init__(self, template: Template, source: str) -> None:
+        self._template, self._source = template, source
+
+    def render(self, *arguments: Any, **values: Any) -> str:
+        def write() -> str:
+            parts, length = [], 0
+            for part in self._template.generate(*arguments, **values):
+                length += len(part)
+                _check("the text that it writes", length)
+                parts.append(part)
+            return "".join(parts)
+
+        return _within_bounds(write, self._source)
+
+
+def _within_bounds(work: Callable[[], Any], source: str) -> Any:
+    """Return what `work` returns, or raise TemplateTooLong in one line that shows the template."""
+    try:
+        return _within_time(work)
+    except _TimeIsUp:
+        reason = f"takes more than {TEMPLATE_SECONDS:g} s for one item. Look for a loop that does not end"
+    except _TooLarge as error:
+        reason = f"builds too much in one item: {error}"
+    except MemoryError:
+        reason = "takes more memory than there is for one item. Look for a text or list that grows in a loop"
+    text = shorten(source, 80, placeholder=" ...")
+    # A template without spaces has no place where `shorten` could cut it.
+    text = text if text.strip(". ") else f"{source[:76]} ..."
+    raise TemplateTooLong(f"A template of its task file {reason}: {text}")
+
+
+def _within_time(work: Callable[[], Any]) -> Any:
+    """Return what `work` returns, or raise _TimeIsUp once it took `TEMPLATE_SECONDS`.
+
+    The alarm may come at any step between the two settings of `armed`, and is harmless at any other. One that comes in
+    the `finally` clause, after a long step in C that ended, leaves this function like one that comes before.
+    """
+    armed = False
+
+    def is_armed() -> bool:
+        return armed
+
+    start = time.process_time()
+    cancel = _alarm(is_armed)
+    try:
+        try:
+            armed = True
+            result = work()
+        finally:
+            armed = False
+        # An alarm within a destructor or a weak reference's callback is lost: Python prints it and goes on.
+        if time.process_time() - start > 2 * TEMPLATE_SECONDS:
+            raise _TimeIsUp
+        return result
+    finally:
+        cancel()
+
+
+def _alarm(is_armed: Callable[[], bool]) -> Callable[[], None]:
+    """Raise _TimeIsUp in this thread after `TEMPLATE_SECONDS` if it is armed then; return what cancels that.
+
+    Once cancelled, it raises nothing.
+    """
+    if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
+        return _alarm_by_signal(is_armed)
+    return _alarm_by_thread(is_armed)
+
+
+def _alarm_by_signal(is_armed: Callable[[], bool]) -> Callable[[], None]:
+    def ring(*_: object) -> None:
+        if is_armed():
+            raise _TimeIsUp
+
+    def cancel() -> None:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+    before = signal.signal(signal.SIGVTALRM, ring)
+    signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_SECONDS)
+    return cancel
+
+
+def _alarm_by_thread(is_armed: Callable[[], bool]) -> Callable[[], None]:
+    """For threads that get no signals, and for Windows: another thread watches, and raises there by the C API."""
+    caller = ctypes.c_ulong(threading.get_ident())
+    raise_in_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    ended, lock = threading.Event(), threading.Lock()
+
+    def watch() -> None:
+        start = time.process_time()
+        while (left := TEMPLATE_SECONDS - (time.process_time() - start)) > 0:
+            if ended.wait(max(left, 0.01)):
+                return
+        with lock:
+            if is_armed() and not ended.is_set():
+                raise_in_thread(caller, ctypes.py_object(_TimeIsUp))
+
+    def cancel() -> None:
+        with lock:
+            ended.set()
+            # It may have been raised by now and not have arrived: NULL takes it back.
+            raise_in_thread(caller, None)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return cancel
+
+
+def _check(what: str, size: int, bound: int = MAX_LENGTH, unit: str = "characters or elements") -> None:
+    """Raise _TooLarge if `what` is larger than its bound."""
+    if size > bound:
+        raise _TooLarge(f"{what} must be at most {bound:,} {unit}")
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, str | bytes | list | tuple) else 0
+
+
+def _check_format(spec: str, arguments: Any = ()) -> None:
+    """Check the widths and precisions of a format, which pad to any length. `*` takes them from the arguments."""
+    widths = [int(digits) for digits in re.findall(r"[0-9]{1,4000}", spec)]
+    if "*" in spec:
+        given = arguments if isinstance(arguments, tuple) else (arguments,)
+        widths += [abs(argument) for argument in given if isinstance(argument, int)]
+    _check("the width in a format", max(widths, default=0))
+
+
+def _check_operation(operator: str, left: Any, right: Any) -> None:
+    """Check what a binary operator would build, before it does."""
+    if operator == "+":
+        _check("what `+` joins", _length(left) + _length(right))
+    elif operator == "%" and isinstance(left, str | bytes):
+        text = left if isinstance(left, str) else left.decode("latin-1")
+        # Only what follows a `%`: other numbers in the text are text.
+        _check_format(" ".join(re.findall(r"%(?:\([^)]*\))?([^a-zA-Z%]*)", text)), right)
+    elif isinstance(left, int) and isinstance(right, int):
+        bits, other = left.bit_length(), right.bit_length()
+        if operator == "*":
+            _check("a product", bits + other, MAX_BITS, "bits")
+        elif operator == "**" and right > 0 and bits > 1:  # 0, 1 and -1 stay small
+            _check("a power", bits * right, MAX_BITS, "bits")
+    elif operator == "*":
+        sequence, times = (right, left) if isinstance(left, int) else (left, right)
+        if isinstance(times, int):
+            _check("what `*` repeats", _length(sequence) * times)
+
+
+def _check_call(function: Any, arguments: tuple, keywords: dict[str, Any]) -> None:
+    """Check the methods of texts that return more than they are given."""
+    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+    numbers = [abs(value) for value in (*arguments, *keywords.values()) if isinstance(value, int)]
+    size = max(numbers, default=0)
+    if isinstance(owner, str | bytes):
+        if name in ("center", "ljust", "rjust", "zfill"):
+            _check(f"the width of `{name}`", size)
+        elif name == "expandtabs":
+            tab = "\t" if isinstance(owner, str) else b"\t"
+            _check("what `expandtabs` returns", size * owner.count(tab) + len(owner))
+        elif name == "replace" and len(arguments) >= 2:
+            _check_replacement(owner, *arguments[:2])
+        elif name == "join" and arguments and isinstance(arguments[0], list | tuple):
+            _check_join(owner, arguments[0])
+    elif isinstance(owner, int) and name == "to_bytes":
+        _check("the length of `to_bytes`", size)
+
+
+def _check_replacement(text: Any, old: Any, new: Any) -> None:
+    if isinstance(text, str | bytes) and type(text) is type(old) is type(new):
+        _check("what `replace` returns", len(text) + text.count(old) * len(new))
+
+
+def _check_join(separator: Any, parts: Any) -> None:
+    _check("what `join` returns", _length(separator) * len(parts) + sum(map(_length, parts)))
+
+
+def _bounded_range(*arguments: int) -> range:
+    numbers = range(*arguments)
+    # The length of the longest ranges is no number that `len` returns.
+    count = max(0, (numbers.stop - numbers.start) // numbers.step + 1)
+    _check("`range`", count - 1, MAX_RANGE, "numbers")
+    return numbers
+
+
+# The filters that pad or repeat, and the check of each, which gets what the filter gets.
+_FILTER_CHECKS: dict[str, Callable[..., object]] = {
+    "batch": lambda value, count, fill=None: _check("the size of `batch`", count),
+    "center": lambda value, width=80: _check("the width of `center`", width),
+    "format": lambda value, *arguments, **named: _check_operation("%", str(value), arguments or named),
+    "indent": lambda value, width=4, *_, **__: _check(
+        "what `indent` returns", (width if isinstance(width, int) else len(width)) * (str(value).count("\n") + 1)
+    ),
+    "join": lambda value, d="", attribute=None: isinstance(value, list | tuple) and _check_join(str(d), value),
+    "replace": lambda value, old, new, count=None: _check_replacement(str(value), str(old), str(new)),
+    "round": lambda value, precision=0, method="common": _check("the precision of `round`", precision, 1000, "digits"),
+    "slice": lambda value, slices, fill=None: _check("the number of `slice`", slices),
+    "tojson": lambda value, indent=None: _check("the indent of `tojson`", indent or 0, 1000, "characters"),
+}
+
+
+class _BoundedFormats:
+    """Check the format of each field of `str.format` when its width is known, also one from an argument."""
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        if isinstance(value, str | int | float):  # other values, as dates, have formats of their own
+            _check_format(format_spec)
+        return super().format_field(value, format_spec)
+
+
+class _BoundedFormatter(_BoundedFormats, SandboxedFormatter):
+    pass
+
+
+class _BoundedEscapeFormatter(_BoundedFormats, SandboxedEscapeFormatter):
+    pass
+
+
+def _checked_filter(function: Callable[..., Any], check: Callable[..., object]) -> Callable[..., Any]:
+    """Return a filter that first checks its arguments."""
+    # Some filters of Jinja get the environment or the like before the value.
+    skipped = int(hasattr(function, "jinja_pass_arg"))
+
+    @wraps(function)  # keeps the attribute
+    def checked(*arguments: Any, **keywords: Any) -> Any:
+        check(*arguments[skipped:], **keywords)
+        return function(*arguments, **keywords)
+
+    return checked
+
+
+class _BoundedCodeGenerator(CodeGenerator):
+    """Let the environment see `~`, which Jinja's sandbox does not."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("environment.concatenate((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+
+class _BoundedEnvironment(SandboxedEnvironment):
+    """Jinja's sandbox with a limit for each operation that can build something large in one step."""
+
+    code_generator_class = _BoundedCodeGenerator
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.globals["range"] = _bounded_range
+        for name, check in _FILTER_CHECKS.items():
+            self.filters[name] = _checked_filter(self.filters[name], check)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        _check_operation(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Context, function: Any, *arguments: Any, **keywords: Any) -> Any:
+        _check_call(function, arguments, keywords)
+        return super().call(context, function, *arguments, **keywords)
+
+    def concatenate(self, parts: tuple) -> str:
+        texts = [*map(str, parts)]
+        _check_join("", texts)
+        return "".join(texts)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        if super().wrap_str_format(value) is None:
+            return None
+        text = value.__self__
+        is_markup = isinstance(text, Markup)
+        formatter = _BoundedEscapeFormatter(self, escape=text.escape) if is_markup else _BoundedFormatter(self)
+
+        def format_text(*arguments: Any, **keywords: Any) -> str:
+            if value.__name__ == "format_map":
+                arguments, keywords = (), *arguments
+            return type(text)(formatter.vformat(text, arguments, keywords))
+
+        return format_text
+
+
+__all__ = ["MAX_BITS", "MAX_LENGTH", "MAX_RANGE", "TEMPLATE_SECONDS", "TemplateTooLong", "bounded_templates"]

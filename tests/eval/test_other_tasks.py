@@ -2,6 +2,9 @@
 
 import json
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -125,13 +128,123 @@ def test_a_template_that_does_not_end_ends_its_benchmark(own, model, tmp_path, c
     assert "| sums | 4 |" in (tmp_path / "out" / "report.md").read_text()
 
 
-def test_a_constant_that_takes_long_is_not_computed_again_and_again(monkeypatch):
-    """Jinja computes constants while it compiles, and once more for each expression around one that fails."""
+def render(template: str, **values: object) -> str:
     from lm_eval import utils
 
+    return utils.apply_template(template, values)
+
+
+# A template, and the bound that its message names.
+TOO_LARGE = [
+    ('{{ "x" * 10**10 }}', "what `*` repeats must be at most 10,000,000"),
+    ("{{ q * 10**10 }}", "what `*` repeats"),
+    ("{{ 10**10 * q }}", "what `*` repeats"),
+    ("{{ [0] * 10**10 }}", "what `*` repeats"),
+    ("{{ 9 ** (9 ** 9) % 10 }}", "a power must be at most 100,000 bits"),
+    ("{% set n = namespace(v=3) %}{% for i in range(99) %}{% set n.v = n.v * n.v %}{% endfor %}", "a product"),
+    ("{% set n = namespace(v=q) %}{% for i in range(99) %}{% set n.v = n.v + n.v %}{% endfor %}", "what `+` joins"),
+    (
+        "{% set n = namespace(v=q) %}{% for i in range(99) %}{% set n.v = n.v ~ n.v %}{% endfor %}",
+        "what `join` returns",
+    ),
+    ('{{ "%99999999999d" % 1 }}', "the width in a format"),
+    ('{{ "%(a)99999999999d" % {"a": 1} }}', "the width in a format"),
+    ('{{ "%*d" % (10**11, 1) }}', "the width in a format"),
+    ('{{ "{:99999999999}".format(1) }}', "the width in a format"),
+    ('{{ "{:{}}".format(1, 10**11) }}', "the width in a format"),
+    ('{{ "{a:{w}}".format_map({"a": 1, "w": 10**11}) }}', "the width in a format"),
+    ('{{ "%99999999999d" | format(1) }}', "the width in a format"),
+    ("{{ q.ljust(10**10) }}", "the width of `ljust`"),
+    ("{{ q.zfill(10**10) }}", "the width of `zfill`"),
+    ("{{ q | center(10**10) }}", "the width of `center`"),
+    ("{{ q | center(99999999999) }}", "the width of `center`"),
+    ('{{ [q] | map("center", 10**10) | list }}', "the width of `center`"),
+    ("{{ q | indent(10**10, true) }}", "what `indent` returns"),
+    ("{{ [q] | batch(10**10, 0) | list }}", "the size of `batch`"),
+    ("{{ [q] | slice(10**10) | list }}", "the number of `slice`"),
+    ("{{ 1.5 | round(10**10, 'floor') }}", "the precision of `round`"),
+    ('{{ (q * 9999).replace("", "x" * 9999) }}', "what `replace` returns"),
+    ('{{ (q * 9999) | replace("", "x" * 9999) }}', "what `replace` returns"),
+    ('{{ ("x" * 9999).join((q * 9999) | list) }}', "what `join` returns"),
+    ('{{ (q * 9999) | list | join("x" * 9999) }}', "what `join` returns"),
+    ("{{ range(10 ** 12) | list }}", "`range` must be at most 100,000 numbers"),
+    ("{{ range(0 - 10 ** 30, 10 ** 30, 7) | list }}", "`range` must be at most 100,000 numbers"),
+    ("{% set t = q * 10**6 %}{% for i in range(99999) %}{{ t }}{% endfor %}", "the text that it writes"),
+]
+
+
+@pytest.mark.parametrize(("template", "bound"), TOO_LARGE)
+def test_a_template_that_builds_too_much_is_refused_in_one_line(template, bound):
+    with bounded_templates(), pytest.raises(TemplateTooLong) as error:
+        render(template, q="abc")
+    text = str(error.value)
+    assert text.startswith("A template of its task file builds too much in one item: ")
+    assert bound in text and template[:60] in text and "\n" not in text
+
+
+def test_a_template_that_does_not_end_is_ended_in_a_thread_too(monkeypatch):
+    """Where no signal arrives."""
     monkeypatch.setattr("attnres.eval.templates.TEMPLATE_SECONDS", 0.1)
-    with bounded_templates(), pytest.raises(TemplateTooLong, match=r"takes more than 0\.1 s"):
-        utils.apply_template("{{ 9 ** (9 ** 9) % 10 }}", {})
+    with bounded_templates(), ThreadPoolExecutor(1) as pool, pytest.raises(TemplateTooLong, match=r"more than 0\.1 s"):
+        pool.submit(render, LOOP).result()
+
+
+def test_templates_with_large_values_in_reason_are_rendered_as_the_harness_does():
+    templates = [
+        '{{ q * 1000 }}{{ "%05d|%s" % (7, q) }}{{ 50000000 }}{{ "100% of 99999999999" }}',
+        '{{ "{:>8}|{:.2f}|{n}".format(q, 2.0, n=10**12) }}{{ 2 ** 100 }}{{ 10**9 * 10**9 }}{{ [1] + [2] }}',
+        '{{ q.replace("a", "b").center(9) }}{{ q | indent | center(9) | replace("a", "b") }}{{ q ~ 1 ~ n }}',
+        '{{ [q, 2] | join(", ") }}{{ ["a", "b"] | batch(2) | list }}{{ 2.567 | round(2) }}{{ {"a": 1} | tojson(2) }}',
+        '{{ q | regex_replace("a", "b") }}{{ range(5, 0, -2) | list }}{{ range(100000) | sum }}{{ range(0) | list }}',
+        "{% for i in range(3) %}{{ loop.index }}{% endfor %}{{ ' %s' * 2 }}{{ '%s%%' % n }}",
+    ]
+    plain = [render(template, q="abc\nd", n=5) for template in templates]
+    with bounded_templates():
+        assert [render(template, q="abc\nd", n=5) for template in templates] == plain
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_an_alarm_that_fires_as_a_template_ends_is_still_one_line(in_thread, monkeypatch):
+    """A step in C that takes long is interrupted only where it ends, which here is after the last step."""
+    from attnres.eval import templates
+
+    def outcome() -> str:
+        try:
+            return templates._within_bounds(partial(sum, range(20_000_000)), "{{ q }}")
+        except BaseException as error:
+            return f"{type(error).__name__}: {error}"
+
+    monkeypatch.setattr(templates, "TEMPLATE_SECONDS", 0.05)
+    if in_thread:
+        with ThreadPoolExecutor(1) as pool:
+            said = pool.submit(outcome).result()
+    else:
+        said = outcome()
+    assert said == (
+        "TemplateTooLong: A template of its task file takes more than 0.05 s for one item. "
+        "Look for a loop that does not end: {{ q }}"
+    )
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_an_alarm_raises_nothing_once_its_template_is_rendered(in_thread, monkeypatch):
+    from attnres.eval import templates
+
+    monkeypatch.setattr(templates, "TEMPLATE_SECONDS", 0.02)
+
+    def work() -> str:
+        with bounded_templates():
+            text = render("{{ 1 }}")
+            started = time.process_time()
+            while time.process_time() - started < 0.1:  # long past the limit
+                sum(range(1000))
+        return text
+
+    if in_thread:
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(work).result() == "1"
+    else:
+        assert work() == "1"
 
 
 def test_templates_are_bounded_only_while_the_harness_reads_tasks():
@@ -139,9 +252,7 @@ def test_templates_are_bounded_only_while_the_harness_reads_tasks():
 
     before = utils.env.from_string, utils.env.globals["range"], signal.getsignal(signal.SIGVTALRM)
     with bounded_templates():
-        assert utils.apply_template("{{ a }}{% for i in range(3) %}{{ i }}{% endfor %}", {"a": 1}) == "1012"
-        with pytest.raises(OverflowError, match="100000"):
-            utils.apply_template("{{ range(10 ** 12) | list }}", {})
+        assert render("{{ a }}{% for i in range(3) %}{{ i }}{% endfor %}", a=1) == "1012"
     assert before == (utils.env.from_string, utils.env.globals["range"], signal.getsignal(signal.SIGVTALRM))
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 
