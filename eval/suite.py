@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
-from types import NoneType
+from types import FunctionType, NoneType
 from typing import Any
 
 import lm_eval.api.task
@@ -152,6 +153,7 @@ def _wrong_part(stored: Mapping[str, Any], benchmark: Benchmark, name: str) -> s
         ("n-samples", name, "original"): int,
         ("n-samples", name, "effective"): int,
         ("cut",): number,
+        ("scoring",): str,
         ("model",): dict,
         ("model", "model_num_parameters"): int,
         ("model", "model_dtype"): str,
@@ -194,6 +196,11 @@ _MAY_DIFFER = {"dataset_path", "dataset_kwargs", "metadata", "generation_kwargs"
 
 def _check_same_task(task: Task, stored: Mapping[str, Any], path: Path) -> None:
     """Raise ValueError if the task's configuration changed since its result was stored."""
+    if stored["scoring"] != _scoring_digest(task):
+        raise ValueError(
+            f"{path} is a result of other scoring code than the task {task.task_name} has now. "
+            "Choose another --out, or remove the file to compute it again."
+        )
     config = stored["configs"][task.task_name]
     now = json.loads(to_json(task.dump_config()))
     known = {**config, "num_fewshot": config.get("num_fewshot") or 0}
@@ -205,6 +212,26 @@ def _check_same_task(task: Task, stored: Mapping[str, Any], path: Path) -> None:
                 f"{path} is a result with another {key} of the task {task.task_name}. "
                 "Choose another --out, or remove the file to compute it again."
             )
+
+
+def _scoring_digest(task: Task) -> str:
+    """Return a hash of the Python code that takes the answers of a task from the texts and scores them.
+
+    It covers the files of the functions that the task file names, and files beside them from which those take
+    functions. The configuration says no more of them than their names.
+    """
+    config = task.config
+    steps = [step for entry in config.filter_list or [] for step in entry["filter"]]
+    metrics = [value for entry in config.metric_list or [] for value in entry.values()]
+    files: set[Path] = set()
+    for function in [config.process_results, *metrics, *(value for step in steps for value in step.values())]:
+        if isinstance(function, FunctionType):
+            folder = Path(function.__code__.co_filename).parent
+            near = [value for value in function.__globals__.values() if isinstance(value, FunctionType)]
+            paths = {Path(one.__code__.co_filename) for one in (function, *near)}
+            files |= {path for path in paths if path.parent == folder and path.is_file()}
+    # By content alone: where the package lies does not count.
+    return sha256("".join(sorted(sha256(path.read_bytes()).hexdigest() for path in files)).encode()).hexdigest()
 
 
 def _check_same_items(task: Task, stored: Mapping[str, Any], path: Path, limit: int | None, seed: int) -> None:
@@ -279,6 +306,7 @@ def _evaluate(lm: SharedPrefixLM, task: Task, limit: int | None, seed: int) -> d
         "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
         "dataset_revision": data_folder.revision(task.DATASET_PATH, task.dataset),
         "cut": cut,
+        "scoring": _scoring_digest(task),
         "samples": [{key: value for key, value in sample.items() if key not in dropped} for sample in samples],
         "model": lm.get_model_info() | ({"code_execution": sandbox.level()} if task.config.unsafe_code else {}),
     }

@@ -152,7 +152,8 @@ MARKED = [
     ("cmath", "一共是GOLD。", 1),
     ("cmath", "答案是 **GOLD**。", 1),
     ("cmath", r"答案是 $\boxed{GOLD}$。", 1),
-    ("cmath", "**GOLD**。不是7。", 0),
+    ("cmath", "**GOLD**。不是7。", 1),
+    ("cmath", "**GOLD**。也许7。", 0),
     ("bbh", "So the answer is **GOLD**.", 1),
     ("bbh", r"So the answer is $\boxed{GOLD}$.", 1),
     ("bbh", r"So the answer is \boxed{\text{GOLD}}.", 1),
@@ -161,6 +162,7 @@ MARKED = [
     ("bbh", "The Answer is GOLD\nNo doubt.", 1),
     ("bbh", 'Is the answer: maybe?\nThe final answer: "GOLD".', 1),
     ("bbh", "So the answer is **not GOLD**.", 0),
+    ("bbh", "**Answer**: GOLD", 1),
     ("bbh", "GOLD", 0),
 ]
 
