@@ -8,17 +8,15 @@ All of it takes time in proportion to the length of the text: each pattern below
 optional parts only behind a number, or fails within the number that it starts at.
 """
 
+# ruff: noqa: RUF001 (the signs of other scripts are what this file is about)
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from typing import Any
 
 from .scoring import number
 
 INVALID = "[invalid]"  # what the harness's own filters return
-
-Filter = Callable[[Iterable[Sequence[str]], Sequence[dict]], list[list[str]]]
 
 
 def last_number(responses: Iterable[Sequence[str]], docs: Sequence[dict]) -> list[list[str]]:
@@ -267,9 +265,8 @@ _ANOTHER_OPTION = re.compile(r"\s*(?:,|/|&|\band\b|\bor\b)\s*(?:option )?(?:\([A
 
 def _announced(text: str, has_options: bool) -> str:
     """Return the last answer that a text announces."""
-    announcement = None
-    for announcement in _ANNOUNCEMENT.finditer(text if isinstance(text, str) else ""):
-        pass
+    announcements = _ANNOUNCEMENT.finditer(text if isinstance(text, str) else "")
+    announcement = max(announcements, key=re.Match.start, default=None)
     if announcement is None:
         return INVALID
     # An answer may stand on the line after its announcement.

@@ -1,5 +1,6 @@
 r"""What the flexible filters take out of a text: the value that it states, or nothing, but never another value."""
 
+# ruff: noqa: RUF001 (the signs of other scripts are what is tested)
 import statistics
 import time
 from fractions import Fraction

@@ -268,6 +268,38 @@ def test_programs_of_a_users_task_run_in_the_sandbox(own):
     assert pick("mine", own)[0].runs_code
 
 
+SCORE = """
+from own_helpers import is_right
+
+def score(doc, results):
+    return {"acc": float(is_right(doc, results))}
+"""
+
+
+def test_a_stored_number_is_not_repeated_when_the_code_that_scored_it_changed(own, model, tmp_path, monkeypatch):
+    """The code of the task file's function, or of a file beside it that the function uses."""
+    monkeypatch.syspath_prepend(own)
+    helpers, out = own / "own_helpers.py", tmp_path / "out"
+    helpers.write_text("def is_right(doc, results):\n    return True\n")
+    (own / "scores.py").write_text(SCORE)
+    text = (
+        task("scored", "generate_until").replace("DATA", str(own / "data.json")).replace("doc_to_choice: choices", "")
+    )
+    generation = "generation_kwargs: {max_gen_toks: 2}\nprocess_results: !function scores.score\n"
+    text += "    aggregation: mean\n    higher_is_better: true\n" + generation
+    (own / "scored.yaml").write_text(text)
+    run_eval(model, out, benchmarks=pick("scored", own), limit=2)
+    run_eval(model, out, benchmarks=pick("scored", own), limit=2)
+    for path in (helpers, own / "scores.py"):
+        before = path.read_text()
+        path.write_text(before.replace("True", "False").replace("float(", "1 - float("))
+        with pytest.raises(
+            ValueError, match=r"scored\.json is a result of other scoring code than the task scored has"
+        ):
+            run_eval(model, out, benchmarks=pick("scored", own), limit=2)
+        path.write_text(before)
+
+
 @pytest.fixture
 def model(assets) -> str:
     return str(assets / "checkpoints" / "stories260K-hf")
