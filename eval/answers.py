@@ -303,10 +303,15 @@ def _unmarked(line: str) -> str:
 
 
 def _option(line: str) -> str:
-    """Return the one option that an answer begins with, as `(A)`."""
-    line = re.sub("[*_$`]", "", line.translate(_ASCII)).strip()
-    option = _OPTION.match(line)
-    if option is None or _ANOTHER_OPTION.match(line, option.end()):
+    """Return the one option that an answer begins with, as `(A)`; of an answer without a letter the text.
+
+    The gold answers of a few questions of BBH are the text of an option.
+    """
+    plain = re.sub("[*_$`]", "", line.translate(_ASCII)).strip()
+    option = _OPTION.match(plain)
+    if option is None:
+        return line or INVALID
+    if _ANOTHER_OPTION.match(plain, option.end()):
         return INVALID
     return f"({(option[1] or option[2]).upper()})"
 
