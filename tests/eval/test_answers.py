@@ -155,7 +155,7 @@ ANNOUNCED = [
     (OPTIONS, "The answer is not B, the answer is A.", "(A)"),
     (OPTIONS, "The answer is (B). No, the answer is (A).", "(A)"),
     (OPTIONS, "The answer is (A) or (B).", None),
-    (OPTIONS, "The answer is A and B.", None),
+    (OPTIONS, "The answer is A and B.", "A and B"),
     (OPTIONS, "The answer is (A), (B).", None),
     (OPTIONS, "The answer is not (A).", "not (A)"),
     (OPTIONS, "The answer is A dog.", "A dog"),
