@@ -60,7 +60,7 @@ def saved_whole(folder: str | os.PathLike, variant: str | None = None) -> Iterat
         if not _entries(Path(stage), variant):
             raise OSError(f"no weights were saved, so that the files in {folder} stay as they are.")
         with _locked(folder):
-            _exchange(folder)  # of a process that was killed: the lock is free
+            _exchange(folder)  # completes the exchange of a process that was killed; the lock is free
             if os.path.lexists(folder / _WHOLE):
                 raise OSError(f"{folder / _WHOLE} is not a saved model. Move it away and save again.")
             os.replace(stage, folder / _WHOLE)
@@ -72,6 +72,12 @@ def stage_in(folder: Path) -> Iterator[str]:
     """Give a new folder in `folder` that belongs to this call alone, and remove it when the block ends.
 
     The stages of processes that were killed are removed first.
+
+    Args:
+        folder: the folder to make the stage in; it is made too if it is missing.
+
+    Yields:
+        The path of the stage.
     """
     stage = Path(folder) / f"{_STAGE}{uuid4().hex}"
     os.makedirs(folder, exist_ok=True)
@@ -96,6 +102,9 @@ def stage_in(folder: Path) -> Iterator[str]:
 def complete_save(folder: str | os.PathLike) -> bool:
     """Complete the exchange of files that a killed save began in `folder`; wait for one that is under way.
 
+    Args:
+        folder: a folder that models are saved to.
+
     Returns:
         Whether files other than weights may have changed, such as `config.json`.
 
@@ -107,7 +116,7 @@ def complete_save(folder: str | os.PathLike) -> bool:
         return False
     with _locked(folder):
         if not _is_whole(folder / _WHOLE):
-            return True  # by the process that was waited for
+            return True  # the process that held the lock has completed it
         names = {path.name for path in (folder / _WHOLE).iterdir()}
         weights = _weight_files(folder / _WHOLE, _variant(folder / _WHOLE))
         _exchange(folder)
@@ -154,6 +163,7 @@ def _exchange(folder: Path) -> None:
 
 
 def _is_whole(folder: Path) -> bool:
+    """Return whether a folder is a finished stage with a whole model in it."""
     return folder.is_dir() and not folder.is_symlink() and _variant(folder) is not False
 
 
@@ -175,12 +185,12 @@ def _variant(whole: Path) -> str | bool | None:
 
 
 def _entries(folder: Path, variant: str | None) -> set[str]:
-    """The names of the files in `folder` by which `from_pretrained` finds weights: a single file, or an index."""
+    """Return the names of the files in `folder` by which `from_pretrained` finds weights: a single file, or an index."""
     return {name for form in _forms(variant) for name in form if (folder / name).is_file()}
 
 
 def _named(index: Path) -> set[str]:
-    """The names of the files that an index names; none if `index` holds weights itself, or is damaged."""
+    """Return the names of the files that an index lists; none if `index` holds weights itself, or is damaged."""
     if index.suffix != ".json":
         return set()
     try:
@@ -190,7 +200,7 @@ def _named(index: Path) -> set[str]:
 
 
 def _weight_files(folder: Path, variant: str | None) -> set[str]:
-    """The names of the files in `folder` that hold weights of a model, or the index of such files."""
+    """Return the names of the files in `folder` that hold weights of a model, or the index of such files."""
     names = {path.name for path in folder.iterdir() if not path.is_dir()} if folder.is_dir() else set()
     weights = set()
     for single, index in _forms(variant):
@@ -203,10 +213,12 @@ def _weight_files(folder: Path, variant: str | None) -> set[str]:
 
 
 def _forms(variant: str | None) -> list[tuple[str, str]]:
+    """Return the names of [`_FORMS`] for a variant."""
     return [tuple(name.format(variant=f".{variant}" if variant else "") for name in form) for form in _FORMS]
 
 
 def _clear(stage: Path) -> None:
+    """Remove a folder with all in it; links are removed, and their targets stay."""
     for folder, folders, names in os.walk(stage, topdown=False):
         for name in names + [name for name in folders if os.path.islink(os.path.join(folder, name))]:
             _remove(Path(folder, name))
@@ -226,11 +238,12 @@ def _locked(folder: Path, wait: bool = True) -> Iterator[bool]:
     The lock is on the folder itself: no lock file is written into what the user may upload.
 
     Args:
-        wait: until the lock is free.
+        folder: the folder to lock.
+        wait: whether to wait until the lock is free.
 
     Yields:
-        Whether the lock is held. It is not where another process holds it, nor on systems that have no such locks;
-        there two exchanges at once may leave a folder that does not load, but no mixture.
+        Whether the lock is held. It is not held if another process has it and `wait` is false, nor on systems without
+        such locks. There two exchanges at once may leave a folder that does not load, but no mixture of models.
     """
     if fcntl is None:
         yield False
