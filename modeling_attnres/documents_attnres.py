@@ -58,7 +58,7 @@ def shape_of(arguments: Arguments) -> tuple[int, int] | None:
 
 
 def find_documents(arguments: Arguments) -> Tensor | None:
-    """Number the documents in each row by all arguments that may tell of documents.
+    """Find the documents in each row by all arguments that may tell of documents.
 
     Without a mask and a cache, `position_ids` begin a document where they do not go on by one: the library's rule.
 
@@ -105,7 +105,7 @@ def _begin_alike(first: Tensor | None, second: Tensor | None) -> Tensor | bool:
 
 
 def _documents_by_sign(arguments: Arguments, shape: tuple[int, int]) -> dict[str, Tensor | None]:
-    """Number the documents by each argument that holds their borders or numbers.
+    """Find the documents by each argument that holds their borders or numbers.
 
     Returns:
         Name of the argument -> number of each token's document `[batch, seq]`, or `None` if each row is one document.
@@ -246,7 +246,7 @@ def separate_under_mask(
 
 
 def documents_under_mask(positions: Tensor, is_real: Tensor) -> Tensor | None:
-    """Number the documents in rows with padding.
+    """Find the documents in rows with padding.
 
     A document begins at a real token whose position is not above that of the last real token before it. Positions that
     stand still before the first real token, as `generate` has them for padding, begin nothing.

@@ -185,7 +185,7 @@ def _variant(whole: Path) -> str | bool | None:
 
 
 def _entries(folder: Path, variant: str | None) -> set[str]:
-    """Return the names of the files in `folder` by which `from_pretrained` finds weights: a single file, or an index."""
+    """Return the files in `folder` by which `from_pretrained` finds weights: a single file, or an index."""
     return {name for form in _forms(variant) for name in form if (folder / name).is_file()}
 
 
