@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: the same as `attnres bench`; on a GPU `benchmarks.gpu`, which needs less to be installed."""
+"""Run `python -m benchmarks`: `attnres bench` on a CPU, and `benchmarks.gpu`, which needs fewer packages, on a GPU."""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""A budget of time: parts get shares of it, rows shares of what is left of a part, and at its end everything stops."""
+"""A budget of time for a benchmark run.
+
+Parts get shares of the budget, rows get shares of what is left of their part, and at the end everything stops.
+"""
 
 import signal
 import time
@@ -7,15 +10,18 @@ from contextlib import contextmanager
 
 
 class OutOfTime(BaseException):
-    """The budget is spent. Nobody on the way takes it for a failure of what was measured."""
+    """The budget is spent.
+
+    A `BaseException`, so that no `except Exception` around a measurement takes it for a failure of that measurement.
+    """
 
 
 class Clock:
-    """Counts from when it is made.
+    """A budget of seconds that starts when the instance is made.
 
     Args:
-        seconds: of everything.
-        now: what tells the time.
+        seconds: the whole budget.
+        now: returns the current time in seconds.
     """
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic):
@@ -23,31 +29,32 @@ class Clock:
         self._until = self._end
 
     def left(self) -> float:
-        """Seconds left of all."""
+        """Return the seconds that are left of the whole budget."""
         return max(0.0, self._end - self._now())
 
     def begin_part(self, share: float) -> None:
-        """The part that begins may take this share of what is left."""
+        """Begin a part that may take this share, from 0 to 1, of the time left."""
         self._until = self._now() + share * self.left()
 
     def row(self, rows_left: int) -> float | None:
-        """Seconds for the next of so many rows; `None` if the part is over."""
+        """Return the seconds for the next row, of `rows_left` in this part, or `None` if the part is over."""
         left = self._until - self._now()
         return left / rows_left if left > 0 else None
 
     @contextmanager
     def stops(self) -> Iterator[None]:
-        """Raise [`OutOfTime`] in the main thread when nothing is left, whatever it is doing.
+        """Interrupt the code inside the `with` block when the budget is spent.
 
-        Again every second until somebody takes it: raised while an object is deleted, it goes nowhere.
+        Works in the main thread only, which gets the signal.
 
         Raises:
-            OutOfTime: that.
+            OutOfTime: the budget is spent.
         """
 
         def stop(number: int, frame: object) -> None:
             raise OutOfTime
 
+        # Again every second: Python drops an exception that is raised while it deletes an object.
         before = signal.signal(signal.SIGALRM, stop)
         signal.setitimer(signal.ITIMER_REAL, max(0.001, self.left()), 1.0)
         try:

@@ -1,6 +1,7 @@
-"""Every residual connection against the residual stream, on the same weights: a training step, its memory, decoding.
+"""Compare every residual connection with the residual stream, on the same weights.
 
-Attention residuals run by their kernels, as where `attnres` is installed; the others are PyTorch's operations.
+Measures a training step, its memory, and decoding. Attention residuals run by their kernels, as where `attnres` is
+installed; the other connections run by PyTorch's operations.
 """
 
 from collections.abc import Iterator
@@ -24,35 +25,36 @@ COLUMNS = ("training step", "memory of the step", "decoding")
 
 
 def measure(setting: Setting) -> Iterator[dict]:
-    """A row for each workload, with all connections as its ways."""
+    """Yield one row per workload, with all connections as its ways."""
     config = llama(width=64, layers=2) if setting.quick else llama(width=512, layers=6)
     models, row = build(config, setting.device), {"model": "Llama"}
     pairs = {f"{name} / {STANDARD}": (name, STANDARD) for name in FORMS if name != STANDARD}
     ids = token_ids(config, 16 if setting.quick else TOKENS, 1, setting.device)
     steps = training_step(models, ids)
-    found = {name: step_bytes(models[name], step, setting.device)["step"] for name, step in steps.items()}
+    peaks = {name: step_bytes(models[name], step, setting.device)["step"] for name, step in steps.items()}
     seconds = interleave(steps, setting)
-    yield row | {"workload": "training step", "bytes": found} | compare(seconds, pairs)
+    yield row | {"workload": "training step", "bytes": peaks} | compare(seconds, pairs)
     seconds = interleave(decoding(models, ids), replace(setting, repeats=4 * setting.repeats), calls=DECODED)
     yield row | {"workload": "decoding", "bytes": {}} | compare(seconds, pairs)
 
 
 def build(config: PreTrainedConfig, device: str) -> dict[str, PreTrainedModel]:
-    """A model for each of the forms, where training starts, all with the same backbone."""
+    """Build one untrained model per form. All share the backbone weights of the standard one."""
     fields = config.to_dict()
     del fields["model_type"]
     models = {}
     for name, form in FORMS.items():
         torch.manual_seed(0)
-        own = AutoConfig.for_model(f"attnres_{config.model_type}", **fields | form)
+        form_config = AutoConfig.for_model(f"attnres_{config.model_type}", **fields | form)
         with torch.device(device):
-            models[name] = AutoModelForCausalLM.from_config(own, dtype=torch.float32).eval()
+            models[name] = AutoModelForCausalLM.from_config(form_config, dtype=torch.float32).eval()
         if name != STANDARD:
             models[name].load_state_dict(models[STANDARD].state_dict(keep_vars=True), strict=False, assign=True)
     return models
 
 
 def tables(rows: list[dict]) -> dict[str, Table]:
+    """Return the table of all rows, by its name in the README."""
     step, decode = rows
 
     def cells(name: str) -> list[str]:

@@ -1,9 +1,9 @@
-"""`attnres convert` against copying the directory: time and peak memory, on a synthetic sharded checkpoint.
+"""Compare `attnres convert` with copying the directory: time and peak memory, on a synthetic sharded checkpoint.
 
     python benchmarks/convert.py [--gigabytes 4] [--repeats 5] [--folder DIR]
 
-The two take turns, each into a directory that is removed afterwards, with the disk's buffers written out in between.
-Writes `results/convert.json`.
+The two take turns. Each writes into a directory that is removed afterwards, and the disk's buffers are flushed in
+between. Writes `results/convert.json`.
 """
 
 import argparse
@@ -31,9 +31,9 @@ RESULTS = Path(__file__).parent / "results" / "convert.json"
 
 
 def make_checkpoint(folder: Path, gigabytes: float) -> None:
-    """A Llama of hidden size 2048 in bfloat16, with random weights, in shards of half a gigabyte."""
+    """Write a Llama of hidden size 2048 in bfloat16, with random weights, in shards of half a gigabyte."""
     shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 16}
-    layers = max(1, round(gigabytes / 0.134))
+    layers = max(1, round(gigabytes / 0.134))  # a layer of this shape has 0.134 GB
     config = LlamaConfig(**shape, num_hidden_layers=layers, dtype="bfloat16", architectures=["LlamaForCausalLM"])
     config.save_pretrained(folder)
     with torch.device("meta"):
@@ -54,7 +54,7 @@ def make_checkpoint(folder: Path, gigabytes: float) -> None:
 
 
 def seconds(action: Callable[[Path], object], target: Path) -> float:
-    """Time of `action(target)`; the target is a new directory and is removed."""
+    """Return the seconds that `action(target)` takes. `target` must not exist; it is made before and removed after."""
     target.mkdir()
     os.sync()
     start = time.perf_counter()
@@ -65,8 +65,8 @@ def seconds(action: Callable[[Path], object], target: Path) -> float:
 
 
 def peak_megabytes(command: list[str]) -> float:
-    """Peak resident memory of a command in a process of its own, mapped files included."""
-    # Started by a small process: the kernel counts the memory of the one that starts it as well.
+    """Return the peak resident memory of a command in its own process, mapped files included, in MiB."""
+    # A small process starts the command, because the kernel also counts the memory of the process that starts it.
     code = (
         "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); "
         "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
@@ -76,6 +76,7 @@ def peak_megabytes(command: list[str]) -> float:
 
 
 def main() -> None:
+    """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--repeats", type=int, default=5)

@@ -1,17 +1,17 @@
-"""On a GPU, in one command and a few minutes: right first, then as fast as the targets say.
+"""Check and measure everything on a GPU, with one command, in a few minutes.
 
     python -m benchmarks --device cuda --out DIR [--minutes 9] [--quick]
 
-1. check: every implementation of depth attention against the readable form;
-2. the tests of the kernels, where pytest is installed;
-3. one aggregation against a copy of what it moves;
-4. models against the standard residual stream: prefill, a training step, decoding;
-5. one aggregation by the kernels of libraries, which may spend all time that is left on tuning themselves;
-6. asked for by `--only tiles`: other tiles of our kernels than the chosen ones.
+1. `check`: every implementation of depth attention against the readable form;
+2. `tests`: the tests of the kernels, if pytest is installed;
+3. `ops`: one aggregation against a copy of the memory that it moves;
+4. `models`: models against the standard residual stream, for prefill, a training step and decoding;
+5. `libraries`: one aggregation by the kernels of libraries, which may spend all time left on tuning themselves;
+6. `tiles`, only with `--only tiles`: other tiles of our kernels than the chosen ones.
 
 Needs Python, torch, triton, transformers and the checkout (`pip install --no-deps --no-build-isolation -e .`). Every
-row is stored when it is measured, so that a run that is cut off leaves what it has. Where time is short there are fewer
-repeats, and then fewer rows. With `--quick` everything is tiny, to see that it runs, also without a GPU.
+row is stored as soon as it is measured, so a run that is cut off keeps its rows. If time is short, there are fewer
+repeats, and then fewer rows. `--quick` makes everything tiny, to see that it runs, also without a GPU.
 """
 
 import argparse
@@ -41,22 +41,29 @@ PARTS: dict[str, tuple[ModuleType, float]] = {
     "tiles": (gpu_tiles, 1.0),
 }
 ON_REQUEST = ("tiles",)
-MARGIN = 10  # seconds before the end, to stop in
+MARGIN = 10  # seconds kept free at the end, for stopping
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run from the command line; the exit status is 1 where an implementation is wrong, and 2 for bad usage."""
+    """Run from the command line.
+
+    Args:
+        arguments: of the command line; those of the process by default.
+
+    Returns:
+        The exit status: 1 if there is no GPU or an implementation or a test is wrong. Bad usage exits with 2.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks --device cuda", description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", choices=["cuda"], default="cuda", help="this is what runs on a GPU")
+    parser.add_argument("--device", choices=["cuda"], default="cuda", help="selects the GPU run")
     parser.add_argument("--out", type=Path, help="folder for gpu.json and gpu.md; without it nothing is written")
-    parser.add_argument("--minutes", type=float, default=9.0, help="that all may take (default: 9)")
-    parser.add_argument("--only", choices=list(PARTS), action="append", help="this part; may be repeated")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the whole run (default: 9)")
+    parser.add_argument("--only", choices=list(PARTS), action="append", help="run only this part; may be repeated")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs; no measurement")
     options = parser.parse_args(arguments)
     if not options.minutes > 0:
-        parser.error(f"--minutes is {options.minutes:g}, but must be more than 0.")
+        parser.error(f"--minutes must be more than 0, not {options.minutes:g}.")
     if not torch.cuda.is_available() and not options.quick:
-        print("benchmarks: PyTorch sees no GPU; --quick runs without one.", file=sys.stderr)
+        print("benchmarks: PyTorch finds no GPU. Add --quick to run tiny sizes without one.", file=sys.stderr)
         return 1
     return run_gpu(
         options.only or [part for part in PARTS if part not in ON_REQUEST], options.out, options.minutes, options.quick
@@ -64,7 +71,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_gpu(parts: list[str], out: Path | None, minutes: float, quick: bool) -> int:
-    """Measure the parts, print a table of each, and store every row; 1 if an implementation or a test is wrong."""
+    """Measure the parts, print a table of each, and store every row.
+
+    Args:
+        parts: names of `PARTS`, in the order in which they run.
+        out: folder for the results; nothing is written if `None`.
+        minutes: time limit of the whole run.
+        quick: take tiny sizes.
+
+    Returns:
+        The exit status: 1 if an implementation or a test is wrong.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     clock = Clock(max(1.0, 60 * minutes - MARGIN))
     results = Results(describe(device) | {"minutes": minutes, "quick": quick}, out)
@@ -85,7 +102,7 @@ def run_gpu(parts: list[str], out: Path | None, minutes: float, quick: bool) -> 
 
 
 class Results:
-    """Rows of the parts, and the two files that hold them: written anew with every row, each at once.
+    """The rows of all parts and the two files that hold them. Every new row rewrites both files.
 
     Args:
         about: machine, versions and commit.
@@ -100,16 +117,20 @@ class Results:
             out.mkdir(parents=True, exist_ok=True)
 
     def add(self, part: str, row: dict) -> None:
+        """Add a row to a part and write the files."""
         self._rows.setdefault(part, []).append(row)
         self.store()
 
     def table(self, part: str) -> str:
+        """Return the table of a part in Markdown."""
         return markdown_table(*PARTS[part][0].table(self._rows.get(part, [])))
 
     def are_right(self) -> bool:
+        """Return whether no row reports a wrong implementation or test."""
         return all(row.get("is_right", True) for rows in self._rows.values() for row in rows)
 
     def store(self) -> None:
+        """Write `gpu.json` and `gpu.md`, each as a whole."""
         if self._out is None:
             return
         content = self._about | {"is_cut_off": self.is_cut_off, "parts": self._rows}

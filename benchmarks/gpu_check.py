@@ -1,4 +1,7 @@
-"""Whether every implementation of depth attention computes the readable form on this device, before any is timed."""
+"""Check that every implementation of depth attention computes the readable form on this device.
+
+This runs before any implementation is timed.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -21,10 +24,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def measure(device: str, quick: bool, clock: Clock) -> Iterator[dict]:
-    """A row for each implementation, dtype and case; those that do not run say why, once for each dtype."""
+    """Yield one row per implementation, dtype and case. One that does not run says why, once per dtype."""
     cases = [(dtype, case) for case in (QUICK if quick else CASES) for dtype in DTYPES]
     refused = set()
-    # A library may take half a minute to tune itself for each width: after all others, and for two widths.
+    # A library may tune itself for half a minute per width, so it runs after all others and on two widths only.
     names = [name for name in DEPTH_ATTENTION if name not in ("auto", *LIBRARIES)]
     todo = [(case, names) for case in cases] + [(case, LIBRARIES) for case in cases[:2]]
     for number, ((dtype, case), names) in enumerate(todo):
@@ -35,11 +38,11 @@ def measure(device: str, quick: bool, clock: Clock) -> Iterator[dict]:
                 yield {"implementation": name, "dtype": dtype, "case": case, "missing": "out of time"}
                 continue
             query, sources = make(case, getattr(torch, dtype), device)
-            known = IMPLEMENTATIONS.get(name)
-            why_not = known and known.supports(query, sources)
-            if why_not:
+            implementation = IMPLEMENTATIONS.get(name)
+            reason = implementation and implementation.supports(query, sources)
+            if reason:
                 refused.add((name, dtype))
-                yield {"implementation": name, "dtype": dtype, "missing": why_not}
+                yield {"implementation": name, "dtype": dtype, "missing": reason}
                 continue
             yield {"implementation": name, "dtype": dtype, "case": case} | compared(
                 DEPTH_ATTENTION[name], query, sources
@@ -52,6 +55,7 @@ def measure(device: str, quick: bool, clock: Clock) -> Iterator[dict]:
 
 
 def make(case: tuple[int, int, int], dtype: torch.dtype, device: str) -> tuple[Tensor, list[Tensor]]:
+    """Return a float32 query `[width]` and sources `[tokens, width]` of a case (sources, tokens, width)."""
     n, tokens, width = case
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(width, generator=generator) * (3 / width**0.5)
@@ -60,7 +64,7 @@ def make(case: tuple[int, int, int], dtype: torch.dtype, device: str) -> tuple[T
 
 
 def compared(attend: Callable, query: Tensor, sources: list[Tensor]) -> dict:
-    """Result, weights and all gradients for both scales, against the readable form in float64."""
+    """Compare result, weights and all gradients with the readable form in float64, for both scales."""
     error = 0.0
     for is_sum in (False, True):
         exact = [tensor.detach().double().requires_grad_() for tensor in (query, *sources)]
@@ -74,7 +78,7 @@ def compared(attend: Callable, query: Tensor, sources: list[Tensor]) -> dict:
 
 @torch.no_grad()
 def two_phases(query: Tensor, sources: list[Tensor]) -> dict:
-    """Phase one of the first half of the sources, a read of all, and the norm after it."""
+    """Compare phase one over the first half of the sources, a read of all sources, and the norm after it."""
     half, width, dtype = len(sources) // 2, query.numel(), sources[0].dtype
     phase = None
     if half:
@@ -87,28 +91,28 @@ def two_phases(query: Tensor, sources: list[Tensor]) -> dict:
 
 
 def loss(result: Tensor, weights: Tensor) -> Tensor:
-    # Of values that every dtype can hold: a gradient has the dtype of the result.
+    """Return a scalar in float64 that depends on every entry of the result and of the depth weights."""
+    # Multiples of 1/64, which every dtype holds exactly, because a gradient has the dtype of the result.
     direction = torch.linspace(-64, 64, result.numel(), dtype=torch.float64, device=result.device).round() / 64
     direction = direction.view(result.shape)
     return (result * direction.to(result.dtype)).double().sum() + (weights.double() * direction.sum(-1)).square().sum()
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest entry; infinite where something is not a number.
-
-    A query's gradient of one source is zero, found as the difference of numbers near one: hence the least scale.
-    """
+    """Return the largest difference, relative to the largest entry, or infinity if any entry is not a number."""
+    # With one source the query's gradient is zero, computed as a difference of numbers near one: hence the least scale.
     error = (found.double() - expected).abs().max() / expected.abs().max().clamp(min=LEAST_SCALE)
     return error.item() if bool(error.isfinite()) else float("inf")
 
 
 def judged(error: float, dtype: torch.dtype, roundings: int = 1) -> dict:
+    """Return the error, the error allowed after so many roundings to `dtype`, and whether the former is within it."""
     allowed = 5e-5 + 2 * roundings * torch.finfo(dtype).eps
     return {"error": error, "allowed": allowed, "is_right": error <= allowed}
 
 
 def table(rows: list[dict]) -> tuple[str, list[str], list[list[str]], str]:
-    """Title, columns, cells and note: the largest error of each implementation and dtype."""
+    """Return title, columns, cells and note of a table with the largest error of each implementation and dtype."""
     cells, missing = [], {}
     groups = dict.fromkeys((row["implementation"], row.get("dtype")) for row in rows)
     for name, dtype in groups:

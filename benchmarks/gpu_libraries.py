@@ -1,4 +1,7 @@
-"""One aggregation on a GPU by the kernels of libraries, in turn with ours; some tune themselves for a minute."""
+"""Measure one aggregation on a GPU by the kernels of libraries, in turn with ours.
+
+Some of the libraries tune themselves for a minute at first.
+"""
 
 from collections.abc import Iterator
 
@@ -8,11 +11,11 @@ from .peers import gpu_peers
 
 
 def measure(device: str, quick: bool, clock: Clock) -> Iterator[dict]:
-    """The rows of `gpu_ops`, with the libraries that are installed."""
+    """Yield the rows of `gpu_ops`, with the installed libraries."""
     return gpu_ops.measure(device, quick, clock, gpu_peers())
 
 
 def table(rows: list[dict]) -> tuple[str, list[str], list[list[str]], str]:
-    """Title, columns, cells and note."""
+    """Return title, columns, cells and note of the table."""
     _, *rest = gpu_ops.table(rows)
     return "One aggregation, bfloat16, and the kernels of libraries", *rest

@@ -1,6 +1,7 @@
-"""Models on a GPU in bfloat16: attention residuals against the standard residual stream, on the same weights.
+"""Compare attention residuals with the standard residual stream in models on a GPU, in bfloat16, on the same weights.
 
-Prefill, a training step and decoding, as they are (eager), as CUDA graphs, and compiled; for S = 4, S = 8 and Full.
+Measures prefill, a training step and decoding: as they are (eager), as CUDA graphs, and compiled, for S = 4, S = 8 and
+Full.
 """
 
 import gc
@@ -22,19 +23,20 @@ from .timing import Setting, Ways, compare, interleave
 
 TARGETS = {"prefill": 1.02, "training step": 1.03, "decoding": 1.02}  # of ours / standard
 CONNECTIONS: dict[str, dict] = {"Block S=4": {"block_size": 4}, "Block S=8": {"block_size": 8}, "Full": {"full": True}}
-# Also with depth attention in PyTorch's operations, and by fla's kernels, where these run; as they are alone.
+# In eager mode also with depth attention by PyTorch's operations, and by fla's kernels where these run.
 OTHERS = ("eager", "fla")
+WITH_OTHERS = "Block S=4"  # the one connection that is also measured with `OTHERS`
 BATCH, TOKENS, DECODED = 4, 2048, 8
 
 
 def compiled(prepare: Callable[..., Ways], models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
-    """The ways of models of which each is compiled by itself."""
+    """Return the ways of a workload for models that are each compiled by themselves."""
     torch.compiler.reset()
     return prepare({name: _Compiled(model) for name, model in models.items()}, ids)
 
 
 class _Compiled:
-    """A model whose calls are compiled; all else is the model's."""
+    """A model whose calls are compiled. Everything else is the model's own."""
 
     def __init__(self, model: PreTrainedModel):
         self._model, self._call = model, torch.compile(model, dynamic=False)
@@ -54,7 +56,7 @@ class _Compiled:
         return self
 
 
-# Mode -> workload -> what makes its ways.
+# Mode -> workload -> function that prepares its ways. Within a mode, quick workloads come first.
 MODES: dict[str, dict[str, Callable[[dict[str, PreTrainedModel], Tensor], Ways]]] = {
     "eager": {
         "prefill": workloads.prefill,
@@ -72,12 +74,12 @@ MODES: dict[str, dict[str, Callable[[dict[str, PreTrainedModel], Tensor], Ways]]
         "training step": partial(compiled, workloads.training_step),
     },
 }
-COST = {"eager": 2, "CUDA graph": 2, "compiled": 5}  # of a mode's rows, as shares of the time
+COST = {"eager": 2, "CUDA graph": 2, "compiled": 5}  # share of the time that a row of each mode gets
 
 
 @dataclass(frozen=True)
 class Point:
-    """What is measured together: models of one shape at one task in one way."""
+    """One measurement: models of one shape, in one workload and one mode."""
 
     mode: str
     workload: str
@@ -85,11 +87,12 @@ class Point:
     config: PreTrainedConfig
 
     def ways(self, models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
+        """Return one way per model, for token ids `[batch, seq]`."""
         return MODES[self.mode][self.workload](models, ids)
 
 
 def points(quick: bool) -> list[Point]:
-    """All, the quicker and more important ones first."""
+    """Return all measurements, the quicker and more important ones first."""
     if quick:
         shapes = {"Llama d=64": llama(width=64, layers=2), "Kimi Linear d=64": tiny_kimi_linear()}
         modes = {"eager": tuple(shapes), "compiled": ("Llama d=64",)}
@@ -101,14 +104,14 @@ def points(quick: bool) -> list[Point]:
             "CUDA graph": tuple(shapes),
             "compiled": tuple(shapes)[::2] + tuple(shapes)[1::2],
         }
-    found = [
+    all_points = [
         Point(mode, workload, name, shapes[name]) for mode in modes for name in modes[mode] for workload in MODES[mode]
     ]
-    return [point for point in found if not quick or point.mode == "eager" or point.workload == "decoding"]
+    return [point for point in all_points if not quick or point.mode == "eager" or point.workload == "decoding"]
 
 
 def measure(device: str, quick: bool, clock: Clock) -> Iterator[dict]:
-    """A row for each model, workload, mode and connection."""
+    """Yield one row per model, workload, mode and connection."""
     setting = Setting(repeats=2 if quick else 30, quick=quick, device=device)
     todo = points(quick)
     models, held = {}, None
@@ -129,45 +132,47 @@ def measure(device: str, quick: bool, clock: Clock) -> Iterator[dict]:
             times = interleave(
                 ways, setting, calls=DECODED if point.workload == "decoding" else 1, most_seconds=0.7 * seconds
             )
-        except Exception as error:  # what cannot be captured, or compiled, or does not fit
+        except Exception as error:  # cannot be captured, cannot be compiled, or does not fit the memory
             yield row | {"missing": (next(iter(str(error).splitlines()), "") or type(error).__name__)[:200]}
             ways = None
             _free(device)
             continue
         ways = None
         for connection in CONNECTIONS:
-            own = {"standard": times[STANDARD], "ours": times[connection]}
-            own |= {f"ours {other}": times[key] for other in OTHERS if (key := other_name(other, connection)) in times}
-            pairs = {f"{way} / standard": (way, "standard") for way in own if way != "standard"}
-            yield row | {"connection": connection, "tokens": ids.numel()} | compare(own, pairs)
+            by_way = {"standard": times[STANDARD], "ours": times[connection]}
+            by_way |= {
+                f"ours {other}": times[key] for other in OTHERS if (key := other_name(other, connection)) in times
+            }
+            pairs = {f"{way} / standard": (way, "standard") for way in by_way if way != "standard"}
+            yield row | {"connection": connection, "tokens": ids.numel()} | compare(by_way, pairs)
 
 
 def sizes(workload: str, quick: bool) -> tuple[int, int]:
-    """Tokens of a sequence, and sequences."""
+    """Return the length and the number of sequences."""
     if quick:
         return 16, 1
     return (512, 1) if workload == "decoding" else (TOKENS, BATCH)
 
 
 def variants(point: Point, device: str) -> dict[str, PreTrainedModel]:
-    """The standard model and, on the same weights, one for each connection; in eager mode one more for each other."""
+    """Return the standard model and one model per connection, on the same weights.
+
+    In eager mode there is one more model for each of `OTHERS` that runs here.
+    """
     standard = build(point.config, torch.bfloat16, device)
     models = {STANDARD: standard} | {name: connect(standard, **blocks) for name, blocks in CONNECTIONS.items()}
     if point.mode == "eager":
         sources = [torch.zeros(1, point.config.hidden_size, dtype=torch.bfloat16, device=device)]
         query = torch.zeros(point.config.hidden_size, dtype=torch.float32, device=device)
         for other in OTHERS:
-            known = IMPLEMENTATIONS.get(other)
-            if known is None or known.supports(query, sources) is None:
-                name = WITH_OTHERS
-                models[other_name(other, name)] = connect(standard, other, **CONNECTIONS[name])
+            implementation = IMPLEMENTATIONS.get(other)
+            if implementation is None or implementation.supports(query, sources) is None:
+                models[other_name(other, WITH_OTHERS)] = connect(standard, other, **CONNECTIONS[WITH_OTHERS])
     return models
 
 
-WITH_OTHERS = "Block S=4"
-
-
 def other_name(other: str, connection: str) -> str:
+    """Return the name of the way with this connection by another implementation."""
     return EAGER + connection if other == "eager" else f"{other}, {connection}"
 
 
@@ -178,7 +183,7 @@ def _free(device: str) -> None:
 
 
 def table(rows: list[dict]) -> tuple[str, list[str], list[list[str]], str]:
-    """Title, columns, cells and note."""
+    """Return title, columns, cells and note of the table."""
     ratios = ["ours / standard", *(f"ours {other} / standard" for other in OTHERS)]
     cells = [
         [

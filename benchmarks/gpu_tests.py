@@ -1,4 +1,4 @@
-"""The tests of the kernels on this device, by pytest where it is installed, within the time that is left."""
+"""Run the tests of the kernels on this device within the time that is left, if pytest is installed."""
 
 import re
 import subprocess
@@ -11,11 +11,11 @@ from .clock import Clock
 
 ROOT = Path(__file__).parents[1]
 TESTS = "tests/accelerated"
-LEAST = 20  # seconds
+LEAST = 20  # seconds, below which no run begins
 
 
 def measure(device: str, quick: bool, clock: Clock) -> Iterator[dict]:
-    """One row: how many passed, failed and were skipped."""
+    """Yield one row: how many tests passed, failed and were skipped."""
     seconds = min(clock.left() - 5, clock.row(1) or 0)
     if find_spec("pytest") is None or not (ROOT / TESTS).is_dir():
         yield {"missing": "pytest or the tests are not installed"}
@@ -26,11 +26,12 @@ def measure(device: str, quick: bool, clock: Clock) -> Iterator[dict]:
 
 
 def run(seconds: float, quick: bool) -> dict:
+    """Run pytest for at most `seconds` and return its counts and the end of its output; `quick` only collects."""
     options = ["-m", "gpu", "-p", "no:cacheprovider", "--maxfail", "20", "--tb", "short"]
     if quick:
         options += ["--collect-only"]
     elif find_spec("xdist") is not None:
-        options += ["--numprocesses", "8"]  # most of the time is the compiler's, on the CPU
+        options += ["--numprocesses", "8"]  # most of the time goes to the compiler, on the CPU
     command = [sys.executable, "-m", "pytest", TESTS, *options]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
@@ -38,12 +39,12 @@ def run(seconds: float, quick: bool) -> dict:
         output = error.stdout.decode(errors="replace") if error.stdout else ""
         return {"missing": "out of time", "output": output[-4000:]}
     counts = {name: int(number) for number, name in re.findall(r"(\d+) (passed|failed|skipped|errors?)", done.stdout)}
-    # 5: there is none, as there is none without Triton.
+    # pytest exits with 5 if it collects no test, as without Triton.
     return {"counts": counts, "output": done.stdout[-4000:], "is_right": done.returncode in (0, 5)}
 
 
 def table(rows: list[dict]) -> tuple[str, list[str], list[list[str]], str]:
-    """Title, columns, cells and note."""
+    """Return title, columns, cells and note of the table."""
     cells = [[name, str(number)] for row in rows for name, number in row.get("counts", {}).items()]
     notes = [row["missing"] for row in rows if "missing" in row]
     notes += [row["output"][-1500:] for row in rows if not row.get("is_right", True)]

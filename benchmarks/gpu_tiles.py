@@ -1,4 +1,7 @@
-"""Tiles of the kernels on a GPU: one aggregation with the chosen and with others, against a copy of what it moves."""
+"""Compare tiles of the kernels on a GPU.
+
+Measures one aggregation with the chosen tile and with others, against a copy of the memory that it moves.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -22,7 +25,7 @@ CHOSEN = "chosen"
 
 
 def measure(device: str, quick: bool, clock: Clock) -> Iterator[dict]:
-    """A row for each point and pass; a tile is called by its elements, those of a thread, and the programs."""
+    """Yield one row per point and pass. A tile's name is `elements/elements per thread`, and `/programs` backward."""
     setting = Setting(repeats=2 if quick else 10, quick=quick, device=device)
     for number, (n, width, dtype) in enumerate(POINTS):
         row = {"sources": n, "width": width, "dtype": dtype}
@@ -33,13 +36,15 @@ def measure(device: str, quick: bool, clock: Clock) -> Iterator[dict]:
         inputs = Inputs(n, width, ELEMENTS // width, getattr(torch, dtype), device)
         with torch.no_grad():
             for name, ways in {"forward": forwards(inputs), "backward": backwards(inputs)}.items():
-                found, missing = replayed({BOUND: partial(inputs.copy, name)} | ways, device)
-                times = interleave(found, setting, most_seconds=seconds / 4)
-                pairs = {way: (way, BOUND) for way in found if way != BOUND}
+                working, missing = replayed({BOUND: partial(inputs.copy, name)} | ways, device)
+                times = interleave(working, setting, most_seconds=seconds / 4)
+                pairs = {way: (way, BOUND) for way in working if way != BOUND}
                 yield row | {"pass": name} | compare(times, pairs) | {"missing": missing}
 
 
 def forwards(inputs: Inputs) -> dict:
+    """Return the ways of the forward pass, by the name of the tile."""
+
     def way(**chosen: int) -> None:
         with patch.multiple(launch, **chosen):
             launch.forward(inputs.query, inputs.sources, inputs.eps, False)
@@ -51,6 +56,7 @@ def forwards(inputs: Inputs) -> dict:
 
 
 def backwards(inputs: Inputs) -> dict:
+    """Return the ways of the backward pass, by the name of the tile."""
     saved = launch.forward(inputs.query, inputs.sources, inputs.eps, False)[1:]
 
     def way(**chosen: int) -> None:
@@ -66,7 +72,7 @@ def backwards(inputs: Inputs) -> dict:
 
 
 def table(rows: list[dict]) -> tuple[str, list[str], list[list[str]], str]:
-    """Title, columns, cells and note: what is chosen beside the best of those tried."""
+    """Return title, columns, cells and note of a table with the chosen tile beside the best one tried."""
     cells = []
     for row in rows:
         if "ratios" not in row:
