@@ -1,4 +1,7 @@
-"""The workloads of models as CUDA graphs, which are replayed without Python: what is left is the GPU's own time."""
+"""Capture the workloads of models as CUDA graphs.
+
+A graph is replayed without Python, so its time is the GPU's own.
+"""
 
 from collections.abc import Callable
 
@@ -6,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 
-from .shapes import unique_parameters
+from . import workloads
 from .timing import Ways
 from .workloads import CACHE, ROOM
 
@@ -14,7 +17,7 @@ WARM_UP = 3  # calls before the one that is captured
 
 
 def graphed(way: Callable[[], None]) -> Callable[[], None]:
-    """Replays what a call launches, after some calls that are not captured."""
+    """Capture the kernels that a call launches, after some warm-up calls, and return a function that replays them."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -28,6 +31,8 @@ def graphed(way: Callable[[], None]) -> Callable[[], None]:
 
 
 def prefill(models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
+    """Return a prefill of token ids `[batch, seq]` for each model, without a cache."""
+
     @torch.no_grad()
     def way(model: PreTrainedModel) -> None:
         model.eval()(ids, use_cache=False, logits_to_keep=1)
@@ -36,18 +41,13 @@ def prefill(models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
 
 
 def training_step(models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
-    optimizer = torch.optim.AdamW(unique_parameters(models.values()), lr=1e-6, fused=True, capturable=True)
-
-    def way(model: PreTrainedModel) -> None:
-        model.train()(ids, labels=ids, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return {name: graphed(lambda model=model: way(model)) for name, model in models.items()}
+    """Return a training step on token ids `[batch, seq]` for each model, by an optimizer that graphs can capture."""
+    steps = workloads.training_step(models, ids, capturable=True)
+    return {name: graphed(step) for name, step in steps.items()}
 
 
 def decoding(models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
-    """A token at a time with a static cache, which counts its tokens on the GPU, as the position here is counted."""
+    """Return a way per model that decodes one token with a static cache. Cache and position count on the GPU."""
 
     def one(model: PreTrainedModel) -> Callable[[], None]:
         cache = StaticCache(config=model.config, max_cache_len=ids.shape[1] + ROOM)

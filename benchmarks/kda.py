@@ -1,6 +1,7 @@
-"""Delta attention without a GPU: ours (`accelerated.delta_attention`) against the fallback of transformers, 512 tokens.
+"""Compare delta attention without a GPU, `accelerated.delta_attention`, with the fallback of transformers.
 
-Time and peak memory of forward and backward, and the error of each against the recurrence in float64.
+Measures time and peak memory of a forward and backward pass on 512 tokens, and the error of each against the recurrence
+in float64.
 """
 
 import inspect
@@ -20,12 +21,12 @@ from .timing import Setting, compare, interleave
 
 UPSTREAM = inspect.unwrap(kimi_linear.chunk_kimi_delta_attention)
 WAYS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"ours": chunk_kda, "transformers": UPSTREAM}
-LEAST_GAIN = 4  # in time and in memory
+LEAST_GAIN = 4  # target, in time and in memory
 MOST_ERROR = 1e-5
 
 
 def measure(setting: Setting) -> Iterator[dict]:
-    """A row for each strength of the decay; heads of the size that they have in the paper's models."""
+    """Yield one row per strength of the decay, with heads of the size in the paper's models."""
     length, heads, size = (32, 2, 8) if setting.quick else (512, 4, 128)
     for decay in (1.0,) if setting.quick else (0.1, 1.0, 10.0):
         inputs = make_inputs(length, heads, size, decay, setting.device)
@@ -39,7 +40,7 @@ def measure(setting: Setting) -> Iterator[dict]:
 
 
 def make_inputs(length: int, heads: int, size: int, decay: float, device: str) -> dict[str, Tensor]:
-    """Random inputs; logarithms of the decay are uniform between `-decay` and 0."""
+    """Return random inputs, `[1, length, heads, size]`; the logarithms of the decay are uniform in `[-decay, 0]`."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 1, length, heads, size, generator=generator)
     g = -decay * torch.rand(1, length, heads, size, generator=generator)
@@ -49,7 +50,19 @@ def make_inputs(length: int, heads: int, size: int, decay: float, device: str) -
 
 
 def recurrence(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options) -> tuple[Tensor, Tensor]:
-    """Kimi Delta Attention token by token, in the dtype of its inputs."""
+    """Compute Kimi Delta Attention token by token, in the dtype of its inputs.
+
+    Args:
+        query: `[batch, seq, heads, d_k]`.
+        key: `[batch, seq, heads, d_k]`.
+        value: `[batch, seq, heads, d_v]`.
+        g: logarithms of the decay, `[batch, seq, heads, d_k]`.
+        beta: step sizes, `[batch, seq, heads]`.
+        **options: ignored; the compared functions take them.
+
+    Returns:
+        The output `[batch, seq, heads, d_v]` and the last state `[batch, heads, d_k, d_v]`.
+    """
     query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
     state, outputs = value.new_zeros(*value.shape[::2], key.shape[-1], value.shape[-1]), []
     for t in range(query.shape[1]):
@@ -61,19 +74,21 @@ def recurrence(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tenso
 
 
 def gradients(compute: Callable[..., tuple[Tensor, Tensor]], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """One forward and backward pass: the output, and the gradient of the sum of its squares by each input."""
+    """Run a forward and backward pass; return the output and the gradients of the sum of its squares."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
     output, _ = compute(**leaves, output_final_state=True, use_qk_l2norm_in_kernel=True)
-    found = torch.autograd.grad(output.square().sum(), leaves.values())
-    return {"output": output.detach()} | dict(zip(leaves, found))
+    grads = torch.autograd.grad(output.square().sum(), leaves.values())
+    return {"output": output.detach()} | dict(zip(leaves, grads))
 
 
 def largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Of the output and all gradients, relative to the largest entry of each."""
+    """Return the largest error of the output and all gradients, each relative to its largest entry."""
     return max(((found[name] - true).abs().max() / true.abs().max()).item() for name, true in expected.items())
 
 
 def tables(rows: list[dict]) -> dict[str, Table]:
+    """Return the table of all rows, by its name in the README."""
+
     def cells(row: dict) -> list[str]:
         time, ours, theirs = row["ratios"]["transformers / ours"]["median"], *row["errors"].values()
         return [

@@ -1,4 +1,4 @@
-"""Layers of the fast path: what a model takes with each of them switched off by itself, on a CPU.
+"""Measure models on a CPU with one layer of the fast path switched off at a time.
 
 A layer that gains no model 2% is not worth its code.
 """
@@ -27,33 +27,35 @@ EVERYTHING = "ours"
 
 @contextmanager
 def eager(model: PreTrainedModel) -> Iterator[None]:
-    """PyTorch's operations, as where nothing is installed."""
+    """Run depth attention by PyTorch's operations, as where only PyTorch is installed."""
     with patch.object(model.config, "depth_attention_implementation", "eager"):
         yield
 
 
 @contextmanager
 def without_reader(model: PreTrainedModel) -> Iterator[None]:
-    """Each connection reads by itself, and so neither in two phases nor through the norm that follows."""
+    """Let each connection read by itself, without two phases and without the norm that follows."""
     with patch.object(accelerated, "reader", lambda model: None):
         yield
 
 
 @contextmanager
 def without_two_phases(model: PreTrainedModel) -> Iterator[None]:
+    """Compute one attention for each sublayer."""
     with patch.object(inference_reader, "two_phases_pay", lambda count, numbers: False):
         yield
 
 
 @contextmanager
 def without_fused_norm(model: PreTrainedModel) -> Iterator[None]:
+    """Compute the norm after the read, in its own pass."""
     with patch.object(inference_reader, "_plain_norm", lambda norm: None):
         yield
 
 
 @contextmanager
 def without_later_grads(model: PreTrainedModel) -> Iterator[None]:
-    """Gradients of those who read a source later are added by autograd."""
+    """Let autograd add the gradients of sublayers that read a source later."""
     attend = attn_res_attnres.attend
     with patch.object(attn_res_attnres, "attend", lambda *args, fuse_later_grads: attend(*args)):
         yield
@@ -67,7 +69,7 @@ LAYERS: dict[str, Callable[[PreTrainedModel], object]] = {
     "no fused gradients": without_later_grads,
 }
 _READER = ("eager", "no reader", "no fused norm")
-# Workload -> what prepares it, calls in a repeat, repeats for each of the setting's, and the layers that it has.
+# Workload -> function that prepares it, calls per repeat, repeats per repeat of the setting, and the layers it uses.
 WORKLOADS: dict[str, tuple[Callable, int, int, tuple[str, ...]]] = {
     "prefill": (prefill, 1, 2, (*_READER, "no two phases")),
     "decoding": (decoding, DECODED, 4, _READER),
@@ -76,7 +78,7 @@ WORKLOADS: dict[str, tuple[Callable, int, int, tuple[str, ...]]] = {
 
 
 def measure(setting: Setting) -> Iterator[dict]:
-    """A row for each shape, dtype, workload and connection."""
+    """Yield one row per shape, dtype, workload and connection."""
     shapes = {"12 x 1024": llama(), "24 x 512": llama(width=512, layers=24)}
     if setting.quick:
         shapes = {"2 x 64": llama(width=64, layers=2)}
@@ -98,7 +100,7 @@ def measure(setting: Setting) -> Iterator[dict]:
 
 
 def _switched(ways: Mapping[str, Callable[[], object]], model: PreTrainedModel) -> Ways:
-    """The ways, each without the layer of its name."""
+    """Wrap each way so that it runs without the layer of its name."""
 
     def switch(way: Callable[[], object], layer: Callable[[PreTrainedModel], object]) -> Callable[[], None]:
         def run() -> None:
@@ -112,6 +114,7 @@ def _switched(ways: Mapping[str, Callable[[], object]], model: PreTrainedModel) 
 
 
 def tables(rows: list[dict]) -> dict[str, Table]:
+    """Return the table of all rows, by its name in the README."""
     columns = ["model", "dtype", "workload", "connection", EVERYTHING, *LAYERS]
     cells = [
         [*(row[key] for key in columns[:4]), *(cell(row, f"{way} / {STANDARD}", 3) for way in columns[4:])]

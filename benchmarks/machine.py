@@ -1,4 +1,4 @@
-"""What a measurement was made on and with: stored beside every result."""
+"""Describe the machine and the software of a measurement. The description is stored beside every result."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ import torch
 
 try:
     import psutil
-except ImportError:  # on a machine for GPUs, where nothing is counted but the GPU's time
+except ImportError:  # missing on a GPU machine, where only the GPU's time counts
     psutil = None
 
 ROOT = Path(__file__).parents[1]
@@ -20,7 +20,7 @@ PACKAGES = ("attnres", "torch", "transformers", "numba", "triton", "fla-core", "
 
 
 def describe(device: str) -> dict:
-    """Machine, versions, commit and date, now."""
+    """Return machine, versions, commit and date; `device` is `"cpu"` or one of CUDA."""
     machine = {
         "processor": _processor(),
         "cores": psutil and psutil.cpu_count(logical=False),
@@ -36,29 +36,29 @@ def describe(device: str) -> dict:
         "machine": machine,
         "versions": {"python": platform.python_version()} | _versions(),
         "commit": _git("rev-parse", "HEAD"),
-        # What the measurements themselves write does not count.
+        # The files that the measurements themselves write do not make it dirty.
         "dirty": bool(_git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!benchmarks/README.md")),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
 class Others:
-    """How much of the machine's processors other processes take while it is being measured."""
+    """The share of the machine's processors that other processes take, counted from when the instance is made."""
 
     def __init__(self) -> None:
         self.start = self._seconds()
 
     def share(self) -> float:
-        """Since this was made, from 0 to 1."""
-        everyone, own, idle = (now - then for now, then in zip(self._seconds(), self.start))
-        return max(0.0, everyone - own) / max(1e-9, everyone + idle)
+        """Return the share so far, from 0 to 1."""
+        everyone, ours, idle = (now - then for now, then in zip(self._seconds(), self.start))
+        return max(0.0, everyone - ours) / max(1e-9, everyone + idle)
 
     @staticmethod
     def _seconds() -> tuple[float, float, float]:
-        """Busy seconds of all processors, those of this process and the ones that it started, and idle seconds."""
+        """Return busy seconds of all processes, busy seconds of this process and its children, and idle seconds."""
         system, process = psutil.cpu_times(), psutil.Process().cpu_times()
         idle = system.idle + getattr(system, "iowait", 0.0)
-        # Guests are counted among the users already.
+        # The time of guests is already part of that of users.
         busy = sum(system) - idle - getattr(system, "guest", 0.0) - getattr(system, "guest_nice", 0.0)
         return busy, sum(process[:4]), idle
 
@@ -72,15 +72,15 @@ def _processor() -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            versions[package] = version(package)
+    return versions
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says, or None where there is no git or no repository."""
+    """Return the output of git, or `None` without git or a repository."""
     with suppress(OSError, subprocess.CalledProcessError):
         command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

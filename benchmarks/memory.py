@@ -1,8 +1,8 @@
-"""Peak memory of a training step: attention residuals against the standard residual stream.
+"""Compare the peak memory of a training step with that of the standard residual stream.
 
-Counted by the allocator, tensor by tensor, so that two runs give the same number; what a process holds in all differs
-from run to run by more than the target. Two ratios: of everything (weights, moments of AdamW, gradients, activations),
-and of what only the step holds (gradients and activations).
+The allocator counts it tensor by tensor, so that two runs give the same number. The memory of the whole process differs
+between runs by more than the target. There are two ratios: of everything (weights, moments of AdamW, gradients,
+activations), and of what only the step holds (gradients, activations).
 """
 
 import gc
@@ -19,40 +19,40 @@ from .shapes import compared, shapes, token_ids, variants
 from .timing import Setting
 from .workloads import training_step
 
-TARGET = 1.05  # of Block AttnRes
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own notes on the terminal
+TARGET = 1.05  # for Block AttnRes
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler on the terminal
 
 
 def measure(setting: Setting) -> Iterator[dict]:
-    """A row for each model and connection, in float32."""
+    """Yield one row per model and connection, in float32."""
     for name, shape in shapes(setting.quick).items():
         models = variants(shape, torch.float32, setting.device)
         steps = training_step(models, token_ids(shape.config, 16 if setting.quick else TOKENS, 1, setting.device))
-        found = {variant: step_bytes(models[variant], step, setting.device) for variant, step in steps.items()}
+        peaks = {variant: step_bytes(models[variant], step, setting.device) for variant, step in steps.items()}
         for connection in shape.connections:
-            own = compared(found, connection)
+            by_way = compared(peaks, connection)
             ratios = {
-                f"{way} / standard, {key}": own[way][key] / own["standard"][key]
-                for way in own
+                f"{way} / standard, {key}": by_way[way][key] / by_way["standard"][key]
+                for way in by_way
                 for key in ("all", "step")
                 if way != "standard"
             }
-            yield {"model": name, "dtype": "float32", "connection": connection, "ratios": ratios, "bytes": own}
+            yield {"model": name, "dtype": "float32", "connection": connection, "ratios": ratios, "bytes": by_way}
         del models, steps
         gc.collect()
 
 
 def step_bytes(model: nn.Module, step: Callable[[], object], device: str) -> dict[str, int]:
-    """Peak bytes of a training step: of all that exists in it, and of what only the step holds."""
-    step()  # the moments exist from here on
-    # A weight, and two moments of it; gradients are made in the step, and go with it.
+    """Return the peak bytes of a training step: of `all` tensors in it, and of those that only the `step` holds."""
+    step()  # the optimizer makes its moments in the first step
+    # A weight and its two moments. Gradients are made and freed within the step.
     held = sum(3 * parameter.nbytes for parameter in model.parameters())
     peak = peak_bytes(step, device)
     return {"all": held + peak, "step": peak}
 
 
 def peak_bytes(function: Callable[[], object], device: str = "cpu") -> int:
-    """The most bytes that a call held at once beyond those held before it, by the allocator."""
+    """Return the most bytes that a call holds at once beyond those held before it, as the allocator counts them."""
     if device != "cpu":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -72,6 +72,8 @@ def peak_bytes(function: Callable[[], object], device: str = "cpu") -> int:
 
 
 def tables(rows: list[dict]) -> dict[str, Table]:
+    """Return the table of all rows, by its name in the README."""
+
     def show(row: dict, ratio: str) -> str:
         return f"{row['ratios'][ratio]:.3f}" if ratio in row["ratios"] else "-"
 

@@ -1,7 +1,8 @@
-"""Models: attention residuals against the standard residual stream, on the same weights, beside the paper's pseudocode.
+"""Compare models with attention residuals with the standard residual stream, on the same weights.
 
-Prefill of 512 tokens; a training step on them (forward, backward, AdamW); decoding after them, one token at a time: as
-it is, and as `generate` compiles it with a static cache (Llama alone: compiling takes a while).
+Measures prefill of 512 tokens, a training step on them (forward, backward, AdamW), and decoding after them, one token
+at a time. Decoding runs as it is, and as `generate` compiles it with a static cache (on Llama only, because compiling
+takes a while). The paper's pseudocode is measured beside.
 """
 
 import gc
@@ -20,20 +21,20 @@ from .workloads import compiled_decoding, decoding, prefill, training_step
 
 TOKENS = 512
 DECODED = 8  # tokens in each repeat
-# Workload -> most that Block and Full AttnRes may take, as a ratio to the standard model.
+# Workload -> targets for Block and Full AttnRes, as ratios to the standard model.
 TARGETS = {
     "prefill": (1.02, 1.06),
     "training step": (1.04, 1.12),
     "decoding": (1.02, 1.05),
     "decoding, compiled": (1.02, 1.05),
 }
-# A model so small that the number of operations is what it costs.
+# In a model this small, the number of operations decides the time.
 TOY = "Llama, d = 64"
 TOY_TARGETS = {"prefill": 1.3, "training step": 1.1, "decoding": 1.3}
 
 
 def measure(setting: Setting) -> Iterator[dict]:
-    """A row for each model, dtype, workload and connection."""
+    """Yield one row per model, dtype, workload and connection."""
     measured = shapes(setting.quick)
     if not setting.quick:
         measured |= {TOY: Shape(llama(width=64, layers=5), ("Block S=4", "Full"))}
@@ -55,7 +56,7 @@ def measure(setting: Setting) -> Iterator[dict]:
             gc.collect()
 
 
-# Workload -> its ways, calls in a repeat, and how often it is repeated for each repeat of the setting.
+# Workload -> function that prepares its ways, calls per repeat, and repeats per repeat of the setting.
 WORKLOADS: dict[str, tuple[Callable[[dict[str, PreTrainedModel], Tensor], Ways], int, int]] = {
     "prefill": (prefill, 1, 2),
     "decoding": (decoding, DECODED, 4),
@@ -65,6 +66,7 @@ WORKLOADS: dict[str, tuple[Callable[[dict[str, PreTrainedModel], Tensor], Ways],
 
 
 def target(row: dict) -> float:
+    """Return the target ratio of a row."""
     if row["model"] == TOY:
         return TOY_TARGETS[row["workload"]]
     block, full = TARGETS[row["workload"]]
@@ -72,6 +74,7 @@ def target(row: dict) -> float:
 
 
 def tables(rows: list[dict]) -> dict[str, Table]:
+    """Return the table of all rows, by its name in the README."""
     columns = ["model", "dtype", "workload", "connection", "ours / standard", "target"]
     columns += ["ours eager / standard", "pseudocode / standard"]
     return {

@@ -1,11 +1,11 @@
-"""Multiple choice with shared prefixes against the stock harness: time, on real questions of MMLU and HellaSwag.
+"""Compare multiple choice with shared prefixes with the stock harness, on real questions of MMLU and HellaSwag.
 
     ATTNRES_ASSETS=DIR python benchmarks/multiple_choice.py [--questions 15] [--repeats 3] [--batch-size 8]
 
-Three ways, which take turns: `SharedPrefixLM`; the harness's `HFLM`, whose logits cache runs choices of one token in
-one pass; and `HFLM` without it, one pass for each choice. All must give the same scores. The models have random weights
-and a context of 4,096 tokens. What is compared is the processor time of one thread, which other processes disturb less
-than the clock's. Writes `results/multiple_choice.json`.
+Three ways take turns: `SharedPrefixLM`; the harness's `HFLM`, whose logits cache runs choices of one token in one pass;
+and `HFLM` without this cache, with one pass per choice. All must give the same scores. The models have random weights
+and a context of 4,096 tokens. The processor time of one thread is compared, which other processes disturb less than the
+time by the clock. Writes `results/multiple_choice.json`.
 """
 
 import argparse
@@ -54,7 +54,7 @@ LLAMA = {
 
 
 def make_tokenizer(corpus: Path) -> PreTrainedTokenizerBase:
-    """A byte-level BPE like those of language models: the letter of an answer is one token."""
+    """Train a byte-level BPE like those of language models, in which the letter of an answer is one token."""
     bpe = ByteLevelBPETokenizer()
     bpe.train([str(corpus)], vocab_size=VOCABULARY, special_tokens=["<s>", "</s>"], show_progress=False)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token="<s>", eos_token="</s>")
@@ -63,6 +63,7 @@ def make_tokenizer(corpus: Path) -> PreTrainedTokenizerBase:
 
 
 def configurations() -> Iterator[tuple[str, PretrainedConfig]]:
+    """Yield the models to measure, by name."""
     yield "Llama", AutoConfig.for_model("llama", **LLAMA)
     # KDA and MLA layers, experts, Block AttnRes.
     shape = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
@@ -70,7 +71,7 @@ def configurations() -> Iterator[tuple[str, PretrainedConfig]]:
 
 
 def questions(data: Path, limit: int) -> Iterator[tuple[str, list[Task]]]:
-    """The tasks of each benchmark, with `limit` questions each, and the paper's number of examples."""
+    """Yield the tasks of each benchmark, with `limit` questions each and the paper's number of examples."""
     for name, tasks in (("mmlu", SUBJECTS), ("hellaswag", ("hellaswag",))):
         loaded = load(benchmarks()[name], data)["tasks"]
         for task in tasks:
@@ -79,7 +80,7 @@ def questions(data: Path, limit: int) -> Iterator[tuple[str, list[Task]]]:
 
 
 def score(tasks: list[Task], answers: dict[int, tuple[float, bool]]) -> dict[str, float]:
-    """The means of the tasks' own metrics over all questions, from the answer to each request."""
+    """Return the means of the tasks' own metrics over all questions; `answers` are by `id` of the request."""
     values: dict[str, list[float]] = {}
     for task in tasks:
         for _, group in groupby(task.instances, key=lambda instance: instance.doc_id):
@@ -87,18 +88,27 @@ def score(tasks: list[Task], answers: dict[int, tuple[float, bool]]) -> dict[str
             for metric, value in task.process_results(requests[0].doc, [answers[id(r)] for r in requests]).items():
                 if isinstance(value, float | int):
                     values.setdefault(metric, []).append(value)
-    return {metric: mean(found) for metric, found in values.items() if metric in ("acc", "acc_norm")}
+    return {metric: mean(scores) for metric, scores in values.items() if metric in ("acc", "acc_norm")}
 
 
 def measure(lm: HFLM, requests: list[Instance]) -> tuple[list[tuple[float, bool]], float, float]:
-    """The answers, seconds of the processor and seconds of the clock."""
+    """Return the answers, the seconds of the processor and the seconds by the clock."""
     cpu, wall = time.process_time(), time.perf_counter()
     answers = lm.loglikelihood(requests, disable_tqdm=True)
     return answers, time.process_time() - cpu, time.perf_counter() - wall
 
 
 def compare(ways: dict[str, HFLM], tasks: list[Task], repeats: int) -> dict:
-    """Times, scores and ratios of the ways, the first of which is ours."""
+    """Measure the ways in turn and check that their answers agree.
+
+    Args:
+        ways: models for the harness, by name; the first is ours.
+        tasks: tasks whose requests are built.
+        repeats: how often each way runs.
+
+    Returns:
+        Times, scores and ratios to ours.
+    """
     requests = [request for task in tasks for request in task.instances]
     seconds = {name: {"processor": [], "clock": []} for name in ways}
     scores, difference = {}, 0.0
@@ -131,8 +141,11 @@ def compare(ways: dict[str, HFLM], tasks: list[Task], repeats: int) -> dict:
 
 
 def main() -> None:
+    """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--questions", type=int, default=15, help="of each subject of MMLU, and of HellaSwag")
+    parser.add_argument(
+        "--questions", type=int, default=15, help="questions of each subject of MMLU, and of HellaSwag (default: 15)"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=8)
     options = parser.parse_args()
@@ -151,7 +164,7 @@ def main() -> None:
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config).eval()
             arguments = {"tokenizer": tokenizer, "batch_size": options.batch_size, "backend": "causal"}
-            found = compare(
+            comparison = compare(
                 {
                     "shared prefixes": SharedPrefixLM(model, **arguments),
                     "stock": HFLM(model, **arguments),
@@ -160,13 +173,13 @@ def main() -> None:
                 tasks,
                 options.repeats,
             )
-            results[f"{title}, {model_name}"] = {"tokens of a question": mean(lengths)} | found
-            for name, times in found["seconds"].items():
-                ratio = found["median ratio to shared prefixes"].get(name, {"processor": 1.0})["processor"]
+            results[f"{title}, {model_name}"] = {"tokens of a question": mean(lengths)} | comparison
+            for name, times in comparison["seconds"].items():
+                ratio = comparison["median ratio to shared prefixes"].get(name, {"processor": 1.0})["processor"]
                 print(
                     f"{model_name:14}{name:28}{median(times['processor']):9.1f}s{median(times['clock']):8.1f}s{ratio:7.2f}"
                 )
-            print(f"{'':14}scores of all: {found['scores of all']}", flush=True)
+            print(f"{'':14}scores of all: {comparison['scores of all']}", flush=True)
     versions = {module.__name__: module.__version__ for module in (torch, transformers, lm_eval)}
     machine = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, 1 thread used",

@@ -1,4 +1,4 @@
-"""One aggregation: `attnres.depth_attention` against its peers and against the memory's speed (`aggregation`)."""
+"""Compare one aggregation, `attnres.depth_attention`, with its peers and with the speed of the memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from .report import cell, make_table, verdict
 from .timing import Setting, Ways, compare, interleave
 
 COMPILED = "torch.compile"
-TARGET, TARGET_FROM_WIDTH = 1.5, 1024  # of ours / bound
+TARGET, TARGET_FROM_WIDTH = 1.5, 1024  # for ours / bound
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Every source has `elements` values, so that each row moves the same memory for each of its sources."""
+    """The sizes to measure. Every source has `elements` values, so each row moves the same memory per source."""
 
     sources: tuple[int, ...] = (2, 5, 9, 17)
     widths: tuple[int, ...] = (512, 1024, 2048, 4096)
@@ -29,13 +29,13 @@ QUICK = Grid(sources=(2,), widths=(64,), elements=2**12)
 
 
 def measure(setting: Setting) -> Iterator[dict]:
-    """A row for each pass, dtype, width and number of sources."""
+    """Yield one row per pass, dtype, width and number of sources."""
     sizes = QUICK if setting.quick else Grid()
     for dtype in sizes.dtypes:
         for width in sizes.widths:
             for n in sizes.sources:
                 inputs = Inputs(n, width, sizes.elements // width, getattr(torch, dtype), setting.device)
-                # Both passes of one compilation, before the next one resets it.
+                # Both passes use one compilation, before the next size resets it.
                 peers = PEERS | {COMPILED: compiled_reference()}
                 for name, ways in (("forward", forward), ("forward+backward", forward_and_backward)):
                     row = {
@@ -49,18 +49,18 @@ def measure(setting: Setting) -> Iterator[dict]:
 
 
 def _compare(ways: Ways, setting: Setting) -> dict:
-    found, missing = runnable(ways)
-    times = interleave(found, setting)
+    working, missing = runnable(ways)
+    times = interleave(working, setting)
     pairs = {"ours / bound": (OURS, BOUND)}
-    pairs |= {f"{name} / ours": (name, OURS) for name in found if name not in (OURS, BOUND)}
+    pairs |= {f"{name} / ours": (name, OURS) for name in working if name not in (OURS, BOUND)}
     return compare(times, pairs) | ({"missing": missing} if missing else {})
 
 
 def tables(rows: list[dict]) -> dict[str, Table]:
-    """A table for each dtype and pass."""
+    """Return a table per dtype and pass, by its name in the README."""
     ratios = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
     kinds = dict.fromkeys((row["pass"], row["dtype"]) for row in rows)
-    found = {}
+    tables = {}
     for name, dtype in sorted(kinds, key=lambda kind: kind[1] != "float32"):
         chosen = [row for row in rows if (row["pass"], row["dtype"]) == (name, dtype)]
         fastest = sum(all(row["ratios"][ratio]["median"] > 1 for ratio in peers_of(row)) for row in chosen)
@@ -68,7 +68,7 @@ def tables(rows: list[dict]) -> dict[str, Table]:
         notes += sorted(
             {f"{peer} did not run: {why}" for row in chosen for peer, why in row.get("missing", {}).items()}
         )
-        found[f"ops, {name}, {dtype}"] = make_table(
+        tables[f"ops, {name}, {dtype}"] = make_table(
             f"One aggregation, {name}, {dtype}",
             ["d", "sources", "tokens", ratios[0], "target", *ratios[1:]],
             [
@@ -78,13 +78,15 @@ def tables(rows: list[dict]) -> dict[str, Table]:
             ],
             note=" ".join(notes),
         )
-    return found
+    return tables
 
 
 def peers_of(row: dict) -> list[str]:
+    """Return the names of the ratios of peers to ours in a row."""
     return [ratio for ratio in row["ratios"] if ratio.endswith(f" / {OURS}")]
 
 
 def judge(row: dict) -> str:
+    """Return whether ours meets the target, or `-` where the width has none."""
     ratio = row["ratios"][f"{OURS} / {BOUND}"]["median"]
     return verdict(ratio, TARGET) if row["width"] >= TARGET_FROM_WIDTH else "-"

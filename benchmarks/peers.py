@@ -1,6 +1,7 @@
-"""Depth attention as others write it, each `(query, sources, key_norm_weight, eps) -> h`, for times beside ours.
+"""Depth attention as others write it, to be timed beside ours.
 
-All but `inkling2` compute the function of `attnres.depth_attention_reference`.
+Each peer is a function `(query, sources, key_norm_weight, eps) -> h` with `query` and `key_norm_weight` `[D]`, each
+source `[..., D]` and `h` like a source. All but `inkling2` compute `attnres.depth_attention_reference`.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ Peer = Callable[[Tensor, Sequence[Tensor], Tensor, float], Tensor]
 
 
 def pseudocode(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor, eps: float) -> Tensor:
-    """The paper's pseudocode: stack, RMSNorm, einsum, softmax, einsum; all in the model's dtype."""
+    """Compute the paper's pseudocode: stack, RMSNorm, einsum, softmax, einsum, all in the model's dtype."""
     values = torch.stack(tuple(sources))
     keys = F.rms_norm(values, values.shape[-1:], key_norm_weight, eps)
     logits = torch.einsum("d, n ... d -> n ...", query, keys)
@@ -24,7 +25,7 @@ def pseudocode(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor
 
 
 def fla_naive(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor, eps: float) -> Tensor:
-    """flash-linear-attention's reference, `fla.ops.attnres.naive_attnres`: the same in float32 throughout."""
+    """Compute the reference of flash-linear-attention, `fla.ops.attnres.naive_attnres`, in float32 throughout."""
     shape, dtype = sources[0].shape, sources[0].dtype
     values = torch.stack(tuple(source.view(-1, shape[-1]) for source in sources)).float()
     keys = F.rms_norm(values, shape[-1:], key_norm_weight.float(), eps)
@@ -33,11 +34,11 @@ def fla_naive(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor,
 
 
 def inkling2(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor | None, eps: float) -> Tensor:
-    """`Inkling2BlockAttentionResidual` of transformers. **Another function**: values are normalised too, logits are
-    divided by `sqrt(D)`, and the norm has no weight. What it costs is what counts here.
+    """Compute `Inkling2BlockAttentionResidual` of transformers, to compare its cost.
 
-    There the finished blocks are one tensor already, and the partial sum is concatenated to it: one copy of all
-    sources, as the stack here.
+    It is **another function**: it normalises values too, divides logits by `sqrt(D)`, and its norm has no weight. In
+    transformers the finished blocks are already one tensor, and the partial sum is concatenated to it. That is one copy
+    of all sources, like the stack here.
     """
     values = torch.stack(tuple(sources), -2).float()  # [..., n, D]
     values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
@@ -48,17 +49,18 @@ def inkling2(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor |
 
 
 def compiled_reference() -> Peer:
-    """`torch.compile` of our readable form, for the shapes that it is first called with."""
-    torch.compiler.reset()  # a second shape would make it one for all shapes, and the ninth none at all
+    """Compile our readable form for the shapes of its first call."""
+    # Otherwise a second shape would compile for all shapes, and a ninth would not compile at all.
+    torch.compiler.reset()
     return torch.compile(depth_attention_reference, dynamic=False)
 
 
-# Column -> function. Those of libraries for the GPU are added where there is one (`gpu_peers`).
+# Column -> function. With a GPU, `gpu_peers` adds the kernels of libraries.
 PEERS: dict[str, Peer] = {"pseudocode": pseudocode, "fla naive": fla_naive, "inkling2": inkling2}
 
 
 def gpu_peers() -> dict[str, Peer]:
-    """Kernels of libraries: the functions of `peers_gpu` that are called as the ones above. None without a GPU."""
+    """Return the functions of `peers_gpu` that have the signature of a peer, by name; none without a GPU."""
     if not torch.cuda.is_available():
         return {}
     from . import peers_gpu

@@ -1,7 +1,7 @@
-"""Kernels of other libraries for depth attention on a GPU, each `(query, sources, key_norm_weight, eps) -> h`.
+"""Kernels of other libraries for depth attention on a GPU, with the signature that `peers` describes.
 
-All compute `attnres.depth_attention_reference` with `scale="mean"`; none has `"sum"`, which takes one more pass over
-the result. Each library is imported when its function is called, and is not a dependency of this package.
+All compute `attnres.depth_attention_reference` with `scale="mean"`. None has `"sum"`, which takes one more pass over
+the result. Each function imports its library when you call it; the libraries are not dependencies of this package.
 """
 
 from collections.abc import Sequence
@@ -11,28 +11,29 @@ from torch import Tensor
 
 
 def fla_fused(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor, eps: float) -> Tensor:
-    """`fla.ops.attnres.fused_attnres` of flash-linear-attention (`fla-core`), for training.
+    """Call `fla.ops.attnres.fused_attnres` of flash-linear-attention (`fla-core`), which is made for training.
 
-    Sources as they are, not stacked. Float32 inside; gradients of the query, the norm's weight and all sources, in a
-    fixed order; the weights, if asked for, have none. One row of `[tokens, D]` in float32 is written for the query's
-    gradient. Kernels are tuned at the first call with each of 8, 16, 32, 64 sources and each width.
+    It takes the sources without stacking them, and computes in float32. Gradients of the query, the norm's weight and
+    all sources are summed in a fixed order; the depth weights have no gradient. For the query's gradient it writes one
+    `[tokens, D]` in float32. It tunes its kernels at the first call for each width and each of 8, 16, 32, 64 sources.
 
     Raises:
-        ValueError: a row of a source is not a multiple of 16 bytes. Its kernels assume that it is.
+        ValueError: a row of a source is not a multiple of 16 bytes, which the kernels assume without a check.
     """
     from fla.ops.attnres import fused_attnres
 
     if sources[0].shape[-1] * sources[0].element_size() % 16:
-        raise ValueError(f"a row of {sources[0].shape[-1]} {sources[0].dtype} is not a multiple of 16 bytes.")
+        size, dtype = sources[0].shape[-1], sources[0].dtype
+        raise ValueError(f"a row of a source must be a multiple of 16 bytes, not {size} values of {dtype}.")
     return fused_attnres(query, sources, key_norm_weight, rms_eps=eps)
 
 
 def liger(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor, eps: float) -> Tensor:
-    """`liger_attn_res` of Liger Kernel, for training.
+    """Call `liger_attn_res` of Liger Kernel, which is made for training.
 
-    Takes one stacked tensor `[n, ..., D]` (its documentation also names a list, which its autograd function refuses),
-    so that the stack is part of what it costs. Keys are rounded to the dtype of the norm's weight. The query's gradient
-    is summed by atomic additions: not the same twice. Every source is read twice forward and twice backward.
+    It takes one stacked tensor `[n, ..., D]`, so the stack is part of its cost. (Its documentation also names a list,
+    but its autograd function refuses that.) It rounds keys to the dtype of the norm's weight, and sums the query's
+    gradient by atomic additions, so two calls differ. It reads every source twice forward and twice backward.
     """
     from liger_kernel.transformers.functional import liger_attn_res
 
@@ -40,15 +41,15 @@ def liger(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor, eps
 
 
 def flash_attn_res(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor, eps: float) -> Tensor:
-    """Phase one of flash-attn-res alone, with one query: `phase_1_batched_attention_triton_op`.
+    """Call phase one of flash-attn-res alone, `phase_1_batched_attention_triton_op`, with one query.
 
-    Takes one stacked tensor `[n, batch, seq, D]`; there is no norm weight, so that the query brings it along. The
-    result is bfloat16 whatever the sources are. Differentiable; the query's gradient is summed by atomic additions.
-    All sources of a token are held at once: many registers. Kernels are made for each number of tokens.
+    It takes one stacked tensor `[n, batch, seq, D]` and no norm weight, so the weight is multiplied into the query. The
+    result is bfloat16 for any sources. It is differentiable, and sums the query's gradient by atomic additions. It
+    holds all sources of a token at once, in many registers. It makes kernels for each number of tokens.
 
     Raises:
-        ValueError: the width is not a power of two: its kernels take no other. Or, of version 0.1.12, on importing it
-            with Triton 3.9, which refuses a name among its tuning keys; Triton 3.4 and 3.6 do not.
+        ValueError: the width is not a power of two, which the kernels need. Version 0.1.12 also raises it on import
+            with Triton 3.9, which refuses a name among its tuning keys. Triton 3.4 and 3.6 accept that name.
     """
     from flash_attn_res import phase_1_batched_attention_triton_op
 
@@ -58,9 +59,10 @@ def flash_attn_res(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Te
 
 
 def flash_attn_res_two_phases(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor, eps: float) -> Tensor:
-    """Both phases of flash-attn-res: all sources but the last as the finished blocks, the last as the partial sum.
+    """Call both phases of flash-attn-res, with the last source as the partial sum and the others as finished blocks.
 
-    As [`flash_attn_res`]. In a model phase one is shared by the queries of a block; this is what a block of one costs.
+    Otherwise like [`flash_attn_res`]. In a model the queries of a block share phase one; this is the cost for a block
+    with one query.
     """
     from flash_attn_res import phase_1_batched_attention_triton_op, phase_2_online_softmax_merge_triton_op
 
@@ -77,8 +79,8 @@ def _float32(query: Tensor, key_norm_weight: Tensor) -> Tensor:
 
 
 def _stacked(sources: Sequence[Tensor]) -> Tensor:
-    """The sources as `[n, 1, tokens, D]`."""
+    """Stack the sources to `[n, 1, tokens, D]`."""
     width = sources[0].shape[-1]
     if width & (width - 1):
-        raise ValueError(f"the width is {width}, but must be a power of two.")
+        raise ValueError(f"the width must be a power of two, not {width}.")
     return torch.stack(tuple(sources)).view(len(sources), 1, -1, width)

@@ -1,6 +1,6 @@
-"""Two-phase inference against one attention for each sublayer: where the former is faster, and whether the rule knows.
+"""Compare two-phase inference with one attention per sublayer, and check the rule that chooses between them.
 
-G sublayers of Full AttnRes, the first of which reads n sources, and each later one a source more
+Measures G sublayers of Full AttnRes. The first reads n sources, and each later one reads one source more.
 """
 
 from collections.abc import Iterator
@@ -18,13 +18,14 @@ from .timing import Setting, compare, interleave
 
 TOKENS, WIDTH, EPS = 512, 1024, 1e-6
 SOURCES, QUERIES = (2, 4, 8, 16, 32), (2, 4, 8)
-# So many bytes are read in turn that a source comes from memory: in a model the weights are read between sublayers.
+# Bytes of sources that are read in turn, so many that each source comes from memory and not from a cache. A model reads
+# its weights between two sublayers, which has the same effect.
 POOL = 2**29
 BOTH, EAGER = "two phases / one", "eager / one"
 
 
 def measure(setting: Setting) -> Iterator[dict]:
-    """A row for each number of sources and of sublayers, in float32."""
+    """Yield one row per number of sources and number of sublayers, in float32."""
     tokens, width, pool = (32, 64, 2**18) if setting.quick else (TOKENS, WIDTH, POOL)
     generator = torch.Generator().manual_seed(0)
     sources = torch.randn(pool // (4 * tokens * width), tokens, width, generator=generator).unbind()
@@ -48,22 +49,30 @@ def measure(setting: Setting) -> Iterator[dict]:
 
 
 class Sets:
-    """Takes other sources out of a pool each time."""
+    """A pool of sources that gives other ones in each call.
+
+    Args:
+        pool: all sources.
+        size: number of sources that a call takes.
+    """
 
     def __init__(self, pool: tuple[Tensor, ...], size: int):
         self.pool, self.size, self.start = pool, size, 0
 
     def take(self) -> tuple[Tensor, ...]:
+        """Return the next sources, from the start of the pool again at its end."""
         self.start = self.start + self.size if self.start + 2 * self.size <= len(self.pool) else 0
         return self.pool[self.start : self.start + self.size]
 
 
 def one_by_one(queries: Tensor, n: int, sources: tuple[Tensor, ...], implementation: str = "auto") -> None:
+    """Run one attention per query; the i-th one reads the first `n + i` sources."""
     for i, query in enumerate(queries):
         attend(query, sources[: n + i], None, EPS, True, implementation)
 
 
 def in_two_phases(queries: Tensor, n: int, sources: tuple[Tensor, ...]) -> None:
+    """Compute the same by one phase over the first `n` sources and one merge per query."""
     taken = call.checked(sources)
     sums, statistics = kernels.phase_one(queries, EPS, call.checked(sources[:n]))
     for i, query in enumerate(queries):
@@ -73,6 +82,8 @@ def in_two_phases(queries: Tensor, n: int, sources: tuple[Tensor, ...]) -> None:
 
 
 def tables(rows: list[dict]) -> dict[str, Table]:
+    """Return the table of all rows, by its name in the README."""
+
     def judge(row: dict) -> str:
         return "two phases" if row["chosen"] else "one"
 

@@ -1,4 +1,4 @@
-"""Tables, on the terminal and in Markdown."""
+"""Show tables of results on the terminal and in Markdown."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -12,15 +12,21 @@ from .stored import cell, store, targets_met, verdict
 
 
 def open_console() -> Console:
-    """The terminal at its width; where it is a file, wide enough for every table."""
+    """Return a console with the terminal's width, or wide enough for every table if the output is a file."""
     return Console() if sys.stdout.isatty() else Console(width=150, color_system=None)
 
 
 def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], note: str = "") -> Table:
-    """Columns of numbers are aligned to the right. Below stand how many targets are met, if there are any, and a note.
+    """Make a table with numbers aligned to the right. Below it stand the number of targets met, if any, and a note.
 
     Args:
-        rows: cells, which may be numbers; those with a target are from [`verdict`].
+        title: stands above the table.
+        columns: their heads.
+        rows: cells, which may be numbers. A cell with a target comes from [`verdict`].
+        note: stands below the table.
+
+    Returns:
+        The table, to print or to pass to [`markdown`].
     """
     rows = [[str(value) for value in row] for row in rows]
     table = Table(title=title, caption=(targets_met(rows) + note).strip(), box=box.SIMPLE, title_justify="left")
@@ -34,7 +40,7 @@ def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
 
 
 def markdown(table: Table) -> str:
-    """The table in Markdown, between its title and its note."""
+    """Return the table in Markdown, between its title and its note."""
     shown = Console(file=StringIO(), width=10_000, color_system=None)
     title, note, former = table.title, table.caption, table.box
     table.title, table.caption, table.box = None, None, box.MARKDOWN

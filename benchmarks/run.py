@@ -1,4 +1,4 @@
-"""Runs the parts, prints their tables and stores their results: `python -m benchmarks`, `attnres bench`."""
+"""Run the parts, print their tables and store their results, for `python -m benchmarks` and `attnres bench`."""
 
 import warnings
 from collections.abc import Sequence
@@ -29,15 +29,17 @@ PARTS = {
     "scaling": scaling,
 }
 HERE = Path(__file__).parent
-BUSY = 0.05  # share of the machine that others may take before the numbers are in doubt
+BUSY = 0.05  # share of the machine that other processes may take before the numbers are in doubt
 
 
 def run_bench(parts: Sequence[str], setting: Setting, out: Path | None) -> None:
     """Measure each part, print it, and store it before the next one begins.
 
     Args:
-        out: the folder to write to: `{part}.json`, `scaling.png` and the tables. Those of this folder's `results` go
-            into its README. With `None` nothing is written.
+        parts: names of `PARTS`.
+        setting: how to measure.
+        out: folder for `{part}.json`, `scaling.png` and a README with the tables. For this folder's `results`, the
+            tables go into this folder's README. With `None` nothing is written.
     """
     console = open_console()
     torch.set_num_threads(setting.threads)
@@ -49,19 +51,17 @@ def run_bench(parts: Sequence[str], setting: Setting, out: Path | None) -> None:
         others = Others()
         rows = collect(name, setting)
         busy = others.share()
-        made = PARTS[name].tables(rows)
-        for table in made.values():
+        tables = PARTS[name].tables(rows)
+        for table in tables.values():
             console.print(table)
         if busy > BUSY:
-            console.print(
-                f"Other processes took {busy:.0%} of the processors meanwhile: measure again on an idle machine."
-            )
+            console.print(f"Other processes took {busy:.0%} of the processors. Measure again on an idle machine.")
         if out is None:
             continue
         content = about | {"setting": asdict(setting), "others_share": round(busy, 3), "rows": rows}
         store(out / f"{name}.json", content)
         readme = HERE / "README.md" if out.resolve() == HERE / "results" else out / "README.md"
-        shown = {key: markdown(table) for key, table in made.items()}
+        shown = {key: markdown(table) for key, table in tables.items()}
         if name == "scaling":
             figure = out / "scaling.png"
             scaling.plot(rows, figure)
@@ -71,10 +71,10 @@ def run_bench(parts: Sequence[str], setting: Setting, out: Path | None) -> None:
 
 
 def collect(name: str, setting: Setting) -> list[dict]:
-    """All rows of a part, with a count of them on standard error."""
+    """Measure all rows of a part, with a progress bar on standard error."""
     rows = []
     columns = SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn()
-    # Drawn between rows only: a thread that draws would be measured too.
+    # The bar is drawn between rows only, because a thread that draws would be measured too.
     console = Console(stderr=True)
     progress = ProgressBar(*columns, console=console, unit="rows", auto_refresh=False, transient=True)
     with progress, quiet_transformers(), warnings.catch_warnings():

@@ -1,11 +1,11 @@
-"""How the cost of attention residuals grows with depth, block size, width and length, beside the paper's traffic model.
+"""Measure how the cost of attention residuals grows with depth, block size, width and length.
 
-Measured: prefill of a Llama shape, as a ratio to the standard model. Predicted, from Table 1 of the paper, in units of
-d values per token and sublayer, for N blocks of S sublayers:
+Measures prefill of a Llama shape, as a ratio to the standard model. Beside it stands the prediction of the paper's
+traffic model (Table 1), in units of d values per token and sublayer, for N blocks of S sublayers:
 
     residual 3        Block, two-phase N/S + 5        Full, two-phase S + N, for the best S
 
-The difference to the residual stream's, at the measured speed of `copy_`, is the time that is added.
+The traffic beyond that of the residual stream, at the measured speed of `copy_`, is the predicted added time.
 """
 
 import gc
@@ -44,12 +44,12 @@ RESIDUAL_TRAFFIC = 3
 
 
 def measure(setting: Setting) -> Iterator[dict]:
-    """A row for each panel, value and block size."""
+    """Yield one row per panel, value and block size."""
     base, panels = (QUICK_BASE, QUICK_PANELS) if setting.quick else (BASE, PANELS)
     source = torch.ones(COPY_BYTES // 4, device=setting.device)
     target = torch.zeros_like(source)
     for panel, values in panels.items():
-        # Models of one shape are measured together.
+        # Models of one shape are measured together, so that they share the standard model and the turns.
         points = [base | {panel: value} for value in values]
         shared = [points] if panel == "block_size" else [[point] for point in points]
         for group in shared:
@@ -61,24 +61,24 @@ def measure(setting: Setting) -> Iterator[dict]:
             ways = prefill(models, token_ids(standard.config, shape["tokens"], 1, setting.device))
             times = interleave({COPY: partial(target.copy_, source)} | dict(ways), setting)
             for size in sizes:
-                own = {"standard": times[STANDARD], "ours": times[str(size)], COPY: times[COPY]}
-                own["ours eager"] = times[f"{EAGER}{size}"]
+                by_way = {"standard": times[STANDARD], "ours": times[str(size)], COPY: times[COPY]}
+                by_way["ours eager"] = times[f"{EAGER}{size}"]
                 row = {"panel": panel} | shape | {"block_size": size}
-                row |= compare(own, {f"{way} / standard": (way, "standard") for way in ("ours", "ours eager")})
+                row |= compare(by_way, {f"{way} / standard": (way, "standard") for way in ("ours", "ours eager")})
                 yield row | {"predicted": predicted(row)}
             del models, ways, standard
             gc.collect()
 
 
 def traffic(sublayers: int, block_size: int) -> float:
-    """Values moved per token and sublayer, in units of the width."""
-    if block_size == 1:  # Full: computed in groups of the best size
+    """Return the values moved per token and sublayer, in units of the width (the paper's Table 1)."""
+    if block_size == 1:  # Full runs in groups of the best size
         return min(size + math.ceil(sublayers / size) for size in range(1, sublayers + 1))
     return math.ceil(sublayers / block_size) / block_size + 5
 
 
 def predicted(row: dict) -> float:
-    """The ratio to the standard model that memory traffic alone would give."""
+    """Return the ratio to the standard model that memory traffic alone predicts for a measured row."""
     sublayers = 2 * row["layers"]
     added = traffic(sublayers, row["block_size"]) - RESIDUAL_TRAFFIC
     moved = added * sublayers * row["tokens"] * row["width"] * 4
@@ -87,6 +87,7 @@ def predicted(row: dict) -> float:
 
 
 def tables(rows: list[dict]) -> dict[str, Table]:
+    """Return the table of all rows, by its name in the README."""
     keys = ["layers", "width", "tokens", "block_size"]
     return {
         "scaling": make_table(
@@ -108,7 +109,7 @@ COLOURS = {False: "C0", True: "C1"}  # Block, Full
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Draw a panel for each of the four, measured (with quartiles) and predicted; the file appears when it is whole."""
+    """Draw one panel per varied size, measured (with quartiles) and predicted, into a PNG file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -140,6 +141,7 @@ def plot(rows: list[dict], path: Path) -> None:
 
 
 def _draw(axes: "Axes", panel: str, line: list[dict], is_full: bool) -> None:
+    """Draw the measured and the predicted line of Full or Block."""
     line = sorted(line, key=lambda row: row[panel])
     x, ratios = [row[panel] for row in line], [row["ratios"]["ours / standard"] for row in line]
     y = [percent(ratio["median"]) for ratio in ratios]
@@ -151,4 +153,5 @@ def _draw(axes: "Axes", panel: str, line: list[dict], is_full: bool) -> None:
 
 
 def percent(ratio: float) -> float:
+    """Return how many percent a ratio adds."""
     return 100 * (ratio - 1)

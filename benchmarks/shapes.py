@@ -1,4 +1,4 @@
-"""The models that are measured: a backbone with random weights, and the same weights under each residual connection."""
+"""Build the measured models: a backbone with random weights, and the same weights under each residual connection."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from .peers import pseudocode
 
 T = TypeVar("T")
 
-# A small vocabulary, which makes the rest, where residual connections are, a larger part of the whole.
+# Small, so that the layers, where residual connections are, make up most of the time.
 VOCABULARY = 8192
 STANDARD = "standard"
 CONNECTIONS: dict[str, dict] = {
@@ -25,21 +25,22 @@ CONNECTIONS: dict[str, dict] = {
     "Block S=2": {"block_size": 2},
     "Full": {"full": True},
 }
-# The pseudocode is measured with this connection only; with Full it takes several times as long as the whole model.
+# The only connection measured with the pseudocode, which with Full takes several times as long as the whole model.
 WITH_PSEUDOCODE = "Block S=4"
 PSEUDOCODE = f"pseudocode, {WITH_PSEUDOCODE}"
-EAGER = "eager, "  # before the name of a connection: depth attention in PyTorch's operations
+EAGER = "eager, "  # prefix of a connection's name: depth attention by PyTorch's operations
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The configuration of a standard model, and the connections that it is measured with."""
+    """The configuration of a standard model, and the connections to measure it with."""
 
     config: PreTrainedConfig
     connections: tuple[str, ...] = tuple(CONNECTIONS)
 
 
 def llama(width: int = 1024, layers: int = 12) -> PreTrainedConfig:
+    """Return the configuration of a Llama with heads of 64."""
     return AutoConfig.for_model(
         "llama",
         vocab_size=VOCABULARY,
@@ -54,7 +55,7 @@ def llama(width: int = 1024, layers: int = 12) -> PreTrainedConfig:
 
 
 def kimi_linear(layers: int = 8, hidden_size: int = 1024) -> PreTrainedConfig:
-    """The paper's model of width 1024, but 8 layers, and 16 experts of which 8 are used for a token, not 8 of 256."""
+    """Return the paper's Kimi Linear configuration of width 1024 with 8 layers and 16 experts, not 256."""
     return load(
         "attnres-296m",
         hidden_size=hidden_size,
@@ -69,11 +70,12 @@ def kimi_linear(layers: int = 8, hidden_size: int = 1024) -> PreTrainedConfig:
 
 
 def tiny_kimi_linear() -> PreTrainedConfig:
+    """Return a Kimi Linear configuration for quick runs."""
     return load("attnres-tiny", residual_connection="standard", num_hidden_layers=4)
 
 
 def shapes(quick: bool) -> dict[str, Shape]:
-    """The models that are measured, by name."""
+    """Return the shapes to measure, by name."""
     if quick:
         shape = Shape(tiny_kimi_linear(), ("Block S=4", "Full"))
         return {"Llama": Shape(llama(width=64, layers=2)), "Kimi Linear": shape}
@@ -81,7 +83,7 @@ def shapes(quick: bool) -> dict[str, Shape]:
 
 
 def variants(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, PreTrainedModel]:
-    """The standard model and, on the same weights, two for each connection and one with the paper's pseudocode."""
+    """Return models on the same weights: the standard one, two per connection, and one with the paper's pseudocode."""
     standard = build(shape.config, dtype, device)
     models = {STANDARD: standard} | {name: connect(standard, **CONNECTIONS[name]) for name in shape.connections}
     models |= {EAGER + name: connect(standard, "eager", **CONNECTIONS[name]) for name in shape.connections}
@@ -89,19 +91,25 @@ def variants(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, PreTrai
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """Return a model in evaluation mode with the same random weights in each call."""
     torch.manual_seed(0)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def connect(standard: PreTrainedModel, implementation: str = "auto", **blocks: int | bool) -> PreTrainedModel:
-    """The model with attention residuals, on the same weights, computing nearly the same function.
+    """Retrofit a standard model, with small random pseudo-queries, so that it computes nearly the same function.
 
-    Pseudo-queries are small and not zero: experts get the same tokens as in the standard model, and nothing may be
-    skipped.
+    With small queries, experts get the same tokens as in the standard model. They are not zero, so that no
+    implementation can skip work.
 
     Args:
-        implementation: of depth attention, a name of `attnres.DEPTH_ATTENTION`.
+        standard: the model, which shares its weights with the result.
+        implementation: a name of `attnres.DEPTH_ATTENTION`.
+        **blocks: arguments of `retrofit` that set the blocks.
+
+    Returns:
+        The model with attention residuals.
     """
     model = retrofit(standard, **blocks)
     model.config.depth_attention_implementation = implementation
@@ -114,38 +122,48 @@ def connect(standard: PreTrainedModel, implementation: str = "auto", **blocks: i
 
 
 class Pseudocode(ResidualConnection):
-    """The paper's pseudocode as the residual connection: every read stacks all sources and normalises them anew."""
+    """The paper's pseudocode as a residual connection: every read stacks and normalises all sources again."""
 
     has_norm = True
 
     def forward(self, state: DepthState, norm_weight: Tensor) -> tuple[Tensor, None, DepthState]:
+        """Return the input of the sublayer, no weights, and the unchanged state."""
         sources = state if isinstance(state, tuple) else (state,)
         result = pseudocode(self.weight.squeeze(0), sources, norm_weight, self.eps)
-        return result * len(sources), None, state  # the scale `sum` of the retrofit
+        return result * len(sources), None, state  # times the number of sources: the retrofit's scale `sum`
 
     write = AttnRes.write
 
 
 def with_pseudocode(model: PreTrainedModel) -> PreTrainedModel:
-    """Put the paper's pseudocode into a model with attention residuals, in place of what it has."""
+    """Replace depth attention by the paper's pseudocode in a model with attention residuals, and return the model."""
     for module in model.modules():
         if isinstance(module, AttnRes):
+            # The tensors of the module stay; only its forward pass changes.
             module.__class__ = Pseudocode
     return model
 
 
-def compared(found: Mapping[str, T], connection: str) -> dict[str, T]:
-    """Of what was found of each variant: of a connection in both ways, of the standard model and of a peer, if any."""
-    own = {"ours": found[connection], "ours eager": found[EAGER + connection], "standard": found[STANDARD]}
-    return own | ({"pseudocode": found[PSEUDOCODE]} if connection == WITH_PSEUDOCODE else {})
+def compared(results: Mapping[str, T], connection: str) -> dict[str, T]:
+    """Select the results to compare for one connection.
+
+    Args:
+        results: one per model of [`variants`].
+        connection: its name.
+
+    Returns:
+        The results of both ways of the connection, of the standard model, and of the pseudocode if it is measured.
+    """
+    chosen = {"ours": results[connection], "ours eager": results[EAGER + connection], "standard": results[STANDARD]}
+    return chosen | ({"pseudocode": results[PSEUDOCODE]} if connection == WITH_PSEUDOCODE else {})
 
 
 def unique_parameters(models: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Those of all models, which share most of them, each once."""
+    """Return the parameters of all models, each once; the models share most of them."""
     return list({id(parameter): parameter for model in models for parameter in model.parameters()}.values())
 
 
 def token_ids(config: PreTrainedConfig, length: int, batch: int, device: str) -> Tensor:
-    """Random ones, `[batch, length]`."""
+    """Return random token ids, `[batch, length]`, the same in each call."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(3, config.vocab_size, (batch, length), generator=generator).to(device)

@@ -1,4 +1,7 @@
-"""What a row of results says, cell by cell, and the files that rows are stored in."""
+"""Turn rows of results into cells and tables, and store them in files.
+
+Needs nothing but `attnres`, so that it also runs on a GPU machine without rich.
+"""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +11,7 @@ from attnres.utils.files import atomic_write
 
 
 def cell(row: Mapping, name: str, digits: int = 2) -> str:
-    """A ratio of a stored row with its quartiles; `-` if it was not measured."""
+    """Return a ratio of a stored row with its quartiles, or `-` if it was not measured."""
     if name not in row["ratios"]:
         return "-"
     ratio = row["ratios"][name]
@@ -16,19 +19,19 @@ def cell(row: Mapping, name: str, digits: int = 2) -> str:
 
 
 def verdict(value: float, target: float, at_least: bool = False) -> str:
-    """Such as `<= 1.02 met`, or `>= 4 missed`."""
+    """Return whether a value meets its target, such as `<= 1.02 met` or `>= 4 missed`."""
     met = value >= target if at_least else value <= target
     return f"{'>=' if at_least else '<='} {target:g} {'met' if met else 'missed'}"
 
 
 def targets_met(rows: Iterable[Sequence[str]]) -> str:
-    """How many of the cells that are from [`verdict`] say so; nothing if there are none."""
+    """Count the cells of [`verdict`] that meet their target, as a sentence; empty if there are no such cells."""
     verdicts = [value.rpartition(" ")[2] for row in rows for value in row if value.endswith((" met", " missed"))]
     return f"Targets met: {verdicts.count('met')} of {len(verdicts)}. " if verdicts else ""
 
 
 def markdown_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> str:
-    """A table that reads as well on a terminal, between its title and its note."""
+    """Return a Markdown table between its title and its note, padded so that it also reads well on a terminal."""
     widths = [max(map(len, cells)) for cells in zip(columns, *rows)]
     lines = [columns, ["-" * width for width in widths], *rows]
     lines = [" | ".join(text.ljust(width) for text, width in zip(line, widths)) for line in lines]
@@ -37,7 +40,7 @@ def markdown_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[s
 
 
 def store(path: Path, content: Mapping) -> None:
-    """Write JSON so that whoever reads it finds the old file or the new one; a row of results takes a line."""
+    """Write JSON with one line per row of results. A reader finds the old file or the new one, never a part."""
     head = {key: value for key, value in content.items() if key != "rows"}
     rows = ",\n".join("  " + json.dumps(row) for row in content["rows"])
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Times that can be compared: all ways in one process, in turn, and ratios of times that were taken together.
+"""Measure times that can be compared: all ways in one process, in turn, and ratios of times taken together.
 
     A B C A B C ...        ratio of A to B = median over repeats r of A_r / B_r
 
-What disturbs the machine for a while disturbs neighbours alike, and cancels in the ratio.
+A disturbance of the machine that lasts for a while slows neighbours alike, and cancels in the ratio.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ LEAST_REPEATS = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """How everything is measured; `quick` is for tiny sizes, which show that it runs and nothing else."""
+    """How everything is measured. `quick` takes tiny sizes, which only show that it runs."""
 
     threads: int = 2
     repeats: int = 5
@@ -33,9 +33,9 @@ class Setting:
 
 @dataclass
 class Times:
-    """Seconds per call of one way, a value for each repeat: by the clock and of the processor (all threads)."""
+    """Seconds per call of one way, one value per repeat: by the clock, and of the processor over all threads."""
 
-    calls: int  # in each repeat
+    calls: int  # calls per repeat
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
 
@@ -50,10 +50,14 @@ class Ratio:
 
     @classmethod
     def of(cls, numerators: Sequence[float], denominators: Sequence[float]) -> "Ratio":
-        """Of values that were measured in the same repeat, pair by pair.
+        """Return the ratio of values that were measured in the same repeats.
+
+        Args:
+            numerators: one value per repeat.
+            denominators: as many.
 
         Raises:
-            ValueError: there are not as many of one as of the other, or none.
+            ValueError: the numbers of values differ, or there are none.
         """
         ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
         if len(ratios) == 1:
@@ -73,11 +77,14 @@ def interleave(
     least_seconds: float = 0.01,
     most_seconds: float = math.inf,
 ) -> dict[str, Times]:
-    """Run each way in turn, `setting.repeats` times, after a warm-up of each. Each time another one is the first.
+    """Run each way in turn, `setting.repeats` times, after a warm-up of each. Each repeat starts with another way.
 
     Args:
-        calls: of a way in each repeat; by default as many as take `least_seconds`, at least one.
-        most_seconds: no repeat begins later than so long after the call of this function, but for the first three.
+        ways: functions to measure, by name.
+        setting: number of repeats and the device.
+        calls: calls of a way per repeat; by default as many as take `least_seconds`, at least one.
+        least_seconds: that the calls of a repeat should take.
+        most_seconds: no repeat begins later than this after the start, except the first three.
 
     Returns:
         The times of each way, in the order of the repeats.
@@ -85,7 +92,7 @@ def interleave(
     times, begin = {}, time.monotonic()
     for name, way in ways.items():
         seconds, _ = _sample(way, 1, setting.device)
-        if not calls:  # the first call may have to compile
+        if not calls:  # timed again, because the first call may compile
             seconds, _ = _sample(way, 1, setting.device)
         times[name] = Times(calls or min(MOST_CALLS, math.ceil(least_seconds / seconds)))
     with _collected_between() as collect:
@@ -102,10 +109,14 @@ def interleave(
 
 
 def compare(times: Mapping[str, Times], pairs: Mapping[str, tuple[str, str]]) -> dict[str, dict]:
-    """What is stored of a row: all times, and the ratios by the clock and of the processor.
+    """Return the times and ratios to store in a row.
 
     Args:
-        pairs: name of a ratio -> the two ways, numerator first. Those of a way that has no times are left out.
+        times: by way.
+        pairs: name of a ratio -> its two ways, numerator first. A pair with a way that has no times is left out.
+
+    Returns:
+        All times, and the ratios by the clock and of the processor.
     """
     pairs = {name: pair for name, pair in pairs.items() if times.keys() >= set(pair)}
     return {
@@ -116,20 +127,20 @@ def compare(times: Mapping[str, Times], pairs: Mapping[str, tuple[str, str]]) ->
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what is freed, as the allocators do that are recommended with PyTorch (jemalloc, tcmalloc).
+    """Make glibc keep freed memory, as the allocators do that PyTorch recommends (jemalloc, tcmalloc).
 
-    By itself it gives memory back to the system at the end of one way, and the next one pays for the pages once more:
-    up to a tenth of a pass, by chance of what stands last in the heap.
+    By default glibc gives memory back to the system at the end of one way, and the next way pays for its pages again.
+    That takes up to a tenth of a pass, depending by chance on the last block of the heap.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # no other library has it
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
     if mallopt is not None:
-        trim_threshold, mmap_max = -1, -4  # numbers of <malloc.h>
+        trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of <malloc.h>
         mallopt(trim_threshold, 2**31 - 1)
         mallopt(mmap_max, 0)
 
 
 def _sample(way: Callable[[], object], calls: int, device: str) -> tuple[float, float]:
-    """Seconds per call: by the clock (on a GPU by its own events) and of the processor."""
+    """Return the seconds per call by the clock (on a GPU by its events) and of the processor."""
     if device != "cpu":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
@@ -147,7 +158,7 @@ def _sample(way: Callable[[], object], calls: int, device: str) -> tuple[float, 
 
 @contextmanager
 def _collected_between() -> Iterator[Callable[[], object]]:
-    """Garbage is collected only when the function is called, and what exists now is not searched for it."""
+    """Yield a function that collects garbage, which otherwise does not happen inside. Objects that exist are frozen."""
     was_enabled = gc.isenabled()
     gc.disable()
     gc.collect()

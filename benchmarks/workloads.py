@@ -1,4 +1,4 @@
-"""What models are made to do while they are timed, for several models in turn: prefill, a training step, decoding."""
+"""Prepare the timed workloads of several models: prefill, a training step, decoding."""
 
 import inspect
 from collections.abc import Callable
@@ -10,12 +10,14 @@ from transformers import CompileConfig, LlamaForCausalLM, PreTrainedModel, Stati
 from .shapes import unique_parameters
 from .timing import Ways
 
-# The name of the cache among a model's arguments and outputs: transformers 5.24 changed it.
+# Name of the cache among a model's arguments and outputs, which transformers 5.24 renamed.
 CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
-ROOM = 512  # tokens that a static cache has room for beside those of the prefill
+ROOM = 512  # tokens that fit into a static cache after those of the prefill
 
 
 def prefill(models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
+    """Return a prefill of token ids `[batch, seq]` with a new cache for each model."""
+
     @torch.no_grad()
     def way(model: PreTrainedModel) -> None:
         model.eval()(ids, use_cache=True, logits_to_keep=1)
@@ -23,9 +25,20 @@ def prefill(models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
     return _for_each(models, way)
 
 
-def training_step(models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
-    """One optimizer for all: it steps what has a gradient, so the weights' moments are there once."""
-    optimizer = torch.optim.AdamW(unique_parameters(models.values()), lr=1e-6, fused=True)
+def training_step(models: dict[str, PreTrainedModel], ids: Tensor, capturable: bool = False) -> Ways:
+    """Return a training step for each model: forward, backward, fused AdamW.
+
+    Args:
+        models: by name; they share weights.
+        ids: token ids, `[batch, seq]`, which are the labels too.
+        capturable: take an optimizer that CUDA graphs can capture.
+
+    Returns:
+        One way per model.
+    """
+    # One optimizer for all models. It steps only parameters with a gradient, so shared weights have their moments once.
+    parameters = unique_parameters(models.values())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True, capturable=capturable)
 
     def way(model: PreTrainedModel) -> None:
         model.train()(ids, labels=ids, use_cache=False).loss.backward()
@@ -36,7 +49,7 @@ def training_step(models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
 
 
 def decoding(models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
-    """Each call adds a token to the model's own cache; all caches are of one length in each repeat."""
+    """Return a way per model that decodes one token into the model's cache. In a repeat all caches have one length."""
 
     def one(model: PreTrainedModel) -> Callable[[], None]:
         with torch.no_grad():
@@ -52,7 +65,7 @@ def decoding(models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
 
 
 def compiled_decoding(models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
-    """As [`decoding`], by the calls that `generate` makes with `cache_implementation="static"` on a GPU."""
+    """Do the same as [`decoding`] by the compiled calls of `generate(cache_implementation="static")` on a GPU."""
     torch.compiler.reset()
     options = CompileConfig() if ids.is_cuda else CompileConfig(mode="default")
 
@@ -69,7 +82,7 @@ def compiled_decoding(models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
         def way() -> None:
             nonlocal position
             if position == room:
-                cache.reset()  # what a token costs does not depend on the number of those before it
+                cache.reset()  # the cost of a token does not depend on its position in a static cache
                 position = 0
             inputs = model.prepare_inputs_for_generation(
                 ids[:, :1],

@@ -1,7 +1,7 @@
-"""What the site is made of beside the pages in this folder: pages of other folders, and references made from the code.
+"""Add pages of other folders and references from the code to the site, beside the pages of this folder.
 
-A link in any page is written as it is right in the repository. On the site, `docs/` is the root, the pages of other
-folders lie under the names of these, and what is not on the site is named without a link.
+Every page has the links that are right in the repository. On the site, `docs/` is the root, pages of other folders lie
+under the names of their folders, and a link to a file that is not on the site becomes plain text.
 """
 
 import os
@@ -24,7 +24,7 @@ from attnres.commands.app import app
 
 ROOT = Path(__file__).parents[1]
 _PACKAGES = TemporaryDirectory(prefix="attnres-docs-")
-# Pages whose tables are written where they lie, what they show, and what they link to.
+# Pages that lie in other folders, beside the code that writes their tables, with the files that they show or link to.
 OTHERS = (
     "analysis/RESULTS.md",
     "analysis/images/*.png",
@@ -43,15 +43,18 @@ OTHERS = (
 )
 HOME = "index.md"  # the README
 COMMANDS = "<!-- commands -->"
-# A table that stands between marks in another page, `<!-- NAME -->` and `<!-- end -->`.
+# Asks for a table of another page, which stands there between `<!-- NAME -->` and `<!-- end -->`.
 _TABLE = re.compile(r"<!-- table: (?P<page>[^,]+), (?P<name>.+) -->")
-# A warning as GitHub writes it: a quotation that begins so.
+# A warning in GitHub's form, a quotation that begins with this mark.
 _WARNING = re.compile(r"^> \[!WARNING\]\n((?:>.*\n?)+)", re.MULTILINE)
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)]*)?\)")
 
 
 def on_startup(**_: object) -> None:
-    """Lay the packages out as they are imported, for mkdocstrings, which reads the sources and runs none."""
+    """Copy the packages to a folder in which they lie as they are imported.
+
+    mkdocstrings reads the sources there and runs none.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     for name, folder in project["tool"]["setuptools"]["package-dir"].items():
         shutil.copytree(ROOT / folder, Path(_PACKAGES.name, *name.split(".")), dirs_exist_ok=True)
@@ -59,7 +62,7 @@ def on_startup(**_: object) -> None:
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """With `mkdocs serve`, a change of a page that lies elsewhere shows as well."""
+    """Let `mkdocs serve` also watch the pages of other folders."""
     config.watch.extend(sorted({str(ROOT / pattern.partition("/")[0]) for pattern in (*OTHERS, "README.md")}))
 
 
@@ -72,21 +75,22 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Tables of other pages, links as they are on the site, and the help of every command where a page asks for it."""
+    """Fill in tables of other pages and the help of commands, and make links those of the site."""
     here = page.file.src_uri
     folder = Path(page.file.abs_src_path).parent
 
-    def table(asked: re.Match) -> str:
-        _, found, rest = (folder / asked["page"]).read_text(encoding="utf-8").partition(f"<!-- {asked['name']} -->\n")
-        if not found:
-            raise PluginError(f"{here}: {asked['page']} has no table {asked['name']!r}.")
+    def table(request: re.Match) -> str:
+        path, name = request["page"], request["name"]
+        _, mark, rest = (folder / path).read_text(encoding="utf-8").partition(f"<!-- {name} -->\n")
+        if not mark:
+            raise PluginError(f"{here}: table {name!r} not found in {path}. It must stand after `<!-- {name} -->`.")
         return rest.partition("<!-- end -->")[0]
 
     def on_the_site(link: re.Match) -> str:
         linked = os.path.relpath(folder / link["path"], ROOT).replace(os.sep, "/")
         target = HOME if linked == "README.md" else linked.removeprefix("docs/")
         if (ROOT / linked).exists() and files.get_file_from_path(target) is None:
-            target = f"{target}/README.md"  # of a folder
+            target = f"{target}/README.md"  # a link to a folder
             if files.get_file_from_path(target) is None:
                 return link["text"]
         path = posixpath.relpath(target, posixpath.dirname(here) or ".")
@@ -99,12 +103,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """In docstrings a name in brackets is one of the package's."""
+    """Remove the brackets around names of the package in docstrings."""
     return re.sub(r"\[(<code>[^<]+</code>)\]", r"\1", html)
 
 
 def _help_of_commands() -> str:
-    """What `attnres COMMAND --help` prints, for all commands."""
+    """Return the output of `attnres COMMAND --help` for all commands, in Markdown."""
     runner = CliRunner(env={"COLUMNS": "100", "TERM": "dumb"})
     parts = []
     for name in ("", *get_command(app).commands):

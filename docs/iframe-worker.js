@@ -1,6 +1,6 @@
 "use strict"
-// The search of the site is a worker, and browsers start none for a page that is opened from the disk. There the search
-// runs in a hidden frame, which this gives the form of a worker. The theme knows the class by this name.
+// The search of the site runs in a worker, but browsers start no worker for a page that is opened from the disk. There
+// this class runs the search in a hidden frame instead, with the interface of a worker. The theme expects its name.
 if (location.protocol === "file:") {
   window.IFrameWorker = class extends EventTarget {
     constructor(url) {

@@ -127,6 +127,7 @@ def _small(png: str) -> str:
 
 
 def main() -> None:
+    """Run from the command line."""
     names = sorted(path.stem for path in HERE.glob("*.ipynb"))
     parser = argparse.ArgumentParser(description="Run the notebooks from top to bottom.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(names)} (default: all)")
