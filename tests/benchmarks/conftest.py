@@ -1,4 +1,4 @@
-"""The folder `benchmarks` is not installed: it is imported from the checkout."""
+"""Let tests import the folder `benchmarks`, which is not installed, from the checkout."""
 
 import sys
 from pathlib import Path

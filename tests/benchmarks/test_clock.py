@@ -1,4 +1,4 @@
-"""A budget of time is shared out, and ends whatever runs."""
+"""Tests that the budget of time is shared among parts and rows, and interrupts whatever runs at its end."""
 
 import contextlib
 import time
@@ -9,7 +9,7 @@ from benchmarks.clock import Clock, OutOfTime
 
 
 class Hands:
-    """A time that goes on when it is told to."""
+    """A clock that the test moves."""
 
     def __init__(self):
         self.now = 100.0
@@ -18,7 +18,7 @@ class Hands:
         return self.now
 
 
-def test_a_part_takes_its_share_of_what_is_left_and_its_rows_share_that():
+def test_a_part_takes_its_share_of_the_time_left_and_its_rows_share_the_part():
     hands = Hands()
     clock = Clock(100, hands)
     clock.begin_part(0.5)
@@ -33,18 +33,18 @@ def test_a_part_takes_its_share_of_what_is_left_and_its_rows_share_that():
     assert clock.left() == 0 and clock.row(1) is None
 
 
-def test_at_its_end_it_stops_even_what_takes_every_exception_for_its_own():
-    begin, went_on = time.monotonic(), False
+def test_the_end_interrupts_code_that_suppresses_every_exception():
+    begin, is_done = time.monotonic(), False
     with pytest.raises(OutOfTime), Clock(0.2).stops():
         while time.monotonic() < begin + 30:
             with contextlib.suppress(Exception):
                 time.sleep(0.01)
-        went_on = True
-    assert not went_on
+        is_done = True
+    assert not is_done
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_stop_that_went_nowhere_comes_again():
+def test_a_stop_that_python_drops_while_deleting_an_object_is_repeated():
     class Deleted:
         def __del__(self):
             time.sleep(0.5)
@@ -54,7 +54,7 @@ def test_a_stop_that_went_nowhere_comes_again():
         time.sleep(30)
 
 
-def test_afterwards_it_stops_nothing():
+def test_nothing_is_interrupted_after_the_block():
     with Clock(0.1).stops():
         pass
     time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks --device cuda`: what it stores, and that it stops in time. The quick form needs no GPU."""
+"""Tests of `python -m benchmarks --device cuda`: its rows, its files, its exit status. The quick form needs no GPU."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ def clock() -> Clock:
     return clock
 
 
-def test_the_check_finds_every_implementation_that_runs_right(clock):
+def test_the_check_covers_every_implementation_and_finds_all_right(clock):
     rows = list(gpu_check.measure(DEVICE, True, clock))
     assert {row["implementation"] for row in rows} >= set(DEPTH_ATTENTION) - {"auto"}
     done = [row for row in rows if "error" in row]
@@ -32,7 +32,7 @@ def test_the_check_finds_every_implementation_that_runs_right(clock):
     assert all(row["is_right"] for row in done)
 
 
-def test_the_check_finds_one_that_is_wrong(clock, monkeypatch):
+def test_the_check_finds_a_wrong_implementation(clock, monkeypatch):
     right = DEPTH_ATTENTION["eager"]
 
     def wrong(query, sources, eps, is_sum, fuse_later_grads=False):
@@ -60,20 +60,20 @@ def test_an_aggregation_is_compared_with_a_copy_and_with_eager(clock):
     assert all(line[5].startswith("<= 1.3 ") for line in cells)
 
 
-def test_a_library_that_is_faster_is_a_target_missed(clock):
+def test_a_faster_library_is_a_missed_target(clock):
     row = next(gpu_ops.measure(DEVICE, True, clock))
     row["ratios"]["fla fused / ours"] = {"median": 0.9, "low": 0.9, "high": 0.9}
     _, columns, (line,), _ = gpu_ops.table([row])
     assert line[columns.index("fla fused / ours") + 1] == ">= 1 missed"
 
 
-def test_libraries_are_measured_or_said_to_be_missing(clock):
+def test_libraries_are_measured_or_listed_as_missing(clock):
     for row in gpu_libraries.measure(DEVICE, True, clock):
         tried = {*row["missing"], *(ratio.removesuffix(" / ours") for ratio in row["ratios"])}
         assert tried >= peers.gpu_peers().keys() and "ours / bound" in row["ratios"]
 
 
-def test_tiles_are_tried_where_the_kernels_run_and_on_request_alone(clock, capsys):
+def test_tiles_are_tried_where_the_kernels_run_and_only_on_request(clock, capsys):
     rows = list(gpu_tiles.measure(DEVICE, True, clock))
     title, columns, cells, note = gpu_tiles.table(rows)
     if DEVICE == "cpu":
@@ -97,7 +97,7 @@ def test_models_are_compared_with_the_standard_one_for_every_connection(clock, m
     assert all(len(line) == len(columns) for line in cells)
 
 
-def test_every_model_task_and_mode_is_planned_and_what_is_quick_comes_first():
+def test_every_model_workload_and_mode_is_planned_with_quick_modes_first():
     points = gpu_models.points(quick=False)
     assert len({(point.mode, point.model, point.workload) for point in points}) == len(points) == 3 * 4 * 3
     assert {point.config.hidden_size for point in points} == {1024, 2048}
@@ -106,7 +106,7 @@ def test_every_model_task_and_mode_is_planned_and_what_is_quick_comes_first():
     )
 
 
-def test_what_fails_is_named_and_the_rest_is_measured(clock, monkeypatch):
+def test_a_failing_workload_is_named_and_the_others_are_measured(clock, monkeypatch):
     points = [point for point in gpu_models.points(quick=True) if point.mode == "eager"][:2]
 
     def fails(models, ids):

@@ -1,4 +1,4 @@
-"""What the parts say of memory, of delta attention and of traffic holds by itself."""
+"""Tests of the helpers of the parts: memory peaks, delta attention, the traffic model, machines, tables, files."""
 
 import json
 from importlib.metadata import version

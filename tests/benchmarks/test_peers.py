@@ -1,4 +1,4 @@
-"""The peers compute what ours does, except for the one that is said not to."""
+"""Tests that every peer computes the function of ours, except `inkling2`, which computes another."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Ways take turns, and ratios are those of times that were taken together."""
+"""Tests that ways take turns and that ratios come from times taken together."""
 
 import gc
 import time
@@ -18,7 +18,7 @@ SECONDS = st.floats(1e-6, 1e3)
     theirs=SECONDS,
     disturbances=st.lists(st.floats(0.1, 100), min_size=1, max_size=9),
 )
-def test_what_slows_down_all_ways_of_a_turn_leaves_the_ratio_as_it_is(ours, theirs, disturbances):
+def test_a_disturbance_of_all_ways_of_a_turn_does_not_change_the_ratio(ours, theirs, disturbances):
     ratio = Ratio.of([ours * factor for factor in disturbances], [theirs * factor for factor in disturbances])
     assert [ratio.low, ratio.median, ratio.high] == pytest.approx([ours / theirs] * 3)
 
@@ -58,7 +58,7 @@ def test_ways_take_turns_after_a_warm_up():
 
 @pytest.fixture
 def sleep(monkeypatch):
-    """`sleep(seconds)`: the clock goes on, the processor's does not."""
+    """Return `sleep(seconds)`, which moves the clock but not the processor's time."""
     now = [0.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(timing.time, "process_time", lambda: 0.0)

@@ -1,4 +1,4 @@
-"""The notebooks: what is stored is whole, and each runs from top to bottom without network."""
+"""Tests that the stored notebooks are whole, and that each runs from top to bottom without network."""
 
 import os
 import re
@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[2]
 EXECUTE = ROOT / "notebooks" / "execute.py"
 NAMES = ["fine_tune", "look_inside", "quickstart", "retrofit_and_heal"]
 SECONDS = 180
-NOWHERE = "http://127.0.0.1:9"  # a port that nobody listens on
+NOWHERE = "http://127.0.0.1:9"  # a port without a listener
 OFFLINE = {"HF_HUB_OFFLINE": "1"} | {
     name: NOWHERE for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 }
-# A path from the root of some machine; links and `</tag>` have none.
+# A path from the root of a machine. Links and `</tag>` do not match.
 MACHINE_PATH = re.compile(r"(?<![\w.:/<])/(?:home|root|tmp|usr|opt|work|Users|var|mnt|content)/\S+|\b[A-Z]:\\\\?Users")
 BAD_CELLS = {"raises": "1 / 0", "hangs": "import time\ntime.sleep(60)"}
 
@@ -77,7 +77,7 @@ def test_a_path_of_a_machine_is_seen(text):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_reads_like_an_article(name):
-    """Every code cell but the variables of a checkpoint has prose before it, and is short."""
+    """Every code cell is short and has prose before it, except after a short cell of settings."""
     cells = stored(name).cells
     assert cells[0].cell_type == "markdown" and cells[0].source.startswith("# ")
     for before, cell in pairwise(cells):
@@ -89,18 +89,18 @@ def test_a_notebook_reads_like_an_article(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_on_colab_the_package_is_installed_from_a_checkout(name, tmp_path, monkeypatch):
-    """And from nowhere else: a bare name would be looked up in a package registry."""
+    """It must come from nowhere else: pip would look a bare name up in a package registry."""
     monkeypatch.setitem(sys.modules, "google.colab", ModuleType("google.colab"))
     monkeypatch.chdir(tmp_path)
-    shell, asked = InteractiveShell(), []
-    shell.register_magic_function(asked.append, "line", "pip")
+    shell, requests = InteractiveShell(), []
+    shell.register_magic_function(requests.append, "line", "pip")
     source = code_cells(name)[0].source
     missing = shell.run_cell(source).error_in_exec
     assert "./attnres holds no checkout of the repository" in str(missing)
-    assert asked == []
+    assert requests == []
     (tmp_path / "attnres").symlink_to(ROOT)
     shell.run_cell(source).raise_error()
-    (words,) = map(shlex.split, asked)
+    (words,) = map(shlex.split, requests)
     assert words == ["install", "--quiet", "./attnres[notebooks]"]
     project = tomllib.loads((tmp_path / "attnres" / "pyproject.toml").read_text())["project"]
     assert "notebooks" in project["optional-dependencies"]
@@ -142,7 +142,7 @@ def test_a_notebook_takes_a_real_checkpoint(name, assets):
     ("name", "reason"),
     [("raises", "cell 2: ZeroDivisionError: division by zero"), ("hangs", "cell 2: not done after 5 seconds.")],
 )
-def test_what_does_not_run_is_named_in_one_line(tmp_path, name, reason):
+def test_a_notebook_that_fails_is_named_in_one_line(tmp_path, name, reason):
     script = tmp_path / "execute.py"
     script.write_text(EXECUTE.read_text())
     cells = [nbformat.v4.new_markdown_cell("Text."), nbformat.v4.new_code_cell(BAD_CELLS[name])]
@@ -154,7 +154,7 @@ def test_what_does_not_run_is_named_in_one_line(tmp_path, name, reason):
 
 
 @pytest.mark.slow
-def test_saving_stores_outputs_and_what_differs_from_run_to_run_is_left_out(tmp_path):
+def test_saving_stores_outputs_without_what_differs_between_runs(tmp_path):
     script, path = tmp_path / "execute.py", tmp_path / "good.ipynb"
     script.write_text(EXECUTE.read_text())
     cells = [nbformat.v4.new_code_cell("import os\nprint(os.listdir())")]

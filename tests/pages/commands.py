@@ -1,9 +1,9 @@
-"""How the commands of pages are run: as they are printed, but for what these tables say.
+"""Tables of the commands of pages that tests run otherwise than printed.
 
-A command that is in no table runs. A table's entry is the beginning of a command, or a page and the beginning.
+A command without an entry runs as it is printed. The key of an entry is the beginning of a command.
 """
 
-# Not run here: why, or which test has it.
+# Commands that are not run here -> the reason, or the test that runs them.
 ELSEWHERE = {
     "pip install": "a package registry; environments of pip are made by `make` and by tests/peers/environments.py",
     "source .venv/bin/activate": "as `pip install`",
@@ -26,14 +26,14 @@ ELSEWHERE = {
     "attnres eval retrofit": "tests/eval/test_command.py, on less data",
     "attnres eval healed": "tests/eval/test_command.py, on less data",
 }
-# Blocks of Python that need what is not installed here, by what they begin with.
+# Blocks of Python that need packages that are not installed here, by their beginning -> the test that runs them.
 PYTHON_ELSEWHERE = {
     "from torchao.quantization": "tests/peers/test_quantisers.py, in an environment of its own",
 }
 _SHORT = ("length=32", "batch_size=4", "micro_batch_size=4", "held_out_sequences=2", "log_every=1")
 _FEW = ("--tasks", "arc_challenge", "--data", "data", "--limit", "2")
 _LITTLE = ("--tokens", "256", "--length", "64", "--intervention-tokens", "64")
-# Sizes under which a command takes seconds.
+# Arguments to add, with which a command takes seconds.
 ADDED = {
     "attnres demo": ("--minutes", "0.01", "--text", "text.txt"),
     "attnres inspect": _LITTLE,
@@ -49,7 +49,7 @@ ADDED = {
     "attnres train lora": ("steps=2", *_SHORT),
     "attnres train sft": ("steps=2", *_SHORT),
 }
-# Pages whose commands take longer than seconds even so.
+# Pages whose commands take longer than seconds nevertheless.
 SLOW = {
     "README.md",
     "docs/guides/add_benchmark.md",
@@ -61,6 +61,5 @@ SLOW = {
 
 
 def entry(command: str, table: dict) -> str | None:
-    """The entry of a table that a command begins with; the longest of several."""
-    found = [beginning for beginning in table if command.startswith(beginning)]
-    return max(found, key=len, default=None)
+    """Return the longest key of a table that the command begins with, or `None`."""
+    return max((key for key in table if command.startswith(key)), key=len, default=None)

@@ -1,4 +1,4 @@
-"""The directory in which pages run: what they name lies there, small."""
+"""Fixtures that make the directory in which pages run, with small versions of the files that pages name."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message[
 
 
 def _questions(count: int) -> list[dict]:
-    """Of ARC-Challenge."""
+    """Return questions in the format of ARC-Challenge."""
     return [
         {
             "id": f"item-{number}",
@@ -35,7 +35,7 @@ def _questions(count: int) -> list[dict]:
 
 @pytest.fixture(scope="session")
 def material(tmp_path_factory) -> Path:
-    """All that pages name."""
+    """Make a folder with all models and files that pages name."""
     folder = tmp_path_factory.mktemp("material")
     config = load("attnres-tiny", num_hidden_layers=4)
     sources = python_sources(200_000)
@@ -64,7 +64,7 @@ def material(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def workplace(material, tmp_path, monkeypatch) -> Callable[..., Path]:
-    """`workplace(*made)`: be in a copy of the material without what a page makes itself."""
+    """Return `workplace(*made)`, which enters a copy of the material without the folders `made` by the page itself."""
 
     def enter(*made: str) -> Path:
         shutil.copytree(material, tmp_path, dirs_exist_ok=True)
@@ -77,8 +77,8 @@ def workplace(material, tmp_path, monkeypatch) -> Callable[..., Path]:
 
 
 @pytest.fixture(autouse=True)
-def tables_as_before() -> Iterator[None]:
-    """Connections and backbones that a page adds go with it."""
+def restored_tables() -> Iterator[None]:
+    """Remove the connections and backbones that a page adds."""
     tables = [(table, dict(table)) for table in (attnres.CONNECTIONS, attnres.BACKBONES)]
     yield
     for table, before in tables:

@@ -1,4 +1,4 @@
-"""Links lead somewhere: in the repository as they stand, and on the site by its strict build."""
+"""Tests that every link of a page leads to a file. The strict build of the site checks its own links."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every command and every piece of Python of the pages runs, in their order, in a directory that has what they name."""
+"""Tests that run every command and every block of Python of the pages, in order, in a directory with their files."""
 
 import os
 import re
@@ -21,13 +21,13 @@ from .reading import PAGES, ROOT, blocks_of, commands_of, inline_commands_of, na
 
 BIN = Path(sys.executable).parent
 WITH_CODE = [page for page in PAGES if any(block.language in ("bash", "python") for block in blocks_of(page))]
-# What of the material a command makes.
+# Folders of the material that a command makes itself -> the beginning of that command.
 MAKES = {"attnres-demo": "attnres demo", "qwen3-attnres": "attnres convert Qwen/Qwen3-0.6B qwen3-attnres "}
 ALLOWED = {"bash", "python", "yaml", "json", "text"}
 
 
 def run_command(command: str, environment: dict[str, str]) -> str:
-    """Run one as it is printed, with what the tables say; what it printed."""
+    """Run a command as the tables say, and return its output."""
     if entry(command, ELSEWHERE):
         return ""
     added = ADDED.get(entry(command, ADDED), ())
@@ -44,7 +44,7 @@ def run_command(command: str, environment: dict[str, str]) -> str:
 
 
 def run_page(page: Path, environment: dict[str, str]) -> str:
-    """Run all blocks of a page; what its commands printed."""
+    """Run all blocks of a page, and return the output of its commands."""
     namespace: dict[str, object] = {}
     printed = []
     for block in blocks_of(page):
@@ -60,10 +60,12 @@ def run_page(page: Path, environment: dict[str, str]) -> str:
 
 @pytest.fixture
 def environment(hub: Hub, tmp_path_factory) -> dict[str, str]:
-    """Of the commands: the project's programs, and a Hub on this machine."""
+    """Return the environment of commands: the project's programs, and a Hub on this machine."""
     home = tmp_path_factory.mktemp("home")
-    found = hub.environ(hub.write_token, home)
-    return found | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "HF_DATASETS_CACHE": str(home)}
+    return hub.environ(hub.write_token, home) | {
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        "HF_DATASETS_CACHE": str(home),
+    }
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def check_retrofit(folder: Path, printed: str, hub: Hub) -> None:
 
 
 def check_train(folder: Path, printed: str, hub: Hub) -> None:
-    """What the page says that `Monitor` logs is what it logs."""
+    """Check that `Monitor` logs the values that the page lists."""
     lines = [line for line in printed.splitlines() if "depth_entropy" in line and "'loss'" in line]
     documented = re.findall(r"`((?:depth|magnitude)_\w+)`", (ROOT / "docs/guides/train.md").read_text())
     assert lines and all(f"'{name}': " in lines[-1] for name in documented)
@@ -111,7 +113,7 @@ def check_inspect(folder: Path, printed: str, hub: Hub) -> None:
 
 
 def check_publish(folder: Path, printed: str, hub: Hub) -> None:
-    """The Hub has the model, its card, its results and the figures."""
+    """Check that the Hub has the model, its card, its results and the figures."""
     files = hub.files("me/qwen3-attnres")
     assert {"model.safetensors", "config.json", "backbones_attnres.py", "tokenizer.json", "README.md"} <= files.keys()
     assert {".eval_results/arc_challenge_25shot.yaml", "inspection/report.html"} <= files.keys()
@@ -140,8 +142,8 @@ def test_the_exactness_that_a_page_prints_is_what_its_code_prints(workplace, env
     shown = next(block.code for block in blocks_of(page) if block.language == "text" and block.code.startswith("sum: "))
     printed = capsys.readouterr().out
     table = page.read_text(encoding="utf-8").partition("## Rounding in bfloat16")[2]
-    expected, found = ([float(number) for number in re.findall(r"[\d.]+e[+-]\d+", text)] for text in (shown, printed))
-    assert found[0] < 1e-6 and found[1] == pytest.approx(expected[1], rel=0.5)
+    expected, actual = ([float(number) for number in re.findall(r"[\d.]+e[+-]\d+", text)] for text in (shown, printed))
+    assert actual[0] < 1e-6 and actual[1] == pytest.approx(expected[1], rel=0.5)
     in_page, in_run = (
         {row.split("`")[1]: [float(number) for number in re.findall(r"([\d.]+)%", row)] for row in rows}
         for rows in (re.findall(r"^\| `.*%.*\|$", text, re.MULTILINE) for text in (table, printed))
@@ -153,7 +155,7 @@ def test_the_exactness_that_a_page_prints_is_what_its_code_prints(workplace, env
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_blocks_are_of_a_kind_that_is_run_or_shown(page):
-    """A fence without a language is not seen by the other tests; YAML and JSON are files that commands use."""
+    """The other tests do not see a fence without a language. YAML and JSON are files that commands use."""
     assert len(re.findall(r"^\s*```", page.read_text(encoding="utf-8"), re.MULTILINE)) == 2 * len(blocks_of(page))
     for block in blocks_of(page):
         assert block.language in ALLOWED

