@@ -1,32 +1,66 @@
-"""The derivative of depth attention, around kernels: what autograd wants to know, in one place for all of them.
+"""The link between kernels and autograd, the same for every implementation.
 
-A backward pass runs a kernel. Where somebody differentiates that pass too (`create_graph=True`), PyTorch's operations
-compute it again from the query and the sources, which is the same to rounding.
+A backward pass runs a kernel. If that pass is differentiated itself (`create_graph=True`), PyTorch's operations compute
+it from the query and the sources instead, equal to rounding.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-def differentiable(forward: Callable, backward: Callable) -> Callable[..., tuple[Tensor, Tensor, Sequence[Tensor]]]:
-    """[`Implementation.run`] of two kernels, neither of which is differentiable by itself.
+@dataclass(frozen=True)
+class BackwardRequest:
+    """The inputs of one backward pass, and the gradients that are needed.
 
     Args:
-        forward: `(query, sources, eps, is_sum) -> (h, a, saved)`, where `saved` is a tuple of tensors for `backward`.
-        backward: `(grad, grad_weights, later_grads, query, sources, saved, eps, is_sum, needs_query, needs_sources)
-            -> (grad_query, grad_sources)`. `grad` is that of `h`; `grad_weights` that of `a`, or `None`; `later_grads`,
-            one for each source or `None`, are added to what is returned for it. `needs_sources` says for which sources
-            a gradient is wanted: for the others, and for a query without `needs_query`, `None` is returned. The
-            gradients may have any strides.
+        grad: gradient of `h`, `[..., D]`, of any strides.
+        grad_weights: gradient of `a`, `[n, ...]`, or `None` for zeros.
+        later_grads: for each source the gradient `[..., D]` that later reads have sent to it, or `None` for zeros. It
+            is added to the gradient that is returned for the source.
+        query: `w * g`, `[D]` in float32.
+        sources: the n sources `[..., D]`.
+        saved: tensors that the forward pass has saved.
+        eps: epsilon of the key norm.
+        is_sum: whether the result was multiplied by n.
+        needs_query: whether the query's gradient is needed.
+        needs_sources: for each source, whether its gradient is needed.
+    """
+
+    grad: Tensor
+    grad_weights: Tensor | None
+    later_grads: Sequence[Tensor | None]
+    query: Tensor
+    sources: Sequence[Tensor]
+    saved: Sequence[Tensor]
+    eps: float
+    is_sum: bool
+    needs_query: bool
+    needs_sources: Sequence[bool]
+
+
+# Gradients of the query and of each source; `None` for those that are not needed.
+Gradients = tuple[Tensor | None, list[Tensor | None]]
+
+
+def differentiable(
+    forward: Callable[[Tensor, Sequence[Tensor], float, bool], tuple[Tensor, Tensor, tuple[Tensor, ...]]],
+    backward: Callable[[BackwardRequest], Gradients],
+) -> Callable[..., tuple[Tensor, Tensor, Sequence[Tensor]]]:
+    """Return [`Implementation.run`] from two kernels, neither of which is differentiable by itself.
+
+    Args:
+        forward: `(query, sources, eps, is_sum) -> (h, a, saved)`, where `saved` are tensors for `backward`.
+        backward: function from a [`BackwardRequest`] to the gradients.
     """
 
     class DepthAttention(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *arguments: Tensor | float | bool) -> tuple[Tensor, ...]:
-            # Not in the signature: `torch.compile` counts parameters to see whether `ctx` is one of them, and with
-            # `(ctx, query, eps, is_sum, *sources)` two sources make it think not.
+            # Not in the signature: `torch.compile` counts parameters to see whether `ctx` is one of them, and takes
+            # `(ctx, query, eps, is_sum, *sources)` with two sources for one without `ctx`.
             query, eps, is_sum, fuse_later_grads, *sources = arguments
             result, weights, saved = forward(query, sources, eps, is_sum)
             ctx.save_for_backward(query, *sources, *saved)
@@ -47,16 +81,11 @@ def differentiable(forward: Callable, backward: Callable) -> Callable[..., tuple
                 grad = torch.zeros_like(sources[0])
             elif grad.is_sparse:
                 grad = grad.to_dense()
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                grad_query, grad_sources = _differentiable_backward(
-                    grad, grad_weights, query, sources, ctx.eps, ctx.is_sum, needs_query, needs_sources
-                )
-                grad_sources = [_sum(*both) for both in zip(grad_sources, later_grads)]
-            else:
-                grad_query, grad_sources = backward(
-                    grad, grad_weights, later_grads, query, sources, saved, ctx.eps, ctx.is_sum, needs_query,
-                    needs_sources,
-                )  # fmt: skip
+            request = BackwardRequest(
+                grad, grad_weights, later_grads, query, sources, saved, ctx.eps, ctx.is_sum, needs_query, needs_sources
+            )
+            is_differentiated = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+            grad_query, grad_sources = (_differentiable_backward if is_differentiated else backward)(request)
             return grad_query, None, None, None, *grad_sources
 
     def run(
@@ -74,7 +103,19 @@ def differentiable(forward: Callable, backward: Callable) -> Callable[..., tuple
 def depth_attention_in_operations(
     query: Tensor, sources: Sequence[Tensor], eps: float, is_sum: bool
 ) -> tuple[Tensor, Tensor]:
-    """`h` and `a` by PyTorch's operations, each of which is differentiable any number of times."""
+    """Compute `h` and `a` in PyTorch's operations, which can be differentiated any number of times.
+
+    The models have the same as `reference`. This package imports nothing of theirs, so it has its own.
+
+    Args:
+        query: `w * g`, `[D]` in float32.
+        sources: n tensors `[..., D]` of one shape.
+        eps: epsilon of the key norm.
+        is_sum: whether to multiply the result by n.
+
+    Returns:
+        `h` `[..., D]` in the sources' dtype, `a` `[n, ...]` in the query's.
+    """
     values = torch.stack([source.to(query.dtype) for source in sources])  # (n, ..., D)
     logits = (values * query).sum(-1) * (values.square().mean(-1) + eps).rsqrt()  # (n, ...)
     weights = logits.softmax(0)
@@ -82,29 +123,23 @@ def depth_attention_in_operations(
     return (result * len(sources) if is_sum else result).to(sources[0].dtype), weights
 
 
-def _differentiable_backward(
-    grad: Tensor,
-    grad_weights: Tensor | None,
-    query: Tensor,
-    sources: Sequence[Tensor],
-    eps: float,
-    is_sum: bool,
-    needs_query: bool,
-    needs_sources: Sequence[bool],
-) -> tuple[Tensor | None, list[Tensor | None]]:
-    # Views, since one source may have been computed from another: only what goes through this read is ours.
-    leaves = [tensor.view_as(tensor) for tensor in (query, *sources)]
-    needed = [needs_query, *needs_sources]
-    outputs = depth_attention_in_operations(leaves[0], leaves[1:], eps, is_sum)
-    outputs, grads = zip(*[pair for pair in zip(outputs, (grad, grad_weights)) if pair[1] is not None])
-    wanted = [leaf for leaf, is_needed in zip(leaves, needed) if is_needed]
-    found = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=True))
-    grad_query, *grad_sources = [next(found) if is_needed else None for is_needed in needed]
-    return grad_query, grad_sources
+def _differentiable_backward(request: BackwardRequest) -> Gradients:
+    """Compute the gradients in operations that can be differentiated themselves."""
+    # Views, since one source may have been computed from another: only the gradient through this read counts.
+    leaves = [tensor.view_as(tensor) for tensor in (request.query, *request.sources)]
+    needed = [request.needs_query, *request.needs_sources]
+    outputs = depth_attention_in_operations(leaves[0], leaves[1:], request.eps, request.is_sum)
+    given = [pair for pair in zip(outputs, (request.grad, request.grad_weights)) if pair[1] is not None]
+    outputs, grads = zip(*given)
+    needed_leaves = [leaf for leaf, is_needed in zip(leaves, needed) if is_needed]
+    computed = iter(torch.autograd.grad(outputs, needed_leaves, grads, create_graph=True))
+    grad_query, *grad_sources = [next(computed) if is_needed else None for is_needed in needed]
+    return grad_query, [add_later_grad(*both) for both in zip(grad_sources, request.later_grads)]
 
 
-def _sum(ours: Tensor | None, later: Tensor | None) -> Tensor | None:
-    return ours if later is None or ours is None else ours + later
+def add_later_grad(grad: Tensor | None, later: Tensor | None) -> Tensor | None:
+    """Add the gradient of later reads to a source's own; `None` if that is not needed."""
+    return grad if later is None or grad is None else grad + later
 
 
-__all__ = ["depth_attention_in_operations", "differentiable"]
+__all__ = ["BackwardRequest", "Gradients", "add_later_grad", "depth_attention_in_operations", "differentiable"]

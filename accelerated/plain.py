@@ -22,10 +22,10 @@ def has_no_hooks(module: nn.Module) -> bool:
     hooks: those run. Not counted are those of `transformers`, while nothing is recorded. What holds for all modules
     [`modules_are_called_plainly`] says.
     """
-    return does_nothing_of_its_own(module) and is_unpatched(type(module), "forward")
+    return is_plain_module(module) and is_unpatched(type(module), "forward")
 
 
-def does_nothing_of_its_own(module: nn.Module) -> bool:
+def is_plain_module(module: nn.Module) -> bool:
     """[`has_no_hooks`] as far as the module goes, and not its class."""
     own = vars(module)
     if "forward" in own or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
@@ -92,4 +92,4 @@ def _equal(one: object, other: Tensor) -> bool:
     return isinstance(one, Tensor) and one.dtype is other.dtype and torch.equal(one, other)
 
 
-__all__ = ["does_nothing_of_its_own", "has_no_hooks", "is_plain_rms_norm", "is_unpatched", "modules_are_called_plainly"]
+__all__ = ["is_plain_module", "has_no_hooks", "is_plain_rms_norm", "is_unpatched", "modules_are_called_plainly"]

@@ -1,4 +1,4 @@
-"""How the models' code finds what is installed: implementations by name, `auto`, and what reads a whole pass."""
+"""Registration of the implementations with the models: by name, as `auto`, and as inference plans."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
@@ -6,13 +6,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from .compat import is_compiled
+from .inference_plan import InferencePlan
 from .interface import Implementation
 
 Attended = tuple[Tensor, Tensor, Sequence[Tensor]]
 
 
 def register(interface: MutableMapping, implementations: Mapping[str, Implementation]) -> None:
-    """Add the `implementations` to the models' interface, and an `auto` that chooses among them by device and shape."""
+    """Add implementations to the models' interface, and an `auto` that chooses among them by device and shape.
+
+    Args:
+        interface: the models' mapping `DEPTH_ATTENTION`, which has `"eager"`.
+        implementations: name -> implementation, in order of preference.
+    """
     eager = interface["eager"]
     candidates = tuple(implementations.values())
 
@@ -30,6 +36,8 @@ def register(interface: MutableMapping, implementations: Mapping[str, Implementa
 
 
 def _by_name(name: str, implementation: Implementation) -> Any:
+    """Return the function for an implementation that was chosen by name: it raises where that cannot run."""
+
     def run(
         query: Tensor, sources: Sequence[Tensor], eps: float, is_sum: bool, fuse_later_grads: bool = False
     ) -> Attended:
@@ -41,23 +49,29 @@ def _by_name(name: str, implementation: Implementation) -> Any:
     return run
 
 
-def reader(
+def inference_plan(
     model: nn.Module, implementations: Mapping[str, Implementation], classes: tuple[type[nn.Module], type[nn.Module]]
-) -> Any:
-    """What may read in place of the connections of a decoder, all of these `classes`; see `accelerated.reader`."""
-    chosen = model.config.depth_attention_implementation
-    wanted = implementations.values() if chosen == "auto" else filter(None, [implementations.get(chosen)])
-    readers = [implementation.reader for implementation in wanted if implementation.reader is not None]
-    # Not where a layer is wrapped or compiled: what it would make of a reader is not known.
-    if not readers or any("sublayers" not in vars(layer) or is_compiled(layer) for layer in model.layers):
+) -> InferencePlan | None:
+    """Make the plan of the first implementation that has one for this pass; see [`attnres.accelerated.inference_plan`].
+
+    Args:
+        model: the decoder.
+        implementations: name -> implementation, in order of preference.
+        classes: the classes of connection and key norm that every read must have.
+    """
+    name = model.config.depth_attention_implementation
+    candidates = implementations.values() if name == "auto" else filter(None, [implementations.get(name)])
+    makers = [candidate.inference_plan for candidate in candidates if candidate.inference_plan is not None]
+    # A layer that is wrapped or compiled may not call its connections in the order of a plan.
+    if not makers or any("sublayers" not in vars(layer) or is_compiled(layer) for layer in model.layers):
         return None
     owners = [(layer._modules, sublayer.name, sublayer.first) for layer in model.layers for sublayer in layer.sublayers]
     owners.append((model._modules, "output_attn_res", None))
     reads = [(modules[f"{name}_proj"], modules[f"{name}_norm"], modules.get(first)) for modules, name, first in owners]
-    connection, key_norm, _ = reads[-1]  # the others are of its classes, or no reader takes them
+    connection, key_norm, _ = reads[-1]  # `make_plan` checks that all others have the classes of one
     if (type(connection), type(key_norm)) != classes:
         return None
-    return next((found for found in (make(reads) for make in readers) if found is not None), None)
+    return next((plan for plan in (make(reads) for make in makers) if plan is not None), None)
 
 
-__all__ = ["reader", "register"]
+__all__ = ["inference_plan", "register"]

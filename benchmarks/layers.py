@@ -14,7 +14,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from attnres import accelerated, attn_res_attnres
-from attnres.accelerated import inference_reader
+from attnres.accelerated import inference_plan
 
 from .report import cell, make_table
 from .shapes import CONNECTIONS, STANDARD, build, connect, llama, token_ids
@@ -33,23 +33,23 @@ def eager(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def without_reader(model: PreTrainedModel) -> Iterator[None]:
+def without_plan(model: PreTrainedModel) -> Iterator[None]:
     """Let each connection read by itself, without two phases and without the norm that follows."""
-    with patch.object(accelerated, "reader", lambda model: None):
+    with patch.object(accelerated, "inference_plan", lambda model, connection, key_norm: None):
         yield
 
 
 @contextmanager
 def without_two_phases(model: PreTrainedModel) -> Iterator[None]:
     """Compute one attention for each sublayer."""
-    with patch.object(inference_reader, "two_phases_pay", lambda count, numbers: False):
+    with patch.object(inference_plan, "two_phases_pay", lambda count, numbers: False):
         yield
 
 
 @contextmanager
 def without_fused_norm(model: PreTrainedModel) -> Iterator[None]:
     """Compute the norm after the read, in its own pass."""
-    with patch.object(inference_reader, "_plain_norm", lambda norm: None):
+    with patch.object(inference_plan, "_plain_norm", lambda norm: None):
         yield
 
 
@@ -63,16 +63,16 @@ def without_later_grads(model: PreTrainedModel) -> Iterator[None]:
 
 LAYERS: dict[str, Callable[[PreTrainedModel], object]] = {
     "eager": eager,
-    "no reader": without_reader,
+    "no inference plan": without_plan,
     "no two phases": without_two_phases,
     "no fused norm": without_fused_norm,
     "no fused gradients": without_later_grads,
 }
-_READER = ("eager", "no reader", "no fused norm")
+_OF_PLANS = ("eager", "no inference plan", "no fused norm")
 # Workload -> function that prepares it, calls per repeat, repeats per repeat of the setting, and the layers it uses.
 WORKLOADS: dict[str, tuple[Callable, int, int, tuple[str, ...]]] = {
-    "prefill": (prefill, 1, 2, (*_READER, "no two phases")),
-    "decoding": (decoding, DECODED, 4, _READER),
+    "prefill": (prefill, 1, 2, (*_OF_PLANS, "no two phases")),
+    "decoding": (decoding, DECODED, 4, _OF_PLANS),
     "training step": (training_step, 1, 1, ("eager", "no fused gradients")),
 }
 

@@ -217,7 +217,7 @@ class AttnRes(ResidualConnection):
     @classmethod
     def inference_plan(cls, model: nn.Module) -> Any:
         """Return a plan of `attnres.accelerated` that reads for all connections; see the base class."""
-        return None if accelerated is None else accelerated.reader(model, AttnRes, ResidualNorm)
+        return None if accelerated is None else accelerated.inference_plan(model, AttnRes, ResidualNorm)
 
     def extra_repr(self) -> str:
         """Return the sizes that `print(model)` shows."""

@@ -1,6 +1,6 @@
 """Depth attention by loops that `numba` compiles for the processor at hand (the extra `cpu`).
 
-Importing this imports no `numba`: it starts when it is first asked whether it runs, in [`supports`].
+Importing this folder does not import `numba`: that starts when [`supports`] is first called.
 """
 
 from collections.abc import Sequence
@@ -10,17 +10,23 @@ from torch import Tensor
 
 from .. import compat
 from ..autograd import differentiable
+from ..inference_plan import InferencePlan, Read
 from ..interface import Implementation
 from . import call, engine, kernels
+from .plan import make_cpu_plan
 
-# A toy is not worth the seconds that the loops take to load. By size alone: the same call gives the same bits.
+# A small model is not worth the seconds that the loops take to load. Size alone decides, and not whether they are
+# loaded already: so the same call always gives the same bits.
 _WIDE, _MANY = 256, 1 << 15  # numbers in a row, and in all sources
 
 run = differentiable(kernels.forward, kernels.backward)
 
 
 def supports(query: Tensor, sources: Sequence[Tensor]) -> str | None:
-    """Why the loops do not run on these. They take plain tensors in memory, sources of float32 or all of bfloat16."""
+    """Return why the loops cannot run on these tensors, or `None` if they can; see [`Implementation`].
+
+    They take plain tensors in memory: the query in float32, the sources all in float32 or all in bfloat16.
+    """
     if torch.compiler.is_compiling():
         return "compiled, operations are fused"
     if (why := compat.looks_at_operations()) is not None:
@@ -41,17 +47,15 @@ def supports(query: Tensor, sources: Sequence[Tensor]) -> str | None:
 
 
 def pays(query: Tensor, sources: Sequence[Tensor]) -> bool:
-    """Whether sources are large enough."""
+    """Return whether the sources are large enough; see [`Implementation`]."""
     return sources[0].shape[-1] >= _WIDE or len(sources) * sources[0].numel() >= _MANY
 
 
-def reader(reads: Sequence[tuple]):
-    """See [`Implementation`]."""
-    from ..inference_reader import read_on_cpu
-
-    return read_on_cpu(reads)
+def inference_plan(reads: Sequence[Read]) -> InferencePlan | None:
+    """Make a plan of the loops for a pass without gradients, or return `None`; see [`Implementation`]."""
+    return make_cpu_plan(reads, supports, pays)
 
 
-IMPLEMENTATION = Implementation(run=run, supports=supports, pays=pays, reader=reader)
+IMPLEMENTATION = Implementation(run=run, supports=supports, pays=pays, inference_plan=inference_plan)
 
 __all__ = ["IMPLEMENTATION"]

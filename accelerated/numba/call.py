@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ..tensors import PLAIN
 from . import engine
 from .layout import MAGIC, Backward, Call, Forward, PhaseOne
 
 SERVED = (torch.float32, torch.bfloat16)
-PLAIN = (Tensor, nn.Parameter)  # and no subclass: those of other devices, distributed or quantised tensors
 _TOKENS_IN_PARALLEL = 16  # fewer are not worth waking other threads
 _CHUNKS = 64
 
@@ -220,7 +220,6 @@ def _run(
 
 
 __all__ = [
-    "PLAIN",
     "SERVED",
     "Sources",
     "Unfit",

@@ -1,8 +1,8 @@
 """Depth attention on a CPU in one pass: every source is read from memory once, and every result written once.
 
-A token's rows fit into the cache next to the core, where all else happens; PyTorch's operations would each read all
-tokens of a source from memory. All that is allocated here says of which dtype and where: a program's defaults may be
-others.
+The rows of one token fit into the cache next to the core, and everything else happens there. PyTorch's operations
+would each read all tokens of a source from memory. Every allocation names dtype and device, since a program may have
+set other defaults.
 """
 
 from collections.abc import Sequence
@@ -10,17 +10,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..autograd import BackwardRequest, Gradients
+from ..tensors import packed
 from . import call
 
-_CPU = torch.device("cpu")  # quicker than its name
+_CPU = torch.device("cpu")  # quicker than passing its name
 
 
 def forward(
     query: Tensor, sources: Sequence[Tensor], eps: float, is_sum: bool
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """The result `[..., D]` in the sources' dtype and the weights `[n, ...]` in float32.
+    """Compute the result `[..., D]` in the sources' dtype, and the weights `[n, ...]` in float32.
 
-    Nothing is saved for the backward pass: all statistics are computed again from rows that have to be read anyway.
+    Nothing is saved for the backward pass: it has to read all rows anyway, and computes the statistics again.
+
+    Args:
+        query: `w * g`, `[D]`.
+        sources: n >= 1 tensors `[..., D]` of one shape and dtype.
+        eps: epsilon of the key norm.
+        is_sum: whether to multiply the result by n.
     """
     rows = call.checked(sources)
     result, weights = _empty(rows.shape, rows.dtype), _empty((len(sources), *rows.shape[:-1]), torch.float32)
@@ -28,44 +36,38 @@ def forward(
     return result, weights, ()
 
 
-def backward(
-    grad: Tensor,
-    grad_weights: Tensor | None,
-    later_grads: Sequence[Tensor | None],
-    query: Tensor,
-    sources: Sequence[Tensor],
-    saved: Sequence[Tensor],
-    eps: float,
-    is_sum: bool,
-    needs_query: bool,
-    needs_sources: Sequence[bool],
-) -> tuple[Tensor | None, list[Tensor | None]]:
-    """The gradients, as [`autograd.differentiable`] wants them."""
-    rows = call.checked(sources)
-    grad_sources = [_empty(rows.shape, rows.dtype) if needed else None for needed in needs_sources]
-    # A row for each chunk, added up in order: the result does not depend on the number of threads.
+def backward(request: BackwardRequest) -> Gradients:
+    """Compute the gradients that are needed; see [`BackwardRequest`]."""
+    rows = call.checked(request.sources)
+    grad_sources = [_empty(rows.shape, rows.dtype) if needed else None for needed in request.needs_sources]
+    # A row for each chunk of tokens, added up in order: the result does not depend on the number of threads.
     grad_query = torch.zeros(call.chunks(rows.shape), rows.shape[-1], dtype=torch.float32, device="cpu")
     call.backward(
-        _vector(query),
-        _packed(grad),
-        None if grad_weights is None else _packed(grad_weights),
+        _vector(request.query),
+        packed(request.grad),
+        None if request.grad_weights is None else packed(request.grad_weights),
         grad_query,
         rows,
         grad_sources,
-        [None if later is None else _packed(later) for later in later_grads],
-        len(sources) if is_sum else 1,
-        eps,
+        [None if later is None else packed(later) for later in request.later_grads],
+        len(request.sources) if request.is_sum else 1,
+        request.eps,
     )
-    return grad_query.sum(0) if needs_query else None, grad_sources
+    return grad_query.sum(0) if request.needs_query else None, grad_sources
 
 
 def phase_one(queries: Tensor, eps: float, rows: call.Sources) -> tuple[Tensor, Tensor]:
-    """The queries of several sublayers, `w * g`, `[G, D]` in float32, against sources that all of them read.
+    """Compute phase 1: the queries of several sublayers against the sources that all of them read.
 
         m_q = max_i l_qi,   z_q = sum_i exp(l_qi - m_q),   u_q = sum_i exp(l_qi - m_q) s_i,   l_qi = q . RMSNorm(s_i)
 
+    Args:
+        queries: `w * g` of G sublayers, `[G, D]` in float32.
+        eps: epsilon of the key norm.
+        rows: the checked sources.
+
     Returns:
-        `u` `[G, ..., D]`, and `(m, z)` `[G, ..., 2]`, in float32; an entry of each is what `call.forward` begins from.
+        `u` `[G, ..., D]`, and `(m, z)` `[G, ..., 2]`, in float32. `call.forward` continues from one entry of each.
     """
     sums = _empty((len(queries), *rows.shape), torch.float32)
     statistics = _empty((len(queries), *rows.shape[:-1], 2), torch.float32)
@@ -74,10 +76,13 @@ def phase_one(queries: Tensor, eps: float, rows: call.Sources) -> tuple[Tensor, 
 
 
 def trial(dtype: torch.dtype) -> None:
-    """Compile and run: of two sources of ones the sum is two.
+    """Compile the loops and run them once: the sum of two sources of ones must be two.
+
+    Args:
+        dtype: dtype of the sources.
 
     Raises:
-        RuntimeError: it is not.
+        RuntimeError: the numbers are wrong.
     """
     ones = torch.ones(3, 5, dtype=dtype, device="cpu")
     query = torch.ones(5, dtype=torch.float32, device="cpu")
@@ -90,14 +95,10 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=_CPU)
 
 
-def _packed(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().resolve_neg()
-
-
 def _vector(tensor: Tensor) -> Tensor:
-    """Of float32, with its numbers in a row."""
+    """Return a query in float32, with its numbers in a row."""
     is_one = tensor.dtype is torch.float32 and tensor.is_contiguous() and not tensor.is_neg()
-    return tensor if is_one else _packed(tensor.to(torch.float32))
+    return tensor if is_one else packed(tensor.to(torch.float32))
 
 
 __all__ = ["backward", "forward", "phase_one", "trial"]

@@ -1,7 +1,7 @@
-"""Depth attention by the fused operation of flash-linear-attention, `fla.ops.attnres`, behind the seam.
+"""Depth attention by the fused operation of flash-linear-attention, `fla.ops.attnres`; it is chosen only by name.
 
-It has no scale `sum`, no gradient through the weights and none of its gradients: those are PyTorch's operations here.
-What it takes for granted of addresses is asked first. It is chosen by name alone.
+The operation has no scale `sum`, no gradient through the weights and no second derivatives: PyTorch's operations add
+these here. It does not check addresses, so [`supports`] does.
 """
 
 import functools
@@ -13,21 +13,27 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..autograd import depth_attention_in_operations, differentiable
+from ..autograd import (
+    BackwardRequest,
+    Gradients,
+    add_later_grad,
+    depth_attention_in_operations,
+    differentiable,
+)
 from ..compat import looks_at_operations
-from .launch import packed
+from ..tensors import PLAIN, packed
+from .launch import DTYPES
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BYTES = 16  # a row begins where a load of so many bytes may
 _FORWARD = {"q", "residuals", "res", "w", "ow", "eps", "scale", "checkpoint_level"}
 _BACKWARD = _FORWARD | {"do", "o_pre", "rstd", "logit", "lse"}
-# What is alike for both: no norm after the mixture, logits as they are, and no mixture kept for the backward pass.
+# Arguments of both halves: no norm after the mixture, logits unscaled, no mixture kept for the backward pass.
 _OPTIONS = {"ow": None, "scale": 1.0, "checkpoint_level": 1}
 
 
 @functools.cache
 def _operations() -> ModuleType | str:
-    """The two halves of the operation; or why they are not here. To load them takes seconds."""
+    """Return the module with both halves of the operation, or why it cannot be used. Loading takes seconds."""
     try:
         from fla.ops.attnres import fused
 
@@ -42,7 +48,7 @@ def _operations() -> ModuleType | str:
 
 
 def supports(query: Tensor, sources: Sequence[Tensor]) -> str | None:
-    """Why the operation cannot compute this here, in a few words; `None` where it can."""
+    """Return why the operation cannot run on these tensors, or `None` if it can; see [`Implementation`]."""
     if not query.is_cuda:
         return f"the sources are on {query.device}, not on a GPU"
     who_looks = "the function is compiled" if torch.compiler.is_compiling() else looks_at_operations()
@@ -50,9 +56,9 @@ def supports(query: Tensor, sources: Sequence[Tensor]) -> str | None:
         return who_looks
     first = sources[0]
     for source in sources:
-        if type(source) not in (Tensor, torch.nn.Parameter) or source.device != query.device:
+        if type(source) not in PLAIN or source.device != query.device:
             return "fla-core takes plain tensors on one GPU"
-        if source.dtype != first.dtype or first.dtype not in _DTYPES:
+        if source.dtype != first.dtype or first.dtype not in DTYPES:
             return "fla-core takes sources of one dtype, float32 or half as wide"
         if source.data_ptr() % _BYTES or source.shape[-1] * source.element_size() % _BYTES:
             return f"fla-core takes rows that begin at a multiple of {_BYTES} bytes"
@@ -63,12 +69,12 @@ def supports(query: Tensor, sources: Sequence[Tensor]) -> str | None:
 
 
 def pays(query: Tensor, sources: Sequence[Tensor]) -> bool:
-    """Never unless asked for by name: it trades seconds of tuning, for each width, for what is not known."""
+    """Return false: `auto` does not choose it, because it tunes for seconds at each new width, for an unknown gain."""
     return False
 
 
 def _pointers(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Padded by the first to the number that `fla` makes a kernel for: 8, 16, 32, ..."""
+    """Return the tensors, padded by the first to a number that `fla` makes a kernel for: 8, 16, 32, ..."""
     number = max(8, 1 << (len(tensors) - 1).bit_length())
     return (*tensors, *[tensors[0]] * (number - len(tensors)))
 
@@ -91,34 +97,24 @@ def _forward(
     return result.mul_(len(sources)) if is_sum else result, (logits - log_sum).exp(), tuple(saved)
 
 
-def _backward(
-    grad: Tensor,
-    grad_weights: Tensor | None,
-    later_grads: Sequence[Tensor | None],
-    query: Tensor,
-    sources: Sequence[Tensor],
-    saved: Sequence[Tensor],
-    eps: float,
-    is_sum: bool,
-    needs_query: bool,
-    needs_sources: Sequence[bool],
-) -> tuple[Tensor | None, list[Tensor | None]]:
-    grad = packed(grad * len(sources) if is_sum else grad)
-    kept = dict(zip(("rstd", "logit", "lse"), saved))
+def _backward(request: BackwardRequest) -> Gradients:
+    query, sources = request.query, request.sources
+    grad = packed(request.grad * len(sources) if request.is_sum else request.grad)
+    saved = dict(zip(("rstd", "logit", "lse"), request.saved))
     with torch.cuda.device_of(query):
         grads, grad_query, *_ = _operations().fused_attnres_bwd(
-            do=grad, o_pre=None, **kept, **_arguments(query, sources, eps)
+            do=grad, o_pre=None, **saved, **_arguments(query, sources, request.eps)
         )
-    found = [grad_query, *grads]
-    if grad_weights is not None:
+    all_grads = [grad_query, *grads]
+    if request.grad_weights is not None:  # the operation has no gradient through the weights
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in (query, *sources)]
-            weights = depth_attention_in_operations(leaves[0], leaves[1:], eps, is_sum)[1]
-            through_weights = torch.autograd.grad(weights, leaves, grad_weights)
-        found = [ours + theirs for ours, theirs in zip(found, through_weights)]
-    found[1:] = [ours if later is None else ours + later for ours, later in zip(found[1:], later_grads)]
-    needed = (needs_query, *needs_sources)
-    grad_query, *grad_sources = [ours if is_needed else None for ours, is_needed in zip(found, needed)]
+            weights = depth_attention_in_operations(leaves[0], leaves[1:], request.eps, request.is_sum)[1]
+            through_weights = torch.autograd.grad(weights, leaves, request.grad_weights)
+        all_grads = [grad + through for grad, through in zip(all_grads, through_weights)]
+    all_grads[1:] = [add_later_grad(*both) for both in zip(all_grads[1:], request.later_grads)]
+    needed = (request.needs_query, *request.needs_sources)
+    grad_query, *grad_sources = [grad if is_needed else None for grad, is_needed in zip(all_grads, needed)]
     return grad_query, grad_sources
 
 

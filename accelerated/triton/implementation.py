@@ -1,4 +1,4 @@
-"""The Triton kernels behind the seam: where they run, and depth attention by them."""
+"""Depth attention by the Triton kernels: whether they run here, and the functions of [`Implementation`]."""
 
 import functools
 import warnings
@@ -7,22 +7,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..autograd import differentiable
+from ..autograd import BackwardRequest, Gradients, differentiable
 from ..compat import looks_at_operations
-from ..inference_reader import InferenceReader, Read, read_on_gpu
+from ..inference_plan import InferencePlan, Read, make_plan
+from ..tensors import PLAIN, packed
 from . import launch
-from .launch import packed
+from .plan import GpuPlan
 
 
 def kernels_available(device: torch.device | str, width: int = 1) -> bool:
-    """Whether the kernels run on this device for sources of this width."""
+    """Return whether the kernels run on a device for sources of `width` numbers."""
     return why_not_on(torch.device(device), width) is None
 
 
 def why_not_on(device: torch.device, width: int) -> str | None:
-    """Why the kernels do not run on this device for sources of this width; `None` where they do: tried once, if small.
+    """Return why the kernels do not run on a device for sources of `width` numbers, or `None` if they do.
 
-    They do not without Triton, without a GPU, with a driver too old for it, or without the C compiler that it needs.
+    They need Triton, a GPU with a driver that is new enough, and the C compiler that Triton calls. The first call
+    compiles small kernels and runs them.
     """
     if device.type != "cuda":
         return f"the sources are on {device}, not on a GPU"
@@ -33,7 +35,7 @@ def why_not_on(device: torch.device, width: int) -> str | None:
 
 @torch.compiler.assume_constant_result
 def _tried_on(device: torch.device) -> str | None:
-    return _trial(device)  # apart, since `torch.compile` looks through a cache
+    return _trial(device)  # a function of its own, since `torch.compile` would trace through the cache's wrapper
 
 
 @functools.cache
@@ -58,12 +60,12 @@ def _trial(device: torch.device) -> str | None:
 
 
 def supports(query: Tensor, sources: Sequence[Tensor]) -> str | None:
-    """Why the kernels cannot compute this here, in a few words; `None` where they can."""
+    """Return why the kernels cannot run on these tensors, or `None` if they can; see [`Implementation`]."""
     why_not = why_not_on(query.device, query.shape[-1])
     if why_not is not None:
         return why_not
     for tensor in (query, *sources):
-        if type(tensor) not in launch.PLAIN:
+        if type(tensor) not in PLAIN:
             return f"the kernels take plain tensors, not {type(tensor).__name__}"
         if tensor.device != query.device:
             return f"the tensors are on {query.device} and {tensor.device}"
@@ -73,7 +75,7 @@ def supports(query: Tensor, sources: Sequence[Tensor]) -> str | None:
 
 
 def pays(query: Tensor, sources: Sequence[Tensor]) -> bool:
-    """Always: even for a token, one kernel takes less time than the operations that it replaces."""
+    """Return true: even for one token, a kernel takes less time than the operations that it replaces."""
     return True
 
 
@@ -84,34 +86,23 @@ def _forward(
     return result, saved[0], tuple(saved)
 
 
-def _backward(
-    grad: Tensor,
-    grad_weights: Tensor | None,
-    later_grads: Sequence[Tensor | None],
-    query: Tensor,
-    sources: Sequence[Tensor],
-    saved: Sequence[Tensor],
-    eps: float,
-    is_sum: bool,
-    needs_query: bool,
-    needs_sources: Sequence[bool],
-) -> tuple[Tensor | None, list[Tensor | None]]:
+def _backward(request: BackwardRequest) -> Gradients:
     partial, grads = launch.backward(
-        packed(grad),
-        None if grad_weights is None else packed(grad_weights),
-        _all_or_none(later_grads),
-        packed(query),
-        [packed(source) for source in sources],
-        *saved,
-        is_sum,
-        any(needs_sources),
+        packed(request.grad),
+        None if request.grad_weights is None else packed(request.grad_weights),
+        _all_or_none(request.later_grads),
+        packed(request.query),
+        [packed(source) for source in request.sources],
+        *request.saved,
+        request.is_sum,
+        any(request.needs_sources),
     )
-    grad_sources = [grads[i] if is_needed else None for i, is_needed in enumerate(needs_sources)]
-    return partial.sum(0) if needs_query else None, grad_sources
+    grad_sources = [grads[i] if is_needed else None for i, is_needed in enumerate(request.needs_sources)]
+    return partial.sum(0) if request.needs_query else None, grad_sources
 
 
 def _all_or_none(grads: Sequence[Tensor | None]) -> list[Tensor]:
-    """The gradients, one tensor of zeros in place of each that is missing; nothing if all are."""
+    """Return the gradients with a tensor of zeros for each that is missing; an empty list if all are."""
     present = [grad for grad in grads if grad is not None]
     if len(present) == len(grads) or not present:
         return [packed(grad) for grad in present]
@@ -125,9 +116,9 @@ _attend = differentiable(_forward, _backward)
 def run(
     query: Tensor, sources: Sequence[Tensor], eps: float, is_sum: bool, fuse_later_grads: bool = False
 ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-    """`h = sum_i a_i s_i`, `a = softmax_i(query . RMSNorm(s_i))`; see [`Implementation`].
+    """Compute depth attention; see [`Implementation`].
 
-    Sources of several dtypes are cast to the one that all promote to; they go on as they were.
+    Sources of several dtypes are cast to their common dtype for the kernels; the returned sources are uncast.
     """
     dtype = launch.common_dtype(sources)
     if all(source.dtype is dtype for source in sources):
@@ -136,9 +127,10 @@ def run(
     return result, weights, sources
 
 
-def reader(reads: Sequence[Read]) -> InferenceReader | None:
-    """The reads of a pass without gradients; `None` where the kernels do not run, or it may not act."""
-    return read_on_gpu(reads)
+def inference_plan(reads: Sequence[Read]) -> InferencePlan | None:
+    """Make a plan of the kernels for a pass without gradients, or return `None`; see [`Implementation`]."""
+    first = reads[0][0].weight
+    return make_plan(GpuPlan, "cuda", reads) if kernels_available(first.device, first.shape[-1]) else None
 
 
-__all__ = ["kernels_available", "pays", "reader", "run", "supports", "why_not_on"]
+__all__ = ["inference_plan", "kernels_available", "pays", "run", "supports", "why_not_on"]

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from ..tensors import PLAIN, packed
 
 MAX_WIDTH = 16384
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PLAIN = (Tensor, nn.Parameter)  # and no subclass: those of other devices, distributed or quantised tensors
 # As measured on an H100 (`benchmarks/gpu.md`).
 _TILE = 1024  # elements in a tile, as far as whole tokens allow
 _PER_THREAD = 32  # of these
@@ -43,11 +44,6 @@ def kernels() -> ModuleType | str:
 def common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     """The dtype that all promote to."""
     return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
-
-
-def packed(tensor: Tensor) -> Tensor:
-    """The tensor, its numbers in a row; a copy where they are not."""
-    return tensor.contiguous().resolve_neg()
 
 
 def phase_one(queries: Tensor, eps: float, *sources: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -350,12 +346,10 @@ def _read(
 __all__ = [
     "DTYPES",
     "MAX_WIDTH",
-    "PLAIN",
     "backward",
     "common_dtype",
     "forward",
     "kernels",
-    "packed",
     "phase_one",
     "read_fused",
 ]

@@ -10,6 +10,7 @@ import sys
 
 import torch
 
+from attnres.accelerated.autograd import BackwardRequest
 from attnres.accelerated.numba import call, kernels
 
 PAGE = mmap.PAGESIZE
@@ -60,10 +61,11 @@ def case(guarded: Guarded, width: int, n: int, tokens: int, dtype: torch.dtype) 
     grad_sources = [guarded.empty(shape, dtype) if i % 3 != 1 else None for i in range(n)]
     later = [guarded.copy(torch.randn(shape).to(dtype)) if i % 2 else None for i in range(n)]
     call.backward(query, grad, grad_weights, grad_query, rows, grad_sources, later, n, 1e-6)
-    expected_query, expected_sources = kernels.backward(
-        grad.clone(), grad_weights.clone(), later, query.clone(), sources, (), 1e-6, True, True,
-        [target is not None for target in grad_sources],
-    )  # fmt: skip
+    needs_sources = [target is not None for target in grad_sources]
+    request = BackwardRequest(
+        grad.clone(), grad_weights.clone(), later, query.clone(), sources, (), 1e-6, True, True, needs_sources
+    )
+    expected_query, expected_sources = kernels.backward(request)
     assert torch.equal(grad_query.sum(0), expected_query)
     for ours, right in zip(grad_sources, expected_sources):
         assert (ours is None) == (right is None) and (ours is None or torch.equal(ours, right))

@@ -1,7 +1,5 @@
 """Models that train and infer by the Triton kernels are the models that do so in PyTorch's operations."""
 
-import importlib
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,20 +8,21 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from attnres import backbones_attnres
 from attnres.accelerated import phases
 from attnres.accelerated.triton import implementation
+from attnres.accelerated.triton.plan import GpuPlan
 
 from .triton_cases import DEVICE, DTYPES, KERNELS
 
 pytestmark = KERNELS
-# As a module: the package has a function of that name.
-READER = importlib.import_module("attnres.accelerated.inference_reader")
 
 
 @pytest.fixture(autouse=True)
 def wherever_the_kernels_run(monkeypatch):
     """In the interpreter the kernels' device is the CPU."""
     if DEVICE == "cpu":
-        make = READER._reader
-        monkeypatch.setattr(READER, "_reader", lambda of_device, device, reads: make(of_device, DEVICE, reads))
+        make = implementation.make_plan
+        monkeypatch.setattr(
+            implementation, "make_plan", lambda plan_class, device, reads: make(plan_class, DEVICE, reads)
+        )
         monkeypatch.setattr(implementation, "why_not_on", lambda device, width: None)
 
 
@@ -73,7 +72,7 @@ def test_the_reads_of_a_pass_are_those_of_its_connections(block_size, dtype, mon
     tokens = torch.arange(40, device=DEVICE).view(2, -1)
     expected = make_model(block_size, 6, "eager").eval().to(dtype).double()(tokens).logits.detach()
     calls = []
-    monkeypatch.setattr(READER._GpuReader, "_read", counted(READER._GpuReader._read, calls))
+    monkeypatch.setattr(GpuPlan, "_read", counted(GpuPlan._read, calls))
     with torch.no_grad():
         logits = model(tokens).logits
     assert len(calls) == 2 * 6 + 1 and logits.dtype == dtype

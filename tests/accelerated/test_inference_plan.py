@@ -1,4 +1,4 @@
-"""A pass without gradients finds out once what holds for all its reads, and computes what its connections would."""
+"""A pass without gradients checks the model once for all its reads, and computes the same as its connections."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from attnres.accelerated import inference_reader as reader_module
 from attnres.accelerated import numba as on_cpu
 from attnres.accelerated import phases
 from attnres.accelerated.numba import IMPLEMENTATION, call
+from attnres.accelerated.numba.plan import CpuPlan
 from attnres.attn_res_attnres import AttnRes
 from attnres.configuration_attnres import AttnResConfig
 from attnres.residual_attnres import ResidualNorm
@@ -47,9 +47,9 @@ def in_dtype(reads: Reads, dtype: torch.dtype) -> Reads:
 
 def check_pass(reads: Reads, embedding: Tensor) -> None:
     """Each read, with the norm after it, is what calling the connection and the norm makes of the same state."""
-    reader, state = IMPLEMENTATION.reader(reads), embedding
+    plan, state = IMPLEMENTATION.inference_plan(reads), embedding
     for connection, key_norm, norm in reads:
-        h, is_normed = reader.read(connection, state)
+        h, is_normed = plan.read(connection, state)
         expected = connection(state, key_norm())[0]
         assert is_normed == (norm is not None)
         torch.testing.assert_close(h, norm(expected) if is_normed else expected, rtol=1e-4, atol=1e-4)
@@ -63,9 +63,9 @@ def check_pass(reads: Reads, embedding: Tensor) -> None:
 def test_without_norms_a_pass_is_the_same_to_the_last_bit(block_size, scale, tokens, dtype):
     reads = in_dtype(decoder(block_size=block_size, scale=scale, norms=False), dtype)
     embedding = torch.randn(2, tokens, WIDTH).to(dtype)
-    reader, state = IMPLEMENTATION.reader(reads), embedding
+    plan, state = IMPLEMENTATION.inference_plan(reads), embedding
     for connection, key_norm, _ in reads:
-        h, is_normed = reader.read(connection, state)
+        h, is_normed = plan.read(connection, state)
         sources = state if isinstance(state, tuple) else (state,)
         query = connection.weight[0].float() * key_norm.weight.float()
         expected, _, _ = IMPLEMENTATION.run(query, sources, connection.eps, scale == "sum")
@@ -81,9 +81,9 @@ def test_a_norm_that_was_computed_with_a_read_is_what_its_module_makes_of_it(dty
     # float32 by some units in the last place, and bfloat16 where the two lie on either side of a rounding: seldom (once
     # in 100,000 numbers), and by one such unit before the weight and one after it.
     reads = in_dtype(decoder(width=width), dtype)
-    reader, state = IMPLEMENTATION.reader(reads), torch.randn(2, 30, width).to(dtype)
+    plan, state = IMPLEMENTATION.inference_plan(reads), torch.randn(2, 30, width).to(dtype)
     for connection, key_norm, norm in reads[:-1]:
-        normed, is_normed = reader.read(connection, state)
+        normed, is_normed = plan.read(connection, state)
         sources = state if isinstance(state, tuple) else (state,)
         query = connection.weight[0].float() * key_norm.weight.float()
         read, _, _ = IMPLEMENTATION.run(query, sources, connection.eps, False)
@@ -119,16 +119,16 @@ def to_meta(module: nn.Module) -> None:
 @pytest.mark.parametrize("change", [watch, watch_before, replace_forward, nn.Module.compile, to_meta])
 def test_connections_that_do_more_than_their_class_are_called(place, part, change):
     reads = decoder()
-    assert IMPLEMENTATION.reader(reads) is not None
+    assert IMPLEMENTATION.inference_plan(reads) is not None
     change(reads[place][part])
-    assert IMPLEMENTATION.reader(reads) is None
+    assert IMPLEMENTATION.inference_plan(reads) is None
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("of", "name"), [(AttnRes, "forward"), (AttnRes, "write"), (ResidualNorm, "forward")])
 def test_a_patched_class_is_called(monkeypatch, of, name):
     monkeypatch.setattr(of, name, lambda self, *args: torch.ones(1))
-    assert IMPLEMENTATION.reader(decoder()) is None
+    assert IMPLEMENTATION.inference_plan(decoder()) is None
 
 
 @torch.no_grad()
@@ -146,10 +146,10 @@ def test_a_norm_that_does_more_than_its_class_is_called(monkeypatch, change):
         norm.bfloat16()
     else:
         reads[4] = (*reads[4][:2], nn.RMSNorm(WIDTH))
-    reader, state = IMPLEMENTATION.reader(reads), torch.randn(2, 3, WIDTH)
+    plan, state = IMPLEMENTATION.inference_plan(reads), torch.randn(2, 3, WIDTH)
     seen = []
     for connection, _, _ in reads[:-1]:
-        h, is_normed = reader.read(connection, state)
+        h, is_normed = plan.read(connection, state)
         seen.append(is_normed)
         state = connection.write(state, h)
     assert seen == [change != "patched" and i != 4 for i in range(9)]
@@ -157,12 +157,12 @@ def test_a_norm_that_does_more_than_its_class_is_called(monkeypatch, change):
 
 def test_it_is_for_passes_without_gradients():
     reads = decoder()
-    assert IMPLEMENTATION.reader(reads) is None
+    assert IMPLEMENTATION.inference_plan(reads) is None
     with torch.no_grad():
-        reader = IMPLEMENTATION.reader(reads)
+        plan = IMPLEMENTATION.inference_plan(reads)
         with register_module_forward_hook(lambda *args: None):
-            assert IMPLEMENTATION.reader(reads) is None
-    h, is_normed = reader.read(reads[0][0], torch.randn(2, 3, WIDTH))  # gradients, in the middle of a pass
+            assert IMPLEMENTATION.inference_plan(reads) is None
+    h, is_normed = plan.read(reads[0][0], torch.randn(2, 3, WIDTH))  # gradients, in the middle of a pass
     assert h.requires_grad and not is_normed
 
 
@@ -170,7 +170,7 @@ def test_it_is_for_passes_without_gradients():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_what_kernels_do_not_serve_is_left_to_the_connections(dtype):
     reads = in_dtype(decoder(), dtype)
-    h, is_normed = IMPLEMENTATION.reader(reads).read(reads[0][0], torch.randn(2, 3, WIDTH).to(dtype))
+    h, is_normed = IMPLEMENTATION.inference_plan(reads).read(reads[0][0], torch.randn(2, 3, WIDTH).to(dtype))
     assert h.dtype is dtype and not is_normed
 
 
@@ -186,12 +186,12 @@ def test_each_read_looks_at_the_sources_that_are_new(change: Callable[[Tensor], 
     if has_phases:
         monkeypatch.setattr(phases, "_CACHED", 0)
     reads = decoder(norms=False)
-    reader, sources = IMPLEMENTATION.reader(reads), (torch.randn(2, 6, WIDTH),)
+    plan, sources = IMPLEMENTATION.inference_plan(reads), (torch.randn(2, 6, WIDTH),)
     for connection, key_norm, _ in reads:
         if len(sources) == 6:  # with phases, within the group of sublayers that reads four of them at once
             sources = tuple(change(source) for source in sources)
         expected, _, _ = connection(sources, key_norm())
-        torch.testing.assert_close(reader.read(connection, sources)[0], expected)
+        torch.testing.assert_close(plan.read(connection, sources)[0], expected)
         sources = *sources, torch.randn_like(sources[0])
 
 
@@ -200,7 +200,7 @@ def test_each_read_looks_at_the_sources_that_are_new(change: Callable[[Tensor], 
 def test_of_what_is_small_one_token_is_read_by_the_loops_and_more_by_the_connections(shape, is_read, monkeypatch):
     monkeypatch.setattr(on_cpu, "_MANY", 1 << 15)
     reads, embedding = decoder(), torch.randn(*shape, WIDTH)
-    h, is_normed = IMPLEMENTATION.reader(reads).read(reads[0][0], embedding)
+    h, is_normed = IMPLEMENTATION.inference_plan(reads).read(reads[0][0], embedding)
     assert is_normed is is_read
     torch.testing.assert_close(h, reads[0][2](embedding) if is_normed else embedding)
 
@@ -225,12 +225,12 @@ def test_a_source_that_is_changed_between_two_reads_is_read_as_it_is(change, has
     if has_phases:
         monkeypatch.setattr(phases, "_CACHED", 0)
     reads = decoder(norms=False)
-    reader, sources = IMPLEMENTATION.reader(reads), (torch.randn(2, 6, WIDTH),)
+    plan, sources = IMPLEMENTATION.inference_plan(reads), (torch.randn(2, 6, WIDTH),)
     for connection, key_norm, _ in reads:
         if len(sources) == 6:
             change(sources[which])
         expected, _, _ = connection(sources, key_norm())
-        torch.testing.assert_close(reader.read(connection, sources)[0], expected)
+        torch.testing.assert_close(plan.read(connection, sources)[0], expected)
         sources = *sources, torch.randn_like(sources[0])
 
 
@@ -242,38 +242,38 @@ def test_a_source_whose_memory_is_gone_is_not_read(has_phases, monkeypatch):
     addresses = []
     monkeypatch.setattr(call.engine, "run", lambda *args: addresses.append(args))
     reads = decoder(norms=False)
-    reader, sources = IMPLEMENTATION.reader(reads), (torch.randn(2, 6, WIDTH),)
+    plan, sources = IMPLEMENTATION.inference_plan(reads), (torch.randn(2, 6, WIDTH),)
     for connection, _, _ in reads[:5]:
-        reader.read(connection, sources)
+        plan.read(connection, sources)
         sources = *sources, torch.randn_like(sources[0])
     assert addresses
     addresses.clear()
     sources[1].untyped_storage().resize_(0)
     # The connection is called instead, which may raise; here it says that it was.
     monkeypatch.setattr(AttnRes, "forward", lambda self, *args: ("called",))
-    assert reader.read(reads[5][0], sources) == ("called", False) and not addresses
+    assert plan.read(reads[5][0], sources) == ("called", False) and not addresses
 
 
 @torch.no_grad()
 def test_a_source_of_another_shape_goes_to_the_connection(monkeypatch):
     reads = decoder(norms=False)
-    reader = IMPLEMENTATION.reader(reads)
+    plan = IMPLEMENTATION.inference_plan(reads)
     whole = torch.randn(2, 6, WIDTH)
     monkeypatch.setattr(AttnRes, "forward", lambda self, *args: ("called",))
     for odd in (whole.mean((0, 1), keepdim=True), whole[:, :3], whole[..., :9]):
-        assert reader.read(reads[1][0], (whole, odd)) == ("called", False)
+        assert plan.read(reads[1][0], (whole, odd)) == ("called", False)
 
 
 @pytest.fixture
 def groups(monkeypatch) -> list[tuple[int, int]]:
     """Fills with the number of queries and of sources of each phase one."""
-    seen, begin = [], reader_module._CpuReader._phase_one
+    seen, begin = [], CpuPlan._phase_one
 
     def spy(self, queries, eps, taken):
         seen.append((len(queries), len(taken.addresses)))
         return begin(self, queries, eps, taken)
 
-    monkeypatch.setattr(reader_module._CpuReader, "_phase_one", spy)
+    monkeypatch.setattr(CpuPlan, "_phase_one", spy)
     monkeypatch.setattr(phases, "_CACHED", 0)
     return seen
 
@@ -309,9 +309,9 @@ def test_where_memory_is_not_the_cost_there_are_no_phases(groups, monkeypatch):
 @torch.no_grad()
 def test_a_pass_may_end_early():
     reads = decoder(sublayers=8)
-    reader, state = IMPLEMENTATION.reader(reads), torch.randn(2, 3, WIDTH)
+    plan, state = IMPLEMENTATION.inference_plan(reads), torch.randn(2, 3, WIDTH)
     for connection, key_norm, _ in (*reads[:5], reads[-1]):
         expected = connection(state, key_norm())[0]
         state = connection.write(state, (expected * 2).sin())
-    h, _ = reader.read(reads[-1][0], state)
+    h, _ = plan.read(reads[-1][0], state)
     torch.testing.assert_close(h, reads[-1][0](state, reads[-1][1]())[0], rtol=1e-5, atol=1e-5)

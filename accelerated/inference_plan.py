@@ -1,0 +1,165 @@
+"""Plan the reads of one forward pass without gradients: validate the model once, then dispatch every read.
+
+A connection that is called by itself asks each time whether it and the norm after it do only what their classes say,
+and which kernels serve. In decoding, the weights of a sublayer push everything else out of the processor's caches, and
+these answers would take longer than the attention over the depth. Only the sources are looked at in each read.
+
+[`InferencePlan`] is the part that all devices share; `numba/plan.py` and `triton/plan.py` derive from it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import compat
+from .phases import group_size, two_phases_pay
+from .plain import is_plain_module, is_plain_rms_norm, is_unpatched, modules_are_called_plainly
+
+# A connection, its key norm, and the module that runs next, if one does.
+Read = tuple[nn.Module, nn.Module, nn.Module | None]
+Sources = tuple[Tensor, ...]
+Phase = tuple[Tensor, ...] | None  # the result of phase 1, of one read or of all reads in a group
+Norm = tuple[Tensor, float] | None  # weight and epsilon
+
+
+class InferencePlan:
+    """The reads of one pass: of each sublayer in turn, and of the output. [`make_plan`] makes it.
+
+    Args:
+        reads: all reads of the pass, in order.
+        queries: `w * g` of each read, `[reads, D]` in float32.
+    """
+
+    def __init__(self, reads: Sequence[Read], queries: Tensor):
+        self._queries = queries
+        self._positions = {id(connection): position for position, (connection, _, _) in enumerate(reads)}
+        self._key_norms = [key_norm for _, key_norm, _ in reads]
+        # Norms that the kernels can compute after the read, if their weights have the sources' dtype.
+        self._norms: list[Norm] = [None if norm is None else _plain_norm(norm) for _, _, norm in reads]
+        # The current group: the reads that phase 1 serves, the sources that it read with their stamps, and its result.
+        self._group: range = range(0)
+        self._phase_sources: Sources = ()
+        self._stamps: list[tuple] = []
+        self._phase: Phase = None
+
+    def read(self, connection: nn.Module, state: Tensor | Sources) -> tuple[Tensor, bool]:
+        """Compute the input of a sublayer, or of the output.
+
+        Args:
+            connection: one of the plan's connections.
+            state: the sources, each `[batch, seq, hidden]`; the embedding alone before the first write.
+
+        Returns:
+            The input `[batch, seq, hidden]`, and whether the norm that runs next has been applied to it.
+        """
+        sources = state if isinstance(state, tuple) else (state,)
+        position = self._positions[id(connection)]
+        is_served = not torch.is_grad_enabled() and sources[0].shape[-1:] == self._queries.shape[1:]
+        prepared = self._prepare(sources) if is_served else None
+        if prepared is None:
+            return connection(state, self._key_norms[position]())[0], False
+        if position not in self._group or not self._begins_with_phase_sources(sources):
+            self._begin_group(position, connection, sources, prepared)
+        norm = self._norms[position]
+        if norm is not None and not self._takes_norm(norm[0], sources):
+            norm = None
+        phase = None if self._phase is None else tuple(part[position - self._group.start] for part in self._phase)
+        multiplier = len(sources) if connection.scale == "sum" else 1
+        return self._read(position, multiplier, connection.eps, prepared, phase, norm), norm is not None
+
+    def _begins_with_phase_sources(self, sources: Sources) -> bool:
+        """Return whether the sources begin with those that phase 1 read, unchanged since."""
+        return len(sources) >= len(self._phase_sources) and all(
+            a is b and stamp == _stamp(b) for a, b, stamp in zip(self._phase_sources, sources, self._stamps)
+        )
+
+    def _begin_group(self, start: int, connection: nn.Module, sources: Sources, prepared: Any) -> None:
+        """Begin a group of reads at the read `start`, and run phase 1 for it where that pays."""
+        # Within a block the last source is a sum that still grows.
+        is_boundary = connection.sublayer % connection.block_size == 0
+        count, remaining = len(sources), len(self._norms) - start
+        pays = is_boundary and two_phases_pay(count, sources[0].numel())
+        size = group_size(connection.block_size, count, remaining) if pays else 1
+        self._group, self._phase_sources, self._stamps = range(start, start + size), (), []
+        self._phase = None  # frees its memory before the next result is allocated
+        if size > 1:
+            self._phase = self._phase_one(self._queries[start : start + size], connection.eps, prepared)
+            self._phase_sources, self._stamps = sources, [_stamp(source) for source in sources]
+
+    def _prepare(self, sources: Sources) -> Any:
+        """Return the sources in the form that the device's kernels take, or `None` where these do not serve them."""
+        raise NotImplementedError
+
+    def _takes_norm(self, weight: Tensor, sources: Sources) -> bool:
+        """Return whether the kernels can apply a norm with this weight `[D]` after a read of these sources."""
+        raise NotImplementedError
+
+    def _phase_one(self, queries: Tensor, eps: float, prepared: Any) -> Phase:
+        """Compute phase 1 of the queries `[G, D]` against prepared sources."""
+        raise NotImplementedError
+
+    def _read(self, position: int, multiplier: int, eps: float, prepared: Any, phase: Phase, norm: Norm) -> Tensor:
+        """Compute one read `[batch, seq, hidden]`, from its part of phase 1 if there is one, and the norm after it."""
+        raise NotImplementedError
+
+
+def make_plan(plan_class: type[InferencePlan], device: str, reads: Sequence[Read]) -> InferencePlan | None:
+    """Make a plan for a pass, if every module in it does only what its class says.
+
+    Args:
+        plan_class: the plan of a device.
+        device: type of that device, `"cpu"` or `"cuda"`.
+        reads: all reads of the pass, in order.
+
+    Returns:
+        The plan, or `None` where the connections must be called themselves.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or compat.looks_at_operations() is not None:
+        return None
+    if not reads or not modules_are_called_plainly():
+        return None
+    kind, key_norm_kind, first = type(reads[0][0]), type(reads[0][1]), reads[0][0].weight
+    # A patch of how a connection writes may be meant for reads too.
+    if not all(is_unpatched(*method) for method in ((kind, "forward"), (kind, "write"), (key_norm_kind, "forward"))):
+        return None
+    form = reads[0][0].eps, reads[0][0].scale, reads[0][0].block_size
+    weights, key_norm_weights = [], []
+    for connection, key_norm, _ in reads:
+        if type(connection) is not kind or type(key_norm) is not key_norm_kind:
+            return None
+        if "write" in vars(connection):
+            return None
+        if not (is_plain_module(connection) and is_plain_module(key_norm)):
+            return None
+        # The reads of a group are computed together, so they must be alike.
+        if (connection.eps, connection.scale, connection.block_size) != form:
+            return None
+        weights.append(connection._parameters.get("weight"))
+        key_norm_weights.append(key_norm._parameters.get("weight"))
+    shapes = (1, first.shape[-1]), first.shape[-1:]
+    for pair in zip(weights, key_norm_weights):
+        for tensor, shape in zip(pair, shapes):
+            if type(tensor) is not nn.Parameter or tensor.shape != shape or tensor.device != first.device:
+                return None
+    if first.device.type != device:
+        return None
+    queries = torch.cat(weights).to(torch.float32) * torch.stack(key_norm_weights).to(torch.float32)  # (reads, D)
+    return plan_class(reads, queries)
+
+
+def _plain_norm(norm: nn.Module) -> Norm:
+    """Return weight and epsilon of a plain RMSNorm, or `None` for any other module."""
+    weight = norm._parameters.get("weight")
+    if type(weight) is not nn.Parameter or not is_plain_rms_norm(norm, weight.dtype):
+        return None
+    return weight, norm.variance_epsilon
+
+
+def _stamp(source: Tensor) -> tuple:
+    """Return a mark that changes with the tensor's memory, shape or, where PyTorch counts changes, its numbers."""
+    return source.data_ptr(), source.shape, None if source.is_inference() else source._version
+
+
+__all__ = ["InferencePlan", "Norm", "Phase", "Read", "Sources", "make_plan"]
