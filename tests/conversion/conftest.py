@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from . import backbones as _backbones
 from .checkpoints import convert, standard_model
-from .publishing import Publisher, publisher
+from .publishing import Publisher, publisher, retrofit_of_stories
 
 
 @dataclass
@@ -113,8 +113,21 @@ def refusal(tmp_path) -> Callable[..., str]:
     return run
 
 
-@pytest.fixture(scope="module")
-def push(model) -> Iterator[Publisher]:
-    """A process that publishes; it works beside the `model` of the module that asks."""
-    with publisher(model.parent) as push:
+@pytest.fixture(scope="session")
+def published_model(assets, tmp_path_factory) -> Path:
+    """A retrofit of a real checkpoint, `model` in a folder; not to be changed."""
+    return retrofit_of_stories(assets, tmp_path_factory.mktemp("published"))
+
+
+@pytest.fixture(scope="session")
+def session_that_pushes(published_model) -> Iterator[Publisher]:
+    """A process that publishes; it works beside `published_model`."""
+    with publisher(published_model.parent) as push:
         yield push
+
+
+@pytest.fixture
+def push(session_that_pushes) -> Publisher:
+    """`push(*arguments)`: a command on a Hub that is empty at the start of the test."""
+    session_that_pushes.hub.clear()
+    return session_that_pushes

@@ -1,22 +1,20 @@
 """`attnres convert` from a Hub, with one cache; run by `test_convert_hub.py`, which judges what was seen.
 
-hub_session.py SERVER FOLDER        `SERVER` is the process id of the Hub; results go to `FOLDER`
+hub_session.py FOLDER        results go to `FOLDER`
 """
 
 import contextlib
 import io
 import json
 import os
-import signal
-import socket
 import sys
-import time
 from pathlib import Path
-from urllib.parse import urlsplit
+
+from huggingface_hub import close_session, get_session
 
 from attnres.commands.main import main
 
-server, folder = int(sys.argv[1]), Path(sys.argv[2])
+folder = Path(sys.argv[1])
 
 
 def convert(name: str, *arguments: str) -> dict:
@@ -31,19 +29,6 @@ def convert(name: str, *arguments: str) -> dict:
     return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
 
 
-def wait_until_refused(endpoint: str) -> None:
-    address = urlsplit(endpoint)
-    for _ in range(600):
-        try:
-            socket.create_connection((address.hostname, address.port), timeout=1).close()
-        except ConnectionRefusedError:
-            return
-        except OSError:
-            pass
-        time.sleep(0.05)
-    sys.exit(f"{endpoint} still answers 30 seconds after its end.")
-
-
 seen = {
     "main": convert("main", "lab/model"),
     "v1": convert("v1", "lab/model", "--revision", "v1", "--block-size", "2"),
@@ -54,8 +39,8 @@ seen = {
     "no repository": convert("x", "lab/absent"),
     "no name": convert("x", "lab/mo del"),
 }
-os.kill(server, signal.SIGTERM)
-wait_until_refused(os.environ["HF_ENDPOINT"])  # one that is ending still accepts connections, and resets them
+get_session().get(f"{os.environ['HF_ENDPOINT']}/stop")  # at which the test stops the Hub
+close_session()  # its connections are still open
 seen["v1 from the cache"] = convert("cached", "lab/model", "--revision", "v1", "--block-size", "2")
 seen["no Hub"] = convert("x", "lab/other")
 (folder / "seen.json").write_text(json.dumps(seen))

@@ -24,7 +24,7 @@ class Publisher:
     process: subprocess.Popen
 
     def __call__(self, *arguments: object, token: str | None = Hub.write_token) -> dict:
-        """`attnres ARGUMENTS`: `status`, `out`, `err`."""
+        """Run `attnres ARGUMENTS`; return `status`, `out`, `err`, and `waits`, the seconds that it would have slept."""
         return self._ask({"arguments": [*map(str, arguments)], "token": token})
 
     def run(self, code: str, token: str | None = Hub.write_token) -> dict:
@@ -36,7 +36,7 @@ class Publisher:
 
     def commits(self, repo: str) -> list[str]:
         """The titles of all commits, oldest first."""
-        return [commit["title"] for commit in self.hub.repositories()[repo]["commits"].values()]
+        return self.hub.commits(repo)
 
     def edit(self, repo: str, path: str, content: str) -> None:
         """As a person edits a file in the browser."""
@@ -57,16 +57,11 @@ class Publisher:
 
 
 @contextmanager
-def publisher(folder: Path, xet: bool = False, content: Path | None = None) -> Iterator[Publisher]:
-    """A Hub, and a process that publishes on it and works in `folder`.
-
-    Args:
-        xet: as users do by default, by `hf_xet`.
-        content: of the Hub from the start; see `Hub.running`.
-    """
-    with Hub.running(content, part_size=400_000) as hub:
+def publisher(folder: Path) -> Iterator[Publisher]:
+    """A Hub, and a process that publishes on it and works in `folder`."""
+    with Hub.running() as hub:
         command = [sys.executable, str(SESSION)]
-        environment = hub.environ(home=folder / "home", xet=xet) | {"HF_XET_CLIENT_RETRY_BASE_DELAY": "10ms"}
+        environment = hub.environ(home=folder / "home")
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen(command, cwd=folder, env=environment, **pipes) as process:
             yield Publisher(hub, folder, process)

@@ -1,7 +1,7 @@
 """Commands and scripts in one process whose Hub is the one of the environment; driven by `test_push.py`.
 
 Reads `{"arguments": [...], "token": ...}` or `{"code": ..., "token": ...}` line by line, answers with exit status,
-standard output and error, and ends with its input.
+standard output and error, and ends with its input. Between attempts it does not wait: it tells how long it would have.
 """
 
 import contextlib
@@ -9,13 +9,17 @@ import io
 import json
 import os
 import sys
+import time
 import traceback
 
 from attnres.commands.main import main
 
 answers = sys.stdout
+waits: list[float] = []
+time.sleep = waits.append
 for line in sys.stdin:
     step, out, err, status = json.loads(line), io.StringIO(), io.StringIO(), 0
+    waits.clear()
     os.environ.pop("HF_TOKEN", None)
     os.environ |= {"HF_TOKEN": step["token"]} if step["token"] else {}
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -30,4 +34,5 @@ for line in sys.stdin:
         except Exception:
             status = 1
             traceback.print_exc()
-    print(json.dumps({"status": status, "out": out.getvalue(), "err": err.getvalue()}), file=answers, flush=True)
+    answer = {"status": status, "out": out.getvalue(), "err": err.getvalue(), "waits": waits}
+    print(json.dumps(answer), file=answers, flush=True)

@@ -35,7 +35,8 @@ def folder(tmp_path_factory) -> Path:
     torch.save(standard_model(num_hidden_layers=2).state_dict(), model / "pickled" / "pytorch_model.bin")
 
     with Hub.running(folder / "hub") as hub:
-        command = [sys.executable, HERE / "hub_session.py", str(hub.pid), folder]
+        hub.before("/stop", hub.stop)
+        command = [sys.executable, HERE / "hub_session.py", folder]
         environment = hub.environ(home=folder / "home")
         done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -3,19 +3,15 @@
 import json
 import os
 import shutil
-import threading
-import time
 from pathlib import Path
 
 import pytest
 from huggingface_hub import HfApi, ModelCard
 
-from .publishing import publisher, retrofit_of_stories
 
-
-@pytest.fixture(scope="module")
-def model(assets, tmp_path_factory) -> Path:
-    return retrofit_of_stories(assets, tmp_path_factory.mktemp("odd"))
+@pytest.fixture
+def model(published_model) -> Path:
+    return published_model
 
 
 @pytest.fixture
@@ -67,18 +63,11 @@ def test_a_card_that_is_edited_during_the_upload_keeps_the_edit(push, model, cop
     changed(copy / "config.json", changed=True)
     api = HfApi(endpoint=push.hub.url, token=push.hub.write_token)
     edited = push.card("me/race") + "\n## Bias\n"
-    push.hub.forget()
-    push.hub.fail("slow", "/preupload/", seconds=4, times=1)
-
-    def edit() -> None:
-        while not push.hub.log("POST", "/preupload/"):  # until the upload has begun
-            time.sleep(0.05)
-        api.upload_file(repo_id="me/race", path_in_repo="README.md", path_or_fileobj=edited.encode())
-
-    editing = threading.Thread(target=edit)
-    editing.start()
+    push.hub.before(  # when the upload has begun
+        "/preupload/",
+        lambda: api.upload_file(repo_id="me/race", path_in_repo="README.md", path_or_fileobj=edited.encode()),
+    )
     done = push("push", copy.name, "me/race")
-    editing.join()
     assert done["status"] == 0, done["err"]
     assert push.card("me/race").count("## Bias") == 1
 
@@ -137,19 +126,18 @@ def test_metadata_that_the_hub_refuses_is_refused_before_anything_is_uploaded(pu
     assert push.commits("me/invalid") == ["initial commit"]
 
 
-def test_a_card_on_the_hub_that_is_damaged_is_told_before_anything_is_uploaded(model):
+def test_a_card_on_the_hub_that_is_damaged_is_told_before_anything_is_uploaded(push, tmp_path):
     damaged = ["date: 2024-02-30", "a: " + "[" * 3000, "- a", "a: ["]
-    content = model.with_name("content")
     for number, metadata in enumerate(damaged):
-        (content / "me" / f"damaged{number}" / "main").mkdir(parents=True)
-        card = f"---\n{metadata}\n---\n# Mine\n"
-        (content / "me" / f"damaged{number}" / "main" / "README.md").write_text(card)
-    with publisher(model.parent, content=content) as push:
-        for number in range(len(damaged)):
-            done = push("push", "model", f"me/damaged{number}")
-            assert done["status"] == 1
-            assert "README.md on the Hub cannot be read" in done["err"]
-            assert len(push.commits(f"me/damaged{number}")) == 1
+        branch = tmp_path / "me" / f"damaged{number}" / "main"
+        branch.mkdir(parents=True)
+        (branch / "README.md").write_text(f"---\n{metadata}\n---\n# Mine\n")
+    push.hub.repositories.load(tmp_path)
+    for number in range(len(damaged)):
+        done = push("push", "model", f"me/damaged{number}")
+        assert done["status"] == 1
+        assert "README.md on the Hub cannot be read" in done["err"]
+        assert len(push.commits(f"me/damaged{number}")) == 1
 
 
 def test_names_are_shown_as_they_are(push, copy):

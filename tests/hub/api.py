@@ -1,294 +1,259 @@
-"""The Hub's endpoints below `/api`: accounts, repositories, revisions, what they hold, and commits."""
+"""The endpoints that `huggingface_hub` asks to publish and to load models, one function each.
+
+They offer the client its simplest way to transfer bytes: LFS objects in one request each, downloads without a redirect.
+Anything else in the client's protocols is not ours to test.
+"""
 
 import base64
-import fnmatch
 import hashlib
 import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import PurePosixPath
+from typing import Any
+from urllib.parse import unquote
 
-import cards
-from http_types import Request, Response, Routes
-from repositories import Commit, File, Hub, HubError, Repository, as_object, may_write_to
+from .cards import errors_of_card
+from .repositories import ACCOUNTS, Account, Commit, File, HubError, Repositories, Repository, is_object, require_writer
 
-MODEL = r"/api/models/(?P<name>[^/]+/[^/]+)"
+NAME = r"(?P<name>[^/]+/[^/]+)"
+MODEL = f"/api/models/{NAME}"
 REVISION = r"(?P<revision>refs/pr/\d+|[^/]+)"
 
-route = Routes()
+
+@dataclass
+class Request:
+    """A request to the Hub at `url`; `account` is that of its token."""
+
+    url: str
+    method: str
+    path: str
+    query: dict[str, list[str]]
+    body: bytes
+    account: Account | None = None
+
+    @property
+    def json(self) -> Any:
+        """The body, parsed."""
+        return json.loads(self.body or b"{}")
+
+
+@dataclass
+class Response:
+    """An answer: bytes, or a value to be sent as JSON."""
+
+    content: Any
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, error: HubError) -> "Response":
+        """Return an error as the Hub sends it: in the body, and in the header `X-Error-Message`."""
+        line = " ".join(error.message.split()).encode("ascii", "replace").decode()
+        return cls({"error": error.message}, error.status, {"X-Error-Message": line, **error.headers})
+
+
+ROUTES: list[tuple[str, re.Pattern[str], Callable[..., Response]]] = []
+
+
+def route(method: str, pattern: str) -> Callable[[Callable], Callable]:
+    """Register a function as the answer to a method and path. It gets the groups of the pattern by their names."""
+
+    def register(function: Callable) -> Callable:
+        ROUTES.append((method, re.compile(pattern), function))
+        return function
+
+    return register
+
+
+def answer(repositories: Repositories, request: Request, token: str) -> Response:
+    """Return the answer to a request that carries `token`, which may be empty."""
+    method = "GET" if request.method == "HEAD" else request.method
+    try:
+        if token and token not in ACCOUNTS:
+            raise HubError(401, "Invalid credentials in Authorization header")
+        request.account = ACCOUNTS.get(token)
+        for routed, pattern, function in ROUTES:
+            if routed == method and (match := pattern.fullmatch(request.path)):
+                groups = {name: unquote(value or "") for name, value in match.groupdict().items()}
+                return function(repositories, request, **groups)
+        raise HubError(404, f"the Hub of the tests has no answer to {request.method} {request.path}")
+    except HubError as error:
+        return Response.of(error)
 
 
 @route("GET", "/api/whoami-v2")
-def whoami(hub: Hub, request: Request) -> Response:
-    account = request.account
-    if account is None:
+def whoami(repositories: Repositories, request: Request) -> Response:
+    if request.account is None:
         raise HubError(401, "Invalid username or password.")
-    organizations = [{"type": "org", "name": name, "roleInOrg": account.role} for name in account.organizations]
-    token = {"displayName": "a token of the tests", "role": account.role}
-    who = {"type": "user", "id": account.name, "name": account.name, "fullname": account.name, "orgs": organizations}
-    return Response.of(who | {"auth": {"type": "access_token", "accessToken": token}})
+    organizations = [{"type": "org", "name": name} for name in request.account.organisations]
+    token = {"displayName": "a token of the tests", "role": "write" if request.account.may_write else "read"}
+    who = {"type": "user", "name": request.account.name, "orgs": organizations}
+    return Response(who | {"auth": {"type": "access_token", "accessToken": token}})
 
 
 @route("POST", "/api/validate-yaml")
-def validate_yaml(hub: Hub, request: Request) -> Response:
-    errors, warnings = cards.check(request.json["content"], request.json.get("repoType", "model"))
-    found = {"errors": [{"message": text} for text in errors], "warnings": [{"message": text} for text in warnings]}
-    return Response.of(found, 400 if errors else 200)
+def validate_card(repositories: Repositories, request: Request) -> Response:
+    errors, warnings = errors_of_card(request.json["content"])
+    shown = {"errors": [{"message": text} for text in errors], "warnings": [{"message": text} for text in warnings]}
+    return Response(shown, 400 if errors else 200)
 
 
 @route("POST", "/api/repos/create")
-def create_repository(hub: Hub, request: Request) -> Response:
-    asked = request.json
-    if asked.get("type", "model") != "model":
-        raise HubError(400, "this Hub holds models only")
-    account = may_write_to(asked.get("organization"), request.account)
-    name = f"{asked.get('organization') or account.name}/{asked['name']}"
-    address = {"url": f"{hub.url}/{name}", "name": name, "id": name}
-    if name in hub.by_name:
-        return Response.of({"error": "You already created this model repo", **address}, 409)
-    hub.create(name, private=asked.get("visibility") == "private", author=account.name)
-    return Response.of(address)
-
-
-@route("DELETE", "/api/repos/delete")
-def delete_repository(hub: Hub, request: Request) -> Response:
-    asked = request.json
-    account = may_write_to(asked.get("organization"), request.account)
-    name = f"{asked.get('organization') or account.name}/{asked['name']}"
-    del hub.by_name[hub.writable(name, account).name]
-    return Response.of({})
-
-
-@route("PUT", f"{MODEL}/settings")
-def change_settings(hub: Hub, request: Request, name: str) -> Response:
-    repository = hub.writable(name, request.account)
-    if "visibility" in request.json:
-        repository.private = request.json["visibility"] == "private"
-    return Response.of({"private": repository.private})
-
-
-@route("GET", f"{MODEL}/auth-check(?P<write>/write)?")
-def check_access(hub: Hub, request: Request, name: str, write: str) -> Response:
-    (hub.writable if write else hub.readable)(name, request.account)
-    return Response.of({})
+def create_repository(repositories: Repositories, request: Request) -> Response:
+    wanted = request.json
+    account = require_writer(request.account, wanted.get("organization"))
+    name = f"{wanted.get('organization') or account.name}/{wanted['name']}"
+    address = {"url": f"{request.url}/{name}", "name": name, "id": name}
+    if name in repositories:
+        return Response({"error": "You already created this model repo", **address}, 409)
+    repositories.create(name, private=wanted.get("visibility") == "private")
+    return Response(address)
 
 
 @route("GET", f"{MODEL}(?:/revision/{REVISION})?")
-def model_info(hub: Hub, request: Request, name: str, revision: str) -> Response:
-    repository = hub.readable(name, request.account)
+def model_info(repositories: Repositories, request: Request, name: str, revision: str) -> Response:
+    repository = repositories.readable(name, request.account)
     commit = repository.commit(revision or "main")
     siblings = [{"rfilename": path} for path in sorted(commit.files)]
-    if "blobs" in request.query:
-        for sibling in siblings:
-            file = commit.files[sibling["rfilename"]]
-            sibling |= {"size": len(file.content), "blobId": file.oid}
-            if file.lfs:
-                sibling["lfs"] = {"sha256": file.sha256, **file.pointer_info}
-    info = {"_id": name, "id": name, "modelId": name, "author": repository.namespace, "sha": commit.oid}
-    info |= {"private": repository.private, "gated": False, "disabled": False, "downloads": 0, "likes": 0}
-    info |= {"createdAt": commit.date, "lastModified": commit.date, "siblings": siblings}
-    info |= cards.facts({path: file.content for path, file in commit.files.items()})
-    return Response.of(info)
-
-
-def entry_of(repository: Repository, path: str, file: File) -> dict:
-    """A file as listings of a tree show it."""
-    entry = {"type": "file", "path": path, "oid": file.oid, "size": len(file.content)}
-    if file.lfs:
-        entry["lfs"] = {"oid": file.sha256, **file.pointer_info}
-        if file.sha256 in repository.xet_hashes:
-            entry["xetHash"] = repository.xet_hashes[file.sha256]
-    return entry
-
-
-def folder_of(path: str) -> dict:
-    return {"type": "directory", "path": path, "oid": hashlib.sha1(path.encode()).hexdigest(), "size": 0}
+    info = {"_id": name, "id": name, "sha": commit.oid, "private": repository.private, "siblings": siblings}
+    return Response(info | {"lastModified": commit.date})
 
 
 @route("GET", f"{MODEL}/tree/{REVISION}(?:/(?P<folder>.+))?")
-def list_tree(hub: Hub, request: Request, name: str, revision: str, folder: str) -> Response:
-    repository = hub.readable(name, request.account)
-    commit = repository.commit(revision)
+def list_tree(repositories: Repositories, request: Request, name: str, revision: str, folder: str) -> Response:
+    files = repositories.readable(name, request.account).commit(revision).files
     root = PurePosixPath(folder)
-    inside = {path: file for path, file in commit.files.items() if PurePosixPath(path).is_relative_to(root)}
-    if folder and not inside:
+    paths = [PurePosixPath(path) for path in sorted(files) if PurePosixPath(path).is_relative_to(root)]
+    if folder and not paths:
         raise HubError(404, f"{folder} does not exist on {revision}", "EntryNotFound")
-    recursive = request.query.get("recursive", ["False"])[0].lower() in ("true", "1")
-    entries = {}
-    for path, file in sorted(inside.items()):
-        parents = [parent for parent in reversed(PurePosixPath(path).parents) if root in parent.parents]
-        for parent in parents if recursive else parents[:1]:
-            entries[str(parent)] = folder_of(str(parent))
-        if recursive or not parents:
-            entries[path] = entry_of(repository, path, file)
-    return Response.of(list(entries.values()))
-
-
-@route("POST", f"{MODEL}/paths-info/{REVISION}")
-def paths_info(hub: Hub, request: Request, name: str, revision: str) -> Response:
-    repository = hub.readable(name, request.account)
-    commit = repository.commit(revision)
+    if request.query.get("recursive", ["false"])[0].lower() != "true":
+        # Of a file in a subfolder, only the first folder below the root is listed.
+        paths = sorted({root / path.relative_to(root).parts[0] for path in paths})
     entries = []
-    for path in request.form.get("paths", []):
-        if path in commit.files:
-            entries.append(entry_of(repository, path, commit.files[path]))
-        elif any(PurePosixPath(path) in PurePosixPath(other).parents for other in commit.files):
-            entries.append(folder_of(path))
-    return Response.of(entries)
+    for path in map(str, paths):
+        if path in files:
+            entry = {"type": "file", "path": path, "oid": files[path].etag, "size": len(files[path].content)}
+            if files[path].is_object:
+                entry["lfs"] = {"oid": files[path].etag, "size": entry["size"], "pointerSize": 130}
+        else:
+            entry = {"type": "directory", "path": path, "oid": hashlib.sha1(path.encode()).hexdigest(), "size": 0}
+        entries.append(entry)
+    return Response(entries)
 
 
-@route("GET", f"{MODEL}/refs")
-def list_refs(hub: Hub, request: Request, name: str) -> Response:
-    refs = hub.readable(name, request.account).refs
-    kinds = {"branches": "refs/heads/", "tags": "refs/tags/", "converts": "refs/convert/", "pullRequests": "refs/pr/"}
-    return Response.of(
-        {
-            kind: [
-                {"name": ref.removeprefix(start), "ref": ref, "targetCommit": oid}
-                for ref, oid in refs.items()
-                if ref.startswith(start)
-            ]
-            for kind, start in kinds.items()
-        }
-    )
+@route("POST", f"{MODEL}/branch/(?P<branch>[^/]+)")
+def create_branch(repositories: Repositories, request: Request, name: str, branch: str) -> Response:
+    repository = repositories.writable(name, request.account)
+    if branch.startswith("refs/"):
+        raise HubError(400, f"Invalid reference for a branch: {branch}")
+    if f"refs/heads/{branch}" in repository.refs:
+        raise HubError(409, f"Reference already exists: {branch}")
+    start = repository.commit(request.json.get("startingPoint", "main"))
+    repository.refs[f"refs/heads/{branch}"] = start.oid
+    return Response({})
 
 
-@route("GET", f"{MODEL}/commits/{REVISION}")
-def list_commits(hub: Hub, request: Request, name: str, revision: str) -> Response:
-    return Response.of(
-        [
-            {
-                "id": commit.oid,
-                "title": commit.title,
-                "message": commit.message,
-                "authors": [{"user": commit.author}],
-                "date": commit.date,
-            }
-            for commit in hub.readable(name, request.account).history(revision)
-        ]
-    )
-
-
-@route("POST", f"{MODEL}/(?P<kind>branch|tag)/(?P<at>[^/]+)")
-def create_reference(hub: Hub, request: Request, name: str, kind: str, at: str) -> Response:
-    """`/branch/NAME` starts at `startingPoint`; `/tag/REVISION` is named in the body."""
-    repository = hub.writable(name, request.account)
-    asked = request.json
-    new, start = (at, asked.get("startingPoint", "main")) if kind == "branch" else (asked["tag"], at)
-    ref = f"refs/heads/{new}" if kind == "branch" else f"refs/tags/{new}"
-    if new.startswith("refs/"):
-        raise HubError(400, f"Invalid reference for a {kind}: {new}")
-    if ref in repository.refs:
-        raise HubError(409, f"Reference already exists: {ref}")
-    repository.refs[ref] = repository.commit(start).oid
-    return Response.of({})
-
-
-@route("DELETE", f"{MODEL}/(?P<kind>branch|tag)/(?P<old>[^/]+)")
-def delete_reference(hub: Hub, request: Request, name: str, kind: str, old: str) -> Response:
-    repository = hub.writable(name, request.account)
-    ref = f"refs/heads/{old}" if kind == "branch" else f"refs/tags/{old}"
-    if ref == "refs/heads/main":
-        raise HubError(403, "Cannot delete branch main")
-    if repository.refs.pop(ref, None) is None:
-        raise HubError(404, f"Invalid rev id: {old}", "RevisionNotFound")
-    return Response.of({})
-
-
-@route("POST", f"{MODEL}/discussions")
-def open_discussion(hub: Hub, request: Request, name: str) -> Response:
-    repository = hub.readable(name, request.account)
-    account = may_write_to(None, request.account)
-    if not request.json.get("pullRequest"):
-        raise HubError(400, "this Hub knows pull requests only")
-    return Response.of(repository.open_pull_request(request.json["title"], account.name, repository.commit("main")))
-
-
-@route("GET", f"{MODEL}/discussions/(?P<number>[0-9]+)")
-def show_discussion(hub: Hub, request: Request, name: str, number: str) -> Response:
-    repository = hub.readable(name, request.account)
-    if not 1 <= int(number) <= len(repository.pull_requests):
-        raise HubError(404, f"no discussion {number}")
-    shown = dict(repository.pull_requests[int(number) - 1])
-    shown |= {"author": {"name": shown["author"]}, "repo": {"name": name, "type": "model"}, "status": "open"}
-    shown |= {"isPullRequest": True, "changes": {"base": "refs/heads/main"}, "filesWithConflicts": [], "events": []}
-    return Response.of(shown)
-
-
-def for_change(hub: Hub, request: Request, name: str, revision: str) -> tuple[Repository, bool]:
-    """The repository, and whether the change goes to a new pull request, which a reader may open too."""
+def repository_to_change(repositories: Repositories, request: Request, name: str, revision: str) -> Repository:
+    """Return the repository of a commit to `revision`, or of a new pull request, which any account may open."""
     if request.query.get("create_pr") == ["1"]:
-        repository = hub.readable(name, request.account)
-        may_write_to(None, request.account)
-        return repository, True
-    return hub.writable(name, request.account, revision), False
+        require_writer(request.account)
+        return repositories.readable(name, request.account)
+    return repositories.writable(name, request.account, revision)
 
 
 @route("POST", f"{MODEL}/preupload/{REVISION}")
-def preupload(hub: Hub, request: Request, name: str, revision: str) -> Response:
-    """How each file is to be uploaded, whether `.gitignore` leaves it out, and what is there under its name."""
-    repository, _ = for_change(hub, request, name, revision)
-    commit = repository.commit(revision)
-    hosted = commit.files[".gitignore"].content.decode() if ".gitignore" in commit.files else ""
+def plan_upload(repositories: Repositories, request: Request, name: str, revision: str) -> Response:
+    """Say of each file how to upload it, whether `.gitignore` leaves it out, and which content has its name now."""
+    files = repository_to_change(repositories, request, name, revision).commit(revision).files
+    hosted = files[".gitignore"].content.decode() if ".gitignore" in files else ""
     rules = [line.strip() for line in request.json.get("gitIgnore", hosted).splitlines()]
     rules = [rule for rule in rules if rule and not rule.startswith("#")]
-    files = []
-    for asked in request.json["files"]:
-        path, there = asked["path"], commit.files.get(asked["path"])
-        lfs = as_object(path, asked["size"], base64.b64decode(asked["sample"]))
-        ignored = any(fnmatch.fnmatch(path, rule) or fnmatch.fnmatch(path, rule + "/*") for rule in rules)
-        answer = {"path": path, "uploadMode": "lfs" if lfs else "regular", "shouldIgnore": ignored}
-        files.append(answer | ({"oid": there.etag} if there else {}))
-    return Response.of({"files": files, "commitOid": commit.oid})
+    plans = []
+    for file in request.json["files"]:
+        path = file["path"]
+        mode = "lfs" if is_object(path, file["size"], base64.b64decode(file["sample"])) else "regular"
+        ignored = any(fnmatch(path, pattern) for rule in rules for pattern in (rule, f"{rule}/*"))
+        plan = {"path": path, "uploadMode": mode, "shouldIgnore": ignored}
+        plans.append(plan | ({"oid": files[path].etag} if path in files else {}))
+    return Response({"files": plans})
 
 
-def carried_out(repository: Repository, files: dict[str, File], key: str, value: dict) -> dict[str, File]:
-    """The files after one operation of a commit.
+@route("POST", f"/{NAME}.git/info/lfs/objects/batch")
+def locate_objects(repositories: Repositories, request: Request, name: str) -> Response:
+    """Say where to send each object; nowhere if it is there."""
+    repository = repositories.readable(name, request.account)
+    require_writer(request.account)
+    objects = []
+    for wanted in request.json["objects"]:
+        target = {"upload": {"href": f"{request.url}/storage/upload/{name}/{wanted['oid']}"}}
+        actions = {} if wanted["oid"] in repository.objects else {"actions": target}
+        objects.append({"oid": wanted["oid"], "size": wanted["size"], "authenticated": True, **actions})
+    return Response({"transfer": "basic", "objects": objects})
+
+
+@route("PUT", f"/storage/upload/{NAME}/(?P<sha256>[0-9a-f]{{64}})")
+def receive_object(repositories: Repositories, request: Request, name: str, sha256: str) -> Response:
+    if hashlib.sha256(request.body).hexdigest() != sha256:
+        raise HubError(422, f"the sha256 of the object is not {sha256}")
+    repositories[name].objects[sha256] = request.body
+    return Response({})
+
+
+def files_after(repository: Repository, files: dict[str, File], kind: str, value: dict) -> dict[str, File]:
+    """Return the files after one operation of a commit.
 
     Raises:
-        HubError: 400 for an object that was not uploaded or an operation that does not exist, 404 for a file that is
-            to be deleted and is not there.
+        HubError: 400 for an object that was not uploaded or an unknown operation, 404 for a file that is to be
+            deleted and is not there.
     """
     path = value["path"]
-    if key == "file":
-        return files | {path: File(base64.b64decode(value["content"]), lfs=False)}
-    if key == "lfsFile":
+    if kind == "file":
+        return files | {path: File(base64.b64decode(value["content"]), is_object=False)}
+    if kind == "lfsFile":
         if value["oid"] not in repository.objects:
-            raise HubError(
-                400, f"Your push was rejected because an LFS pointer pointed to a file that does not exist: {path}"
-            )
-        return files | {path: File(repository.objects[value["oid"]], lfs=True)}
-    if key not in ("deletedFile", "deletedFolder"):
-        raise HubError(400, f"no such operation in a commit: {key}")
-    gone = {path} if key == "deletedFile" else {other for other in files if other.startswith(path.rstrip("/") + "/")}
-    if not gone or not gone <= set(files):
+            raise HubError(400, f"Your push was rejected: an LFS pointer points to a file that does not exist: {path}")
+        return files | {path: File(repository.objects[value["oid"]], is_object=True)}
+    if kind not in ("deletedFile", "deletedFolder"):
+        raise HubError(400, f"no such operation in a commit: {kind}")
+    kept = {name: file for name, file in files.items() if name != path and not name.startswith(path.rstrip("/") + "/")}
+    if len(kept) == len(files):
         raise HubError(404, f"A file with this name doesn't exist: {path}", "EntryNotFound")
-    return {other: file for other, file in files.items() if other not in gone}
+    return kept
 
 
 @route("POST", f"{MODEL}/commit/{REVISION}")
-def commit(hub: Hub, request: Request, name: str, revision: str) -> Response:
-    """A commit from lines of JSON: a header, then the operations."""
-    repository, for_pull_request = for_change(hub, request, name, revision)
-    try:
-        first, *operations = [json.loads(line) for line in request.body.splitlines() if line.strip()]
-        header = first["value"]
-    except (ValueError, KeyError) as error:
-        raise HubError(400, f"not a commit: {error!r}") from error
+def commit(repositories: Repositories, request: Request, name: str, revision: str) -> Response:
+    """Commit lines of JSON: a header, then the operations."""
+    repository = repository_to_change(repositories, request, name, revision)
+    header, *operations = [json.loads(line) for line in request.body.splitlines() if line.strip()]
     ref = repository.ref(revision)
     parent = repository.commit(ref)
-    if header.get("parentCommit", parent.oid) != parent.oid:
+    if header["value"].get("parentCommit", parent.oid) != parent.oid:
         raise HubError(412, "A commit has happened since. Please refresh and try again.")
     files = parent.files
     for operation in operations:
-        files = carried_out(repository, files, operation["key"], operation["value"])
+        files = files_after(repository, files, operation["key"], operation["value"])
     if "README.md" in files and files["README.md"] != parent.files.get("README.md"):
-        errors, _ = cards.check(files["README.md"].content.decode(), "model")
+        errors, _ = errors_of_card(files["README.md"].content.decode())
         if errors:
             raise HubError(400, "Invalid metadata in README.md: " + "; ".join(errors))
-    new = Commit(parent.oid, header["summary"], header.get("description", ""), request.account.name, files)
-    answer = {"success": True, "commitOid": new.oid, "commitUrl": f"{hub.url}/{name}/commit/{new.oid}"}
-    if for_pull_request:
-        number = repository.open_pull_request(header["summary"], request.account.name, parent)["num"]
-        ref = f"refs/pr/{number}"
-        answer["pullRequestUrl"] = f"{hub.url}/{name}/discussions/{number}"
+    new = Commit(parent.oid, header["value"]["summary"], files)
+    result = {"success": True, "commitOid": new.oid, "commitUrl": f"{request.url}/{name}/commit/{new.oid}"}
+    if request.query.get("create_pr") == ["1"]:
+        ref = repository.open_pull_request(request.account.name)
+        result["pullRequestUrl"] = f"{request.url}/{name}/discussions/{ref.rpartition('/')[2]}"
     repository.add(ref, new)
-    return Response.of(answer)
+    return Response(result)
+
+
+@route("GET", f"/{NAME}/resolve/{REVISION}/(?P<path>.+)")
+def download(repositories: Repositories, request: Request, name: str, revision: str, path: str) -> Response:
+    commit = repositories.readable(name, request.account).commit(revision)
+    headers = {"X-Repo-Commit": commit.oid}
+    if path not in commit.files:
+        raise HubError(404, "Entry not found", "EntryNotFound", **headers)
+    file = commit.files[path]
+    return Response(file.content, headers=headers | {"ETag": f'"{file.etag}"'})

@@ -1,7 +1,8 @@
-"""What the Hub reads in a repository: the metadata of the model card, and results under `.eval_results/`."""
+"""What the Hub refuses in the metadata of a model card, and in results under `.eval_results/`."""
 
 import re
-from fnmatch import fnmatch
+
+import yaml
 
 RELATIONS = ("adapter", "merge", "quantized", "finetune")
 LICENSES = (
@@ -14,29 +15,15 @@ LICENSES = (
 LISTS = ("tags", "datasets", "language", "metrics", "base_model")
 
 
-def front_matter(content: str) -> object:
-    """What stands between the first two lines `---`; None if nothing does.
-
-    Raises:
-        ValueError: if it is not YAML.
-    """
-    import yaml  # only here: the server is to start quickly
-
+def errors_of_card(content: str) -> tuple[list[str], list[str]]:
+    """Return errors and warnings about the front matter of a `README.md`, as `/api/validate-yaml` tells them."""
     match = re.match(r"\s*---[ \t]*\r?\n(.*?)^---[ \t]*$", content, re.DOTALL | re.MULTILINE)
-    try:
-        return yaml.safe_load(match[1]) if match else None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(str(error)) from error
-
-
-def check(content: str, kind: str) -> tuple[list[str], list[str]]:
-    """Errors and warnings about the front matter of a `README.md`, as `/api/validate-yaml` tells them."""
-    try:
-        data = front_matter(content)
-    except ValueError as error:
-        return [f"YAML metadata is invalid: {error}"], []
-    if data is None:
+    if match is None:
         return [], ["empty or missing yaml metadata in repo card"]
+    try:
+        data = yaml.safe_load(match[1])
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        return [f"YAML metadata is invalid: {error}"], []
     if not isinstance(data, dict):
         return ["YAML metadata must be an object"], []
     errors = []
@@ -61,11 +48,13 @@ def check(content: str, kind: str) -> tuple[list[str], list[str]]:
 
 
 def strings(value: object) -> list[str]:
-    return [value] if isinstance(value, str) else [item for item in value or [] if isinstance(item, str)]
+    """Return the strings of a value that may be one, a list with some, or anything else."""
+    items = value if isinstance(value, list) else [value]
+    return [item for item in items if isinstance(item, str)]
 
 
 def result_error(entry: object) -> str | None:
-    """What is wrong with an entry of `.eval_results/*.yaml`."""
+    """Return what is wrong with an entry of `.eval_results/*.yaml`, or None."""
     if not isinstance(entry, dict):
         return "an entry must be an object"
     dataset = entry.get("dataset")
@@ -80,39 +69,3 @@ def result_error(entry: object) -> str | None:
         return '"source" must be an object with "url"'
     unknown = set(entry) - {"dataset", "value", "verifyToken", "date", "source", "notes"}
     return f"unknown keys: {sorted(unknown)}" if unknown else None
-
-
-def results(files: dict[str, bytes]) -> list[dict]:
-    """The entries under `.eval_results/`, each as `data`, or with the `error` that keeps its file from being shown."""
-    found = []
-    for path, content in sorted(files.items()):
-        if not fnmatch(path, ".eval_results/*.yaml"):
-            continue
-        import yaml
-
-        try:
-            entries = yaml.safe_load(content)
-        except yaml.YAMLError as error:
-            found.append({"filename": path, "error": str(error)})
-            continue
-        if not isinstance(entries, list):
-            found.append({"filename": path, "error": "the file must hold an array"})
-            continue
-        for entry in entries:
-            error = result_error(entry)
-            found.append({"filename": path} | ({"error": error} if error else {"data": entry}))
-    return found
-
-
-def facts(files: dict[str, bytes]) -> dict:
-    """What the information on a model takes from its files."""
-    found = {}
-    if "README.md" in files and not check(files["README.md"].decode(), "model")[0]:
-        data = front_matter(files["README.md"].decode())
-        if data is not None:
-            found["cardData"] = data
-            found["tags"] = strings(data.get("tags"))
-            found |= {key: data[key] for key in ("library_name", "pipeline_tag") if key in data}
-    if entries := results(files):
-        found["evalResults"] = entries
-    return found

@@ -1,109 +1,232 @@
-"""The Hub of the tests as a process, and what tests ask of it: `with Hub.running() as hub: ...`."""
+"""The Hub of the tests as a server of this process: `with Hub.running() as hub: ...`."""
 
-import base64
 import json
 import os
-import subprocess
-import sys
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
-SERVER = Path(__file__).with_name("server.py")
-WRITE_TOKEN = "hf_write_of_me"
-READ_TOKEN = "hf_read_of_me"
-OTHER_TOKEN = "hf_write_of_other"
+from .api import Request, Response, answer
+from .repositories import HubError, Repositories
+
+
+@dataclass
+class Fault:
+    """Trouble for the requests whose path matches.
+
+    Attributes:
+        kind: `status`: the request is answered with `status`, `headers` and `message`, and changes nothing.
+            `cut`: the connection ends after `after_bytes` bytes of the body, and the request changes nothing.
+            `lost`: the request is carried out, and the connection ends before the answer.
+            `call`: `function()` is called, then the request is answered.
+        path: regular expression, searched in the path with its query.
+        method: only requests with this method; None for all.
+        times: how many requests it meets; None for all.
+        skip: how many matching requests pass unharmed before.
+    """
+
+    kind: str
+    path: str = ""
+    method: str | None = None
+    times: int | None = 1
+    skip: int = 0
+    status: int = 500
+    headers: dict[str, str] = field(default_factory=dict)
+    message: str = "Internal Error - We're working hard to fix this as soon as possible!"
+    after_bytes: int = 0
+    function: Callable[[], object] | None = None
+
+    def __post_init__(self):
+        if self.kind not in ("status", "cut", "lost", "call"):
+            raise ValueError(f"no such kind of fault: {self.kind}")
 
 
 class Hub:
-    """A Hub on this machine. The user `me`, who belongs to the organisation `lab`, has a token that writes and one that
-    reads; the user `other` has one that writes.
+    """A Hub on this machine.
+
+    The user `me`, who belongs to the organisation `lab`, has a token that writes and one that reads; the user `other`
+    has one that writes.
 
     Attributes:
         url: its address.
-        pid: the id of its process.
+        repositories: what it holds, by name.
     """
 
-    write_token = WRITE_TOKEN
-    read_token = READ_TOKEN
-    other_token = OTHER_TOKEN
+    write_token = "hf_write_of_me"
+    read_token = "hf_read_of_me"
+    other_token = "hf_write_of_other"
 
-    def __init__(self, url: str, pid: int):
-        self.url = url
-        self.pid = pid
+    def __init__(self, content: Path | None = None):
+        self.repositories = Repositories()
+        if content is not None:
+            self.repositories.load(content)
+        self._lock = threading.Lock()  # one request changes repositories, faults or the log at a time
+        self._faults: list[Fault] = []
+        self._log: list[dict] = []
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     @classmethod
     @contextmanager
-    def running(cls, content: Path | None = None, part_size: int = 5_000_000) -> Iterator["Hub"]:
-        """A Hub as long as the context lasts.
+    def running(cls, content: Path | None = None) -> Iterator["Hub"]:
+        """Run a Hub as long as the context lasts.
 
         Args:
             content: a folder whose files `OWNER/NAME/REVISION/...` are there from the start, in public repositories.
-            part_size: in bytes; larger objects are uploaded in parts of this size.
         """
-        command = [sys.executable, "-E", "-s", str(SERVER), "--part-size", str(part_size)]
-        command += ["--content", str(content)] if content is not None else []
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            yield cls(process.stdout.readline().strip(), process.pid)  # leaving closes its input, which ends it
+        hub = cls(content)
+        threading.Thread(target=hub._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        try:
+            yield hub
+        finally:
+            hub.stop()
 
-    def environ(self, token: str | None = None, home: Path | str | None = None, xet: bool = False) -> dict[str, str]:
-        """The environment of a process that uses this Hub.
+    def stop(self) -> None:
+        """Refuse connections from now on. May be called again."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def environ(self, token: str | None = None, home: Path | str | None = None) -> dict[str, str]:
+        """Return the environment of a process that uses this Hub.
 
         Args:
-            token: what the process finds as its token; None: it has none.
+            token: the token that the process has; None for none.
             home: where it keeps its cache; None: where `HF_HOME` is by default.
-            xet: whether it transfers objects by `hf_xet`, as it does by default with the real Hub, or by plain HTTP.
         """
         environment = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith(("HF_", "HUGGING", "TRANSFORMERS_")) and not name.lower().endswith("_proxy")
         }
-        environment |= {"HF_ENDPOINT": self.url, "HF_HUB_DISABLE_XET": "0" if xet else "1"}
-        environment |= {"HF_HUB_DISABLE_TELEMETRY": "1"}
+        environment |= {"HF_ENDPOINT": self.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
         environment |= {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
         environment |= {"HF_TOKEN": token} if token is not None else {}
         return environment | ({"HF_HOME": str(home)} if home is not None else {})
 
     def fail(self, kind: str, path: str = "", **options: object) -> None:
-        """Makes a coming request fail; see `Fault` in `faults.py` for kinds and options."""
-        self._control("POST", "faults", {"kind": kind, "path": path, **options})
+        """Make a coming request fail; see `Fault` for kinds and options."""
+        with self._lock:
+            self._faults.append(Fault(kind, path, **options))
+
+    def before(self, path: str, function: Callable[[], object]) -> None:
+        """Call a function, which may use the Hub, when the next request for this path has come, before its answer."""
+        self.fail("call", path, function=function)
 
     def heal(self) -> None:
-        """Takes back all faults that have not happened."""
-        self._control("DELETE", "faults")
+        """Take back all faults that have not happened."""
+        with self._lock:
+            self._faults.clear()
 
     def log(self, method: str | None = None, path: str = "") -> list[dict]:
-        """The requests so far with this method and this text in their path; see `Entry` in `faults.py`."""
-        entries = self._control("GET", "log")
-        return [entry for entry in entries if method in (None, entry["method"]) and path in entry["path"]]
+        """Return the requests so far with this method, and with this text in their path.
+
+        Each has its `method`, its `path` with the query, `received`, the bytes of its body that came, and `status`,
+        which is None if it was not answered.
+        """
+        return [entry for entry in self._log if method in (None, entry["method"]) and path in entry["path"]]
 
     def forget(self) -> None:
-        """Empties the log."""
-        self._control("DELETE", "log")
+        """Empty the log."""
+        self._log.clear()
 
     def clear(self) -> None:
-        """Back to the start: no repositories, no faults, no log."""
-        self._control("DELETE", "repositories")
+        """Go back to the start: no repositories, no faults, no log."""
+        self.repositories.clear()
         self.heal()
         self.forget()
 
-    def repositories(self) -> dict[str, dict]:
-        """Each repository by its name: `private`, `refs` (name to commit), `commits` (`title`, `message`, `parent`)."""
-        return self._control("GET", "repositories")
+    def commits(self, repository: str) -> list[str]:
+        """Return the titles of all commits, oldest first."""
+        return [commit.title for commit in self.repositories[repository].commits.values()]
 
     def files(self, repository: str, revision: str = "main") -> dict[str, bytes]:
-        """The files of a branch, tag, pull request (`refs/pr/1`) or commit, by path."""
-        state = self.repositories()[repository]
-        refs = state["refs"]
-        names = (f"refs/heads/{revision}", f"refs/tags/{revision}", revision)
-        oid = next((refs[name] for name in names if name in refs), revision)
-        return {path: base64.b64decode(content) for path, content in state["commits"][oid]["files"].items()}
+        """Return the files of a branch, pull request (`refs/pr/1`) or commit, by path."""
+        files = self.repositories[repository].commit(revision).files
+        return {path: file.content for path, file in files.items()}
 
-    def _control(self, method: str, what: str, body: object = None):
-        request = urllib.request.Request(
-            f"{self.url}/control/{what}", method=method, data=None if body is None else json.dumps(body).encode()
-        )
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=30) as response:
-            return json.load(response)
+    def _take_fault(self, method: str, path: str) -> Fault | None:
+        """Return the fault that this request meets, if any."""
+        for fault in self._faults:
+            if fault.method in (None, method) and re.search(fault.path, path):
+                if fault.skip > 0:
+                    fault.skip -= 1
+                    continue
+                if fault.times is not None:
+                    fault.times -= 1
+                    if fault.times == 0:
+                        self._faults.remove(fault)
+                return fault
+        return None
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # connections stay open, as on the Hub
+    disable_nagle_algorithm = True
+    hub: Hub
+
+    def handle(self) -> None:
+        """Serve a connection until its client has gone."""
+        with suppress(ConnectionError):
+            super().handle()
+
+    def handle_request(self) -> None:
+        """Log a request and answer it, in the way that its fault leaves possible."""
+        hub = self.hub
+        entry = {"method": self.command, "path": self.path, "received": 0, "status": None}
+        with hub._lock:
+            hub._log.append(entry)
+            fault = hub._take_fault(self.command, self.path)
+        kind = fault.kind if fault else None
+        body = self.read_body(limit=fault.after_bytes if kind == "cut" else None)
+        entry["received"] = len(body)
+        self.close_connection = kind in ("cut", "lost")
+        if kind == "cut":
+            return
+        if kind == "status":
+            response = Response.of(HubError(fault.status, fault.message, **fault.headers))
+        else:
+            if kind == "call":
+                fault.function()
+            address = urlsplit(self.path)
+            request = Request(hub.url, self.command, address.path, parse_qs(address.query), body)
+            with hub._lock:
+                token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+                response = answer(hub.repositories, request, token)
+        if kind != "lost":
+            entry["status"] = response.status
+            self.send(response)
+
+    do_GET = do_HEAD = do_POST = do_PUT = handle_request
+
+    def read_body(self, limit: int | None) -> bytes:
+        """Read the body, of known length or in chunks, or at least its first `limit` bytes."""
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            length = int(self.headers.get("Content-Length", 0))
+            return self.rfile.read(length if limit is None else min(length, limit))
+        body = b""
+        while (limit is None or len(body) < limit) and (size := int(self.rfile.readline(), 16)):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        if limit is None:
+            self.rfile.readline()
+        return body
+
+    def send(self, response: Response) -> None:
+        """Send an answer; to HEAD, without its body."""
+        is_bytes = isinstance(response.content, bytes)
+        body = response.content if is_bytes else json.dumps(response.content).encode()
+        self.send_response(response.status)
+        kind = "application/octet-stream" if is_bytes else "application/json; charset=utf-8"
+        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **response.headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Write nothing: `Hub.log` has the requests."""
