@@ -19,7 +19,10 @@ from attnres.eval import sandbox
 from attnres.eval.benchmarks import benchmarks, pick, task_path
 from attnres.eval.start import check_run
 
-LIMIT = 6
+from .. import forks
+
+LIMIT = 3
+COMPARED = 12  # items on which `other` and `source` differ
 SOME = "arc_challenge,gsm8k,cmath"
 TASKS = {"arc_challenge", "gsm8k_cot", "attnres_cmath_validation", "attnres_cmath_test"}
 
@@ -110,12 +113,12 @@ def test_no_file_to_publish_names_a_folder_of_this_machine(evaluate, tmp_path, m
 
 
 def test_a_model_that_answers_differently_is_compared_item_by_item(evaluate, tmp_path, capsys):
-    evaluate("other", tmp_path / "out", "arc_challenge", baseline="source", limit=40)
+    evaluate("other", tmp_path / "out", "arc_challenge", baseline="source", limit=COMPARED)
     scores = [
         {sample["doc_id"]: sample["acc_norm"] for sample in json.loads(path.read_text())["samples"]}
         for path in (tmp_path / "out" / role / "arc_challenge.json" for role in ("model", "baseline"))
     ]
-    difference = sum(scores[0][item] - scores[1][item] for item in scores[1]) / 40
+    difference = sum(scores[0][item] - scores[1][item] for item in scores[1]) / COMPARED
     assert difference != 0
     note = "Prompts longer than the context of other lost their beginning: ARC-Challenge 100% of them."
     for text in ((tmp_path / "out" / "report.md").read_text(), capsys.readouterr().out):
@@ -158,7 +161,7 @@ def test_a_missing_data_set_is_told_before_a_model_runs_and_the_others_go_on(eva
     assert "MBPP runs programs that the model writes; --allow-code-execution allows it." in first
     assert sum("ceval/ceval-exam" in line and "hf download" in line for line in output) == 1
     report = (tmp_path / "out" / "report.md").read_text()
-    assert "| ARC-Challenge | 6 |" in report
+    assert f"| ARC-Challenge | {LIMIT} |" in report
     assert "C-Eval" in report.partition("Without a result:")[2]
 
 
@@ -172,7 +175,7 @@ def test_programs_run_where_that_is_allowed_and_the_report_says_how(evaluate, tm
 
 
 def test_results_of_another_model_or_limit_are_not_mixed(evaluate, evaluated, models):
-    with pytest.raises(FileExistsError, match="with limit 6, not 7"):
+    with pytest.raises(FileExistsError, match=f"with limit {LIMIT}, not 7"):
         evaluate(str(models / "retrofit"), evaluated, limit=7)
     with pytest.raises(FileExistsError, match="retrofit', not 'source'"):
         evaluate("source", evaluated)
@@ -201,7 +204,7 @@ def test_bad_input_is_refused_in_one_line_and_leaves_nothing(models, monkeypatch
     assert not (tmp_path / "out").exists()
 
 
-# In processes of their own
+# The command line
 
 
 def command(*arguments: object) -> list[str]:
@@ -213,7 +216,7 @@ def run(arguments: list[str], **options) -> subprocess.CompletedProcess:
 
 
 def test_the_task_path_is_printed_for_the_harness():
-    assert run(command("--print-task-path")).stdout == f"{task_path()}\n"
+    assert forks.run("-m", "attnres", "eval", "--print-task-path").stdout == f"{task_path()}\n"
 
 
 @pytest.mark.parametrize(
@@ -227,7 +230,7 @@ def test_the_task_path_is_printed_for_the_harness():
     ],
 )
 def test_bad_usage_ends_with_status_2(arguments, message, tmp_path):
-    done = run(command(*arguments), cwd=tmp_path)
+    done = forks.run("-m", "attnres", "eval", *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert message in " ".join(done.stderr.replace("│", " ").split())
     assert not any(tmp_path.iterdir())
@@ -236,7 +239,7 @@ def test_bad_usage_ends_with_status_2(arguments, message, tmp_path):
 def test_without_the_harness_one_line_says_what_to_install(tmp_path):
     """`sys.modules` holds None for a package that cannot be imported."""
     code = "import sys; sys.modules['lm_eval'] = None; from attnres.commands.main import main; main()"
-    done = run([sys.executable, "-c", code, "eval", "model", "--out", "out"], cwd=tmp_path)
+    done = forks.run("-c", code, "eval", "model", "--out", "out", cwd=tmp_path)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("attnres: attnres eval needs the package lm_eval: pip install 'lm-eval[hf,math]>=")
