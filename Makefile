@@ -1,4 +1,5 @@
 # make demo   the main job on real text, no network once installed
+# make check  style and the main road of the package, in a minute
 # make test   the test suite
 # make docs   the documentation, as a site in site/
 # make notebooks   runs the notebooks from top to bottom
@@ -8,25 +9,37 @@ PYTHON ?= python3
 PIP = .venv/bin/python -m pip --disable-pip-version-check --quiet
 INSTALL = $(PIP) install --constraint constraints.txt
 
-.PHONY: demo test lint docs notebooks serving suite versions clean
+.PHONY: demo check test lint docs notebooks serving suite versions clean
 demo: .venv/demo.installed
 	.venv/bin/attnres demo --overwrite
+
+SMOKE = tests/test_smoke.py tests/test_names.py tests/test_release.py tests/modeling_attnres/test_travelled_files.py
+check: lint .venv/test.installed
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not slow" $(SMOKE)
 
 test: .venv/test.installed
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not slow" --numprocesses 2 --dist worksteal
 
-lint: .venv/test.installed
+# Needs no package of the project but ruff: a job that only checks style installs nothing else.
+lint: .venv/lint.installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 
 notebooks: .venv/test.installed
 	OMP_NUM_THREADS=1 .venv/bin/python notebooks/execute.py
 
-# torch first and by name: a range would take a build with CUDA where one for the CPU is at hand.
-.venv/torch.installed: constraints.txt
+.venv/created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "attnres needs Python 3.11 or newer, not " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
-	@echo "Installing into .venv (takes some minutes the first time)"
 	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/lint.installed: constraints.txt | .venv/created
+	$(INSTALL) ruff
+	@touch $@
+
+# torch first and by name: a range would take a build with CUDA where one for the CPU is at hand.
+.venv/torch.installed: constraints.txt | .venv/created
+	@echo "Installing into .venv (takes some minutes the first time)"
 	$(INSTALL) $$(grep '^torch==' constraints.txt)
 	@touch $@
 

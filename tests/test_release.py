@@ -52,10 +52,17 @@ def test_citation_and_changelog_are_of_this_version():
     assert f"## {attnres.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_workflow_does_what_ci_does_on_the_oldest_and_a_newer_python():
-    job = yaml.safe_load((GITHUB / "workflows" / "ci.yml").read_text())["jobs"]["run"]
-    assert job["strategy"]["matrix"]["python"] == ["3.11", "3.13"]
-    assert job["steps"][-1]["run"] == "bash .ci/run"
+def test_the_workflow_does_what_ci_does_on_the_oldest_and_a_newer_python_and_checks_style_alone():
+    jobs = yaml.safe_load((GITHUB / "workflows" / "ci.yml").read_text())["jobs"]
+    assert jobs["run"]["strategy"]["matrix"]["python"] == ["3.11", "3.13"]
+    assert jobs["run"]["steps"][-1]["run"] == "bash .ci/run"
+    assert jobs["lint"]["steps"][-1]["run"] == "make lint"
+
+
+def test_hooks_of_a_commit_use_the_pinned_ruff():
+    (pinned,) = (line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("ruff=="))
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [hook["additional_dependencies"] for hook in repository["hooks"]] == [[pinned]] * 2
 
 
 @pytest.mark.parametrize("form", sorted((GITHUB / "ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=lambda path: path.stem)
