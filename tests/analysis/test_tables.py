@@ -1,11 +1,12 @@
 """Tables of results in a Markdown file."""
 
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from attnres.analysis.tables import check_tables, update_tables
+
+from .. import forks
 
 
 def test_tables_replace_what_is_between_their_marks_and_nothing_else(tmp_path):
@@ -30,8 +31,9 @@ def test_processes_that_write_one_page_wait_for_each_other(tmp_path):
     path = tmp_path / "RESULTS.md"
     code = "import sys; from pathlib import Path; from attnres.analysis.tables import update_tables\n"
     code += "for row in range(200): update_tables(Path(sys.argv[1]), {sys.argv[2]: f'row {row}'})"
-    writers = [subprocess.Popen([sys.executable, "-c", code, path, name]) for name in ("a", "b", "c")]
-    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    with ThreadPoolExecutor() as writers:
+        done = list(writers.map(lambda name: forks.run("-c", code, path, name), ("a", "b", "c")))
+    assert [writer.returncode for writer in done] == [0, 0, 0], [writer.stderr for writer in done]
     assert all(f"<!-- {name} -->\nrow 199\n<!-- end -->" in path.read_text() for name in ("a", "b", "c"))
     assert list(tmp_path.iterdir()) == [path]
 

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import torch
 
 from attnres.conversion.convert import ADDED_SHARD
 
+from .. import forks
 from .checkpoints import (
     change_tensors,
     convert,
@@ -154,7 +153,7 @@ def test_a_file_that_there_is_no_room_for_is_named(tmp_path, options):
     model = standard_model(**fields, num_attention_heads=1, num_key_value_heads=1)
     model.save_pretrained(tmp_path / "source", max_shard_size="20KB" if options else "1GB")  # 86 kB will be added
     arguments = ["60000", tmp_path / "source", tmp_path / "result", "--no-verify", *options]
-    done = subprocess.run([sys.executable, "-c", _LIMITED, *arguments], capture_output=True, text=True, timeout=120)
+    done = forks.run("-c", _LIMITED, *arguments)
     assert done.returncode == 1, done.stderr
     (line,) = done.stderr.strip().splitlines()
     assert "File too large" in line and str(tmp_path / ".result.partial" / "model") in line

@@ -1,8 +1,6 @@
 """A folder belongs to one run, on one recipe and on the same data, and to one process at a time."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from attnres.training.place import LOCK, RECIPE, check_data, check_place, held
 from attnres.training.recipe import Recipe
 from attnres.training.train import _model_identity
 
+from .. import forks
 from .blocks import load, some_texts, write
 
 
@@ -36,7 +35,7 @@ from attnres.training.recipe import Recipe
 with held(Path({str(out)!r}), Recipe("model", ("a.txt",), {str(out)!r}, steps=8)):
     print("in")
 """
-        done = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=False)
+        done = forks.run("-c", other)
         assert "in" not in done.stdout.split()
         assert f"{out} is in use: another process trains into it, perhaps what is left of a run" in done.stderr
     assert [path.name for path in out.iterdir()] == [RECIPE]
