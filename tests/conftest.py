@@ -1,5 +1,6 @@
 """Shared fixtures: a small configuration that has every kind of layer, and models with non-trivial weights."""
 
+import gc
 import os
 import shutil
 import signal
@@ -27,6 +28,13 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 # The models here are so small that a second thread gains nothing, and where cores are busy costs much.
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from searching what was imported: each `Trainer` calls it, for half of its time."""
+    gc.collect()
+    gc.freeze()
+
 
 # Every kind of sublayer: KDA and MLA, dense MLP and experts, over 4 layers = 8 sublayers.
 TINY = {

@@ -3,6 +3,7 @@
 For tests of what a command computes and says; those of how it starts, of signals and of imports run `python`.
 """
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -42,6 +43,7 @@ def run(
 
 def _become(words: list[str], cwd: str, environment: dict[str, str], files: list[Path]) -> None:
     """Do as the interpreter that is started with these words."""
+    gc.freeze()  # what was imported before the fork is no garbage: looking for some there takes long
     for number, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
     os.chdir(cwd)
