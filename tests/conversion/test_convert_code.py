@@ -1,6 +1,7 @@
 """Code of a source travels only where that is asked for, never in the place of ours; files come from inside only."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -54,19 +55,19 @@ def auto_map_of(folder: Path) -> dict | None:
     return json.loads((folder / CONFIG).read_text()).get("auto_map")
 
 
-def loaded_without_attnres(folder: Path) -> str:
-    """What a process that has no `attnres`, but trusts the directory, says of its model and tokenizer."""
+def loaded_without_attnres(*folders: Path) -> list[str]:
+    """Load model and tokenizer of each folder in a process that has no `attnres`; return a line on each."""
     script = (
         "import sys; sys.modules['attnres'] = None\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-        "path = sys.argv[1]\n"
-        "model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)\n"
-        "tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)\n"
-        "print(type(model).__name__, getattr(tokenizer, 'sign', None))\n"
+        "for path in sys.argv[1:]:\n"
+        "    model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)\n"
+        "    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)\n"
+        "    print(type(model).__name__, getattr(tokenizer, 'sign', None))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, folder], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", script, *folders], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.strip()
+    return done.stdout.splitlines()
 
 
 # ---- Not trusted
@@ -147,14 +148,18 @@ def test_a_token_of_that_name_is_none(source, tmp_path):
 # ---- Trusted
 
 
-@pytest.mark.parametrize("module", ["tokenization_mine", "residual_attnres"])
-def test_trusted_it_comes_along_and_never_in_the_place_of_ours(source, tmp_path, module):
+def test_trusted_it_comes_along_and_never_in_the_place_of_ours(source, tmp_path):
     convert_well(source, tmp_path / "ours", "--no-verify")
-    notes = convert_trusting(with_code(source, module), tmp_path / "result")
-    assert code_of(tmp_path / "ours").items() <= code_of(tmp_path / "result").items()
-    assert auto_map_of(tmp_path / "result") == {"AutoTokenizer": [f"source_code/{module}.MyTokenizer", None]}
-    assert notes == [f"Code that came with the source, for {CONFIG}: source_code/{module}.py."]
-    assert loaded_without_attnres(tmp_path / "result") == "AttnResLlamaForCausalLM made of code"
+    modules = ("tokenization_mine", "residual_attnres")
+    for module in modules:
+        copy = Path(shutil.copytree(source, tmp_path / f"source of {module}"))
+        result = tmp_path / module
+        notes = convert_trusting(with_code(copy, module), result)
+        assert code_of(tmp_path / "ours").items() <= code_of(result).items()
+        assert auto_map_of(result) == {"AutoTokenizer": [f"source_code/{module}.MyTokenizer", None]}
+        assert notes == [f"Code that came with the source, for {CONFIG}: source_code/{module}.py."]
+    loaded = loaded_without_attnres(*(tmp_path / module for module in modules))
+    assert loaded == ["AttnResLlamaForCausalLM made of code"] * 2
 
 
 def test_deep_in_a_file_too(source, tmp_path):

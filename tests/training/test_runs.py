@@ -112,9 +112,10 @@ def test_a_run_that_is_resumed_after_its_last_step_makes_no_other(tiny_model, tm
 def test_the_curve_of_a_run_that_was_stopped_within_a_point_is_the_same(tiny_model, tmp_path):
     """A point is the mean of three steps here: a checkpoint between points would lose the first ones of it."""
     run, blocks = Run(steps=150, batch_size=1, learning_rate=1e-3), random_blocks(16)
-    points = train(tiny_model(), blocks, run)
+    fields = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "mlp_layer_types": ["dense"]}  # quick
+    points = train(tiny_model(**fields), blocks, run)
     assert [step for step, _ in points[:2]] == [3, 6]
 
-    train_until(8, tiny_model(), blocks, run, tmp_path)
+    train_until(8, tiny_model(**fields), blocks, run, tmp_path)
     assert Path(last_whole_checkpoint(tmp_path)).name == "checkpoint-6"
-    assert train(tiny_model(), blocks, run, work=tmp_path) == points
+    assert train(tiny_model(**fields), blocks, run, work=tmp_path) == points
