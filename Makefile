@@ -13,7 +13,7 @@ INSTALL = $(PIP) install --constraint constraints.txt
 demo: .venv/demo.installed
 	.venv/bin/attnres demo --overwrite
 
-SMOKE = tests/test_smoke.py tests/test_names.py tests/test_release.py tests/modeling_attnres/test_travelled_files.py
+SMOKE = tests/test_smoke.py tests/test_rooms.py tests/test_names.py tests/test_release.py tests/modeling_attnres/test_travelled_files.py
 check: lint .venv/test.installed
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not slow" $(SMOKE)
 

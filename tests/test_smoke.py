@@ -41,7 +41,7 @@ def folder(tmp_path_factory) -> Path:
 
 def attnres(folder: Path, *arguments: object) -> str:
     """Run a command that has to succeed; return what it prints."""
-    done = forks.run("-m", "attnres", *arguments, cwd=folder)
+    done = forks.run("-m", "attnres_cli", *arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

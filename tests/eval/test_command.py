@@ -216,7 +216,7 @@ def run(arguments: list[str], **options) -> subprocess.CompletedProcess:
 
 
 def test_the_task_path_is_printed_for_the_harness():
-    assert forks.run("-m", "attnres", "eval", "--print-task-path").stdout == f"{task_path()}\n"
+    assert forks.run("-m", "attnres_cli", "eval", "--print-task-path").stdout == f"{task_path()}\n"
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_the_task_path_is_printed_for_the_harness():
     ],
 )
 def test_bad_usage_ends_with_status_2(arguments, message, tmp_path):
-    done = forks.run("-m", "attnres", "eval", *arguments, cwd=tmp_path)
+    done = forks.run("-m", "attnres_cli", "eval", *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert message in " ".join(done.stderr.replace("│", " ").split())
     assert not any(tmp_path.iterdir())
