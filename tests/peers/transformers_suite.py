@@ -78,6 +78,8 @@ def lay_out(sdist: Path, root: Path) -> None:
         (package / name).write_text(text)
     shutil.copy(HERE / "suite" / "distributed_testing_utils.py", package)
     shutil.copy(HERE / "suite" / "model_testers.py", package / "test_variants.py")
+    # Many of the suite's tests call the garbage collector, which would search all that was imported each time.
+    (root / "conftest.py").write_text("import gc\n\n\ndef pytest_collection_finish():\n    gc.freeze()\n")
     (root / "pytest.ini").touch()  # keeps pytest from using another project's settings
 
 
