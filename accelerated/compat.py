@@ -1,6 +1,6 @@
-"""Names of `torch` and `transformers` that are not public: all that this package asks of them, in one place.
+"""All uses of names in `torch` and `transformers` that are not public, in one place.
 
-Where a version lacks one, the answer is the careful one: that somebody is looking.
+Where a version lacks such a name, the careful answer is given: that PyTorch's operations are being observed.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ except (ImportError, AttributeError):
 
 
 def looks_at_operations() -> str | None:
-    """Who wants to see PyTorch's operations, which kernels are not; `None` if nobody does."""
+    """Return who observes PyTorch's operations, which a kernel would hide; `None` if nobody does."""
     try:
         if torch._C._functorch.maybe_current_level() is not None:
             return "torch.func transforms the function"
@@ -34,25 +34,25 @@ def looks_at_operations() -> str | None:
 
 
 def has_hooks_on_all_modules() -> bool:
-    """Whether calling any module calls somebody else too."""
+    """Return whether there are hooks that run at the call of any module."""
     has_hooks = getattr(torch_module, "_has_any_global_hook", None)
     return has_hooks is None or has_hooks()
 
 
 def is_silent(hook: Callable) -> bool:
-    """Whether a forward hook is one by which `transformers` records outputs, while nobody asks for any."""
+    """Return whether a forward hook is one that records outputs for `transformers`, while none are asked for."""
     return _collector is not None and getattr(hook, "__module__", None) == _recorder_file and not _collector.get()
 
 
 def calls_forward_alone() -> bool:
-    """Whether `nn.Module.__call__` is PyTorch's own."""
+    """Return whether `nn.Module.__call__` is PyTorch's own."""
     names = ("__call__", "_wrapped_call_impl", "_call_impl")
     codes = [getattr(getattr(nn.Module, name, None), "__code__", None) for name in names]
     return all(code is not None and code.co_filename == torch_module.__file__ for code in codes)
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `module.compile()` was called."""
+    """Return whether `module.compile()` was called."""
     return vars(module).get("_compiled_call_impl") is not None
 
 

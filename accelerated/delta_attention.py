@@ -1,12 +1,12 @@
-"""Kimi Delta Attention where no GPU kernel applies, equal to its recurrence and made of matrix products.
+"""Kimi Delta Attention for devices without its GPU kernel: equal to the recurrence, and made of matrix products.
 
     S_t = (I - b_t k_t k_t^T) Diag(exp(g_t)) S_{t-1} + b_t k_t v_t^T        o_t = S_t^T q_t / sqrt(d_k)
 
 (Kimi Linear, arXiv 2510.26692, section 3.) Within a chunk this is a triangular system whose entries are products of two
 tokens with the decay between them, `sum_d x_t[d] y_s[d] exp(g_{s+1} + ... + g_t)[d]`. The decay is different for each
-channel, so one matrix product cannot give them all; but the chunk can be halved again and again. For a reader `t` in
-the second half and a source `s` in the first, the decay is that up to the middle times that from there on. Neither
-exceeds one, however strong it is, and no sum is ever the difference of larger ones.
+channel, so one matrix product cannot give them all; but the chunk can be halved again and again. For a token `t` in
+the second half and a token `s` in the first, the decay is the product of two: from `s` to the middle, and from the
+middle to `t`. Neither exceeds one, however strong the decay is, and no number is the difference of larger ones.
 """
 
 import inspect
@@ -39,12 +39,15 @@ def chunk_kda(
     """Compute the recurrence above in float32: its outputs, and the state after it.
 
     Args:
-        query, key, g: `[batch, seq, heads, d_k]`; `g` is the logarithm of the decay, at most 0.
+        query: `[batch, seq, heads, d_k]`.
+        key: `[batch, seq, heads, d_k]`.
         value: `[batch, seq, heads, d_v]`.
-        beta: `[batch, seq, heads]`.
-        chunk_size: tokens that are computed together; a power of 2.
+        g: logarithm of each channel's decay, at most 0, `[batch, seq, heads, d_k]`.
+        beta: rate at which a token writes to the state, `[batch, seq, heads]`.
+        chunk_size: number of tokens that are computed together; a power of 2.
         initial_state: `[batch, heads, d_k, d_v]`, zero by default.
-        use_qk_l2norm_in_kernel: normalise queries and keys first.
+        output_final_state: whether to return the state after the last token.
+        use_qk_l2norm_in_kernel: whether to normalise queries and keys first.
         starts: `[batch, seq]`, true where a document begins: the state before it is forgotten.
 
     Returns:
@@ -62,17 +65,17 @@ def chunk_kda(
     if starts is not None:
         # A decay of exactly 0 resets the state to zero where a document begins, and lets no gradient pass.
         g = g.masked_fill(starts[:, None, :, None], -torch.inf)
-    # A short sequence is one short chunk. What pads the last one has no key, so that it changes nothing.
+    # A short sequence is one short chunk. Padding of the last chunk has keys of zero, so that it changes nothing.
     chunk_size = min(chunk_size, 1 << (length - 1).bit_length())
     query, key, value, g, beta = (
-        F.pad(x, (0, 0, 0, -length % chunk_size)).unflatten(2, (-1, chunk_size))  # [batch, heads, chunks, chunk, d]
+        F.pad(x, (0, 0, 0, -length % chunk_size)).unflatten(2, (-1, chunk_size))  # (batch, heads, chunks, chunk, d)
         for x in (query, key, value, g, beta.unsqueeze(-1))
     )
     key_beta = key * beta
     scores, system = decayed_products(torch.stack((query, key_beta)), key, g, starts is not None)
     since_start = _decay(g.cumsum(-2))
-    # What each token writes is its value less what is there already: from the chunk itself, which the triangular
-    # system (I + strictly lower part) solves, and from the state before it.
+    # Each token writes its value less the value that the state already holds for its key. That value stems from the
+    # chunk itself, which the triangular system (I + strictly lower part) solves, and from the state before the chunk.
     written = torch.cat((value * beta, key_beta * since_start), -1)
     written = torch.linalg.solve_triangular(system, written, upper=False, unitriangular=True)
     new, old_keys = written.split((value.shape[-1], key.shape[-1]), -1)
@@ -91,20 +94,21 @@ def chunk_kda(
     return output.to(dtype), state if output_final_state else None
 
 
-def decayed_products(readers: Tensor, sources: Tensor, g: Tensor, has_starts: bool = False) -> Tensor:
+def decayed_products(later: Tensor, earlier: Tensor, g: Tensor, has_starts: bool = False) -> Tensor:
     """Compute products of pairs of tokens, with the decay between them.
 
-        P[t, s] = sum_d readers_t[d] sources_s[d] exp(g_{s+1} + ... + g_t)[d]    for s <= t, and 0 above the diagonal
+        P[t, s] = sum_d later_t[d] earlier_s[d] exp(g_{s+1} + ... + g_t)[d]    for s <= t, and 0 above the diagonal
 
     Args:
-        readers: `[kinds, ..., length, d]`, one or more for each token; the length is a power of 2.
-        sources, g: `[..., length, d]`.
-        has_starts: `g` may be `-inf`, in all channels of a token at once.
+        later: `[kinds, ..., length, d]`, one or more kinds for each token; the length is a power of 2.
+        earlier: `[..., length, d]`.
+        g: logarithms of the decay, `[..., length, d]`.
+        has_starts: whether `g` may be `-inf`, in all channels of a token at once.
 
     Returns:
         `[kinds, ..., length, length]`.
     """
-    length = sources.shape[-2]
+    length = earlier.shape[-2]
     if length <= LEAF:
         hidden = torch.ones(length, length, dtype=torch.bool, device=g.device).triu(1)[..., None]
         if has_starts:
@@ -115,29 +119,30 @@ def decayed_products(readers: Tensor, sources: Tensor, g: Tensor, has_starts: bo
             g = g.masked_fill(is_start, 0)
         since = g.cumsum(-2)
         decay = _decay(since.unsqueeze(-2) - since.unsqueeze(-3), hidden)
-        decayed = decay * sources.unsqueeze(-3)  # [..., reader, source, d]
-        return (readers.movedim(0, -2) @ decayed.transpose(-1, -2)).movedim(-2, 0)
-    readers, sources, g = (x.unflatten(-2, (2, length // 2)) for x in (readers, sources, g))
-    first, second = decayed_products(readers, sources, g, has_starts).unbind(-3)
-    late_readers = readers[..., 1, :, :] * _decay(g[..., 1, :, :].cumsum(-2))
-    early_sources = sources[..., 0, :, :] * _decay(_sum_after(g[..., 0, :, :]))
-    across = late_readers @ early_sources.transpose(-1, -2)
+        decayed = decay * earlier.unsqueeze(-3)  # (..., t, s, d)
+        return (later.movedim(0, -2) @ decayed.transpose(-1, -2)).movedim(-2, 0)
+    # Both halves by recursion, and the pairs with `t` in the second half and `s` in the first by one matrix product.
+    later, earlier, g = (x.unflatten(-2, (2, length // 2)) for x in (later, earlier, g))
+    first, second = decayed_products(later, earlier, g, has_starts).unbind(-3)
+    since_middle = later[..., 1, :, :] * _decay(g[..., 1, :, :].cumsum(-2))
+    until_middle = earlier[..., 0, :, :] * _decay(_sum_after(g[..., 0, :, :]))
+    across = since_middle @ until_middle.transpose(-1, -2)
     return torch.cat((F.pad(first, (0, length // 2)), torch.cat((across, second), -1)), -2)
 
 
 def _decay(log: Tensor, is_hidden: Tensor | bool = False) -> Tensor:
-    """`exp(log)`, but 0 where it is hidden, and below 1e-17: products of such numbers would be denormal."""
+    """Compute `exp(log)`, but 0 where it is hidden or below 1e-17: products of such numbers would be denormal."""
     # For a denormal number processors take a hundred times as long.
     return log.masked_fill((log < -40) | is_hidden, -torch.inf).exp()
 
 
 def _sum_after(g: Tensor) -> Tensor:
-    """`sum_{r > s} g_r` at each position `s` of the last but one dimension."""
+    """Compute `sum_{r > s} g_r` at each position `s` of the last but one dimension."""
     return F.pad(g[..., 1:, :].flip(-2).cumsum(-2).flip(-2), (0, 0, 0, 1))
 
 
 def _has_kernel(package: str) -> bool:
-    """Whether `transformers` takes GPU kernels from the package: there is a GPU, and the package can be imported."""
+    """Return whether `transformers` takes GPU kernels from a package: there is a GPU, and the package imports."""
     # What is installed may lack its own dependencies; `transformers` takes its slow fallback then.
     with suppress(ImportError):
         return torch.accelerator.is_available() and bool(import_module(package))
@@ -145,12 +150,14 @@ def _has_kernel(package: str) -> bool:
 
 
 def _where_no_kernel_applies(name: str, package: str, plain: Callable | None = None) -> Callable:
-    """Return the function of that name in Kimi Linear's file, but in PyTorch where its kernels do not run.
+    """Return a function of Kimi Linear's file, but in PyTorch where its kernels do not run.
 
     `transformers` chooses between the two once, by whether the package is there, and not by the tensors' device.
 
     Args:
-        plain: what to use instead; by default what `transformers` has without the package.
+        name: name of the function.
+        package: package that has the kernel.
+        plain: the function to use instead; by default the one of `transformers` without the package.
     """
     kernel = getattr(kimi_linear, name)
     plain = plain or inspect.unwrap(kernel)
@@ -167,7 +174,7 @@ def _where_no_kernel_applies(name: str, package: str, plain: Callable | None = N
 
 
 def _runs_kernel(function: Callable, tensor: Tensor) -> bool:
-    """Whether a function of [`_where_no_kernel_applies`] runs a GPU kernel on the tensor."""
+    """Return whether a function of [`_where_no_kernel_applies`] runs a GPU kernel on the tensor."""
     return function.has_kernel and tensor.device.type != "cpu"
 
 
@@ -188,12 +195,10 @@ def chunk(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the recurrence as `delta_attention_attnres.chunk`; rows of several documents cost what others cost.
+    """Compute the recurrence as `delta_attention_attnres.chunk` does, with the same arguments and result.
 
-    Args:
-        seq_idx: `[batch, seq]`, the number of each token's document.
-        cu_seqlens: `[documents + 1]`, their borders in all rows together; a kernel's call finds them where they are not
-            given.
+    Rows of several documents cost no more than others. If `cu_seqlens` is not given, a kernel's call finds the borders
+    by `seq_idx`, for which it waits for the device.
     """
     options = {"initial_state": initial_state, "output_final_state": output_final_state}
     options["use_qk_l2norm_in_kernel"] = True
@@ -244,7 +249,7 @@ def convolve_step(inputs: Tensor, state: Tensor, weight: Tensor, bias: Tensor | 
 def accelerate(attention: nn.Module) -> None:
     """Let a `DeltaAttention` of the model's files compute with the functions above, on the same weights."""
     attention.chunk, attention.step, attention.convolve_step = chunk, step, convolve_step
-    # Not a method of the object: a copy of the model, or one read from a pickle, has functions of its own.
+    # A partial function, and not a bound method: a copied or unpickled layer would keep the method of the original.
     attention.convolve = partial(convolve, type(attention).convolve)
 
 

@@ -3,25 +3,36 @@
     phase 1    all queries of a group of sublayers against the sources that exist when the group begins
     phase 2    each sublayer: the newer sources, merged with its part of phase 1 by online softmax
 
-Exact (AttnRes, section 4.2). Phase 1 writes a sum for each query, which phase 2 reads back: it pays where that is less
-than the readings of sources that it saves.
+The result is exact (AttnRes, section 4.2). Phase 1 writes a sum for each query, and phase 2 reads it back: two phases
+pay where that costs less than the readings of sources that they save.
 """
 
-# Measured by `python -m benchmarks`, part "phases": what a sum costs, written and read back, in readings of a source.
+# Cost of a sum, written and read back, in readings of a source; measured by `python -m benchmarks`, part "phases".
 _COST_OF_SUM = 1.9
-_CACHED = 4 << 20  # bytes of all sources up to which they stay in the caches, and reading them costs next to nothing
+# Up to so many bytes, all sources stay in the caches, and reading them costs next to nothing.
+_CACHED = 4 << 20
 
 
 def two_phases_pay(sources: int, numbers: int) -> bool:
-    """Whether sources of so many numbers each, in float32, have to come from memory each time."""
+    """Return whether the sources are too large for the caches, so that each reading comes from memory.
+
+    Args:
+        sources: number of sources.
+        numbers: number of numbers in each, which count as float32.
+    """
     return sources * numbers * 4 > _CACHED
 
 
 def group_size(block_size: int, sources: int, reads: int) -> int:
-    """How many sublayers one phase 1 serves, of the `reads` to come; one where two phases do not pay.
+    """Return how many sublayers one phase 1 serves; 1 where two phases do not pay.
 
-    A group of `k` blocks reads the sources once instead of `k S` times, but its newer blocks, up to `k - 1`, for each
-    sublayer: `n / (k S) + (k - 1) / 2` is least at `k = sqrt(2 n / S)`.
+    A group of `k` blocks reads the sources once instead of `k S` times, but reads its own newer blocks, up to `k - 1`,
+    for each sublayer: `n / (k S) + (k - 1) / 2` is least at `k = sqrt(2 n / S)`.
+
+    Args:
+        block_size: S, in sublayers.
+        sources: number n of sources when the group begins.
+        reads: number of reads that remain in the pass, an upper bound.
     """
     blocks = max(1, round((2 * sources / block_size) ** 0.5))
     size = min(blocks * block_size, reads)
@@ -29,7 +40,12 @@ def group_size(block_size: int, sources: int, reads: int) -> int:
 
 
 def saves_readings(sources: int, queries: int) -> bool:
-    """Whether one pass over the sources and a sum for each query cost less than a pass for each query."""
+    """Return whether one pass over the sources and a sum for each query cost less than a pass for each query.
+
+    Args:
+        sources: number of sources.
+        queries: number of queries that share the pass.
+    """
     return sources * (queries - 1) > _COST_OF_SUM * queries
 
 

@@ -1,7 +1,7 @@
-"""Modules that do what the source of their class says and nothing else: these may be computed elsewhere.
+"""Find out whether a module does only what the source of its class says, so that a kernel may compute it instead.
 
-The norm that a sublayer begins with reads what depth attention wrote, and nothing else does: one pass for both. Whether
-a module may be passed over is asked before each forward pass, since hooks, adapters and patches come at any time.
+The norm that a sublayer begins with is the only reader of depth attention's result, so one kernel can compute both. The
+question is asked before each forward pass, since hooks, adapters and patches may come at any time.
 """
 
 import sys
@@ -16,17 +16,17 @@ from . import compat
 
 
 def has_no_hooks(module: nn.Module) -> bool:
-    """Whether calling a module runs the `forward` that the file of its class defines, and nothing else.
+    """Return whether calling a module runs the `forward` that the file of its class defines, and nothing else.
 
-    False for what an adapter, an offloading engine or a patch changed, of the module or of its class, and for what has
-    hooks: those run. Not counted are those of `transformers`, while nothing is recorded. What holds for all modules
-    [`modules_are_called_plainly`] says.
+    It is false if an adapter, an offloading engine or a patch has changed the module or its class, or if it has hooks.
+    The hooks by which `transformers` records outputs do not count while nothing is recorded. Conditions that hold for
+    all modules are left to [`modules_are_called_plainly`].
     """
     return is_plain_module(module) and is_unpatched(type(module), "forward")
 
 
 def is_plain_module(module: nn.Module) -> bool:
-    """[`has_no_hooks`] as far as the module goes, and not its class."""
+    """Return whether a module itself has no hooks and no `forward` of its own; its class is not looked at."""
     own = vars(module)
     if "forward" in own or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
         return False
@@ -37,12 +37,17 @@ def is_plain_module(module: nn.Module) -> bool:
 
 
 def modules_are_called_plainly() -> bool:
-    """Whether calling a module is PyTorch's own, without hooks on all modules."""
+    """Return whether calling modules is PyTorch's own code, without hooks on all modules."""
     return not compat.has_hooks_on_all_modules() and compat.calls_forward_alone()
 
 
 def is_unpatched(module_class: type[nn.Module], name: str) -> bool:
-    """Whether a method is the one that the source of its class defines, and calling is that of `nn.Module`."""
+    """Return whether a method is the one in the source of its class, and calls go through `nn.Module.__call__`.
+
+    Args:
+        module_class: class of a module.
+        name: name of the method.
+    """
     return module_class.__call__ is nn.Module.__call__ and _is_of_its_file(
         module_class, name, getattr(module_class, name, None)
     )
@@ -58,9 +63,13 @@ def _is_of_its_file(module_class: type, name: str, method: Callable | None) -> b
 
 
 def is_plain_rms_norm(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether calling `module` on numbers of `dtype` is `weight * (x * rsqrt(mean(x^2) + variance_epsilon))`.
+    """Return whether calling a module on numbers of `dtype` is `weight * (x * rsqrt(mean(x^2) + variance_epsilon))`.
 
-    The mean in float32, and the bracket rounded to `dtype`; by what its function makes of some numbers, bit for bit.
+    The mean must be in float32, and the bracket rounded to `dtype`. A trial on some numbers decides, bit for bit.
+
+    Args:
+        module: the norm.
+        dtype: dtype of its input.
     """
     if not isinstance(vars(module).get("variance_epsilon"), float) or not has_no_hooks(module):
         return False
@@ -71,15 +80,15 @@ def is_plain_rms_norm(module: nn.Module, dtype: torch.dtype) -> bool:
 @cache
 def _computes_rms_norm(forward: Callable, dtype: torch.dtype) -> bool:
     rows = torch.arange(1, 1 + 24 * 32, dtype=torch.float32, device="cpu").view(24, 32)
-    # Of several sizes, zeros among them, so that the weight, both roundings and epsilon show.
+    # Rows of several magnitudes and one of zeros, so that the weight, both roundings and epsilon show.
     x = (rows.sin() * torch.logspace(-4, 3, 24, dtype=torch.float32, device="cpu")[:, None]).to(dtype)
     x[3] = 0
     weight = (1 + 0.3 * rows[0].cos()).to(dtype)
-    stand_in = SimpleNamespace(weight=weight, variance_epsilon=0.01)  # what uses more of itself is another norm
+    stand_in = SimpleNamespace(weight=weight, variance_epsilon=0.01)  # a norm that uses other attributes raises here
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             return all(_equal(forward(stand_in, part), _rms_norm(part, weight, 0.01)) for part in (x, x[None, :5]))
-    except Exception:  # whatever somebody's norm needs that is not here
+    except Exception:  # a norm that needs more than the stand-in has
         return False
 
 

@@ -1,8 +1,8 @@
-"""Compiled loops on disk: seconds of compiling once, and not once for each process.
+"""Cache of compiled loops on disk, so that seconds of compiling are spent once and not in each process.
 
-`numba`'s own cache asks only whether the file of the function itself has changed, raises at a damaged file, and needs a
-folder that it can write to. Here machine code is found under the text of all files that it was compiled from, is what
-was written (a checksum says so), and where there is none, or no place for it, loops are compiled: nothing else fails.
+`numba`'s own cache only asks whether the file of the function itself has changed, raises at a damaged file, and needs a
+folder that it can write to. Here the key is the text of all files that the code was compiled from, and a checksum tells
+damaged files. Without a cached file, or without a place for it, loops are compiled, and nothing fails.
 """
 
 import hashlib
@@ -24,22 +24,28 @@ _DIGEST = hashlib.sha256().digest_size
 
 
 class MachineCode(NullCache):
-    """The compiled forms of one function, a file for each signature and processor."""
+    """The compiled forms of one function, a file for each signature and processor.
+
+    It takes the place of `numba`'s cache of a function, for which `numba` has no public interface: `load_overload` and
+    `save_overload` are the two methods that it calls.
+    """
 
     def __init__(self, name: str):
         self._name = name
 
     def load_overload(self, sig, target_context):
+        """Return the compiled form for a signature, or `None`."""
         target_context.refresh()
         try:
             content = self._path(sig, target_context.codegen()).read_bytes()
             if hashlib.sha256(content[_DIGEST:]).digest() != content[:_DIGEST]:
                 return None  # a damaged file; it is written anew
             return CompileResult._rebuild(target_context, *pickle.loads(content[_DIGEST:]))
-        except Exception:  # what is not there, or another version's: compiling does without
+        except Exception:  # no file, or a file of another version: the loop is compiled
             return None
 
     def save_overload(self, sig, data) -> None:
+        """Write a compiled form to disk, where that is possible."""
         try:
             content = dumps(data._reduce())
             path = self._path(sig, data.codegen)
@@ -57,10 +63,10 @@ class MachineCode(NullCache):
 
 @cache
 def folder() -> Path:
-    """Where the machine code of these sources lies: the first of several folders that can be written to.
+    """Return the folder for the machine code of these sources: the first one that can be written to.
 
     Raises:
-        OSError: there is none.
+        OSError: no folder can be written to.
     """
     own = f"attnres-{sources_digest()[:32]}"
     chosen = [numba.config.CACHE_DIR] if numba.config.CACHE_DIR else [_user_cache() / "attnres", _HERE / "__pycache__"]
@@ -75,7 +81,7 @@ def folder() -> Path:
 
 
 def sources_digest() -> str:
-    """Of all that decides what is compiled: the files of this folder, and who compiles them."""
+    """Compute a digest of the files in this folder and of the versions that compile them."""
     digest = hashlib.sha256(repr((sys.version, numba.__version__, llvmlite.__version__)).encode())
     for path in sorted(_HERE.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")

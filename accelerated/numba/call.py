@@ -1,7 +1,7 @@
-"""The one place where addresses leave Python: each of a tensor that has just been found to be what the loops expect.
+"""Validate every tensor before its address reaches a loop, and call the loops.
 
-That is: a plain tensor in memory, of the shape and dtype that the call is for, its numbers in a row and its storage
-there. The callers' frames hold the tensors until the loops return.
+The loops expect a plain tensor in memory of the shape and dtype that the call is for, contiguous and with its storage.
+The callers' frames hold the tensors until the loops return.
 """
 
 from array import array
@@ -16,16 +16,16 @@ from . import engine
 from .layout import MAGIC, Backward, Call, Forward, PhaseOne
 
 SERVED = (torch.float32, torch.bfloat16)
-_TOKENS_IN_PARALLEL = 16  # fewer are not worth waking other threads
+_TOKENS_IN_PARALLEL = 16  # fewer tokens are not worth waking other threads
 _CHUNKS = 64
 
 
 class Unfit(ValueError):
-    """A tensor is not what the loops take; says which, and why."""
+    """Raised for a tensor that the loops do not take; the message names the tensor and the reason."""
 
 
 class Sources(NamedTuple):
-    """Sources `[..., D]` that have been checked, all alike: the addresses of their rows, and what holds the rows."""
+    """Checked sources `[..., D]` of one shape and dtype: their addresses, and the tensors that own the memory."""
 
     addresses: list[int]
     tensors: list[Tensor]
@@ -33,15 +33,18 @@ class Sources(NamedTuple):
     dtype: torch.dtype
 
     def after(self, number: int) -> "Sources":
-        """Without the first of them; those that are left need not be any."""
+        """Return all but the first `number` sources. The result may be empty."""
         return self._replace(addresses=self.addresses[number:], tensors=self.tensors[number:])
 
 
 def checked(sources: Sequence[Tensor]) -> Sources:
-    """At least one source; copied where its numbers are not in a row.
+    """Check sources, and copy those that are not contiguous.
+
+    Args:
+        sources: at least one tensor `[..., D]`.
 
     Raises:
-        Unfit: they are not plain tensors in memory, all of one shape, and of float32 or of bfloat16.
+        Unfit: they are not plain tensors in memory of one shape, all in float32 or all in bfloat16.
     """
     addresses, tensors = [], []
     shape, dtype = sources[0].shape, sources[0].dtype
@@ -61,7 +64,7 @@ def checked(sources: Sequence[Tensor]) -> Sources:
 
 
 def unfit(tensor: Tensor) -> str | None:
-    """Why the loops do not take a tensor, whatever its shape and dtype; `None` if they do."""
+    """Return why the loops do not take a tensor, whatever its shape and dtype; `None` if they do."""
     if type(tensor) not in PLAIN:
         return f"a tensor is a {type(tensor).__name__}"
     if not tensor.is_cpu:
@@ -82,13 +85,18 @@ def forward(
     norm_eps: float = 0.0,
     phase: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Write the `result` `[..., D]`, or what a norm makes of it, and the `weights` `[n, ...]`.
+    """Compute depth attention, and the norm after it if one is given, into memory that the caller has allocated.
 
     Args:
         query: `w * g`, `[D]` in float32.
+        sources: the checked sources.
+        result: `[..., D]` in the dtype of the sources; it is written.
+        weights: `[n, ...]` in float32, or `None`; it is written.
         multiplier: the number of all sources for the scale `sum`, one for `mean`.
-        norm_weight: weight `[D]` of a plain RMSNorm, in the dtype of the sources.
-        phase: the query's part of what phase one returned for other sources; there are no weights then.
+        eps: epsilon of the key norm.
+        norm_weight: weight `[D]` of a plain RMSNorm in the dtype of the sources, or `None` for no norm.
+        norm_eps: epsilon of that norm.
+        phase: the query's part of the result of phase one for other sources. There are no weights then.
 
     Raises:
         Unfit: a tensor is not of these shapes and dtypes, contiguous, and in memory.
@@ -117,7 +125,14 @@ def forward(
 
 
 def phase_one(queries: Tensor, sources: Sources, sums: Tensor, statistics: Tensor, eps: float) -> None:
-    """Write `sums` `[G, ..., D]` and `statistics` `[G, ..., 2]` of the `queries` `[G, D]`, all in float32.
+    """Compute phase one into memory that the caller has allocated; see [`kernels.phase_one`]. All is in float32.
+
+    Args:
+        queries: `[G, D]`.
+        sources: the checked sources.
+        sums: `[G, ..., D]`; it is written.
+        statistics: `[G, ..., 2]`; it is written.
+        eps: epsilon of the key norm.
 
     Raises:
         Unfit: as for [`forward`].
@@ -144,12 +159,18 @@ def backward(
     multiplier: int,
     eps: float,
 ) -> None:
-    """Write `grad_sources`, `later_grads` included, where they are wanted; add the query's gradient to `grad_query`.
+    """Compute the gradients into memory that the caller has allocated.
 
     Args:
-        grad: `[..., D]` in the dtype of the sources, as `grad_sources` and `later_grads` are, one for each of them.
-        grad_weights: `[n, ...]` in float32.
-        grad_query: `[chunks(tokens), D]` in float32; the gradient is the sum of its rows.
+        query: `w * g`, `[D]` in float32.
+        grad: gradient of the result, `[..., D]` in the dtype of the sources.
+        grad_weights: gradient of the weights, `[n, ...]` in float32, or `None`.
+        grad_query: `[chunks(shape), D]` in float32, zeros; the query's gradient is added, as the sum of the rows.
+        sources: the checked sources.
+        grad_sources: for each source `[..., D]` in its dtype, which is written, or `None` if it is not needed.
+        later_grads: for each source a gradient of the same kind that is added to its own, or `None`.
+        multiplier: the number of sources for the scale `sum`, one for `mean`.
+        eps: epsilon of the key norm.
 
     Raises:
         Unfit: as for [`forward`].
@@ -169,7 +190,10 @@ def backward(
 
 
 def chunks(shape: torch.Size) -> int:
-    """Parts of the tokens of `[..., D]` that threads take one after another; one, or none, is done without them."""
+    """Return the number of chunks that the tokens of `[..., D]` are divided into, for threads to take in turn.
+
+    A single chunk, or none, is computed without threads.
+    """
     return _chunks(_tokens(shape))
 
 
@@ -182,7 +206,7 @@ def _tokens(shape: torch.Size) -> int:
 
 
 def _address(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Where the numbers of a tensor lie, which must be all that the loops rely on."""
+    """Return the address of a tensor's numbers, after all that the loops rely on has been checked."""
     if (
         tensor.shape != shape
         or tensor.dtype is not dtype
@@ -213,7 +237,7 @@ def _run(
     norm_eps: float = 0.0,
 ) -> None:
     tokens, n, item = _tokens(sources.shape), len(sources.addresses), sources.dtype.itemsize
-    # One argument: to look at the types of many takes longer than a token's depth attention.
+    # One argument, since `numba` looks at the type of each: for many that takes longer than a token's depth attention.
     call = Call(MAGIC, len(addresses) + len(of_sources), tokens, sources.shape[-1], n, number, item)
     arguments = array("q", (*call, *addresses, *of_sources))
     engine.run(loop, _chunks(tokens), arguments.buffer_info()[0], eps, norm_eps, item)

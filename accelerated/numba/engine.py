@@ -1,8 +1,8 @@
-"""Starting `numba`, and running its loops on as many threads as PyTorch uses.
+"""Start `numba`, and run its loops on as many threads as PyTorch uses.
 
-Nothing here ends a forward pass or a process: where `numba` does not start, `failure` says so, once, and others
-compute; where its threads do not, one thread does; in a forked process too, whose OpenMP would wait for threads that it
-lost.
+Nothing here ends a forward pass or a process. Where `numba` does not start, `failure` says so once, and PyTorch's
+operations compute. Where its threads do not start, one thread computes. So it does in a forked process, where OpenMP
+would wait for threads that the fork has lost.
 """
 
 import os
@@ -15,7 +15,7 @@ from importlib.util import find_spec
 
 import torch
 
-# Held while threads run, if their library serves one caller at a time.
+# Lock that is held while threads run, if their library serves only one caller at a time.
 _turn: AbstractContextManager | None = None
 _start = threading.Lock()
 _may_start = True
@@ -32,7 +32,12 @@ if hasattr(os, "register_at_fork"):
 
 @cache
 def failure(trial: Callable[[torch.dtype], None], dtype: torch.dtype) -> str | None:
-    """Why the loops do not run here, found out once by running some: `numba` is optional, and may not start."""
+    """Return why the loops do not run here, or `None` if they do; found out once, by a trial.
+
+    Args:
+        trial: function that compiles and runs the loops.
+        dtype: dtype of the sources, its argument.
+    """
     reason = _missing()
     if reason is None:
         try:
@@ -71,9 +76,15 @@ def _loops() -> tuple[dict, dict]:
 
 
 def run(name: str, chunks: int, arguments: int, eps: float, norm_eps: float, item: int) -> None:
-    """Run the loops of that name over all chunks, with what stands at the address `arguments` (see `layout`).
+    """Run a loop over all chunks. The result does not depend on the number of threads.
 
-    The result does not depend on the number of threads.
+    Args:
+        name: name of the loop in `loops.LOOPS`.
+        chunks: number of chunks.
+        arguments: address of the arguments, see `layout`.
+        eps: epsilon of the key norm.
+        norm_eps: epsilon of the norm after the read.
+        item: bytes of a source's number.
 
     Raises:
         ValueError: the arguments are not laid out as the loops were compiled for.
@@ -98,7 +109,7 @@ def run(name: str, chunks: int, arguments: int, eps: float, norm_eps: float, ite
 
 
 def _start_threads() -> AbstractContextManager | None:
-    """What to hold while threads run; `None` where they do not start."""
+    """Start the threads, and return the lock to hold while they run; `None` where they do not start."""
     global _turn, _may_start
     with _start:
         if _turn is None and _may_start:

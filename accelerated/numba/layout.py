@@ -1,9 +1,9 @@
-"""What the compiled loops are told: an array of 64-bit numbers, laid out by name for both sides of the call.
+"""Layout of the compiled loops' arguments: an array of 64-bit numbers, by name for both sides of the call.
 
     Call, then the addresses of one of `Forward`, `PhaseOne` and `Backward`, then the addresses of the sources
 
 (in a backward pass also those of the sources' gradients and of later gradients). An address of zero is no tensor. The
-compiled side raises at a `magic` number or a number of addresses that is not what it was compiled for.
+compiled side raises if the `magic` number or the number of addresses is another than it was compiled for.
 """
 
 import zlib
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Call(NamedTuple):
-    """What every call begins with. `number`: the multiplier of the result, or how many queries phase one has."""
+    """The first numbers of every call; `number` is the multiplier of the result, or phase one's number of queries."""
 
     magic: int
     addresses: int
@@ -34,6 +34,8 @@ class Forward(NamedTuple):
 
 
 class PhaseOne(NamedTuple):
+    """All three are of float32."""
+
     queries: int
     sums: int
     statistics: int

@@ -1,7 +1,9 @@
-"""The loops over tokens, compiled by `numba` for the processor at hand: seconds at first, then from `cache`.
+"""The loops over tokens, compiled by `numba` for the processor at hand: in seconds at first, then from `cache`.
 
-All take the address of what `call` wrote: see `layout`. Statistics are in float32; rows of bfloat16 are converted as
-they are read and written.
+    l_i = r_i (query . s_i),  r_i = 1 / sqrt(mean(s_i^2) + eps),   a = softmax(l),   h = sum_i a_i s_i
+
+Each loop takes the address of the arguments that `call` has written, see `layout`, and computes one chunk of tokens.
+Statistics are in float32; rows of bfloat16 are converted as they are read and written.
 """
 
 import numba
@@ -20,14 +22,14 @@ from .rows import (
     scale,
 )
 
-# Of weights, before they are divided by their sum: smaller ones make denormal numbers of what they are multiplied by,
-# for each of which processors take a hundred times as long.
+# Weights below this, before they are divided by their sum, are set to zero: their products would be denormal numbers,
+# for which processors take a hundred times as long.
 _SMALLEST = np.float32(1e-36)
-# Bytes ahead of a token that its sources are read from memory: as long as memory takes to answer.
+# Sources are prefetched so many bytes ahead of a token: about as long as memory takes to answer.
 _AHEAD = 1024
-_FLOAT, _HALF = np.float32(0), np.uint16(0)  # numbers like those of a row: float32, and the bits of bfloat16
+_FLOAT, _HALF = np.float32(0), np.uint16(0)  # a number of a row's type: float32, or the bits of bfloat16
 
-# Where each of them stands.
+# Index of each argument in the array.
 _CALL, _FORWARD = Call(*range(len(Call._fields))), Forward(*range(len(Forward._fields)))
 _PHASE_ONE, _BACKWARD = PhaseOne(*range(len(PhaseOne._fields))), Backward(*range(len(Backward._fields)))
 
@@ -42,7 +44,7 @@ def _vector(address, width, like):
 
 @_jit
 def _arguments(address, others, each):
-    """What `call` wrote there, with the addresses of `others`, and of `each` of the sources."""
+    """Return the numbers of a call and its addresses: `others` of them, and `each` for every source."""
     call = _vector(address, len(_CALL), np.int64(0))
     if call[_CALL.magic] != MAGIC:
         raise ValueError("the arguments of a loop are laid out for another version of it")
@@ -55,7 +57,7 @@ def _arguments(address, others, each):
 
 @_jit
 def _largest(logits, largest):
-    """The largest of them and of one number beside them."""
+    """Return the largest of the logits and of one number beside them."""
     for i in range(len(logits)):
         largest = max(largest, logits[i])
     return largest
@@ -63,7 +65,7 @@ def _largest(logits, largest):
 
 @_jit
 def _exponentials(logits, largest, weights):
-    """Writes what is not divided by its sum yet, and returns that sum."""
+    """Write the weights before they are divided by their sum, and return that sum."""
     total = np.float32(0)
     for i in range(len(logits)):
         weights[i] = np.exp(logits[i] - largest)
@@ -75,7 +77,7 @@ def _exponentials(logits, largest, weights):
 
 @_jit
 def _softmax(logits, multiplier, weights, mixing):
-    """Weights, and what the sources are multiplied by: exactly one at equal logits, if it is the sum."""
+    """Compute the weights, and the factors of the sources: for the scale `sum` exactly one at equal logits."""
     total = _exponentials(logits, _largest(logits, logits[0]), weights)
     for i in range(len(logits)):
         mixing[i] = weights[i] * np.float32(multiplier) / total
@@ -84,7 +86,10 @@ def _softmax(logits, multiplier, weights, mixing):
 
 @_jit
 def _merge(statistics, logits, multiplier, mixing):
-    """[`_softmax`] over more sources, of which others are summed up in phase one; what that sum is multiplied by."""
+    """Continue a softmax that phase one has begun with other sources.
+
+    Writes the factors of the newer sources to `mixing`, and returns the factor of phase one's sum.
+    """
     largest, exponentials = _largest(logits, statistics[0]), statistics[1]
     factor = np.exp(statistics[0] - largest)
     total = factor * exponentials + _exponentials(logits, largest, mixing)
@@ -95,14 +100,14 @@ def _merge(statistics, logits, multiplier, mixing):
 
 @_jit
 def _logit(dot_product, square, width, eps):
-    """A row's product with the query, and its sum of squares, as its logit; and one over its root mean square."""
+    """Return the logit of a row, from its product with the query and its sum of squares, and `1 / rms`."""
     inverse_rms = np.float32(1) / np.sqrt(square / np.float32(width) + np.float32(eps))
     return dot_product * inverse_rms, inverse_rms
 
 
 @_jit
 def _enter(tokens, chunk, chunks, sources, size):
-    """The tokens of a chunk, and how many rows ahead of a token memory is read; those of the first are on their way."""
+    """Return the tokens of a chunk, and how many rows ahead to prefetch; begin to read the first rows."""
     first, end = chunk * tokens // chunks, (chunk + 1) * tokens // chunks
     rows = min(max(1, _AHEAD // max(1, size)), end - first)
     for i in range(len(sources)):
@@ -112,13 +117,13 @@ def _enter(tokens, chunk, chunks, sources, size):
 
 @_jit
 def _ahead(token, end, rows, size):
-    """How many bytes further lies what is read that many rows later."""
+    """Return how many bytes ahead to prefetch at a token, 0 at the end of a chunk."""
     return rows * size if token + rows < end else 0
 
 
 @_jit
 def _normalise(row, eps, is_half, bits):
-    """Divide a row by its root mean square; rounded where the module of a norm rounds."""
+    """Divide a row by its root mean square, and round where the module of a norm rounds."""
     if is_half:
         _round(row, bits)
     factor = np.float32(1) / np.sqrt(dot(row, row) / np.float32(len(row)) + np.float32(eps))
@@ -129,13 +134,14 @@ def _normalise(row, eps, is_half, bits):
 
 @_jit
 def _round(row, bits):
-    """Round a row to what bfloat16 holds."""
+    """Round a row to bfloat16."""
     scale(bits, np.float32(1), row)
     scale(row, np.float32(1), bits)
 
 
 @_jit
 def forward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
+    """Compute depth attention for one chunk, from phase one or not, and the norm after it if there is one."""
     tokens, width, n, multiplier, item, addresses = _arguments(arguments, len(_FORWARD), 1)
     sources, size = addresses[len(_FORWARD) :], width * item
     has_norm, has_phase = addresses[_FORWARD.norm_weight] != 0, addresses[_FORWARD.sums] != 0
@@ -176,6 +182,7 @@ def forward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
 
 @_jit
 def phase_one_chunk(chunk, chunks, arguments, eps, norm_eps, like):
+    """Compute phase one for one chunk; four queries share each reading of a source."""
     tokens, width, n, queries, item, addresses = _arguments(arguments, len(_PHASE_ONE), 1)
     sources, size, fours = addresses[len(_PHASE_ONE) :], width * item, queries - queries % 4
     all_queries, all_sums = addresses[_PHASE_ONE.queries], addresses[_PHASE_ONE.sums]
@@ -208,7 +215,7 @@ def phase_one_chunk(chunk, chunks, arguments, eps, norm_eps, like):
 
 @_jit
 def _four(address, width, apart):
-    """Four rows of float32, so many numbers apart."""
+    """Return four rows of float32 that begin `apart` numbers from each other."""
     return (
         _vector(address, width, _FLOAT),
         _vector(address + 4 * apart, width, _FLOAT),
@@ -219,6 +226,11 @@ def _four(address, width, apart):
 
 @_jit
 def backward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
+    """Compute the gradients of one chunk, after all statistics of the forward pass again.
+
+    With c_i = grad . s_i, the gradient of a logit is m_i (c_i - sum_j a_j c_j), where m_i are the factors of the
+    sources; that of a source has a part along `grad`, one along the query and one along the source itself.
+    """
     tokens, width, n, multiplier, item, addresses = _arguments(arguments, len(_BACKWARD), 3)
     size, of_sources = width * item, addresses[len(_BACKWARD) :]
     sources, grad_sources, later_grads = of_sources[:n], of_sources[n : 2 * n], of_sources[2 * n :]
@@ -234,6 +246,7 @@ def backward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
         scale(grad, np.float32(1), _vector(addresses[_BACKWARD.grad] + token * size, width, like))
         for i in range(n):
             rows[i] = sources[i] + token * size
+            # A gradient that is not needed is written to `nowhere`, a missing later gradient is read from `zeros`.
             targets[i] = grad_sources[i] + token * size if grad_sources[i] else nowhere.ctypes.data
             others[i] = later_grads[i] + token * size if later_grads[i] else zeros.ctypes.data
             product, similarity[i], square = dots_and_square(_vector(rows[i], width, like), (query, grad), ahead)
@@ -253,6 +266,7 @@ def backward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
 
 @_parallel_jit
 def forward_chunks(chunks, arguments, eps, norm_eps, like):
+    """Run [`forward_chunk`] on several threads."""
     _arguments(arguments, len(_FORWARD), 1)  # in a thread, nothing may be raised
     for chunk in numba.prange(chunks):
         forward_chunk(chunk, chunks, arguments, eps, norm_eps, like)
@@ -260,6 +274,7 @@ def forward_chunks(chunks, arguments, eps, norm_eps, like):
 
 @_parallel_jit
 def backward_chunks(chunks, arguments, eps, norm_eps, like):
+    """Run [`backward_chunk`] on several threads."""
     _arguments(arguments, len(_BACKWARD), 3)  # in a thread, nothing may be raised
     for chunk in numba.prange(chunks):
         backward_chunk(chunk, chunks, arguments, eps, norm_eps, like)
@@ -267,21 +282,23 @@ def backward_chunks(chunks, arguments, eps, norm_eps, like):
 
 @_parallel_jit
 def phase_one_chunks(chunks, arguments, eps, norm_eps, like):
+    """Run [`phase_one_chunk`] on several threads."""
     _arguments(arguments, len(_PHASE_ONE), 1)  # in a thread, nothing may be raised
     for chunk in numba.prange(chunks):
         phase_one_chunk(chunk, chunks, arguments, eps, norm_eps, like)
 
 
-# Name -> the loop over the tokens of one chunk, and that over all chunks, on several threads.
+# Name -> the loop over the tokens of one chunk, and the loop over all chunks on several threads.
 LOOPS = {
     "forward": (forward_chunk, forward_chunks),
     "backward": (backward_chunk, backward_chunks),
     "phase one": (phase_one_chunk, phase_one_chunks),
 }
-LIKE = {4: _FLOAT, 2: _HALF}  # bytes of a number -> a number like those of a row
+LIKE = {4: _FLOAT, 2: _HALF}  # bytes of a number -> a number of the rows' type
 
 for _of_chunk, _of_chunks in LOOPS.values():
     for _dispatcher in (_of_chunk, _of_chunks):
+        # `numba` has no public way to set a function's cache.
         _dispatcher._cache = MachineCode(_dispatcher.__name__)
 
 __all__ = ["LIKE", "LOOPS"]

@@ -1,13 +1,14 @@
-"""Rows of numbers in vector instructions: what the `loops` do to the row of a token.
+"""Operations on the row of a token, in vector instructions, for the `loops`.
 
-Written in LLVM's own terms, since two things cannot be left to the compiler of a loop:
+They are written in LLVM's instructions, because two things cannot be left to the compiler of a loop:
 
-- the order of a sum. Where it may choose, it does not make the same of a function for one thread and for many, or as it
-  compiles and as it loads what it compiled before; and a resumed run has to follow exactly;
-- that nothing waits. What is read once is put to every use it has, in vectors of full width; and while a row is read
-  the processor is told which one comes next.
+- The order of a sum. A compiler that may choose it does not choose the same for one thread and for many, or for a
+  function that it compiles and one that it loads from the cache. A resumed run must repeat it bit for bit.
+- The use of memory. A row is read once for all its uses, in vectors of full width, and while it is read the processor
+  is told which row comes next.
 
 A row is an array of float32, or of uint16: the bits of bfloat16, computed in float32 and rounded as they are written.
+Each `@intrinsic` names the types of a call, and its `generate` emits the instructions.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ _FLOAT, _HALF, _WORD, _INDEX = ir.FloatType(), ir.IntType(16), ir.IntType(32), i
 
 @intrinsic
 def pointer(typing_context, address, like):
-    """The number `address` as a pointer to what `like` is."""
+    """Return the number `address` as a pointer to numbers of the type of `like`."""
 
     def generate(context, builder, signature, values):
         return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
@@ -45,7 +46,7 @@ def prefetch(typing_context, address, size):
 
 @intrinsic
 def dot(typing_context, row, other):
-    """The sum of products of two rows."""
+    """Return the sum of products of two rows."""
 
     def generate(context, builder, signature, values):
         return _sums(_rows(context, builder, signature, values), ((0, 1),))[0]
@@ -55,8 +56,7 @@ def dot(typing_context, row, other):
 
 @intrinsic
 def dots_and_square(typing_context, row, others, ahead):
-    """[`dot`] of a row and each of a tuple of others, then of the row and itself; what lies `ahead` bytes further is
-    prefetched."""
+    """Return [`dot`] of a row with each of a tuple of others, then with itself; prefetch `ahead` bytes further."""
 
     def generate(context, builder, signature, values):
         arguments = [row, *others], [values[0], *cgutils.unpack_tuple(builder, values[1], len(others))]
@@ -69,7 +69,7 @@ def dots_and_square(typing_context, row, others, ahead):
 
 @intrinsic
 def scale(typing_context, result, factor, row):
-    """`result = factor * row`."""
+    """Write `result = factor * row`."""
 
     def generate(context, builder, signature, values):
         result, row = _rows(context, builder, signature, values)
@@ -87,9 +87,9 @@ def scale(typing_context, result, factor, row):
 
 @intrinsic
 def mix(typing_context, like, result, base_factor, base, factors, addresses):
-    """`result = base_factor * base + sum_i factors[i] * rows[i]`, added up in this order.
+    """Write `result = base_factor * base + sum_i factors[i] * rows[i]`, added up in this order.
 
-    The rows hold numbers like `like`, and are given by their addresses; `base` is of float32.
+    The rows hold numbers of the type of `like` and are given by their addresses; `base` is of float32.
     """
 
     def generate(context, builder, signature, values):
@@ -116,8 +116,10 @@ def mix(typing_context, like, result, base_factor, base, factors, addresses):
 
 @intrinsic
 def mix_for_each(typing_context, like, results, factors, addresses):
-    """[`mix`] of the same n rows for a tuple of results, without a base: `sum_i factors[q n + i] * rows[i]` for the
-    result `q`."""
+    """Write [`mix`] of the same n rows to each of a tuple of results, without a base.
+
+    The result `q` is `sum_i factors[q n + i] * rows[i]`.
+    """
 
     def generate(context, builder, signature, values):
         kind = _kind(signature.args[0])
@@ -147,11 +149,12 @@ def mix_for_each(typing_context, like, results, factors, addresses):
 
 @intrinsic
 def derive(typing_context, like, targets, others, addresses, coefficients, grad, query, grad_query):
-    """The gradients of a token: for each of its rows, with the numbers `m, a, b` that `coefficients` holds for it,
+    """Write the gradients of a token.
 
-        targets[i] = others[i] + m grad + a query + b rows[i],   and   grad_query += a rows[i].
+        targets[i] = others[i] + m grad + a query + b rows[i],   and   grad_query += a rows[i]
 
-    Targets, others and rows hold numbers like `like`, and are given by their addresses; the rest is of float32.
+    `coefficients` holds the numbers `m, a, b` of each row. Targets, others and rows hold numbers of the type of `like`
+    and are given by their addresses; the rest is of float32.
     """
 
     def generate(context, builder, signature, values):
@@ -182,7 +185,7 @@ def derive(typing_context, like, targets, others, addresses, coefficients, grad,
 
 
 class _Row:
-    """A row at an address, for instructions to read and write parts of it; bfloat16 as float32."""
+    """A row at an address, whose methods emit instructions that read and write parts of it; bfloat16 as float32."""
 
     def __init__(self, builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, length: ir.Value | None = None):
         self.builder, self.kind, self.length = builder, kind, length
@@ -215,7 +218,7 @@ def _kind(number: types.Type) -> ir.Type:
 
 
 def _rows(context, builder: ir.IRBuilder, signature, values: Sequence[ir.Value]) -> list[_Row]:
-    """Those of the arguments that are arrays."""
+    """Return the rows among the arguments, those that are arrays."""
     return _arrays(context, builder, signature.args, values)
 
 
@@ -230,8 +233,10 @@ def _arrays(context, builder: ir.IRBuilder, arguments: Sequence[types.Type], val
 
 
 def _for_blocks(builder: ir.IRBuilder, length: ir.Value, block: Callable[[list[ir.Value], int], None]) -> None:
-    """Instructions of `block(places, lanes)` for all places of a row: vectors beside each other, the vectors that are
-    left, and the single numbers at its end."""
+    """Emit the instructions of `block(places, lanes)` for all places of a row.
+
+    First blocks of several vectors, then the vectors that are left, then the single numbers at the end.
+    """
     begin = _INDEX(0)
     for vectors, lanes in ((_UNROLLED, _LANES), (1, _LANES), (1, 1)):
         step = _INDEX(vectors * lanes)
@@ -242,7 +247,7 @@ def _for_blocks(builder: ir.IRBuilder, length: ir.Value, block: Callable[[list[i
 
 
 def _sums(rows: Sequence[_Row], products: Sequence[tuple[int, int]], ahead: ir.Value | None = None) -> list[ir.Value]:
-    """The sum over all places of each of the `products`, of a number of one row and one of another."""
+    """Emit sums over all places, one for each pair of rows in `products`, of the products of their numbers."""
     builder = rows[0].builder
     zero = ir.Constant(ir.VectorType(_FLOAT, _LANES), [0.0] * _LANES)
     in_vectors = [[cgutils.alloca_once_value(builder, zero) for _ in products] for _ in range(_UNROLLED)]
@@ -266,14 +271,14 @@ def _sums(rows: Sequence[_Row], products: Sequence[tuple[int, int]], ahead: ir.V
 
 
 def _in_pairs(builder: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
-    """Their sum: of neighbours, then of neighbouring sums, and so on."""
+    """Emit the sum of the parts: of neighbours, then of neighbouring sums, and so on."""
     while len(parts) > 1:
         parts = [builder.fadd(*pair) for pair in zip(parts[::2], parts[1::2])]
     return parts[0]
 
 
 def _of_lanes(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
-    """The sum of a vector's numbers: of its halves, then of the halves of that, and so on."""
+    """Emit the sum of a vector's numbers: of its halves, then of the halves of the sum, and so on."""
     lanes = vector.type.count
     while lanes > 1:
         lanes //= 2
@@ -283,7 +288,7 @@ def _of_lanes(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
 
 
 def _splat(builder: ir.IRBuilder, number: ir.Value, lanes: int) -> ir.Value:
-    """A vector that holds a number `lanes` times."""
+    """Emit a vector that holds a number `lanes` times."""
     if lanes == 1:
         return number
     vector = ir.VectorType(_FLOAT, lanes)
@@ -292,7 +297,7 @@ def _splat(builder: ir.IRBuilder, number: ir.Value, lanes: int) -> ir.Value:
 
 
 def _add_product(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    """`a b + c`, rounded once."""
+    """Emit `a b + c`, rounded once."""
     kind = a.type
     name = f"llvm.fma.v{kind.count}f32" if isinstance(kind, ir.VectorType) else "llvm.fma.f32"
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
@@ -317,13 +322,13 @@ def _constant(kind: ir.Type, number: float, lanes: int) -> ir.Constant:
 
 
 def _widen(builder: ir.IRBuilder, halves: ir.Value, lanes: int) -> ir.Value:
-    """Numbers of bfloat16, given by their bits, as float32."""
+    """Emit the conversion of bfloat16, given by its bits, to float32."""
     bits = builder.shl(builder.zext(halves, _like(_WORD, lanes)), _constant(_WORD, 16, lanes))
     return builder.bitcast(bits, _like(_FLOAT, lanes))
 
 
 def _narrow(builder: ir.IRBuilder, numbers: ir.Value, lanes: int) -> ir.Value:
-    """The bits of the bfloat16 next to a float32, of the even one where two are as near; a NaN stays one."""
+    """Emit the rounding of float32 to the bits of bfloat16, to the nearest or the even one; a NaN stays a NaN."""
     bits = builder.bitcast(numbers, _like(_WORD, lanes))
     is_odd = builder.and_(builder.lshr(bits, _constant(_WORD, 16, lanes)), _constant(_WORD, 1, lanes))
     rounded = builder.add(builder.add(bits, _constant(_WORD, 0x7FFF, lanes)), is_odd)

@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def _pick(sources, i, FIRST: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr):
-    """Pointer `i` of those from `FIRST` to `FIRST + CHUNK`, both included; out of range, any."""
+    """Return pointer `i` of those from `FIRST` to `FIRST + CHUNK`, both included; for another `i`, any pointer."""
     pointer = sources[FIRST]
     for k in tl.static_range(1, CHUNK + 1):
         if FIRST + k < N:
@@ -24,7 +24,7 @@ def _pick(sources, i, FIRST: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr)
 
 @triton.jit
 def _whole_tokens(tile, tokens, WIDTH: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of a tile: its tokens and whether they are there, what of it is inside, and the offsets in `[tokens, WIDTH]`."""
+    """Return a tile's tokens, which of them exist, the mask of its elements, and their offsets in `[tokens, WIDTH]`."""
     token = tl.cast(tile, tl.int64) * TOKENS + tl.arange(0, TOKENS)
     column = tl.arange(0, COLUMNS)
     is_token = token < tokens
@@ -37,14 +37,14 @@ def _load_next(
     sources, i, count, offset, is_token, column,
     FIRST: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The tile of source `i + 1`, on its way while source `i` is reduced; after the last one, nothing is read."""
+    """Load the tile of source `i + 1`, so that it arrives while source `i` is reduced; none after the last source."""
     end = tl.where(i + 1 < count, WIDTH, 0)
     return tl.load(_pick(sources, i + 1, FIRST, CHUNK, N) + offset, mask=is_token & (column < end), other=0.0)
 
 
 @triton.jit
 def _join(maximum, normaliser, mixture, logit, source):
-    """One more source in the running softmax: `[...]`, `[...]`, `[..., columns]`."""
+    """Add a source to the running softmax: maximum `[...]`, normaliser `[...]`, mixture `[..., columns]`."""
     highest = tl.maximum(maximum, logit)
     before, now = tl.exp(maximum - highest), tl.exp(logit - highest)
     mixture = mixture * before[:, None] + now[:, None] * source
@@ -64,9 +64,9 @@ def forward_kernel(
     N: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, HAS_PHASE: tl.constexpr, HAS_NORM: tl.constexpr,
     KEEPS_STATISTICS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """`result` `[tokens, WIDTH]`, begun from an entry of what phase one wrote or from nothing, and normed or not.
+    """Write `result` `[tokens, WIDTH]`, continued from an entry of phase one or not, and normed or not.
 
-    For training: `weights`, `logits` and `inverse_rms`, `[count, tokens]`.
+    For training it also writes `weights`, `logits` and `inverse_rms`, each `[count, tokens]`.
     """
     stride = tl.cast(tokens, tl.int64)  # between the statistics of two sources
     token, is_token, inside, offset = _whole_tokens(tl.program_id(0), tokens, WIDTH, TOKENS, COLUMNS)
@@ -114,9 +114,9 @@ def backward_kernel(
     N: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, HAS_GRAD_WEIGHTS: tl.constexpr,
     NEEDS_SOURCES: tl.constexpr, HAS_LATER: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """`grad_sources`; this program's part of the query's gradient, a row of `partial`; `contracted` is scratch.
+    """Write `grad_sources`, and this program's part of the query's gradient to a row of `partial`.
 
-    `later_grads` are what else the sources get, by those who read them later; they are added.
+    `later_grads` are the gradients that later reads send to the sources; they are added. `contracted` is scratch.
     """
     stride = tl.cast(tokens, tl.int64)  # between the statistics of two sources
     column = tl.arange(0, COLUMNS)
@@ -169,7 +169,10 @@ def phase_one_kernel(
     N: tl.constexpr, CHUNK: tl.constexpr, NUMBER: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """`mixtures` `[NUMBER, tokens, WIDTH]`, `maxima` and `normalisers` `[NUMBER, tokens]`; a token, `ROWS` queries."""
+    """Write `mixtures` `[NUMBER, tokens, WIDTH]`, `maxima` and `normalisers` `[NUMBER, tokens]`.
+
+    A program computes one token for `ROWS` queries.
+    """
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     row, column = tl.program_id(0) % GROUPS * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     is_row, is_column = row < NUMBER, column < WIDTH

@@ -1,10 +1,10 @@
-"""What starts the Triton kernels: checks what it gives the addresses of, allocates what they write, and picks tiles.
+"""Launch the Triton kernels: check every tensor before a kernel gets its address, allocate outputs, pick tiles.
 
 - `forward` and `backward`, for training: one pass over the sources by online softmax. The backward pass reads them once
-  more (and once from the cache) and writes their gradients, to which it adds those of later readers; the query's is
-  summed in two steps, in a fixed order.
+  more (and once from the cache) and writes their gradients, to which it adds the gradients of later reads. The query's
+  gradient is summed in two steps, in a fixed order.
 - `phase_one`, for inference: the queries of several sublayers against the sources that all of them read, in one pass.
-- `read_fused`, for inference: what one sublayer reads, begun by phase one or not, and the norm that follows, in one.
+- `read_fused`, for inference: the read of one sublayer, continued from phase one or not, and the norm that follows.
 
 Everything is computed in float32 and rounded once, on writing; a norm rounds where its module does. `query` is `w * g`
 throughout: the pseudo-query times the key norm's weight.
@@ -31,7 +31,7 @@ _PROGRAMS = 2048  # at most, that share the sum of the query's gradient
 
 @functools.cache
 def kernels() -> ModuleType | str:
-    """The kernels; or why they are not here. Triton is imported when they are first needed: it takes a while."""
+    """Return the module of the kernels, or why there are none. Triton is imported on first use, in seconds."""
     try:
         from . import kernels
     except ModuleNotFoundError:
@@ -42,24 +42,25 @@ def kernels() -> ModuleType | str:
 
 
 def common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    """The dtype that all promote to."""
+    """Return the dtype that all tensors promote to."""
     return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
 
 def phase_one(queries: Tensor, eps: float, *sources: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The queries of several sublayers, against sources that all of them read. Not differentiable.
+    """Compute phase 1: the queries of several sublayers against the sources that all of them read. Not differentiable.
 
         m_q = max_i l_qi,   z_q = sum_i exp(l_qi - m_q),   u_q = sum_i exp(l_qi - m_q) s_i,   l_qi = q . RMSNorm(s_i)
 
     Args:
         queries: `w * g` of the G sublayers, `[G, D]`, float32.
+        eps: epsilon of the key norm.
         sources: at least one, each `[..., D]`.
 
     Returns:
-        `u` `[G, ..., D]`, `m` and `z` `[G, ...]`, in float32; an entry of each is what `read_fused` begins from.
+        `u` `[G, ..., D]`, `m` and `z` `[G, ...]`, in float32. `read_fused` continues from one entry of each.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other.
+        ValueError: shapes, dtypes or devices do not fit each other.
     """
     dtype = common_dtype(sources)
     return _phase_one(packed(queries), eps, [packed(source.to(dtype)) for source in sources])
@@ -75,7 +76,9 @@ def read_fused(
     norm_weight: Tensor | None = None,
     norm_eps: float = 0.0,
 ) -> Tensor:
-    """What one sublayer reads: `h` of phase one's sources and of its own, or the RMSNorm of `h`. Not differentiable.
+    """Compute the read of one sublayer: `h` of phase one's sources and of newer ones, or the RMSNorm of `h`.
+
+    Not differentiable.
 
         h = k (exp(m - t) u + sum_i exp(l_i - t) s_i) / (exp(m - t) z + sum_i exp(l_i - t)),   t = max(m, l_1, l_2, ...)
 
@@ -83,17 +86,17 @@ def read_fused(
         query: `w * g`, `[D]`, float32; `D <= MAX_WIDTH`.
         eps: epsilon of the key norm.
         multiplier: `k`: the number of all sources, phase one's too, for the scale `sum`; one for `mean`.
-        sources: those that phase one did not see, each `[..., D]`; at least one if there is no phase.
-        phase: an entry of what `phase_one` returned: `u` `[..., D]`, `m` and `z` `[...]`, in float32.
-        dtype: of the result; by default the common one of `sources`, or that of `u`.
-        norm_weight: weight `[D]` of a norm as Llama's, in the dtype of the result; no norm if `None`.
+        sources: the sources that phase one did not see, each `[..., D]`; at least one if there is no phase.
+        phase: one entry of the result of `phase_one`: `u` `[..., D]`, `m` and `z` `[...]`, in float32.
+        dtype: dtype of the result; by default the common one of `sources`, or that of `u`.
+        norm_weight: weight `[D]` of an RMSNorm like Llama's, in the dtype of the result; no norm if `None`.
         norm_eps: epsilon of this norm.
 
     Returns:
         `h`, or `norm_weight * (h * rsqrt(mean(h^2) + norm_eps))`, `[..., D]`; rounded where the norm's module rounds.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit each other.
+        ValueError: shapes, dtypes or devices do not fit each other.
     """
     if sources:
         common = common_dtype(sources)
@@ -107,8 +110,11 @@ def read_fused(
 def _operator(allocate: Callable) -> Callable:
     """Make a function one operator for `torch.compile`, which cannot see through tuples of pointers.
 
-    `allocate` gives the outputs, for the same arguments, without a value. Called directly where nothing is compiled: an
-    operator's dispatch would cost more time than a small kernel takes.
+    Outside of compiled code the function is called directly: the dispatch of an operator would cost more time than a
+    small kernel takes.
+
+    Args:
+        allocate: function of the same arguments that returns outputs of the right shapes and dtypes, not computed.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -126,13 +132,14 @@ def _operator(allocate: Callable) -> Callable:
 
 
 def _require(device: torch.device, *groups: tuple[Iterable[Tensor | None], Sequence[int], torch.dtype]) -> None:
-    """The one place that no address leaves without: whether the tensors are what a kernel takes them for.
+    """Validate every tensor before its pointer reaches a kernel.
 
     Args:
-        groups: tensors, some of which may be missing, and the shape and dtype that all of them must have; contiguous.
+        device: device that all tensors must be on.
+        groups: tensors, some of which may be `None`, with the shape and dtype that all of them must have.
 
     Raises:
-        ValueError: one is not.
+        ValueError: a tensor has another shape, dtype or device, or is not contiguous.
     """
     for tensors, shape, dtype in groups:
         for tensor in tensors:
@@ -149,7 +156,7 @@ def _require(device: torch.device, *groups: tuple[Iterable[Tensor | None], Seque
 
 
 def _require_rows(query: Tensor, sources: Sequence[Tensor]) -> torch.Size:
-    """The shape of the sources, which have a dtype and a width that the kernels take."""
+    """Return the shape of the sources; raise `ValueError` if the kernels do not take their dtype or width."""
     shape = sources[0].shape
     if sources[0].dtype not in DTYPES or not shape or not 1 <= shape[-1] <= MAX_WIDTH:
         raise ValueError(
@@ -161,7 +168,7 @@ def _require_rows(query: Tensor, sources: Sequence[Tensor]) -> torch.Size:
 
 
 def _tile(width: int) -> dict[str, int]:
-    """A tile of whole tokens: its tokens and its columns, powers of two, and the warps for it."""
+    """Return the numbers of tokens and columns of a tile, powers of two, and of warps for it."""
     columns = _power_of_two(width)
     tokens = max(1, min(32, _TILE // columns))
     return {"TOKENS": tokens, "COLUMNS": columns, "num_warps": _warps(tokens * columns)}
@@ -180,7 +187,7 @@ def _cdiv(a: int, b: int) -> int:
 
 
 def _pointers(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors, padded by the first, so that there are few kernels: for 1, 2, 4, 8, 16, 24, ... of them."""
+    """Return the tensors, padded by the first one so that few kernels suffice: for 1, 2, 4, 8, 16, 24, ... tensors."""
     number = len(tensors)
     padded = _power_of_two(number) if number <= _CHUNK else _CHUNK * _cdiv(number, _CHUNK)
     return (*tensors, *[tensors[0]] * (padded - number))
@@ -191,7 +198,7 @@ def _sizes(pointers: tuple[Tensor, ...], width: int) -> dict[str, int]:
 
 
 def _empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """What a kernel will write: contiguous, on the device of `like`, whatever the defaults are."""
+    """Allocate an output of a kernel: contiguous, on the device of `like`, whatever a program's defaults are."""
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
@@ -205,7 +212,14 @@ def _forward_outputs(query, sources, eps, is_sum):
 def forward(
     query: Tensor, sources: Sequence[Tensor], eps: float, is_sum: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The result `[..., D]`, and of each source and token the weight, the logit and the inverse RMS, `[n, ...]`."""
+    """Compute the result `[..., D]`, and the weights, logits and inverse RMS of all sources, each `[n, ...]`.
+
+    Args:
+        query: `w * g`, `[D]`, float32.
+        sources: n >= 1 tensors `[..., D]` of one dtype.
+        eps: epsilon of the key norm.
+        is_sum: whether to multiply the result by n.
+    """
     shape = _require_rows(query, sources)
     outputs = result, *statistics = _forward_outputs(query, sources, eps, is_sum)
     count, width, pointers = len(sources), query.numel(), _pointers(sources)
@@ -244,10 +258,19 @@ def backward(
     is_sum: bool,
     needs_sources: bool,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The query's gradient in parts, `[programs, D]`, and the sources' if they are needed, `later_grads` included.
+    """Compute the query's gradient in parts `[programs, D]`, and the sources' gradients if they are needed.
 
     Args:
-        later_grads: of each source, or none.
+        grad: gradient of the result, `[..., D]`.
+        grad_weights: gradient of the weights, `[n, ...]`, or `None`.
+        later_grads: gradients `[..., D]` that are added to the sources' own, one for each source or none at all.
+        query: `w * g`, `[D]`, float32.
+        sources: n tensors `[..., D]`.
+        weights: as [`forward`] returned them.
+        logits: as [`forward`] returned them.
+        inverse_rms: as [`forward`] returned it.
+        is_sum: whether the result was multiplied by n.
+        needs_sources: whether the sources' gradients are needed.
     """
     shape, count = _require_rows(query, sources), len(sources)
     partial, grad_sources = outputs = _backward_outputs(
