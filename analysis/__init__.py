@@ -1,37 +1,54 @@
-"""What a model does across its depth: measured on text, as numbers, figures and a page.
+"""Measurements of what a model does across its depth: as tensors, figures and a page.
 
-What writes reports is imported when it is asked for: who measures alone needs neither matplotlib nor jinja2.
+Measurements need neither matplotlib nor bokeh nor jinja2. The modules that do are imported when something is drawn.
 """
 
-import importlib
+import os
+from typing import TYPE_CHECKING, Any
 
 from .attention_sinks import AttentionSinks, attention_sinks
+from .axis import DepthAxis
 from .depth_attention import DepthAttention, NoDepthAttention, depth_attention
 from .inspection import Inspection, Passage, inspect_model
 from .interventions import Interventions, interventions
 from .magnitudes import Magnitudes, magnitudes
+from .measurement import DrawableMeasurement
 from .mixing import DepthMixing, TokenMixing, depth_mixing, mixing_matrix, semiseparable_rank, token_mixing
-from .names import Depth
-from .text import Text
+from .text import InspectedText
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
-def __getattr__(name: str) -> object:
-    if name != "write_report":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f"{__name__}.report").write_report
+def _make_figure(measurement: DrawableMeasurement, path: str | os.PathLike | None, **options: Any) -> "Figure":
+    from .figures import draw_measurement
+
+    return draw_measurement(measurement, path, **options)
+
+
+DrawableMeasurement.figure_maker = _make_figure
+
+
+def __getattr__(name: str) -> Any:
+    """Import `write_report` when it is asked for, with the libraries that a report needs."""
+    if name == "write_report":
+        from .report import write_report
+
+        return write_report
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
     "AttentionSinks",
-    "Depth",
     "DepthAttention",
+    "DepthAxis",
     "DepthMixing",
+    "InspectedText",
     "Inspection",
     "Interventions",
     "Magnitudes",
     "NoDepthAttention",
     "Passage",
-    "Text",
     "TokenMixing",
     "attention_sinks",
     "depth_attention",

@@ -1,6 +1,8 @@
-"""The learned depth attention of a model: how much each sublayer takes from each source, and how that differs by token.
+"""The learned depth attention of a model: how much each consumer takes from each source, and how that varies by token.
 
-h_l = sum_i a_{i->l} s_i         a_{i->l} one number for each token, source i and reader l, the output last
+    h_l = sum_i a_{i->l} s_i        l = 0, ..., L - 1 the sublayers and l = L the output; i the sources of consumer l
+
+There is one weight `a_{i->l}` for each token. The statistics here are over the tokens of a text.
 """
 
 import math
@@ -14,35 +16,38 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .names import Depth, Measurement, depth_of, deviation
-from .watching import Batch, family_member, mask_of, measuring, run, several, watched
+from .axis import DepthAxis, depth_axis
+from .batches import Batch, as_batches, mask_of
+from .measurement import DrawableMeasurement, standard_deviation
+from .watching import family_member, measuring, run, watched
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 class NoDepthAttention(ValueError):
-    """The residual connections of a model do not attend over the depth."""
+    """Raised for a model whose residual connections do not attend over the depth."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class DepthAttention(Measurement):
-    """The depth weights of each reader, over the tokens of a text.
+class DepthAttention(DrawableMeasurement):
+    """The depth weights of each consumer, over the tokens of a text. All tensors are in float64.
 
     Attributes:
-        depth: the names of readers and sources, and the block size.
-        mean: `[L + 1, sources]` in float64: a row for each sublayer in turn and one for the output. Rows sum to one,
-            unless they are sigmoids; sources that a sublayer does not have are NaN, those that a window drops zero.
-        spread: the standard deviation over tokens, likewise. Where the mean is uniform, weights may still differ from
-            token to token.
-        entropy: `H(a) / log K` with K sources, `[L + 1]`, a mean over tokens: 1 for uniform weights, 0 for one source;
-            NaN where K is 1.
-        distance: from uniform weights, `sum_i |a_i - 1/K| / 2` of shares that add up to one, `[L + 1]`, a mean over
-            tokens: the share of the weight that would have to move.
-        tokens: how many were counted.
+        depth: The names of consumers and sources, and the block size.
+        mean: The mean weights `[L + 1, sources]`: a row for each sublayer in turn and one for the output. Rows sum to
+            one, unless weights are sigmoids. Sources that a consumer does not have are NaN. Sources that a window
+            drops are zero.
+        spread: The standard deviations of the weights over tokens, `[L + 1, sources]`. Weights may differ from token
+            to token also where their mean is uniform.
+        entropy: `H(a) / log K` with K sources, `[L + 1]`, a mean over tokens: 1 for uniform weights, 0 for a single
+            source that has all the weight; NaN where K is 1.
+        distance: The distance from uniform weights, `sum_i |a_i - 1/K| / 2` with the weights as shares of their sum,
+            `[L + 1]`, a mean over tokens. This is the share of the weight that would have to move.
+        tokens: The number of tokens that were counted.
     """
 
-    depth: Depth
+    depth: DepthAxis
     mean: Tensor
     spread: Tensor
     entropy: Tensor
@@ -51,22 +56,22 @@ class DepthAttention(Measurement):
 
     @cached_property
     def num_sources(self) -> list[int]:
-        """How many sources each reader has."""
+        """The number of sources of each consumer."""
         return (~self.mean.isnan()).sum(1).tolist()
 
     @property
     def embedding(self) -> Tensor:
-        """The weight on the embedding, `[L + 1]`."""
+        """The mean weight on the embedding, `[L + 1]`."""
         return self.mean[:, 0]
 
     @property
     def nearest(self) -> Tensor:
-        """The weight on the last source, `[L + 1]`: the newest output or, in blocks, the sum that holds it."""
+        """The mean weight on the last source, `[L + 1]`: the newest output or, in blocks, the sum that holds it."""
         return torch.stack([row[count - 1] for row, count in zip(self.mean, self.num_sources)])
 
     @property
     def rest(self) -> Tensor:
-        """The weight on the sources between these two, `[L + 1]`; NaN where there are none."""
+        """The mean weight on all sources between these two, `[L + 1]`; NaN where there are none."""
         return torch.stack(
             [
                 row[1 : count - 1].sum() if count > 2 else row.new_tensor(math.nan)
@@ -74,58 +79,88 @@ class DepthAttention(Measurement):
             ]
         )
 
-    def most_read(self, reader: int, count: int = 3) -> list[tuple[str, float]]:
-        """The sources that a reader takes most from, by name, with their mean weights."""
-        weights = self.mean[reader, : self.num_sources[reader]]
+    def most_read(self, consumer: int, count: int = 3) -> list[tuple[str, float]]:
+        """Return the sources that have the largest mean weights.
+
+        Args:
+            consumer: The index of a sublayer; -1 or L for the output.
+            count: The number of sources to return, at most.
+
+        Returns:
+            Pairs of the source's name and its mean weight, the largest first.
+        """
+        weights = self.mean[consumer, : self.num_sources[consumer]]
         return [(self.depth.sources[i], weights[i].item()) for i in weights.argsort(descending=True)[:count].tolist()]
 
     def plot(self, path: str | os.PathLike | None = None, values: str = "weight") -> "Figure":
-        """Draw the map: `values` are "weight", "spread" over tokens, or "relative" to uniform weights."""
-        from .figures import draw_depth_attention, finish
+        """Draw the weights as maps of consumers by sources.
 
-        return finish(draw_depth_attention(self, values), path)
+        Args:
+            path: The `.png` or `.svg` file to write, in a folder that exists; `None` to write no file.
+            values: "weight", "spread" over tokens, or "relative" to uniform weights.
+
+        Returns:
+            The figure, which a notebook shows if it is the last value of a cell.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+            ValueError: The file name has another suffix, or `values` is another word.
+            FileNotFoundError: The folder does not exist.
+        """
+        return DrawableMeasurement.figure_maker(self, path, values=values)
 
 
 def depth_attention(model: PreTrainedModel, batches: Batch | Iterable[Batch]) -> DepthAttention:
-    """Measure the depth weights `a_{i->l}` of every reader over all tokens of the batches, which may be streamed.
+    """Measure the depth weights `a_{i->l}` of every consumer over all tokens of the batches, which may be streamed.
 
     Args:
-        model: a model of the family whose residual connections attend over the depth.
-        batches: one or several, each token ids `[batch, seq]` or what a tokenizer returns; tokens that an attention
+        model: A model of the family whose residual connections attend over the depth.
+        batches: One or several, each token ids `[batch, seq]` or what a tokenizer returns. Tokens that an attention
             mask leaves out do not count.
 
+    Returns:
+        Mean and standard deviation of each weight over tokens, and measures of how uniform the weights are.
+
     Raises:
-        NoDepthAttention: the model has none.
-        ValueError: there is no batch, or what the model computes is not finite.
+        NoDepthAttention: The model has no depth attention.
+        ValueError: There is no batch, or the model's results are not finite.
     """
     model, sums, tokens = family_member(model), None, 0
-    for batch in several(batches):
+    for batch in as_batches(batches):
         mask = mask_of(batch)
-        parts = [
-            _sums(weights[:, mask.to(weights.device)].double().cpu()) for weights in weights_by_token(model, batch)
+        batch_sums = [
+            _sum_over_tokens(weights[:, mask.to(weights.device)].double().cpu())
+            for weights in weights_by_token(model, batch)
         ]
-        sums = parts if sums is None else [[a + b for a, b in zip(*pair)] for pair in zip(sums, parts)]
+        sums = batch_sums if sums is None else [[a + b for a, b in zip(*pair)] for pair in zip(sums, batch_sums)]
         tokens += int(mask.sum())
     if sums is None:
         raise ValueError("no batch of token ids was given.")
-    mean, square = (_table([of[i] / tokens for of in sums]) for i in (0, 1))
-    entropy, distance = (torch.stack([of[i] / tokens for of in sums]) for i in (2, 3))
-    depth = depth_of(model, [len(of[0]) for of in sums])
-    return DepthAttention(depth, mean, deviation(mean, square), entropy, distance, tokens)
+    mean, square = (_table([consumer[i] / tokens for consumer in sums]) for i in (0, 1))
+    entropy, distance = (torch.stack([consumer[i] / tokens for consumer in sums]) for i in (2, 3))
+    depth = depth_axis(model, [len(consumer[0]) for consumer in sums])
+    return DepthAttention(depth, mean, standard_deviation(mean, square), entropy, distance, tokens)
 
 
 @torch.no_grad()
 def weights_by_token(model: PreTrainedModel, batch: Batch) -> list[Tensor]:
-    """The weights of each reader in turn, `[sources, batch, seq]` as the model computes them.
+    """Run one pass and return the depth weights of each token.
+
+    Args:
+        model: A model of the family.
+        batch: Token ids `[batch, seq]`, or what a tokenizer returns.
+
+    Returns:
+        One tensor `[sources, batch, seq]` for each consumer in turn, on the device and in the dtype of the model.
 
     Raises:
-        NoDepthAttention: there are none.
-        ValueError: what the model computes is not finite.
+        NoDepthAttention: The model has no depth attention.
+        ValueError: The model's results are not finite.
     """
     recorded: list[Tensor | None] = []
 
-    def read(connection: nn.Module, forward: Any, *arguments: Any) -> Any:
-        result = forward(*arguments)
+    def read(connection: nn.Module, original: Any, *arguments: Any) -> Any:
+        result = original(*arguments)
         recorded.append(result[1])
         return result
 
@@ -137,22 +172,30 @@ def weights_by_token(model: PreTrainedModel, batch: Batch) -> list[Tensor]:
 
 
 def share_measures(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """`H(a) / log K` and `sum_i |a_i - 1/K| / 2` of weights `[sources, ...]`, each `[...]`.
+    """Compute how uniform depth weights are, token by token.
 
-    They are taken as shares of their sum, since sigmoids do not add up to one. K counts sources that a window drops,
-    too: weights within a window are never uniform.
+    The weights are taken as shares of their sum, since sigmoids do not sum to one. K counts sources that a window
+    drops, too, so weights within a window are never uniform.
+
+    Args:
+        weights: Depth weights `[K, ...]`, K sources.
+
+    Returns:
+        The entropy `H(a) / log K` and the distance from uniform weights `sum_i |a_i - 1/K| / 2`, each `[...]`. The
+        entropy is NaN where K is 1.
     """
     shares = weights / weights.sum(0)
     entropy = torch.special.entr(shares).sum(0) / (math.log(len(shares)) if len(shares) > 1 else math.nan)
     return entropy, (shares - 1 / len(shares)).abs().sum(0) / 2
 
 
-def _sums(weights: Tensor) -> list[Tensor]:
-    """What is added up over tokens, of weights `[sources, tokens]`."""
+def _sum_over_tokens(weights: Tensor) -> list[Tensor]:
+    """Sum the weights, their squares, the entropy and the distance of weights `[sources, tokens]` over tokens."""
     return [weights.sum(1), weights.square().sum(1), *(measure.sum() for measure in share_measures(weights))]
 
 
 def _table(rows: list[Tensor]) -> Tensor:
+    """Stack rows of different lengths, with NaN after the end of short ones."""
     table = torch.full((len(rows), max(map(len, rows))), math.nan, dtype=torch.float64)
     for row, values in zip(table, rows):
         row[: len(values)] = values

@@ -1,44 +1,51 @@
 """Curves from the embedding to the output, of one model or several.
 
-A decoder layer is one step of the axis, so that models with and without blocks can be held against each other. Models
-differ in colour, line and marker, and kinds of sublayers in the filling of the marker.
+A decoder layer is one step of the axis, so models with and without blocks can be compared. Models differ in colour,
+line and marker, and kinds of sublayers in the filling of the marker.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from .drawing import SMALL, WIDTH, blank, styled
-from .names import Depth
+from attnres.utils.extras import require_extra
 
-if TYPE_CHECKING:
-    from .attention_sinks import AttentionSinks
-    from .depth_attention import DepthAttention
-    from .interventions import Interventions
-    from .magnitudes import Magnitudes
+from .attention_sinks import AttentionSinks
+from .axis import DepthAxis
+from .depth_attention import DepthAttention
+from .drawing import SMALL, WIDTH, blank, styled
+from .interventions import Interventions
+from .magnitudes import Magnitudes
+
+with require_extra("analysis"):
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import MaxNLocator
 
 _COLORS = ("#14387f", "#d95f02", "#1b9e77", "#a6448b", "#7a6a00")
 _LINES, _MARKERS = ("-", "--", "-.", ":"), ("o", "s", "^", "D", "v")
 _FILLED, _HOLLOW = "full", "none"
-_SPAN = 20  # the factor that values span on an axis that is logarithmic
-_DECADES = 3  # of an axis that has zero in it
+_LOG_SPAN = 20  # an axis is logarithmic if the largest value is at least so many times the smallest
+_DECADES = 3  # powers of ten that a logarithmic axis with zero in it shows to each side
 
 
 @styled
-def draw_weights_by_depth(attentions: Mapping[str, "DepthAttention"]) -> Figure:
-    """Draw by reader how far its depth weights are from uniform, and how much goes to the embedding, to the nearest
-    source, and to those between.
+def draw_weights_by_depth(attentions: Mapping[str, DepthAttention]) -> Figure:
+    """Draw how far the depth weights of each consumer are from uniform, and what they give to which source.
+
+    The panels are entropy, distance from uniform weights, and the weights on the embedding, on the nearest source and
+    on the sources between.
 
     Args:
-        attentions: label -> that of a model; a single one may have the label `""`.
+        attentions: The depth attention of each model by its label. A single model may have the label `""`.
+
+    Returns:
+        The figure.
     """
     panels = {
         "entropy": ("entropy", "entropy / log(sources)"),
@@ -47,22 +54,26 @@ def draw_weights_by_depth(attentions: Mapping[str, "DepthAttention"]) -> Figure:
         "nearest": ("weight on the nearest source", "weight"),
         "rest": ("weight on the sources between", "weight"),
     }
-    figure, every = _grid(len(panels))
-    for axes, (name, (title, unit)) in zip(every, panels.items()):
+    figure, all_axes = _grid(len(panels))
+    for axes, (name, (title, unit)) in zip(all_axes, panels.items()):
         axes.set(title=title, ylabel=unit)
         axes.ticklabel_format(axis="y", useOffset=False)
-        for attention, style in _styles(attentions):
-            _by_kind(axes, attention.depth, getattr(attention, name), _readers(attention.depth), style)
-    return _explained(figure, every, attentions, [attention.depth for attention in attentions.values()], "output")
+        for attention, style in _with_styles(attentions):
+            depth = attention.depth
+            _plot_by_kind(axes, depth, getattr(attention, name), _consumer_places(depth), style)
+    return _explained(figure, all_axes, attentions, [attention.depth for attention in attentions.values()], "output")
 
 
 @styled
-def draw_magnitudes(models: Mapping[str, "Magnitudes"]) -> Figure:
+def draw_magnitudes(models: Mapping[str, Magnitudes]) -> Figure:
     """Draw root mean squares by depth, as in Figure 5 (b, c) of the paper: the stream, inputs, outputs, gradients.
 
     Args:
-        models: label -> those of a model; a single one may have the label `""`. Gradients that were not measured have
-            no panel.
+        models: The magnitudes of each model by its label. A single model may have the label `""`. Gradients that were
+            not measured get no panel.
+
+    Returns:
+        The figure.
     """
     panels = {
         "outputs": ("output of sublayer", "root mean square"),
@@ -71,29 +82,35 @@ def draw_magnitudes(models: Mapping[str, "Magnitudes"]) -> Figure:
         "inputs": ("input of sublayer", "root mean square"),
         "largest": ("largest input", "largest / median"),
     }
-    panels = {name: texts for name, texts in panels.items() if any(_any(getattr(of, name)) for of in models.values())}
-    figure, every = _grid(len(panels))
-    for axes, (name, (title, unit)) in zip(every, panels.items()):
+    panels = {
+        name: texts for name, texts in panels.items() if any(_has_values(getattr(m, name)) for m in models.values())
+    }
+    figure, all_axes = _grid(len(panels))
+    for axes, (name, (title, unit)) in zip(all_axes, panels.items()):
         axes.set(title=title, ylabel=unit)
-        for of, style in _styles(models):
+        for sizes, style in _with_styles(models):
+            depth = sizes.depth
             if name == "stream":
-                axes.plot(_outputs(of.depth), of.stream.numpy(), **style | {"marker": "none"})
+                axes.plot(_output_places(depth), sizes.stream.numpy(), **style | {"marker": "none"})
             else:
-                places = _outputs(of.depth) if name in ("outputs", "gradients") else _readers(of.depth)
-                _by_kind(axes, of.depth, getattr(of, name), places, style)
-        _scale(axes, [getattr(of, name) for of in models.values()])
-    return _explained(figure, every, models, [of.depth for of in models.values()], "embedding and output")
+                places = _output_places(depth) if name in ("outputs", "gradients") else _consumer_places(depth)
+                _plot_by_kind(axes, depth, getattr(sizes, name), places, style)
+        _scale_axis(axes, [getattr(sizes, name) for sizes in models.values()])
+    return _explained(figure, all_axes, models, [sizes.depth for sizes in models.values()], "embedding and output")
 
 
 @styled
-def draw_sinks(models: Mapping[str, "AttentionSinks"]) -> Figure:
+def draw_sinks(models: Mapping[str, AttentionSinks]) -> Figure:
     """Draw by layer how much of the attention goes to the first token.
 
     Args:
-        models: label -> those of a model; a single one may have the label `""`.
+        models: The attention sinks of each model by its label. A single model may have the label `""`.
+
+    Returns:
+        The figure.
     """
     figure, (axes,) = _grid(1)
-    for sinks, style in _styles(models):
+    for sinks, style in _with_styles(models):
         for values, filling in ((sinks.mean, _FILLED), (sinks.strongest, _HOLLOW)):
             axes.plot(range(len(values)), values.numpy(), **style, fillstyle=filling)
     for uniform in sorted({round(sinks.uniform, 6) for sinks in models.values()}):
@@ -102,7 +119,7 @@ def draw_sinks(models: Mapping[str, "AttentionSinks"]) -> Figure:
     if any(sinks.mean.isnan().any() for sinks in models.values()):
         note += "\ngaps: layers of linear attention, which has no weights"
     layers = max(len(sinks.mean) for sinks in models.values())
-    largest = max(0, *(2 * of.uniform for of in models.values()), axes.dataLim.ymax)
+    largest = max(0, *(2 * sinks.uniform for sinks in models.values()), axes.dataLim.ymax)
     axes.set(title="attention to the first token", ylabel="weight", xlim=(-0.5, layers - 0.5))
     axes.set_ylim(0, 1.08 * largest)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
@@ -110,59 +127,72 @@ def draw_sinks(models: Mapping[str, "AttentionSinks"]) -> Figure:
 
 
 @styled
-def draw_interventions(models: Mapping[str, "Interventions"]) -> Figure:
-    """Draw the rise of the loss for each hidden source, over all outputs in it, and for each reader made uniform.
+def draw_interventions(models: Mapping[str, Interventions]) -> Figure:
+    """Draw the rise of the loss for each source that is hidden, and for each consumer whose weights are made uniform.
 
     Args:
-        models: label -> those of a model; a single one may have the label `""`.
+        models: The interventions on each model by its label. A single model may have the label `""`.
+
+    Returns:
+        The figure.
     """
-    has_uniform = any(_any(of.uniform) for of in models.values())
-    figure, every = _grid(1 + has_uniform, columns=1)
-    for of, style in _styles(models):
-        _over_members(every[0], of, style)
-    every[0].set_title("a source is hidden; the bar spans the outputs in it")
-    _scale(every[0], [of.hidden for of in models.values()], signed=True)
+    has_uniform = any(_has_values(measured.uniform) for measured in models.values())
+    figure, all_axes = _grid(1 + has_uniform, columns=1)
+    for measured, style in _with_styles(models):
+        _plot_over_members(all_axes[0], measured, style)
+    all_axes[0].set_title("a source is hidden; the bar spans the outputs in it")
+    _scale_axis(all_axes[0], [measured.hidden for measured in models.values()], signed=True)
     if has_uniform:
-        for of, style in _styles(models):
-            _by_kind(every[1], of.depth, of.uniform, _readers(of.depth), style)
-        every[1].set_title("the weights of a reader are made uniform")
-        _scale(every[1], [of.uniform for of in models.values()], signed=True)
-    for axes in every:
+        for measured, style in _with_styles(models):
+            depth = measured.depth
+            _plot_by_kind(all_axes[1], depth, measured.uniform, _consumer_places(depth), style)
+        all_axes[1].set_title("the weights of a reader are made uniform")
+        _scale_axis(all_axes[1], [measured.uniform for measured in models.values()], signed=True)
+    for axes in all_axes:
         axes.axhline(0, color="gray", linewidth=0.8, zorder=0)
         axes.set_ylabel("rise of the loss (nats/token)")
-    return _explained(figure, every, models, [of.depth for of in models.values()], "output" if has_uniform else "")
+    depths = [measured.depth for measured in models.values()]
+    return _explained(figure, all_axes, models, depths, "output" if has_uniform else "")
 
 
 def _grid(count: int, columns: int = 2) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` panels; the last one is as wide as the figure if it is alone in its row."""
+    """Return a figure with `count` panels; the last one is as wide as the figure if it is alone in its row."""
     columns = min(columns, count)
     rows = math.ceil(count / columns)
     figure = blank(WIDTH, 0.9 + 1.9 * rows if rows > 1 else 3.2)
     grid = figure.add_gridspec(rows, columns)
-    places = [grid[i // columns, i % columns] for i in range(count)]
+    cells = [grid[i // columns, i % columns] for i in range(count)]
     if count % columns:
-        places[-1] = grid[-1, :]
-    return figure, [figure.add_subplot(place) for place in places]
+        cells[-1] = grid[-1, :]
+    return figure, [figure.add_subplot(cell) for cell in cells]
 
 
-def _styles(models: Mapping[str, Any]) -> Iterable[tuple[Any, dict[str, Any]]]:
-    """Each model, and what its curves look like."""
-    for of, color, line, marker in zip(models.values(), cycle(_COLORS), cycle(_LINES), cycle(_MARKERS)):
-        yield of, {"color": color, "linestyle": line, "marker": marker, "markersize": 3.5, "linewidth": 1.1}
+def _with_styles(models: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield each model's measurement with the style of its curves."""
+    for measurement, color, line, marker in zip(models.values(), cycle(_COLORS), cycle(_LINES), cycle(_MARKERS)):
+        yield measurement, {"color": color, "linestyle": line, "marker": marker, "markersize": 3.5, "linewidth": 1.1}
 
 
-def _readers(depth: Depth) -> np.ndarray:
-    """Where readers stand, in decoder layers: the output behind the last one."""
-    return np.arange(len(depth.readers)) / len(depth.kinds)
+def _consumer_places(depth: DepthAxis) -> np.ndarray:
+    """Return the places of consumers on the axis, in decoder layers. The output follows the last layer."""
+    return np.arange(len(depth.consumers)) / len(depth.kinds)
 
 
-def _outputs(depth: Depth) -> np.ndarray:
-    """Where outputs stand: that of a sublayer where it reads, the embedding before the first one."""
+def _output_places(depth: DepthAxis) -> np.ndarray:
+    """Return the places of outputs on the axis: that of their sublayer, and the embedding before the first one."""
     return (np.arange(len(depth.outputs)) - 1) / len(depth.kinds)
 
 
-def _by_kind(axes: Axes, depth: Depth, values: Tensor, places: np.ndarray, style: Mapping[str, Any]) -> None:
-    """A curve for each kind of sublayer, and a star for what is none: the embedding or the output."""
+def _plot_by_kind(axes: Axes, depth: DepthAxis, values: Tensor, places: np.ndarray, style: Mapping[str, Any]) -> None:
+    """Plot a curve for each kind of sublayer, and a star for the embedding or the output.
+
+    Args:
+        axes: The panel.
+        depth: The depth axis of the model.
+        values: The values to plot, `[L + 1]`.
+        places: Their places on the axis, `[L + 1]` in decoder layers.
+        style: The style of the model's curves.
+    """
     sublayers = np.rint(places * len(depth.kinds)).astype(int)
     is_sublayer = (sublayers >= 0) & (sublayers < depth.num_sublayers)
     for kind, filling in zip(range(len(depth.kinds)), cycle((_FILLED, _HOLLOW))):
@@ -172,21 +202,22 @@ def _by_kind(axes: Axes, depth: Depth, values: Tensor, places: np.ndarray, style
     axes.plot(places[~is_sublayer], values.numpy()[~is_sublayer], **star, fillstyle=_FILLED)
 
 
-def _over_members(axes: Axes, of: "Interventions", style: Mapping[str, Any]) -> None:
-    """A bar over all outputs that a source sums up, with its marker in the middle."""
-    places, half = _outputs(of.depth), 0.5 / len(of.depth.kinds)
-    spans = [of.depth.members(source) for source in range(len(of.depth.sources))]
+def _plot_over_members(axes: Axes, measured: Interventions, style: Mapping[str, Any]) -> None:
+    """Plot a bar over all outputs that a source sums up, with a marker in its middle."""
+    depth = measured.depth
+    places, half = _output_places(depth), 0.5 / len(depth.kinds)
+    spans = [depth.members(source) for source in range(len(depth.sources))]
     left, right = ([places[span[end]] + sign * half for span in spans] for end, sign in ((0, -1), (-1, 1)))
-    axes.hlines(of.hidden.numpy(), left, right, color=style["color"], linewidth=1.6)
+    axes.hlines(measured.hidden.numpy(), left, right, color=style["color"], linewidth=1.6)
     middle = (np.array(left) + np.array(right)) / 2
-    axes.plot(middle, of.hidden.numpy(), **style | {"linewidth": 0.5})
+    axes.plot(middle, measured.hidden.numpy(), **style | {"linewidth": 0.5})
 
 
-def _scale(axes: Axes, several: Iterable[Tensor], signed: bool = False) -> None:
-    """A logarithmic axis where values span so much; about zero it is linear, if they may have either sign."""
-    values = np.concatenate([values.numpy() for values in several])
+def _scale_axis(axes: Axes, curves: Iterable[Tensor], signed: bool = False) -> None:
+    """Make the vertical axis logarithmic if the values span so much, and linear around zero if they have both signs."""
+    values = np.concatenate([curve.numpy() for curve in curves])
     sizes = np.abs(values[np.isfinite(values) & (values != 0)])
-    if len(sizes) == 0 or sizes.max() < _SPAN * sizes.min():
+    if len(sizes) == 0 or sizes.max() < _LOG_SPAN * sizes.min():
         return
     if signed:
         axes.set_yscale("symlog", linthresh=10.0 ** (math.floor(math.log10(sizes.max())) - _DECADES + 1))
@@ -194,27 +225,37 @@ def _scale(axes: Axes, several: Iterable[Tensor], signed: bool = False) -> None:
         axes.set_yscale("log")
 
 
-def _any(values: Tensor) -> bool:
+def _has_values(values: Tensor) -> bool:
     return not values.isnan().all()
 
 
 def _explained(
-    figure: Figure, every: Sequence[Axes], models: Mapping[str, Any], depths: Sequence[Depth], stars: str
+    figure: Figure, all_axes: Sequence[Axes], models: Mapping[str, Any], depths: Sequence[DepthAxis], stars: str
 ) -> Figure:
-    """With what fillings and stars mean, if there are any, and where blocks begin, if that is the same for all."""
+    """Finish a figure whose axis is the depth: ticks, lines where blocks begin, and a note on the markers.
+
+    Args:
+        figure: The figure.
+        all_axes: Its panels.
+        models: The measurement of each model by its label.
+        depths: The depth axis of each model.
+        stars: What a star stands for; empty if there are no curves by kind.
+    """
     notes = []
     if stars:
         kinds = next((depth.kinds for depth in depths if len(depth.kinds) > 1), ())
         notes += [*(f"{filling}: {kind}" for filling, kind in zip(("filled", "hollow"), kinds)), f"star: {stars}"]
-    last = max(_readers(depth)[-1] for depth in depths)
+    last = max(_consumer_places(depth)[-1] for depth in depths)
+    # Blocks are shown only if they begin at the same places in all models that have any.
     blocks = {(depth.block_size, depth.kinds) for depth in depths if depth.block_size > 1}
-    for axes in every:
+    for axes in all_axes:
         axes.set_xlim(-0.5 - 0.03 * last, 1.03 * last)
         if len(blocks) == 1:
             ((size, kinds),) = blocks
             for begin in np.arange(-0.5, last * len(kinds) - 0.5, size) / len(kinds):
                 axes.axvline(begin, color="0.85", linewidth=0.8, zorder=0)
         places = [place for place in MaxNLocator(integer=True, nbins=10).tick_values(0, last) if 0 <= place < last]
+        # A tick so near to the last one would overlap its name, "output".
         step = places[1] - places[0] if len(places) > 1 else 0
         places = [place for place in places if place <= last - 0.7 * step] or places
         has_output = axes.dataLim.xmax > last - 1e-6
@@ -222,17 +263,19 @@ def _explained(
         axes.set_xticks([*places, last][: len(names)], names)
     if len(blocks) == 1:
         notes.append("vertical lines: where blocks begin")
-    return _finished(figure, every, models, "; ".join(notes))
+    return _finished(figure, all_axes, models, "; ".join(notes))
 
 
-def _finished(figure: Figure, every: Sequence[Axes], models: Mapping[str, Any], note: str) -> Figure:
-    for axes in every:
+def _finished(figure: Figure, all_axes: Sequence[Axes], models: Mapping[str, Any], note: str) -> Figure:
+    """Finish a figure: the name of the axis, a note below, and a legend above if models have labels."""
+    for axes in all_axes:
         axes.set_xlabel("decoder layer")
         axes.grid(axis="y", alpha=0.3)
     if note:
         figure.supxlabel(note, fontsize=SMALL)
     if any(models):
-        handles = [Line2D([], [], label=label, **style) for label, (_, style) in zip(models, _styles(models))]
+        handles = [Line2D([], [], label=label, **style) for label, (_, style) in zip(models, _with_styles(models))]
+        # As many labels side by side as have room, each with its handle.
         columns = min(4, len(models), max(1, 100 // (8 + max(map(len, models)))))
         figure.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False)
     return figure

@@ -1,41 +1,44 @@
-"""Maps of depth: a row for each reader, a column for each source or output, and the darker the more.
+"""Maps of depth: a row for each consumer, a column for each source or output, and darker cells for larger values.
 
-They can be read in black and white: what is below the middle of a scale with two hues is marked where it has no number.
+The maps can be read in black and white. On a scale with two hues, which look alike then, cells below the middle are
+marked with a dot unless they have a number.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-import matplotlib
 import numpy as np
 import torch
-from matplotlib.axes import Axes
-from matplotlib.colors import Colormap, ListedColormap, Normalize, PowerNorm
-from matplotlib.figure import Figure
 from torch import Tensor
 
-from .drawing import SMALL, WIDTH, blank, styled
+from attnres.utils.extras import require_extra
 
-if TYPE_CHECKING:
-    from .depth_attention import DepthAttention
-    from .mixing import DepthMixing
+from .depth_attention import DepthAttention
+from .drawing import SMALL, WIDTH, blank, styled
+from .mixing import DepthMixing
+
+with require_extra("analysis"):
+    import matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap, ListedColormap, Normalize, PowerNorm
+    from matplotlib.figure import Figure
 
 VALUES = ("weight", "spread", "relative")
 
-# From pale to dark throughout; and two hues that are pale where they meet.
+# One colour map goes from pale to dark. The other has two hues, which are pale where they meet.
 SEQUENTIAL = ListedColormap(matplotlib.colormaps["magma_r"](np.linspace(0.02, 0.88, 200)), "depth")
 DIVERGING = matplotlib.colormaps["PuOr_r"]
-_BESIDE = 1.75  # inches to the left and right of the maps: names and colour bar
-_NUMBER = (0.2, 0.11)  # the least cell, in inches, that a number fits into
-_NAME, _LETTER = 0.13, 0.06  # the least distance of names, and how wide a letter is
+# Sizes in inches.
+_MARGINS = 1.75  # to the left and right of the maps: names and colour bar
+_NUMBER_CELL = (0.2, 0.11)  # the smallest cell that a number fits into
+_NAME_DISTANCE, _LETTER_WIDTH = 0.13, 0.06  # the smallest distance of two names, and the width of a letter
 
 
 @dataclass(frozen=True)
 class _Panel:
-    """One map: its title, which rows of the table it has, and their names; the last one is the output."""
+    """One map: its title, the rows of the table that it shows, and their names. The last row is the output."""
 
     title: str
     rows: list[int]
@@ -44,7 +47,7 @@ class _Panel:
 
 @dataclass(frozen=True)
 class _Scale:
-    """What colours mean; two hues meet in zero if `norm` begins below it."""
+    """What the colours mean. If `norm` begins below zero, two hues meet in zero."""
 
     label: str
     norm: Normalize
@@ -62,165 +65,191 @@ class _Scale:
 
 @styled
 def draw_depth_attention(
-    attention: "DepthAttention", values: str = "weight", label: str = "", limit: float = 0.0
+    attention: DepthAttention, values: str = "weight", label: str = "", limit: float = 0.0
 ) -> Figure:
     """Draw the depth attention of a model.
 
     Args:
-        values: `weight`, the mean over tokens, attention and MLP sublayers side by side, as in Figure 8 of the paper;
-            `spread`, the standard deviation over tokens, likewise; `relative`, the mean weight over the uniform one,
-            which every row starts from, in one map with the weights as numbers.
-        label: of the model, for the title.
-        limit: where the scale of `spread` ends at the least, for maps that are to be held side by side.
+        attention: The depth attention to draw.
+        values: `weight` draws the mean over tokens, with attention and MLP sublayers side by side, as in Figure 8 of
+            the paper. `spread` draws the standard deviation over tokens in the same way. `relative` draws the mean
+            weight over the uniform one, which every row starts from, in one map with the weights as numbers.
+        label: The name of the model, for the title.
+        limit: The lowest end of the scale of `spread`, for maps that are compared side by side.
+
+    Returns:
+        The figure.
 
     Raises:
-        ValueError: `values` is none of these.
+        ValueError: `values` is another word.
     """
     if values not in VALUES:
         raise ValueError(f"values={values!r} cannot be drawn: choose one of {', '.join(map(repr, VALUES))}.")
     depth, table, numbers = attention.depth, attention.mean, attention.mean
-    of_tokens, panels = "mean over tokens", []
+    statistic, rows_label = "mean over tokens", "reader: decoder layer"
+    panels = []
     for place, kind in enumerate(depth.kinds):
         rows = [*range(place, depth.num_sublayers, len(depth.kinds)), depth.num_sublayers]
         title = f"{kind} sublayers" if len(depth.kinds) > 1 else ""
-        panels.append(_Panel(title, rows, [depth.readers[row].rpartition(" ")[2] for row in rows]))
-    reader = "reader: decoder layer"
+        panels.append(_Panel(title, rows, [depth.consumers[row].rpartition(" ")[2] for row in rows]))
     if values == "weight":
-        # Most weights are small where there are many sources.
-        scale = _rooted("weight", max(1.0, largest(table)))
+        scale = _root_scale("weight", max(1.0, largest(table)))
     elif values == "spread":
         table = numbers = attention.spread
-        of_tokens = "standard deviation over tokens"
+        statistic = "standard deviation over tokens"
         scale = _Scale("standard deviation of the weight", Normalize(0, max(1e-3, limit, largest(table))))
     else:
+        # Drawn on a logarithmic scale: log2 of the weight times the number of sources.
         table = (table * table.isfinite().sum(1, keepdim=True)).log2()
-        limit = _limit(table)
-        # A weight of zero, which a window gives, is not lacking but far below the uniform one.
+        limit = _relative_limit(table)
+        # The logarithm of a weight of zero, as a window gives, is no missing value: it is drawn as the lowest colour.
         table = table.clamp_min(-2 * limit)
         ticks = {share * limit: f"{2.0 ** (share * limit):.2f}" for share in (-1.0, -0.5, 0.0, 0.5, 1.0)}
         scale = _Scale("weight / uniform weight", Normalize(-limit, limit), ticks, "both")
-        panels, reader = [_Panel("", list(range(len(table))), list(depth.readers))], "reader: sublayer"
+        panels, rows_label = [_Panel("", list(range(len(table))), list(depth.consumers))], "reader: sublayer"
     columns = [name.removeprefix("block ") for name in depth.sources]
-    source = f"source: block of {depth.block_size} sublayers" if depth.block_size > 1 else "source: sublayer output"
+    columns_label = (
+        f"source: block of {depth.block_size} sublayers" if depth.block_size > 1 else "source: sublayer output"
+    )
     figure = _draw(table, numbers, panels, columns, scale, len(depth.kinds))
-    return _named(figure, f"Depth attention, {of_tokens}", label, reader, source)
+    return _labelled(figure, f"Depth attention, {statistic}", label, rows_label, columns_label)
 
 
 @styled
-def draw_mixing(mixing: "DepthMixing", label: str = "", limit: float = 0.0) -> Figure:
-    """Draw the depth-mixing matrix of a model; an input has nothing of outputs that come after it.
+def draw_mixing(mixing: DepthMixing, label: str = "", limit: float = 0.0) -> Figure:
+    """Draw the depth-mixing matrix of a model. Cells above the diagonal, for later outputs, stay white.
 
     Args:
-        label: of the model, for the title.
-        limit: where the scale ends at the least, for matrices that are to be held side by side.
+        mixing: The matrix to draw.
+        label: The name of the model, for the title.
+        limit: The lowest end of the scale, for matrices that are compared side by side.
+
+    Returns:
+        The figure.
     """
     depth, table = mixing.depth, mixing.mean
     table = table.masked_fill(torch.ones_like(table).triu(1).bool(), math.nan)
     end = max(1e-3, limit, largest(table))
     unit = "factor of the output in the input"
-    scale = _Scale(unit, Normalize(-end, end)) if (table < 0).any() else _rooted(unit, end)
-    panel = _Panel("", list(range(len(table))), list(depth.readers))
+    scale = _Scale(unit, Normalize(-end, end)) if (table < 0).any() else _root_scale(unit, end)
+    panel = _Panel("", list(range(len(table))), list(depth.consumers))
     figure = _draw(table, table, [panel], list(depth.outputs), scale, len(depth.kinds))
-    return _named(figure, "Depth mixing, mean over tokens", label, "input of sublayer", "output of sublayer")
+    return _labelled(figure, "Depth mixing, mean over tokens", label, "input of sublayer", "output of sublayer")
 
 
-def _rooted(label: str, largest: float) -> _Scale:
-    """From zero to the largest by square roots: of many sources, most are read little."""
+def largest(table: Tensor) -> float:
+    """Return the largest absolute value of a table, in which NaN counts as zero."""
+    return table.nan_to_num(0).abs().max().item()
+
+
+def _root_scale(label: str, largest: float) -> _Scale:
+    """Return a scale from zero to the largest value by square roots, since most weights are small among many."""
     ticks = (step * 10.0**power for power in range(-4, 6) for step in (1, 2, 5))
     shown = [0, *(tick for tick in ticks if largest / 60 < tick <= largest * 1.001)]
     return _Scale(label, PowerNorm(0.5, 0, largest), {tick: f"{tick:g}" for tick in shown})
 
 
+def _relative_limit(relative: Tensor) -> float:
+    """Return the end of the colours of a map of logarithms, so that nine tenths of what differs lie within it.
+
+    A single cell then does not make all others pale. The limit is at least 0.05 (a factor of 1.04), so that rounding in
+    a map of uniform rows is not drawn as structure.
+    """
+    differing = relative[relative.isfinite() & (relative.abs() > 1e-3)].abs()
+    return max(0.05, differing.quantile(0.9).item()) if len(differing) else 0.05
+
+
 def _draw(
     table: Tensor, numbers: Tensor, panels: list[_Panel], columns: list[str], scale: _Scale, group: int
 ) -> Figure:
-    """Maps of a table `[rows, columns]` side by side; NaN is left white.
+    """Draw maps of a table side by side; NaN is left white.
 
     Args:
-        numbers: what is written in the cells, `[rows, columns]`, where they have space.
-        group: sublayers of a decoder layer; names that do not fit are left out for whole layers.
+        table: The values that colours show, `[rows, columns]`.
+        numbers: The numbers to write in the cells where they have space, `[rows, columns]`.
+        panels: The maps, from left to right.
+        columns: The names of the columns.
+        scale: What the colours mean.
+        group: The number of sublayers in a decoder layer. Names that do not fit are left out for whole layers.
     """
     rows, width = len(panels[0].rows), len(columns) * len(panels)
-    cell = min(0.5, (WIDTH - _BESIDE) / width), min(0.28, 6.5 / rows)
-    is_upright = all((len(a + b) / 2 + 1) * _LETTER < cell[0] for a, b in pairwise(columns))
+    cell = min(0.5, (WIDTH - _MARGINS) / width), min(0.28, 6.5 / rows)  # width and height of a cell, in inches
+    is_upright = all((len(a + b) / 2 + 1) * _LETTER_WIDTH < cell[0] for a, b in pairwise(columns))
     above = 1.0 if is_upright else 1.5
-    figure = blank(_BESIDE + max(1.7 * len(panels), width * cell[0]), above + max(2.0, rows * cell[1]))
-    every = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
-    for axes, panel in zip(every, panels):
+    figure = blank(_MARGINS + max(1.7 * len(panels), width * cell[0]), above + max(2.0, rows * cell[1]))
+    all_axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for axes, panel in zip(all_axes, panels):
         part = table[panel.rows].numpy()
         image = axes.imshow(part, aspect="auto", cmap=scale.cmap, norm=scale.norm, interpolation="nearest")
-        if cell[0] >= _NUMBER[0] and cell[1] >= _NUMBER[1]:
-            _write(axes, numbers[panel.rows].numpy(), image.to_rgba(part), cell[0])
+        if cell[0] >= _NUMBER_CELL[0] and cell[1] >= _NUMBER_CELL[1]:
+            _write_numbers(axes, numbers[panel.rows].numpy(), image.to_rgba(part), cell[0])
         elif scale.diverges:
-            _mark(axes, scale.norm(part), min(cell))
+            _mark_low_cells(axes, scale.norm(part), min(cell))
         if rows > 2:
-            axes.axhline(rows - 1.5, color="white", linewidth=2)  # the output stands apart
-        places = _thinned(rows, 0, cell[1], group if len(panels) == 1 else 1)
-        axes.set_yticks(places, [panel.names[place] for place in places])
-        places = _thinned(len(columns), 1, cell[0], group)
-        axes.set_xticks(places, [columns[place] for place in places])
+            axes.axhline(rows - 1.5, color="white", linewidth=2)  # sets the output apart from the sublayers
+        named = _named_places(rows, 0, cell[1], group if len(panels) == 1 else 1)
+        axes.set_yticks(named, [panel.names[place] for place in named])
+        named = _named_places(len(columns), 1, cell[0], group)
+        axes.set_xticks(named, [columns[place] for place in named])
         for label in axes.get_xticklabels():
             label.set_rotation(0 if is_upright or label.get_text().isdigit() else 90)
         axes.set_title(panel.title)
-    bar = figure.colorbar(image, ax=list(every), label=scale.label, extend=scale.extend)
+    bar = figure.colorbar(image, ax=list(all_axes), label=scale.label, extend=scale.extend)
     if scale.ticks:
         bar.set_ticks(list(scale.ticks), labels=list(scale.ticks.values()))
     return figure
 
 
-def _write(axes: Axes, numbers: np.ndarray, colors: np.ndarray, cell: float) -> None:
-    """Numbers in the cells, in black or white, whichever differs more from the cell's color; in narrow ones `.25`."""
+def _write_numbers(axes: Axes, numbers: np.ndarray, colors: np.ndarray, width: float) -> None:
+    """Write numbers in the cells, in black or white, whichever contrasts more with the cell.
+
+    Args:
+        axes: The map.
+        numbers: The numbers, `[rows, columns]`; NaN is not written.
+        colors: The colours of the cells, `[rows, columns, 4]`.
+        width: The width of a cell in inches. Narrow cells get `.25` for `0.25`.
+    """
     lightness = colors[..., :3] @ (0.299, 0.587, 0.114)
     largest = np.nanmax(np.abs(numbers), initial=1e-9)
-    # Two digits that count of the largest, if there is space for them.
-    digits = min(4, max(2, 1 - math.floor(math.log10(largest)))) if cell >= 0.35 else 2
+    # Where there is space, enough digits to show two significant ones of the largest number.
+    digits = min(4, max(2, 1 - math.floor(math.log10(largest)))) if width >= 0.35 else 2
     for row, column in np.argwhere(np.isfinite(numbers)):
         color = "black" if lightness[row, column] > 0.5 else "white"
         text = f"{numbers[row, column]:.{digits}f}"
-        if cell < 0.27:
+        if width < 0.27:
             text = text.replace("0.", ".", 1) if abs(numbers[row, column]) < 0.995 else text[:-1]
         axes.text(column, row, text, ha="center", va="center", fontsize=SMALL, color=color)
 
 
-def _mark(axes: Axes, values: np.ndarray, cell: float) -> None:
-    """Dots in cells below the middle of the scale, `values` from 0 to 1: in black and white both hues are alike."""
+def _mark_low_cells(axes: Axes, values: np.ndarray, cell: float) -> None:
+    """Mark the cells below the middle of the scale with dots; `values` go from 0 to 1, `cell` is a size in inches."""
     rows, columns = np.nonzero(values < 0.45)
     axes.plot(columns, rows, ".", color="white", markeredgecolor="black", markeredgewidth=0.4, markersize=30 * cell)
 
 
-def _thinned(count: int, first: int, distance: float, group: int) -> list[int]:
-    """Which of `count` places have a name: both ends, and every so many from `first` on, as far as there is space.
+def _named_places(count: int, first: int, distance: float, group: int) -> list[int]:
+    """Choose which places of an axis get a name: both ends, and as many between as there is space for.
 
     Args:
-        distance: of neighbours, in inches.
-        group: where not all have names, whole groups are left out.
+        count: The number of places.
+        first: The first place after the end that may get a name.
+        distance: The distance of neighbouring places in inches.
+        group: If not all places get a name, names are this number of places apart, or a multiple of it.
     """
-    least = math.ceil(_NAME / distance)
+    least = math.ceil(_NAME_DISTANCE / distance)
     step = least if least == 1 else math.ceil(least / group) * group
     between = range(first, count - 1, step)
     return [0, *(place for place in between if least <= place <= count - 1 - least), count - 1]
 
 
-def _named(figure: Figure, title: str, label: str, reader: str, source: str) -> Figure:
+def _labelled(figure: Figure, title: str, label: str, rows: str, columns: str) -> Figure:
+    """Put the title, with the name of the model, and the names of both axes on a figure."""
     figure.suptitle(f"{title}\n{label}" if label else title)
     maps = [axes for axes in figure.axes if axes.images]
-    maps[0].set_ylabel(reader)
+    maps[0].set_ylabel(rows)
     for axes in maps:
-        axes.set_xlabel(source)
+        axes.set_xlabel(columns)
     return figure
-
-
-def largest(table: Tensor) -> float:
-    return table.nan_to_num(0).abs().max().item()
-
-
-def _limit(relative: Tensor) -> float:
-    """Where the colours of a map end: beyond nine tenths of what differs, so that a single cell does not pale the rest.
-
-    At least 0.05 (a factor of 1.04), so that rounding in a map of uniform rows is not drawn as structure.
-    """
-    differing = relative[relative.isfinite() & (relative.abs() > 1e-3)].abs()
-    return max(0.05, differing.quantile(0.9).item()) if len(differing) else 0.05
 
 
 __all__ = ["DIVERGING", "SEQUENTIAL", "VALUES", "draw_depth_attention", "draw_mixing", "largest"]

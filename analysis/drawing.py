@@ -1,6 +1,7 @@
-"""What all figures share: how they begin, and how they are written to files.
+"""The parts that all figures share: their style, their size, and how they are written to files.
 
-They are figures of their own, unknown to `pyplot`: no backend is chosen, and none stays open.
+Figures are not registered with `pyplot`, so no backend is chosen and no figure stays open. The settings of a user do
+not change them: the same numbers give the same bytes.
 """
 
 import functools
@@ -12,12 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from matplotlib.figure import Figure
-
 from attnres.utils.files import atomic_write
+from attnres.utils.extras import require_extra
 
-WIDTH = 7.6  # inches: about the 800 pixels that a page has, so that fonts are seen in their size
+with require_extra("analysis"):
+    import matplotlib
+    from matplotlib.figure import Figure
+
+WIDTH = 7.6  # inches: about the 800 pixels that a page has, so that fonts appear in their size
+SMALL = 7  # points: the size of tick labels, and of numbers in a map
 STYLE = {
     "font.size": 8,
     "axes.titlesize": 8.5,
@@ -25,54 +29,64 @@ STYLE = {
     "legend.fontsize": 8,
     "figure.titlesize": 9.5,
 }
-# As matplotlib comes, whatever a user has set, but for where figures are shown.
+# The defaults of matplotlib, in place of what a user has set, except for the settings of where figures are shown.
 PLAIN = {
     name: value for name, value in matplotlib.rcParamsDefault.items() if not name.startswith(("backend", "webagg"))
 }
-SMALL = 7  # points: of tick labels, and of numbers in a map
 _DPI = 150
-_ALWAYS = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}  # nothing of the day or the machine
+# The kinds of files, each with metadata to leave out, which would tell the day or the version of matplotlib.
+_METADATA = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
 
 
 class Drawing(Figure):
-    """A figure that notebooks show, whichever backend they use or none."""
+    """A figure that notebooks show with any backend of matplotlib, or none."""
 
     def _repr_png_(self) -> bytes:
         return _bytes(self, "png")
 
 
 def blank(width: float, height: float) -> Drawing:
-    """A figure with nothing on it, in inches; what is drawn on it is laid out so that nothing is cut off."""
+    """Return an empty figure that lays out what is drawn on it so that nothing is cut off.
+
+    Args:
+        width: The width in inches.
+        height: The height in inches.
+    """
     return Drawing(figsize=(width, height), layout="constrained")
 
 
 def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
-    """A function that draws a figure, in the fonts of the figures of this folder, whatever a user has set."""
+    """Decorate a function that draws a figure, so that it draws in the style of this folder."""
 
     @functools.wraps(draw)
-    def drawn(*args: Any, **kwargs: Any) -> Figure:
+    def draw_in_style(*args: Any, **kwargs: Any) -> Figure:
         with matplotlib.rc_context(PLAIN | STYLE):
             figure = draw(*args, **kwargs)
-        for axes in figure.axes:  # most ticks are made when a figure is written, and sized then
+        # Most ticks are made when a figure is written, when the style is no longer in force.
+        for axes in figure.axes:
             axes.tick_params(labelsize=SMALL, which="both")
         return figure
 
-    return drawn
+    return draw_in_style
 
 
 def finish(figure: Figure, path: str | os.PathLike | None) -> Figure:
-    """Write a figure, and return it; without a path, only return it.
+    """Write a figure to a file, and return it.
 
     Args:
-        path: a `.png` or `.svg` file, in a folder that exists. The same figure gives the same bytes.
+        figure: The figure to write.
+        path: The `.png` or `.svg` file, in a folder that exists; `None` to write no file.
+
+    Returns:
+        The figure.
 
     Raises:
-        ValueError: the file's name ends otherwise.
-        FileNotFoundError: there is no such folder.
+        ValueError: The file name has another suffix.
+        FileNotFoundError: The folder does not exist.
     """
     if path is not None:
         path = Path(path)
-        if path.suffix.lower().lstrip(".") not in _ALWAYS:
+        if path.suffix.lower().lstrip(".") not in _METADATA:
             raise ValueError(f"a figure is written as .png or .svg, and {path.name!r} is neither: rename it.")
         if not path.parent.is_dir():
             raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to: make it first.")
@@ -81,12 +95,15 @@ def finish(figure: Figure, path: str | os.PathLike | None) -> Figure:
 
 
 def _bytes(figure: Figure, kind: str) -> bytes:
-    figure = pickle.loads(pickle.dumps(figure))  # one that is drawn for a second time is laid out a little differently
+    """Return the content of a PNG or SVG file."""
+    # A figure that is drawn twice is laid out a little differently the second time. A copy is always drawn first.
+    figure = pickle.loads(pickle.dumps(figure))
     content = io.BytesIO()
-    # Else an SVG has ids by chance. A name may have letters that the font lacks: they are drawn as boxes.
+    # Without a salt, ids in an SVG are random.
     with matplotlib.rc_context(PLAIN | STYLE | {"svg.hashsalt": "attnres"}), warnings.catch_warnings():
+        # Matplotlib draws letters that the font lacks, as in the name of a model, as boxes, and warns of each.
         warnings.filterwarnings("ignore", "Glyph")
-        figure.savefig(content, format=kind, dpi=_DPI, metadata=_ALWAYS[kind])
+        figure.savefig(content, format=kind, dpi=_DPI, metadata=_METADATA[kind])
     return content.getvalue()
 
 

@@ -1,4 +1,4 @@
-"""All measurements of a model on one text, and a passage of it token by token."""
+"""All measurements of a model on one text, and the beginning of that text token by token."""
 
 import math
 import os
@@ -12,29 +12,32 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from attnres.utils.token_ids import check_token_ids
 
 from .attention_sinks import AttentionSinks, attention_sinks
+from .axis import DepthAxis, depth_axis
 from .depth_attention import DepthAttention, NoDepthAttention, depth_attention, weights_by_token
 from .interventions import Interventions, count_passes, interventions
 from .magnitudes import Magnitudes, magnitudes
+from .measurement import Measurement
 from .mixing import DepthMixing, depth_mixing, rows_by_token
-from .names import Depth, Measurement, depth_of
-from .text import Text, cut, read_text
+from .text import InspectedText, cut, read_text
 from .watching import family_member
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PASSAGE = 256  # tokens at most, of each of which all weights are kept
-_COSTS = {"depth mixing": 2, "magnitudes": 4, "attention sinks": 1}  # in passes without gradients, about
+LABELS = ("A", "B")  # the letters of two inspections that are compared, on the page, in figures and in files
+PASSAGE = 256  # tokens of the passage, at most: each weight of each of them is kept
+# The time of each measurement, in passes without gradients, for the progress bar.
+_COSTS = {"depth mixing": 2, "magnitudes": 4, "attention sinks": 1}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Passage(Measurement):
-    """What every reader takes from every source, token by token.
+    """How much every consumer takes from every source, token by token.
 
     Attributes:
-        words: of the tokens, as the text has them, `[tokens]`.
-        weights: of each reader in turn, `[sources that it has, tokens]` in float32: depth weights, or where there is no
-            depth attention a row of the depth-mixing matrix, up to its diagonal.
+        words: The tokens as words of the text, `[tokens]`.
+        weights: One tensor `[sources of the consumer, tokens]` in float32 for each consumer in turn: depth weights or,
+            without depth attention, a row of the depth-mixing matrix up to its diagonal.
     """
 
     words: list[str]
@@ -43,23 +46,24 @@ class Passage(Measurement):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Inspection(Measurement):
-    """What was found out about a model.
+    """All that was measured of a model.
 
     Attributes:
-        model: facts on it: name, revision, class, connection, parameters, dtype, layers, sublayers, hidden size.
-        text: facts on the text: name, sha256, sequences, length of each, tokens.
-        depth: names of readers, outputs and sources.
-        depth_attention: `None` without attention residuals.
-        mixing: see its class.
-        magnitudes: see its class.
-        sinks: see its class.
-        interventions: `None` if they were left out.
-        passage: of the beginning of the text.
+        model: Facts about the model: name, revision, class, connection, parameters, dtype, layers, sublayers, hidden
+            size.
+        text: Facts about the text: name, sha256, number and length of sequences, tokens.
+        depth: The names of consumers, outputs and sources.
+        depth_attention: The depth attention; `None` without attention residuals.
+        mixing: The depth-mixing matrix.
+        magnitudes: The magnitudes by depth.
+        sinks: The attention sinks.
+        interventions: The interventions; `None` if they were left out.
+        passage: The beginning of the text, token by token.
     """
 
     model: dict[str, Any]
     text: dict[str, Any]
-    depth: Depth
+    depth: DepthAxis
     depth_attention: DepthAttention | None
     mixing: DepthMixing
     magnitudes: Magnitudes
@@ -68,14 +72,14 @@ class Inspection(Measurement):
     passage: Passage
 
     def plot(self, path: str | os.PathLike | None = None) -> "Figure":
-        """Draw what readers take: the depth attention or, where there is none, the depth mixing."""
+        """Draw the depth attention or, where there is none, the depth-mixing matrix; see their `plot`."""
         return (self.depth_attention or self.mixing).plot(path)
 
 
 def inspect_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    text: Text | str | os.PathLike,
+    text: InspectedText | str | os.PathLike,
     *,
     name: str | None = None,
     length: int = 256,
@@ -84,78 +88,92 @@ def inspect_model(
     batch_size: int = 8,
     advance: Callable[[str, float], Any] = lambda what, share: None,
 ) -> Inspection:
-    """Measure all that this folder measures, in as much memory as one batch takes.
+    """Make all measurements of this folder, in as much memory as one batch takes.
 
     Args:
-        model: a causal language model of the family, or a standard one with a backbone that the family knows: its
-            residual stream is measured, on the same weights.
-        text: what it reads, or the file that has it.
-        name: what to call the model; by default where it was loaded from.
-        length: tokens of a sequence.
-        tokens: how many to read at most, in whole sequences.
-        intervention_tokens: how many of these for each intervention, one pass for each source and each reader; 0 leaves
-            interventions out.
-        advance: called now and then with what is being measured, and the share of all passes that is done.
+        model: A causal language model of the family, or a standard one on a backbone that the family knows. The
+            residual stream of a standard model is measured, on the same weights.
+        tokenizer: The tokenizer of the model.
+        text: The text to read, as a string or with its name; or the path of a file that holds it.
+        name: The name of the model; by default where it was loaded from.
+        length: The number of tokens of a sequence.
+        tokens: The number of tokens to read at most, in whole sequences.
+        intervention_tokens: How many of these each intervention reads. There is a pass for each source and each
+            consumer. 0 leaves interventions out.
+        batch_size: The number of sequences of a batch.
+        advance: Called now and then as `advance(what, share)` with the measurement that is made and the share of all
+            work that is done, from 0 to 1.
+
+    Returns:
+        The measurements, with facts about the model and the text.
 
     Raises:
-        ValueError: the model is not of the family and cannot be seen as a member; the text is shorter than one
-            sequence, or `length` out of range; or what the model computes is not finite.
+        ValueError: The model is not of the family and cannot become a member; the text is shorter than one sequence,
+            `length` is out of range, the tokenizer gives ids that the model does not have, or the model's results are
+            not finite.
     """
     limit = getattr(model.config, "max_position_embeddings", None) or length
     if not 2 <= length <= limit:
         raise ValueError(f"`length` is {length}, but must be from 2 to {limit:,}, the positions that the model has.")
-    if not isinstance(text, Text):
-        text = Text("text", text) if isinstance(text, str) else read_text(text, max(tokens, length))
+    if not isinstance(text, InspectedText):
+        text = InspectedText("text", text) if isinstance(text, str) else read_text(text, max(tokens, length))
     member = family_member(model)
     ids, words = cut(text, tokenizer, length, tokens)
     check_token_ids(ids, model, f"{text.name}, by this tokenizer,")
     batches = ids.split(batch_size)
-    few = ids[: math.ceil(intervention_tokens / length)].split(batch_size)
+    intervention_batches = ids[: math.ceil(intervention_tokens / length)].split(batch_size)
+
+    # Depth attention comes first: it says which sources there are, and how many passes the interventions take.
     advance("depth attention", 0.0)
     try:
         attention = depth_attention(member, batches)
         weights = [row[:, 0].float().cpu() for row in weights_by_token(member, ids[:1, :PASSAGE])]
     except NoDepthAttention:
         attention, rows = None, rows_by_token(member, ids[:1, :PASSAGE]).float()
-        weights = [row[: place + 1] for place, row in enumerate(rows)]
-    depth = attention.depth if attention else depth_of(member)
+        weights = [row[: index + 1] for index, row in enumerate(rows)]
+    depth = attention.depth if attention else depth_axis(member)
 
-    facts = _facts(model, member, name, depth)
-    passes = count_passes(depth, attention) if intervention_tokens else 0
-    done, total = ids.numel(), ids.numel() * (1 + sum(_COSTS.values())) + passes * sum(batch.numel() for batch in few)
+    # Work is counted in tokens of passes without gradients.
+    num_passes = count_passes(depth, attention) if intervention_tokens else 0
+    intervention_work = sum(batch.numel() for batch in intervention_batches)
+    done = ids.numel()
+    total = ids.numel() * (1 + sum(_COSTS.values())) + num_passes * intervention_work
 
-    def after(what: str, measure: Callable[..., Any]) -> Any:
+    def measured(what: str, measure: Callable[..., Any]) -> Any:
         nonlocal done
         advance(what, done / total)
         result = measure(member, batches)
         done += ids.numel() * _COSTS[what]
         return result
 
-    def after_pass() -> None:
+    def advance_interventions() -> None:
         nonlocal done
-        done += sum(batch.numel() for batch in few)
+        done += intervention_work
         advance("interventions", done / total)
 
     return Inspection(
-        facts,
-        {
+        model=_model_facts(model, member, name, depth),
+        text={
             "name": text.name,
             "sha256": text.sha256,
             "sequences": len(ids),
             "length": length,
             "tokens": ids.numel(),
         },
-        depth,
-        attention,
-        after("depth mixing", depth_mixing),
-        after("magnitudes", magnitudes),
-        after("attention sinks", attention_sinks),
-        interventions(member, few, attention, after_pass) if passes else None,
-        Passage(words[:PASSAGE], weights),
+        depth=depth,
+        depth_attention=attention,
+        mixing=measured("depth mixing", depth_mixing),
+        magnitudes=measured("magnitudes", magnitudes),
+        sinks=measured("attention sinks", attention_sinks),
+        interventions=interventions(member, intervention_batches, attention, advance_interventions)
+        if num_passes
+        else None,
+        passage=Passage(words[:PASSAGE], weights),
     )
 
 
-def _facts(model: PreTrainedModel, member: PreTrainedModel, name: str | None, depth: Depth) -> dict[str, Any]:
+def _model_facts(model: PreTrainedModel, member: PreTrainedModel, name: str | None, depth: DepthAxis) -> dict[str, Any]:
+    """Return the facts about a model that a report shows; `member` is the model, or the member made from it."""
     config = member.config
     return {
         "name": name or model.name_or_path or type(model).__name__,
@@ -170,4 +188,4 @@ def _facts(model: PreTrainedModel, member: PreTrainedModel, name: str | None, de
     }
 
 
-__all__ = ["Inspection", "Passage", "inspect_model"]
+__all__ = ["LABELS", "PASSAGE", "Inspection", "Passage", "inspect_model"]

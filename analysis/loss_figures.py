@@ -1,4 +1,4 @@
-"""Figures of training: loss curves, of one model after another or of two from the same seeds."""
+"""Figures of training: the loss curves of one or several models, and of two models run from the same seeds."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,16 @@ Points = Sequence[tuple[int, float]]  # (step, loss in nats per token)
 def plot_loss_curves(
     curves: Mapping[str, Points], path: str | os.PathLike, compare: tuple[str, str] | None = None
 ) -> None:
-    """Draw training losses, and below them the difference of two curves.
+    """Draw training losses and, below them, the difference of two curves.
 
     Args:
-        curves: label -> points.
-        path: the PNG or SVG file to write.
-        compare: labels of two curves with points at the same steps; the difference is first minus second.
+        curves: The points of each curve by its label.
+        path: The `.png` or `.svg` file to write.
+        compare: The labels of two curves with points at the same steps. The difference is first minus second.
+
+    Raises:
+        ValueError: The file name has another suffix.
+        FileNotFoundError: The folder does not exist.
     """
     heights = [3, 1] if compare else [1]
     figure = blank(7, 3 + 1.5 * len(heights))
@@ -44,13 +48,20 @@ def plot_loss_curves(
 def plot_paired_runs(runs: Mapping[str, Sequence[Points]], path: str | os.PathLike, points: int = 10) -> None:
     """Draw the training loss of two models, run from the same seeds, and below it their difference within a seed.
 
-    Lines are means over the seeds, bands reach one standard deviation to either side.
+    Lines are means over the seeds. Bands reach one standard deviation to either side.
 
     Args:
-        runs: label -> the points of each seed, at the same steps in all; the difference is first minus second.
-        path: the PNG or SVG file to write.
-        points: of a line, each the mean of as many steps as that leaves: single batches differ more than models do.
+        runs: The points of each seed by the label of the model, at the same steps in all runs. The difference is
+            first minus second.
+        path: The `.png` or `.svg` file to write.
+        points: The number of points of a line. Each is a mean over steps, since single batches differ more than
+            models do.
+
+    Raises:
+        ValueError: The file name has another suffix.
+        FileNotFoundError: The folder does not exist.
     """
+    # [seeds, steps]
     first, second = (np.array([[loss for _, loss in curve] for curve in curves]) for curves in runs.values())
     ends = np.array([step for step, _ in next(iter(runs.values()))[0]])
     parts = np.array_split(np.arange(len(ends)), min(points, len(ends)))

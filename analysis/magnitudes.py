@@ -1,42 +1,40 @@
-"""Magnitudes by depth: what sublayers read and put out, the stream between them, and the gradients (Figure 5).
+"""Magnitudes by depth, as in Figure 5 of the paper: inputs and outputs of sublayers, the stream, and gradients.
 
-A magnitude is a root mean square over tokens and channels.
+A magnitude is a root mean square over tokens t and channels c: `sqrt(mean_{t, c} x[t, c]^2)`.
 """
 
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .names import Depth, Measurement, depth_of
-from .watching import Batch, family_member, mask_of, measuring, predicted, run, sequences, several, summed_loss, watched
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .axis import DepthAxis, depth_axis
+from .batches import Batch, as_batches, mask_of, predicted_mask, split_sequences
+from .measurement import DrawableMeasurement
+from .watching import family_member, measuring, run, summed_loss, watched
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Magnitudes(Measurement):
+class Magnitudes(DrawableMeasurement):
     """Root mean squares by depth, each `[L + 1]` in float64.
 
     Attributes:
-        depth: names of readers and outputs.
-        inputs: of `h_l`, what each sublayer and the output read, before a norm.
-        outputs: of `v_l`, the embedding and what each sublayer puts out.
-        stream: of the sum that each output has joined: the residual stream or, in blocks, the running sum of the block.
-        gradients: of the derivative of a sequence's loss, summed over its tokens, by `v_l`; NaN where they were not
-            measured.
-        largest: the largest `|h_l|` over the median one ("massive activations"); of several batches, over the mean of
-            their medians.
-        tokens: how many were counted.
+        depth: The names of consumers and outputs.
+        inputs: Of `h_l`, the input of each sublayer and of the output, before a norm.
+        outputs: Of `v_l`, the embedding and the output of each sublayer.
+        stream: Of the sum that each output was added to: the residual stream or, in blocks, the running sum of the
+            block. Where nothing is summed, the output itself.
+        gradients: Of the derivative by `v_l` of a sequence's loss, summed over its tokens; NaN if not measured.
+        largest: The largest `|h_l|` over the median one ("massive activations"). With several batches, the median is
+            the mean of their medians.
+        tokens: The number of tokens that were counted.
     """
 
-    depth: Depth
+    depth: DepthAxis
     inputs: Tensor
     outputs: Tensor
     stream: Tensor
@@ -44,121 +42,131 @@ class Magnitudes(Measurement):
     largest: Tensor
     tokens: int
 
-    def plot(self, path: str | os.PathLike | None = None) -> "Figure":
-        """Draw them by depth; see [`attnres.analysis.figures.draw_magnitudes`]."""
-        from .figures import draw_magnitudes, finish
-
-        return finish(draw_magnitudes({"": self}), path)
-
 
 def magnitudes(model: PreTrainedModel, batches: Batch | Iterable[Batch], gradients: bool = True) -> Magnitudes:
     """Measure magnitudes over all tokens of the batches, which may be streamed.
 
-    No gradient of the model's own is touched, and frozen weights are no hindrance.
+    The `grad` of parameters is not touched, and parameters may be frozen.
 
     Args:
-        model: a causal language model of the family, or a standard one on a backbone that the family knows.
-        batches: one or several, each token ids `[batch, seq]` or what a tokenizer returns; tokens that an attention
+        model: A causal language model of the family, or a standard one on a backbone that the family knows.
+        batches: One or several, each token ids `[batch, seq]` or what a tokenizer returns. Tokens that an attention
             mask leaves out do not count.
-        gradients: measure these too, which takes the memory of a training step on one sequence.
+        gradients: Whether to measure gradients, too. This takes the memory of a training step on one sequence.
+
+    Returns:
+        The magnitudes of all sublayers.
 
     Raises:
-        ValueError: there is no batch, or what the model computes is not finite.
+        ValueError: There is no batch, or the model's results are not finite.
     """
     model = family_member(model)
-    sums: dict[str, Tensor] = {}
+    totals: dict[str, Tensor] = {}
     num_sources: list[int] = []
     tokens = 0
     with measuring(model):
-        for batch in several(batches):
+        for batch in as_batches(batches):
             mask = mask_of(batch)
             tokens += int(mask.sum())
             num_sources.clear()
-            found = [_forward(model, batch, mask, num_sources)]
+            parts = [_forward(model, batch, mask, num_sources)]
             if gradients:
-                found += [{"gradients": _gradients(model, sequence)} for sequence in sequences(batch)]
-            for name, value in ((name, value) for part in found for name, value in part.items()):
-                if name not in sums:
-                    sums[name] = value
+                parts += [{"gradients": _gradients(model, sequence)} for sequence in split_sequences(batch)]
+            for name, value in ((name, value) for part in parts for name, value in part.items()):
+                if name not in totals:
+                    totals[name] = value
+                elif name == "largest":
+                    totals[name] = torch.maximum(totals[name], value)
                 else:
-                    sums[name] = torch.maximum(sums[name], value) if name == "largest" else sums[name] + value
+                    totals[name] = totals[name] + value
     if not tokens:
         raise ValueError("no batch of token ids was given.")
-    # Sums of mean squares of tokens, weighed by their number; medians likewise.
-    mean = {name: (sums[name] / tokens).sqrt() for name in ("inputs", "outputs", "stream")}
-    largest = sums["largest"] / (sums["median"] / tokens)
-    mean["gradients"] = (sums["gradients"] / tokens).sqrt() if gradients else torch.full_like(largest, math.nan)
-    return Magnitudes(depth_of(model, num_sources or None), **mean, largest=largest, tokens=tokens)
+    mean = {name: (totals[name] / tokens).sqrt() for name in ("inputs", "outputs", "stream")}
+    largest = totals["largest"] / (totals["median"] / tokens)
+    mean["gradients"] = (totals["gradients"] / tokens).sqrt() if gradients else torch.full_like(largest, math.nan)
+    return Magnitudes(depth_axis(model, num_sources or None), **mean, largest=largest, tokens=tokens)
 
 
 @torch.no_grad()
 def _forward(model: PreTrainedModel, batch: Batch, mask: Tensor, num_sources: list[int]) -> dict[str, Tensor]:
-    """Of one pass, sums over tokens of the mean squares, and of the medians; and the largest values.
+    """Run one pass and add up its values.
 
-    `num_sources` is filled, if there is depth attention.
+    Args:
+        model: A model of the family.
+        batch: Token ids `[batch, seq]`, or what a tokenizer returns.
+        mask: Which tokens count, `[batch, seq]`.
+        num_sources: An empty list, which gets the number of sources of each read with depth attention.
+
+    Returns:
+        `inputs`, `outputs` and `stream`: sums over tokens of the mean squares of channels; `median`: medians times
+        the number of tokens; `largest`: the largest absolute inputs. Each `[L + 1]` in float64.
     """
-    found: dict[str, list[Tensor]] = {name: [] for name in ("inputs", "outputs", "stream", "largest", "median")}
-    newest = block = None
+    values: dict[str, list[Tensor]] = {name: [] for name in ("inputs", "outputs", "stream", "largest", "median")}
+    newest = stream = None  # the newest output, and the sum that it was added to: [batch, seq, hidden]
 
-    def see(name: str, tensor: Tensor) -> Tensor:
-        counted = tensor[mask.to(tensor.device)].double()
-        found[name].append(counted.square().mean(-1).sum().cpu())
+    def add(name: str, tensor: Tensor) -> Tensor:
+        counted = tensor[mask.to(tensor.device)].double()  # [tokens, hidden]
+        values[name].append(counted.square().mean(-1).sum().cpu())
         return counted
 
-    def read(connection: nn.Module, forward: Any, state: Any, *norm: Any) -> Any:
-        nonlocal newest, block
-        result = forward(state, *norm)
+    def read(connection: nn.Module, original: Any, state: Any, *norm: Any) -> Any:
+        nonlocal newest, stream
+        result = original(state, *norm)
         inputs, weights = result[:2]
-        if newest is None:
-            newest = block = state  # the embedding
-            see("outputs", newest)
-        elif weights is None:
-            block = inputs
-        else:  # a new source begins with the newest output
-            block = newest if len(weights) > num_sources[-1] else block.to(newest.device) + newest
+        if newest is None:  # the first state is the embedding
+            newest = stream = state
+            add("outputs", newest)
+        elif weights is None:  # without depth attention, what is read is the stream
+            stream = inputs
+        elif len(weights) > num_sources[-1]:  # a new source begins with the newest output
+            stream = newest
+        else:
+            stream = stream.to(newest.device) + newest
         if weights is not None:
             num_sources.append(len(weights))
-        see("stream", block)
-        sizes = see("inputs", inputs).abs().flatten()
-        found["largest"].append(sizes.max().cpu())
-        found["median"].append(sizes.median().cpu() * mask.sum().cpu())
+        add("stream", stream)
+        sizes = add("inputs", inputs).abs().flatten()
+        values["largest"].append(sizes.max().cpu())
+        values["median"].append(sizes.median().cpu() * mask.sum().cpu())
         return result
 
-    def write(connection: nn.Module, own: Any, state: Any, output: Tensor) -> Any:
+    def write(connection: nn.Module, original: Any, state: Any, output: Tensor) -> Any:
         nonlocal newest
         newest = output
-        see("outputs", output)
-        return own(state, output)
+        add("outputs", output)
+        return original(state, output)
 
     with watched(model, read, write):
         run(model, batch)
-    return {name: torch.stack(values) for name, values in found.items()}
+    return {name: torch.stack(parts) for name, parts in values.items()}
 
 
 @torch.inference_mode(False)
 @torch.enable_grad()
 def _gradients(model: PreTrainedModel, sequence: dict[str, Tensor]) -> Tensor:
-    """Sums over tokens of the mean squares of `d loss / d v_l`, `[L + 1]`."""
-    sequence = {name: value.clone() for name, value in sequence.items()}  # not made in inference mode
+    """Return sums over tokens of the mean squares of `d loss / d v_l`, `[L + 1]` in float64."""
+    # Autograd refuses tensors that were made in inference mode, and a copy was not.
+    sequence = {name: value.clone() for name, value in sequence.items()}
     mask = mask_of(sequence)
-    if not predicted(sequence).any():
-        return torch.zeros(depth_of(model).num_sublayers + 1, dtype=torch.float64)
+    if not predicted_mask(sequence).any():
+        return torch.zeros(depth_axis(model).num_sublayers + 1, dtype=torch.float64)
+    # A zero added to each output. The derivative by it is that by the output, also where all weights are frozen.
     probes: list[Tensor] = []
 
     def probed(output: Tensor) -> Tensor:
         probes.append(torch.zeros_like(output, requires_grad=True))
         return output + probes[-1]
 
-    def read(connection: nn.Module, forward: Any, state: Any, *norm: Any) -> Any:
-        return forward(state if probes else probed(state), *norm)
+    def read(connection: nn.Module, original: Any, state: Any, *norm: Any) -> Any:
+        return original(state if probes else probed(state), *norm)
 
-    def write(connection: nn.Module, own: Any, state: Any, output: Tensor) -> Any:
-        return own(state, probed(output))
+    def write(connection: nn.Module, original: Any, state: Any, output: Tensor) -> Any:
+        return original(state, probed(output))
 
     with watched(model, read, write):
         loss = summed_loss(model, sequence)
-    found = torch.autograd.grad(loss, probes)
-    counted = (gradient[mask.to(gradient.device)].double() for gradient in found)
+    gradients = torch.autograd.grad(loss, probes)  # each [1, seq, hidden]
+    counted = (gradient[mask.to(gradient.device)].double() for gradient in gradients)
     return torch.stack([gradient.square().mean(-1).sum().cpu() for gradient in counted])
 
 

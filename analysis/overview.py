@@ -1,38 +1,50 @@
-"""What an inspection found, in plain words with their numbers, and a table of the numbers that sum it up.
+"""The findings of an inspection in plain sentences with their numbers, and how two inspections compare.
 
-Every sentence is made from measurements alone. Where one is missing, so is its sentence.
+Every sentence is made from measurements alone. Where a measurement is missing, its sentence is left out.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from attnres.utils.wording import counted
 
-from .inspection import Inspection
-from .names import Depth
+from .axis import DepthAxis
+from .inspection import LABELS, Inspection
+from .key_numbers import (
+    FIRST_TOKEN,
+    HIDDEN_EMBEDDING,
+    MISSING,
+    NEAREST,
+    OUTPUT_INPUT,
+    SPREAD,
+    ZERO,
+    gradient_ratio,
+    key_numbers_of,
+    mean_of_known,
+    mean_share_of_sublayers,
+    number,
+    percent,
+    read_same_tokens,
+    shares_of_weight,
+    signed,
+    sublayers_with_choice,
+)
 
-LABELS = ("A", "B")  # what two models are called where they are compared
-MISSING = "\N{EN DASH}"
-_CONSTANT = 1e-5  # a standard deviation over tokens up to this is rounding
-_LOSS = "loss, in nats per token"
-_STREAM = "largest size of the stream, over the embedding"
-_READ = "size of what the output reads, over the embedding"
-_NOTHING = 1e-6  # numbers below are rounding
-_ROUNDING = 1e-5  # so is what two numbers differ by, up to this part of them
-_GROWS = 2.0  # times, from where on a stream that ends near its largest magnitude is said to grow
+_CONSTANT = 1e-5  # weights that vary or differ by this much, or less, do so by rounding
+_GROWS = 2.0  # a stream is said to grow if it ends at so many times the embedding, or more
 
 
 @dataclass(frozen=True)
 class Section:
-    """Sentences on one matter.
+    """The sentences on one subject.
 
     Attributes:
-        title: the matter.
-        models: of each model its sentences, in turn.
-        comparison: a sentence on both models; empty where there is one model or nothing to compare.
+        title: The subject.
+        models: The sentences on each model.
+        comparison: A sentence on both models; empty where there is one model, or nothing to compare.
     """
 
     title: str
@@ -41,346 +53,287 @@ class Section:
 
 
 def overview(inspections: Sequence[Inspection]) -> list[Section]:
-    """Sentences on one inspection, or on two and how they compare."""
-    two = len(inspections) == 2
+    """Write the findings of one inspection, or of two and how they compare.
+
+    Args:
+        inspections: One inspection or two.
+
+    Returns:
+        A section for each subject that there are findings on.
+    """
+    is_comparison = len(inspections) == 2
     sections = [
-        Section(title, [of(inspection) for inspection in inspections], compared(*inspections) if two else "")
-        for title, of, compared in _SECTIONS
+        Section(title, [describe(i) for i in inspections], compare(*inspections) if is_comparison else "")
+        for title, describe, compare in (
+            ("What is read from where", _describe_reads, _compare_reads),
+            ("Magnitudes and gradients", _describe_magnitudes, _compare_magnitudes),
+            ("What is used", _describe_interventions, _compare_interventions),
+            ("Attention sinks", _describe_sinks, _compare_sinks),
+        )
     ]
     return [section for section in sections if any(section.models)]
 
 
-def differences(one: Inspection, other: Inspection) -> list[tuple[str, float]]:
-    """Name -> how much larger the key number of the other is, 0 for rounding, and NaN where that says nothing."""
-    found = {}
-    for name, (first, second) in key_numbers([one, other]):
-        found[name] = 0.0 if math.isclose(first, second, rel_tol=_ROUNDING) else second - first
-    if not _same_tokens(one, other):
-        found[_LOSS] = math.nan
-    if one.depth.block_size != other.depth.block_size or bool(one.depth_attention) != bool(other.depth_attention):
-        found[_STREAM] = math.nan  # a residual stream, and the sum of a block
-    return list(found.items())
+# --- one model
 
 
-def key_numbers(inspections: Sequence[Inspection]) -> list[tuple[str, list[float]]]:
-    """Name -> the number of each inspection, NaN where it has none; what none has is left out."""
-    columns = [_numbers(inspection) for inspection in inspections]
-    rows = [(name, [column[name] for column in columns]) for name in columns[0]]
-    return [(name, values) for name, values in rows if not all(math.isnan(value) for value in values)]
-
-
-def number(value: float, digits: int = 2) -> str:
-    """So many digits that count, and all of those before the point: `0.027`, `6.4`, `1,204`."""
-    if not math.isfinite(value):
-        return MISSING if math.isnan(value) else str(value).replace("inf", "\N{INFINITY}")
-    if abs(value) < _NOTHING:
-        return "0"
-    value = float(f"{value:.{digits - 1}e}") if abs(value) < 10**digits else round(value)
-    places = digits - 1 - math.floor(math.log10(abs(value)))
-    return f"{value:,.{max(places, 0)}f}".replace("-", "\N{MINUS SIGN}")
-
-
-def signed(value: float) -> str:
-    """[`number`] with its sign."""
-    return number(value) if value < _NOTHING else f"+{number(value)}"
-
-
-def share(value: float) -> str:
-    """The same in percent."""
-    return f"{number(100 * value)}%"
-
-
-def _numbers(inspection: Inspection) -> dict[str, float]:
-    attention, sizes, interventions = inspection.depth_attention, inspection.magnitudes, inspection.interventions
-    several, spread = _readers_of_several(inspection), (attention or inspection.mixing).spread
-    return {
-        _LOSS: interventions.loss if interventions else math.nan,
-        "rise of the loss with the embedding hidden": interventions.hidden[0].item() if interventions else math.nan,
-        "weight of the output on the embedding": _shares(attention.embedding, attention)[-1] if attention else math.nan,
-        "weight of the output on the nearest source": _shares(attention.nearest, attention)[-1]
-        if attention
-        else math.nan,
-        "weight of sublayers on the embedding": _mean_share(inspection, "embedding"),
-        "weight of sublayers on the nearest source": _mean_share(inspection, "nearest"),
-        "distance of their weights from even ones": attention.distance[several].mean().item()
-        if attention
-        else math.nan,
-        "standard deviation of weights over tokens": _mean(spread[several]),
-        _READ: (sizes.inputs[-1] / sizes.inputs[0]).item(),
-        _STREAM: (sizes.stream.max() / sizes.stream[0]).item(),
-        "gradients, first sublayers over last": _gradient_ratio(inspection)[1],
-        "largest value read, over the median": sizes.largest.max().item(),
-        "attention on the first token": _mean(inspection.sinks.mean),
-    }
-
-
-def _depth(inspection: Inspection) -> list[str]:
-    """What readers take from sources."""
+def _describe_reads(inspection: Inspection) -> list[str]:
+    """Say how much consumers take from which source."""
     if inspection.depth_attention is None:
-        return _mixing(inspection)
+        return _describe_mixing(inspection)
     attention, depth = inspection.depth_attention, inspection.depth
-    several, count = _readers_of_several(inspection), attention.num_sources[-1]
-    found = []
-    if count > 1:
-        embedding, nearest = (_shares(of, attention)[-1] for of in (attention.embedding, attention.nearest))
-        last, (most, weight) = depth.sources[count - 1], attention.most_read(len(depth.readers) - 1, 1)[0]
-        elsewhere = f"; most, {share(weight / _total(attention, -1))}, goes to {most}"
-        found.append(
-            f"The output gives {share(embedding)} of its weight to the embedding and {share(nearest)} to {last}, the "
-            f"nearest source{'' if most in ('embedding', last) else elsewhere}; an even share would be "
-            f"{share(1 / count)}."
+    sentences = []
+
+    # The output, if it has a choice.
+    num_sources = attention.num_sources[-1]
+    if num_sources > 1:
+        embedding, nearest = (shares_of_weight(w, attention)[-1] for w in (attention.embedding, attention.nearest))
+        nearest_name, (most_name, weight) = depth.sources[num_sources - 1], attention.most_read(-1, 1)[0]
+        most = f"; most, {percent(weight / attention.mean[-1].nansum().item())}, goes to {most_name}"
+        sentences.append(
+            f"The output gives {percent(embedding)} of its weight to the embedding and {percent(nearest)} to "
+            f"{nearest_name}, the nearest source{'' if most_name in ('embedding', nearest_name) else most}; an even "
+            f"share would be {percent(1 / num_sources)}."
         )
-    if several:
-        even = sum(1 / attention.num_sources[reader] for reader in several) / len(several)
-        found.append(
-            f"Sublayers give {share(_mean_share(inspection, 'nearest'))} of their weight to the nearest source and "
-            f"{share(_mean_share(inspection, 'embedding'))} to the embedding, on average over the {len(several)} that "
-            f"have two sources or more; an even share would be {share(even)}."
+
+    # The sublayers that have a choice, and how they differ by kind.
+    sublayers = sublayers_with_choice(inspection)
+    if sublayers:
+        even = sum(1 / attention.num_sources[sublayer] for sublayer in sublayers) / len(sublayers)
+        sentences.append(
+            f"Sublayers give {percent(mean_share_of_sublayers(inspection, 'nearest'))} of their weight to the nearest "
+            f"source and {percent(mean_share_of_sublayers(inspection, 'embedding'))} to the embedding, on average over "
+            f"the {len(sublayers)} that have two sources or more; an even share would be {percent(even)}."
         )
-        kinds = [(kind, [reader for reader in several if depth.kind(reader) == kind]) for kind in depth.kinds]
-        if len(kinds) == 2 and all(readers for _, readers in kinds):
-            far = [share(attention.distance[readers].mean().item()) for _, readers in kinds]
-            found.append(
-                f"To make the weights even, {far[0]} of the weight would have to move in {kinds[0][0]} sublayers and "
-                f"{far[1]} in {kinds[1][0]} sublayers, on average."
-                if attention.distance.max() > _CONSTANT
-                else "All weights are even."
-            )
-    return [*found, _by_token(attention.spread, depth, depth.sources, several)]
+        by_kind = {kind: [s for s in sublayers if depth.kind(s) == kind] for kind in depth.kinds}
+        if len(by_kind) == 2 and all(by_kind.values()):
+            if attention.distance.max() > _CONSTANT:
+                (first, first_distance), (second, second_distance) = (
+                    (kind, percent(attention.distance[members].mean().item())) for kind, members in by_kind.items()
+                )
+                sentences.append(
+                    f"To make the weights even, {first_distance} of the weight would have to move in {first} sublayers "
+                    f"and {second_distance} in {second} sublayers, on average."
+                )
+            else:
+                sentences.append("All weights are even.")
+    return [*sentences, _describe_spread(attention.spread, depth, depth.sources, sublayers)]
 
 
-def _mixing(inspection: Inspection) -> list[str]:
+def _describe_mixing(inspection: Inspection) -> list[str]:
+    """Say how much of which output consumers get, for a model without depth attention."""
     depth, mean = inspection.depth, inspection.mixing.mean
-    held = mean[_lower(mean)]
-    found = ["The residual connection has no depth attention, so its depth-mixing matrix is shown."]
-    if (held - 1).abs().max() <= _CONSTANT and inspection.mixing.spread.max() <= _CONSTANT:
-        return [*found, "Every reader gets the plain sum of the embedding and of all outputs before it."]
-    found.append(
+    entries = mean[_lower_triangle(mean)]
+    sentences = ["The residual connection has no depth attention, so its depth-mixing matrix is shown."]
+    if (entries - 1).abs().max() <= _CONSTANT and inspection.mixing.spread.max() <= _CONSTANT:
+        return [*sentences, "Every reader gets the plain sum of the embedding and of all outputs before it."]
+    sentences.append(
         f"The output reads the embedding with a weight of {number(mean[-1, 0].item())} and {depth.outputs[-1]}, the "
         f"last sublayer, with {number(mean[-1, -1].item())}; over the matrix, weights lie between "
-        f"{number(held.min().item())} and {number(held.max().item())}, as means over tokens."
+        f"{number(entries.min().item())} and {number(entries.max().item())}, as means over tokens."
     )
-    spread = inspection.mixing.spread.where(_lower(mean), math.nan)
-    return [*found, _by_token(spread, depth, depth.outputs, range(len(mean)))]
+    spread = inspection.mixing.spread.where(_lower_triangle(mean), math.nan)
+    return [*sentences, _describe_spread(spread, depth, depth.outputs, range(len(mean)))]
 
 
-def _by_token(spread: Tensor, depth: Depth, sources: Sequence[str], readers: Sequence[int]) -> str:
-    """Whether weights differ from token to token; `spread` is NaN where there is no weight."""
+def _describe_spread(spread: Tensor, depth: DepthAxis, sources: Sequence[str], consumers: Sequence[int]) -> str:
+    """Say whether weights differ from token to token.
+
+    Args:
+        spread: The standard deviations over tokens, `[L + 1, sources]`; NaN where there is no weight.
+        depth: The depth axis of the model.
+        sources: The names of the columns.
+        consumers: The rows to average.
+    """
     known = spread.nan_to_num(0)
     if known.max() <= _CONSTANT:
         return "Weights are the same for every token."
-    reader, source = divmod(known.argmax().item(), known.shape[1])
-    where = f"{_named(depth.readers[reader])} reads {_named(sources[source])}"
+    consumer, source = divmod(known.argmax().item(), known.shape[1])
+    where = f"{_with_article(depth.consumers[consumer])} reads {_with_article(sources[source])}"
+    average = number(mean_of_known(spread[[*consumers]]))
     return (
-        f"Weights differ from token to token: their standard deviation is {number(_mean(spread[list(readers)]))} on "
-        f"average, and largest, {number(known.max().item())}, where {where}."
+        f"Weights differ from token to token: their standard deviation is {average} on average, and largest, "
+        f"{number(known.max().item())}, where {where}."
     )
 
 
-def _magnitudes(inspection: Inspection) -> list[str]:
-    sizes, depth, attention = inspection.magnitudes, inspection.depth, inspection.depth_attention
+def _describe_magnitudes(inspection: Inspection) -> list[str]:
+    """Say how the stream and the gradients change with depth, and how large the largest value is."""
+    sizes, depth = inspection.magnitudes, inspection.depth
     stream, outputs = sizes.stream, depth.outputs
-    name = "the stream" if attention is None else "single outputs"
-    first, last, largest = stream[0].item(), stream[-1].item(), stream.argmax().item()
-    read = f"What the output reads is {number(_numbers(inspection)[_READ])} times the size of the embedding."
+    # Full attention residuals add nothing up: their stream holds one output at a time.
+    stream_name = "the stream" if inspection.depth_attention is None else "single outputs"
+    first, last, peak = stream[0].item(), stream[-1].item(), stream.argmax().item()
+    output_input = number(key_numbers_of(inspection)[OUTPUT_INPUT])
+    read_by_output = f"What the output reads is {output_input} times the size of the embedding."
     if depth.block_size > 1:
         ends = [depth.members(source)[-1] for source in range(1, len(depth.sources))]
-        sums = sorted((stream[end].item(), depth.sources[place]) for place, end in enumerate(ends, 1))
-        (least, small), (most, large) = sums[0], sums[-1]
-        said = f"The sums of whole blocks have magnitudes from {number(least)} ({small}) to {number(most)} ({large})"
-        if len(sums) == 1:
-            said = f"The sum of the block has a magnitude of {number(most)}"
-        found = [f"{said}; that of the embedding is {number(first)}.", read]
+        sums = sorted((stream[end].item(), depth.sources[source]) for source, end in enumerate(ends, 1))
+        (least, least_name), (most, most_name) = sums[0], sums[-1]
+        blocks = (
+            f"The sums of whole blocks have magnitudes from {number(least)} ({least_name}) to {number(most)} "
+            f"({most_name})"
+            if len(sums) > 1
+            else f"The sum of the block has a magnitude of {number(most)}"
+        )
+        sentences = [f"{blocks}; that of the embedding is {number(first)}.", read_by_output]
     elif last >= _GROWS * first > 0:
-        peak = f", with its largest, {number(stream[largest].item())}, after {outputs[largest]}"
-        found = [
-            f"The magnitude of {name} grows {number(last / first)} times with depth, from {number(first)} at the "
-            f"embedding to {number(last)} after {outputs[-1]}{peak if largest < len(outputs) - 1 else ''}."
+        with_peak = f", with its largest, {number(stream[peak].item())}, after {outputs[peak]}"
+        sentences = [
+            f"The magnitude of {stream_name} grows {number(last / first)} times with depth, from {number(first)} at "
+            f"the embedding to {number(last)} after {outputs[-1]}{with_peak if peak < len(outputs) - 1 else ''}."
         ]
     else:
         least = stream.argmin().item()
-        found = [
-            f"The magnitude of {name} lies between {number(stream[least].item())} ({outputs[least]}) and "
-            f"{number(stream[largest].item())} ({outputs[largest]}).",
-            read,
+        sentences = [
+            f"The magnitude of {stream_name} lies between {number(stream[least].item())} ({outputs[least]}) and "
+            f"{number(stream[peak].item())} ({outputs[peak]}).",
+            read_by_output,
         ]
-    count, ratio = _gradient_ratio(inspection)
+
+    count, ratio = gradient_ratio(inspection)
     if not math.isnan(ratio):
-        ends = f"The first {count} sublayers get gradients" if count > 1 else "The first sublayer gets gradients"
-        whose = f"the last {count}, on average" if count > 1 else "the last"
-        found.append(f"{ends} {number(ratio)} times as large as those of {whose}.")
+        early = f"The first {count} sublayers get gradients" if count > 1 else "The first sublayer gets gradients"
+        late = f"the last {count}, on average" if count > 1 else "the last"
+        sentences.append(f"{early} {number(ratio)} times as large as those of {late}.")
+
     largest = sizes.largest.argmax().item()
-    found.append(
+    sentences.append(
         f"The largest value that a reader meets is {number(sizes.largest[largest].item())} times the median one "
-        f"({depth.readers[largest]}); massive activations are known to reach 1,000 times and more."
+        f"({depth.consumers[largest]}); massive activations are known to reach 1,000 times and more."
     )
-    return found
+    return sentences
 
 
-def _interventions(inspection: Inspection) -> list[str]:
-    if inspection.interventions is None:
+def _describe_interventions(inspection: Inspection) -> list[str]:
+    """Say which source and whose weights the loss depends on most."""
+    measured, depth = inspection.interventions, inspection.depth
+    if measured is None:
         return []
-    found, depth = inspection.interventions, inspection.depth
-    said = [f"The loss is {number(found.loss, 4)} nats per token, over {counted(found.tokens, 'predicted token')}."]
-    order = found.hidden.argsort(descending=True).tolist()
-    if found.hidden[order[0]] > 0:
-        more = f", more than any other source; next is {_named(depth.sources[order[1]])}" if len(order) > 1 else ""
-        next_one = f" ({_rise(found.hidden[order[1]].item())})" if len(order) > 1 else ""
-        cost = _rise(found.hidden[order[0]].item())
-        said.append(f"Hiding {_named(depth.sources[order[0]])} costs {cost}{more}{next_one}.")
+    sentences = [
+        f"The loss is {number(measured.loss, 4)} nats per token, over {counted(measured.tokens, 'predicted token')}."
+    ]
+
+    most, *others = measured.hidden.argsort(descending=True).tolist()
+    if measured.hidden[most] > 0:
+        next_most = ""
+        if others:
+            name, rise = _with_article(depth.sources[others[0]]), number(measured.hidden[others[0]].item())
+            next_most = f", more than any other source; next is {name} ({rise} nats)"
+        rise = number(measured.hidden[most].item())
+        sentences.append(f"Hiding {_with_article(depth.sources[most])} costs {rise} nats{next_most}.")
     else:
-        said.append("No source raises the loss when it is hidden.")
+        sentences.append("No source raises the loss when it is hidden.")
+
     if inspection.depth_attention is not None and inspection.depth_attention.distance.max() <= _CONSTANT:
-        return [*said, "All weights are uniform already."]
-    uniform = found.uniform.nan_to_num(-math.inf)
-    reader = uniform.argmax().item()
-    if math.isfinite(uniform[reader]) and uniform[reader] > 0:
-        said.append(
-            f"Among readers, making the weights of {_named(depth.readers[reader])} uniform costs most: "
-            f"{_rise(uniform[reader].item())}."
+        return [*sentences, "All weights are uniform already."]
+    uniform = measured.uniform.nan_to_num(-math.inf)
+    consumer = uniform.argmax().item()
+    if math.isfinite(uniform[consumer]) and uniform[consumer] > 0:
+        sentences.append(
+            f"Among readers, making the weights of {_with_article(depth.consumers[consumer])} uniform costs most: "
+            f"{number(uniform[consumer].item())} nats."
         )
-    elif math.isfinite(uniform[reader]):
-        said.append("Making the weights of any one reader uniform does not raise the loss.")
-    return said
+    elif math.isfinite(uniform[consumer]):
+        sentences.append("Making the weights of any one reader uniform does not raise the loss.")
+    return sentences
 
 
-def _sinks(inspection: Inspection) -> list[str]:
+def _describe_sinks(inspection: Inspection) -> list[str]:
+    """Say how much attention the first token gets."""
     sinks = inspection.sinks
     layers = [layer for layer, value in enumerate(sinks.mean.tolist()) if not math.isnan(value)]
     if not layers:
         return ["All attention over the sequence is linear: it has no weights, and so no sinks to measure."]
-    linear = len(sinks.mean) - len(layers)
-    are = "is" if len(layers) == 1 else "are"
-    of = f"the {len(layers)} of {len(sinks.mean)} layers that {are} not linear" if linear else f"{len(layers)} layers"
+    which = f"{len(layers)} layers"
+    if len(layers) < len(sinks.mean):
+        are = "is" if len(layers) == 1 else "are"
+        which = f"the {len(layers)} of {len(sinks.mean)} layers that {are} not linear"
     most = max(layers, key=lambda layer: sinks.mean[layer].item())
     return [
-        f"Later tokens give {share(_mean(sinks.mean))} of their attention to the first token, on average over {of}; "
-        f"even attention would give it {share(sinks.uniform)}.",
-        f"Layer {most} gives it most, {share(sinks.mean[most].item())}, and its strongest head "
-        f"{share(sinks.strongest[most].item())}.",
+        f"Later tokens give {percent(mean_of_known(sinks.mean))} of their attention to the first token, on average "
+        f"over {which}; even attention would give it {percent(sinks.uniform)}.",
+        f"Layer {most} gives it most, {percent(sinks.mean[most].item())}, and its strongest head "
+        f"{percent(sinks.strongest[most].item())}.",
     ]
 
 
-def _compared_depth(one: Inspection, other: Inspection) -> str:
+# --- two models
+
+
+def _compare_reads(one: Inspection, other: Inspection) -> str:
     if one.depth_attention is None or other.depth_attention is None:
-        return _compared_mixing(one, other)
-    nearest = _both(share, "weight of sublayers on the nearest source", one, other)
-    spread = _both(number, "standard deviation of weights over tokens", one, other)
+        return _compare_mixing(one, other)
+    nearest = _in_both(percent, NEAREST, one, other)
+    spread = _in_both(number, SPREAD, one, other)
     return f"Sublayers give the nearest source {nearest}; the standard deviation over tokens is {spread} on average."
 
 
-def _compared_mixing(one: Inspection, other: Inspection) -> str:
-    matrices = [of.mixing.mean for of in (one, other)]
-    if matrices[0].shape != matrices[1].shape:
+def _compare_mixing(one: Inspection, other: Inspection) -> str:
+    first, second = one.mixing.mean, other.mixing.mean
+    if first.shape != second.shape:
         return "Their depths differ, so their depth-mixing matrices do not compare."
-    apart = (matrices[1] - matrices[0]).abs()
+    apart = (second - first).abs()
     if apart.max() <= _CONSTANT:
-        is_plain = (matrices[0] - 1)[_lower(matrices[0])].abs().max() <= _CONSTANT
-        what = ": every reader gets the plain sum of the embedding and of all outputs before it" if is_plain else ""
+        is_plain_sum = (first - 1)[_lower_triangle(first)].abs().max() <= _CONSTANT
+        what = ": every reader gets the plain sum of the embedding and of all outputs before it" if is_plain_sum else ""
         return f"Their depth-mixing matrices are the same{what}."
-    reader, output = divmod(apart.argmax().item(), len(apart))
-    first, second = (number(matrix[reader, output].item()) for matrix in matrices)
+    consumer, output = divmod(apart.argmax().item(), len(apart))
     return (
-        f"Their depth-mixing matrices differ most in how much of {_named(one.depth.outputs[output])} "
-        f"{_named(one.depth.readers[reader])} gets: {first} in A and {second} in B."
+        f"Their depth-mixing matrices differ most in how much of {_with_article(one.depth.outputs[output])} "
+        f"{_with_article(one.depth.consumers[consumer])} gets: {number(first[consumer, output].item())} in A and "
+        f"{number(second[consumer, output].item())} in B."
     )
 
 
-def _compared_magnitudes(one: Inspection, other: Inspection) -> str:
-    read = _both(number, _READ, one, other)
-    said = f"What the output reads, over the size of the embedding, is {read}"
-    gradients = [number(_gradient_ratio(of)[1]) for of in (one, other)]
+def _compare_magnitudes(one: Inspection, other: Inspection) -> str:
+    inputs = f"What the output reads, over the size of the embedding, is {_in_both(number, OUTPUT_INPUT, one, other)}"
+    gradients = [number(gradient_ratio(inspection)[1]) for inspection in (one, other)]
     if MISSING in gradients:
-        return f"{said}."
+        return f"{inputs}."
     return (
-        f"{said}; the first sublayers get {gradients[0]} times the gradients of the last in A and {gradients[1]} in B."
+        f"{inputs}; the first sublayers get {gradients[0]} times the gradients of the last in A and {gradients[1]} in "
+        "B."
     )
 
 
-def _compared_interventions(one: Inspection, other: Inspection) -> str:
+def _compare_interventions(one: Inspection, other: Inspection) -> str:
     if one.interventions is None or other.interventions is None:
         return ""
-    hidden = _both(signed, "rise of the loss with the embedding hidden", one, other, "nats ")
-    costs = f"hiding the embedding changes the loss by {hidden}."
-    if not _same_tokens(one, other):
-        return f"The models read different tokens, so their losses do not compare; {costs}"
+    rises = _in_both(signed, HIDDEN_EMBEDDING, one, other, "nats ")
+    hidden = f"hiding the embedding changes the loss by {rises}."
+    if not read_same_tokens(one, other):
+        return f"The models read different tokens, so their losses do not compare; {hidden}"
     difference = other.interventions.loss - one.interventions.loss
-    if abs(difference) < _NOTHING:
-        return f"On the same tokens both have the same loss; {costs}"
-    lower = "lower" if difference < 0 else "higher"
-    return f"On the same tokens the loss of B is {number(abs(difference))} nats {lower} than that of A; {costs}"
+    if abs(difference) < ZERO:
+        return f"On the same tokens both have the same loss; {hidden}"
+    direction = "lower" if difference < 0 else "higher"
+    return f"On the same tokens the loss of B is {number(abs(difference))} nats {direction} than that of A; {hidden}"
 
 
-def _compared_sinks(one: Inspection, other: Inspection) -> str:
-    name = "attention on the first token"
-    if any(math.isnan(_numbers(of)[name]) for of in (one, other)):
+def _compare_sinks(one: Inspection, other: Inspection) -> str:
+    first, second = (key_numbers_of(inspection)[FIRST_TOKEN] for inspection in (one, other))
+    if math.isnan(first) or math.isnan(second):
         return ""
-    first, second = (share(_numbers(of)[name]) for of in (one, other))
-    return f"The first token gets {first} of the attention in A and {second} in B."
+    return f"The first token gets {percent(first)} of the attention in A and {percent(second)} in B."
 
 
-def _same_tokens(one: Inspection, other: Inspection) -> bool:
-    """Whether losses are on the same tokens, as far as text, cuts and the words of the passage tell."""
-    first, second = ((of.text, of.passage.words, of.interventions and of.interventions.tokens) for of in (one, other))
-    return first == second
-
-
-def _both(shown, name: str, one: Inspection, other: Inspection, unit: str = "") -> str:
-    values = [f"{shown(_numbers(of)[name])} {unit}in {label}" for label, of in zip(LABELS, (one, other))]
+def _in_both(write: Callable[[float], str], name: str, one: Inspection, other: Inspection, unit: str = "") -> str:
+    """Write a key number of both models: `0.11 in A and 0.20 in B`; `unit` stands after each number."""
+    values = [f"{write(key_numbers_of(i)[name])} {unit}in {label}" for label, i in zip(LABELS, (one, other))]
     return " and ".join(values)
 
 
-def _readers_of_several(inspection: Inspection) -> list[int]:
-    """The sublayers, without the output, that have two sources or more."""
-    attention, length = inspection.depth_attention, inspection.depth.num_sublayers
-    return [reader for reader in range(length) if attention is None or attention.num_sources[reader] > 1]
+# --- parts of sentences
 
 
-def _shares(weights: Tensor, attention) -> list[float]:
-    """Weights `[L + 1]` as shares of what each reader gives in all, which is one unless weights are sigmoids."""
-    return (weights / attention.mean.nansum(1)).tolist()
-
-
-def _total(attention, reader: int) -> float:
-    return attention.mean[reader].nansum().item()
-
-
-def _mean_share(inspection: Inspection, name: str) -> float:
-    attention, several = inspection.depth_attention, _readers_of_several(inspection)
-    if attention is None or not several:
-        return math.nan
-    shares = _shares(getattr(attention, name), attention)
-    return sum(shares[reader] for reader in several) / len(several)
-
-
-def _gradient_ratio(inspection: Inspection) -> tuple[int, float]:
-    """A quarter of the sublayers, and the mean gradient of the first ones over that of the last ones."""
-    gradients, count = inspection.magnitudes.gradients[1:], max(1, inspection.depth.num_sublayers // 4)
-    return count, (gradients[:count].mean() / gradients[-count:].mean()).item()
-
-
-def _lower(matrix: Tensor) -> Tensor:
-    """Where a square matrix has entries that count: up to the diagonal."""
+def _lower_triangle(matrix: Tensor) -> Tensor:
+    """Return where a square matrix has entries that count: up to the diagonal."""
     return matrix.new_ones(matrix.shape).tril().bool()
 
 
-def _mean(values: Tensor) -> float:
-    return values.nanmean().item()
-
-
-def _rise(nats: float) -> str:
-    return f"{number(nats)} nats"
-
-
-def _named(name: str) -> str:
+def _with_article(name: str) -> str:
     return f"the {name}" if name in ("embedding", "output") else name
 
 
-_SECTIONS = (
-    ("What is read from where", _depth, _compared_depth),
-    ("Magnitudes and gradients", _magnitudes, _compared_magnitudes),
-    ("What is used", _interventions, _compared_interventions),
-    ("Attention sinks", _sinks, _compared_sinks),
-)
-
-__all__ = ["LABELS", "MISSING", "Section", "differences", "key_numbers", "number", "overview", "share"]
+__all__ = ["Section", "overview"]

@@ -1,7 +1,7 @@
-"""The page for people: one HTML file with all that an inspection found, which needs nothing beside it and no network.
+"""The page for people: one HTML file with all that an inspection found, which needs neither other files nor a network.
 
-The same inspections and figures give the same bytes. What comes from a model or a text is escaped: by jinja2 in HTML,
-and within the script element that carries the weights by `_json`.
+The same inspections and figures give the same bytes. Text from a model or a data set is escaped: by jinja2 in HTML, and
+by `_json` within the script element that carries the weights.
 """
 
 import base64
@@ -16,16 +16,21 @@ from typing import Any
 from urllib.parse import quote
 
 import torch
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
+from attnres.utils.extras import require_extra
 from attnres.utils.wording import counted
 
-from .inspection import Inspection
-from .overview import LABELS, MISSING, differences, key_numbers, number, overview
+from .inspection import LABELS, Inspection
+from .key_numbers import MISSING, differences, key_numbers, number
+from .overview import overview
 from .record import plain, versions
 
-# Of each figure its title, what it shows, and how to read it.
+with require_extra("analysis"):
+    import bokeh
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+# Kind of figure -> its title, what it shows, and how to read it.
 FIGURES = {
     "depth_attention": (
         "Depth attention",
@@ -76,14 +81,15 @@ FIGURES = {
 }
 _TEMPLATES = Path(__file__).parent / "templates"
 _SCRIPTS = ("passage.js", "heat_map.js", "report.js")
-_BOKEH = ("bokeh.min.js", "bokeh-api.min.js")
-_IN_ADDRESSES = " !$()*+,-./:;=?@_~[]{}|^`"  # what can stand in the address of an image as it is
-_LEVELS = 2**16 - 1
-# What would not be seen; browsers drop some of it.
-_HIDDEN = {code: chr(0x2400 + code) for code in range(32)} | {
+_BOKEH_SCRIPTS = ("bokeh.min.js", "bokeh-api.min.js")
+# Characters that the address of an image may hold as they are.
+_SAFE_IN_ADDRESSES = " !$()*+,-./:;=?@_~[]{}|^`"
+_LEVELS = 2**16 - 1  # the highest level of a weight in 16 bits
+# Control characters, some of which browsers drop, get visible signs.
+_CONTROL_SIGNS = {code: chr(0x2400 + code) for code in range(32)} | {
     code: "·" for code in (0x7F, 0x2028, 0x2029, 0x202A, 0x202E)
 }
-_MARKS = str.maketrans(_HIDDEN | {ord("\n"): "↵", ord("\t"): "→"})
+_VISIBLE = str.maketrans(_CONTROL_SIGNS | {ord("\n"): "↵", ord("\t"): "→"})
 
 
 @dataclass(frozen=True)
@@ -93,58 +99,58 @@ class _Word:
     before: str
     label: str
     after: str
-    blank: str = ""  # what it is, for those who cannot see it, if it is but white space
+    spoken: str = ""  # for screen readers, the name of a word that is nothing but white space
 
 
 def render(inspections: Sequence[Inspection], figures: Mapping[str, str], files: Sequence[str] = ()) -> str:
-    """The HTML text of the page.
+    """Write the page.
 
     Args:
-        inspections: one, or two that are compared.
-        figures: kind -> SVG text, in the order of the page. The kind is a key of `FIGURES`, or such a key and after
-            a colon what the figure is of: `mixing: A`.
-        files: names of the files beside the page, to be linked.
+        inspections: One inspection, or two that are compared.
+        figures: The SVG text of each figure by its kind, in the order of the page. A kind is a key of `FIGURES`, or
+            such a key followed by a colon and a label, as in `mixing: A`.
+        files: The names of the files beside the page, which it links.
+
+    Returns:
+        The HTML text.
 
     Raises:
-        ValueError: there are no inspections or more than two, or a figure is of no known kind.
+        ValueError: There are no inspections or more than two, or the kind of a figure is not known.
     """
     if len(inspections) not in (1, 2):
         raise ValueError(f"{len(inspections)} inspections were given: a page shows one, or compares two.")
-    two = len(inspections) == 2
-    scripts = [*map(_bokeh, _BOKEH), *(_text(name) for name in _SCRIPTS)]
-    return _template().render(
+    is_comparison = len(inspections) == 2
+    scripts = [*map(_bokeh_script, _BOKEH_SCRIPTS), *map(_template_text, _SCRIPTS)]
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    return environment.get_template("report.html").render(
         title=f"{' and '.join(dict.fromkeys(str(i.model['name']) for i in inspections))} across depth",
-        two=two,
+        two=is_comparison,
         models=[
-            {"label": label, "attention": bool(i.depth_attention), "readers": i.depth.readers}
+            {"label": label, "attention": bool(i.depth_attention), "readers": i.depth.consumers}
             for label, i in zip(LABELS, inspections)
         ],
-        maps=_maps(inspections),
+        maps=_map_sentences(inspections),
         facts=_facts(inspections),
         sections=overview(inspections),
-        numbers=_numbers(inspections),
+        numbers=_key_number_rows(inspections),
         strips=_strips(inspections),
         figures=[_figure(kind, svg) for kind, svg in figures.items()],
         files=[{"name": name, "address": quote(name)} for name in files],
         versions=", ".join(f"{name} {version}" for name, version in versions().items()),
-        style=Markup(_text("report.css")),
+        style=Markup(_template_text("report.css")),
         scripts=[Markup(script) for script in scripts],
-        hashes=Markup(" ".join(f"'sha256-{_hash(script)}'" for script in scripts)),
-        data=_json([_weights(inspection) for inspection in inspections]),
+        # The page's policy lets only scripts with these hashes run, so that no script that got into a name does.
+        hashes=Markup(" ".join(f"'sha256-{_sha256(script)}'" for script in scripts)),
+        data=_json([_passage_data(inspection) for inspection in inspections]),
     )
-
-
-def _template() -> Any:
-    environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
-    return environment.get_template("report.html")
 
 
 def _facts(inspections: Sequence[Inspection]) -> list[tuple[str, list[str]]]:
-    """Name -> one value for each inspection; what none has is left out."""
+    """Return the facts about models and texts: names, each with a value for each inspection."""
 
-    def of(inspection: Inspection) -> dict[str, str]:
+    def facts_of(inspection: Inspection) -> dict[str, str]:
         model, text = inspection.model, inspection.text
         return {
             "Model": str(model["name"]),
@@ -158,113 +164,119 @@ def _facts(inspections: Sequence[Inspection]) -> list[tuple[str, list[str]]]:
             "SHA-256 of the text": text["sha256"][:16] + "…",
         }
 
-    columns = [of(inspection) for inspection in inspections]
+    columns = [facts_of(inspection) for inspection in inspections]
     rows = [(name, [column[name] for column in columns]) for name in columns[0]]
     return [row for row in rows if set(row[1]) != {MISSING}]
 
 
-def _numbers(inspections: Sequence[Inspection]) -> list[tuple[str, list[str]]]:
-    """Name -> the key number of each inspection, and of two their difference."""
-    differ = dict(differences(*inspections)) if len(inspections) == 2 else {}
+def _key_number_rows(inspections: Sequence[Inspection]) -> list[tuple[str, list[str]]]:
+    """Return the key numbers: names, each with the number of each inspection and, of two, their difference."""
+    by_name = dict(differences(*inspections)) if len(inspections) == 2 else {}
     return [
-        (name, [number(value, 3) for value in (*values, *([differ[name]] if differ else ()))])
+        (name, [number(value, 3) for value in (*values, *([by_name[name]] if by_name else ()))])
         for name, values in key_numbers(inspections)
     ]
 
 
-def _maps(inspections: Sequence[Inspection]) -> list[tuple[str, bool]]:
-    """What is said of which maps, and whether they are of depth attention."""
-    attention = [inspection.depth_attention is not None for inspection in inspections]
-    if len(attention) == 1 or attention[0] == attention[1]:
-        return [("The map shows" if len(attention) == 1 else "Both maps show", attention[0])]
-    return [(f"The map of {label} shows", of) for label, of in zip(LABELS, attention)]
+def _map_sentences(inspections: Sequence[Inspection]) -> list[tuple[str, bool]]:
+    """Return the begins of the sentences on the maps, each with whether it is on depth attention."""
+    has_attention = [inspection.depth_attention is not None for inspection in inspections]
+    if len(has_attention) == 1:
+        return [("The map shows", has_attention[0])]
+    if has_attention[0] == has_attention[1]:
+        return [("Both maps show", has_attention[0])]
+    return [(f"The map of {label} shows", has) for label, has in zip(LABELS, has_attention)]
 
 
 def _strips(inspections: Sequence[Inspection]) -> list[dict[str, Any]]:
-    """The words to choose from, with the places of the models that they are for: one strip if words are equal."""
+    """Return the strips of words to choose from, each with the indices of its models: one strip if words are equal."""
     words = [inspection.passage.words for inspection in inspections]
-    shared = len(words) == 2 and words[0] == words[1]
-    places = [[0, 1]] if shared else [[place] for place in range(len(words))]
-    return [{"models": of, "words": [_word(word) for word in words[of[0]]]} for of in places]
+    is_shared = len(words) == 2 and words[0] == words[1]
+    model_indices = [[0, 1]] if is_shared else [[index] for index in range(len(words))]
+    return [{"models": indices, "words": [_word(word) for word in words[indices[0]]]} for indices in model_indices]
 
 
 def _word(word: str) -> _Word:
-    """White space goes outside the button, so that text runs on as it is; a word of nothing else gets marks for it."""
+    """Split a word into the label of its button and the white space around it, so that the text runs on as it is."""
     word = word.replace("\r\n", "\n").replace("\r", "\n")
     inner = word.strip()
     if inner:
         start = word.index(inner)
-        return _Word(word[:start], inner.translate(_MARKS), word[start + len(inner) :])
-    line = word[: word.rfind("\n") + 1] or word  # what is after the last break indents the next line
+        return _Word(word[:start], inner.translate(_VISIBLE), word[start + len(inner) :])
+    # A word of nothing but white space gets a button with signs for it. What follows the last line break indents the
+    # next line.
+    line = word[: word.rfind("\n") + 1] or word
     breaks, indent = "\n" * word.count("\n"), word.removeprefix(line)
-    blank = f"white space: {_names_of(word)}" if word else "nothing"
-    return _Word("", line.replace(" ", "␣").translate(_MARKS) or "·", breaks + indent, blank)
+    spoken = f"white space: {_names_of(word)}" if word else "nothing"
+    return _Word("", line.replace(" ", "␣").translate(_VISIBLE) or "·", breaks + indent, spoken)
 
 
 def _names_of(blank: str) -> str:
+    """Name white space in words: `2 line breaks, 1 tab`."""
     names = {" ": "space", "\n": "line break", "\t": "tab"}
     counts = Counter(names.get(character, "blank") for character in blank)
     return ", ".join(counted(count, name) for name, count in counts.items())
 
 
 def _figure(kind: str, svg: str) -> dict[str, str]:
-    known, _, of = kind.partition(":")
+    """Return the texts of a figure and its address, which holds the figure itself."""
+    known, _, label = kind.partition(":")
     if known not in FIGURES:
         raise ValueError(f"no figure is known as {known!r}: there are {', '.join(FIGURES)}.")
     title, shows, caption = FIGURES[known]
     return {
-        "title": f"{title}, {of.strip()}" if of else title,
+        "title": f"{title}, {label.strip()}" if label else title,
         "shows": shows,
         "caption": f"{shows[0].upper()}{shows[1:]} {caption}",
-        # White space means nothing in what is drawn, and so written it takes a fifth less than base64.
-        "source": f"data:image/svg+xml,{quote(' '.join(svg.split()), safe=_IN_ADDRESSES)}",
+        # In a drawing, runs of white space have no meaning. Quoted like this, it takes a fifth less than in base64.
+        "source": f"data:image/svg+xml,{quote(' '.join(svg.split()), safe=_SAFE_IN_ADDRESSES)}",
     }
 
 
-def _weights(inspection: Inspection) -> dict[str, Any]:
-    """The weights of the passage, for the script.
+def _passage_data(inspection: Inspection) -> dict[str, Any]:
+    """Return the weights of the passage, for the script `passage.js`.
 
-    A reader whose weights are the same for every token has them as numbers (`constant`). The weights of the others
-    follow one another in `data`, each `[sources, tokens]` in 16 bits between the `low` and `high` of the reader.
+    A consumer whose weights are the same for every token has them as numbers (`constant`). The weights of the others
+    follow one another in `data`, in base64: for each consumer `[sources, tokens]` levels in 16 bits, between its `low`
+    and `high`.
     """
     attention, depth, passage = inspection.depth_attention, inspection.depth, inspection.passage
     mean = (attention or inspection.mixing).mean
-    readers, data = [], bytearray()
+    consumers, data = [], bytearray()
     for row, weights in zip(mean, passage.weights):
         weights = weights.double()
-        reader = {"mean": plain(row[: len(weights)]), "low": 0.0, "high": 0.0, "constant": None}
+        consumer = {"mean": plain(row[: len(weights)]), "low": 0.0, "high": 0.0, "constant": None}
         if (weights == weights[:, :1]).all():
-            reader["constant"] = plain(weights[:, 0])
+            consumer["constant"] = plain(weights[:, 0])
         else:
-            low, high = reader["low"], reader["high"] = weights.min().item(), weights.max().item()
+            low, high = consumer["low"], consumer["high"] = weights.min().item(), weights.max().item()
             levels = ((weights - low) / (high - low) * _LEVELS).round().to(torch.int32)
             data += levels.numpy().astype("<u2").tobytes()
-        readers.append(reader)
+        consumers.append(consumer)
     return {
         "attention": attention is not None,
-        "readers": depth.readers,
+        "readers": depth.consumers,
         "sources": depth.sources if attention else depth.outputs,
         "tokens": passage.weights[0].shape[1],
-        "weights": readers,
+        "weights": consumers,
         "data": base64.b64encode(data).decode(),
     }
 
 
 def _json(value: Any) -> Markup:
-    """JSON that cannot end the script element it stands in, nor begin a comment there."""
+    """Write JSON that can neither end the script element that holds it, nor begin a comment there."""
     return Markup(json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))
 
 
-def _bokeh(name: str) -> str:
-    return (resources("bokeh") / "server" / "static" / "js" / name).read_text(encoding="utf-8")
+def _bokeh_script(name: str) -> str:
+    return (resources(bokeh) / "server" / "static" / "js" / name).read_text(encoding="utf-8")
 
 
-def _text(name: str) -> str:
+def _template_text(name: str) -> str:
     return (_TEMPLATES / name).read_text(encoding="utf-8")
 
 
-def _hash(script: str) -> str:
-    """By which the page's policy knows its own scripts, so that no other runs."""
+def _sha256(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 

@@ -1,4 +1,4 @@
-"""An inspection as numbers in files: `inspection.json` with all of them, and CSV files with a row for each fact.
+"""The numbers of an inspection in files: `inspection.json` with all of them, and CSV tables with a row for each fact.
 
 The same inspection gives the same bytes: numbers have six digits, and nothing tells the time.
 """
@@ -8,20 +8,21 @@ import io
 import json
 import math
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
 from torch import Tensor
 
-from .inspection import Inspection
-from .overview import LABELS
+from .depth_attention import DepthAttention
+from .inspection import LABELS, Inspection
+from .mixing import DepthMixing
 
-WRITTEN_BY = '"written_by": "attnres inspect"'  # in the JSON file of a directory that may be replaced
-_VERSIONS = ("attnres", "torch", "transformers")
+WRITTEN_BY = '"written_by": "attnres inspect"'  # stands in the JSON file of every report
+_PACKAGES = ("attnres", "torch", "transformers")
 _DIGITS = 6
-# Measures of a sublayer -> columns of a table.
+# Fields of `Magnitudes` -> columns of `sublayers.csv`.
 _SIZES = {
     "inputs": "input",
     "outputs": "output",
@@ -29,6 +30,7 @@ _SIZES = {
     "gradients": "gradient",
     "largest": "largest_over_median",
 }
+# Fields of `DepthAttention` -> columns of `sublayers.csv`.
 _WEIGHTS = {
     "entropy": "entropy",
     "distance": "distance_from_uniform",
@@ -36,7 +38,7 @@ _WEIGHTS = {
     "nearest": "on_nearest",
     "rest": "on_rest",
 }
-# Files of tables -> their columns.
+# Names of tables -> their columns.
 TABLES = {
     "sublayers.csv": ("model", "place", "name", "kind", *_SIZES.values(), *_WEIGHTS.values()),
     "depth_attention.csv": ("model", "reader", "source", "mean", "spread"),
@@ -47,43 +49,55 @@ TABLES = {
 
 
 def to_json(inspections: Sequence[Inspection]) -> str:
-    """All numbers of the inspections but those of the passage; NaN, which tells of what does not exist, as null."""
+    """Write all numbers of inspections, without those of the passage, as JSON.
+
+    Args:
+        inspections: One inspection, or two that are compared.
+
+    Returns:
+        The text of `inspection.json`. NaN, for numbers that do not exist, is null.
+    """
     record = {
         "written_by": "attnres inspect",
         "versions": versions(),
         "models": [numbers(inspection) for inspection in inspections],
     }
-    return _text(record) + "\n"
+    return _json_text(record) + "\n"
 
 
-def _text(value: Any, indent: str = "") -> str:
-    """As JSON: objects over several lines, and matrices with a line for each row."""
+def _json_text(value: Any, indent: str = "") -> str:
+    """Write a value as JSON, with a line for each member of an object and each row of a matrix."""
     inner = indent + " "
     if isinstance(value, dict):
-        items, (begin, end) = [f"{json.dumps(key)}: {_text(item, inner)}" for key, item in value.items()], "{}"
+        items, (begin, end) = [f"{json.dumps(key)}: {_json_text(item, inner)}" for key, item in value.items()], "{}"
     elif isinstance(value, list) and value and isinstance(value[0], (dict, list)):
-        items, (begin, end) = [_text(item, inner) for item in value], "[]"
+        items, (begin, end) = [_json_text(item, inner) for item in value], "[]"
     else:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     return f"{begin}\n{inner}" + f",\n{inner}".join(items) + f"\n{indent}{end}"
 
 
 def versions() -> dict[str, str]:
-    """Of what measured, by name."""
-    return {name: version(name) for name in _VERSIONS} | {"python": platform.python_version()}
+    """Return the versions of Python and of the packages that measure, by name."""
+    return {name: version(name) for name in _PACKAGES} | {"python": platform.python_version()}
 
 
 def numbers(inspection: Inspection) -> dict[str, Any]:
-    """An inspection as what JSON has: objects, lists, texts, numbers of six digits and null."""
-    attention, interventions = inspection.depth_attention, inspection.interventions
-    depth = inspection.depth
+    """Return an inspection as dictionaries, lists, strings, numbers of six digits and `None`, ready for JSON."""
+    attention, interventions, depth = inspection.depth_attention, inspection.interventions, inspection.depth
     return {
         "model": inspection.model,
         "text": inspection.text,
-        "depth": {name: getattr(depth, name) for name in ("kinds", "readers", "sources", "outputs", "block_size")},
+        "depth": {
+            "kinds": depth.kinds,
+            "readers": depth.consumers,
+            "sources": depth.sources,
+            "outputs": depth.outputs,
+            "block_size": depth.block_size,
+        },
         "depth_attention": attention
         and {name: plain(getattr(attention, name)) for name in ("mean", "spread", *_WEIGHTS)}
-        | {"most_read": [plain(attention.most_read(reader)) for reader in range(len(depth.readers))]},
+        | {"most_read": [plain(attention.most_read(consumer)) for consumer in range(len(depth.consumers))]},
         "mixing": {name: plain(getattr(inspection.mixing, name)) for name in ("mean", "spread")},
         "magnitudes": {name: plain(getattr(inspection.magnitudes, name)) for name in _SIZES},
         "attention_sinks": {name: plain(getattr(inspection.sinks, name)) for name in ("mean", "strongest", "uniform")},
@@ -93,7 +107,7 @@ def numbers(inspection: Inspection) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value as what JSON has."""
+    """Return a value as JSON has it: tensors as lists, numbers with six digits, and NaN and infinity as `None`."""
     if isinstance(value, Tensor):
         return plain(value.tolist())
     if isinstance(value, (list, tuple)):
@@ -104,54 +118,70 @@ def plain(value: Any) -> Any:
 
 
 def to_csv(inspections: Sequence[Inspection]) -> dict[str, str]:
-    """File name -> content, of those of `TABLES` that have rows."""
-    if len(inspections) > 1:  # the letters of the page: names may be the same
+    """Write the numbers of inspections as CSV tables.
+
+    Args:
+        inspections: One inspection, or two that are compared.
+
+    Returns:
+        The content of each table by its name in `TABLES`. Tables without rows are left out.
+    """
+    # Two models may have the same name. The letters of the page tell them apart.
+    if len(inspections) > 1:
         models = [i.model | {"name": f"{letter}: {i.model['name']}"} for letter, i in zip(LABELS, inspections)]
         inspections = [replace(i, model=model) for i, model in zip(inspections, models)]
     rows: dict[str, Iterable[tuple]] = {
-        "sublayers.csv": (row for i in inspections for row in _sublayers(i)),
+        "sublayers.csv": (row for i in inspections for row in _sublayer_rows(i)),
         "depth_attention.csv": (
-            row for i in inspections if i.depth_attention for row in _cells(i, i.depth_attention, i.depth.sources)
+            row for i in inspections if i.depth_attention for row in _cell_rows(i, i.depth_attention, i.depth.sources)
         ),
-        "depth_mixing.csv": (row for i in inspections for row in _cells(i, i.mixing, i.depth.outputs)),
+        "depth_mixing.csv": (row for i in inspections for row in _cell_rows(i, i.mixing, i.depth.outputs)),
         "attention_sinks.csv": (
             (i.model["name"], layer, mean, strongest, i.sinks.uniform)
             for i in inspections
             for layer, (mean, strongest) in enumerate(zip(i.sinks.mean.tolist(), i.sinks.strongest.tolist()))
         ),
-        "interventions.csv": (row for i in inspections if i.interventions for row in _interventions(i)),
+        "interventions.csv": (row for i in inspections if i.interventions for row in _intervention_rows(i)),
     }
     tables = {name: _table(header, rows[name]) for name, header in TABLES.items()}
     return {name: table for name, table in tables.items() if table.count("\n") > 1}
 
 
-def _sublayers(inspection: Inspection) -> Iterable[tuple]:
-    """A row for each reader: of a sublayer what it reads and puts out, of the output what it reads."""
+def _sublayer_rows(inspection: Inspection) -> Iterator[tuple]:
+    """Yield a row for each sublayer, on its input and output, and one for the model's output, on its input."""
     depth, sizes, attention = inspection.depth, inspection.magnitudes, inspection.depth_attention
-    nothing = [math.nan] * len(depth.readers)
-    of_outputs = ("outputs", "stream", "gradients")  # they begin with the embedding
+    nothing = [math.nan] * len(depth.consumers)
+    # These begin with the embedding, so the entry of a sublayer's output is one further than that of its input.
+    of_outputs = ("outputs", "stream", "gradients")
     columns = [
         [*getattr(sizes, name)[1:].tolist(), math.nan] if name in of_outputs else getattr(sizes, name).tolist()
         for name in _SIZES
     ]
     columns += [getattr(attention, name).tolist() if attention else nothing for name in _WEIGHTS]
-    for place, (reader, *values) in enumerate(zip(depth.readers, *columns)):
-        yield inspection.model["name"], place, reader, depth.kind(place), *values
+    for place, (name, *values) in enumerate(zip(depth.consumers, *columns)):
+        yield inspection.model["name"], place, name, depth.kind(place), *values
 
 
-def _cells(inspection: Inspection, of: Any, columns: Sequence[str]) -> Iterable[tuple]:
-    for row, (reader, means, spreads) in enumerate(zip(inspection.depth.readers, of.mean.tolist(), of.spread.tolist())):
+def _cell_rows(inspection: Inspection, matrix: DepthAttention | DepthMixing, columns: Sequence[str]) -> Iterator[tuple]:
+    """Yield a row for each entry of a matrix: the names of its row and column, its mean and its spread."""
+    consumers = inspection.depth.consumers
+    for row, (consumer, means, spreads) in enumerate(zip(consumers, matrix.mean.tolist(), matrix.spread.tolist())):
         for column, (name, mean, spread) in enumerate(zip(columns, means, spreads)):
-            if not math.isnan(mean) and column <= row:  # a reader has no more sources than there are readers up to it
-                yield inspection.model["name"], reader, name, mean, spread
+            # A consumer reads nothing that comes after it.
+            if not math.isnan(mean) and column <= row:
+                yield inspection.model["name"], consumer, name, mean, spread
 
 
-def _interventions(inspection: Inspection) -> Iterable[tuple]:
-    found, depth = inspection.interventions, inspection.depth
-    for what, names, rises in (("hidden", depth.sources, found.hidden), ("uniform", depth.readers, found.uniform)):
+def _intervention_rows(inspection: Inspection) -> Iterator[tuple]:
+    """Yield a row for each source that was hidden, and each consumer whose weights were made uniform."""
+    measured, depth = inspection.interventions, inspection.depth
+    for kind, names, rises in (
+        ("hidden", depth.sources, measured.hidden),
+        ("uniform", depth.consumers, measured.uniform),
+    ):
         for name, rise in zip(names, rises.tolist()):
             if not math.isnan(rise):
-                yield inspection.model["name"], what, name, found.loss + rise, rise
+                yield inspection.model["name"], kind, name, measured.loss + rise, rise
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence]) -> str:

@@ -11,8 +11,7 @@ from attnres.utils.files import atomic_directory
 
 from . import figures
 from .depth_maps import largest
-from .inspection import Inspection
-from .overview import LABELS
+from .inspection import LABELS, Inspection
 from .page import render
 from .record import WRITTEN_BY, to_csv, to_json
 from .report_files import MAPS, NUMBERS, PAGE, SUFFIXES, TOGETHER, figure_name, report_names
@@ -22,14 +21,16 @@ if TYPE_CHECKING:
 
 
 def write_report(inspections: Sequence[Inspection], out: str | os.PathLike, overwrite: bool = False) -> None:
-    """Write one inspection, or two that are compared, to the directory `out`, all or nothing.
+    """Write the report of one inspection, or of two that are compared, to a directory, all of it or nothing.
 
     Args:
-        overwrite: replace `out` if an inspection was written there, and nothing else is in it.
+        inspections: One inspection or two.
+        out: The directory to write, with the parents that it lacks.
+        overwrite: Whether to replace `out` if it holds a report and nothing else.
 
     Raises:
         FileExistsError: `out` exists and is not to be replaced.
-        OSError: it cannot be written.
+        OSError: The files cannot be written.
     """
     with report_directory(out, overwrite) as folder:
         fill(folder, inspections)
@@ -37,65 +38,100 @@ def write_report(inspections: Sequence[Inspection], out: str | os.PathLike, over
 
 @contextmanager
 def report_directory(out: str | os.PathLike, overwrite: bool = False) -> Iterator[Path]:
-    """A new directory, which takes the name `out` when the block ends; what is raised is as for [`write_report`].
+    """Make a new directory that gets the name `out` when the block ends.
 
-    Enter it before what takes long: it shows at once whether `out` can be written.
+    Enter it before work that takes long: it raises at once if `out` cannot be written.
+
+    Args:
+        out: The directory to write.
+        overwrite: Whether to replace `out` if it holds a report and nothing else.
+
+    Yields:
+        The new directory, to be filled. It is removed if the block raises.
+
+    Raises:
+        FileExistsError: `out` exists and is not to be replaced.
+        OSError: The directory cannot be made.
     """
     if overwrite and Path(out).is_dir():
         names = report_names()
         others = sorted(path.name for path in Path(out).iterdir() if path.is_dir() or path.name not in names)
         if others:
-            raise FileExistsError(f"{out} holds {others[0]}, which is of no report. Choose another directory.")
+            raise FileExistsError(f"{out} holds {others[0]}, which is no part of a report. Choose another directory.")
     with atomic_directory(out, overwrite=overwrite, marker=NUMBERS, content=WRITTEN_BY) as folder:
         yield folder
 
 
 def fill(folder: Path, inspections: Sequence[Inspection]) -> None:
-    """Write the files of a report. Raises OSError: there is no room for them."""
+    """Write the files of a report.
+
+    Args:
+        folder: A directory that exists.
+        inspections: One inspection or two.
+
+    Raises:
+        OSError: The files cannot be written.
+    """
     (folder / NUMBERS).write_text(to_json(inspections), encoding="utf-8")
     tables = to_csv(inspections)
     for name, table in tables.items():
         (folder / name).write_text(table, encoding="utf-8")
-    drawn = {}
+    svgs = {}
     for kind, draw in _figures(inspections).items():
-        (stem, _, letter), figure = kind.partition(": "), draw()
+        figure = draw()
+        stem, _, letter = kind.partition(": ")
         name = figure_name(stem, letter)
         for suffix in SUFFIXES:
             figures.finish(figure, folder / f"{name}{suffix}")
-        drawn[kind] = (folder / f"{name}.svg").read_text(encoding="utf-8")
-    (folder / PAGE).write_text(render(inspections, drawn, files=(NUMBERS, *tables)), encoding="utf-8")
+        svgs[kind] = (folder / f"{name}.svg").read_text(encoding="utf-8")
+    (folder / PAGE).write_text(render(inspections, svgs, files=(NUMBERS, *tables)), encoding="utf-8")
 
 
 def labels(inspections: Sequence[Inspection]) -> list[str]:
-    """What models are called in figures: nothing if there is one, else a letter, as on the page, and a short name."""
+    """Return the labels of models in figures.
+
+    Args:
+        inspections: The inspections that figures show.
+
+    Returns:
+        An empty label if there is one model. Else the letter of the page and the end of each model's name, as long as
+        it takes to tell them apart.
+    """
     if len(inspections) < 2:
         return [""] * len(inspections)
     paths = [Path(str(i.model["name"])).parts for i in inspections]
-    most = max(map(len, paths))
-    count = next((n for n in range(1, most) if len({path[-n:] for path in paths}) == len(paths)), most)
-    # A dollar sign would begin a formula.
+    longest = max(map(len, paths))
+    count = next((n for n in range(1, longest) if len({path[-n:] for path in paths}) == len(paths)), longest)
+    # In matplotlib, a dollar sign begins a formula.
     return [f"{letter}: {'/'.join(path[-count:])}".replace("$", r"\$") for letter, path in zip(LABELS, paths)]
 
 
 def _figures(inspections: Sequence[Inspection]) -> dict[str, Callable[[], "Figure"]]:
-    """Kind of figure, as [`render`] takes it, -> what draws it, in the order of the page."""
-    named = dict(zip(labels(inspections), inspections))
-    drawn: dict[str, Callable[[], Figure]] = {}
-    limits = {
-        "spread": max((largest(i.depth_attention.spread) for i in inspections if i.depth_attention), default=0.0),
-        "mixing": max(largest(i.mixing.mean) for i in inspections),
-    }
-    for letter, (label, inspection) in zip(LABELS, named.items()):
-        of = f": {letter}" if len(inspections) > 1 else ""
+    """Return functions that draw the figures of a report, by kind as [`render`] takes it, in the order of the page."""
+    labelled = dict(zip(labels(inspections), inspections))
+    draw: dict[str, Callable[[], Figure]] = {}
+    # Two models get the same scale.
+    spread_limit = max((largest(i.depth_attention.spread) for i in inspections if i.depth_attention), default=0.0)
+    mixing_limit = max(largest(i.mixing.mean) for i in inspections)
+    for letter, (label, inspection) in zip(LABELS, labelled.items()):
+        suffix = f": {letter}" if len(inspections) > 1 else ""
         if attention := inspection.depth_attention:
-            draw = partial(figures.draw_depth_attention, attention, label=label, limit=limits["spread"])
             for values, kind in MAPS.items():
-                drawn[f"{kind}{of}"] = partial(draw, values)
-        drawn[f"mixing{of}"] = partial(figures.draw_mixing, inspection.mixing, label, limits["mixing"])
-    for kind, part in TOGETHER.items():
-        if of_models := {label: getattr(i, part) for label, i in named.items() if getattr(i, part) is not None}:
-            drawn[kind] = partial(getattr(figures, f"draw_{kind}"), of_models)
-    return drawn
+                draw[f"{kind}{suffix}"] = partial(
+                    figures.draw_depth_attention, attention, values, label=label, limit=spread_limit
+                )
+        draw[f"mixing{suffix}"] = partial(figures.draw_mixing, inspection.mixing, label, mixing_limit)
+    draw_together = {
+        "weights_by_depth": figures.draw_weights_by_depth,
+        "magnitudes": figures.draw_magnitudes,
+        "sinks": figures.draw_sinks,
+        "interventions": figures.draw_interventions,
+    }
+    for kind, field in TOGETHER.items():
+        measured = {label: getattr(i, field) for label, i in labelled.items() if getattr(i, field) is not None}
+        if measured:
+            draw[kind] = partial(draw_together[kind], measured)
+    return draw
 
 
 __all__ = ["NUMBERS", "PAGE", "fill", "labels", "report_directory", "write_report"]

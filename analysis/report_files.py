@@ -1,36 +1,36 @@
-"""The names of the files that a report of `attnres inspect` can hold, and those that are in a folder.
+"""The names of the files that a report of `attnres inspect` can hold, and the files of a report in a folder.
 
-Whatever publishes or serves a report goes by these names: a folder may hold other files, which are not of the report.
+Publishing and serving a report go by these names, since its folder may hold other files, too.
 """
 
 from pathlib import Path
 
-from .overview import LABELS
+from .inspection import LABELS
 from .record import TABLES, WRITTEN_BY
 
 PAGE, NUMBERS, SUFFIXES = "report.html", "inspection.json", (".png", ".svg")
-# What a map of depth attention shows -> its kind.
+# Values of a map of depth attention, as `draw_depth_attention` takes them -> the kind of figure.
 MAPS = {
     "weight": "depth_attention",
     "relative": "depth_attention_relative",
     "spread": "depth_attention_spread",
 }
-# Kinds of figures that show two models together -> the part of an inspection that they are drawn of.
+# Kinds of figures that show two models together -> the field of an inspection that they draw.
 TOGETHER = {
     "weights_by_depth": "depth_attention",
     "magnitudes": "magnitudes",
     "sinks": "sinks",
     "interventions": "interventions",
 }
-_MAX_NUMBERS = 100 * 10**6  # bytes of `inspection.json`: more than any report has
+_MAX_NUMBERS = 100 * 10**6  # bytes; a larger `inspection.json` is no report's, and is not read
 
 
 def figure_name(kind: str, letter: str = "") -> str:
     """Return the name of a figure's files without suffix.
 
     Args:
-        kind: what the figure shows.
-        letter: of the model in a comparison; empty if the figure is of one model or of both together.
+        kind: The kind of figure: a value of `MAPS`, `mixing`, or a key of `TOGETHER`.
+        letter: The letter of the model in a comparison; empty if the figure shows one model, or both together.
     """
     return f"{kind}_{letter.lower()}" if letter else kind
 
@@ -42,9 +42,13 @@ def report_names() -> set[str]:
 
 
 def report_files(folder: Path) -> dict[str, Path]:
-    """Return the files of the report in a folder by their names; nothing if `attnres inspect` wrote none there.
+    """Return the files of the report in a folder by their names, links included.
 
-    A link is among them: whether to follow it is for the caller to say.
+    Args:
+        folder: The folder to look in. The caller decides whether to follow a link.
+
+    Returns:
+        The paths of the files. There are none if `attnres inspect` has not written to this folder.
     """
     numbers = folder / NUMBERS
     if not numbers.is_file() or numbers.stat().st_size > _MAX_NUMBERS:

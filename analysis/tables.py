@@ -1,4 +1,8 @@
-"""Tables of results in Markdown files, written in place between marks."""
+"""Tables of results in Markdown files, written in place between marks.
+
+Pages of this project show numbers that commands measure. A page marks the place of each table, and the command that
+measured the numbers replaces what is there.
+"""
 
 import os
 import re
@@ -8,20 +12,35 @@ from attnres.utils.files import atomic_write, locked
 
 
 def update_tables(path: Path, tables: dict[str, str]) -> None:
-    """Write each table between the marks `<!-- NAME -->` and `<!-- end -->` of a Markdown file, or at its end.
+    """Write tables between the marks `<!-- NAME -->` and `<!-- end -->` of a Markdown file.
+
+    A table without marks is added at the end of the file. A file that does not exist is made.
+
+    Args:
+        path: The Markdown file.
+        tables: The tables in Markdown by the names of their marks.
 
     Raises:
-        ValueError: a mark has no end, or another mark before it, or stands there twice, or the file is no text; it is
-            left as it is.
+        ValueError: A mark has no end, or another mark before its end, or stands there twice, or the file is not UTF-8.
+            The file stays as it is.
     """
-    path = Path(os.path.realpath(path))  # by a link it is the same page
+    path = Path(os.path.realpath(path))  # so that the file is replaced and not a link to it
     path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(path.with_name(f".{path.name}.lock"), path, wait=True):  # others may write other tables of the page
+    # Another process may write other tables of the same page.
+    with locked(path.with_name(f".{path.name}.lock"), path, wait=True):
         atomic_write(path, _with_tables(path, _read(path), tables))
 
 
 def check_tables(path: Path, prefix: str) -> None:
-    """Raises ValueError: [`update_tables`] would, for a name of this file that begins with `prefix`."""
+    """Check before long work that [`update_tables`] can write the tables of a page.
+
+    Args:
+        path: The Markdown file, which need not exist.
+        prefix: The begin of the names of the marks to check.
+
+    Raises:
+        ValueError: As for [`update_tables`].
+    """
     text = _read(path)
     _with_tables(path, text, dict.fromkeys(re.findall(rf"<!-- ({re.escape(prefix)}.*?) -->", text), ""))
 
@@ -30,11 +49,11 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8") if path.exists() else ""
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8 ({error}).") from error
+        raise ValueError(f"{path} must be a text in UTF-8 ({error}).") from error
 
 
 def _with_tables(path: Path, text: str, tables: dict[str, str]) -> str:
-    """The text of a file with these tables in it."""
+    """Return the text of a file with these tables in it."""
     for name, table in tables.items():
         begin, end = f"<!-- {name} -->", "<!-- end -->"
         if begin not in text:
@@ -42,8 +61,11 @@ def _with_tables(path: Path, text: str, tables: dict[str, str]) -> str:
         head, _, rest = text.partition(begin)
         if begin in rest:
             raise ValueError(f"{path}: `{begin}` stands there twice. Keep one of its tables.")
-        old, found, tail = rest.partition(end)
-        if not found or "<!--" in old:
+        old, closing, tail = rest.partition(end)
+        if not closing or "<!--" in old:
             raise ValueError(f"{path}: the table of `{begin}` does not end with `{end}`.")
         text = f"{head}{begin}\n{table}\n{end}{tail}"
     return text
+
+
+__all__ = ["check_tables", "update_tables"]

@@ -13,16 +13,17 @@ from transformers import PreTrainedTokenizerBase
 
 from attnres.utils.wording import counted
 
-_CHARACTERS = 20  # that are read for each token that is wanted; few texts have so many in one
+# Characters to read for each token that is needed. Few texts have so many characters in a token.
+_CHARACTERS_PER_TOKEN = 20
 
 
 @dataclass(frozen=True)
-class Text:
-    """A text for people: where it is from and what it says.
+class InspectedText:
+    """A text and where it comes from.
 
     Attributes:
-        name: the file, or what the text is.
-        content: as much of it as is needed.
+        name: The file name, or what the text is.
+        content: The text, or as much of it as is needed.
     """
 
     name: str
@@ -30,44 +31,70 @@ class Text:
 
     @property
     def sha256(self) -> str:
-        """Of `content`, in UTF-8."""
+        """The SHA-256 of `content` in UTF-8, as hexadecimal digits."""
         return hashlib.sha256(self.content.encode()).hexdigest()
 
 
-def read_text(path: str | os.PathLike, tokens: int) -> Text:
-    """The beginning of a file, enough for so many tokens.
+def read_text(path: str | os.PathLike, tokens: int) -> InspectedText:
+    """Read the beginning of a file, enough for so many tokens, without the white space before it.
+
+    Args:
+        path: A plain text file.
+        tokens: The number of tokens that are needed.
+
+    Returns:
+        The text, by the name of the file.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it is no UTF-8, or empty.
+        OSError: The file cannot be read.
+        ValueError: The file is not UTF-8, or holds nothing but white space.
     """
     try:
         with open(path, encoding="utf-8") as file:
-            content = file.read(_CHARACTERS * tokens).lstrip()
-            while not content and (part := file.read(_CHARACTERS * tokens)):  # blank so far
+            content = file.read(_CHARACTERS_PER_TOKEN * tokens).lstrip()
+            # The file may begin with more white space than was read.
+            while not content and (part := file.read(_CHARACTERS_PER_TOKEN * tokens)):
                 content = part.lstrip()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: give a plain text file.") from error
     if not content:
         raise ValueError(f"{path} holds no text.")
-    return Text(Path(path).name, content)
+    return InspectedText(Path(path).name, content)
 
 
-def language_reference(tokens: int) -> Text:
-    """Prose that is on every machine: what `help()` shows of the Python language, in its order."""
-    from pydoc_data.topics import topics  # half a megabyte
+def language_reference(tokens: int) -> InspectedText:
+    """Return prose that is on every machine: the help pages of the Python language, as `help()` shows them.
+
+    Args:
+        tokens: The number of tokens that are needed.
+
+    Returns:
+        The beginning of the pages, in the order of their names.
+    """
+    from pydoc_data.topics import topics  # half a megabyte, which only this needs
 
     name = f"the language reference of Python {sys.version_info.major}.{sys.version_info.minor}"
-    return Text(name, "\n\n".join(topics[topic] for topic in sorted(topics))[: _CHARACTERS * tokens])
+    pages = "\n\n".join(topics[topic] for topic in sorted(topics))
+    return InspectedText(name, pages[: _CHARACTERS_PER_TOKEN * tokens])
 
 
-def cut(text: Text, tokenizer: PreTrainedTokenizerBase, length: int, tokens: int) -> tuple[Tensor, list[str]]:
-    """Token ids `[sequences, length]` of up to so many tokens, and the words of the first sequence's tokens.
+def cut(text: InspectedText, tokenizer: PreTrainedTokenizerBase, length: int, tokens: int) -> tuple[Tensor, list[str]]:
+    """Cut a text into sequences of equal length.
 
-    Each sequence begins with what the tokenizer puts in front of a text. Joined, the words are the text itself.
+    Each sequence begins with the token that the tokenizer puts in front of a text, if it puts one there.
+
+    Args:
+        text: The text to cut.
+        tokenizer: The tokenizer of the model.
+        length: The number of tokens of a sequence.
+        tokens: The number of tokens to return at most, but at least one sequence.
+
+    Returns:
+        Token ids `[sequences, length]`, and the words of the first sequence, one for each token. Joined, the words
+        after the first token are the text itself.
 
     Raises:
-        ValueError: the text is shorter than one sequence.
+        ValueError: The text is shorter than one sequence.
     """
     encoded = tokenizer(text.content, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
     ids, before = encoded["input_ids"], tokenizer("", verbose=False)["input_ids"]
@@ -83,10 +110,10 @@ def cut(text: Text, tokenizer: PreTrainedTokenizerBase, length: int, tokens: int
     words = tokenizer.convert_ids_to_tokens(first)
     if tokenizer.is_fast:
         ends = [0, *(end for _, end in encoded["offset_mapping"][:step])]
-        # A character of several tokens ends with the first of them.
+        # A character that takes several tokens is shown at the first of them, and the others get a dot.
         words = [text.content[begin:end] or "·" for begin, end in pairwise(ends)]
     kept = sequences[: max(1, tokens // length)]
     return torch.tensor(kept, dtype=torch.long), [*tokenizer.convert_ids_to_tokens(before), *words]
 
 
-__all__ = ["Text", "cut", "language_reference", "read_text"]
+__all__ = ["InspectedText", "cut", "language_reference", "read_text"]

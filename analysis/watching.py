@@ -1,10 +1,11 @@
-"""The residual connections of a model seen at work: every read and every write of a pass, as it is or changed.
+"""Passes of a model in which every read and write of its residual connections is seen, or changed.
 
-Also found here: what models and batches of token ids have in common, for all measurements of this folder.
+A residual connection reads the input of a sublayer from a state that flows through the depth, and writes the sublayer's
+output to that state. All measurements of the depth stand between the model and these two operations (`watched`).
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -16,40 +17,57 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnres import BACKBONES
-from attnres.accelerated.compat import is_silent
 from attnres.conversion import retrofit
 
-_MEASURING = threading.RLock()  # one measurement at a time: each replaces methods, and puts them back
-Batch = Tensor | Mapping[str, Tensor]  # token ids [batch, seq], or what a tokenizer returns
+from .batches import Batch, inputs_of, predicted_mask
+
+# Only one measurement runs at a time in a process, since each replaces methods of modules and puts them back.
+_MEASURING = threading.RLock()
+# The module of the hooks by which `transformers` records outputs. They do nothing unless a call asks for outputs.
+_OUTPUT_RECORDER = "transformers.utils.output_capturing"
 
 
 def connections_of(model: nn.Module) -> list[nn.Module]:
-    """The residual connections of a model, in no particular order; a checkpoint's own code has classes of its own."""
+    """Return the residual connections of a model, in no particular order."""
+    # Compared by name, since a checkpoint loaded with `trust_remote_code=True` has its own copy of the class.
     return [
         module for module in model.modules() if any(c.__name__ == "ResidualConnection" for c in type(module).__mro__)
     ]
 
 
 def family_member(model: PreTrainedModel) -> PreTrainedModel:
-    """The model itself if it is of the family, else one that shares its weights and reads a standard residual stream.
+    """Return the model itself if it is of the family, else a family member that computes the same with its weights.
+
+    Args:
+        model: A model of the family, or a standard causal language model on a backbone that the family knows.
+
+    Returns:
+        A model with residual connections. Made from a standard model, it shares its tensors and has the standard
+        residual stream.
 
     Raises:
-        ValueError: the model is not of the family, and cannot become one: its backbone is not known, or it is
-            quantised, offloaded, or no causal language model, or it has an adapter or hooks.
+        ValueError: The model is not of the family and cannot become a member: its backbone is not known, it is
+            quantised, offloaded or not a causal language model, or it has an adapter or hooks.
     """
     if connections_of(model):
         return model
-    model = getattr(model, "_orig_mod", model)  # what `torch.compile` wraps
+    model = getattr(model, "_orig_mod", model)  # the module inside the wrapper of `torch.compile`
     if hasattr(model, "peft_config"):
-        raise ValueError("a standard model with an adapter is no member of the family: `merge_and_unload` it first.")
-    if any(not is_silent(hook) for module in model.modules() for hook in _hooks(module)):
+        raise ValueError("a standard model must not have an adapter to be inspected: call `merge_and_unload` first.")
+    hooks = [
+        hook
+        for module in model.modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    ]
+    # The member has modules of its own for the decoder layers, so it would skip these hooks without a word.
+    if any(getattr(hook, "__module__", None) != _OUTPUT_RECORDER for hook in hooks):
         raise ValueError(
             f"{type(model).__name__} has hooks, which would not be called: remove them, or inspect "
             '`attnres.conversion.retrofit(model, "standard")` and put them there.'
         )
     if model.config.model_type not in BACKBONES:
         raise ValueError(
-            f"the model type {model.config.model_type!r} cannot be inspected: it is not of the family, and none of its "
+            f"the model type {model.config.model_type!r} cannot be inspected: it must be of the family or one of its "
             f"backbones, {', '.join(map(repr, BACKBONES))}. `attnres.add_backbone` brings the family to others."
         )
     member = retrofit(model, "standard")
@@ -57,17 +75,18 @@ def family_member(model: PreTrainedModel) -> PreTrainedModel:
     return dispatch_model(member, places) if len(set(places.values())) > 1 else member
 
 
-def _hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-
-
 @contextmanager
 def measuring(model: nn.Module) -> Iterator[None]:
-    """While this lasts, the model is in eval mode, and what is compiled of it runs as it is written."""
+    """Keep the model in evaluation mode and its compiled parts uncompiled within the block.
+
+    Args:
+        model: The model to measure. The mode of each of its modules is restored at the end.
+    """
     with _MEASURING:
         training = [module for module in model.modules() if module.training]
         try:
             model.eval()
+            # Compiled code does not call the methods that `watched` replaces.
             with torch.compiler.set_stance("force_eager"):
                 yield
         finally:
@@ -81,52 +100,56 @@ def watched(
     read: Callable[..., tuple[Tensor, Tensor | None, Any]] | None = None,
     write: Callable[..., Any] | None = None,
 ) -> Iterator[None]:
-    """While this lasts, `read` and `write` stand between the model and its connections, in this thread.
+    """Put `read` and `write` between the model and its connections within the block, in this thread.
 
-    They are called as `read(connection, forward, state, norm)` and `write(connection, write, state, output)`, with what
-    they stand for as second argument, and return in its place. In `read` the tensors of a connection are there, also
-    where they are offloaded; its hooks see what `read` returns. What reads in place of connections without gradients
-    does not, while they are watched.
+    Within the block, connections are read one by one: the fast path of inference, which replaces them, is off.
+
+    Args:
+        model: A model of the family.
+        read: Called for every read as `read(connection, original, state, *norm)`, in the order of depth. `original`
+            is the method that it replaces; `norm` is the weight of the key norm, if the connection takes one. It
+            returns what `original(state, *norm)` returns: the input `[batch, seq, hidden]`, the depth weights
+            `[sources, batch, seq]` or `None`, and the state. `None` leaves reads as they are.
+        write: Called for every write as `write(connection, original, state, output)`. It returns the new state, as
+            `original(state, output)` does. `None` leaves writes as they are.
     """
     thread = threading.get_ident()
 
-    def between(see: Callable[..., Any], connection: nn.Module, own: Callable[..., Any], *args: Any) -> Any:
-        if threading.get_ident() != thread:  # another thread may run the model meanwhile
-            return own(*args)
-        return see(connection, own, *args)
+    def call(replacement: Callable[..., Any], connection: nn.Module, original: Callable[..., Any], *args: Any) -> Any:
+        # Another thread may run the same model meanwhile. Its passes are not watched.
+        if threading.get_ident() != thread:
+            return original(*args)
+        return replacement(connection, original, *args)
 
     with _MEASURING, ExitStack() as stack:
         for connection in connections_of(model):
-            # Where `accelerate` has put its hooks around `forward`, what it calls between them.
+            # `accelerate` wraps `forward` in its hooks and keeps the wrapped method under this name. Replacing the
+            # inner one lets the hooks load offloaded tensors before `read`, and move what `read` returns.
             forward = "_old_forward" if hasattr(connection, "_old_forward") else "forward"
-            for name, see in ((forward, read), ("write", write)):
-                if see is not None:
-                    stack.enter_context(_replaced(connection, name, partial(between, see, connection)))
+            for name, replacement in ((forward, read), ("write", write)):
+                if replacement is not None:
+                    stack.enter_context(_replaced(connection, name, partial(call, replacement, connection)))
         yield
-
-
-@contextmanager
-def _replaced(module: nn.Module, name: str, make: Callable[..., Any]) -> Iterator[None]:
-    """While this lasts, a method of one module is another, which gets the method before its arguments."""
-    own, is_own = getattr(module, name), name in vars(module)
-    setattr(module, name, partial(make, own))
-    try:
-        yield
-    finally:
-        if is_own:
-            setattr(module, name, own)
-        else:
-            delattr(module, name)
 
 
 def run(model: PreTrainedModel, batch: Batch, **kwargs: Any) -> Any:
-    """One pass over a batch.
+    """Run one forward pass over a batch and check that its result is finite.
+
+    Args:
+        model: The model to run.
+        batch: Token ids `[batch, seq]`, or a mapping with `input_ids` among others. It is moved to the model's device.
+        kwargs: Other arguments of the model.
+
+    Returns:
+        The outputs of the model.
 
     Raises:
-        ValueError: what comes out is not finite; the message names the first weight that is not, if there is one.
+        ValueError: The logits, or the last hidden state, hold NaN or infinity. The message names the first weight that
+            does, if there is one.
     """
     inputs, device = inputs_of(batch), model.device
-    if device.type != "meta":  # else its first weight is offloaded: hooks move what it is called with
+    # The device is "meta" where the model's first weight is offloaded. Hooks move the inputs then.
+    if device.type != "meta":
         inputs = {name: value.to(device) for name, value in inputs.items()}
     outputs = model(**inputs, use_cache=False, return_dict=True, **kwargs)
     result = outputs.logits if "logits" in outputs else outputs.last_hidden_state
@@ -134,91 +157,44 @@ def run(model: PreTrainedModel, batch: Batch, **kwargs: Any) -> Any:
         broken = (name for name, tensor in model.named_parameters() if not (tensor.is_meta or tensor.isfinite().all()))
         weight = next(broken, None)
         why = f"`{weight}` holds values that are not finite" if weight else f"they overflow in {model.dtype}"
-        raise ValueError(f"what {type(model).__name__} computes is not finite: {why}.")
+        raise ValueError(f"the results of {type(model).__name__} are not finite: {why}.")
     return outputs
 
 
-def inputs_of(batch: Batch) -> dict[str, Tensor]:
-    """The tensors among what a model is called with.
-
-    Raises:
-        ValueError: the token ids are no tensor `[batch, seq]`.
-    """
-    given = batch if isinstance(batch, Mapping) else {"input_ids": batch}
-    ids = given.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.ndim != 2:
-        what = f"a tensor of shape {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise ValueError(
-            f"token ids must be a tensor [batch, seq], as of a tokenizer with return_tensors='pt', not {what}."
-        )
-    return {name: value for name, value in given.items() if isinstance(value, Tensor)}
-
-
-def mask_of(batch: Batch) -> Tensor:
-    """Which tokens count, `[batch, seq]`: all but those that the attention mask leaves out.
-
-    Raises:
-        ValueError: the mask is not `[batch, seq]`, or leaves out all of them.
-    """
-    inputs = inputs_of(batch)
-    ids = inputs["input_ids"]
-    mask = inputs.get("attention_mask", torch.ones_like(ids))
-    if mask.shape != ids.shape:
-        raise ValueError(f"the attention mask has shape {list(mask.shape)}, but must be [batch, seq].")
-    if not mask.any():
-        raise ValueError("the attention mask leaves out every token.")
-    return mask.bool()
-
-
-def predicted(batch: Batch) -> Tensor:
-    """Which tokens are predicted, `[batch, seq]`: those that count, after one that counts."""
-    mask = mask_of(batch)
-    return torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:] & mask[:, :-1]], 1)
-
-
 def summed_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """The loss of all predicted tokens together, in nats; without what experts' routers add to it in training.
+    """Run one forward pass and return the loss of all predicted tokens together, in nats.
+
+    Args:
+        model: A causal language model.
+        batch: Token ids `[batch, seq]`, or a mapping with `input_ids` among others.
+
+    Returns:
+        The sum over tokens of the cross entropy, a scalar in float32 or wider. Losses of a router are not in it.
 
     Raises:
-        ValueError: the model is no causal language model, or what it computes is not finite.
+        ValueError: The model is not a causal language model, or its results are not finite.
     """
     logits = getattr(run(model, batch), "logits", None)
     if logits is None or logits.ndim != 3:
         raise ValueError(f"{type(model).__name__} predicts no tokens: load it with AutoModelForCausalLM.")
-    mask, ids = predicted(batch)[:, 1:].to(logits.device), inputs_of(batch)["input_ids"].to(logits.device)
+    # The logits of a token predict the token after it.
+    mask, ids = predicted_mask(batch)[:, 1:].to(logits.device), inputs_of(batch)["input_ids"].to(logits.device)
     wide = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits[:, :-1][mask].to(wide), ids[:, 1:][mask], reduction="sum")
 
 
-def sequences(batch: Batch) -> list[dict[str, Tensor]]:
-    """Those of a batch that have a token that counts, each as a batch; what has one row is of all of them."""
-    inputs, mask = inputs_of(batch), mask_of(batch)
-    rows = (i for i in range(len(mask)) if mask[i].any())
-    return [
-        {
-            name: value[i : i + 1] if value.ndim > 1 and len(value) == len(mask) else value
-            for name, value in inputs.items()
-        }
-        for i in rows
-    ]
+@contextmanager
+def _replaced(module: nn.Module, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method of one module within the block; the replacement gets the method before its arguments."""
+    original, is_on_instance = getattr(module, name), name in vars(module)
+    setattr(module, name, partial(replacement, original))
+    try:
+        yield
+    finally:
+        if is_on_instance:
+            setattr(module, name, original)
+        else:
+            delattr(module, name)
 
 
-def several(batches: Batch | Iterable[Batch]) -> Iterable[Batch]:
-    """One batch, or several, as several."""
-    return [batches] if isinstance(batches, (Tensor, Mapping, str)) else batches
-
-
-__all__ = [
-    "Batch",
-    "connections_of",
-    "family_member",
-    "inputs_of",
-    "mask_of",
-    "measuring",
-    "predicted",
-    "run",
-    "sequences",
-    "several",
-    "summed_loss",
-    "watched",
-]
+__all__ = ["connections_of", "family_member", "measuring", "run", "summed_loss", "watched"]

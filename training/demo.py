@@ -349,7 +349,7 @@ def _depth_attention_lines(attention: DepthAttention) -> str:
     for reader in dict.fromkeys((furthest, len(counts) - 1)):
         weights = attention.mean[reader, : counts[reader]].tolist()
         read = ", ".join(f"{name} {weight:.2f}" for name, weight in zip(depth.sources, weights))
-        lines.append(f"  {depth.readers[reader]}: {read} (uniform: {1 / counts[reader]:.2f} each)")
+        lines.append(f"  {depth.consumers[reader]}: {read} (uniform: {1 / counts[reader]:.2f} each)")
     return "\n".join(lines)
 
 

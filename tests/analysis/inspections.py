@@ -7,8 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnres.analysis import AttentionSinks, DepthAttention, DepthMixing, Inspection, Interventions, Magnitudes, Passage
-from attnres.analysis.names import Depth
+from attnres.analysis import (
+    AttentionSinks,
+    DepthAttention,
+    DepthAxis,
+    DepthMixing,
+    Inspection,
+    Interventions,
+    Magnitudes,
+    Passage,
+)
 
 from .measured import depth as depth_of
 
@@ -20,9 +28,9 @@ def _doubles(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _counts(depth: Depth) -> list[int]:
+def _counts(depth: DepthAxis) -> list[int]:
     """How many sources each reader has."""
-    return [1 + -(-place // depth.block_size) for place in range(len(depth.readers))]
+    return [1 + -(-place // depth.block_size) for place in range(len(depth.consumers))]
 
 
 def _table(rows: list[list[float]]) -> Tensor:
@@ -30,8 +38,10 @@ def _table(rows: list[list[float]]) -> Tensor:
     return _doubles(*(value for row in rows for value in [*row, *[NAN] * (width - len(row))])).view(len(rows), width)
 
 
-def _inspection(depth: Depth, attention: DepthAttention | None, words: list[str], weights: list[Tensor], **more: Any):
-    length = len(depth.readers)
+def _inspection(
+    depth: DepthAxis, attention: DepthAttention | None, words: list[str], weights: list[Tensor], **more: Any
+):
+    length = len(depth.consumers)
     triangle = torch.ones(length, length, dtype=torch.float64).tril()
     found = Inspection(
         model={
@@ -100,7 +110,7 @@ def full_attn_res(layers: int, tokens: int, seed: int = 0) -> Inspection:
     depth, chance = depth_of(layers), torch.Generator().manual_seed(seed)
     weights = [torch.softmax(torch.randn(count, tokens, generator=chance), 0) for count in _counts(depth)]
     mean, spread = (_table([part.tolist() for part in parts]) for parts in zip(*map(_moments, weights)))
-    measure = torch.rand(len(depth.readers), generator=chance).double()
+    measure = torch.rand(len(depth.consumers), generator=chance).double()
     attention = DepthAttention(depth, mean, spread, measure, measure, tokens)
     return _inspection(depth, attention, [f"word{token} " for token in range(tokens)], weights)
 

@@ -5,20 +5,20 @@ import math
 import torch
 from torch import Tensor
 
-from attnres.analysis import AttentionSinks, Depth, DepthAttention, DepthMixing, Interventions, Magnitudes
+from attnres.analysis import AttentionSinks, DepthAttention, DepthAxis, DepthMixing, Interventions, Magnitudes
 
 
-def depth(layers: int, block_size: int = 1, kinds: tuple[str, ...] = ("attention", "MLP")) -> Depth:
+def depth(layers: int, block_size: int = 1, kinds: tuple[str, ...] = ("attention", "MLP")) -> DepthAxis:
     names = [f"{kind} {layer}" for layer in range(layers) for kind in kinds]
     outputs = sources = ("embedding", *names)
     if block_size > 1:
         sources = ("embedding", *(f"block {block}" for block in range(1, math.ceil(len(names) / block_size) + 1)))
-    return Depth(kinds, (*names, "output"), outputs, sources, block_size)
+    return DepthAxis(kinds, (*names, "output"), outputs, sources, block_size)
 
 
-def attention(of: Depth, seed: int = 0) -> DepthAttention:
+def attention(of: DepthAxis, seed: int = 0) -> DepthAttention:
     generator = torch.Generator().manual_seed(seed)
-    mean = torch.full((len(of.readers), len(of.sources)), math.nan, dtype=torch.float64)
+    mean = torch.full((len(of.consumers), len(of.sources)), math.nan, dtype=torch.float64)
     entropy, distance = mean.new_full((len(mean),), math.nan), mean.new_zeros(len(mean))
     for reader, row in enumerate(mean):
         count = 1 + math.ceil(reader / of.block_size)
@@ -31,15 +31,15 @@ def attention(of: Depth, seed: int = 0) -> DepthAttention:
     return DepthAttention(of, mean, mean * (1 - mean), entropy, distance, 100)
 
 
-def mixing(of: Depth, negative: bool = False) -> DepthMixing:
-    mean = torch.ones(len(of.readers), len(of.outputs), dtype=torch.float64).tril()
+def mixing(of: DepthAxis, negative: bool = False) -> DepthMixing:
+    mean = torch.ones(len(of.consumers), len(of.outputs), dtype=torch.float64).tril()
     if negative:
         mean = mean * torch.linspace(-0.5, 2, len(mean), dtype=torch.float64)
     return DepthMixing(of, mean, torch.zeros_like(mean), 100)
 
 
-def magnitudes(of: Depth, growth: float = 100.0, has_gradients: bool = True, seed: int = 0) -> Magnitudes:
-    stream = torch.logspace(0, math.log10(growth), len(of.readers), dtype=torch.float64)
+def magnitudes(of: DepthAxis, growth: float = 100.0, has_gradients: bool = True, seed: int = 0) -> Magnitudes:
+    stream = torch.logspace(0, math.log10(growth), len(of.consumers), dtype=torch.float64)
     around = _positive(len(stream), seed, 0.1)
     gradients = 1e-3 / stream if has_gradients else torch.full_like(stream, math.nan)
     return Magnitudes(of, stream * around, stream / 2 * around, stream, gradients, 30 * around, 100)
@@ -52,8 +52,8 @@ def sinks(layers: int, every: int = 1, uniform: float = 0.03) -> AttentionSinks:
     return AttentionSinks(mean, 2 * mean, uniform)
 
 
-def interventions(of: Depth, has_uniform: bool = True, seed: int = 0) -> Interventions:
-    hidden, uniform = (_positive(count, seed, 2.0) / 100 for count in (len(of.sources), len(of.readers)))
+def interventions(of: DepthAxis, has_uniform: bool = True, seed: int = 0) -> Interventions:
+    hidden, uniform = (_positive(count, seed, 2.0) / 100 for count in (len(of.sources), len(of.consumers)))
     hidden[0], hidden[-1], uniform[0] = 5.0, -0.002, math.nan
     return Interventions(of, 2.3, hidden, uniform if has_uniform else uniform * math.nan, 100)
 

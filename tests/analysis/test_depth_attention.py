@@ -53,7 +53,7 @@ def test_every_row_has_the_name_of_its_sublayer(model_type, names, token_ids):
     shape = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = AutoConfig.for_model(model_type, **shape, attn_res_block_size=1)
     attention = depth_attention(AutoModelForCausalLM.from_config(config), token_ids)
-    assert attention.depth.readers == (*names, "output")
+    assert attention.depth.consumers == (*names, "output")
     assert attention.depth.sources == ("embedding", *names)
     assert len(attention.mean) == len(names) + 1
 

@@ -234,7 +234,7 @@ def test_axes_have_the_names_of_sources_and_readers(block_size, axis, sources, v
     assert axes.get_xlabel() == axis
     assert tick_texts(axes.xaxis)[:4] == sources
     if values == "relative":
-        assert tick_texts(axes.yaxis) == list(depth(4).readers)
+        assert tick_texts(axes.yaxis) == list(depth(4).consumers)
 
 
 @pytest.mark.parametrize("layers", [27, 60])
@@ -245,7 +245,7 @@ def test_of_many_names_both_ends_and_whole_layers_are_left(layers):
     assert (columns[0], columns[-1], rows[0], rows[-1]) == ("embedding", of.outputs[-1], "attention 0", "output")
     assert all(name.startswith("attention") for name in (*columns[1:-1], *rows[:-1]))
     assert [of.outputs[round(place)] for place in axes.get_xticks()] == columns
-    assert [of.readers[round(place)] for place in axes.get_yticks()] == rows
+    assert [of.consumers[round(place)] for place in axes.get_yticks()] == rows
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.5])

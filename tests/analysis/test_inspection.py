@@ -14,8 +14,8 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import attnres
 from attnres.analysis import (
+    InspectedText,
     Inspection,
-    Text,
     depth_attention,
     depth_mixing,
     inspect_model,
@@ -242,7 +242,11 @@ def test_json_and_csv_hold_what_was_measured(source, tokenizer, text, standard):
 def test_what_cannot_be_inspected_is_refused_in_one_line(source, tokenizer, text, tmp_path):
     model = retrofit(source)
     for content, options, message in (
-        (Text("a.txt", "Once upon a time"), {}, r"a.txt has \d+ tokens, but one sequence takes 63: give a longer text"),
+        (
+            InspectedText("a.txt", "Once upon a time"),
+            {},
+            r"a.txt has \d+ tokens, but one sequence takes 63: give a longer text",
+        ),
         (text, {"length": 1}, "`length` is 1, but must be from 2 to 512"),
         (text, {"length": 1024}, "`length` is 1024, but must be from 2 to 512"),
     ):

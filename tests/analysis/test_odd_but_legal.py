@@ -56,7 +56,7 @@ def test_layers_taken_out_of_the_model_alone(backbones, connection):
     model.model.layers = model.model.layers[:3]
     attention = depth_attention(model, ids) if connection == "attn_res" else None
     found = interventions(model, ids, attention)
-    assert len(found.depth.readers) == len(depth_mixing(model, ids).mean) == len(found.uniform) == 7
+    assert len(found.depth.consumers) == len(depth_mixing(model, ids).mean) == len(found.uniform) == 7
 
 
 def test_a_prior_is_no_uniform_weight(backbones):

@@ -6,7 +6,8 @@ from math import isnan
 import pytest
 import torch
 
-from attnres.analysis.overview import differences, key_numbers, number, overview, share
+from attnres.analysis.key_numbers import differences, key_numbers, number, percent
+from attnres.analysis.overview import overview
 
 from .inspections import NAN, block_attn_res, full_attn_res, standard
 
@@ -203,7 +204,7 @@ def test_connections_without_depth_attention_are_compared_by_their_matrices():
     one, mean = standard(), standard().mixing.mean.clone()
     mean[3, 1] = -0.5
     assert sentences(one, changed(one, "mixing", mean=mean))["What is read from where"][1] == (
-        f"Their depth-mixing matrices differ most in how much of {one.depth.outputs[1]} {one.depth.readers[3]} gets: "
+        f"Their depth-mixing matrices differ most in how much of {one.depth.outputs[1]} {one.depth.consumers[3]} gets: "
         "1.0 in A and \N{MINUS SIGN}0.50 in B."
     )
     found = sentences(full_attn_res(4, 8), standard())["What is read from where"][1]
@@ -266,7 +267,7 @@ def test_numbers_have_two_digits_that_count(value, said):
 
 
 def test_shares_are_percents():
-    assert [share(value) for value in (0.394, 0.0041, 0.0, 1.0)] == ["39%", "0.41%", "0%", "100%"]
+    assert [percent(value) for value in (0.394, 0.0041, 0.0, 1.0)] == ["39%", "0.41%", "0%", "100%"]
     assert number(1.83251, 4) == "1.833" and number(1234.5, 3) == "1,234"
 
 

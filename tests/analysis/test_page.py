@@ -92,7 +92,7 @@ def test_the_script_is_given_the_weights_of_every_token_and_their_means(inspecti
         ):
             assert np.abs(row - weights.numpy()).max() <= 1e-5
             assert reader["mean"] == pytest.approx(mean[: len(weights)].tolist(), rel=1e-5)
-        assert found["readers"] == list(inspection.depth.readers)
+        assert found["readers"] == list(inspection.depth.consumers)
         assert found["attention"] == (inspection.depth_attention is not None)
 
 
@@ -111,7 +111,7 @@ def page_that_calls_everything(name: str) -> Page:
         inspection,
         model={key: name if isinstance(value, str) else value for key, value in inspection.model.items()},
         text={**inspection.text, "name": name},
-        depth=replace(depth, readers=(name, *depth.readers[1:]), sources=(name, *depth.sources[1:])),
+        depth=replace(depth, consumers=(name, *depth.consumers[1:]), sources=(name, *depth.sources[1:])),
         passage=replace(inspection.passage, words=words),
     )
     other = replace(other, passage=replace(other.passage, words=words))

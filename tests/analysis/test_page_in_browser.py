@@ -151,7 +151,7 @@ def test_a_cell_under_the_mouse_tells_its_numbers(opened, width):
     for row, column in ((3, 2), (4, 0)):
         page.mouse.move(*page.evaluate(POSITION, [0, row, column]))
         depth = inspection.depth
-        tooltip = page.get_by_text(f"{depth.readers[row]} reads {depth.sources[column]}")
+        tooltip = page.get_by_text(f"{depth.consumers[row]} reads {depth.sources[column]}")
         tooltip.wait_for()
         seen = [cell.inner_text() for cell in page.locator(".bk-Tooltip td").all()]
         weight, mean = inspection.passage.weights[row][column, 2], inspection.depth_attention.mean[row, column]
@@ -290,7 +290,7 @@ def test_figures_are_drawn(opened):
 def test_hostile_names_do_nothing(opened):
     hostile = '</script><img src=x onerror="console.error(1)">'
     inspection = block_attn_res()
-    depth = replace(inspection.depth, readers=(*inspection.depth.readers[:-1], hostile))
+    depth = replace(inspection.depth, consumers=(*inspection.depth.consumers[:-1], hostile))
     words = [hostile, *WORDS[1:]]
     page = opened([replace(inspection, depth=depth, passage=replace(inspection.passage, words=words))])
     page.locator(".plot").scroll_into_view_if_needed()

@@ -129,11 +129,11 @@ def test_a_report_does_not_replace_what_it_did_not_write(models, report, tmp_pat
     done = inspect(tmp_path, "r/model", "--out", "r", "--overwrite", *QUICK)
     assert done.returncode == 2 and "r/model lies in --out r" in " ".join(done.stderr.split())
     done = inspect(tmp_path, models / "source", "--out", "r", "--overwrite", *QUICK)
-    assert done.returncode == 1 and "r holds model, which is of no report" in done.stderr
+    assert done.returncode == 1 and "r holds model, which is no part of a report" in done.stderr
     shutil.rmtree(tmp_path / "r" / "model")
     (tmp_path / "r" / "notes.csv").write_text("mine")
     done = inspect(tmp_path, models / "source", "--out", "r", "--overwrite", *QUICK)
-    assert done.returncode == 1 and "r holds notes.csv, which is of no report" in done.stderr
+    assert done.returncode == 1 and "r holds notes.csv, which is no part of a report" in done.stderr
 
 
 def test_bad_input_is_told_in_one_line_and_nothing_is_written(models, tmp_path):

@@ -138,7 +138,7 @@ def test_results_at_a_link_are_those_of_the_file_that_it_names(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"<!-- tiny: result -->\nPrecious.\n", "does not end with"), (b"\xff", "page.md is no text in UTF-8")],
+    [(b"<!-- tiny: result -->\nPrecious.\n", "does not end with"), (b"\xff", "page.md must be a text in UTF-8")],
 )
 @pytest.mark.parametrize(
     ("start", "command"),

@@ -11,7 +11,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from attnres import AttnResForCausalLM
-from attnres.analysis import Text, inspect_model
+from attnres.analysis import InspectedText, inspect_model
 from attnres.eval.shared_prefix import SharedPrefixLM
 from attnres.training.recipe import Recipe
 from attnres.training.trainer import AttnResTrainer
@@ -52,7 +52,7 @@ def test_by_training_with_the_documents(model, tmp_path: Path):
 
 
 def test_by_an_inspection(model, tokenizer):
-    text = Text("some.txt", "w3 w4 w120 w5 " * 4)
+    text = InspectedText("some.txt", "w3 w4 w120 w5 " * 4)
     with pytest.raises(ValueError, match=rf"some\.txt.*{TOLD}"):
         inspect_model(model, tokenizer, text, length=8, tokens=8)
 

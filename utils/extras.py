@@ -1,0 +1,37 @@
+"""Imports of packages that only an extra of this package brings, such as matplotlib by `attnres[analysis]`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .wording import install_command
+
+
+@contextmanager
+def require_extra(extra: str) -> Iterator[None]:
+    """Explain a failed import within the block in one line, which says what to install.
+
+    Use it around the imports of optional packages:
+
+        with require_extra("analysis"):
+            import matplotlib
+
+    Args:
+        extra: The extra of `attnres` that brings the packages.
+
+    Raises:
+        ModuleNotFoundError: A package that the block imports is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        # A module of our own that is not found is a fault, which no extra mends.
+        if package in ("", "attnres"):
+            raise
+        raise ModuleNotFoundError(
+            f"the package {package} is not installed. It comes with `attnres[{extra}]`: {install_command(extra)}",
+            name=error.name,
+        ) from error
+
+
+__all__ = ["require_extra"]
