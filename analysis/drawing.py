@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from attnres.utils.files import atomic_write
 from attnres.utils.extras import require_extra
+from attnres.utils.files import atomic_write
 
 with require_extra("analysis"):
     import matplotlib
