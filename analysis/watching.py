@@ -102,7 +102,7 @@ def watched(
 ) -> Iterator[None]:
     """Put `read` and `write` between the model and its connections within the block, in this thread.
 
-    Within the block, connections are read one by one: the fast path of inference, which replaces them, is off.
+    Within the block, connections are read one by one: the inference plan, which would read in their place, is off.
 
     Args:
         model: A model of the family.

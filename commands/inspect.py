@@ -24,8 +24,17 @@ from attnres.utils.quiet import quiet_transformers
 
 
 @dataclass(frozen=True)
-class Source:
-    """How to load a model and its tokenizer: each a directory or Hub id, with what `from_pretrained` takes."""
+class InspectedSource:
+    """A model to inspect, and how to load it.
+
+    Attributes:
+        name: The directory or Hub id of the model.
+        revision: The branch, tag or commit of the model on the Hub.
+        tokenizer: The directory or Hub id of the tokenizer; `None` if it is with the model.
+        dtype: The dtype to load the model in, as `from_pretrained` takes it; `auto` is the stored one.
+        device: The device to load the model to, such as `cpu` or `cuda:1`; `auto` uses all accelerators there are.
+        trust_remote_code: Whether to run Python code that comes with the model.
+    """
 
     name: str
     revision: str | None = None
@@ -35,11 +44,17 @@ class Source:
     trust_remote_code: bool = False
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Raises OSError or ValueError: one of them is not there or cannot be used."""
+        """Load the model and its tokenizer.
+
+        Raises:
+            OSError: A file cannot be read.
+            ValueError: The model or its tokenizer is missing, incomplete or damaged, or there is no such device.
+        """
         shared = {"trust_remote_code": self.trust_remote_code}
         check_source_sizes(self.name, self.revision)
-        with _explained(self.name, "configuration"):
+        with _in_one_line(self.name, "configuration"):
             AutoConfig.from_pretrained(self.name, revision=self.revision, **shared)
+        # The tokenizer is loaded before the model, since it fails sooner.
         name = self.tokenizer or self.name
         remedy = "" if self.tokenizer else "name one by --tokenizer"
         try:
@@ -48,42 +63,46 @@ class Source:
         except OSError as error:
             raise ValueError(_explanation(name, "tokenizer", error)) from error
         check_before_loading(AutoModelForCausalLM, self.name, revision=self.revision, **shared)
-        with _explained(self.name, "model"), explain_broken_shard(self.name):
-            model, found = AutoModelForCausalLM.from_pretrained(
+        with _in_one_line(self.name, "model"), explain_broken_shard(self.name):
+            model, info = AutoModelForCausalLM.from_pretrained(
                 self.name,
                 revision=self.revision,
                 dtype=self.dtype,
                 device_map=self._device(),
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are named here
+                ignore_mismatched_sizes=True,  # so that `check_shapes` can name the tensors in one line
                 **shared,
             )
-            check_shapes(found["mismatched_keys"], self.name)
-        check_whole(model, found["missing_keys"], self.name)
+            check_shapes(info["mismatched_keys"], self.name)
+        check_whole(model, info["missing_keys"], self.name)
         return model, tokenizer
 
     def _device(self) -> str:
-        found = torch.accelerator.current_accelerator(check_available=True)
+        """Return the device as `from_pretrained` takes it."""
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         if self.device == "auto":
-            return "auto" if found else "cpu"
-        names = ["cpu", *(str(torch.device(found.type, i)) for i in range(torch.accelerator.device_count()) if found)]
-        if self.device not in (*names, found.type if found else "cpu"):
+            return "auto" if accelerator else "cpu"
+        names = ["cpu"]
+        if accelerator:
+            names += [str(torch.device(accelerator.type, i)) for i in range(torch.accelerator.device_count())]
+        if self.device not in (*names, accelerator.type if accelerator else "cpu"):
             raise ValueError(f"there is no device {self.device!r} here, but {', '.join(names)}.")
         return self.device
 
 
-_OF_LOADING = (
+# The errors that `from_pretrained` raises on files that are missing or damaged.
+_LOADING_ERRORS = (
     *(ArithmeticError, AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError),
     *(StrictDataclassError, UnpicklingError),
 )
 
 
 @contextmanager
-def _explained(name: str, part: str) -> Iterator[None]:
-    """Raise errors of loading as a `ValueError` of one line, which names what was loaded."""
+def _in_one_line(name: str, part: str) -> Iterator[None]:
+    """Raise errors of loading as a `ValueError` of one line that names the model and the part that was loaded."""
     try:
         yield
-    except _OF_LOADING as error:
+    except _LOADING_ERRORS as error:
         raise ValueError(_explanation(name, part, error)) from error
 
 
@@ -91,18 +110,25 @@ def _explanation(name: str, part: str, error: BaseException) -> str:
     return f"{name} has no {part} that loads. ({type(error).__name__}: {' '.join(str(error).split())})"
 
 
-def run_inspect(sources: list[Source], out: Path, *, text: Path | None, overwrite: bool, **settings: Any) -> None:
-    """Inspect the models one after the other, so that one at a time is in memory.
+def run_inspect(
+    sources: list[InspectedSource], out: Path, *, text: Path | None, overwrite: bool, **settings: Any
+) -> None:
+    """Inspect the models one after the other, so that one at a time is in memory, and write the report.
 
     Args:
-        settings: numbers, as [`inspect_model`] takes them.
+        sources: One model, or two to compare.
+        out: The directory to write.
+        text: The text to read; `None` for Python's language reference.
+        overwrite: Whether to replace `out` if it holds a report and nothing else.
+        settings: `tokens`, `length`, `intervention_tokens` and `batch_size`, as [`inspect_model`] takes them.
 
     Raises:
-        OSError, ValueError: a model, its tokenizer or the text is not there or cannot be used; or `out` is there.
+        OSError: `out` exists and is not to be replaced, or a file cannot be read or written.
+        ValueError: A model, its tokenizer or the text cannot be used.
     """
     console = Console(soft_wrap=True, highlight=False)
-    amount = max(settings["tokens"], settings["length"])
-    content = read_text(text, amount) if text else language_reference(amount)
+    num_tokens = max(settings["tokens"], settings["length"])
+    content = read_text(text, num_tokens) if text else language_reference(num_tokens)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), TextColumn("left:"))
     inspections = []
     with (
@@ -118,6 +144,7 @@ def run_inspect(sources: list[Source], out: Path, *, text: Path | None, overwrit
 
             model, tokenizer = source.load()
             inspections.append(inspect_model(model, tokenizer, content, name=source.name, advance=advance, **settings))
+            # The model must be gone from memory before the next one is loaded.
             del model
             progress.update(bar, description=source.name, completed=1.0)
         bar = progress.add_task("report", total=None)
@@ -126,4 +153,4 @@ def run_inspect(sources: list[Source], out: Path, *, text: Path | None, overwrit
     console.print(f"Written to {out}: {PAGE}, its figures as PNG and SVG, the numbers as JSON and CSV.", markup=False)
 
 
-__all__ = ["Source", "run_inspect"]
+__all__ = ["InspectedSource", "run_inspect"]

@@ -214,12 +214,12 @@ def inspect(
         if Path(path).exists() and Path(path).resolve().is_relative_to(out.resolve()):
             raise typer.BadParameter(f"{path} lies in --out {out}, which would be replaced: choose another directory.")
     with loading():
-        from .inspect import Source, run_inspect
+        from .inspect import InspectedSource, run_inspect
         from .serving import serve as serve_report
     shared = {"tokenizer": tokenizer, "dtype": dtype.value, "device": device, "trust_remote_code": trust_remote_code}
     named = [(model, revision), (compare, compare_revision)]
     run_inspect(
-        [Source(name, of, **shared) for name, of in named if name is not None],
+        [InspectedSource(name, of, **shared) for name, of in named if name is not None],
         out,
         text=text,
         overwrite=overwrite,

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attnres.analysis.depth_attention import depth_attention
 from attnres.analysis.tables import update_tables
-from attnres.commands.inspect import Source
+from attnres.commands.inspect import InspectedSource
 from attnres.conversion import retrofit
 from attnres.residual_attnres import residual_tensors
 from attnres.training.packing import in_blocks
@@ -102,7 +102,7 @@ def load_start(checkpoint: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
         ValueError: one of them cannot be loaded, or a tensor is missing.
     """
     try:
-        return Source(str(checkpoint), tokenizer=str(checkpoint), dtype="float32", device="cpu").load()
+        return InspectedSource(str(checkpoint), tokenizer=str(checkpoint), dtype="float32", device="cpu").load()
     except (OSError, ValueError) as error:
         raise ValueError(f"--checkpoint: {error}") from error
 

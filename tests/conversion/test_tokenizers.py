@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from attnres.commands.inspect import Source
+from attnres.commands.inspect import InspectedSource
 from attnres.conversion import retrofit
 from attnres.conversion.tokenizers import load_tokenizer
 from attnres.training.recipe import Recipe
@@ -42,7 +42,7 @@ def test_every_command_says_so(bare, tmp_path):
     recipe = Recipe(str(bare), ("text.txt",), str(tmp_path / "out"), steps=1)
     assert refusal(run_train, recipe).startswith(said)
     assert refusal(run_train, recipe).endswith(", or name one by tokenizer=DIR.")
-    assert refusal(Source(str(bare)).load).startswith(said)
+    assert refusal(InspectedSource(str(bare)).load).startswith(said)
 
 
 def test_the_tokenizer_saved_as_the_message_says_loads(bare, assets):

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from attnres.commands.inspect import Source
+from attnres.commands.inspect import InspectedSource
 from attnres.conversion import retrofit
 from attnres.conversion.publication import plan_publication
 from attnres.conversion.tokenizers import load_tokenizer
@@ -51,7 +51,7 @@ def train(model: Path, **config) -> None:
 LOADS = {
     "train": train,
     "eval": lambda model: SharedPrefixLM(str(model), device="cpu"),
-    "inspect": lambda model: Source(str(model)).load(),
+    "inspect": lambda model: InspectedSource(str(model)).load(),
     "retrofit": retrofit,
 }
 
