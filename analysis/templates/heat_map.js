@@ -1,11 +1,11 @@
 "use strict";
 
-/** A colour that the style sheet names. */
+/** Return a colour of the style sheet by the name of its property. */
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-/** 256 colours between those of a list in the style sheet. */
+/** Return 256 colours that go through the colours of a list in the style sheet. */
 function palette(name) {
   const stops = colour(name)
     .split(/\s+/)
@@ -18,11 +18,11 @@ function palette(name) {
   });
 }
 
-/** Colours go by square roots, so that small weights among many sources can be told apart. */
+// Colours follow square roots, so that small weights among many sources can be told apart.
 const root = (value) => Math.sign(value) * Math.sqrt(Math.abs(value));
 const full = (value) => value * Math.abs(value);
 
-/** What is seen at a cell, in the colours of the page, which Bokeh's own tooltips lack. */
+/** Return the tooltip of a cell as HTML, in the colours of the page, which Bokeh's own tooltips lack. */
 function tooltip([reader, source], ...numbers) {
   const box = "margin:-5px;padding:6px 10px;background:var(--card);color:var(--ink);font:13px/1.5 sans-serif";
   const row = ([name, value]) =>
@@ -30,7 +30,7 @@ function tooltip([reader, source], ...numbers) {
   return `<div style="${box}"><b>${reader}</b> ${source}<table style="border-spacing:0">${numbers.map(row).join("")}</table></div>`;
 }
 
-/** One model's map with its scale, and the list of what one reader takes. */
+/** The map of one model with its scale, and the list of what one reader (a sublayer, or the output) takes. */
 class HeatMap {
   constructor(element, passage) {
     Object.assign(this, { element, passage, difference: false, token: 0 });
@@ -83,7 +83,7 @@ class HeatMap {
     this.plot.on_event("tap", ({ y }) => this.read(Math.round(y)));
   }
 
-  /** What the cells hold, as Bokeh has it: one array for each field. */
+  /** Return the data of all cells as Bokeh takes it: one array for each field. */
   columns() {
     const { passage, token, difference, cells } = this;
     const column = (value) => cells.map(([reader, source]) => value(reader, source));
@@ -108,14 +108,14 @@ class HeatMap {
     new ResizeObserver(([{ contentRect }]) => this.fit(contentRect.width)).observe(plot);
   }
 
-  /** Cells and names as large as the width allows. */
+  /** Make cells and names as large as the width allows. */
   fit(width) {
     const { readers, sources } = this.passage;
     const many = readers.length > 30;
     const size = many || width < 420 ? 10 : 12;
     const step = many ? 13 : 22;
     const every = (count, space) => Math.max(1, Math.ceil((count * (size + 3)) / space));
-    // Names of columns lie flat where there is room for them.
+    // The names of columns are horizontal if they have room.
     const room = Math.max(width - 110, 50);
     const flat = room / sources.length > 0.65 * size * Math.max(...sources.map((name) => name.length));
     this.columnsAxis.major_label_orientation = flat ? 0 : Math.PI / 2;
@@ -129,7 +129,7 @@ class HeatMap {
     }
   }
 
-  /** The colours of the style sheet, which differ in light and dark. */
+  /** Set the colours from the style sheet, which has others in dark mode. */
   paint() {
     const [card, ink, quiet, line] = ["--card", "--ink", "--quiet", "--line"].map(colour);
     this.plot.background_fill_color = colour("--absent");
@@ -147,7 +147,7 @@ class HeatMap {
     this.find(".ramp").style.background = `linear-gradient(to right, ${ramp.join(", ")})`;
   }
 
-  /** The ends of the colour scale. */
+  /** Set the ends of the colour scale. */
   scale({ low, high, least, most }) {
     Object.assign(this.mapper, { low: root(low), high: root(high) });
     const ticks = [0, 0.25, 0.5, 0.75, 1].map((share) => {
@@ -170,7 +170,7 @@ class HeatMap {
     this.list();
   }
 
-  /** Choose a reader for the list. */
+  /** Show a reader in the list. */
   read(reader) {
     if (reader >= 0 && reader < this.passage.readers.length) {
       this.find("select").value = reader;
@@ -178,7 +178,7 @@ class HeatMap {
     }
   }
 
-  /** What the chosen reader takes, most first, in numbers. */
+  /** List in numbers what the chosen reader takes, the largest weight first. */
   list() {
     const { passage, token } = this;
     const reader = Number(this.find("select").value);

@@ -1,8 +1,11 @@
 "use strict";
 
-/** The weights of a passage: what every reader takes from every source, token by token, and on average over the text. */
+/**
+ * The weights of a passage: how much every reader (a sublayer, or the output) takes from every source, token by token,
+ * and on average over the text.
+ */
 class Passage {
-  /** `given` is what `_weights` of page.py makes of an inspection. */
+  /** Decode `given`, the result of `_passage_data` in page.py. */
   constructor(given) {
     Object.assign(this, { attention: given.attention, readers: given.readers, sources: given.sources });
     this.tokens = given.tokens;
@@ -26,7 +29,7 @@ class Passage {
     return this.rows[reader][source * this.tokens + token];
   }
 
-  /** How far each token's weights are from the mean ones: half the absolute differences, a mean over readers. */
+  /** Return the distance of each token's weights from the mean ones: half the absolute differences, a mean over readers. */
   distances() {
     const several = this.means.map((_, reader) => reader).filter((reader) => this.means[reader].length > 1);
     return Array.from({ length: this.tokens }, (_, token) => {
@@ -39,8 +42,8 @@ class Passage {
   }
 
   /**
-   * The ends of a colour scale on which all tokens can be compared, and the least and largest value. A few values may
-   * lie beyond the ends. Readers of one source, which is all they read, have no say in them.
+   * Return the ends of a colour scale on which all tokens can be compared, and the smallest and the largest value. A
+   * few values may lie beyond the ends. Readers of a single source do not count for the ends.
    */
   range(difference) {
     const values = this.rows.map((row, reader) =>
@@ -56,7 +59,7 @@ class Passage {
     const at = (share) => sorted[Math.floor(share * (sorted.length - 1))] ?? 0;
     const [low, high] = [at(0.002), at(0.998)];
     const beyond = { least: all[0], most: all[all.length - 1] };
-    // Zero is at the end of one hue, or in the middle of two.
+    // With one hue, zero is its end. With two hues, zero is in the middle.
     if (!difference && low >= 0) return { low: 0, high: high > 1e-9 ? high : 1, flat: high <= 1e-9, ...beyond };
     const limit = Math.max(Math.abs(low), Math.abs(high));
     const flat = limit <= 1e-5;
@@ -64,18 +67,18 @@ class Passage {
   }
 }
 
-/** The widest scale of several; one on which nothing can be seen does not count beside others. */
+/** Return the widest of several scales. A flat one, on which nothing can be seen, does not count beside others. */
 function union(given) {
   const seen = given.filter((range) => !range.flat);
   const ranges = seen.length ? seen : given;
   const widest = (pick, name) => pick(...ranges.map((range) => range[name]));
   const [low, least] = ["low", "least"].map((name) => widest(Math.min, name));
   const [high, most] = ["high", "most"].map((name) => widest(Math.max, name));
-  // Zero stays in the middle of two hues.
+  // With two hues, zero stays in the middle.
   return low < 0 ? { low: -Math.max(-low, high), high: Math.max(-low, high), least, most } : { low, high, least, most };
 }
 
-/** Two digits that count, as a rule; a difference has its sign. */
+/** Write a number with three decimals or so; `signed` puts a plus before positive ones. */
 function shownNumber(value, signed = false) {
   const text = Math.abs(value) < 0.00005 ? "0" : Math.abs(value) < 10 ? value.toFixed(Math.abs(value) < 0.01 ? 4 : 3) : value.toPrecision(4);
   return (signed && value > 0 && text !== "0" ? "+" : "") + text.replace("-", "−");

@@ -1,6 +1,6 @@
 "use strict";
 
-/** The words of a text, one of which is chosen. */
+/** The words of a text. One of them is chosen. */
 class Strip {
   constructor(element, choose) {
     this.element = element;
@@ -36,7 +36,7 @@ class Strip {
     });
   }
 
-  /** The word above or below the chosen one. */
+  /** Return the index of the word above (-1) or below (1) the chosen one. */
   beyond(direction) {
     const boxes = this.buttons.map((button) => button.getBoundingClientRect());
     const from = boxes[this.chosen];
@@ -50,7 +50,7 @@ class Strip {
   /** Tint each word by the distance of its weights from the mean ones. */
   tint(distances) {
     const [least, most] = [Math.min(...distances), Math.max(...distances)];
-    const known = most > 1e-5; // below are roundings
+    const known = most > 1e-5; // smaller distances are rounding
     this.buttons.forEach((button, i) =>
       button.style.setProperty("--far", known ? (distances[i] - least) / (most - least || 1) : 0),
     );
@@ -68,7 +68,7 @@ async function begin() {
   view.hidden = false;
   const maps = [...view.querySelectorAll(".map")].map((element, i) => new HeatMap(element, passages[i]));
 
-  // Maps that hold numbers of one kind have one scale.
+  // Two maps share a scale if both show depth weights, or both show matrices.
   const alike = passages.every(({ attention }) => attention === passages[0].attention);
   const scales = [false, true].map((difference) => {
     const ranges = passages.map((passage) => passage.range(difference));
@@ -91,7 +91,7 @@ async function begin() {
   for (const input of view.querySelectorAll("[name=tint]")) {
     input.addEventListener("change", () => strips[0].tint(distances[Number(input.value)]));
   }
-  // Of two models, words tell of the one whose weights differ more.
+  // At first, words are tinted by the model whose weights vary more.
   const differs = distances.map((of) => Math.max(...of));
   view.querySelectorAll("[name=tint]")[differs[1] > differs[0] ? 1 : 0]?.click();
   strips.forEach((strip) => strip.choose(0));

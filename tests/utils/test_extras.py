@@ -23,7 +23,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra_and_the_command():
 
 
 def test_a_module_of_this_package_that_is_missing_is_a_fault_and_no_extra():
-    with pytest.raises(ModuleNotFoundError, match="No module named 'attnres.nowhere'"), require_extra("cpu"):
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'attnres\.nowhere'"), require_extra("cpu"):
         import attnres.nowhere  # noqa: F401
 
 
@@ -70,9 +70,7 @@ def test_measurements_need_no_extra_and_figures_say_which_one(tmp_path):
     assert process.returncode == 0, process.stderr
     plot, report = process.stdout.splitlines()
     for line in (plot, report):
-        assert line.startswith(
-            "the package matplotlib is not installed. It comes with `attnres[analysis]`: pip install"
-        )
+        assert line.startswith("the package matplotlib is not installed. It comes with `attnres[analysis]`: pip")
 
 
 def test_inspect_asks_for_the_extra_before_it_loads_a_model(tmp_path):
