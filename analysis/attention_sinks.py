@@ -60,8 +60,9 @@ def attention_sinks(model: PreTrainedModel, batches: Batch | Iterable[Batch]) ->
             mask = mask_of(batch)
             first, later = mask.int().argmax(1), mask & (mask.cumsum(1) > 1)  # [batch], [batch, seq]
 
+            # `first` and `later` are bound as defaults, since the loop gives them other values for the next batch.
             def add_weights(index: int, result: Any, first: Tensor = first, later: Tensor = later) -> None:
-                if threading.get_ident() != thread:
+                if threading.get_ident() != thread:  # another thread's pass
                     return
                 weights = result[1] if isinstance(result, tuple) and len(result) > 1 else None
                 if not (isinstance(weights, Tensor) and weights.ndim == 4):  # linear attention has no weights

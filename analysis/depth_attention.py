@@ -128,6 +128,7 @@ def depth_attention(model: PreTrainedModel, batches: Batch | Iterable[Batch]) ->
     model, sums, tokens = family_member(model), None, 0
     for batch in as_batches(batches):
         mask = mask_of(batch)
+        # Sums over tokens, so that batches can be streamed: a list for each consumer, as `_sum_over_tokens` returns it.
         batch_sums = [
             _sum_over_tokens(weights[:, mask.to(weights.device)].double().cpu())
             for weights in weights_by_token(model, batch)
@@ -166,6 +167,7 @@ def weights_by_token(model: PreTrainedModel, batch: Batch) -> list[Tensor]:
 
     with measuring(model), watched(model, read):
         run(model, batch)
+    # Connections without depth attention return `None` in place of weights.
     if not recorded or any(weights is None for weights in recorded):
         raise NoDepthAttention(f"{type(model).__name__} recorded no depth attention: it has no attention residuals.")
     return recorded
@@ -185,6 +187,7 @@ def share_measures(weights: Tensor) -> tuple[Tensor, Tensor]:
         entropy is NaN where K is 1.
     """
     shares = weights / weights.sum(0)
+    # `entr(a)` is `-a log a`, and 0 where a is 0.
     entropy = torch.special.entr(shares).sum(0) / (math.log(len(shares)) if len(shares) > 1 else math.nan)
     return entropy, (shares - 1 / len(shares)).abs().sum(0) / 2
 

@@ -68,7 +68,7 @@ def magnitudes(model: PreTrainedModel, batches: Batch | Iterable[Batch], gradien
         for batch in as_batches(batches):
             mask = mask_of(batch)
             tokens += int(mask.sum())
-            num_sources.clear()
+            num_sources.clear()  # every pass counts the same sources anew
             parts = [_forward(model, batch, mask, num_sources)]
             if gradients:
                 parts += [{"gradients": _gradients(model, sequence)} for sequence in split_sequences(batch)]
