@@ -164,7 +164,8 @@ class _Uniform:
         self.num_reads += 1
         if self.num_reads - 1 != self.consumer:
             return original(*arguments)
-        # A copy of the connection with a query of zero, and the class's `forward`, without what hooks do around it.
+        # Read by a copy of the connection whose query is zero. The class's `forward` is called, and not the module's,
+        # which may be wrapped in hooks.
         uniform = copy.copy(connection)
         uniform.has_prior = False
         uniform._parameters = {

@@ -209,7 +209,7 @@ def _trace(
         mixing = tree_map(lambda tensor: tensor.to(result[0].device), mixing)
         row, mixing = connection.mix(mixing, tree_map(_to_double, coefficients))
         row = row.expand(width + 1, *result[0].shape[:2], row.shape[-1])
-        # A read is affine: what the last column gets is the constant, and every column has it.
+        # Each column of a read holds the constant too, and the last column holds nothing else.
         add_row(row[:-1] - row[-1], row[-1])
         num_reads += 1
         return result

@@ -1,7 +1,7 @@
 """Tables of results in Markdown files, written in place between marks.
 
 Pages of this project show numbers that commands measure. A page marks the place of each table, and the command that
-measured the numbers replaces what is there.
+measured the numbers replaces the table there.
 """
 
 import os

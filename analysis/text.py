@@ -22,7 +22,7 @@ class InspectedText:
     """A text and where it comes from.
 
     Attributes:
-        name: The file name, or what the text is.
+        name: The name of the file, or a description of the text.
         content: The text, or as much of it as is needed.
     """
 

@@ -59,7 +59,7 @@ def family_member(model: PreTrainedModel) -> PreTrainedModel:
         for module in model.modules()
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     ]
-    # The member has modules of its own for the decoder layers, so it would skip these hooks without a word.
+    # A pass of the member calls other modules than these, so it would skip their hooks without a word.
     if any(getattr(hook, "__module__", None) != _OUTPUT_RECORDER for hook in hooks):
         raise ValueError(
             f"{type(model).__name__} has hooks, which would not be called: remove them, or inspect "

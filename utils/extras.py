@@ -25,7 +25,7 @@ def require_extra(extra: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        # A module of our own that is not found is a fault, which no extra mends.
+        # A module of `attnres` itself that is missing is a bug, and no extra would help.
         if package in ("", "attnres"):
             raise
         raise ModuleNotFoundError(

@@ -270,6 +270,18 @@ def test_what_cannot_be_inspected_is_refused_in_one_line(source, tokenizer, text
         mixing_matrix(other, torch.zeros(1, 4, dtype=torch.long))
 
 
+def test_hooks_are_refused_but_for_those_that_record_outputs(source):
+    model, ids = AutoModelForCausalLM.from_pretrained(source), torch.arange(1, 9)[None]
+    model(ids, output_hidden_states=True)  # puts hooks of `transformers` on the layers
+    assert any(module._forward_hooks for module in model.modules())
+    assert torch.equal(mixing_matrix(model, ids), torch.ones(11, 11, dtype=torch.float64).tril())
+    for register in ("register_forward_hook", "register_forward_pre_hook"):
+        handle = getattr(model.model.layers[0], register)(lambda *call: None)
+        with pytest.raises(ValueError, match="LlamaForCausalLM has hooks, which would not be called: remove them"):
+            mixing_matrix(model, ids)
+        handle.remove()
+
+
 def test_the_text_by_default_is_prose_on_every_machine():
     text = language_reference(500)
     assert len(text.content) == 10_000 and "Python 3." in text.name and "assert" in text.content
