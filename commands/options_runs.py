@@ -73,14 +73,14 @@ def train(
     """
     if find_spec("yaml") is None:
         raise RuntimeError(f"attnres train needs the package yaml: {install_command('train')}")
-    from attnres.training.place import check_place
     from attnres.training.recipe import read_recipe
+    from attnres.training.run_folder import check_folder
 
     try:
         read = read_recipe(recipe, changes or ())
     except (FileNotFoundError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
-    check_place(Path(read.out))
+    check_folder(Path(read.out))
     if read.model not in configuration_names():
         check_source(read.model, configuration_names())
     with loading():

@@ -1,16 +1,17 @@
-"""Whether a checkpoint of training holds all that its run goes on with.
+"""Exact resuming: a check that a checkpoint is complete, and a `Trainer` that makes no step too many.
 
-`transformers` goes on without what is missing: with an optimizer that begins anew, or other random numbers.
+`transformers` resumes from an incomplete checkpoint without a word, with a new optimizer or other random numbers.
 """
 
 import json
 import pickle
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import TrainerState
+from transformers import Trainer, TrainerState
 from transformers.trainer import (
     OPTIMIZER_NAME,
     SCHEDULER_NAME,
@@ -113,4 +114,20 @@ def _wrong_archive(path: Path) -> str | None:
     return None
 
 
-__all__ = ["check_checkpoint"]
+class ResumableTrainer(Trainer):
+    """A `Trainer` whose `train(resume_from_checkpoint=...)` ends at once where all steps are made.
+
+    `Trainer` checks whether training is over only after a step. Resumed from its last checkpoint it makes one more,
+    with other weights, and the checkpoint of that step takes the place of an older one.
+    """
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list, torch.Tensor | int | None]:
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return [], None
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+
+__all__ = ["ResumableTrainer", "check_checkpoint"]

@@ -17,7 +17,7 @@ HELD_OUT_BLOCKS = 256
 
 
 @dataclass(frozen=True)
-class Data:
+class ComparisonData:
     """Packed token blocks `[n, length]` to train on and held out; `documents` `[n]` numbers those of the latter."""
 
     train: Tensor
@@ -40,7 +40,9 @@ def split(documents: Sequence[str]) -> tuple[list[str], list[str]]:
     return [document for i, document in enumerate(documents) if i % 4], list(documents[::4])
 
 
-def pack(train: list[str], held_out: list[str], tokenizer: PreTrainedTokenizerBase, length: int, least: int) -> Data:
+def pack(
+    train: list[str], held_out: list[str], tokenizer: PreTrainedTokenizerBase, length: int, least: int
+) -> ComparisonData:
     """The tokens of both parts in blocks; of a held-out document, the first few.
 
     Raises:
@@ -54,7 +56,7 @@ def pack(train: list[str], held_out: list[str], tokenizer: PreTrainedTokenizerBa
     documents = np.concatenate([[0], ends[:-1]])[::length] if len(ends) else ends
     _, firsts, numbers = np.unique(documents, return_index=True, return_inverse=True)
     kept = np.flatnonzero(np.arange(len(documents)) - firsts[numbers] < BLOCKS_OF_A_DOCUMENT)[:HELD_OUT_BLOCKS]
-    data = Data(blocks, held_out_blocks[kept], torch.from_numpy(documents[kept]))
+    data = ComparisonData(blocks, held_out_blocks[kept], torch.from_numpy(documents[kept]))
     found = len(data.documents.unique())
     if len(blocks) < least or found < 2:
         raise ValueError(
@@ -67,7 +69,7 @@ def pack(train: list[str], held_out: list[str], tokenizer: PreTrainedTokenizerBa
 
 def compare(
     starts: Mapping[str, Callable[[], PreTrainedModel]],
-    data: Data,
+    data: ComparisonData,
     run: Run,
     seeds: Sequence[int],
     on_run: Callable[[str], None],

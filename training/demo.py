@@ -40,7 +40,7 @@ from attnres.utils.files import atomic_directory
 from attnres.utils.progress import ProgressBar
 from attnres.utils.quiet import quiet_transformers
 
-from .comparison import Data, Difference, compare, difference, pack, split
+from .comparison import ComparisonData, Difference, compare, difference, pack, split
 from .runs import Run, sequence_losses
 from .text import open_tokenizer, python_sources, read_documents, train_tokenizer
 
@@ -78,7 +78,7 @@ print(tokenizer.decode(ids[0], skip_special_tokens=True))
 
 
 @dataclass(frozen=True)
-class Text:
+class DemoText:
     """What is trained on, what is held out, and what the samples continue."""
 
     source: str
@@ -126,7 +126,7 @@ def run_demo(
 class _Demo:
     """The acts, in either order, and what they share: text, runs, screen and directory."""
 
-    def __init__(self, console: Console, target: Path, minutes: float, text: Text, seed: int):
+    def __init__(self, console: Console, target: Path, minutes: float, text: DemoText, seed: int):
         self.console, self.target, self.text, self.seed = console, target, text, seed
         self.seeds = range(seed, seed + SEEDS)
         self.steps = max(4, round(minutes * STEPS_PER_MINUTE / (2 * SEEDS)))
@@ -165,7 +165,7 @@ class _Demo:
     def heading(self, title: str) -> None:
         self.console.print(f"\n{title}", style="bold", soft_wrap=True, highlight=False)
 
-    def read(self, tokenizer: PreTrainedTokenizerBase) -> Data:
+    def read(self, tokenizer: PreTrainedTokenizerBase) -> ComparisonData:
         text = self.text
         data = pack(text.train, text.held_out, tokenizer, LENGTH, least=2 * BATCH_SIZE)
         sizes = {
@@ -183,7 +183,7 @@ class _Demo:
     def compare(
         self,
         starts: dict[str, Callable[[], PreTrainedModel]],
-        data: Data,
+        data: ComparisonData,
         rate: float,
         residual_lr_factor: float = 1.0,
     ) -> dict[str, PreTrainedModel]:
@@ -228,7 +228,11 @@ class _Demo:
         return models
 
     def show_retrofit(
-        self, standard: PreTrainedModel, attn_res: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: Data
+        self,
+        standard: PreTrainedModel,
+        attn_res: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        data: ComparisonData,
     ) -> None:
         same = _compare_functions(standard, attn_res, data.held_out)
         texts = [_continue_greedily(model, tokenizer, self.text.prompt) for model in (standard, attn_res)]
@@ -242,7 +246,9 @@ class _Demo:
         for written in texts[: 1 if same["same_text"] else 2]:
             self.console.print(repr(written), markup=False, highlight=False, soft_wrap=True)
 
-    def finish(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: Data) -> dict[str, Any]:
+    def finish(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: ComparisonData
+    ) -> dict[str, Any]:
         """Show what the depth attention has learned, and write everything."""
         attention = depth_attention(model, data.held_out[:64].split(16))
         self.results["depth_attention"] = [[round(w, 4) for w in row[~row.isnan()].tolist()] for row in attention.mean]
@@ -257,17 +263,17 @@ class _Demo:
         return self.results
 
 
-def _read(path: Path | None) -> Text:
+def _read(path: Path | None) -> DemoText:
     if path is None:
         train, held_out = split(python_sources(MAX_TEXT_CHARACTERS))
         source = f"the standard library of Python {platform.python_version()}"
-        return Text(source, train, held_out, PROMPT, " Another Python has another text.")
+        return DemoText(source, train, held_out, PROMPT, " Another Python has another text.")
     train, held_out = split(read_documents(path, MAX_TEXT_CHARACTERS))
     # Words that a document begins with, and of the last of them, which may be cut, nothing.
     prompt = held_out[0][: PROMPT_CHARACTERS + 1]
     if len(prompt) > PROMPT_CHARACTERS:
         prompt = prompt.rpartition(" ")[0] or prompt[:-1]
-    return Text(str(path), train, held_out, prompt)
+    return DemoText(str(path), train, held_out, prompt)
 
 
 def _load_checkpoint(checkpoint: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -16,11 +16,11 @@ from yaml import YAMLError
 
 from attnres.utils.yaml_files import load_card_metadata
 
-from .choices import BAD_ROWS
-from .readers import READERS, ROWS_AT_ONCE, TEXT_COLUMN, Document, check_column, kind_of, no_column
+from .loaders import LOADERS, ROWS_AT_ONCE, TEXT_COLUMN, Document, check_column, kind_of, no_column
+from .recipe import BAD_ROWS
 
 _HUB_ID = re.compile(r"(?P<id>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[^/:]+))?")
-_SUFFIXES = ", ".join(list(READERS)[:-1]) + f" or {list(READERS)[-1]}"
+_SUFFIXES = ", ".join(list(LOADERS)[:-1]) + f" or {list(LOADERS)[-1]}"
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Skipped:
         return f"Skipped {' and '.join(counts)}, the first because: {self.reason}" if self else "Skipped nothing."
 
 
-class Source(Protocol):
+class DocumentSource(Protocol):
     name: str
 
     def identity(self) -> tuple:
@@ -99,7 +99,7 @@ class FileSource:
         return self.name, str(Path(self.name).resolve()), status.st_size, status.st_mtime_ns
 
     def read(self, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
-        return READERS[Path(self.name).suffix.lower()](self.name, column, whole_rows)
+        return LOADERS[Path(self.name).suffix.lower()](self.name, column, whole_rows)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Documents(Iterable[Document]):
     skipped: Skipped = field(default_factory=Skipped)
 
     def __post_init__(self) -> None:
-        self.sources: list[Source] = []
+        self.sources: list[DocumentSource] = []
         for path in self.spec.paths:
             try:
                 self.sources += find_sources(path, self.spec)
@@ -163,7 +163,7 @@ class Documents(Iterable[Document]):
         self.skipped.rows += 1
         self.skipped.reason = self.skipped.reason or str(problem)
 
-    def _read(self, source: Source) -> Iterator[Document]:
+    def _read(self, source: DocumentSource) -> Iterator[Document]:
         found = False
         try:
             for item in source.read(self.spec.column, self.whole_rows):
@@ -213,7 +213,7 @@ def file_identities(spec: DataSpec) -> list[tuple[str, int, int]]:
     return identities
 
 
-def find_sources(path: str, spec: DataSpec) -> list[Source]:
+def find_sources(path: str, spec: DataSpec) -> list[DocumentSource]:
     """The files or the data set that `path` names.
 
     Raises:
@@ -234,18 +234,18 @@ def find_sources(path: str, spec: DataSpec) -> list[Source]:
     if folder and Path(folder).is_dir():
         return _folder(Path(folder), config, spec)
     hub_id = _HUB_ID.fullmatch(path)
-    if hub_id is None or local.suffix.lower() in READERS:
+    if hub_id is None or local.suffix.lower() in LOADERS:
         raise FileNotFoundError(f"{path} does not exist.")
     return [_load(path, hub_id["id"], hub_id["config"], spec)]
 
 
-def _file(path: Path) -> Source:
-    if path.suffix.lower() not in READERS:
+def _file(path: Path) -> DocumentSource:
+    if path.suffix.lower() not in LOADERS:
         raise ValueError(f"{path} is of no kind that can be read, which are {_SUFFIXES}.")
     return FileSource(str(path))
 
 
-def _folder(path: Path, config: str | None, spec: DataSpec) -> list[Source]:
+def _folder(path: Path, config: str | None, spec: DataSpec) -> list[DocumentSource]:
     name = f"{path}:{config}" if config else str(path)
     if _names_configurations(path / "README.md"):
         # Only the files' names are taken from `datasets`: its copies of their content are known by the folder's name
@@ -265,7 +265,7 @@ def _folder(path: Path, config: str | None, spec: DataSpec) -> list[Source]:
 def _files_by_split(path: Path) -> DataFilesDict:
     base = glob.escape(str(path))
     try:
-        return DataFilesDict.from_patterns(get_data_patterns(base), base_path=base, allowed_extensions=list(READERS))
+        return DataFilesDict.from_patterns(get_data_patterns(base), base_path=base, allowed_extensions=list(LOADERS))
     except FileNotFoundError:  # none at all
         return DataFilesDict()
 
@@ -277,7 +277,7 @@ def _names_configurations(readme: Path) -> bool:
         raise ValueError(f"{readme} begins with metadata that cannot be read: {_one_line(error)}") from error
 
 
-def _load(name: str, path: str, config: str | None, spec: DataSpec) -> Source:
+def _load(name: str, path: str, config: str | None, spec: DataSpec) -> DocumentSource:
     return DatasetSource(name, _explained(name, load_dataset, path, config, split=spec.split, streaming=spec.streaming))
 
 

@@ -12,8 +12,8 @@ from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
 from .documents import Documents
+from .loaders import Document
 from .packing import Place, Tokens
-from .readers import Document
 
 Encode = Callable[[dict[str, Any]], dict[str, Any]]
 

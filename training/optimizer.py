@@ -17,7 +17,7 @@ from transformers import get_cosine_with_min_lr_schedule_with_warmup, get_wsd_sc
 
 from attnres.residual_attnres import residual_tensors
 
-from .choices import OPTIMIZERS, SCHEDULES
+from .recipe import OPTIMIZERS, SCHEDULES
 
 
 def build_optimizer(

@@ -16,8 +16,10 @@ from attnres.utils.packaged import recipe_names, recipe_path
 from attnres.utils.wording import did_you_mean
 from attnres.utils.yaml_files import load_yaml
 
-from .choices import BAD_ROWS, OPTIMIZERS, SCHEDULES
-
+# Values that a recipe names. They stand here, beside the check, so that reading a recipe does not import PyTorch.
+BAD_ROWS = ("error", "skip")
+OPTIMIZERS = ("adamw", "muon")
+SCHEDULES = ("cosine", "wsd")
 # What a number has to be; that it is none of the others, and no number at all, fails too.
 _POSITIVE = (lambda value: value >= 1, "at least 1")
 _SHARE = (lambda value: 0 <= value <= 1, "a share from 0 to 1")

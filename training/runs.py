@@ -22,9 +22,8 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .checkpoints import check_checkpoint
+from .checkpoints import ResumableTrainer, check_checkpoint
 from .optimizer import build_schedule, parameter_groups
-from .resuming import ResumableTrainer
 
 
 @dataclass(frozen=True)

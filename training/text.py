@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from attnres.conversion.tokenizers import load_tokenizer
 
-from .readers import END_OF_TEXT, TEXT_COLUMN, read_text
+from .loaders import END_OF_TEXT, TEXT_COLUMN, load_text
 
 PADDING = "<|pad|>"
 
@@ -45,7 +45,7 @@ def read_documents(path: str | os.PathLike, max_characters: int = sys.maxsize) -
         ValueError: it holds no text, or what is not UTF-8.
     """
     documents, size = [], 0
-    for document in read_text(os.fspath(path), TEXT_COLUMN, whole_rows=False):
+    for document in load_text(os.fspath(path), TEXT_COLUMN, whole_rows=False):
         if isinstance(document, ValueError):
             raise document
         documents.append(document.row[TEXT_COLUMN])

@@ -33,11 +33,11 @@ from attnres.utils.processes import is_lost_connection
 from attnres.utils.token_ids import check_token_ids
 
 from .balance import ExpertBalance
+from .checkpoints import ResumableTrainer
 from .held_out import ROW, NumberedRows, TokenMean
 from .monitor import Monitor
 from .optimizer import build_optimizer, build_schedule
 from .recipe import Recipe
-from .resuming import ResumableTrainer
 
 PARTIAL = ".partial-"
 OPTIMIZER = "optimizer"

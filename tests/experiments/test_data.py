@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from attnres.training.readers import END_OF_TEXT
+from attnres.training.loaders import END_OF_TEXT
 from attnres.training.text import token_stream, train_tokenizer
 from experiments.data import Data, Text, load, prepare, prepared_file, tokenizer_folder
 

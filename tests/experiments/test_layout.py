@@ -48,4 +48,4 @@ def test_a_machine_with_prepared_text_needs_no_data_sets():
                 needed |= {candidate for candidate in candidates if candidate.is_file()}
             elif isinstance(node, ast.Import):
                 assert "datasets" not in {alias.name.split(".")[0] for alias in node.names}, path
-    assert {"scratch.py", "healing.py", "runs.py", "text.py", "readers.py"} <= {path.name for path in found}
+    assert {"scratch.py", "healing.py", "runs.py", "text.py", "loaders.py"} <= {path.name for path in found}

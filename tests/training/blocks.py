@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from attnres.training.data import DataSpec, load_blocks
-from attnres.training.readers import END_OF_TEXT
+from attnres.training.loaders import END_OF_TEXT
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnres.training.documents import DataSpec, Documents
-from attnres.training.readers import END_OF_TEXT
+from attnres.training.loaders import END_OF_TEXT
 
 from .blocks import split
 
@@ -369,7 +369,7 @@ def test_a_file_that_the_system_refuses_is_named(monkeypatch):
     def refuse(name, *arguments, **options):
         raise PermissionError(13, "Permission denied", name)
 
-    monkeypatch.setattr("attnres.training.readers.open", refuse, raising=False)
+    monkeypatch.setattr("attnres.training.loaders.open", refuse, raising=False)
     with pytest.raises(PermissionError, match=r"^a.jsonl cannot be read: Permission denied.$"):
         texts("a.jsonl")
 

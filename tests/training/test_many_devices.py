@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import attnres.configuration
 from attnres.configuration import load
 from attnres.conversion import retrofit
-from attnres.training.loading import check_fsdp2, read_division
+from attnres.training.division import check_fsdp2, read_division
 from attnres.training.recipe import read_recipe
 
 from .. import forks

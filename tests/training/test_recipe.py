@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import TrainingArguments
 
-from attnres.training import train
+from attnres.training import prepare
 from attnres.training.recipe import OWNED, Recipe, read_recipe, recipe_names, write_recipe
 
 NEEDED = ("model=m", "train=a.txt", "out=o")
@@ -157,7 +157,7 @@ def test_a_value_that_cannot_be_used_is_named(changes, message):
 
 def test_a_model_that_is_not_on_the_hub_may_be_a_misspelt_configuration():
     for what, hint in (("model", True), ("tokenizer", False)):
-        with pytest.raises(FileNotFoundError) as caught, train._named(what, "attnres-tinny"):
+        with pytest.raises(FileNotFoundError) as caught, prepare.explain_missing(what, "attnres-tinny"):
             raise OSError("404")
         assert str(caught.value).endswith(" Did you mean `attnres-tiny`?") == hint
 
@@ -167,18 +167,18 @@ def test_more_held_out_than_there_is_is_named(tokenizer, monkeypatch, tmp_path):
     (tmp_path / "text.txt").write_text("one two three four five six seven eight nine " * 20)
     changes = ("model=m", f"train={tmp_path / 'text.txt'}", "out=o", "length=16", "batch_size=1")
     read = [read_recipe("finetune", (*changes, f"held_out_sequences={number}")) for number in (1, 1000)]
-    count = sum(map(len, train._data(read[0], tokenizer)[:2]))
+    count = sum(map(len, prepare.prepare_data(read[0], tokenizer)[:2]))
     message = f"^`held_out_sequences` of the recipe is 1000, but the data has only {count} sequences of 16 tokens: "
     with pytest.raises(ValueError, match=message):
-        train._data(read[1], tokenizer)
+        prepare.prepare_data(read[1], tokenizer)
 
 
 def test_a_recipe_refuses_what_the_run_sets_itself(monkeypatch, tmp_path):
     """And no other field of theirs: what it only has another default for may be given."""
     seen = {}
-    monkeypatch.setattr(train, "TrainingArguments", lambda **arguments: seen.update(arguments) or TrainingArguments())
+    monkeypatch.setattr(prepare, "TrainingArguments", lambda **arguments: seen.update(arguments) or TrainingArguments())
     monkeypatch.chdir(tmp_path)
-    train._arguments(read_recipe("finetune", NEEDED), PartialState(cpu=True), None)
+    prepare.prepare_arguments(read_recipe("finetune", NEEDED), PartialState(cpu=True), None)
     assert seen.keys() - OWNED.keys() == {
         *("eval_strategy", "eval_steps", "eval_on_start"),
         *("report_to", "dataloader_pin_memory"),

@@ -5,8 +5,8 @@ import json
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
+from attnres.training.prepare import build_model, prepare_tokenizer
 from attnres.training.recipe import Recipe
-from attnres.training.train import _model, _tokenizer
 
 from ..conversion.checkpoints import change_json, save_tokenizer, standard_model
 
@@ -28,9 +28,9 @@ def recipe(tmp_path):
 
 
 def test_it_is_neither_run_nor_written(recipe, tmp_path):
-    tokenizer = _tokenizer(recipe)
+    tokenizer = prepare_tokenizer(recipe)
     tokenizer.save_pretrained(tmp_path / "saved")
-    _model(recipe, tokenizer).save_pretrained(tmp_path / "saved")
+    build_model(recipe, tokenizer).save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "sprung").exists()
     for name in ("config.json", "tokenizer_config.json"):
         assert "auto_map" not in json.loads((tmp_path / "saved" / name).read_text())

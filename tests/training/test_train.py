@@ -179,7 +179,7 @@ def test_a_killed_run_goes_on_bit_for_bit(name, uninterrupted, command, tmp_path
 
 # What a process does to itself after the last checkpoint is written, before the model is.
 ENDS = {
-    "killed": "train._results = lambda *_: os.kill(os.getpid(), signal.SIGKILL)",
+    "killed": "train.collect_results = lambda *_: os.kill(os.getpid(), signal.SIGKILL)",
     "terminated": """
 step_end = trainer.StopOnSignal.on_step_end
 def end(self, args, state, control, **kwargs):

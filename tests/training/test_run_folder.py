@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from attnres.training.data import digest_of
-from attnres.training.place import LOCK, RECIPE, check_data, check_place, held
+from attnres.training.prepare import identify_model
 from attnres.training.recipe import Recipe
-from attnres.training.train import _model_identity
+from attnres.training.run_folder import LOCK, RECIPE, check_data, check_folder, hold_folder
 
 from .. import forks
 from .blocks import load, some_texts, write
@@ -20,26 +20,26 @@ def recipe(out: Path, **fields) -> Recipe:
 
 def begin(out: Path) -> None:
     """As a run that was stopped after its fourth step."""
-    with held(out, recipe(out)):
+    with hold_folder(out, recipe(out)):
         (out / "checkpoint-4").mkdir()
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
     """The one that holds it may have been left over by a launcher that was killed."""
     out = tmp_path / "out"
-    with held(out, recipe(out)):
+    with hold_folder(out, recipe(out)):
         other = f"""
 from pathlib import Path
-from attnres.training.place import held
+from attnres.training.run_folder import hold_folder
 from attnres.training.recipe import Recipe
-with held(Path({str(out)!r}), Recipe("model", ("a.txt",), {str(out)!r}, steps=8)):
+with hold_folder(Path({str(out)!r}), Recipe("model", ("a.txt",), {str(out)!r}, steps=8)):
     print("in")
 """
         done = forks.run("-c", other)
         assert "in" not in done.stdout.split()
         assert f"{out} is in use: another process trains into it, perhaps what is left of a run" in done.stderr
     assert [path.name for path in out.iterdir()] == [RECIPE]
-    with held(out, recipe(out)):
+    with hold_folder(out, recipe(out)):
         pass
 
 
@@ -48,35 +48,35 @@ def test_what_a_killed_run_left_half_written_goes(tmp_path):
     for name in (".partial-0a1b2c3d", ".model.partial", ".start"):
         (tmp_path / name).mkdir()
     (tmp_path / LOCK).touch()
-    with held(tmp_path, recipe(tmp_path)):
+    with hold_folder(tmp_path, recipe(tmp_path)):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", RECIPE]
 
 
 def test_a_killed_run_that_left_only_its_lock_holds_nothing_else(tmp_path):
     (tmp_path / LOCK).touch()
-    check_place(tmp_path)
+    check_folder(tmp_path)
     (tmp_path / "notes.txt").touch()
     with pytest.raises(FileExistsError, match="holds other files"):
-        check_place(tmp_path)
+        check_folder(tmp_path)
 
 
 @pytest.mark.parametrize("fields", [{"steps": 6}, {"steps": None, "tokens": 100}, {"epochs": 1.0}, {"seed": 1}])
 def test_the_run_of_another_recipe_is_not_gone_on_with(fields, tmp_path):
     """Fewer steps among it, also than the checkpoint has."""
     begin(tmp_path)
-    with pytest.raises(FileExistsError, match="holds a run with "), held(tmp_path, recipe(tmp_path, **fields)):
+    with pytest.raises(FileExistsError, match="holds a run with "), hold_folder(tmp_path, recipe(tmp_path, **fields)):
         pass
 
 
 def test_what_may_change_does(tmp_path):
     begin(tmp_path)
-    with held(tmp_path, recipe(tmp_path, micro_batch_size=1, keep=9)):
+    with hold_folder(tmp_path, recipe(tmp_path, micro_batch_size=1, keep=9)):
         pass
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
-    with pytest.raises(OSError) as caught, held(Path("/proc/x"), recipe(Path("/proc/x"))):
+    with pytest.raises(OSError) as caught, hold_folder(Path("/proc/x"), recipe(Path("/proc/x"))):
         pass
     assert str(caught.value) == ("`out` cannot be written: /proc/x: No such file or directory. Choose another `out`.")
 
@@ -122,7 +122,7 @@ def test_a_damaged_recipe_of_a_run_is_named(content, is_stopped, tmp_path):
         (out / "checkpoint-4").rmdir()
     (out / RECIPE).write_bytes(content if isinstance(content, bytes) else content.encode())
     message = rf"^{out / RECIPE} is not the recipe of a run \(.*\)\. Restore it .*`out`\.$"
-    with pytest.raises(ValueError, match=message), held(out, recipe(out)):
+    with pytest.raises(ValueError, match=message), hold_folder(out, recipe(out)):
         pass
 
 
@@ -130,7 +130,7 @@ def test_a_folder_with_a_recipe_that_a_person_wrote_is_not_taken_for_a_run(tmp_p
     (tmp_path / RECIPE).write_text(f"# mine\nmodel: model\ntrain: [a.txt]\nout: {tmp_path}\nsteps: 8\n")
     (tmp_path / "model").mkdir()
     with pytest.raises(FileExistsError, match=r"holds other files\. Choose another `out`\."):
-        check_place(tmp_path)
+        check_folder(tmp_path)
     assert (tmp_path / RECIPE).read_text().startswith("# mine")
 
 
@@ -138,9 +138,9 @@ def test_a_model_that_was_replaced_since_the_run_began_is_another_one(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text("{}")
-    before = _model_identity(Recipe(str(source), ("a.txt",), "out", steps=8))
-    assert before == _model_identity(Recipe(str(source), ("a.txt",), "out", steps=8))
+    before = identify_model(Recipe(str(source), ("a.txt",), "out", steps=8))
+    assert before == identify_model(Recipe(str(source), ("a.txt",), "out", steps=8))
     (source / "config.json").write_text('{"attn_res_block_size": 5}')
     check_data(tmp_path, before, is_resumed=False)
     with pytest.raises(FileExistsError, match=r"^`model` has changed since the run in .* began"):
-        check_data(tmp_path, _model_identity(Recipe(str(source), ("a.txt",), "out", steps=8)), is_resumed=True)
+        check_data(tmp_path, identify_model(Recipe(str(source), ("a.txt",), "out", steps=8)), is_resumed=True)

@@ -29,7 +29,7 @@ class Document(NamedTuple):
     last: int
 
 
-def read_text(name: str, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
+def load_text(name: str, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
     """Documents end at lines that hold only `<|endoftext|>`; if there is none, at empty lines.
 
     One document at a time is in memory.
@@ -50,18 +50,18 @@ def read_text(name: str, column: str, whole_rows: bool) -> Iterator[Document | V
     yield from _text_document(name, lines, first, last)
 
 
-def read_json_lines(name: str, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
+def load_json_lines(name: str, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
     with _open(name) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield _json_document(name, number, line)
 
 
-def read_json(name: str, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
+def load_json(name: str, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
     """A list of objects, which is read whole; else JSON lines."""
     with _open(name) as file:
         if not file.read(1024).lstrip().startswith("["):
-            yield from read_json_lines(name, column, whole_rows)
+            yield from load_json_lines(name, column, whole_rows)
             return
         file.seek(0)
         text = file.read()
@@ -75,7 +75,7 @@ def read_json(name: str, column: str, whole_rows: bool) -> Iterator[Document | V
         yield _row_document(name, number, row)
 
 
-def read_parquet(name: str, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
+def load_parquet(name: str, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
     with pq.ParquetFile(name) as file:
         check_column(name, column, file.schema_arrow.names)
         batches = file.iter_batches(ROWS_AT_ONCE, columns=None if whole_rows else [column])
@@ -86,11 +86,11 @@ def read_parquet(name: str, column: str, whole_rows: bool) -> Iterator[Document 
                 yield Document(row, name, number, number)
 
 
-READERS: dict[str, Callable[[str, str, bool], Iterator[Document | ValueError]]] = {
-    ".jsonl": read_json_lines,
-    ".json": read_json,
-    ".parquet": read_parquet,
-    ".txt": read_text,
+LOADERS: dict[str, Callable[[str, str, bool], Iterator[Document | ValueError]]] = {
+    ".jsonl": load_json_lines,
+    ".json": load_json,
+    ".parquet": load_parquet,
+    ".txt": load_text,
 }
 
 

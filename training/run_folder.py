@@ -18,7 +18,7 @@ HALF_WRITTEN = (".partial*", ".*.partial", ".start")
 FREE = ("log_every", "save_every", "keep", "micro_batch_size")
 
 
-def check_place(out: Path) -> None:
+def check_folder(out: Path) -> None:
     """Raise if no run can begin or go on in `out`.
 
     Raises:
@@ -55,7 +55,7 @@ def _recipe_of(out: Path) -> Recipe:
 
 
 @contextmanager
-def held(out: Path, recipe: Recipe) -> Iterator[None]:
+def hold_folder(out: Path, recipe: Recipe) -> Iterator[None]:
     """Hold the folder of a run while the block trains into it, with its recipe there; on the main process only.
 
     The lock is this process's own. If the launcher is killed and this process survives, it still holds the folder.
@@ -64,7 +64,7 @@ def held(out: Path, recipe: Recipe) -> Iterator[None]:
         FileExistsError: Another process trains into `out`, or `out` holds another run or something else.
         OSError: `out` cannot be made or written.
     """
-    check_place(out)
+    check_folder(out)
     with ExitStack() as lock:
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def _claim(out: Path, recipe: Recipe) -> None:
     """Write the recipe into the folder of its run. Raise FileExistsError or ValueError if another run's is there."""
     from transformers.trainer_utils import get_last_checkpoint
 
-    check_place(out)
+    check_folder(out)
     if (out / RECIPE).exists() and get_last_checkpoint(str(out)):
         before = _recipe_of(out)
         differing = [name for name in vars(recipe) if getattr(before, name) != getattr(recipe, name)]
@@ -134,4 +134,4 @@ def check_data(out: Path, digests: Mapping[str, str], is_resumed: bool) -> None:
     atomic_write(path, json.dumps(digests, indent=2) + "\n")
 
 
-__all__ = ["DATA", "RECIPE", "RESULTS", "check_data", "check_place", "held"]
+__all__ = ["DATA", "RECIPE", "RESULTS", "check_data", "check_folder", "hold_folder"]

@@ -1,0 +1,353 @@
+"""The first phase of a training run: turn a recipe into arguments, a tokenizer, data and a model.
+
+Each function makes one of them, and refuses a recipe that cannot work as early as it can: a wrong model is found before
+any text is tokenised. `train.py` calls them in order.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset, IterableDataset
+from huggingface_hub.errors import StrictDataclassError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+)
+from transformers.distributed import DistributedConfig
+from transformers.integrations import get_reporting_integration_callbacks
+
+from attnres import ResidualConfig
+from attnres.configuration import load, names
+from attnres.conversion import retrofit
+from attnres.conversion.family import retrofit_config
+from attnres.conversion.whole import load_whole
+from attnres.utils.hub import meant
+from attnres.utils.wording import counted, install_command
+
+from .chat import encode_chat
+from .data import DataSpec, digest_of, load_blocks
+from .division import check_fsdp2, load_divided
+from .documents import file_identities
+from .recipe import Recipe
+from .text import open_tokenizer
+
+HEAL = "heal"  # the recipe that refuses a model without attention residuals
+MAX_HELD_OUT = 64  # sequences, where the recipe gives no number
+SHORTEST_CURVE = 10  # points of the training loss, where `epochs` makes the run shorter
+START = ".start"  # the folder of a whole model that is about to be divided
+
+
+def prepare_arguments(recipe: Recipe, state: PartialState, division: DistributedConfig | None) -> TrainingArguments:
+    """Translate a recipe into the arguments of `transformers.Trainer`.
+
+    Args:
+        recipe: The recipe of the run.
+        state: The processes of the run, and their devices.
+        division: How they divide the model; `None` if each has the whole model.
+
+    Returns:
+        The arguments. [`set_length`] corrects their number of steps once the data is known.
+
+    Raises:
+        ValueError: The batch size does not fit the processes, or `trainer` of the recipe has a wrong value.
+    """
+    # The processes of a tensor-parallel group share their batches.
+    batches = state.num_processes // (division.tp_size if division is not None else 1)
+    micro = min(recipe.micro_batch_size, max(1, recipe.batch_size // batches))
+    accumulated, rest = divmod(recipe.batch_size, micro * batches)
+    if rest:
+        raise ValueError(
+            f"`batch_size` {recipe.batch_size} is not a multiple of `micro_batch_size` {micro} times "
+            f"{batches} processes."
+        )
+    defaults = {
+        "eval_strategy": "steps",
+        "eval_steps": recipe.save_every,
+        "eval_on_start": True,
+        "report_to": "none",
+        "dataloader_pin_memory": torch.cuda.is_available(),
+    }
+    decided = {
+        "output_dir": recipe.out,
+        "max_steps": recipe.most_steps or 1,  # see `set_length`
+        "per_device_train_batch_size": micro,
+        "per_device_eval_batch_size": micro,
+        "gradient_accumulation_steps": accumulated,
+        "max_grad_norm": recipe.max_grad_norm,
+        "logging_steps": recipe.log_every,
+        "logging_nan_inf_filter": False,  # it would show a loss of 0 where the model diverged
+        "save_steps": recipe.save_every,
+        "save_total_limit": recipe.keep,
+        "seed": recipe.seed,
+        "remove_unused_columns": False,
+        "label_names": ["labels"],
+        "use_cpu": state.device.type == "cpu",
+    }
+    try:
+        arguments = TrainingArguments(**defaults | recipe.trainer, **decided)
+        # `Trainer` makes these after the data is tokenised. Making one here shows at once which package it lacks.
+        for callback in get_reporting_integration_callbacks(arguments.report_to):
+            callback()
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"`trainer` of the recipe: {error}") from error
+    return arguments
+
+
+def set_length(arguments: TrainingArguments, recipe: Recipe, train: Dataset | IterableDataset) -> None:
+    """Set the number of steps in `arguments`, which `epochs` of the recipe may limit now that the data is known.
+
+    Args:
+        arguments: The arguments of the run; they are changed in place.
+        recipe: The recipe of the run.
+        train: The sequences to train on.
+    """
+    arguments.max_steps = recipe.count_steps(None if recipe.streaming else len(train))
+    if arguments.max_steps != recipe.most_steps:
+        # The recipe's interval is meant for its own length: without this the curve of a small run has one point.
+        arguments.logging_steps = min(recipe.log_every, max(1, arguments.max_steps // SHORTEST_CURVE))
+
+
+def prepare_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a recipe, which is the model's unless the recipe names one.
+
+    Raises:
+        FileNotFoundError: The tokenizer cannot be found or read.
+        ValueError: The recipe names none for a model that starts from scratch, or it has no end-of-text token.
+    """
+    if recipe.tokenizer is None and recipe.model in names():
+        raise ValueError(f"{recipe.model} starts from scratch: the recipe needs a `tokenizer`, a directory or Hub id.")
+    source = recipe.tokenizer or recipe.model
+    with explain_missing("tokenizer" if recipe.tokenizer else "model", source):
+        return open_tokenizer(source, "" if recipe.tokenizer else "name one by tokenizer=DIR")
+
+
+@contextlib.contextmanager
+def explain_missing(kind: str, source: str) -> Iterator[None]:
+    """Turn an OSError of `transformers` inside the block into a FileNotFoundError that names the source.
+
+    Args:
+        kind: `"model"` or `"tokenizer"`.
+        source: A directory, a Hub id, or the name of a configuration.
+
+    Raises:
+        FileNotFoundError: `transformers` cannot find or read the source.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        if Path(source).is_dir():
+            raise FileNotFoundError(f"the {kind} in {source} cannot be read: {reason}.") from error
+        known = names() if kind == "model" else ()
+        absent = f"no directory, nor a named configuration ({', '.join(known)})" if known else "no directory"
+        raise FileNotFoundError(
+            f"the {kind} {source} cannot be read; it is {absent}, and as a name on the Hub it fails: {reason}."
+            f"{meant(source, known)}"
+        ) from error
+
+
+def check_model_config(recipe: Recipe, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise if no model can be made from the configuration that a recipe asks for.
+
+    Args:
+        recipe: The recipe of the run.
+        name: The recipe's name, where it comes with `attnres`.
+        tokenizer: The tokenizer of the run.
+
+    Raises:
+        FileNotFoundError: The model cannot be found or read.
+        ValueError: `config` or `retrofit` does not fit the model, or there is nothing to heal.
+    """
+    try:
+        if recipe.model in names():
+            _named_config(recipe, tokenizer)
+            return
+        with explain_missing("model", recipe.model):
+            config = AutoConfig.from_pretrained(recipe.model, trust_remote_code=False, **recipe.config)
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        raise ValueError(f"`config` of the recipe does not fit {recipe.model}: {error}") from error
+    if recipe.retrofit is not None:
+        try:
+            retrofit_config(config, **recipe.retrofit)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"`retrofit` of the recipe is {recipe.retrofit}: {error}") from error
+    elif name == HEAL and not _is_retrofitted(config):
+        raise ValueError(
+            f"{recipe.model} has standard residual connections, so there is nothing to heal. Put attention residuals "
+            f"in first, by `attnres convert {recipe.model} DIR`, and give model=DIR; or add 'retrofit={{}}' to this "
+            "command. To train it as it is, use the recipe `finetune`."
+        )
+
+
+def _is_retrofitted(config: PreTrainedConfig) -> bool:
+    config = config.get_text_config()
+    if not isinstance(config, ResidualConfig):
+        return False
+    # A gate may be all that a conversion has added.
+    return config.residual_connection != "standard" or config.attention_gate is not None
+
+
+def _named_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """Return the named configuration of a recipe, with the tokenizer's vocabulary and special tokens."""
+    if recipe.lora is not None:
+        raise ValueError(f"{recipe.model} starts from scratch: an adapter would have no base. Leave out `lora`.")
+    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return load(recipe.model, **{"vocab_size": len(tokenizer), **special, **recipe.config})
+
+
+def prepare_data(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Dataset | IterableDataset, Dataset, dict[str, str]]:
+    """Tokenise the data of a recipe, and divide it into sequences to train on and sequences held out.
+
+    Args:
+        recipe: The recipe of the run.
+        tokenizer: The tokenizer of the run.
+
+    Returns:
+        The sequences to train on, those held out, and a digest of each data set by its key in the recipe.
+
+    Raises:
+        OSError: A file cannot be read, or the cache cannot be written.
+        ValueError: A data set, file or row cannot be used, or there are too few sequences.
+    """
+    spec = DataSpec(tuple(recipe.train), recipe.split, recipe.column, recipe.streaming, recipe.bad_rows)
+    encode = encode_chat(tokenizer, recipe.column) if recipe.chat else None
+    load_spec = partial(load_blocks, encode=encode, separate=recipe.separate_documents)
+    train = load_spec(spec, tokenizer, recipe.length, seed=recipe.seed)
+    # The tokens of a stream are not known before it is read.
+    digests = {"train": repr(file_identities(spec)) if recipe.streaming else digest_of(train)}
+    if recipe.held_out:
+        split = recipe.held_out_split or recipe.split
+        spec = replace(spec, paths=tuple(recipe.held_out), split=split, streaming=False)
+        held_out = load_spec(spec, tokenizer, recipe.length, seed=None)
+        return train, held_out, digests | {"held_out": digest_of(held_out)}
+    if recipe.streaming:
+        raise ValueError("A stream has no end to take `held_out_sequences` from: give `held_out`.")
+    # Of small data only a tenth is held out, so that most of it is left to train on.
+    count = recipe.held_out_sequences or min(MAX_HELD_OUT, max(1, len(train) // 10))
+    size = len(train) - count
+    if size <= 0:
+        raise ValueError(
+            f"`held_out_sequences` of the recipe is {count}, but the data has only "
+            f"{counted(len(train), 'sequence')} of {recipe.length} tokens: hold out fewer, name other data by "
+            "`held_out`, or give more data, or a smaller `length`."
+        )
+    if size < recipe.batch_size:
+        raise ValueError(
+            f"the data has {len(train)} sequences of {recipe.length} tokens, {count} of them held "
+            f"out: less than one batch of {recipe.batch_size}. Give more data, or smaller `length` or `batch_size`."
+        )
+    return train.select(range(size)), train.select(range(size, len(train))), digests
+
+
+def identify_model(recipe: Recipe) -> dict[str, str]:
+    """Return name, size and time of change of the files of a local model, by the recipe's key for it.
+
+    A resumed run compares them with those that it began with. Its checkpoint cannot tell: that of an adapter does not
+    hold the base model, and none holds the configuration that the model began with.
+    """
+    folder = Path(recipe.model)
+    if recipe.model in names() or not folder.is_dir():
+        return {}
+    paths = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin"))
+    return {"model": repr([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths])}
+
+
+def prepare_model(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, division: DistributedConfig | None, checkpoint: str | None
+) -> PreTrainedModel:
+    """Make or load the model of a recipe, with its retrofit and adapters.
+
+    Args:
+        recipe: The recipe of the run.
+        tokenizer: The tokenizer of the run.
+        division: How the processes divide the model; `None` if each has the whole model.
+        checkpoint: The checkpoint that the run resumes from. Only a divided model is loaded from it: `Trainer` loads
+            the weights into a whole one.
+
+    Returns:
+        The model, of which this process holds its part.
+
+    Raises:
+        OSError, RuntimeError, ValueError: The model cannot be loaded, retrofitted or divided.
+    """
+    if division is None:
+        return build_model(recipe, tokenizer)
+    start, build = Path(recipe.out) / START, partial(build_model, recipe, tokenizer)
+    if checkpoint is not None:
+        return load_divided(checkpoint, division, start, build)
+    is_built_here = recipe.model in names() or recipe.retrofit is not None
+    return load_divided(None if is_built_here else recipe.model, division, start, build, **recipe.config)
+
+
+def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Make or load the whole model of a recipe in this process, with its retrofit and adapters.
+
+    Args:
+        recipe: The recipe of the run.
+        tokenizer: The tokenizer of the run; a model from scratch has its vocabulary.
+
+    Returns:
+        The model, a PEFT model if the recipe has `lora`.
+
+    Raises:
+        OSError, ValueError: The model cannot be loaded or retrofitted.
+    """
+    if recipe.model in names():
+        model = AutoModelForCausalLM.from_config(_named_config(recipe, tokenizer))
+    else:
+        # Absolute, since the file of an adapter names its base by this path.
+        source = str(Path(recipe.model).absolute()) if Path(recipe.model).is_dir() else recipe.model
+        try:
+            options = {"starts_anew": True, "trust_remote_code": False}
+            model = load_whole(AutoModelForCausalLM, source, **options, **recipe.config)
+        except TypeError as error:  # from the model's constructor, which gets each key that is no field of its config
+            raise ValueError(f"`config` of the recipe does not fit {recipe.model}: {error}") from error
+        # What a run writes must not refer to code that came with the model and did not run.
+        vars(model.config).pop("auto_map", None)
+    if recipe.retrofit is not None:
+        model = retrofit(model, **recipe.retrofit)
+    if recipe.lora is not None:
+        model = import_lora().add_adapters(model, **recipe.lora)
+    check_fsdp2(model)
+    return model
+
+
+def import_lora() -> ModuleType:
+    """Import `attnres.training.lora`, and name the command that installs `peft` where it is missing.
+
+    Raises:
+        ModuleNotFoundError: `peft` is not installed.
+    """
+    try:
+        from . import lora
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "peft":
+            raise
+        raise ModuleNotFoundError(f"`lora` of a recipe needs the package peft: {install_command('train')}") from error
+    return lora
+
+
+__all__ = [
+    "build_model",
+    "check_model_config",
+    "explain_missing",
+    "identify_model",
+    "import_lora",
+    "prepare_arguments",
+    "prepare_data",
+    "prepare_model",
+    "prepare_tokenizer",
+    "set_length",
+]

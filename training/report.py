@@ -1,0 +1,221 @@
+"""The last phase of a training run: its results, the files that it leaves, and its step on the model card.
+
+`results.json` is written last, so that its presence says that the run is finished.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import hf_hub_download
+from safetensors import SafetensorError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import attnres
+from attnres import ResidualConfig
+from attnres.analysis.loss_figures import plot_loss_curves
+from attnres.configuration import names
+from attnres.conversion.cards import CARD, Subject, add_step, linked, new_card, write_card
+from attnres.conversion.markdown import code, is_hub_id, link
+from attnres.utils.disks import why_not_written
+from attnres.utils.files import atomic_write
+from attnres.utils.processes import is_lost_connection
+from attnres.utils.wording import counted
+
+from .recipe import Recipe
+from .run_folder import RESULTS
+from .trainer import AttnResTrainer
+
+MODEL, ADAPTER, CURVE = "model", "adapter", "loss.png"
+LARGEST_EXPONENT = 700.0  # beyond it the perplexity is no finite float
+
+
+def collect_results(trainer: AttnResTrainer, recipe: Recipe) -> dict[str, Any]:
+    """Collect the numbers of a run from its log. Measure the held-out loss, if the log has none of the last step.
+
+    Args:
+        trainer: The trainer, whose training has ended.
+        recipe: The recipe of the run.
+
+    Returns:
+        The content of `results.json`; losses in nats/token, curves as pairs of step and loss.
+    """
+    history = trainer.state.log_history
+    if not any(entry.get("step") == trainer.state.global_step for entry in history if "eval_loss" in entry):
+        trainer.evaluate()
+    loss = next(entry["eval_loss"] for entry in reversed(history) if "eval_loss" in entry)
+    return {
+        "held_out_loss": loss,
+        "perplexity": math.exp(min(loss, LARGEST_EXPONENT)),
+        "steps": trainer.state.global_step,
+        "tokens": trainer.state.global_step * recipe.batch_size * recipe.length,
+        "training_loss": [[entry["step"], entry["loss"]] for entry in history if "loss" in entry],
+        "held_out_losses": [[entry["step"], entry["eval_loss"]] for entry in history if "eval_loss" in entry],
+        "software": {"attnres": attnres.__version__, "torch": torch.__version__},
+    }
+
+
+def describe_results(results: Mapping[str, Any], out: Path) -> str:
+    """Return the line that ends a finished run.
+
+    Args:
+        results: The results of [`collect_results`].
+        out: The folder of the run.
+    """
+    at_start = _loss_at_start(results)
+    before = "" if at_start is None else f" (before training {at_start:.4f})"
+    return (
+        f"Held-out loss {results['held_out_loss']:.4f}{before}, perplexity {results['perplexity']:.2f}. "
+        f"Written to {out}."
+    )
+
+
+def _loss_at_start(results: Mapping[str, Any]) -> float | None:
+    """Return the held-out loss before the first step; a resumed run may not have it."""
+    return next((loss for step, loss in results["held_out_losses"] if step == 0), None)
+
+
+def write_run(
+    trainer: AttnResTrainer, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, name: str, results: dict[str, Any]
+) -> None:
+    """Write the model or adapter, the loss curve and the results into the folder of the run.
+
+    All processes call it together; the first one writes.
+
+    Args:
+        trainer: The trainer, whose training has ended.
+        tokenizer: The tokenizer of the run.
+        recipe: The recipe of the run.
+        name: The recipe's name, where it comes with `attnres`.
+        results: The results of [`collect_results`].
+
+    Raises:
+        OSError: The files cannot be written. The checkpoints of the run stay.
+    """
+    try:
+        _write_files(trainer, tokenizer, recipe, name, results)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if is_lost_connection(error):
+            raise  # another process has failed, and says why
+        raise OSError(
+            f"what the run has made could not be written to {Path(recipe.out)}: {why_not_written(error)}. Its "
+            "checkpoints are there: the same command goes on from the last one."
+        ) from error
+
+
+def _write_files(
+    trainer: AttnResTrainer, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, name: str, results: dict[str, Any]
+) -> None:
+    out, is_main = Path(recipe.out), trainer.is_world_process_zero()
+    kind = ADAPTER if recipe.lora is not None else MODEL
+    # The model is whole before it gets its name, so that a run that is killed leaves no half-written one.
+    stage = out / f".{kind}.partial"
+    if is_main:
+        shutil.rmtree(stage, ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()
+    trainer.save_model(str(stage))  # all processes: a divided model is gathered from them
+    trainer.accelerator.wait_for_everyone()
+    if is_main:
+        (stage / "training_args.bin").unlink(missing_ok=True)
+        tokenizer.save_pretrained(stage)
+        write_training = partial(
+            write_training_card, recipe=recipe, name=name, results=results, processes=trainer.args.world_size
+        )
+        if kind == MODEL:
+            write_training(stage, trainer.accelerator.unwrap_model(trainer.model))
+        shutil.rmtree(out / kind, ignore_errors=True)
+        stage.rename(out / kind)
+        if recipe.lora is not None and recipe.merge:
+            merged = trainer.model.merge_and_unload()
+            merged.save_pretrained(out / MODEL)
+            tokenizer.save_pretrained(out / MODEL)
+            write_training(out / MODEL, merged)
+        curves = {"training": results["training_loss"], "held out": results["held_out_losses"]}
+        plot_loss_curves({label: points for label, points in curves.items() if points}, out / CURVE)
+        atomic_write(out / RESULTS, json.dumps(results, indent=2) + "\n")
+    trainer.accelerator.wait_for_everyone()
+
+
+def write_training_card(
+    folder: Path, model: PreTrainedModel, recipe: Recipe, name: str, results: Mapping[str, Any], processes: int
+) -> None:
+    """Write the card of the model that a run has saved. A standard decoder, which is not of this family, gets none.
+
+    Args:
+        folder: The folder of the saved model.
+        model: The trained model.
+        recipe: The recipe of the run.
+        name: The recipe's name, where it comes with `attnres`.
+        results: The results of [`collect_results`].
+        processes: How many processes trained.
+    """
+    config = model.config
+    if not isinstance(config, ResidualConfig):
+        return
+    is_local = Path(recipe.model).is_dir()
+    hub_id = None if is_local or recipe.model in names() else recipe.model
+    commit = getattr(config, "_commit_hash", None)
+    source = Path(recipe.model) if is_local else hub_id and _card_on_hub(hub_id, commit)
+    text = new_card(source, hub_id)
+    base = linked(hub_id, recipe.model, commit)
+    if recipe.model in names():
+        step = f"**Trained from scratch**, the configuration {base}"
+    elif recipe.retrofit is not None:
+        step = f"**Retrofit** of {base}, {config.connection.describe(config)}, then **trained**"
+    else:
+        step = f"**Trained**, from {base},"
+    data, training = _describe_data(recipe.train), _describe_training(recipe, results, processes)
+    step += f" by `attnres train{f' {name}' if name else ''}`{data}: {training}"
+    run = Path(recipe.out).absolute().name
+    subject = Subject(
+        config,
+        folder,
+        f"{run}/model",
+        title=run,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        datasets=_hub_ids(recipe.train),
+    )
+    write_card(add_step(text, step), subject)
+
+
+def _describe_training(recipe: Recipe, results: Mapping[str, Any], processes: int) -> str:
+    """Return the length of the run, its optimizer, its held-out loss and the software, in two sentences."""
+    at_start = _loss_at_start(results)
+    before = "" if at_start is None else f", {at_start:.4f} before"
+    adapters = ", low-rank adapters merged into the weights" if recipe.lora is not None else ""
+    tokens, steps = counted(results["tokens"], "token"), counted(results["steps"], "step")
+    batch = f"{counted(recipe.batch_size, 'sequence')} of {counted(recipe.length, 'token')}"
+    workers = "1 process" if processes == 1 else f"{processes} processes"
+    return (
+        f"{tokens} in {steps} of {batch}, {recipe.optimizer} at a rate of {recipe.learning_rate:g}, {recipe.schedule}, "
+        f"seed {recipe.seed}{adapters}, on {workers}. Held-out loss {results['held_out_loss']:.4f} nats/token{before}. "
+        f"attnres {attnres.__version__}, transformers {transformers.__version__}, torch {torch.__version__}."
+    )
+
+
+def _describe_data(train: Sequence[str]) -> str:
+    """Return the training data as links to the Hub, or as the names of files."""
+    hub_ids = _hub_ids(train)
+    shown = [link(name, "datasets/") if name in hub_ids else code(Path(name).name) for name in train]
+    return f" on {', '.join(shown)}" if shown else ""
+
+
+def _hub_ids(train: Sequence[str]) -> list[str]:
+    return [path for path in train if path.count("/") == 1 and not Path(path).exists() and is_hub_id(path)]
+
+
+def _card_on_hub(hub_id: str, commit: str | None) -> Path | None:
+    """Return the folder with the card of a model on the Hub; `None` if there is no card, or the Hub is out of reach."""
+    try:
+        return Path(hf_hub_download(hub_id, CARD, revision=commit)).parent
+    except (OSError, ValueError):
+        return None
+
+
+__all__ = ["collect_results", "describe_results", "write_run", "write_training_card"]
