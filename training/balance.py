@@ -21,22 +21,32 @@ BIAS = "e_score_correction_bias"
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model that own a correction bias, in order; none for a dense model."""
+    """Return the routers of a model in order: the modules with a correction bias. A dense model has none."""
+    # Some models store the bias as a buffer, others as a parameter.
     return [m for m in model.modules() if m._buffers.get(BIAS) is not None or m._parameters.get(BIAS) is not None]
 
 
 def balance_step(bias: Tensor, load: Tensor, rate: float) -> None:
-    """`b_i += rate * sign(mean(c) - c_i)`, in place; `bias` and the integer counts `load` are `[experts]`."""
-    # In integers, times the number of experts: an expert with exactly the mean load keeps its bias.
+    """Update the bias of a router in place: `b_i += rate * sign(mean(c) - c_i)`.
+
+    Args:
+        bias: The correction bias, `[experts]`.
+        load: The number of tokens that chose each expert, integers `[experts]`.
+        rate: The rate of the update.
+    """
+    # Compared as integers, times the number of experts, so that an expert with exactly the mean load keeps its bias.
     bias.add_(torch.sign(load.sum() - load * len(load)).to(bias.dtype), alpha=rate)
 
 
 def load_balance(load: Tensor) -> tuple[Tensor, Tensor]:
-    """How even the counts `load` `[experts]` are.
+    """Measure how evenly tokens are spread over the experts of a router.
+
+    Args:
+        load: The number of tokens that chose each expert, `[experts]`.
 
     Returns:
-        The largest violation, `max_i c_i / mean(c) - 1` (0: even; experts / top_k - 1: all tokens choose the same
-        ones), and the entropy of the shares over its maximum, `H(c / sum(c)) / log(experts)` (1: even). Scalars.
+        Two scalars: the largest violation, `max_i c_i / mean(c) - 1` (0 if even; `experts / top_k - 1` if all tokens
+        choose the same experts), and the relative entropy, `H(c / sum(c)) / log(experts)` (1 if even).
     """
     share = load.float() / load.sum()
     entropy = torch.special.entr(share).sum() / math.log(len(load)) if len(load) > 1 else torch.ones_like(share[0])
@@ -44,22 +54,22 @@ def load_balance(load: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class ExpertBalance(LoggedCallback):
-    """Balances the experts of the model that a `Trainer` trains; does nothing to a model without correction biases.
+    """A callback that balances the experts of the model that a `Trainer` trains. Without routers it does nothing.
 
-    The load is what the routers return, over all micro-batches of a step and all processes. Only the forward passes of
-    training count: not those of evaluation, and not those that gradient checkpointing repeats. The load balance is in
-    the log, see [`metrics`].
+    The load counts the experts that the routers return, over all micro-batches of a step and all processes. Only the
+    forward passes of training count, not those of evaluation or those that gradient checkpointing repeats. The balance
+    appears in the log, see [`metrics`].
 
-    The biases are made float32: a step of 0.001 would be lost in bfloat16. Pass this callback to the constructor of the
-    `Trainer`, so that a checkpoint is read into float32 too.
+    The biases are made float32, since a step of 0.001 would be lost in bfloat16. Pass this callback to the constructor
+    of the `Trainer`, so that a checkpoint is read into float32 too.
 
     Args:
-        rate: of the update, the published 0.001 by default; 0 only measures.
+        rate: The rate of the update, by default the published 0.001. With 0, the callback only measures.
 
     Raises:
-        ValueError: the rate is negative; a module with a correction bias does not return which experts it chose; or the
-            biases of a model with adapters are to be changed, which an adapter's file does not hold.
-        RuntimeError: no router ran in the first step.
+        ValueError: The rate is negative; from training: a module with a correction bias does not return which experts
+            it chose, or the model has adapters and the rate is not 0, since the file of an adapter has no biases.
+        RuntimeError: From training: no router ran in the first step.
     """
 
     def __init__(self, rate: float = 0.001):
@@ -70,13 +80,17 @@ class ExpertBalance(LoggedCallback):
         self._handles: list = []
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
+        """Make the biases float32, before a checkpoint is read into them."""
         for router in routers(model):
             bias = getattr(router, BIAS)
             bias.data = bias.data.float()
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Attach counters to the routers."""
         super().on_train_begin(args, state, control, **kwargs)
+        # Again, as the callback may have been added to a `Trainer` that was made before.
         self.on_init_end(args, state, control, model)
+        # Remove the counters of an earlier training that ended with an error.
         self.on_train_end(args, state, control)
         self._routers = routers(model)
         if self._routers and self.rate and hasattr(model, "peft_config"):
@@ -88,8 +102,8 @@ class ExpertBalance(LoggedCallback):
         self._loads = [torch.zeros(bias.numel(), dtype=torch.long, device=bias.device) for bias in biases]
         if not self._routers:
             return
-        # What runs between a call of the whole model and its return is a forward pass; what gradient checkpointing
-        # repeats runs later, in the backward pass.
+        # Count only between the call of the whole model and its return: gradient checkpointing repeats layers later, in
+        # the backward pass.
         self._handles = [
             model.register_forward_pre_hook(self._begin_forward),
             model.register_forward_hook(self._end_forward, always_call=True),
@@ -98,6 +112,7 @@ class ExpertBalance(LoggedCallback):
             self._handles.append(router.register_forward_hook(partial(self._count, load)))
 
     def on_train_end(self, args, state, control, **kwargs):
+        """Remove the counters."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -108,9 +123,11 @@ class ExpertBalance(LoggedCallback):
         self._counting = False
 
     def _count(self, load: Tensor, router: nn.Module, inputs: tuple, output) -> None:
+        """Add the experts that a router has chosen to its `load`."""
         if not self._counting:
             return
         outputs = output if isinstance(output, tuple) else (output,)
+        # Routers return logits and weights too, in an order that differs. Only the chosen experts are integers.
         chosen = [o for o in outputs if isinstance(o, Tensor) and o.dtype in (torch.int32, torch.int64)]
         if len(chosen) != 1:
             raise ValueError(
@@ -122,6 +139,7 @@ class ExpertBalance(LoggedCallback):
 
     @torch.no_grad()
     def on_optimizer_step(self, args, state, control, **kwargs):
+        """Sum the load over all processes, and update the biases by it."""
         if not self._routers:
             return
         device = self._loads[0].device
@@ -130,21 +148,23 @@ class ExpertBalance(LoggedCallback):
             raise RuntimeError("no router ran in this step: the load of the experts cannot be counted on this model.")
         self._measured = True
         measures = []
-        for router, own_load, load in zip(self._routers, self._loads, loads.split([len(own) for own in self._loads])):
+        sizes = [len(load) for load in self._loads]
+        for router, local_load, load in zip(self._routers, self._loads, loads.split(sizes)):
             bias = getattr(router, BIAS)
             balance_step(bias.view(-1), load.to(bias.device), self.rate)
             measures.append(torch.stack(load_balance(load)))
-            own_load.zero_()
+            local_load.zero_()
         violation, entropy = torch.stack(measures).unbind(1)
         self._violation = violation if self._steps == 0 else self._violation + violation
         self._entropy = entropy if self._steps == 0 else self._entropy + entropy
         self._steps += 1
 
     def metrics(self) -> dict[str, float]:
-        """Load balance of the steps since the last call: means over steps, and over layers or of the worst layer.
+        """Return the load balance since the last call, as in [`load_balance`], averaged over steps.
 
-        `expert_max_violation`, `expert_max_violation_worst_layer` and `expert_load_entropy`, as in [`load_balance`].
-        Empty when there was no step, and for a model without routers.
+        Returns:
+            `expert_max_violation` and `expert_load_entropy`, averaged over layers, and
+            `expert_max_violation_worst_layer`. Empty if there was no step, and for a model without routers.
         """
         if not self._routers or self._steps == 0:
             return {}

@@ -1,4 +1,4 @@
-"""A folder that one process builds once: whole, unharmed, or not there."""
+"""Cache folders: each is built once, by one process, and is either complete and undamaged or built again."""
 
 import json
 import os
@@ -13,15 +13,23 @@ MANIFEST = "manifest.json"
 
 
 def built_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """`folder` as `build` fills it, now or in an earlier run.
+    """Build a folder, unless an earlier call has.
 
-    It is built under a temporary name beside its own, so that a run that is killed leaves none, and under a lock, so
-    that of several processes one builds and the others wait. Its manifest holds the size and checksum of every file: a
-    folder that does not agree with it is built again.
+    The folder is filled under a temporary name, so that a killed run leaves no incomplete one. A lock lets one process
+    build while the others wait. A manifest holds the size and checksum of every file, and a folder that does not match
+    its manifest is built again.
+
+    Args:
+        folder: The folder.
+        build: A function that writes the files into the empty folder that it is called with. An `OSError` about data
+            that it reads must have no `errno`, which tells it from an error in writing.
+
+    Returns:
+        The folder.
 
     Raises:
-        OSError: nothing can be written there.
-        Exception: what `build` raises; nothing is left of the folder then. Its own `OSError`s have no `errno`.
+        OSError: The folder cannot be written.
+        Exception: Any error of `build`. Nothing is left of the folder then.
     """
     if _is_whole(folder):
         return folder
@@ -31,7 +39,7 @@ def built_once(folder: Path, build: Callable[[Path], None]) -> Path:
             if not _is_whole(folder):
                 _build(folder, build)
     except OSError as error:
-        if error.errno is None:  # of what is read, not of what is written
+        if error.errno is None:  # from `build`, about data that it reads
             raise
         raise OSError(f"The cache {folder.parent} cannot be written: {os.strerror(error.errno)}.") from error
     return folder
@@ -39,6 +47,7 @@ def built_once(folder: Path, build: Callable[[Path], None]) -> Path:
 
 def _build(folder: Path, build: Callable[[Path], None]) -> None:
     partial = folder.with_name(f"{folder.name}.partial")
+    # A damaged folder, and one that a killed run has left.
     for left_over in (folder, partial):
         if left_over.exists():
             shutil.rmtree(left_over)
@@ -53,6 +62,7 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
 
 
 def _is_whole(folder: Path) -> bool:
+    """Return whether the files of a folder match its manifest."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         return all(_checksum(folder / name) == checksum for name, checksum in manifest.items())
@@ -61,7 +71,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _checksum(path: Path) -> list[int]:
-    """Size and CRC-32 of a file: as fast as it can be read, and enough against accidents."""
+    """Return size and CRC-32 of a file. CRC-32 finds accidental damage, at the speed of the disk."""
     checksum = 0
     with open(path, "rb") as file:
         while chunk := file.read(1 << 20):

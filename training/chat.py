@@ -1,6 +1,6 @@
-"""Chat data: a conversation through the tokenizer's own template, with the loss on the assistant's part alone.
+"""Chat data: encode conversations by the tokenizer's own template, with the loss on the assistant's part alone.
 
-The assistant's part is what the model has to write: the text of each of its turns, and the token that ends the turn.
+The assistant's part is the text that the model has to write: each of its turns, and the token that ends the turn.
 """
 
 import json
@@ -19,18 +19,24 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, column: str = "messages") -> Callable[[dict], dict]:
-    """A function that turns rows of conversations into tokens and labels.
+    """Return a function that encodes a row with a conversation.
 
-    A row holds, in the `column`, a list of messages `{"role": ..., "content": ...}`, in whatever else the template
-    reads too (`tool_calls`, `reasoning_content`), and may have `tools`. The function gives `input_ids` and `labels` of
-    the whole conversation, where labels are -100 outside of the assistant's part.
+    Two kinds of templates work. One marks the assistant's part by `{% generation %}`: the marked text is learned, and
+    the end-of-turn token after it. Any other has to render messages alike, whatever follows them: the assistant's part
+    is then the text that each of its turns adds to the prompt for it.
 
-    A template that marks the assistant's part by `{% generation %}` is taken at its word, and the end-of-turn token
-    that follows the mark is counted in. Otherwise the part is found by rendering the conversation up to each turn of
-    the assistant's, which needs a template that renders messages alike whatever follows.
+    Args:
+        tokenizer: A tokenizer with a chat template.
+        column: The column of the messages.
+
+    Returns:
+        A function of a row. The row holds, in the `column`, a list of messages `{"role": ..., "content": ...}`, with
+        any other keys that the template reads (`tool_calls`, `reasoning_content`), and may have `tools`. The function
+        returns `input_ids` and `labels` of the whole conversation; labels outside of the assistant's part are -100. It
+        raises ValueError for a row that cannot be used.
 
     Raises:
-        ValueError: the tokenizer has no chat template; and, from the function, a row that cannot be used.
+        ValueError: The tokenizer has no chat template.
     """
     if not tokenizer.chat_template:
         raise ValueError(
@@ -41,7 +47,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, column: str = "messages") ->
 
 @dataclass(frozen=True)
 class _ChatEncoder:
-    """A class and not a closure: worker processes can be sent it."""
+    """The function of [`encode_chat`]. It is a class, not a closure, so that it can be sent to worker processes."""
 
     tokenizer: PreTrainedTokenizerBase
     column: str
@@ -60,6 +66,7 @@ class _ChatEncoder:
         labels = [IGNORED] * len(ids)
         for part in parts:
             start, end = self._token_span(text, ids, *part)
+            # Marks usually end before the token that ends the turn, which the model has to write too.
             if marked and ids[end : end + 1] != [opening] and not self.added_tokens.isdisjoint(ids[end : end + 1]):
                 end += 1
             else:
@@ -70,9 +77,9 @@ class _ChatEncoder:
         return {"input_ids": ids, "labels": labels}
 
     def _marked(self, template: str, messages: list[dict], tools: list | None) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation as text, and the parts of it that the template marks."""
-        # `apply_chat_template` finds the tokens of a part by their offsets. Many tokenizers have none for a space, and
-        # at a part that begins with one it ends the search.
+        """Return the conversation as text, and the start and end of each part that the template marks."""
+        # Not by `apply_chat_template`, which finds the tokens of a part by their offsets. Many tokenizers give no
+        # offset for a space, and it stops at the first part that begins with one.
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
         (text,), (parts,) = render_jinja_template(
             [messages],
@@ -86,7 +93,7 @@ class _ChatEncoder:
     def _between_prompts(
         self, template: str, messages: list[dict], tools: list | None
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation as text, and what each of the assistant's turns adds to the prompt for it."""
+        """Return the conversation as text, and start and end of what each of the assistant's turns adds."""
         text, parts = self._render(messages, tools), []
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -98,24 +105,24 @@ class _ChatEncoder:
         return text, parts
 
     def _token_span(self, text: str, ids: list[int], start: int, end: int) -> tuple[int, int]:
-        """The tokens of `text[start:end]`, with those that reach beyond it.
+        """Return start and end of the tokens of `text[start:end]`, including tokens that reach beyond it.
 
-        Not by the tokens' offsets: see `_marked`.
+        Offsets of tokens would be simpler, but some are missing: see `_marked`.
         """
         first = _shared(self._tokens(text[:start]), ids)
         until = self._tokens(text[:end])
         last = _shared(until, ids)
-        if last < len(until):  # the text up to there ends in other tokens than where the rest follows
+        if last < len(until):  # a token spans `end`: the text after it tells how far this token reaches
             last = max(last, len(ids) - _shared(self._tokens(text[end:])[::-1], ids[::-1]))
         return first, last
 
     def _without_trailing_space(self, ids: list[int], start: int, end: int) -> int:
-        """The end without white space after the token that ends the turn."""
+        """Return the end of a part, without the white space that follows the token which ends the turn."""
         last = next((i for i in range(end - 1, start - 1, -1) if ids[i] in self.added_tokens), None)
         return end if last is None or self.tokenizer.decode(ids[last + 1 : end]).strip() else last + 1
 
     def _opening(self, messages: list[dict], tools: list | None) -> int | None:
-        """The token that opens a turn: it may follow a mark as well, where no token ends turns."""
+        """Return the token that opens a turn. In a template without end-of-turn tokens it may follow a mark."""
         before = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
         prompt = self._render(messages[:before], tools, add_generation_prompt=True)
         tokens = self._tokens(prompt.removeprefix(self._render(messages[:before], tools)))
@@ -138,17 +145,17 @@ _UNSTABLE = (
 
 
 def _messages(row: dict[str, Any], column: str) -> list[dict[str, Any]]:
-    """The conversation of a row.
+    """Return the messages of a row.
 
     Raises:
-        ValueError: it is no list of messages, or the assistant has no turn or the first one.
+        ValueError: It holds no list of messages, or the assistant has no turn, or the first one.
     """
     messages = row.get(column)
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"`{column}` holds no messages.")
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"message {i} of `{column}` is no object with a `role` and a `content`.")
+            raise ValueError(f"message {i} of `{column}` must be an object with a `role` and a `content`.")
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
         raise ValueError(f"`{column}` has no turn of the assistant's, only of {', '.join(dict.fromkeys(roles))}.")
@@ -158,6 +165,7 @@ def _messages(row: dict[str, Any], column: str) -> list[dict[str, Any]]:
 
 
 def _tools(row: dict[str, Any]) -> list | None:
+    """Return the tools of a row, which may be written as JSON; `None` if there are none."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools:
         try:
@@ -168,7 +176,7 @@ def _tools(row: dict[str, Any]) -> list | None:
 
 
 def _shared(first: list[int], second: list[int]) -> int:
-    """The length of what two lists begin with alike."""
+    """Return the length of the longest common prefix of two lists."""
     pairs = zip(first, second)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 

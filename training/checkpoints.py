@@ -24,14 +24,15 @@ _RANDOM = "rng_state"
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Look at every file of a checkpoint. What `torch.save` wrote is read through, for its checksums.
+    """Check every file of a checkpoint.
 
-    Of weights, which have none, only the length is known, and that they are not all zero.
+    Files of `torch.save` have checksums, and are read completely. Weights have none: only their length is checked, and
+    that they are not all zero.
 
     Raises:
-        ValueError: a file is missing, empty, cut off or broken.
+        ValueError: A file is missing, empty, cut off or broken.
     """
-    # In this order: what is missing may be told by a file that has to be whole.
+    # Broken files first: the index of shards, which tells what is missing, has to be whole.
     problem = next(filter(None, map(_broken, sorted(folder.rglob("*")))), None) or _missing(folder)
     if problem:
         raise ValueError(
@@ -41,31 +42,33 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def _missing(folder: Path) -> str | None:
+    """Return which file is missing in a checkpoint, or `None`."""
     names = {path.name for path in folder.iterdir()}
     for name in (TRAINER_STATE_NAME, SCHEDULER_NAME):
         if name not in names:
             return f"{folder / name} is missing"
     # Engines that divide a model use other names: `optimizer_0`, `pytorch_model_fsdp_0`, DeepSpeed's `global_step9`.
-    for usual, begins in (
+    for usual, prefixes in (
         (OPTIMIZER_NAME, ("optimizer", "global_step")),
         (SAFE_WEIGHTS_NAME, ("model", "adapter_model", "pytorch_model", "shard-", "global_step")),
     ):
-        if not any(name.startswith(begins) for name in names):
+        if not any(name.startswith(prefixes) for name in names):
             return f"{folder / usual} is missing"
     if SAFE_WEIGHTS_INDEX_NAME in names:
         shards = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))["weight_map"].values()
-        if lacking := sorted({*shards} - names):
-            return f"{folder / lacking[0]} is missing"
-    # Of one process, or of each by its number.
+        if missing := sorted({*shards} - names):
+            return f"{folder / missing[0]} is missing"
+    # One file for a run of one process; else one for each process, by its number.
     states = [name for name in names if name.startswith(_RANDOM)]
     expected = [f"{_RANDOM}_{number}.pth" for number in range(len(states))]
     if states != [f"{_RANDOM}.pth"] and (not states or sorted(states) != sorted(expected)):
-        lacking = next((name for name in expected if name not in states), f"{_RANDOM}.pth")
-        return f"{folder / lacking} is missing"
+        missing = next((name for name in expected if name not in states), f"{_RANDOM}.pth")
+        return f"{folder / missing} is missing"
     return None
 
 
 def _broken(path: Path) -> str | None:
+    """Return what is wrong with a file, or `None`."""
     if not path.is_file():
         return None
     if not path.stat().st_size:
@@ -76,8 +79,9 @@ def _broken(path: Path) -> str | None:
         if path.suffix == ".json":
             json.loads(path.read_text(encoding="utf-8"))
         elif path.suffix == ".safetensors":
-            with safe_open(path, "pt") as weights:  # compares the length with what the header says
-                # As after a machine lost its power. Ends at the first tensor that is not zero.
+            # Opening compares the length with the header.
+            with safe_open(path, "pt") as weights:
+                # A machine that lost its power leaves zeros. The search ends at the first tensor with another value.
                 tensors = map(weights.get_tensor, weights.offset_keys())
                 if not any(tensor.flatten().view(torch.uint8).any() for tensor in tensors):
                     return f"{path} is broken (it holds nothing but zeros)"
@@ -89,22 +93,25 @@ def _broken(path: Path) -> str | None:
 
 
 def _wrong_state(path: Path) -> str | None:
+    """Return what is wrong with the state of the `Trainer`, or `None`."""
     try:
         steps = TrainerState.load_from_json(str(path)).global_step
-    except TypeError:  # no mapping, or one of other names
+    except TypeError:  # not a mapping, or one with other keys
         steps = None
     return None if isinstance(steps, int) and steps > 0 else f"{path} is broken (it does not say after which step)"
 
 
 def _wrong_archive(path: Path) -> str | None:
+    """Return what is wrong with a file of `torch.save`, which is a ZIP archive, or `None`."""
     try:
-        with zipfile.ZipFile(path) as archive:  # whose table of contents stands at the end
+        # The table of contents stands at the end, so a file that is cut off does not open.
+        with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except (EOFError, NotImplementedError, OSError, RuntimeError, ValueError, zipfile.BadZipFile):
         return f"{path} is broken or cut off"
     if damaged is not None:
         return f"{path} is broken (its part {damaged} is damaged)"
-    # As `transformers` loads them: plain data, which runs nothing. The tensors stay where they are.
+    # Loaded as `transformers` does: `weights_only` runs no code, and `mmap` leaves the tensors on the disk.
     if path.name.startswith((OPTIMIZER_NAME, SCHEDULER_NAME, _RANDOM)):
         try:
             with safe_globals():
@@ -115,15 +122,16 @@ def _wrong_archive(path: Path) -> str | None:
 
 
 class ResumableTrainer(Trainer):
-    """A `Trainer` whose `train(resume_from_checkpoint=...)` ends at once where all steps are made.
+    """A `Trainer` whose `train(resume_from_checkpoint=...)` ends at once if all steps have been made.
 
     `Trainer` checks whether training is over only after a step. Resumed from its last checkpoint it makes one more,
-    with other weights, and the checkpoint of that step takes the place of an older one.
+    which changes the weights, and the checkpoint of that step replaces an older one.
     """
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, torch.Tensor | int | None]:
+        """Return the micro-batches of a step, as `Trainer` calls it; none if all steps have been made."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return [], None

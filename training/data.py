@@ -1,6 +1,7 @@
-"""Data sets as blocks of tokens: tokenise, shuffle the documents, cut their stream into blocks, shuffle the blocks.
+"""Load data sets as blocks of tokens: tokenise, shuffle the documents, cut their stream into blocks, shuffle these.
 
-Tokens and blocks are kept in a cache, named by what they were made from, and memory-mapped from there.
+Tokens and blocks are kept in a cache and memory-mapped from there. The name of a cache folder is a digest of everything
+that its content depends on.
 """
 
 import hashlib
@@ -30,7 +31,7 @@ from .packing import Place, Tokens, pack
 
 SHUFFLE_BUFFER = 2048  # blocks in memory, among which a stream is shuffled
 
-_VERSION = 4  # of what the cache holds
+_VERSION = 4  # of the cache's content: raise it when the same data would give other tokens or blocks
 _TOKENS, _BLOCKS, _SKIPPED, _COUNTS = "tokens.arrow", "blocks.arrow", "skipped.json", "counts.json"
 _DIGEST = "digest.txt"
 _TOKENS_AT_ONCE = 1 << 22
@@ -48,36 +49,38 @@ def load_blocks(
     separate: bool = False,
     cache: Path | None = None,
 ) -> Dataset | IterableDataset:
-    """Blocks of `length` tokens from the documents of a [`DataSpec`].
+    """Load the documents of a [`DataSpec`] as blocks of `length` tokens.
 
     Each document is tokenised with the tokenizer's own special tokens and ends with its end-of-text token. The
-    documents are joined in a shuffled order, the stream is cut into blocks, and the blocks are shuffled. Blocks cross
-    the ends of documents, and attention is not kept from doing so. The incomplete block at the end is dropped, and so
-    are blocks without a label that can be learned.
+    documents are joined in a shuffled order, the stream is cut into blocks, and the blocks are shuffled. A block may
+    hold parts of several documents, and attention sees across them unless `separate` is set. The incomplete block at
+    the end is dropped, and so are blocks without a label to learn.
 
-    The order depends on data and `seed` alone: not on the process, nor on the number of processes or workers.
+    The order depends on data and `seed` alone, not on the process or the number of processes or workers.
 
-    A stream (`spec.streaming`) takes the documents in order and shuffles blocks among the [`SHUFFLE_BUFFER`] next ones,
-    in each epoch alike. One worker reads all of it. Skipped batches and `load_state_dict` resume it exactly; both read
-    and tokenise anew up to that place.
+    A stream (`spec.streaming`) keeps the order of the documents, and shuffles each block among the next
+    [`SHUFFLE_BUFFER`] ones, with the same order in each epoch. One worker reads the whole stream. It resumes exactly,
+    after skipped batches or `load_state_dict`, by reading and tokenising everything up to that place again.
 
     Args:
-        length: tokens in a block.
-        seed: of the order; `None` keeps that of the files.
-        encode: gives a row's `input_ids` and `labels` instead, the document's end included, and raises `ValueError` for
-            a row that it cannot use. The cache knows it by its code and what it holds.
-        separate: keep the documents of a block apart, by `position_ids` `[length]` that restart with each of them. The
-            label of a document's first token is left out.
-        cache: a folder for tokens and blocks; by default within that of `datasets`.
+        spec: The documents to read.
+        tokenizer: The tokenizer.
+        length: Tokens in a block.
+        seed: The seed of the order; `None` keeps the order of the files.
+        encode: A function that returns the `input_ids` and `labels` of a row, with the end of the document, and raises
+            `ValueError` for a row that it cannot use. The cache identifies it by its code and its fields.
+        separate: Keep the documents of a block apart, by `position_ids` `[length]` that restart with each document. The
+            label of a document's first token is ignored.
+        cache: A folder for tokens and blocks. By default a folder within the cache of `datasets`.
 
     Returns:
-        Rows `{"input_ids": [length], "labels": [length], "documents": "train.jsonl:17-19"}`: tensors, and the lines or
-        rows that the block was made from. Labels are the tokens (models shift them), unless `encode` gives others. A
-        data set that is no stream says in its `info.description` how many documents and tokens it was made of.
+        Rows `{"input_ids": [length], "labels": [length], "documents": "train.jsonl:17-19"}`: two int64 tensors, and the
+        lines or rows that the block was made from. Labels are the tokens (models shift them), unless `encode` gives
+        others. `info.description` tells the number of documents and tokens, except for a stream.
 
     Raises:
-        OSError: a file is absent or cannot be read, or the cache cannot be written.
-        ValueError: a data set, file or row cannot be used (see [`DataSpec`]), there are too few tokens for one block,
+        OSError: A file is absent or cannot be read, or the cache cannot be written.
+        ValueError: A data set, file or row cannot be used (see [`DataSpec`]), there are too few tokens for one block,
             or the tokenizer has no end-of-text token.
     """
     if length < 2:
@@ -109,10 +112,11 @@ def load_blocks(
 
 
 def _stream(documents: Documents, encoder: Encoder, length: int, seed: int | None, separate: bool) -> IterableDataset:
-    if next(iter(documents), None) is None:  # what is wrong with all of the data shows now, not when training begins
+    # Reading one document shows errors of the whole data now, not when training begins.
+    if next(iter(documents), None) is None:
         raise ValueError(_too_few(" ".join(documents.spec.paths), 0, 0, length, documents.skipped))
-    # Without `features` and format, which take each token for a Python number on its way: 50 times slower. And no lists
-    # among the arguments: their parts would be shards, which are divided among workers, and that changes the order.
+    # Without `features` and format, which convert each token to a Python number on its way: 50 times slower. Without
+    # lists among the arguments, which `datasets` would divide among workers: that changes the order.
     arguments = {"documents": documents, "encoder": encoder, "length": length, "seed": seed}
     arguments["separate"] = separate
     return IterableDataset.from_generator(_generate, gen_kwargs=arguments)
@@ -121,18 +125,19 @@ def _stream(documents: Documents, encoder: Encoder, length: int, seed: int | Non
 def _generate(
     documents: Documents, encoder: Encoder, length: int, seed: int | None, separate: bool
 ) -> Iterator[dict[str, Any]]:
-    counts, blocks_found = {"documents": 0, "tokens": 0}, 0
+    """Yield the rows of a stream. Raise ValueError at its end if it gave no block."""
+    counts, num_blocks = {"documents": 0, "tokens": 0}, 0
 
-    def counted() -> Iterator[Tokens]:
+    def count() -> Iterator[Tokens]:
         for tokens in encoder.batches(documents):
             counts["documents"] += len(tokens.places)
             counts["tokens"] += len(tokens.ids)
             yield tokens
 
     def rows() -> Iterator[dict[str, Any]]:
-        nonlocal blocks_found
-        for blocks in pack(counted(), length, separate):
-            blocks_found += len(blocks.documents)
+        nonlocal num_blocks
+        for blocks in pack(count(), length, separate):
+            num_blocks += len(blocks.documents)
             labels = blocks.ids if blocks.labels is None else blocks.labels
             columns = {"input_ids": blocks.ids, "labels": labels}
             if separate:
@@ -142,14 +147,17 @@ def _generate(
                 yield tensors | {"documents": sources}
 
     yield from rows() if seed is None else _shuffled(rows(), seed)
-    if not blocks_found:
+    if not num_blocks:
         raise ValueError(_too_few(" ".join(documents.spec.paths), **counts, length=length, skipped=documents.skipped))
     if documents.skipped:
         logger.warning("%s", documents.skipped)
 
 
 def _shuffled(rows: Iterator[dict[str, Any]], seed: int) -> Iterator[dict[str, Any]]:
-    """Rows in another order, which, unlike that of `IterableDataset.shuffle`, is the same in a worker and resumes."""
+    """Yield rows in a shuffled order, which is the same in a worker and after a resume.
+
+    `IterableDataset.shuffle` does not keep its order in either case.
+    """
     generator = np.random.default_rng(seed)
     buffer = []
     for row in rows:
@@ -163,11 +171,11 @@ def _shuffled(rows: Iterator[dict[str, Any]], seed: int) -> Iterator[dict[str, A
 
 
 def _write_tokens(documents: Documents, encoder: Encoder, folder: Path) -> None:
-    """`tokens.arrow`, a row for each document in the order of the files, and what was skipped."""
+    """Write `tokens.arrow`, a row for each document in the order of the files, and the count of skipped rows."""
     tokens = pa.list_(pa.int32())
     columns = {"input_ids": tokens} | ({"labels": tokens} if encoder.encode else {})
     schema = pa.schema(columns | {"source": pa.string(), "first": pa.int64(), "last": pa.int64()})
-    # `disable=None` draws no bar where the error output is no terminal; the lines of `pace` stand there instead.
+    # `disable=None` draws no bar where the error output is not a terminal. The lines of `pace` are printed there.
     bar = datasets.utils.tqdm(desc="Tokenising", unit=" tokens", unit_scale=True, leave=False, disable=None)
     pace, count = Pace(None, unit="tokens"), 0
     with pa.ipc.new_stream(str(folder / _TOKENS), schema) as file, bar:
@@ -185,7 +193,7 @@ def _write_tokens(documents: Documents, encoder: Encoder, folder: Path) -> None:
 
 
 def _write_blocks(tokens: Path, length: int, seed: int | None, folder: Path, name: str, separate: bool) -> None:
-    """`blocks.arrow`, the stream of the documents in the order of `seed`, and what was skipped."""
+    """Write `blocks.arrow`, cut from the documents in the order of `seed`, its digest, and the counts."""
     documents = Dataset.from_file(str(tokens / _TOKENS))
     skipped = _read_skipped(tokens)
     if seed is not None:
@@ -194,7 +202,7 @@ def _write_blocks(tokens: Path, length: int, seed: int | None, folder: Path, nam
     labels = {"labels": block} if separate or "labels" in documents.column_names else {}
     positions = {"position_ids": block} if separate else {}
     schema = pa.schema({"input_ids": block} | labels | positions | {"documents": pa.string()})
-    # One digest for each column of numbers: none depends on how many documents are read at once.
+    # One digest for each column, so that it does not depend on how many documents are read at once.
     count, digests = 0, [hashlib.blake2b(digest_size=16) for _ in ("input_ids", *labels, *positions)]
     with pa.ipc.new_stream(str(folder / _BLOCKS), schema) as file:
         for blocks in pack(_read_tokens(documents), length, separate):
@@ -214,8 +222,8 @@ def _write_blocks(tokens: Path, length: int, seed: int | None, folder: Path, nam
 
 
 def _read_tokens(documents: Dataset) -> Iterator[Tokens]:
-    """The documents in batches of about [`_TOKENS_AT_ONCE`]."""
-    average = documents.data.nbytes / 4 / max(1, documents.data.num_rows)
+    """Yield the documents in batches of about [`_TOKENS_AT_ONCE`] tokens."""
+    average = documents.data.nbytes / 4 / max(1, documents.data.num_rows)  # tokens of a document, 4 bytes each
     at_once = int(min(max(1, _TOKENS_AT_ONCE / max(1, average)), 4096))
     for table in documents.with_format("arrow").iter(at_once):
         lists = table["input_ids"].combine_chunks()
@@ -226,8 +234,9 @@ def _read_tokens(documents: Dataset) -> Iterator[Tokens]:
 
 
 def _open_blocks(folder: Path, seed: int | None) -> Dataset:
+    """Open the blocks of a cache folder, shuffled by `seed`."""
     blocks = Dataset.from_file(str(folder / _BLOCKS))
-    if "labels" not in blocks.column_names:  # then they are the tokens: the same file, seen twice
+    if "labels" not in blocks.column_names:  # the labels are the tokens: map the same file twice
         labels = blocks.select_columns("input_ids").rename_column("input_ids", "labels")
         blocks = concatenate_datasets([blocks, labels], axis=1)
     if seed is not None:
@@ -238,14 +247,15 @@ def _open_blocks(folder: Path, seed: int | None) -> Dataset:
 
 
 def digest_of(blocks: Dataset) -> str:
-    """Return a digest of the tokens and labels that a data set of [`load_blocks`] was made of, or one selected from it.
+    """Return a digest of the tokens and labels of a data set from [`load_blocks`], or of one selected from it.
 
-    It depends on nothing else: not on the names of files, nor on their dates.
+    It does not depend on the names and dates of files.
     """
     return Path(blocks.cache_files[0]["filename"]).with_name(_DIGEST).read_text()
 
 
 def _order(seed: int, stage: int, count: int) -> np.ndarray:
+    """Return the shuffled order of documents (stage 0) or blocks (stage 1), `[count]`."""
     return np.random.default_rng([seed, stage]).permutation(count)
 
 
@@ -254,11 +264,12 @@ def _read_skipped(folder: Path) -> Skipped:
 
 
 def _too_few(name: str, documents: int, tokens: int, length: int, skipped: Skipped) -> str:
+    """Return the message of an error about data that gives no block."""
     verb = "is" if documents == 1 else "are"
-    found = (
+    problem = (
         f"{name}: {counted(documents, 'document')} with {counted(tokens, 'token')} {verb} too few for one block of "
         f"{length}."
     )
     if tokens >= length:
-        found = f"{name}: no block of {length} tokens holds any of the assistant's to learn. Give a larger `length`."
-    return f"{found} {skipped}" if skipped else found
+        problem = f"{name}: no block of {length} tokens holds any of the assistant's to learn. Give a larger `length`."
+    return f"{problem} {skipped}" if skipped else problem

@@ -1,7 +1,8 @@
-"""Models that `transformers` divides among processes as it loads them: FSDP2, tensor and expert parallel.
+"""Division of a model among processes: by `transformers` as it loads the model, or by an engine of accelerate.
 
-Weights go from the disk to the process that keeps them, so a model that has only just been made, from a named
-configuration or by a retrofit, is written there first.
+`transformers` divides by FSDP2, tensor and expert parallelism, as `distributed` of the recipe says. Each process loads
+its part from the disk. So a model that is built in memory, from a named configuration or by a retrofit, is written to
+the disk first. This file also checks that a division which was asked for takes place, since accelerate may ignore it.
 """
 
 import os
@@ -22,24 +23,31 @@ from transformers.distributed import DistributedConfig
 from attnres.conversion.whole import load_whole
 from attnres.utils.wording import counted, did_you_mean
 
-# What accelerate calls processes that share nothing but gradients, on CPUs.
+# The types by which accelerate calls processes on CPUs that share only gradients.
 _UNDIVIDED = (DistributedType.NO, DistributedType.MULTI_CPU)
-# Neither is a division that a `Trainer` can train under.
+# Fields of `DistributedConfig` for divisions that `Trainer` cannot train.
 _REFUSED = ("enable_sequence_parallel", "enable_expert_parallel", "pp_size")
 
 
 def read_division(settings: Mapping[str, Any] | None, num_processes: int) -> DistributedConfig | None:
-    """The recipe's `distributed` as `transformers` reads it; `None` where the model is not divided.
+    """Read `distributed` of a recipe.
+
+    Args:
+        settings: The value of the key; fields of `DistributedConfig`.
+        num_processes: The number of processes of the run.
+
+    Returns:
+        The division as `transformers` takes it; `None` where the model is not divided.
 
     Raises:
-        ValueError: an unknown field or a wrong value; another number of processes than the sizes multiply to; an
-            engine of accelerate's that divides the model too; or a version of `transformers` that divides otherwise.
+        ValueError: A field is unknown or has a wrong value, the sizes do not multiply to the number of processes, an
+            engine of accelerate would divide the model too, or `transformers` is too old.
     """
     if not settings:
         return None
     if not hasattr(DistributedConfig, "dp_size"):
         raise ValueError(f"`distributed` of the recipe needs transformers 5.23 or newer, not {__version__}.")
-    known = [item.name for item in fields(DistributedConfig) if item.name not in _REFUSED]
+    known = [field.name for field in fields(DistributedConfig) if field.name not in _REFUSED]
     for name, value in settings.items():
         if name not in known:
             raise ValueError(f"`distributed` of the recipe cannot have `{name}`.{did_you_mean(name, known)}")
@@ -67,18 +75,21 @@ def read_division(settings: Mapping[str, Any] | None, num_processes: int) -> Dis
 def check_engines(state: PartialState) -> None:
     """Raise RuntimeError if accelerate was told to divide the model by an engine that does not run on this machine.
 
-    On CPUs accelerate takes no notice of such an engine, and trains a whole model in each process.
+    On CPUs accelerate ignores such an engine, and trains a whole model in each process.
     """
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and state.distributed_type in _UNDIVIDED:
         raise RuntimeError(_not_divided("FSDP"))
 
 
 def check_division(trainer: Trainer, division: DistributedConfig | None) -> None:
-    """Raise RuntimeError if the model is not divided as the recipe, or accelerate's settings, ask for.
+    """Check that the model is divided as the recipe or the settings of accelerate ask for.
 
     Args:
-        trainer: The trainer of the run, made with the model.
-        division: What the recipe asks for.
+        trainer: The trainer of the run.
+        division: The division that the recipe asks for.
+
+    Raises:
+        RuntimeError: The model is not divided like this.
     """
     engines = {"FSDP": trainer.is_fsdp_enabled, "DEEPSPEED": trainer.is_deepspeed_enabled, "MEGATRON_LM": False}
     for engine, is_made in engines.items():
@@ -91,7 +102,15 @@ def check_division(trainer: Trainer, division: DistributedConfig | None) -> None
 
 
 def describe_division(trainer: Trainer, division: DistributedConfig | None) -> str:
-    """Return how many processes train, and how they share the model, in a line for people."""
+    """Describe in a line how many processes train, and how they divide the model.
+
+    Args:
+        trainer: The trainer of the run.
+        division: The division that the recipe asks for.
+
+    Returns:
+        The line, such as `8 processes, the model divided by transformers (FSDP2 8)`.
+    """
     count = trainer.args.world_size
     processes = f"{count} processes"
     if division is not None:
@@ -118,11 +137,11 @@ def _not_divided(engine: str) -> str:
 
 
 def check_fsdp2(model: nn.Module) -> None:
-    """Raise ValueError if accelerate's FSDP2 cannot divide this model as its settings ask for.
+    """Raise ValueError if accelerate's FSDP2 cannot divide this model under its settings.
 
-    - With `fsdp_cpu_ram_efficient_loading` accelerate takes every tensor of the state dict to be divided. FSDP2 divides
-      parameters only: routing biases are buffers.
-    - Without mixed precision the parameters of a layer must have one dtype. A model in 16 bits has some in float32.
+    - With `fsdp_cpu_ram_efficient_loading`, accelerate expects every tensor of the state dict to be divided. But FSDP2
+      divides only parameters, and the biases of routers are buffers.
+    - Without mixed precision, the parameters of a layer must have one dtype. A model in 16 bits has some in float32.
     """
     if not parse_flag_from_env("ACCELERATE_USE_FSDP") or os.environ.get("FSDP_VERSION", "1") == "1":
         return
@@ -145,17 +164,20 @@ def check_fsdp2(model: nn.Module) -> None:
 def load_divided(
     source: str | None, division: DistributedConfig, start: Path, build: Callable[[], PreTrainedModel], **config: Any
 ) -> PreTrainedModel:
-    """Load a model, each process its part.
+    """Load a model so that each process has its part.
 
     Args:
-        source: a directory or Hub id; `None` for a model that is not on the disk, or not as this run begins with it.
-        division: of the model among the processes.
-        start: a folder for the whole model, where it cannot be loaded from `source`; it is removed again.
-        build: makes that model, on the first process.
-        config: fields of the configuration to set in a model from `source`.
+        source: A directory or Hub id; `None` for a model that first has to be built.
+        division: The division of the model among the processes.
+        start: A folder for the whole model, if it cannot be loaded from `source`. It is removed again.
+        build: A function that builds this whole model; the first process calls it.
+        config: Fields of the configuration to set in a model from `source`.
+
+    Returns:
+        The model, of which this process has its part.
 
     Raises:
-        OSError, RuntimeError, ValueError: the model cannot be loaded, or not be divided like this.
+        OSError, RuntimeError, ValueError: The model cannot be loaded, or cannot be divided like this.
     """
     if source is not None and not _is_converted(source):
         return load_whole(AutoModelForCausalLM, source, starts_anew=True, distributed_config=division, **config)
@@ -170,18 +192,20 @@ def load_divided(
         state.wait_for_everyone()
         if state.is_main_process:
             shutil.rmtree(start, ignore_errors=True)
-    # What was loaded from decides the layout of what is saved: it is to be that of the whole model.
+    # `transformers` saves a model in the layout that it was loaded from. This folder is not in a published layout, but
+    # the run's result is to be.
     vars(model).pop("_weight_conversions", None)
     return model
 
 
 def _is_converted(source: str) -> bool:
-    """Whether a model's published layout has other tensors than the model: several of them make one.
+    """Return whether several tensors of a model's published layout are joined to one tensor of the model.
 
-    `transformers` makes it of each process's parts of them, which in order are not that process's part of the one:
-    Kimi Linear's convolutions would be scrambled.
+    `transformers` joins the parts that a process has of each of them. Together these are not the process's part of the
+    joined tensor: Kimi Linear's convolutions would be scrambled.
     """
-    from transformers.distributed.checkpoint import is_sharded_checkpoint  # older versions do not have it
+    # Older versions of `transformers`, which divide no model like this, do not have it.
+    from transformers.distributed.checkpoint import is_sharded_checkpoint
 
     if is_sharded_checkpoint(source):
         return False

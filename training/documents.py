@@ -1,4 +1,8 @@
-"""Which documents a data set holds, in order, and what becomes of rows and files that cannot be used."""
+"""Find the documents that a recipe's data sets hold, in order, and handle rows and files that cannot be used.
+
+A data set is a local file, a folder, a glob pattern or a Hub id. Bad rows and files end the run or are counted, as
+`bad_rows` of the recipe says.
+"""
 
 import glob
 import itertools
@@ -16,7 +20,7 @@ from yaml import YAMLError
 
 from attnres.utils.yaml_files import load_card_metadata
 
-from .loaders import LOADERS, ROWS_AT_ONCE, TEXT_COLUMN, Document, check_column, kind_of, no_column
+from .loaders import LOADERS, ROWS_AT_ONCE, TEXT_COLUMN, Document, check_column, describe_missing_column, kind_of
 from .recipe import BAD_ROWS
 
 _HUB_ID = re.compile(r"(?P<id>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[^/:]+))?")
@@ -25,20 +29,21 @@ _SUFFIXES = ", ".join(list(LOADERS)[:-1]) + f" or {list(LOADERS)[-1]}"
 
 @dataclass(frozen=True)
 class DataSpec:
-    """Which documents to read.
+    """A specification of the documents to read.
 
     Args:
         paths: Hub data set ids (`org/name` or `org/name:config`); `.jsonl`, `.json`, `.parquet` and `.txt` files; glob
-            patterns of files; folders of files, or laid out as on the Hub (a README that names `configs`). They follow
-            each other in the order given.
-        split: of Hub data sets and of folders, whose files belong to splits by their names, as `datasets` has it.
-        column: holds the text, or the messages of chat data. That of a `.txt` file is `text`.
-        streaming: read while training, without a tokenised copy on disk.
-        bad_rows: `"error"`, or `"skip"`: rows and files that cannot be used are left out, counted, and reported.
-        limit: read only so many documents.
+            patterns of files; folders of files, or folders laid out as on the Hub (with a README that names `configs`).
+            They are read in the order given.
+        split: The split of Hub data sets and of folders. The names of a folder's files tell their splits, as in
+            `datasets`.
+        column: The column of the text, or of the messages of chat data. A `.txt` file has the column `text`.
+        streaming: Read the data during training, without a tokenised copy on disk.
+        bad_rows: `"error"`, or `"skip"` to leave out, count and report rows and files that cannot be used.
+        limit: The most documents to read. By default all.
 
     Raises:
-        ValueError: a field has a value that is not allowed.
+        ValueError: A field has a value that is not allowed.
     """
 
     paths: tuple[str, ...]
@@ -61,7 +66,7 @@ class DataSpec:
 
 @dataclass
 class Skipped:
-    """What was left out, and why the first of it was."""
+    """A count of the rows and files that were left out, and the reason for the first of them."""
 
     rows: int = 0
     sources: int = 0
@@ -76,22 +81,33 @@ class Skipped:
 
 
 class DocumentSource(Protocol):
+    """One file or data set of a [`DataSpec`]; `name` is its name as the user wrote it."""
+
     name: str
 
     def identity(self) -> tuple:
-        """Changes when the content does."""
+        """Return values that change when the content changes."""
 
     def read(self, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
-        """A document for each row, or what is wrong with the row; raises what is wrong with all of it."""
+        """Yield a document, or a ValueError that says what is wrong, for each row.
+
+        Args:
+            column: The column that a document needs.
+            whole_rows: Give all columns; else only `column`.
+
+        Raises:
+            OSError, ValueError: The source as a whole cannot be read.
+        """
 
 
 @dataclass(frozen=True)
 class FileSource:
-    """A local file; `name` is its path as the user wrote it."""
+    """A local file."""
 
     name: str
 
     def identity(self) -> tuple:
+        """Return the name, path, size and time of change of the file."""
         try:
             status = os.stat(self.name)
         except OSError as error:
@@ -99,6 +115,7 @@ class FileSource:
         return self.name, str(Path(self.name).resolve()), status.st_size, status.st_mtime_ns
 
     def read(self, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
+        """Read the file by the loader of its suffix."""
         return LOADERS[Path(self.name).suffix.lower()](self.name, column, whole_rows)
 
 
@@ -110,11 +127,14 @@ class DatasetSource:
     data: Dataset | IterableDataset
 
     def identity(self) -> tuple:
+        """Return the name and the fingerprint of the data set."""
+        # A private name, but the only one by which `datasets` tells one content from another.
         return self.name, self.data._fingerprint
 
     def read(self, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
+        """Read the rows of the data set, `ROWS_AT_ONCE` at a time."""
         data = self.data
-        if data.column_names is not None:  # a stream may not know them
+        if data.column_names is not None:  # a stream may not know its columns
             check_column(self.name, column, data.column_names)
             data = data if whole_rows else data.select_columns([column])
         rows = (dict(zip(batch, values)) for batch in data.iter(ROWS_AT_ONCE) for values in zip(*batch.values()))
@@ -124,15 +144,18 @@ class DatasetSource:
 
 @dataclass
 class Documents(Iterable[Document]):
-    """The documents of a [`DataSpec`], in order; iterating anew reads them anew.
+    """The documents of a [`DataSpec`], in order. Each iteration reads the files again.
 
     Args:
-        whole_rows: give all columns, for an encoder of rows; else only the text. Documents without a visible character
-            are left out then.
+        spec: The specification.
+        whole_rows: Give all columns, for an encoder of rows. Else give only the text, and leave out documents without a
+            visible character.
+        skipped: The count of rows and files left out, which each iteration begins anew.
 
-    Raises (when made, or when read):
-        OSError: a file is absent or cannot be read.
-        ValueError: a data set, file or row cannot be used. With `bad_rows="skip"` both are counted in `skipped`.
+    Raises:
+        OSError: A file is absent or cannot be read, now or in an iteration.
+        ValueError: A data set, file or row cannot be used, now or in an iteration. With `bad_rows="skip"` both errors
+            are counted in `skipped` instead.
     """
 
     spec: DataSpec
@@ -153,7 +176,7 @@ class Documents(Iterable[Document]):
         return itertools.islice(itertools.chain.from_iterable(map(self._read, self.sources)), self.spec.limit)
 
     def identities(self) -> list[tuple]:
-        """Changes when the documents may."""
+        """Return values that change when the content of a source changes."""
         return [source.identity() for source in self.sources]
 
     def skip_row(self, problem: ValueError) -> None:
@@ -164,21 +187,23 @@ class Documents(Iterable[Document]):
         self.skipped.reason = self.skipped.reason or str(problem)
 
     def _read(self, source: DocumentSource) -> Iterator[Document]:
-        found = False
+        """Yield the usable documents of a source."""
+        is_empty = True
         try:
             for item in source.read(self.spec.column, self.whole_rows):
-                found = True
+                is_empty = False
                 problem = item if isinstance(item, ValueError) else self._problem(item)
                 if problem:
                     self.skip_row(problem)
                 elif self.whole_rows or item.row[self.spec.column].strip():
                     yield item
-            if not found:
+            if is_empty:
                 raise ValueError(f"{source.name} holds no documents.")
         except (OSError, ValueError, ArrowException) as error:
             self._skip_source(source.name, error)
 
     def _skip_source(self, name: str, error: Exception) -> None:
+        """Raise the error in one line that names the source, or count it if such sources are to be skipped."""
         if isinstance(error, OSError) and error.strerror:
             error = type(error)(f"{name} cannot be read: {error.strerror}.")
         elif isinstance(error, ArrowException):
@@ -189,10 +214,11 @@ class Documents(Iterable[Document]):
         self.skipped.reason = self.skipped.reason or str(error)
 
     def _problem(self, document: Document) -> ValueError | None:
-        """Why the document is none: it lacks the column, or its text is not one."""
+        """Return why a document cannot be used, or `None`: it lacks the column, or its text is not a string."""
         column = self.spec.column
         if column not in document.row:
-            return ValueError(no_column(f"{document.source}:{document.first}", column, document.row))
+            place = f"{document.source}:{document.first}"
+            return ValueError(describe_missing_column(place, column, document.row))
         value = document.row[column]
         if self.whole_rows or isinstance(value, str):
             return None
@@ -214,11 +240,18 @@ def file_identities(spec: DataSpec) -> list[tuple[str, int, int]]:
 
 
 def find_sources(path: str, spec: DataSpec) -> list[DocumentSource]:
-    """The files or the data set that `path` names.
+    """Find the files or the data set that one of the paths of a [`DataSpec`] names.
+
+    Args:
+        path: A file, a folder, a glob pattern or a Hub id.
+        spec: The specification, for its split.
+
+    Returns:
+        The sources, in order.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is of no kind that can be read, or has not that split or configuration.
+        FileNotFoundError: The path names nothing.
+        ValueError: The kind of file is unknown, or the split or configuration does not exist.
     """
     local = Path(os.path.expanduser(path))
     if local.is_dir():
@@ -241,15 +274,16 @@ def find_sources(path: str, spec: DataSpec) -> list[DocumentSource]:
 
 def _file(path: Path) -> DocumentSource:
     if path.suffix.lower() not in LOADERS:
-        raise ValueError(f"{path} is of no kind that can be read, which are {_SUFFIXES}.")
+        raise ValueError(f"{path} has an unknown suffix, which must be {_SUFFIXES}.")
     return FileSource(str(path))
 
 
 def _folder(path: Path, config: str | None, spec: DataSpec) -> list[DocumentSource]:
+    """Return the files of a folder that belong to the split, in the order of their names."""
     name = f"{path}:{config}" if config else str(path)
     if _names_configurations(path / "README.md"):
-        # Only the files' names are taken from `datasets`: its copies of their content are known by the folder's name
-        # alone, and outlive a change of the content.
+        # `datasets` only finds the files. Reading them through its cache would give old content after a change, since
+        # the cache knows a folder by its name alone.
         files = _explained(name, load_dataset_builder, str(path), config).config.data_files
     elif config is None:
         files = _files_by_split(path)
@@ -266,11 +300,12 @@ def _files_by_split(path: Path) -> DataFilesDict:
     base = glob.escape(str(path))
     try:
         return DataFilesDict.from_patterns(get_data_patterns(base), base_path=base, allowed_extensions=list(LOADERS))
-    except FileNotFoundError:  # none at all
+    except FileNotFoundError:  # the folder holds no such files
         return DataFilesDict()
 
 
 def _names_configurations(readme: Path) -> bool:
+    """Return whether the README of a folder lists its files under `configs`, as on the Hub."""
     try:
         return readme.is_file() and "configs" in (load_card_metadata(readme) or {})
     except (ValueError, YAMLError) as error:
@@ -282,7 +317,10 @@ def _load(name: str, path: str, config: str | None, spec: DataSpec) -> DocumentS
 
 
 def _explained(name: str, load: Callable, *arguments: Any, **options: Any) -> Any:
-    """`load(*arguments, **options)`; any error, of the Hub, the network, or one of its many formats, in one line."""
+    """Call `load(*arguments, **options)`. Raise any error as a ValueError of one line.
+
+    Any error, since `datasets` raises many kinds: of the Hub, of the network, and of each format.
+    """
     try:
         return load(*arguments, **options)
     except Exception as error:

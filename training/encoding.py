@@ -1,4 +1,4 @@
-"""Documents to tokens, in batches: text with its end-of-text token, or rows through an encoder of the caller's."""
+"""Encode documents as tokens, in batches: text with its end-of-text token, or rows through the caller's function."""
 
 import hashlib
 import json
@@ -22,14 +22,15 @@ _CHARACTERS_AT_ONCE, _DOCUMENTS_AT_ONCE = 1 << 20, 1024
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns documents into tokens.
+    """An encoder of documents.
 
     Args:
-        encode: gives a row's `input_ids` and `labels`; without it, text is tokenised with the tokenizer's own special
-            tokens, and ends with its end-of-text token.
+        tokenizer: The tokenizer.
+        encode: A function that returns the `input_ids` and `labels` of a row. Without it, text is tokenised with the
+            tokenizer's own special tokens, and ends with its end-of-text token.
 
     Raises:
-        ValueError: the tokenizer has no end-of-text token, and no `encode` does without.
+        ValueError: There is no `encode`, and the tokenizer has no end-of-text token.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -40,7 +41,7 @@ class Encoder:
             raise ValueError("The tokenizer has no end-of-text token: set its `eos_token`.")
 
     def key(self) -> str:
-        """Changes when the same documents may become other tokens."""
+        """Return a name for the cache, which changes when the same documents may become other tokens."""
         if self.encode is not None:
             return Hasher.hash((self.tokenizer.chat_template, self.encode))
         if not self.tokenizer.is_fast:
@@ -51,7 +52,7 @@ class Encoder:
         return key_of(state, self.tokenizer.eos_token_id, self.tokenizer.split_special_tokens)
 
     def batches(self, documents: Documents) -> Iterator[Tokens]:
-        """The tokens of all documents. Rows that cannot be encoded are for `documents` to raise or to count."""
+        """Yield the tokens of all documents. `documents` raises or counts rows that cannot be encoded."""
         for batch in _batched(documents, documents.spec.column):
             tokens = self._encode_rows(batch, documents) if self.encode else self._encode_texts(batch, documents)
             if tokens.places:
@@ -60,8 +61,9 @@ class Encoder:
     def _encode_texts(self, batch: list[Document], documents: Documents) -> Tokens:
         texts = [document.row[documents.spec.column] for document in batch]
         if self.tokenizer.is_fast:
-            self.tokenizer("")  # sets the backend as a call without options does
-            # The same tokens as from a call, but without their offsets: that takes half the time.
+            # A call resets the padding and truncation that an earlier call may have left in the backend.
+            self.tokenizer("")
+            # The same tokens as from a call, in half the time, since offsets are not computed.
             ids = [encoding.ids for encoding in self.tokenizer.backend_tokenizer.encode_batch_fast(texts)]
         else:
             ids = self.tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
@@ -86,13 +88,13 @@ class Encoder:
 
 
 def key_of(*parts: Any) -> str:
-    """A name for what JSON can hold, the same in every process."""
+    """Return a name of 24 hexadecimal digits for values that JSON can hold, the same in every process."""
     text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def _batched(documents: Iterable[Document], column: str) -> Iterator[list[Document]]:
-    """Batches that bound what is in memory, whether documents are many or long."""
+    """Yield batches that bound the memory, whether documents are many or long."""
     batch, characters = [], 0
     for document in documents:
         batch.append(document)
@@ -106,6 +108,7 @@ def _batched(documents: Iterable[Document], column: str) -> Iterator[list[Docume
 
 
 def _join(ids: list, labels: list | None, batch: list[Document]) -> Tokens:
+    """Join the tokens and labels of each document of a batch."""
     lengths = np.array([len(document) for document in ids], dtype=np.int64)
 
     def flat(part: list) -> np.ndarray:

@@ -1,8 +1,8 @@
-"""Held-out loss as the mean over tokens, whatever the batches and the number of processes.
+"""Held-out loss as the mean over tokens, whatever the size of batches and the number of processes.
 
-`transformers.Trainer` averages the means of batches. Where batches have different numbers of labels, as with
-conversations, with a shorter last batch, or with the rows that pad the last batch of several processes, its number
-depends on `micro_batch_size` and on the number of processes. Here every row of the data counts once, by its tokens.
+`transformers.Trainer` averages the means of batches. Its number depends on `micro_batch_size` and on the number of
+processes where batches have different numbers of labels: with conversations, a shorter last batch, or the rows that pad
+the last batch of several processes. Here every row of the data counts once, by its tokens.
 """
 
 import math
@@ -17,11 +17,15 @@ from torch import Tensor
 
 from .packing import IGNORED
 
-ROW = "row"
+ROW = "row"  # the key of a row's number
 
 
 class NumberedRows(torch.utils.data.Dataset):
-    """A data set whose rows say their number in `row`, so that a row that two processes see is counted once."""
+    """A data set that adds its number to each row, so that a row which two processes see is counted once.
+
+    Args:
+        rows: The data set.
+    """
 
     def __init__(self, rows: Dataset):
         self.rows = rows
@@ -34,27 +38,27 @@ class NumberedRows(torch.utils.data.Dataset):
 
 
 class TokenMean:
-    """Sums the loss of rows, and averages over the tokens that all processes have seen."""
+    """The loss of rows, to be averaged over the tokens of all processes."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, tuple[float, int]] = {}
+        self._rows: dict[int, tuple[float, int]] = {}  # number -> sum of the loss, count of tokens
 
     def add(self, numbers: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Add the rows of a batch.
 
         Args:
             numbers: The rows' numbers, `[batch]`.
-            logits: What the model computed for them, `[batch, seq, vocab]`.
-            labels: Token ids, `[batch, seq]`; `-100` is not learned. The logits at a position predict the next label.
+            logits: The model's logits, `[batch, seq, vocab]`. Those at a position predict the next label.
+            labels: Token ids, `[batch, seq]`. `-100` is not learned.
         """
-        # Row by row: the logits of a whole batch in float32 would take as much memory again as training does.
+        # Row by row, since the logits of a whole batch in float32 would take as much memory again as training does.
         for number, row, targets in zip(numbers.tolist(), logits, labels):
             targets = targets[1:].to(row.device)
             loss = F.cross_entropy(row[:-1].float(), targets, reduction="sum", ignore_index=IGNORED)
             self._rows[number] = loss.item(), int((targets != IGNORED).sum())
 
     def result(self) -> float:
-        """Return the mean loss in nats/token over the rows of all processes, which call this together.
+        """Return the mean loss in nats/token over the rows of all processes. All processes call it together.
 
         Raises:
             ValueError: No row has a token to predict.

@@ -1,17 +1,17 @@
-"""Rows of local files, each with its place, so that an error can name file and line.
+"""Loaders of local training files: each yields rows with their line numbers, so that an error can name file and line.
 
-`datasets` reads these formats too, but does not know which line a row comes from or which is broken, takes each line of
-a text for a row or holds the file in memory, and copies what it reads.
+`datasets` reads these formats too. But it does not say which line a row comes from or which line is broken, it takes
+each line of a text file as a row or holds the whole file in memory, and it copies the data.
 """
 
 import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 END_OF_TEXT = "<|endoftext|>"
 ROWS_AT_ONCE = 512
@@ -21,7 +21,14 @@ _KINDS = {type(None): "null", bool: "a boolean", int: "a number", float: "a numb
 
 
 class Document(NamedTuple):
-    """A row and its place: lines `first` to `last` of a text file, one line of JSON, else a row; all count from 1."""
+    """A row of a data set, and where it comes from.
+
+    Attributes:
+        row: Column -> value.
+        source: The file or data set, as the user named it.
+        first: The first line of the document in a text file; else the number of its line or row. Counts from 1.
+        last: The last line; the same as `first` except in text files.
+    """
 
     row: dict[str, Any]
     source: str
@@ -30,9 +37,21 @@ class Document(NamedTuple):
 
 
 def load_text(name: str, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
-    """Documents end at lines that hold only `<|endoftext|>`; if there is none, at empty lines.
+    """Yield the documents of a text file, one at a time in memory.
 
-    One document at a time is in memory.
+    Documents end at lines that hold only `<|endoftext|>`. If the file has no such line, they end at empty lines.
+
+    Args:
+        name: The path of the file.
+        column: Must be `text`.
+        whole_rows: Has no effect: a text file has one column.
+
+    Yields:
+        Each document, or a ValueError that says what is wrong with it.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: `column` is not `text`.
     """
     check_column(name, column, [TEXT_COLUMN])
     with _open(name) as file:
@@ -51,6 +70,19 @@ def load_text(name: str, column: str, whole_rows: bool) -> Iterator[Document | V
 
 
 def load_json_lines(name: str, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
+    """Yield the object in each line of a file as a document, or what is wrong with the line. Empty lines are left out.
+
+    Args:
+        name: The path of the file.
+        column: Has no effect: rows may have different columns, so the caller checks each.
+        whole_rows: Has no effect: rows have all their columns.
+
+    Yields:
+        A document, or a ValueError, for each line that is not empty.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
     with _open(name) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -58,7 +90,20 @@ def load_json_lines(name: str, column: str, whole_rows: bool) -> Iterator[Docume
 
 
 def load_json(name: str, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
-    """A list of objects, which is read whole; else JSON lines."""
+    """Yield the objects of a JSON file as documents. It holds one list, which is read whole, or an object in each line.
+
+    Args:
+        name: The path of the file.
+        column: Has no effect, as in [`load_json_lines`].
+        whole_rows: Has no effect, as in [`load_json_lines`].
+
+    Yields:
+        A document, or a ValueError, for each object.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The list is broken.
+    """
     with _open(name) as file:
         if not file.read(1024).lstrip().startswith("["):
             yield from load_json_lines(name, column, whole_rows)
@@ -76,6 +121,22 @@ def load_json(name: str, column: str, whole_rows: bool) -> Iterator[Document | V
 
 
 def load_parquet(name: str, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
+    """Yield the rows of a Parquet file as documents, `ROWS_AT_ONCE` rows at a time in memory.
+
+    Args:
+        name: The path of the file.
+        column: The column of the text.
+        whole_rows: Read all columns; else only `column`.
+
+    Yields:
+        A document, or a ValueError, for each row.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file has no such column.
+    """
+    import pyarrow.parquet as pq  # here, so that text files can be read without pyarrow
+
     with pq.ParquetFile(name) as file:
         check_column(name, column, file.schema_arrow.names)
         batches = file.iter_batches(ROWS_AT_ONCE, columns=None if whole_rows else [column])
@@ -86,6 +147,7 @@ def load_parquet(name: str, column: str, whole_rows: bool) -> Iterator[Document 
                 yield Document(row, name, number, number)
 
 
+# Suffix of a file -> its loader, which is called with the path, the column, and whether to give whole rows.
 LOADERS: dict[str, Callable[[str, str, bool], Iterator[Document | ValueError]]] = {
     ".jsonl": load_json_lines,
     ".json": load_json,
@@ -95,18 +157,32 @@ LOADERS: dict[str, Callable[[str, str, bool], Iterator[Document | ValueError]]] 
 
 
 def check_column(name: str, column: str, columns: Iterable[str]) -> None:
-    """Raises ValueError, naming the columns that exist, if `column` is none of them."""
+    """Raise ValueError if a data set lacks a column.
+
+    Args:
+        name: The name of the data set, for the message.
+        column: The column that is needed.
+        columns: The columns that there are.
+    """
     columns = list(columns)
     if column not in columns:
-        raise ValueError(no_column(name, column, columns))
+        raise ValueError(describe_missing_column(name, column, columns))
 
 
-def no_column(place: str, column: str, columns: Iterable[str]) -> str:
-    there_are = ", ".join(f"`{name}`" for name in columns)
-    return f"{place} has no column `{column}`, but {there_are or 'none at all'}."
+def describe_missing_column(place: str, column: str, columns: Iterable[str]) -> str:
+    """Return the message of an error about a missing column.
+
+    Args:
+        place: The data set or the line that lacks it.
+        column: The missing column.
+        columns: The columns that there are.
+    """
+    present = ", ".join(f"`{name}`" for name in columns)
+    return f"{place} has no column `{column}`, but {present or 'none at all'}."
 
 
 def kind_of(value: Any) -> str:
+    """Return the kind of a JSON value in words, such as `a number`."""
     return _KINDS.get(type(value), "an object")
 
 
@@ -116,10 +192,11 @@ def _open(name: str) -> io.TextIOWrapper:
 
 
 def _not_utf8(name: str, first: int, text: str) -> ValueError | None:
-    """What is wrong with a text that begins at line `first`, if it is not Unicode."""
+    """Return what is wrong with a text that begins at line `first`, or `None` if it was UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
+        # `_open` has turned byte 0xNN into the surrogate 0xDCNN.
         line, byte = first + text.count("\n", 0, error.start), ord(text[error.start]) - 0xDC00
         return ValueError(f"{name}:{line}: not UTF-8 text (byte {byte:#04x}).")
     return None
@@ -165,7 +242,8 @@ def _broken_json(name: str, first: int, error: Exception) -> ValueError:
     return ValueError(f"{name}:{first}: broken JSON: {reason}.")
 
 
-def _rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | UnicodeDecodeError]:
+def _rows(batch: "pa.RecordBatch") -> Iterator[dict[str, Any] | UnicodeDecodeError]:
+    """Yield the rows of a batch. A row that is not UTF-8 is found by converting each row by itself."""
     try:
         yield from batch.to_pylist()
     except UnicodeDecodeError as error:

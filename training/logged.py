@@ -1,4 +1,4 @@
-"""Callbacks whose measurements stand in the lines that `transformers.Trainer` logs and reports."""
+"""The base of callbacks that add measurements to the lines that `transformers.Trainer` logs and reports."""
 
 import inspect
 
@@ -7,35 +7,44 @@ from transformers.trainer_callback import CallbackHandler
 
 
 class LoggedCallback(TrainerCallback):
-    """Adds its [`metrics`] to each line of the log that has the training loss.
+    """A callback that adds its [`metrics`] to each line of the log with the training loss.
 
-    The line is on the screen, in `state.log_history`, and in what `report_to` of the `TrainingArguments` names:
-    TensorBoard, Trackio and others. No subclass of `Trainer` is needed.
+    The line appears on the screen, in `state.log_history`, and in each reporter that `report_to` of the
+    `TrainingArguments` names: TensorBoard, Trackio and others. It works with any `Trainer`, without a subclass.
     """
 
     def metrics(self) -> dict[str, float]:
-        """What is measured since the last call; the same names in all processes, all of which call it."""
+        """Return the measurements since the last call, by name.
+
+        All processes call it together, and return the same names.
+        """
         raise NotImplementedError
 
     def on_train_begin(self, args, state, control, **kwargs):
-        _go_first(self)
+        """Take the place before the reporters, so that they see the line with the measurements."""
+        _move_first(self)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
+        """Add the measurements to a line with the training loss."""
         if "loss" in logs:
             metrics = self.metrics()
             logs |= metrics
-            state.log_history[-1] |= metrics  # a copy of the line, made before
+            state.log_history[-1] |= metrics  # `Trainer` has put a copy of the line there
 
 
-def _go_first(callback: TrainerCallback) -> None:
+def _move_first(callback: TrainerCallback) -> None:
     """Move a callback before the others of the `Trainer` that calls it.
 
-    A `Trainer` puts the callbacks that report before those that it is given, so they would read the line too early; and
-    it shows a callback nothing of the others. But the list of all is held by what calls it.
+    A `Trainer` calls its reporters before the callbacks that its user gives it, and all of them read the same line. So
+    the measurements have to be in the line before the first reporter is called.
     """
+    # Neither the constructor of `Trainer` nor `add_callback` takes a position, and no event passes the trainer or its
+    # list of callbacks to a callback. The list can be reached only through the `CallbackHandler` that is calling now.
+    # The alternative is a subclass of `Trainer`, which users of other trainers (such as TRL's) could not use.
     frame = inspect.currentframe()
     while frame is not None and not isinstance(caller := frame.f_locals.get("self"), CallbackHandler):
         frame = frame.f_back
+    # The handler is iterating over this list. Moving the current item to the front skips and repeats no other.
     if frame is not None and callback in caller.callbacks:
         caller.callbacks.remove(callback)
         caller.callbacks.insert(0, callback)

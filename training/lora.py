@@ -1,9 +1,9 @@
-"""Adapters with PEFT: LoRA on what the decoder's layers multiply by, and the residual connections' tensors.
+"""Adapters with PEFT: LoRA on the weights of the decoder's layers, beside the residual connections' tensors.
 
     W + (alpha / rank) B A        for each projection, and for each expert's part of a stacked weight
 
 The tensors of residual connections, such as pseudo-queries, are small: they are trained whole, and saved with the
-adapter. PEFT by itself freezes them with all else that is no target; [`attnres.peft_modules_to_save`] names them to it.
+adapter. PEFT freezes every weight that is not a target, unless it is named as [`attnres.peft_modules_to_save`] does.
 """
 
 import math
@@ -34,34 +34,39 @@ def add_adapters(
     """Wrap a causal language model, of the family or standard, so that only adapters and residual tensors are trained.
 
     The result is an ordinary PEFT model: `save_pretrained` writes the adapter, `PeftModel.from_pretrained` loads it on
-    the base model, and `merge_and_unload` gives a model without PEFT. What is trained is kept in float32, whatever the
-    dtype of the base model.
+    the base model, and `merge_and_unload` gives a model without PEFT. Trained tensors are float32, whatever the dtype
+    of the base model.
 
     PEFT adds an adapter's `B A` to a layer's stacked experts in every forward pass, which takes the memory of one more
     copy of them. An `expert_rank` as large as `rank` would make the adapter of a model with many experts large.
 
     Args:
-        rank: of the adapters on linear layers.
-        alpha: adapters are scaled by `alpha / rank`; `2 * rank` by default. The experts' have the same scale.
-        dropout: on the input of the adapters; PEFT has none for experts.
-        targets: only these of the projections that [`projections`] and [`expert_weights`] find, by the ends of their
-            names: `("q_proj", "shared_experts.up_proj")`.
-        experts: also adapt the stacked weights of the experts.
-        expert_rank: of each expert's adapter; by default `rank` over the number of experts that a token is sent to,
-            and at least 1.
+        model: The base model, which is changed in place.
+        rank: The rank of the adapters on linear layers.
+        alpha: Adapters are scaled by `alpha / rank`, those of experts too. By default `2 * rank`.
+        dropout: The dropout on the input of the adapters. PEFT has none for experts.
+        targets: The weights to adapt, by the ends of their names: `("q_proj", "shared_experts.up_proj")`. By default
+            all that [`projections`] and [`expert_weights`] find.
+        experts: Whether to adapt the stacked weights of the experts too.
+        expert_rank: The rank of each expert's adapter. By default `rank` divided by the number of experts that a token
+            is sent to, and at least 1.
+
+    Returns:
+        The PEFT model.
 
     Raises:
-        ValueError: a rank is not positive; a target is not found; there is nothing to adapt; or dropout with experts.
+        ValueError: A rank is not positive, a target is not found, there is nothing to adapt, or dropout is set together
+            with experts.
     """
     check_options(rank=rank, alpha=alpha, dropout=dropout, targets=targets, expert_rank=expert_rank)
     modules = projections(model)
     parameters = expert_weights(model) if experts else []
     if targets is not None:
         targets = [targets] if isinstance(targets, str) else list(targets)
-        own = sorted({target for target in targets if target.split(".")[-1] in peft_modules_to_save(model)})
-        if own:
+        residual = sorted({target for target in targets if target.split(".")[-1] in peft_modules_to_save(model)})
+        if residual:
             raise ValueError(
-                f"{' and '.join(map(repr, own))} cannot have an adapter: the tensors of residual connections "
+                f"{' and '.join(map(repr, residual))} cannot have an adapter: the tensors of residual connections "
                 "are trained whole beside any adapter. Leave them out of the targets."
             )
         modules, parameters = _chosen(modules, parameters, targets)
@@ -76,7 +81,8 @@ def add_adapters(
     if parameters:
         per_token = getattr(model.config, "num_experts_per_tok", None) or 1
         expert_rank = expert_rank or max(1, rank // per_token)
-        # PEFT warns, wrongly, of patterns that match parameters only: the experts' rank is the general one.
+        # The general rank is that of the experts, and patterns set that of the projections. The other way round PEFT
+        # would warn, wrongly, that the patterns match no module, since experts are parameters.
         options = {"r": expert_rank, "lora_alpha": alpha * expert_rank / rank}
         patterns = [re.escape(name) for name in modules]
         options |= {"rank_pattern": dict.fromkeys(patterns, rank), "alpha_pattern": dict.fromkeys(patterns, alpha)}
@@ -89,7 +95,7 @@ def add_adapters(
         **options,
     )
     adapted = get_peft_model(model, config)
-    # PEFT does this for LoRA's own tensors only. In 16 bits small steps of a pseudo-query would be lost.
+    # PEFT keeps only LoRA's tensors in float32. In 16 bits small steps of a pseudo-query would be lost.
     for tensor in residual_tensors(adapted).values():
         if tensor.requires_grad and tensor.dtype in (torch.float16, torch.bfloat16):
             tensor.data = tensor.data.float()
@@ -105,13 +111,21 @@ def check_options(
     experts: Any = True,
     expert_rank: Any = None,
 ) -> None:
-    """Whether [`add_adapters`] can take these for its options of the same names.
+    """Check the options of [`add_adapters`], without a model.
+
+    Args:
+        rank: As in [`add_adapters`].
+        alpha: As in [`add_adapters`].
+        dropout: As in [`add_adapters`].
+        targets: As in [`add_adapters`].
+        experts: As in [`add_adapters`].
+        expert_rank: As in [`add_adapters`].
 
     Raises:
-        ValueError: naming the option, its value and what is allowed.
+        ValueError: A value is not allowed. The message names the option, its value and the allowed ones.
     """
     names = [targets] if isinstance(targets, str) else targets
-    for name, value, is_allowed, wanted in (
+    for name, value, is_allowed, allowed in (
         ("rank", rank, _is_rank(rank), "a whole number, at least 1"),
         ("alpha", alpha, alpha is None or (_is_number(alpha) and alpha > 0), "a number above 0"),
         ("dropout", dropout, _is_number(dropout) and 0 <= dropout < 1, "a share from 0 on and below 1"),
@@ -120,7 +134,7 @@ def check_options(
         ("expert_rank", expert_rank, expert_rank is None or _is_rank(expert_rank), "a whole number, at least 1"),
     ):
         if not is_allowed:
-            raise ValueError(f"`{name}` of the adapters is {value!r}, but must be {wanted}.")
+            raise ValueError(f"`{name}` of the adapters is {value!r}, but must be {allowed}.")
 
 
 def _is_number(value: Any) -> bool:
@@ -136,7 +150,7 @@ def _are_names(value: Any) -> bool:
 
 
 def projections(model: PreTrainedModel) -> list[str]:
-    """The linear layers within the decoder layers, by their names there: `self_attn.q_proj`. No router is one."""
+    """Return the names of the linear layers in the decoder layers, without routers: `self_attn.q_proj`."""
     names = set()
     for layer in _decoder_layers(model):
         for name, module in layer.named_modules():
@@ -146,7 +160,7 @@ def projections(model: PreTrainedModel) -> list[str]:
 
 
 def expert_weights(model: PreTrainedModel) -> list[str]:
-    """The stacked weights `[experts, ., .]` within the decoder layers: `mlp.experts.gate_up_proj`."""
+    """Return the names of the stacked weights `[experts, ., .]` in the decoder layers: `mlp.experts.gate_up_proj`."""
     names = set()
     for layer in _decoder_layers(model):
         for name, module in layer.named_modules():
@@ -162,19 +176,21 @@ def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def _stacked_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    if isinstance(module, _ConvNd):  # whose kernels have three axes too
+    if isinstance(module, _ConvNd):  # kernels of convolutions have three axes too
         return {}
     return {name: weight for name, weight in module.named_parameters(recurse=False) if weight.ndim == 3}
 
 
 def _is_router(layer: nn.Module, name: str) -> bool:
-    """Whether a linear layer has one output for each of the experts that stand beside it."""
+    """Return whether a linear layer has one output for each of the experts beside it."""
     siblings = layer.get_submodule(name.rpartition(".")[0]).children()
     experts = {len(weight) for module in siblings for weight in _stacked_weights(module).values()}
     return layer.get_submodule(name).out_features in experts and bool(experts)
 
 
 def _chosen(modules: list[str], parameters: list[str], targets: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the modules and the parameters whose names end in a target. Raise ValueError if a target matches none."""
+
     def ends(name: str, target: str) -> bool:
         return f".{name}".endswith(f".{target}")
 

@@ -1,4 +1,4 @@
-"""What a run shows beside loss and gradient norm: tokens/s, model FLOP use, depth attention, and magnitudes.
+"""Measurements of a training run: tokens/s, model FLOP use, depth attention, and magnitudes across the depth.
 
 model FLOP use = tokens/s * FLOPs/token / (peak FLOP/s * devices)
 FLOPs/token    = 6 N + 3 A,   N: activated parameters without the embedding table, A: forward FLOPs of mixing tokens
@@ -21,8 +21,8 @@ from attnres.configuration import count_parameters
 
 from .logged import LoggedCallback
 
-# Peak dense bfloat16 FLOP/s of one device, with float32 accumulation, from the vendors' data sheets (NVIDIA's state
-# twice as much, "with sparsity"). The first pattern found in the device's name counts; a name without one is unknown.
+# Pattern of a device's name -> peak dense bfloat16 FLOP/s, with float32 accumulation, from the vendors' data sheets
+# (NVIDIA's state twice as much, "with sparsity"). The first pattern that is found in the name counts.
 PEAK_FLOPS = {
     r"\bMIG\b": None,  # a part of a device
     r"\bB200\b": 2250e12,
@@ -48,21 +48,28 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """The peak dense bfloat16 FLOP/s of a device by the name PyTorch gives it; `None` where it is not known."""
+    """Return the peak dense bfloat16 FLOP/s of a device by its name in PyTorch; `None` if it is unknown."""
     return next((peak for pattern, peak in PEAK_FLOPS.items() if re.search(pattern, device_name)), None)
 
 
 def flops_per_token(config: PreTrainedConfig, length: int) -> float:
-    """FLOPs of training (forward and backward) on one token of a sequence of this length.
+    """Count the FLOPs of training on one token, forward and backward: `6 N + 3 A`.
 
-    `6 N`: each activated parameter but those of the embedding table multiplies and adds once forward, and twice as much
-    backward; the output head counts, tied or not. Mixing tokens, forward: softmax attention `2 heads (qk_dim + v_dim)
-    length` (PaLM's convention, which does not halve it for causality); KDA's recurrence on its state, `[k_dim, v_dim]`
-    per head, `6 heads k_dim v_dim`. Not counted: norms, activations, depth attention (under 1%), and what gradient
-    checkpointing repeats.
+    `N` counts the activated parameters, with the output head and without the embedding table. Each multiplies and adds
+    once forward, and twice backward. `A` counts the forward FLOPs of mixing tokens: for softmax attention
+    `2 heads (qk_dim + v_dim) length` (PaLM's convention, which does not halve it for causality), and for KDA's
+    recurrence, on a state `[k_dim, v_dim]` per head, `6 heads k_dim v_dim`. Norms, activations, depth attention (under
+    1%) and the recomputation of gradient checkpointing are left out.
+
+    Args:
+        config: The configuration of a causal language model, of this family or of `transformers`.
+        length: The length of the sequences in tokens.
+
+    Returns:
+        FLOPs per token.
 
     Raises:
-        AttributeError, ValueError: no causal language model is built from this configuration.
+        AttributeError, ValueError: No causal language model can be built from this configuration.
     """
     config = config.get_text_config()
     count = count_parameters(config)
@@ -81,13 +88,19 @@ def flops_per_token(config: PreTrainedConfig, length: int) -> float:
 
 
 def depth_attention_summary(depth_attentions: Iterable[Tensor | None]) -> dict[str, float]:
-    """How the weights `a` `[sources, batch, seq]` of each reader are spread; means over those with K > 1 sources.
+    """Summarise how the weights `a` of the sublayers and the output are spread over their K sources.
 
-    They are taken as shares of their sum, since sigmoids do not add up to one.
+    Weights are divided by their sum first, since sigmoids do not add up to one.
 
-    `depth_entropy`: `H(a) / log K`, 1 for uniform weights, 0 for a single source; `depth_distance`: from uniform
-    weights, `sum_i |a_i - 1/K| / 2`, the share of the weight that would have to move; `depth_weight_nearest` and
-    `depth_weight_embedding`: the weight on the last and on the first source.
+    Args:
+        depth_attentions: The weights of each sublayer and of the output, `[sources, batch, seq]`, of any dtype; `None`
+            for a sublayer without any.
+
+    Returns:
+        Means over tokens and over the sublayers with K > 1 sources, empty if there is none. `depth_entropy`:
+        `H(a) / log K`, 1 for uniform weights, 0 for a single source. `depth_distance`: the distance from uniform
+        weights, `sum_i |a_i - 1/K| / 2`, the share of the weight that would have to move. `depth_weight_nearest` and
+        `depth_weight_embedding`: the weight on the last and on the first source.
     """
     several = [weights.float() for weights in depth_attentions if weights is not None and len(weights) > 1]
     if not several:
@@ -99,27 +112,32 @@ def depth_attention_summary(depth_attentions: Iterable[Tensor | None]) -> dict[s
         "depth_weight_nearest": [a[-1] / a.sum(0) for a in several],
         "depth_weight_embedding": [a[0] / a.sum(0) for a in several],
     }
-    return {name: torch.stack([of.mean() for of in values]).mean().item() for name, values in measures.items()}
+    return {name: torch.stack([value.mean() for value in values]).mean().item() for name, values in measures.items()}
 
 
 class Monitor(LoggedCallback):
-    """Adds to the log the throughput over each window between two lines, and at its end what happens across the depth.
+    """A callback that logs throughput, and measures a model of this family across its depth.
 
-    - `tokens_per_second`: of all processes. Every position of a batch counts, padding too. The time is that of training
-      steps with their data loading, without evaluation and saving.
-    - `model_flop_use`: of the devices' peak, where that is known and all weights are trained.
+    Each line of the log ends a window of time. It has the throughput of that window:
 
-    Of a model of the family, on the first `slice_tokens` tokens of each process's last batch, without padding. It costs
-    one forward pass over them, without gradient, for each line of the log; that time counts in no window:
+    - `tokens_per_second`: over all processes. Every position of a batch counts, padding too. The time is that of
+      training steps and their data loading, without evaluation and saving.
+    - `model_flop_use`: the share of the devices' peak, where that is known and all weights are trained.
 
-    - `magnitude_output`: the root mean square, over tokens and channels, of what the output reads, before its norm;
-      `magnitude_growth`: that over the same of what the first sublayer reads, the embedding; `magnitude_largest`: the
-      largest of any sublayer's input. In a residual stream they grow with depth; with attention residuals they stay
-      bounded.
-    - `depth_entropy`, `depth_distance`, `depth_weight_nearest`, `depth_weight_embedding` of attention residuals, see
+    For a model of this family it also has measurements on the first `slice_tokens` tokens of each process's last batch,
+    without padding. They cost one forward pass without gradient for each line; no window counts that time:
+
+    - `magnitude_output`: the root mean square, over tokens and channels, of the output's input before its norm.
+      `magnitude_growth`: this, divided by the same for the first sublayer's input, which is the embedding.
+      `magnitude_largest`: the largest of any sublayer's input. In a residual stream they grow with depth; with
+      attention residuals they stay bounded.
+    - `depth_entropy`, `depth_distance`, `depth_weight_nearest` and `depth_weight_embedding` of attention residuals, see
       [`depth_attention_summary`].
 
-    Training is the same with it and without, random numbers included.
+    The callback does not change the training, random numbers included.
+
+    Args:
+        slice_tokens: The most tokens to measure on.
     """
 
     def __init__(self, slice_tokens: int = 256):
@@ -128,11 +146,17 @@ class Monitor(LoggedCallback):
         self._tokens = 0
 
     def metrics(self) -> dict[str, float]:
-        """The measurements of the window, which ends; empty if it has just begun. All processes call it together."""
-        if not self._tokens:
-            return {}  # just begun, or a model without `input_ids`
-        tokens = reduce(torch.tensor(self._tokens, device=self._device), "sum").item()  # waits for the device
-        tokens //= getattr(self._model, "tp_size", None) or 1  # a tensor-parallel group's processes share their batches
+        """End the window, and return its measurements. All processes call it together.
+
+        Returns:
+            Name -> value; empty if the window has no tokens.
+        """
+        if not self._tokens:  # the window has just begun, or the model gets no `input_ids`
+            return {}
+        tokens = reduce(torch.tensor(self._tokens, device=self._device), "sum").item()
+        # The processes of a tensor-parallel group share their batches.
+        tokens //= getattr(self._model, "tp_size", None) or 1
+        # After `item()`, which waits until the device has finished the steps of the window.
         self._count_time()
         metrics = {"tokens_per_second": tokens / self._seconds}
         flops, peak = self._training_flops(), peak_flops(_device_name(self._device))
@@ -144,7 +168,9 @@ class Monitor(LoggedCallback):
         return metrics
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Begin the first window, and attach a counter of tokens to the model."""
         super().on_train_begin(args, state, control, **kwargs)
+        # Remove the counter of an earlier training that ended with an error.
         self.on_train_end(args, state, control)
         self._model = model
         self._flops: dict[int, float | None] = {}
@@ -154,12 +180,13 @@ class Monitor(LoggedCallback):
         self._handle = model.register_forward_pre_hook(self._see_batch, with_kwargs=True)
 
     def on_train_end(self, args, state, control, **kwargs):
+        """Remove the counter of tokens."""
         if self._handle is not None:
             self._handle.remove()
         self._handle = self._model = None
         self._tokens = 0
 
-    # Kept out of compiled graphs: there is nothing to compile, and the batch is to be seen on each call.
+    # Kept out of compiled graphs, which would run it only when they are made.
     @torch.compiler.disable
     def _see_batch(self, model: nn.Module, inputs: tuple, kwargs: dict) -> None:
         if model.training and (ids := kwargs.get("input_ids", inputs[0] if inputs else None)) is not None:
@@ -167,9 +194,11 @@ class Monitor(LoggedCallback):
             self._ids, self._mask = ids, kwargs.get("attention_mask")
 
     def on_step_end(self, args, state, control, **kwargs):
+        """Add the time of the step to the window."""
         self._count_time()
 
     def on_evaluate(self, args, state, control, **kwargs):
+        """Leave the time of an evaluation, or of saving, out of the window."""
         self._since = time.perf_counter()
 
     on_save = on_evaluate
@@ -180,8 +209,10 @@ class Monitor(LoggedCallback):
         self._since = now
 
     def _training_flops(self) -> float | None:
+        """Return the FLOPs per token for the length of the last batch; `None` if they cannot be counted."""
+        # Frozen weights compute no gradient: `6 N` would be too much.
         if not all(parameter.requires_grad for parameter in self._model.parameters()):
-            return None  # a frozen weight has no gradient: 6 N would be too much
+            return None
         length = self._ids.shape[-1]
         if length not in self._flops:
             try:
@@ -192,6 +223,7 @@ class Monitor(LoggedCallback):
 
     @torch.no_grad()
     def _across_depth(self) -> dict[str, float]:
+        """Measure magnitudes and depth attention on a slice of the last batch, averaged over processes."""
         squares: list[Tensor] = []
         weights: list[Tensor] = []
 
@@ -202,13 +234,15 @@ class Monitor(LoggedCallback):
                 weights.append(result[1].to(self._device))
             return result
 
-        # In eval mode: no dropout, no random numbers; and no forward pass that expert balancing counts.
+        # `measuring` sets eval mode, so that dropout draws no random numbers and expert balancing does not count this.
         with measuring(self._model), watched(self._model, read):
             self._model(input_ids=self._slice(), use_cache=False, logits_to_keep=1)
         summary = depth_attention_summary(weights)
-        found = torch.stack([*squares, *torch.tensor(list(summary.values()), dtype=torch.float32, device=self._device)])
-        found = reduce(found, "mean")
-        sizes, means = found[: len(squares)].sqrt(), found[len(squares) :]  # of readers by depth, the output last
+        means = torch.tensor(list(summary.values()), dtype=torch.float32, device=self._device)
+        # One reduction for all numbers.
+        values = reduce(torch.stack([*squares, *means]), "mean")
+        # Sizes of the sublayers' inputs by depth, the output's last.
+        sizes, means = values[: len(squares)].sqrt(), values[len(squares) :]
         magnitudes = {
             "magnitude_output": sizes[-1],
             "magnitude_growth": sizes[-1] / sizes[0],
@@ -217,7 +251,7 @@ class Monitor(LoggedCallback):
         return {name: value.item() for name, value in magnitudes.items()} | dict(zip(summary, means.tolist()))
 
     def _slice(self) -> Tensor:
-        """The first tokens of the last batch's first sequence, `[1, tokens]`, without its padding."""
+        """Return the first tokens of the last batch's first sequence, `[1, tokens]`, without padding."""
         ids, mask = self._ids[0], self._mask
         if isinstance(mask, Tensor) and mask.shape == self._ids.shape and mask[0].any():
             ids = ids[mask[0].bool()]

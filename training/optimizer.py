@@ -1,4 +1,4 @@
-"""Optimizers and schedules: AdamW for all, or Muon for the hidden matrices with AdamW for the rest.
+"""Optimizers and schedules: AdamW for all parameters, or Muon for the hidden matrices and AdamW for the others.
 
     Muon     B <- mu B + (1 - mu) G,   W <- (1 - lr wd) W - lr 0.2 sqrt(max(W.shape)) NewtonSchulz((1 - mu) G + mu B)
 
@@ -31,20 +31,26 @@ def build_optimizer(
     eps: float = 1e-8,
     momentum: float = 0.95,
 ) -> torch.optim.Optimizer:
-    """The optimizer of a model's trainable parameters, in groups: matrices, vectors, residual tensors.
+    """Build the optimizer of a model's trainable parameters, in groups: matrices, vectors, residual tensors.
 
     Args:
-        model: any model; only parameters that require a gradient are taken, tied ones once.
-        name: `"adamw"`, or `"muon"`: Muon for the matrices inside the decoder (routers included, and each expert's by
-            itself), AdamW for embeddings, the output head, convolution kernels and vectors.
-        learning_rate: of the backbone.
-        weight_decay: of matrices and kernels. Vectors (norms, biases, KDA's decay rates) and residual tensors none.
-        residual_lr_factor: times `learning_rate`, the rate of the residual connections' tensors.
-        betas, eps: AdamW's.
+        model: Any model. Only parameters that require a gradient are taken, tied ones once.
+        name: `"adamw"`, or `"muon"`: Muon for the matrices inside the decoder (routers included, and each expert's
+            matrix by itself), AdamW for embeddings, the output head, convolution kernels and vectors.
+        learning_rate: The rate of the backbone.
+        weight_decay: The decay of matrices and kernels. Vectors (norms, biases, KDA's decay rates) and residual tensors
+            do not decay.
+        residual_lr_factor: The rate of the residual connections' tensors, as a factor of `learning_rate`.
+        betas: AdamW's betas.
+        eps: AdamW's eps.
         momentum: Muon's `mu`.
 
+    Returns:
+        `torch.optim.AdamW`, or a [`MuonAdamW`].
+
     Raises:
-        ValueError: unknown name; nothing to train; or Muon on parameters that DeepSpeed has partitioned.
+        ValueError: The name is unknown, there is nothing to train, or Muon gets parameters that DeepSpeed has
+            partitioned.
     """
     if name not in OPTIMIZERS:
         raise ValueError(f"the optimizer is {name!r}, but must be {' or '.join(map(repr, OPTIMIZERS))}.")
@@ -69,13 +75,16 @@ def build_optimizer(
 def parameter_groups(
     model: nn.Module, learning_rate: float, weight_decay: float, residual_lr_factor: float = 1.0
 ) -> list[dict[str, Any]]:
-    """Groups for one PyTorch optimizer: matrices with weight decay, vectors without, and the residual tensors apart.
+    """Group parameters for a PyTorch optimizer: matrices with weight decay, vectors without, and residual tensors.
 
     Args:
-        model: any model; only parameters that require a gradient are taken.
-        learning_rate: of the backbone.
-        weight_decay: of matrices. Vectors (norms, biases) and residual tensors do not decay.
-        residual_lr_factor: times `learning_rate`, the rate of the residual connections' tensors.
+        model: Any model. Only parameters that require a gradient are taken.
+        learning_rate: The rate of the backbone.
+        weight_decay: The decay of matrices. Vectors (norms, biases) and residual tensors do not decay.
+        residual_lr_factor: The rate of the residual connections' tensors, as a factor of `learning_rate`.
+
+    Returns:
+        The groups, without empty ones, each with `params`, `lr` and `weight_decay`.
     """
     kinds = _by_kind(model)
     groups = [
@@ -87,18 +96,26 @@ def parameter_groups(
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon for groups with `method="muon"`, AdamW for the others: one optimizer, one state, one checkpoint.
+    """An optimizer that applies Muon to groups with `method="muon"`, and AdamW to the others.
 
-    On a matrix it computes, bit for bit, what `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")` does. That one refuses
-    the stacked weights of experts, `[experts, out, in]`; here each expert's matrix is updated by itself, all of them in
-    one batched call. A matrix is what the model stores as one: gate and up projections that it fuses stay so.
+    On a matrix it computes the same, bit for bit, as `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`. PyTorch's Muon
+    refuses the stacked weights of experts, `[experts, out, in]`. Here each expert's matrix is updated by itself, in one
+    batched call for all experts. Gate and up projections that the model stores as one matrix are updated as one.
 
     Sharded parameters (FSDP2, tensor parallel): each matrix is gathered for its update, one at a time, and every
-    process computes it whole; experts that are divided among processes, each whole, are updated where they are.
-    Parameters that an engine has flattened (FSDP1, DeepSpeed) have no matrices left, and are refused.
+    process computes all of it. Experts that are divided among processes, each of them whole, are updated where they
+    are. Parameters that an engine has flattened (FSDP1, DeepSpeed) are refused, as they have no matrices left.
+
+    Args:
+        params: Parameter groups; `method` of a group is `"muon"` or, by default, `"adamw"`.
+        lr: The rate of groups without their own.
+        weight_decay: The decay of groups without their own.
+        betas: AdamW's betas.
+        eps: AdamW's eps.
+        momentum: Muon's `mu`.
 
     Raises:
-        ValueError: a parameter of a Muon group is neither a matrix nor a stack of matrices.
+        ValueError: A parameter of a Muon group is neither a matrix nor a stack of matrices.
     """
 
     def __init__(
@@ -110,8 +127,8 @@ class MuonAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         momentum: float = 0.95,
     ):
-        # PyTorch's AdamW does its groups' step. It owns no parameters: `step` lends it those that are ours at the time,
-        # since `load_state_dict` and FSDP2 put others in their place.
+        # PyTorch's AdamW updates the groups that are not Muon's. It owns no parameters: `step` gives it the current ones,
+        # since `load_state_dict` and FSDP2 replace the parameters of an optimizer.
         self._adamw = torch.optim.AdamW([{"params": []}], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(params, self._adamw.defaults | {"momentum": momentum, "method": "adamw"})
         for group in self.param_groups:
@@ -137,6 +154,7 @@ class MuonAdamW(torch.optim.Optimizer):
         return loss
 
     def _muon_step(self, group: dict[str, Any]) -> None:
+        """Update the parameters of a Muon group."""
         _check_matrices(group)
         lr, momentum = group["lr"], group["momentum"]
         for parameter in group["params"]:
@@ -162,18 +180,23 @@ def build_schedule(
     min_rate: float = 0.0,
     decay_type: str = "linear",
 ) -> LambdaLR:
-    """A schedule of `transformers` that multiplies every group's rate by the same factor.
+    """Build a schedule of `transformers`, which multiplies every group's rate by the same factor.
 
     Args:
-        name: `"cosine"`: after the warm-up, half a cosine over all remaining steps (`decay_steps` has no effect);
-            `"wsd"`: after the warm-up stable, then a decay over the last `decay_steps`.
-        steps: all steps of the run.
-        warmup_steps: over which the rate grows linearly.
-        min_rate: the factor at the end, in [0, 1].
-        decay_type: of `"wsd"`: `"linear"`, `"cosine"` or `"1-sqrt"`.
+        optimizer: The optimizer.
+        name: `"cosine"`: after the warm-up, half a cosine over all remaining steps (`decay_steps` has no effect).
+            `"wsd"`: after the warm-up a stable rate, then a decay over the last `decay_steps`.
+        steps: All steps of the run.
+        warmup_steps: The steps over which the rate grows linearly from 0.
+        decay_steps: The steps over which `"wsd"` decays.
+        min_rate: The factor at the end, from 0 to 1.
+        decay_type: The form of `"wsd"`'s decay: `"linear"`, `"cosine"` or `"1-sqrt"`.
+
+    Returns:
+        The schedule.
 
     Raises:
-        ValueError: unknown name, or lengths that do not fit into `steps`.
+        ValueError: The name is unknown, `min_rate` is out of range, or the lengths do not fit into `steps`.
     """
     if name not in SCHEDULES:
         raise ValueError(f"the schedule is {name!r}, but must be {' or '.join(map(repr, SCHEDULES))}.")
@@ -193,7 +216,7 @@ def build_schedule(
 
 
 def _by_mesh(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups, split so that the parameters of each are divided alike: one kernel updates a group."""
+    """Split groups by how their parameters are divided among processes, since one kernel updates a whole group."""
     split = []
     for group in groups:
         by_mesh = defaultdict(list)
@@ -204,7 +227,7 @@ def _by_mesh(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _by_kind(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """The trainable parameters: the decoder's `matrices`; `others` that decay; `vectors`; and `residual`."""
+    """Return the trainable parameters: the decoder's `matrices`; `others` that decay; `vectors`; and `residual`."""
     kinds = {"matrices": [], "others": [], "vectors": [], "residual": []}
     residual = {id(parameter) for parameter in residual_tensors(model).values()}
     whole = model.get_base_model() if hasattr(model, "get_base_model") else model  # without PEFT's wrapper
@@ -240,15 +263,20 @@ def _check_matrices(group: dict[str, Any]) -> None:
 
 
 def _orthogonal(update: Tensor) -> Tensor:
-    """Newton-Schulz (PyTorch's) of a matrix `[out, in]`, or of each of a stack `[experts, out, in]`; stays sharded."""
+    """Orthogonalise a matrix `[out, in]`, or each matrix of a stack `[experts, out, in]`, by Newton-Schulz iterations.
+
+    A sharded tensor gives one that is sharded alike.
+    """
     if isinstance(update, DTensor):
         mesh, placements = update.device_mesh, update.placements
+        # A stack that is divided between experts: each process has whole matrices.
         if update.ndim == 3 and all(p in (Replicate(), Shard(0)) for p in placements):
             local = _orthogonal(update.to_local())
             return DTensor.from_local(local, mesh, placements, shape=update.shape, stride=update.stride())
         whole = DTensor.from_local(_orthogonal(update.full_tensor()), mesh, [Replicate()] * mesh.ndim)
         return whole.redistribute(placements=placements)
 
+    # PyTorch's iterations have a private name only. Using them keeps the result the same, bit for bit, as Muon's there.
     def newton_schulz(matrix: Tensor) -> Tensor:
         return _zeropower_via_newtonschulz(matrix, (DEFAULT_A, DEFAULT_B, DEFAULT_C), ns_steps=5, eps=1e-7)
 

@@ -1,4 +1,4 @@
-"""Documents in a row, cut into blocks of equal length: `block[b] = stream[b * length : (b + 1) * length]`."""
+"""Pack documents: join them to a stream, and cut it into blocks: `block[b] = stream[b * length : (b + 1) * length]`."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-IGNORED = -100  # the label that the loss leaves out
+IGNORED = -100  # the label that the loss leaves out, as in PyTorch
 
 
 class Place(NamedTuple):
-    """Where a document comes from: lines or rows `first` to `last` of `source`."""
+    """Where a document comes from: lines or rows `first` to `last` of the file or data set `source`."""
 
     source: str
     first: int
@@ -20,9 +20,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokens:
-    """Documents, joined: their tokens and labels `[tokens]`, their lengths `[documents]`, and their places.
+    """The joined tokens of some documents.
 
-    `labels` is `None` where they are the tokens themselves.
+    Attributes:
+        ids: Token ids `[tokens]`.
+        labels: Labels `[tokens]`; `None` where they are the token ids.
+        lengths: The number of tokens of each document, `[documents]`.
+        places: Where each document comes from.
     """
 
     ids: np.ndarray
@@ -40,20 +44,24 @@ class Tokens:
         )
 
     def after(self, start: int) -> "Tokens":
-        """What follows the first `start` tokens."""
+        """Return the tokens after the first `start`; the first document may be cut."""
         ends = self.lengths.cumsum()
         first = int(np.searchsorted(ends, start, side="right"))
         lengths = self.lengths[first:].copy()
-        lengths[:1] = ends[first : first + 1] - start  # the document that is cut, if any
+        lengths[:1] = ends[first : first + 1] - start  # slices, since no document may be left
         labels = None if self.labels is None else self.labels[start:]
         return Tokens(self.ids[start:], labels, lengths, self.places[first:])
 
 
 class Blocks(NamedTuple):
-    """Tokens and labels `[blocks, length]` (`None` as in [`Tokens`]), and the places of each block's documents.
+    """Blocks of equal length.
 
-    `positions` `[blocks, length]` count the tokens of each document within a block from 0, where documents are kept
-    apart.
+    Attributes:
+        ids: Token ids `[blocks, length]`.
+        labels: Labels `[blocks, length]`; `None` where they are the token ids.
+        documents: The places of each block's documents, in words.
+        positions: The position `[blocks, length]` of each token in its document, counted within the block from 0;
+            `None` where documents are not kept apart.
     """
 
     ids: np.ndarray
@@ -63,18 +71,20 @@ class Blocks(NamedTuple):
 
 
 def pack(batches: Iterable[Tokens], length: int, separate: bool = False) -> Iterator[Blocks]:
-    """Cut the stream of all documents into blocks; the last, incomplete block is dropped.
+    """Cut the stream of all documents into blocks.
 
-    So is a block without a label that can be learned: a batch of such blocks alone would have no loss.
-
-    A document may begin in one block and end in another, and attention sees across documents within a block, unless
-    they are kept apart.
+    A document may begin in one block and end in another. Attention sees across the documents of a block, unless they
+    are kept apart. The incomplete block at the end is dropped, and so are blocks without a label to learn: a batch of
+    them alone would have no loss.
 
     Args:
         batches: The documents, in order.
         length: Tokens in a block.
-        separate: Keep documents apart: give their positions, and leave the label of a document's first token out, as
-            nothing before it tells of it.
+        separate: Keep documents apart: give positions, and ignore the label of each document's first token, which
+            nothing before it predicts.
+
+    Yields:
+        The blocks that each batch completes.
     """
     rest = None
     for batch in batches:
@@ -86,12 +96,21 @@ def pack(batches: Iterable[Tokens], length: int, separate: bool = False) -> Iter
 
 
 def in_blocks(stream: np.ndarray, length: int) -> np.ndarray:
-    """The blocks `[blocks, length]` of a stream `[tokens]`, without its incomplete end."""
+    """Cut a stream into blocks, without its incomplete end.
+
+    Args:
+        stream: The tokens, `[tokens]`.
+        length: Tokens in a block.
+
+    Returns:
+        The blocks, `[blocks, length]`, a view of the stream.
+    """
     count = len(stream) // length
     return stream[: count * length].reshape(count, length)
 
 
 def _cut(stream: Tokens, length: int, count: int, separate: bool) -> Blocks:
+    """Return the first `count` blocks of a stream, without those that have no label to learn."""
     labels = None if stream.labels is None else in_blocks(stream.labels, length)
     starts = np.arange(count) * length
     ends = stream.lengths.cumsum()
@@ -100,20 +119,21 @@ def _cut(stream: Tokens, length: int, count: int, separate: bool) -> Blocks:
     documents = [describe(stream.places[first : last + 1]) for first, last in zip(firsts, lasts)]
     ids, positions = in_blocks(stream.ids, length), None
     if separate:
-        # A document begins anew where a block cuts it: what came before is not seen.
+        # Positions begin at 0 again where a block cuts a document, whose earlier part cannot be seen.
         begins = np.repeat(ends - stream.lengths, stream.lengths)[: ids.size].reshape(ids.shape)
         positions = np.arange(ids.size, dtype=np.int64).reshape(ids.shape) - np.maximum(begins, starts[:, None])
         positions = positions.astype(np.int32)
         labels = np.where(positions == 0, IGNORED, ids if labels is None else labels).astype(np.int32)
     if labels is None:
         return Blocks(ids, None, documents)
-    learned = (labels[:, 1:] != IGNORED).any(axis=1)  # models shift labels: nothing comes before the first
+    # Models shift labels, so the first label of a block is never learned.
+    learned = (labels[:, 1:] != IGNORED).any(axis=1)  # [blocks]
     kept = [name for name, is_learned in zip(documents, learned) if is_learned]
     return Blocks(ids[learned], labels[learned], kept, None if positions is None else positions[learned])
 
 
 def describe(places: Iterable[Place]) -> str:
-    """Places in one line: `train.jsonl:17-19,40 other.jsonl:3`; what follows each other is joined.
+    """Return places in one line, with consecutive ones joined: `train.jsonl:17-19,40 other.jsonl:3`.
 
     ```python
     >>> describe([Place("a.jsonl", 1, 1), Place("a.jsonl", 2, 2), Place("a.jsonl", 7, 7)])

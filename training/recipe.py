@@ -1,4 +1,8 @@
-"""A recipe: everything that decides a training run, as a YAML file and `key=value` changes to it."""
+"""A recipe: everything that decides a training run, as a YAML file and `key=value` changes to it.
+
+A wrong key or value is refused here, before models and data are touched. The command line reads a recipe before it
+imports PyTorch, so this file imports heavy packages only for the recipes that need them.
+"""
 
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -20,7 +24,7 @@ from attnres.utils.yaml_files import load_yaml
 BAD_ROWS = ("error", "skip")
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "wsd")
-# What a number has to be; that it is none of the others, and no number at all, fails too.
+# Key -> a check of its value, and the words for it in the error message. NaN fails each check.
 _POSITIVE = (lambda value: value >= 1, "at least 1")
 _SHARE = (lambda value: 0 <= value <= 1, "a share from 0 to 1")
 _FACTOR = (lambda value: 0 <= value < math.inf, "a number from 0 on")
@@ -41,9 +45,9 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 }
 _NEEDED = ("model", "train", "out")
 _LENGTHS = ("steps", "tokens", "epochs")
-# Of models, files, folders, and of what is in them.
+# Keys whose values are names of models, files, folders, columns or splits, which must not be empty.
 _NAMES = ("model", "train", "out", "tokenizer", "held_out", "held_out_split", "column", "split")
-# Fields of `TrainingArguments` that a run sets itself, or does without, and what says the same in a recipe.
+# Fields of `TrainingArguments` that a run decides itself -> what to use instead; `None` where there is nothing.
 OWNED = {
     "output_dir": "`out`",
     "max_steps": "`steps`",
@@ -73,54 +77,57 @@ OWNED = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """One run. Steps are optimizer steps; batches count sequences of `length` tokens over all processes.
+    """The settings of one run. Steps are optimizer steps; a batch counts sequences of `length` tokens.
 
     Attributes:
-        model: a directory or Hub id, to go on with; or a named configuration (`attnres-tiny`), to train from scratch.
-        config: fields of the model's configuration to set, such as `rms_norm_eps`; `dtype: float32` trains a
-            checkpoint of half precision in full.
-        retrofit: arguments of [`attnres.conversion.retrofit`] for a standard model, such as `{block_size: 4}`
+        model: A directory or Hub id to train on from; or a named configuration (`attnres-tiny`) to train from scratch.
+        train: Data sets: Hub ids, files, patterns and folders.
+        out: The folder of the run, for checkpoints, the model, results and figures.
+        config: Fields of the model's configuration to set, such as `rms_norm_eps`. `dtype: float32` trains a checkpoint
+            of half precision in full precision.
+        retrofit: Arguments of [`attnres.conversion.retrofit`] for a standard model, such as `{block_size: 4}`
             or `{residual: NAME}`.
-        tokenizer: a directory or Hub id; by default the model's. From scratch there must be one.
-        train: data sets: Hub ids, files, patterns and folders.
-        out: the folder of the run: checkpoints, the model, results and figures.
-        held_out: the same, to measure the loss on. Without it `held_out_sequences` are taken from the training data.
-        split: of data sets that have several.
-        held_out_split: the same of `held_out`; by default `split`.
-        held_out_sequences: how many are taken from the training data, where there is no `held_out`; by default 64, or
-            a tenth of the data where that is less.
-        column: of the text; with `chat`, of the messages.
-        streaming: read the data as training goes on, instead of tokenising all of it first.
-        bad_rows: `error` ends the run at a row that cannot be used, `skip` leaves such rows out and counts them.
-        chat: the data is conversations; only the assistant's part is learned.
-        length: tokens in a sequence.
-        separate_documents: keep the documents of a sequence apart: none sees another, and each begins at position 0.
-        batch_size: sequences in a step, over all processes.
-        steps: the length of the run; this or `tokens`.
-        tokens: the same in tokens.
-        epochs: the length of the run in passes over the training data, where `steps` or `tokens` do not end it before.
-        micro_batch_size: sequences that a process computes at once; the rest of `batch_size` is accumulated.
+        tokenizer: A directory or Hub id. By default the model's; a model from scratch needs one.
+        held_out: Data sets to measure the loss on. Without it, `held_out_sequences` are taken from the training data.
+        held_out_split: The split of `held_out`. By default `split`.
+        held_out_sequences: How many sequences are taken from the training data, where there is no `held_out`. By
+            default 64, or a tenth of the data where that is less.
+        column: The column of the text; with `chat`, that of the messages.
+        split: The split of data sets that have several.
+        streaming: Read the data during training, instead of tokenising all of it first.
+        bad_rows: `error` ends the run at a row that cannot be used. `skip` leaves such rows out and counts them.
+        chat: The data is conversations. Only the assistant's part is learned.
+        length: Tokens in a sequence.
+        separate_documents: Keep the documents of a sequence apart: none sees another, and each begins at position 0.
+        batch_size: Sequences in a step, over all processes.
+        micro_batch_size: Sequences that a process computes at once. Gradients accumulate up to `batch_size`.
+        steps: The length of the run in optimizer steps. Give this or `tokens`.
+        tokens: The length of the run in tokens, over all processes.
+        epochs: The length of the run in passes over the training data, where `steps` or `tokens` do not end it before.
         optimizer: `adamw`, or `muon` for the matrices.
-        learning_rate: the highest of the schedule.
-        weight_decay: of matrices; vectors and the tensors of residual connections do not decay.
-        residual_lr_factor: of the residual connections' tensors, times `learning_rate`.
-        residual_alone: the share of the steps in which these alone are trained.
+        learning_rate: The highest rate of the schedule.
+        weight_decay: The decay of matrices. Vectors and the tensors of residual connections do not decay.
+        residual_lr_factor: The rate of the residual connections' tensors, as a factor of `learning_rate`.
+        residual_alone: The share of the steps, at the start, in which only these tensors are trained.
         schedule: `cosine`, or `wsd` (warm-up, stable, decay).
-        warmup: the share of the steps in which the rate rises from 0.
-        decay: with `wsd`, the share of the steps at the end in which the rate falls.
-        min_rate: the rate at the end, times `learning_rate`.
-        max_grad_norm: gradients are scaled down to this norm; 0 leaves them as they are.
-        expert_balancing: the rate at which the routers' biases follow the load; 0 is off.
-        lora: arguments of [`attnres.training.lora.add_adapters`]; only adapters and residual tensors are trained then.
-        merge: with `lora`, write the merged model beside the adapter.
-        seed: of the order of the data and of all else that is drawn, such as new weights.
-        log_every: steps from one line of the log to the next.
-        save_every: steps from one checkpoint, and measurement of the held-out loss, to the next.
-        keep: how many checkpoints stay; older ones are removed.
-        distributed: divides the model among processes: fields of `transformers`' `DistributedConfig`, such as
-            `{fsdp_size: 8}`; see `docs/guides/many_devices.md`.
-        trainer: fields of `transformers.TrainingArguments` that the recipe does not decide (`OWNED`): `bf16`,
+        warmup: The share of the steps in which the rate rises from 0.
+        decay: With `wsd`, the share of the steps at the end in which the rate falls.
+        min_rate: The rate at the end, as a factor of `learning_rate`.
+        max_grad_norm: The norm that gradients are scaled down to. 0 leaves them as they are.
+        expert_balancing: The rate at which the routers' biases follow the load. 0 turns balancing off.
+        lora: Arguments of [`attnres.training.lora.add_adapters`]. Only adapters and residual tensors are trained then.
+        merge: With `lora`, write the merged model beside the adapter.
+        seed: The seed of the data's order and of everything random, such as new weights.
+        log_every: Steps from one line of the log to the next.
+        save_every: Steps from one checkpoint to the next. The held-out loss is measured at the same steps.
+        keep: How many checkpoints stay. Older ones are removed.
+        distributed: How the model is divided among processes: fields of `transformers`' `DistributedConfig`, such as
+            `{fsdp_size: 8}`. See `docs/guides/many_devices.md`.
+        trainer: Fields of `transformers.TrainingArguments` that the recipe does not decide (see `OWNED`): `bf16`,
             `activation_checkpointing`, `torch_compile`, `report_to` (`tensorboard`, `trackio`), and so on.
+
+    Raises:
+        ValueError: A value is not allowed, or two values do not go together.
     """
 
     model: str
@@ -171,23 +178,24 @@ class Recipe:
             raise ValueError("The recipe has no length: give `steps`, `tokens` or `epochs`.")
         if self.streaming and self.steps is self.tokens is None:
             raise ValueError("The length of a stream is not known before it ends: give `steps` or `tokens`.")
-        for name, (is_allowed, wanted) in _RANGES.items():
+        for name, (is_allowed, range_in_words) in _RANGES.items():
             value = getattr(self, name)
             if value is not None and not is_allowed(value):
-                raise ValueError(f"`{name}` of the recipe is {value}, but must be {wanted}.")
+                raise ValueError(f"`{name}` of the recipe is {value}, but must be {range_in_words}.")
         for name, allowed in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES), ("bad_rows", BAD_ROWS)):
             if getattr(self, name) not in allowed:
-                wanted = " or ".join(map(repr, allowed))
-                raise ValueError(f"`{name}` of the recipe is {getattr(self, name)!r}, but must be {wanted}.")
+                choices = " or ".join(map(repr, allowed))
+                raise ValueError(f"`{name}` of the recipe is {getattr(self, name)!r}, but must be {choices}.")
         for name in _NAMES:
             values = getattr(self, name)
             if "" in ((values,) if isinstance(values, str) else values or ()):
                 raise ValueError(f"`{name}` of the recipe is empty: name one, or leave it out.")
-        if owned := next((key for key in self.trainer if key in OWNED), None):
-            instead = f"give {OWNED[owned]} instead" if OWNED[owned] else "leave it out"
-            raise ValueError(f"`trainer.{owned}` of the recipe is not to be set, as the run decides it: {instead}.")
+        if decided := next((key for key in self.trainer if key in OWNED), None):
+            remedy = f"give {OWNED[decided]} instead" if OWNED[decided] else "leave it out"
+            raise ValueError(f"`trainer.{decided}` of the recipe is not to be set, as the run decides it: {remedy}.")
         if self.trainer:
-            from transformers import TrainingArguments  # here and below: what only some recipes need takes seconds
+            # Here and below, imports that take seconds are made only for the recipes that need them.
+            from transformers import TrainingArguments
 
             _check_keys("trainer", self.trainer, _options_of(TrainingArguments))
         workers = self.trainer.get("dataloader_num_workers", 0)
@@ -202,7 +210,8 @@ class Recipe:
             allowed = ["residual", *retrofit_options(**chosen), *retrofit_fields(**chosen)]
             _check_keys("retrofit", self.retrofit, allowed)
         if self.lora is not None:
-            with suppress(ImportError):  # peft is an extra
+            # `peft` comes with an extra. Where it is missing, `run_train` says how to install it.
+            with suppress(ImportError):
                 from .lora import add_adapters, check_options
 
                 _check_keys("lora", self.lora, _options_of(add_adapters))
@@ -227,7 +236,10 @@ class Recipe:
 
     @property
     def most_steps(self) -> int | None:
-        """The optimizer steps by `steps` or `tokens`, of which the last may go beyond; `None` with `epochs` alone."""
+        """Return the optimizer steps that `steps` or `tokens` ask for; `None` if only `epochs` is given.
+
+        With `tokens`, the last step may exceed the number.
+        """
         if self.tokens is not None:
             return math.ceil(self.tokens / (self.batch_size * self.length))
         return self.steps
@@ -236,7 +248,10 @@ class Recipe:
         """Count the optimizer steps of the run.
 
         Args:
-            sequences: How many there are to train on; `None` of a stream, which `epochs` does not end.
+            sequences: The number of sequences to train on; `None` for a stream, which `epochs` does not end.
+
+        Returns:
+            The smaller of [`most_steps`] and the steps that `epochs` asks for.
         """
         by_epochs = None
         if self.epochs is not None and sequences is not None:
@@ -245,20 +260,26 @@ class Recipe:
 
 
 def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
-    """The recipe in a file, or one of those that come with `attnres` by its name, with `key=value` changes.
+    """Read a recipe, and apply `key=value` changes to it.
 
-    A value is YAML: `steps=100`, `train=[a.jsonl,b.jsonl]`, `trainer.bf16=true` (one key of a mapping). `steps`,
-    `tokens` and `epochs` say how long a run is: what a change says takes the place of all that the file says of it.
+    Args:
+        path: A YAML file, or the name of a recipe that comes with `attnres`.
+        changes: Changes whose values are YAML: `steps=100`, `train=[a.jsonl,b.jsonl]`, or `trainer.bf16=true` for one
+            key of a mapping. `steps`, `tokens` and `epochs` all set the length of the run. A change of one of them
+            replaces all three in the file.
+
+    Returns:
+        The recipe, whose values have been checked.
 
     Raises:
-        FileNotFoundError: no such file or recipe.
-        ValueError: unknown key, value of the wrong type, or one that the recipe cannot have.
+        FileNotFoundError: There is no such file or recipe.
+        ValueError: A key is unknown, or a value has the wrong type or is not allowed.
     """
     content = read_yaml(_text(path), path)
     content = {} if content is None else content
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a recipe: it should hold `key: value` lines.")
-    given = set()
+    changed = set()
     for number, change in enumerate(changes):
         key, equals, value = change.partition("=")
         if not equals:
@@ -270,9 +291,9 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
             _check_undivided(changes[number:])
             raise
         content[name] = {**_mapping(name, content.get(name) or {}), inner: parsed} if dot else parsed
-        given.add(name)
-    if any(content.get(name) is not None for name in given.intersection(_LENGTHS)):
-        for name in {*_LENGTHS} - given:
+        changed.add(name)
+    if any(content.get(name) is not None for name in changed.intersection(_LENGTHS)):
+        for name in {*_LENGTHS} - changed:
             content.pop(name, None)
     known = {item.name: item for item in fields(Recipe)}
     content = {name: value for name, value in content.items() if value is not None or name not in _NEEDED}
@@ -287,21 +308,24 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
 
 
 def write_recipe(recipe: Recipe) -> str:
-    """The recipe as YAML, all of it."""
+    """Return a recipe as YAML, with every key, also those that have their default."""
     content = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(recipe).items()}
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 
 
 def _options_of(function: Callable) -> list[str]:
+    """Return the names of the parameters that have a default."""
     return [option.name for option in signature(function).parameters.values() if option.default is not option.empty]
 
 
 def _check_keys(name: str, arguments: dict[str, Any], known: Collection[str]) -> None:
+    """Raise ValueError if a key in the mapping `name` of a recipe is unknown."""
     for key in (key for key in arguments if key not in known):
         raise ValueError(f"`{name}` has no `{key}`.{did_you_mean(key, known, otherwise_all=False)}")
 
 
 def _text(path: str | Path) -> str:
+    """Return the content of a recipe's file, or of a recipe that comes with `attnres`."""
     if Path(path).is_file():
         try:
             return Path(path).read_text(encoding="utf-8")
@@ -316,7 +340,18 @@ def _text(path: str | Path) -> str:
 
 
 def read_yaml(text: str, place: str | Path) -> Any:
-    """Raises ValueError, naming `place` and what is wrong there, if the text is not YAML."""
+    """Parse YAML.
+
+    Args:
+        text: The YAML.
+        place: Where it stands, for the error message.
+
+    Returns:
+        The value.
+
+    Raises:
+        ValueError: The text is not YAML.
+    """
     try:
         return load_yaml(text)
     except (yaml.YAMLError, ValueError) as error:
@@ -324,7 +359,7 @@ def read_yaml(text: str, place: str | Path) -> Any:
 
 
 def _check_undivided(changes: Sequence[str]) -> None:
-    """Raises ValueError if the first change is broken YAML only because the shell divided it at its spaces."""
+    """Raise ValueError if the first change is broken YAML only because the shell divided it at its spaces."""
     for end in range(2, len(changes) + 1):
         whole = " ".join(changes[:end])
         try:
@@ -335,16 +370,16 @@ def _check_undivided(changes: Sequence[str]) -> None:
 
 
 def _mapping(name: str, value: Any) -> dict[str, Any]:
+    """Return a copy of a mapping of the recipe. Raise ValueError if it is something else."""
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise ValueError(f"`{name}` of the recipe is {value!r}, which is not a mapping of names to values.")
     return dict(value)
 
 
 def _typed(name: str, value: Any, kind: Any) -> Any:
-    """A YAML value as the type of its field; YAML reads `3e-4` as text, and `2026-01-31` as a date.
+    """Return a YAML value as the type of its field. Raise ValueError if it has another type.
 
-    Raises:
-        ValueError: it is of another type.
+    YAML reads `3e-4` as text and `2026-01-31` as a date, so types that can be converted are.
     """
     if isinstance(kind, UnionType):  # such as `str | None`
         if value is None:
@@ -366,6 +401,7 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
             number = value if isinstance(value, int) else float(value)
             if kind is float or number == int(number):
                 return kind(number)
-    wanted = {str: "text", Sequence: "a list of names"}.get(kind, kind.__name__)
-    hint = "; put it in quotes" if kind is str and isinstance(value, bool) else ""  # `no` is one, and `on`
-    raise ValueError(f"`{name}` of the recipe is {value!r}, which is not {wanted}{hint}.")
+    type_in_words = {str: "text", Sequence: "a list of names"}.get(kind, kind.__name__)
+    # YAML reads `no` and `on` as booleans.
+    hint = "; put it in quotes" if kind is str and isinstance(value, bool) else ""
+    raise ValueError(f"`{name}` of the recipe is {value!r}, which is not {type_in_words}{hint}.")

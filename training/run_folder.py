@@ -1,4 +1,8 @@
-"""The folder of a run: whose it is, and whether a run may begin or go on there."""
+"""The folder of a run: which run owns it, and whether a run may begin or resume there.
+
+Three files keep one run's checkpoints from another's: `.lock` while a process trains, `recipe.yaml` with the settings,
+and `data.json` with digests of data and model. A run that would mix two of them stops with an error.
+"""
 
 import json
 import shutil
@@ -12,14 +16,14 @@ from attnres.utils.files import atomic_write, locked
 from .recipe import Recipe, read_recipe, write_recipe
 
 RECIPE, RESULTS, DATA, LOCK = "recipe.yaml", "results.json", "data.json", ".lock"
-# What a killed run leaves half-written: checkpoints, the model, and the start of a divided model.
+# What a killed run leaves half-written: checkpoints, the model, and the whole model that was to be divided.
 HALF_WRITTEN = (".partial*", ".*.partial", ".start")
 # Settings that may change when a run is resumed.
 FREE = ("log_every", "save_every", "keep", "micro_batch_size")
 
 
 def check_folder(out: Path) -> None:
-    """Raise if no run can begin or go on in `out`.
+    """Raise if no run can begin or resume in `out`.
 
     Raises:
         FileExistsError: `out` holds a finished run or something else.
@@ -29,12 +33,12 @@ def check_folder(out: Path) -> None:
         raise FileExistsError(f"{out} holds a finished run. Choose another `out`.")
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"{out} is a file. Choose another `out`.")
-    if out.exists() and {path.name for path in out.iterdir()} - {LOCK} and not _is_of_a_run(out):
+    if out.exists() and {path.name for path in out.iterdir()} - {LOCK} and not _is_run_folder(out):
         raise FileExistsError(f"{out} holds other files. Choose another `out`.")
 
 
-def _is_of_a_run(out: Path) -> bool:
-    """Whether a run made this folder. The recipe of a user, whose own files lie beside it, looks different."""
+def _is_run_folder(out: Path) -> bool:
+    """Return whether a run made this folder. A recipe that a person wrote, beside other files, looks different."""
     if not (out / RECIPE).exists():
         return False
     if any(out.glob("checkpoint-*")):
@@ -44,7 +48,7 @@ def _is_of_a_run(out: Path) -> bool:
 
 
 def _recipe_of(out: Path) -> Recipe:
-    """Return the recipe that a run has written into its folder. Raise ValueError if the file is none."""
+    """Return the recipe that a run has written into its folder. Raise ValueError if the file is not a recipe."""
     try:
         return read_recipe(out / RECIPE)
     except (OSError, ValueError) as error:
@@ -56,9 +60,14 @@ def _recipe_of(out: Path) -> Recipe:
 
 @contextmanager
 def hold_folder(out: Path, recipe: Recipe) -> Iterator[None]:
-    """Hold the folder of a run while the block trains into it, with its recipe there; on the main process only.
+    """Lock the folder of a run while the block trains into it, and write the recipe there.
 
-    The lock is this process's own. If the launcher is killed and this process survives, it still holds the folder.
+    Only the first process calls it. The lock belongs to this process: if the launcher is killed and this process
+    survives, the folder stays locked.
+
+    Args:
+        out: The folder.
+        recipe: The recipe of the run.
 
     Raises:
         FileExistsError: Another process trains into `out`, or `out` holds another run or something else.
@@ -101,17 +110,16 @@ def _claim(out: Path, recipe: Recipe) -> None:
 
 
 def check_data(out: Path, digests: Mapping[str, str], is_resumed: bool) -> None:
-    """Write down what a run trains, and on which data; or compare it with what the run began with.
+    """Record the data and the model of a new run. For a resumed run, compare them with the record.
 
     Args:
         out: The folder of the run.
-        digests: A digest of the tokens of `train` and `held_out`, and what tells the model's files from others, each
-            by its key in the recipe.
-        is_resumed: Whether a checkpoint is gone on from.
+        digests: Key of the recipe -> a text that changes with the data (`train`, `held_out`) or the `model`.
+        is_resumed: Whether the run resumes from a checkpoint.
 
     Raises:
         FileExistsError: The data or the model has changed since the run began.
-        ValueError: What was written down is damaged.
+        ValueError: The record is damaged.
     """
     path = out / DATA
     if is_resumed and path.exists():

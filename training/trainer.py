@@ -1,7 +1,8 @@
-"""`transformers.Trainer` with the optimizer of a recipe, and checkpoints that are whole or not there.
+"""`transformers.Trainer` for a recipe, with checkpoints that are either complete or absent.
 
-What it adds: a checkpoint is written beside its place and renamed; SIGTERM saves and stops; a loss that is not finite
-stops the run and names the documents; the log has the expert load, tokens/s and the depth attention.
+It adds to `Trainer`: the optimizer and schedule of the recipe; a checkpoint is written under another name and renamed;
+SIGTERM saves a checkpoint and stops; a loss that is not finite stops the run and names the documents; the held-out loss
+is a mean over tokens; the log has the expert load, tokens/s and the depth attention.
 """
 
 import os
@@ -39,12 +40,20 @@ from .monitor import Monitor
 from .optimizer import build_optimizer, build_schedule
 from .recipe import Recipe
 
-PARTIAL = ".partial-"
-OPTIMIZER = "optimizer"
+PARTIAL = ".partial-"  # begins the name of a folder that a checkpoint is written into
+OPTIMIZER = "optimizer"  # the folder of a divided model's optimizer in a checkpoint
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rows of [`attnres.training.data.load_blocks`] as a batch `[rows, length]`."""
+    """Stack rows of [`attnres.training.data.load_blocks`] to a batch.
+
+    Args:
+        rows: The rows.
+
+    Returns:
+        `input_ids`, `labels` and, where the rows have them, `position_ids`, int64 `[batch, seq]`; the rows' numbers
+        `[batch]`, for held-out data; and `documents`, the places of each row.
+    """
     names = [name for name in ("input_ids", "labels", "position_ids") if name in rows[0]]
     batch = {name: torch.stack([row[name] for row in rows]).long() for name in names}
     if ROW in rows[0]:
@@ -53,12 +62,18 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class AttnResTrainer(ResumableTrainer):
-    """Trains `model` by a [`Recipe`].
+    """A `Trainer` of a model by a [`Recipe`].
+
+    Args:
+        model: The model, whole or divided among the processes by `transformers`.
+        recipe: The recipe of the run.
+        arguments: Its translation by [`attnres.training.prepare.prepare_arguments`].
+        options: Other arguments of `Trainer`, such as the data sets.
 
     Raises:
-        ValueError: the recipe asks to keep documents apart, which the model cannot.
-        FloatingPointError: from `train`: the loss is not finite.
-        OSError: from `train`: a checkpoint cannot be written; the one before is whole.
+        ValueError: The recipe asks to keep documents apart, and the model cannot.
+        FloatingPointError: From `train`: the loss is not finite.
+        OSError: From `train`: a checkpoint cannot be written. The one before it stays.
     """
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe, arguments: TrainingArguments, **options):
@@ -68,16 +83,17 @@ class AttnResTrainer(ResumableTrainer):
         self.stopping = StopOnSignal(self)
         self._saving_in: str | None = None
         callbacks = [Monitor(), ExpertBalance(recipe.expert_balancing), self.stopping]
-        # Nothing here works in place on what a layer returns.
+        # The warning is about changing a layer's output in place, which nothing here does.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self.divided: bool = getattr(model, "is_distributed_loading_by_transformers", False)
         if self.divided:
-            arguments.save_only_model = True  # `Trainer` saves no divided optimizer; `_save_checkpoint` does
+            # `Trainer` cannot save a divided optimizer; `_save_checkpoint` does.
+            arguments.save_only_model = True
         if options.get("eval_dataset") is not None:
             options["eval_dataset"] = NumberedRows(options["eval_dataset"])
         super().__init__(model, arguments, data_collator=self._collate, callbacks=callbacks, **options)
-        # The processes of one run write to a folder that is theirs alone: a process that outlives its run cannot get
-        # between those of the next one.
+        # A random name for the folder that checkpoints are written into, the same in all processes of this run. So a
+        # process that outlives its run cannot write into a checkpoint of the next one.
         self._run_id: str = broadcast_object_list([secrets.token_hex(4)])[0]
 
     def _collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -86,7 +102,10 @@ class AttnResTrainer(ResumableTrainer):
         check_token_ids(batch["input_ids"], self.model, f"the data ({'; '.join(batch['documents'])})")
         return batch
 
+    # The optimizer and the schedule. `Trainer` calls both methods, also more than once.
+
     def create_optimizer(self, model: PreTrainedModel | None = None) -> torch.optim.Optimizer:
+        """Make the optimizer of the recipe, as `Trainer` calls it."""
         if self.optimizer is None:
             recipe = self.recipe
             self.optimizer = build_optimizer(
@@ -99,6 +118,7 @@ class AttnResTrainer(ResumableTrainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
+        """Make the schedule of the recipe, as `Trainer` calls it."""
         if self.lr_scheduler is None:
             recipe, steps = self.recipe, num_training_steps
             optimizer = self.optimizer if optimizer is None else optimizer
@@ -115,7 +135,10 @@ class AttnResTrainer(ResumableTrainer):
         return self.lr_scheduler
 
     def _hold_back(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
-        """A rate of zero for all but the residual tensors in the first `steps`: every engine can do that."""
+        """Set the rate of all but the residual tensors to 0 in the first `steps`.
+
+        Freezing the others would be simpler, but engines that divide a model cannot change what is trained.
+        """
         if not steps:
             return
         residual = {id(tensor) for tensor in residual_tensors(self.model).values()}
@@ -125,7 +148,10 @@ class AttnResTrainer(ResumableTrainer):
                 self.lr_scheduler.lr_lambdas[i] = lambda step, factor=factor: 0.0 if step < steps else factor(step)
                 group["lr"] = 0.0
 
+    # The training loss
+
     def compute_loss(self, model, inputs: dict[str, Any], return_outputs: bool = False, **kwargs):
+        """Compute the loss of a batch, as `Trainer` does. Raise FloatingPointError if it is not finite."""
         documents = inputs.pop("documents", None)
         result = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
         loss: Tensor = result[0] if return_outputs else result
@@ -181,11 +207,11 @@ class AttnResTrainer(ResumableTrainer):
             state_dict = model.gather_sharded_state_dict_for_save(
                 model, model.state_dict(), division, save_on_this_rank=main
             )
-            model.config.distributed_config = None  # it is gathered
+            model.config.distributed_config = None  # the file is to hold a whole model
         if state_dict is not None:
-            # Gathering makes copies of tied weights, which `save_pretrained` does not take for the same.
+            # Gathering copies tied weights, and `save_pretrained` does not see that the copies are tied.
             state_dict = {name: state_dict[name] for name in state_dict if name not in model.all_tied_weights_keys}
-        # Resuming reads the model's own names of tensors, not those of a published layout.
+        # A checkpoint has the model's names of tensors, which resuming reads, not the names of a published layout.
         model.save_pretrained(
             output_dir,
             state_dict=state_dict,
@@ -197,6 +223,7 @@ class AttnResTrainer(ResumableTrainer):
             model.config.distributed_config = division
 
     def _save_checkpoint(self, model, trial) -> None:
+        """Write a checkpoint under another name, and rename it once every process has written its part."""
         run = Path(self.args.output_dir)
         self._saving_in = str(run / f"{PARTIAL}{self._run_id}")
         try:
@@ -212,6 +239,7 @@ class AttnResTrainer(ResumableTrainer):
             if self.args.should_save:
                 (written,) = Path(self._saving_in).iterdir()
                 shutil.rmtree(run / written.name, ignore_errors=True)
+                # Without this a machine that loses its power could leave a checkpoint with empty files.
                 _flush(written)
                 written.rename(run / written.name)
         except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
@@ -230,9 +258,10 @@ class AttnResTrainer(ResumableTrainer):
             rotate_checkpoints(str(run), save_total_limit=self.args.save_total_limit)
         self.accelerator.wait_for_everyone()
 
-    # Divided models: the weights are those that the model was loaded with; each process reads and writes its part.
+    # Checkpoints of divided models: each process reads and writes its part.
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
+        # A divided model has been loaded from the checkpoint already.
         if not self.divided:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -251,7 +280,7 @@ class AttnResTrainer(ResumableTrainer):
 
 
 def _check_separable(model: PreTrainedModel, recipe: Recipe) -> None:
-    """Raise ValueError if the model would let documents of one row see each other without a word."""
+    """Raise ValueError if the model would let documents of one row see each other, without an error."""
     config = model.config.get_text_config()
     # A private name, but the one by which `transformers` knows models with a state beside their keys and values.
     if getattr(model, "_is_stateful", False) and not isinstance(config, ResidualConfig):
@@ -267,7 +296,7 @@ def _check_separable(model: PreTrainedModel, recipe: Recipe) -> None:
 
 
 def _flush(folder: Path) -> None:
-    """What is written is on the disk before it gets its name, also if the machine goes down."""
+    """Make sure that the files of a folder are on the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -275,23 +304,34 @@ def _flush(folder: Path) -> None:
 
 
 class StopOnSignal(TrainerCallback):
-    """SIGTERM, to any of the processes, lets the step end, saves a checkpoint and ends training."""
+    """A callback that, on SIGTERM to any of the processes, saves a checkpoint after the step and ends training.
+
+    Args:
+        trainer: The trainer that it is a callback of.
+
+    Attributes:
+        received: Whether a process has received SIGTERM.
+    """
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
         self.received = False
 
     def on_train_begin(self, args, state, control, **kwargs):
+        """Begin to listen for SIGTERM."""
         self._before = signal.signal(signal.SIGTERM, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = True
 
     def on_step_end(self, args, state, control, **kwargs):
+        """Save and stop if a process has received SIGTERM."""
+        # All processes have to stop after the same step, whichever of them has received the signal.
         flag = torch.tensor(int(self.received), device=args.device)
         self.received = bool(self.trainer.accelerator.reduce(flag, "sum"))
         if self.received:
             control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args, state, control, **kwargs):
+        """Restore the handler that was there before."""
         signal.signal(signal.SIGTERM, self._before)

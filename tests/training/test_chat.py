@@ -291,7 +291,7 @@ def test_a_tokenizer_without_a_template_is_refused_at_once(tokenizer):
         (None, "`messages` holds no messages"),
         ([], "`messages` holds no messages"),
         ("hello", "`messages` holds no messages"),
-        ([{"from": "human", "value": "hi"}], "message 0 of `messages` is no object with a `role`"),
+        ([{"from": "human", "value": "hi"}], "message 0 of `messages` must be an object with a `role`"),
         (conversation("hi"), "no turn of the assistant's, only of user"),
         ([{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}], "only of human, gpt"),
         (conversation("a", "b")[1:], "begins with a turn of the assistant's"),

@@ -299,7 +299,7 @@ FILES = {
     "unknown kind": (
         "a.csv",
         b"text\na\n",
-        "a.csv is of no kind that can be read, which are .jsonl, .json, .parquet or .txt.",
+        "a.csv has an unknown suffix, which must be .jsonl, .json, .parquet or .txt.",
     ),
     "no such split": (
         "data",
