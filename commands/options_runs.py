@@ -1,4 +1,7 @@
-"""The options of `attnres demo`, `train` and `eval`: what runs for long."""
+"""The command-line options of the long-running commands: `attnres demo`, `train` and `eval`.
+
+Each function checks its options before it imports the packages that take seconds. The docstrings are the help texts.
+"""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,20 +80,21 @@ def train(
     from attnres.training.run_folder import check_folder
 
     try:
-        read = read_recipe(recipe, changes or ())
+        checked = read_recipe(recipe, changes or ())
     except (FileNotFoundError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
-    check_folder(Path(read.out))
-    if read.model not in configuration_names():
-        check_source(read.model, configuration_names())
+    check_folder(Path(checked.out))
+    if checked.model not in configuration_names():
+        check_source(checked.model, configuration_names())
     with loading():
         from .train import train_in_this_process
 
-    train_in_this_process(read, name=recipe)
+    train_in_this_process(checked, name=recipe)
 
 
-def _print_task_path(wanted: bool) -> None:
-    if wanted:
+def _print_task_path(is_given: bool) -> None:
+    """Print the directory of the tasks and exit, if the option is given."""
+    if is_given:
         from attnres.eval.benchmarks import task_path
 
         print(task_path())
@@ -144,8 +148,8 @@ def evaluate(
     attnres eval my-attnres --out scores --tasks mmlu,gsm8k --limit 100
     attnres eval my-attnres --baseline meta-llama/Llama-3.2-1B --out scores
     """
-    if lacking := next((name for name in ("yaml", "lm_eval", "scipy") if find_spec(name) is None), None):
-        raise RuntimeError(f"attnres eval needs the package {lacking}: {install_command('eval')}")
+    if missing := next((name for name in ("yaml", "lm_eval", "scipy") if find_spec(name) is None), None):
+        raise RuntimeError(f"attnres eval needs the package {missing}: {install_command('eval')}")
     from attnres.eval.benchmarks import pick
     from attnres.eval.start import check_run
 

@@ -1,4 +1,4 @@
-"""`attnres train`: in one process, or in each of those that `accelerate launch -m attnres train` starts."""
+"""The command `attnres train`, in one process or in each process that `accelerate launch -m attnres train` starts."""
 
 import contextlib
 
@@ -9,7 +9,12 @@ from attnres.training.train import run_train
 
 
 def train_in_this_process(recipe: Recipe, name: str = "") -> None:
-    """Train by the recipe, of that name; the group of processes, if there is one, ends with the run."""
+    """Train by a recipe, and end the group of processes with the run, if there is one.
+
+    Args:
+        recipe: The recipe of the run.
+        name: The recipe's name, where it comes with `attnres`.
+    """
     try:
         run_train(recipe, name)
     finally:

@@ -1,7 +1,8 @@
-"""Named configurations: ready `config.json` directories, and the loader for them.
+"""Named configurations: directories with a `config.json`, and their loader.
 
 Each directory is one model: `attnres-tiny` for tests and demos, the five models of the paper's scaling table, and
-`attnres-48b-a3b`. The README beside this file tabulates them. Their `standard` baselines are one override away.
+`attnres-48b-a3b`. The README beside this file tabulates them. The override `residual_connection="standard"` gives the
+baseline of each.
 """
 
 import json
@@ -14,28 +15,31 @@ from attnres.utils.wording import did_you_mean
 
 from .counting import ParameterCount, count_parameters
 
-# Accepted by the configuration, though not fields of it.
+# Keys that the configuration accepts, though they are not its fields.
 _SETTINGS = ("num_labels", "attn_implementation", "experts_implementation")
 _PER_LAYER_FIELDS = ("layer_types", "mlp_layer_types")
 
 
 def names() -> tuple[str, ...]:
-    """The names that [`load`] knows, in alphabetical order."""
+    """Return the names that [`load`] knows, in alphabetical order."""
     return configuration_names()
 
 
 def load(name: str, **overrides) -> AttnResConfig:
-    """The configuration of that name, with some of its fields replaced.
+    """Load a named configuration, with some of its fields replaced.
 
     Args:
-        name: one of [`names`].
-        overrides: fields of [`AttnResConfig`] and their values. A smaller `num_hidden_layers` keeps the first layers:
+        name: One of [`names`].
+        overrides: Fields of [`AttnResConfig`] and their values. A smaller `num_hidden_layers` keeps the first layers:
             it also cuts `layer_types` and `mlp_layer_types`, unless they are overridden too. A larger one needs both
-            lists, since how the pattern goes on is for the caller to say. No other field follows from an override.
+            lists, since the caller has to say how the pattern goes on. An override changes no other field.
+
+    Returns:
+        The configuration.
 
     Raises:
-        ValueError: unknown name, unknown field (a misspelt one would otherwise be stored and have no effect), or a
-            value that `AttnResConfig` refuses.
+        ValueError: The name is unknown, a field is unknown (a misspelt one would otherwise be stored and have no
+            effect), or `AttnResConfig` refuses a value.
 
     ```python
     >>> from attnres.configuration import load
@@ -56,11 +60,7 @@ def load(name: str, **overrides) -> AttnResConfig:
 
 
 def _check_fields(overrides: dict) -> None:
-    """Check that overrides are fields of the configuration.
-
-    Raises:
-        ValueError: naming those that are not, and fields spelt alike.
-    """
+    """Raise ValueError if an override is not a field of the configuration."""
     known_fields = {field.name for field in fields(AttnResConfig)} | {*_SETTINGS}
     known_fields.update(GATE_FIELDS, *(connection.fields for connection in CONNECTIONS.values()))
     for field in overrides:

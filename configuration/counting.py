@@ -1,8 +1,8 @@
-"""Counts the parameters of a configuration without allocating them: the model is built on the meta device.
+"""Count the parameters of a configuration, without allocating them: the model is built on the meta device.
 
     activated = all - (1 - top_k / experts) * (parameters of the routed experts)
 
-The same model is built for training, so the counts cannot drift from the code.
+Training builds the same model, so the counts cannot differ from the code.
 """
 
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters of a causal language model; buffers, such as the router's correction bias, are not parameters.
+    """The number of parameters of a causal language model. Buffers, such as a router's correction bias, do not count.
 
     Attributes:
-        total: every parameter, the AttnRes tensors included. Tied parameters count once.
-        non_embedding: `total` without the token embedding and without the output projection (`lm_head`).
-        activated_non_embedding: of `non_embedding`, what one token passes through: `top_k` of all routed experts, and
-            the whole of everything else, routers and shared experts included.
+        total: All parameters, the AttnRes tensors included. Tied parameters count once.
+        non_embedding: `total` without the token embedding and the output projection (`lm_head`).
+        activated_non_embedding: The part of `non_embedding` that one token uses: `top_k` of the routed experts, and
+            everything else, routers and shared experts included.
     """
 
     total: int
@@ -31,9 +31,10 @@ def count_parameters(config: PreTrainedConfig) -> ParameterCount:
     """Count the parameters of the causal language model of a configuration, of the family or of `transformers`."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    # `parameters()` of the whole names a tied parameter once; the set does so for the two embeddings.
+    # Tied parameters count once: `parameters()` of a model yields them once, and so does the set here.
     embeddings = {*model.get_input_embeddings().parameters(), *model.get_output_embeddings().parameters()}
-    # `MixtralExperts`, `KimiLinearExperts`, ...: all of a layer's routed experts, stacked along the first axis.
+    # `MixtralExperts`, `KimiLinearExperts`, ...: one module holds all routed experts of a layer, stacked along axis 0.
+    # Each model of `transformers` has its own class for it, and they have no common parent.
     routed_experts = [module for module in model.modules() if type(module).__name__.endswith("Experts")]
 
     total = _size(model.parameters())

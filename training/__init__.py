@@ -1,17 +1,18 @@
-"""Training of AttnRes models: text, parameter groups, the demo, and callbacks for any `transformers.Trainer`.
+"""Training by recipes, the demo, and two callbacks for any `transformers.Trainer`. The README maps the files.
 
-The callbacks are imported when they are asked for: the command line reads a recipe before the seconds that this takes.
+The callbacks are imported on first use, since that takes seconds, and the command line checks a recipe before.
 """
 
 import importlib
 
-_PLACES = {"ExpertBalance": "balance", "Monitor": "monitor"}
+_CALLBACKS = {"ExpertBalance": "balance", "Monitor": "monitor"}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _PLACES:
+    """Import a callback on first use."""
+    if name not in _CALLBACKS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_CALLBACKS[name]}"), name)
 
 
 __all__ = ["ExpertBalance", "Monitor"]

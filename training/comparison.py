@@ -1,4 +1,4 @@
-"""Models trained on the same batches from the same start, and their loss on held-out documents, over several seeds."""
+"""Comparison of models that train on the same batches, by their loss on held-out documents, over several seeds."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,13 +12,19 @@ from .packing import in_blocks
 from .runs import Run, sequence_losses, train
 from .text import token_stream
 
-BLOCKS_OF_A_DOCUMENT = 4  # so that held-out text is of many documents
+BLOCKS_OF_A_DOCUMENT = 4  # at most, so that held-out text comes from many documents
 HELD_OUT_BLOCKS = 256
 
 
 @dataclass(frozen=True)
 class ComparisonData:
-    """Packed token blocks `[n, length]` to train on and held out; `documents` `[n]` numbers those of the latter."""
+    """Packed token blocks.
+
+    Attributes:
+        train: Blocks to train on, `[blocks, seq]`.
+        held_out: Held-out blocks, `[held-out blocks, seq]`.
+        documents: The number of the document that each held-out block belongs to, `[held-out blocks]`.
+    """
 
     train: Tensor
     held_out: Tensor
@@ -27,7 +33,14 @@ class ComparisonData:
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: the training loss over the steps, and the held-out loss of each block `[n]` at its end."""
+    """The result of one run.
+
+    Attributes:
+        label: The label of the model.
+        seed: The seed of the run.
+        curve: The training loss as points (step, nats/token).
+        losses: The held-out loss of each block at the end, nats/token `[held-out blocks]`.
+    """
 
     label: str
     seed: int
@@ -36,33 +49,43 @@ class Trial:
 
 
 def split(documents: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Those to train on, and those held out: every fourth."""
+    """Divide documents into those to train on and those held out, which are every fourth."""
     return [document for i, document in enumerate(documents) if i % 4], list(documents[::4])
 
 
 def pack(
     train: list[str], held_out: list[str], tokenizer: PreTrainedTokenizerBase, length: int, least: int
 ) -> ComparisonData:
-    """The tokens of both parts in blocks; of a held-out document, the first few.
+    """Tokenise documents and cut them into blocks; at most [`BLOCKS_OF_A_DOCUMENT`] of each held-out document.
+
+    Args:
+        train: The documents to train on.
+        held_out: The held-out documents.
+        tokenizer: The tokenizer.
+        length: Tokens in a block.
+        least: The least number of blocks to train on.
+
+    Returns:
+        The blocks.
 
     Raises:
-        ValueError: there are fewer than `least` blocks to train on, or held-out blocks of fewer than two documents.
+        ValueError: There are fewer than `least` blocks to train on, or held-out blocks of fewer than two documents.
     """
     blocks, held_out_blocks = (
         torch.from_numpy(in_blocks(token_stream(part, tokenizer), length)) for part in (train, held_out)
     )
     ends = (held_out_blocks == tokenizer.eos_token_id).flatten().numpy().cumsum()
-    # A block counts for the document of its first token: the ends before it are the number of that document.
+    # A block belongs to the document of its first token. The number of that document is the count of ends before it.
     documents = np.concatenate([[0], ends[:-1]])[::length] if len(ends) else ends
     _, firsts, numbers = np.unique(documents, return_index=True, return_inverse=True)
     kept = np.flatnonzero(np.arange(len(documents)) - firsts[numbers] < BLOCKS_OF_A_DOCUMENT)[:HELD_OUT_BLOCKS]
     data = ComparisonData(blocks, held_out_blocks[kept], torch.from_numpy(documents[kept]))
-    found = len(data.documents.unique())
-    if len(blocks) < least or found < 2:
+    num_documents = len(data.documents.unique())
+    if len(blocks) < least or num_documents < 2:
         raise ValueError(
-            f"the text gives {len(blocks)} blocks of {length} tokens to train on, and held-out blocks of {found} "
-            f"documents, but the demo needs at least {least} and 2. Give a longer --text, of more documents: these end "
-            "at empty lines, or at lines that hold only <|endoftext|>."
+            f"the text gives {len(blocks)} blocks of {length} tokens to train on, and held-out blocks of "
+            f"{num_documents} documents, but the demo needs at least {least} and 2. Give a longer --text, of more "
+            "documents: these end at empty lines, or at lines that hold only <|endoftext|>."
         )
     return data
 
@@ -75,10 +98,18 @@ def compare(
     on_run: Callable[[str], None],
     on_step: Callable[[], None],
 ) -> Iterator[tuple[Trial, PreTrainedModel]]:
-    """Train every model with every seed, which decides its first weights (where they are drawn) and its batches.
+    """Train every model with every seed, on the same batches for all models of a seed.
 
     Args:
-        starts: label -> what makes the model.
+        starts: Label -> a function that makes the model. The seed decides the weights that it draws.
+        data: The blocks to train on and to measure on.
+        run: The settings of the runs.
+        seeds: The seeds.
+        on_run: A function that is called with a description before each run.
+        on_step: A function that is called after each step.
+
+    Yields:
+        The result of each run, and its model.
     """
     for seed in seeds:
         order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(seed))
@@ -93,13 +124,13 @@ def compare(
 
 @dataclass(frozen=True)
 class Difference:
-    """Held-out loss of a model minus that of another (nats/token).
+    """The held-out loss of a model minus that of another, in nats/token.
 
     Attributes:
-        by_seed: of each seed.
-        mean: of these.
-        over_seeds: their standard deviation.
-        over_documents: the standard error of the mean that comes from the choice of documents.
+        by_seed: The difference for each seed.
+        mean: The mean over seeds.
+        over_seeds: The standard deviation over seeds.
+        over_documents: The standard error of the mean from the choice of held-out documents.
     """
 
     by_seed: list[float]
@@ -109,11 +140,23 @@ class Difference:
 
 
 def difference(trials: Sequence[Trial], of: str, to: str, documents: Tensor) -> Difference:
-    """`of` minus `to`, within each seed; blocks of one document are not counted as independent."""
+    """Compute the difference in held-out loss between two models, within each seed.
+
+    Args:
+        trials: The results of the runs.
+        of: The label of the one model.
+        to: The label of the other, whose loss is subtracted.
+        documents: The document of each held-out block, `[held-out blocks]`. Blocks of one document do not count as
+            independent.
+
+    Returns:
+        The difference.
+    """
     losses = {label: torch.stack([t.losses for t in trials if t.label == label]) for label in (of, to)}
     differences = losses[of] - losses[to]  # [seeds, blocks]
     by_seed = differences.mean(1)
-    around = differences.mean(0) - differences.mean()
+    # The standard error of clustered data: residuals are summed within each document before they are squared.
+    around = differences.mean(0) - differences.mean()  # [blocks]
     _, numbers = documents.unique(return_inverse=True)
     sums = torch.zeros(int(numbers.max()) + 1, dtype=around.dtype).index_add_(0, numbers, around)
     variance = sums.square().sum() * len(sums) / (len(sums) - 1)

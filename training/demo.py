@@ -1,7 +1,7 @@
 """The demo, in two acts: attention residuals against the residual stream from scratch, and an exact retrofit.
 
-It needs no network and no account: the text is the Python installation's own sources. It prints what it measures,
-whichever model wins. Given a checkpoint, the retrofit comes first, and both models go on from there.
+It needs no network and no account: the text is the sources of the Python installation. It prints its measurements,
+whichever model wins. With a checkpoint, the retrofit comes first, and both models are trained on from there.
 """
 
 import contextlib
@@ -46,16 +46,16 @@ from .text import open_tokenizer, python_sources, read_documents, train_tokenize
 
 CONFIGURATION = "attnres-tiny"
 STANDARD, ATTN_RES = "standard", "Block AttnRes"
-BLOCKS = 4  # of the retrofit, as many as the configuration has
+NUM_BLOCKS = 4  # of the retrofit, as many as the configuration has
 SEEDS = 3
 LENGTH, BATCH_SIZE = 128, 6
-# Fixed, not measured, so that the same seed gives the same numbers: of all runs together, about what a CPU core does.
+# About the speed of a CPU core, all runs together. Fixed, not measured, so that the same seed gives the same numbers.
 STEPS_PER_MINUTE = 150
 LEARNING_RATE, CHECKPOINT_LEARNING_RATE = 3e-3, 3e-4
-RESIDUAL_LR_FACTOR = 0.3  # of a retrofit; from scratch all rates are one
+RESIDUAL_LR_FACTOR = 0.3  # of a retrofit; from scratch the factor is 1
 MAX_TEXT_CHARACTERS = 4_000_000
-PROMPT, PROMPT_CHARACTERS = "def ", 60
-NEW_TOKENS = 40
+PROMPT, PROMPT_CHARACTERS = "def ", 60  # for Python sources; the length of a prompt from another text
+NEW_TOKENS = 40  # of each text that is generated
 RESULTS = "results.json"
 
 AT_THIS_LENGTH = (
@@ -66,7 +66,7 @@ AT_THIS_LENGTH = (
 
 _GENERATE = """
 import sys
-sys.modules["attnres"] = None  # `import attnres` fails here: the code that travels with the weights must do
+sys.modules["attnres"] = None  # `import attnres` fails: only the code that travels with the weights is used
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 path, prompt, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
 tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
@@ -79,7 +79,15 @@ print(tokenizer.decode(ids[0], skip_special_tokens=True))
 
 @dataclass(frozen=True)
 class DemoText:
-    """What is trained on, what is held out, and what the samples continue."""
+    """The text of a demo.
+
+    Attributes:
+        source: Where it comes from, in words.
+        train: The documents to train on.
+        held_out: The held-out documents.
+        prompt: The beginning that samples continue.
+        note: A remark for the screen.
+    """
 
     source: str
     train: list[str]
@@ -89,6 +97,7 @@ class DemoText:
 
     @property
     def sha256(self) -> str:
+        """Return a digest of all documents."""
         digest = hashlib.sha256()
         for document in (*self.held_out, *self.train):
             digest.update(document.encode("utf-8") + b"\0")
@@ -103,28 +112,39 @@ def run_demo(
     seed: int = 0,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Run the demo and write the model, figures, sample and `results.json` to the directory `out`.
+    """Run the demo and write the model, figures, sample and `results.json` to a directory.
+
+    Args:
+        out: The directory.
+        minutes: The time to aim at, on two idle CPU cores.
+        checkpoint: A directory or Hub id of a standard model to retrofit and train on. By default models from scratch.
+        text: A file of text. By default the sources of the Python installation.
+        seed: The first of [`SEEDS`] seeds.
+        overwrite: Whether to replace the directory of an earlier demo.
+
+    Returns:
+        The content of `results.json`.
 
     Raises:
         FileExistsError: `out` exists and `overwrite` is not set, or it was not written by the demo.
-        ValueError: there is too little text, or the checkpoint cannot be retrofitted.
+        ValueError: There is too little text, or the checkpoint cannot be retrofitted.
     """
-    # For so small a model a second thread saves a fifth where cores are idle, and costs a lot where they are busy; and
-    # with one the numbers do not depend on the number of cores.
+    # For so small a model, a second thread saves a fifth of the time on idle cores, and costs a lot on busy ones. With
+    # one thread the numbers do not depend on the number of cores.
     threads = torch.get_num_threads() if checkpoint else 1
     with (
         quiet_transformers(),
         _torch_threads(threads),
         atomic_directory(out, overwrite=overwrite, marker=RESULTS) as target,
     ):
-        demo = _Demo(Console(), target, minutes, _read(text), seed)
+        demo = _Demo(Console(), target, minutes, _read_text(text), seed)
         results = demo.from_checkpoint(checkpoint) if checkpoint else demo.from_scratch()
     Console().print(f"Written to [bold]{out}[/]: the model, its figures, {RESULTS}.", soft_wrap=True)
     return results
 
 
 class _Demo:
-    """The acts, in either order, and what they share: text, runs, screen and directory."""
+    """A running demo: the acts, in either order, and the text, seeds, screen and directory that they share."""
 
     def __init__(self, console: Console, target: Path, minutes: float, text: DemoText, seed: int):
         self.console, self.target, self.text, self.seed = console, target, text, seed
@@ -133,24 +153,26 @@ class _Demo:
         self.results: dict[str, Any] = {}
 
     def from_scratch(self) -> dict[str, Any]:
+        """Train both models from scratch, then retrofit the standard one."""
         tokenizer = train_tokenizer(self.text.train, load(CONFIGURATION).vocab_size)
         special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         starts = {
             STANDARD: lambda: AttnResForCausalLM(load(CONFIGURATION, residual_connection="standard", **special)),
             ATTN_RES: lambda: AttnResForCausalLM(load(CONFIGURATION, **special)),
         }
-        data = self.read(tokenizer)
+        data = self.tokenize(tokenizer)
         self.heading(f"Act one: the same start and the same batches, two connections ({SEEDS} seeds)")
         models = self.compare(starts, data, LEARNING_RATE)
         self.console.print(AT_THIS_LENGTH.format(tokens=self.steps * BATCH_SIZE * LENGTH))
         self.heading("Act two: the standard model just trained, retrofitted to attention residuals")
-        retrofitted = retrofit(models[STANDARD], num_blocks=BLOCKS)
+        retrofitted = retrofit(models[STANDARD], num_blocks=NUM_BLOCKS)
         self.show_retrofit(models[STANDARD], retrofitted, tokenizer, data)
         return self.finish(models[ATTN_RES], tokenizer, data)
 
     def from_checkpoint(self, checkpoint: str) -> dict[str, Any]:
+        """Retrofit a standard model, then train it on, beside its retrofit."""
         standard, tokenizer = _load_checkpoint(checkpoint)
-        data = self.read(tokenizer)
+        data = self.tokenize(tokenizer)
         self.heading(f"Act one: {checkpoint}, retrofitted to attention residuals")
         self.show_retrofit(standard, retrofit(standard), tokenizer, data)
         self.heading(f"Act two: both go on from there on the same batches ({SEEDS} seeds)")
@@ -163,9 +185,11 @@ class _Demo:
         return self.finish(models[ATTN_RES], tokenizer, data)
 
     def heading(self, title: str) -> None:
+        """Print the title of an act."""
         self.console.print(f"\n{title}", style="bold", soft_wrap=True, highlight=False)
 
-    def read(self, tokenizer: PreTrainedTokenizerBase) -> ComparisonData:
+    def tokenize(self, tokenizer: PreTrainedTokenizerBase) -> ComparisonData:
+        """Cut the text into blocks, and print its size."""
         text = self.text
         data = pack(text.train, text.held_out, tokenizer, LENGTH, least=2 * BATCH_SIZE)
         sizes = {
@@ -187,7 +211,7 @@ class _Demo:
         rate: float,
         residual_lr_factor: float = 1.0,
     ) -> dict[str, PreTrainedModel]:
-        """Train, print and draw; returns the models of the first seed."""
+        """Train the models, print and draw their losses, and return the models of the first seed."""
         run = Run(
             self.steps,
             BATCH_SIZE,
@@ -210,7 +234,7 @@ class _Demo:
                 models.setdefault(trial.label, model)
                 trials.append(trial)
             progress.update(bar, description="trained")
-        found = difference(trials, ATTN_RES, STANDARD, data.documents)
+        lead = difference(trials, ATTN_RES, STANDARD, data.documents)
         losses = {label: [t.losses.mean().item() for t in trials if t.label == label] for label in starts}
         self.results |= {
             "seeds": list(self.seeds),
@@ -218,10 +242,10 @@ class _Demo:
             "tokens_per_step": BATCH_SIZE * LENGTH,
             "learning_rate": rate,
             "held_out_loss": losses,
-            "difference": asdict(found),
+            "difference": asdict(lead),
         }
-        self.console.print(_table(self.seeds, losses, found, self.results.get("held_out_loss_before")))
-        self.console.print(_errors(found, self.results["text"]["held_out_documents"]))
+        self.console.print(_loss_table(self.seeds, losses, lead, self.results.get("held_out_loss_before")))
+        self.console.print(_describe_errors(lead, self.results["text"]["held_out_documents"]))
         curves = {label: [t.curve for t in trials if t.label == label] for label in (ATTN_RES, STANDARD)}
         self.results["training_loss"] = curves
         plot_paired_runs(curves, self.target / "loss_curves.png")
@@ -234,25 +258,26 @@ class _Demo:
         tokenizer: PreTrainedTokenizerBase,
         data: ComparisonData,
     ) -> None:
-        same = _compare_functions(standard, attn_res, data.held_out)
+        """Compare a model with its retrofit, by logits and by the text that they write."""
+        comparison = _compare_functions(standard, attn_res, data.held_out)
         texts = [_continue_greedily(model, tokenizer, self.text.prompt) for model in (standard, attn_res)]
-        same["same_text"] = texts[0] == texts[1]
-        self.results["retrofit"] = same
-        self.console.print(_retrofit_line(attn_res.config, same))
-        if same["same_text"]:
+        comparison["same_text"] = texts[0] == texts[1]
+        self.results["retrofit"] = comparison
+        self.console.print(_describe_retrofit(attn_res.config, comparison))
+        if comparison["same_text"]:
             self.console.print("Without sampling, both write the same text:")
         else:
             self.console.print("Without sampling, they write different texts, the standard model first:")
-        for written in texts[: 1 if same["same_text"] else 2]:
-            self.console.print(repr(written), markup=False, highlight=False, soft_wrap=True)
+        for text in texts[: 1 if comparison["same_text"] else 2]:
+            self.console.print(repr(text), markup=False, highlight=False, soft_wrap=True)
 
     def finish(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: ComparisonData
     ) -> dict[str, Any]:
-        """Show what the depth attention has learned, and write everything."""
+        """Print the depth attention and a sample of a trained model, write the model, and return the results."""
         attention = depth_attention(model, data.held_out[:64].split(16))
         self.results["depth_attention"] = [[round(w, 4) for w in row[~row.isnan()].tolist()] for row in attention.mean]
-        self.console.print(_depth_attention_lines(attention))
+        self.console.print(_describe_depth_attention(attention))
         attention.plot(self.target / "depth_attention.png", values="relative")
         model.save_pretrained(self.target / "model")
         tokenizer.save_pretrained(self.target / "model")
@@ -263,13 +288,14 @@ class _Demo:
         return self.results
 
 
-def _read(path: Path | None) -> DemoText:
+def _read_text(path: Path | None) -> DemoText:
+    """Read a file of text, or the sources of the Python installation."""
     if path is None:
         train, held_out = split(python_sources(MAX_TEXT_CHARACTERS))
         source = f"the standard library of Python {platform.python_version()}"
         return DemoText(source, train, held_out, PROMPT, " Another Python has another text.")
     train, held_out = split(read_documents(path, MAX_TEXT_CHARACTERS))
-    # Words that a document begins with, and of the last of them, which may be cut, nothing.
+    # The first words of a document, without the last one, which may be cut.
     prompt = held_out[0][: PROMPT_CHARACTERS + 1]
     if len(prompt) > PROMPT_CHARACTERS:
         prompt = prompt.rpartition(" ")[0] or prompt[:-1]
@@ -277,7 +303,7 @@ def _read(path: Path | None) -> DemoText:
 
 
 def _load_checkpoint(checkpoint: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    # Code that comes with a checkpoint is neither run nor asked about, nor referred to by what the demo writes.
+    # Code that comes with a checkpoint does not run, and the files of the demo do not refer to it.
     model = load_whole(AutoModelForCausalLM, checkpoint, trust_remote_code=False)
     retrofit(model)  # an unsupported backbone is refused before any work
     return model, open_tokenizer(checkpoint)
@@ -285,7 +311,7 @@ def _load_checkpoint(checkpoint: str) -> tuple[PreTrainedModel, PreTrainedTokeni
 
 @torch.no_grad()
 def _compare_functions(a: PreTrainedModel, b: PreTrainedModel, blocks: Tensor) -> dict[str, Any]:
-    """Compare two models' logits on `blocks` `[n, length]`."""
+    """Compare two models' logits on `blocks` `[blocks, seq]`: largest difference, largest logit, top-1 agreement."""
     difference, largest, agreement = 0.0, 0.0, []
     a.eval(), b.eval()
     for batch in blocks.split(16):
@@ -307,7 +333,9 @@ def _continue_greedily(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
 
 
 def _generate_without_attnres(path: Path, prompt: str, seed: int) -> str:
+    """Return a sample of a saved model from a process that cannot import `attnres`."""
     with tempfile.TemporaryDirectory() as modules:
+        # A fresh cache of modules, so that the code beside the weights is used, not that of an earlier demo.
         environment = os.environ | {"HF_MODULES_CACHE": modules, "TRANSFORMERS_VERBOSITY": "error"}
         command = [sys.executable, "-c", _GENERATE, str(path), prompt, str(seed)]
         process = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -316,46 +344,46 @@ def _generate_without_attnres(path: Path, prompt: str, seed: int) -> str:
     return process.stdout.strip()
 
 
-def _retrofit_line(config: PreTrainedConfig, same: dict[str, Any]) -> str:
+def _describe_retrofit(config: PreTrainedConfig, comparison: dict[str, Any]) -> str:
     return (
         f"{config.connection.describe(config)}: "
-        f"max |logit difference| [bold]{same['max_abs_logit_difference']:.1e}[/] "
-        f"at logits up to {same['max_abs_logit']:.1f}, "
-        f"top-1 agreement [bold]{same['top1_agreement']:.2%}[/]."
+        f"max |logit difference| [bold]{comparison['max_abs_logit_difference']:.1e}[/] "
+        f"at logits up to {comparison['max_abs_logit']:.1f}, "
+        f"top-1 agreement [bold]{comparison['top1_agreement']:.2%}[/]."
     )
 
 
-def _table(seeds: range, losses: dict[str, list[float]], found: Difference, before: float | None) -> Table:
+def _loss_table(seeds: range, losses: dict[str, list[float]], lead: Difference, before: float | None) -> Table:
     table = Table(title="Held-out loss (nats/token)")
     for column in ("seed", STANDARD, ATTN_RES, "difference"):
         table.add_column(column, justify="left" if column == "seed" else "right")
     if before is not None:
         table.add_row("before", f"{before:.4f}", f"{before:.4f}", "")
         table.add_section()
-    for row in zip(seeds, losses[STANDARD], losses[ATTN_RES], found.by_seed):
+    for row in zip(seeds, losses[STANDARD], losses[ATTN_RES], lead.by_seed):
         table.add_row(str(row[0]), f"{row[1]:.4f}", f"{row[2]:.4f}", f"{row[3]:+.4f}")
     table.add_section()
     means = (f"{sum(losses[label]) / SEEDS:.4f}" for label in (STANDARD, ATTN_RES))
-    table.add_row("mean", *means, f"[bold]{found.mean:+.4f} ± {found.over_seeds:.4f}[/]")
+    table.add_row("mean", *means, f"[bold]{lead.mean:+.4f} ± {lead.over_seeds:.4f}[/]")
     return table
 
 
-def _errors(found: Difference, documents: int) -> str:
+def _describe_errors(lead: Difference, documents: int) -> str:
     return (
         f"± is the standard deviation over seeds. For the choice of the {documents} held-out documents the mean has a "
-        f"standard error of {found.over_documents:.4f}."
+        f"standard error of {lead.over_documents:.4f}."
     )
 
 
-def _depth_attention_lines(attention: DepthAttention) -> str:
-    """What the output reads, and the sublayer that has gone furthest from uniform weights."""
+def _describe_depth_attention(attention: DepthAttention) -> str:
+    """Return the mean weights of the sublayer that is furthest from uniform weights, and of the output."""
     depth, counts = attention.depth, attention.num_sources
     furthest = int((attention.mean - 1 / torch.tensor(counts)[:, None]).abs().nansum(1).argmax())
     lines = ["What the trained AttnRes model reads, mean over tokens (all of it in depth_attention.png):"]
-    for reader in dict.fromkeys((furthest, len(counts) - 1)):
-        weights = attention.mean[reader, : counts[reader]].tolist()
-        read = ", ".join(f"{name} {weight:.2f}" for name, weight in zip(depth.sources, weights))
-        lines.append(f"  {depth.consumers[reader]}: {read} (uniform: {1 / counts[reader]:.2f} each)")
+    for consumer in dict.fromkeys((furthest, len(counts) - 1)):
+        weights = attention.mean[consumer, : counts[consumer]].tolist()
+        shares = ", ".join(f"{name} {weight:.2f}" for name, weight in zip(depth.sources, weights))
+        lines.append(f"  {depth.consumers[consumer]}: {shares} (uniform: {1 / counts[consumer]:.2f} each)")
     return "\n".join(lines)
 
 
@@ -367,6 +395,7 @@ def _progress(console: Console) -> ProgressBar:
 
 @contextlib.contextmanager
 def _torch_threads(threads: int) -> Iterator[None]:
+    """Set the number of PyTorch's threads inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a line for each log, how long it will take, and how much is done."""
+"""The lines of a run on the screen: what it trains, before it begins; losses and the time left, while it trains."""
 
 import sys
 import time
@@ -15,7 +15,7 @@ from attnres.utils.wording import counted
 
 from .recipe import Recipe
 
-# A run that reads its data more often gets a note.
+# A run that reads its data more often than this gets a note.
 MANY_EPOCHS = 10
 # A backward pass takes about twice as long as a forward pass.
 STEP_PER_EVALUATION = 3
@@ -31,15 +31,18 @@ def describe_run(
     device: torch.device,
     division: str = "1 process",
 ) -> list[str]:
-    """Return the lines that a run begins with; the last ones begin with `Note:`.
+    """Describe a run before it begins: model, data, steps and processes, and notes on what may be a mistake.
 
     Args:
         recipe: The recipe of the run.
         model: The model that is trained.
         train: The sequences to train on.
         held_out: The sequences to measure the loss on.
-        device: Where the first process computes.
-        division: How many processes train, and how they share the model.
+        device: The device of the first process.
+        division: How many processes train, and how they divide the model, in words.
+
+    Returns:
+        The lines; those of notes come last and begin with `Note:`.
     """
     config = model.config.get_text_config()
     parameters = [(tensor.numel(), tensor.requires_grad) for tensor in model.parameters()]
@@ -49,17 +52,17 @@ def describe_run(
     count = len(train) if isinstance(train, Dataset) else None
     steps = recipe.count_steps(count)
     if count is not None:
-        read = f"{count:,} {sequences}"
+        data = f"{count:,} {sequences}"
         epochs = f", {_epochs(recipe, steps, count):.2g} epochs"
     else:
-        read, epochs = f"a stream of {sequences}", ""
+        data, epochs = f"a stream of {sequences}", ""
     documents = f"{train.info.description}: " if train.info.description else ""
     tokens = steps * recipe.batch_size * recipe.length
     return [
         f"Model: {recipe.model} ({config.model_type}), {kind}",
         f"Parameters: {total:,}, of which {'all' if trained == total else f'{trained:,}'} are trained, on {device}",
         f"Processes: {division}",
-        f"Data: {documents}{read} to train on, {len(held_out):,} held out",
+        f"Data: {documents}{data} to train on, {len(held_out):,} held out",
         f"Run: {counted(steps, 'step')} of {counted(recipe.batch_size, 'sequence')}, "
         f"{tokens:,} tokens{epochs}; into {recipe.out}",
         *(f"Note: {note}" for note in _notes(recipe, model, steps, count)),
@@ -67,10 +70,12 @@ def describe_run(
 
 
 def _epochs(recipe: Recipe, steps: int, sequences: int) -> float:
+    """Return how often so many steps read the data."""
     return steps * recipe.batch_size / sequences
 
 
 def _notes(recipe: Recipe, model: PreTrainedModel, steps: int, sequences: int | None) -> Iterator[str]:
+    """Yield notes on a run that is shorter than asked for, repeats its data often, or exceeds the model's context."""
     config = model.config.get_text_config()
     if recipe.most_steps is not None and steps < recipe.most_steps:
         times = _epochs(recipe, recipe.most_steps, sequences)
@@ -91,16 +96,17 @@ def _notes(recipe: Recipe, model: PreTrainedModel, steps: int, sequences: int | 
 
 
 def show_share(share: float) -> str:
-    """A share that is close to 1 by how far it is from there, which is what moves: `0.9321`, `1 - 3.4e-05`."""
+    """Format a share. Close to 1, format its distance from 1, which is the part that changes: `1 - 3.4e-05`."""
     return f"{share:.4f}" if share < 0.99 else f"1 - {max(0.0, 1 - share):.1e}"
 
 
 class Display(TrainerCallback):
-    """A line for each log, and the time left: as a bar on a terminal, as a line now and then elsewhere.
+    """A callback that shows a line for each log, and the time left: a bar on a terminal, a line now and then elsewhere.
 
     Only the first process shows anything.
     """
 
+    # Key of the log -> its name on the screen, and its format.
     SHOWN = {
         "loss": ("loss", ".4f"),
         "eval_loss": ("held-out loss", ".4f"),
@@ -113,50 +119,54 @@ class Display(TrainerCallback):
 
     def __init__(self) -> None:
         self.bar: tqdm | None = None
-        self._pace = self._measuring = Pace(None)
+        self._pace = self._evaluation_pace = Pace(None)
         self._batches: list[float] = []  # when each batch of the evaluation was done
         self._steps: list[float] = []  # when each of the first steps was done
         self._has_estimate = False
 
     def on_train_begin(self, args, state, control, **kwargs):
+        """Open the bar."""
         if state.is_world_process_zero:
-            # `disable=None` draws no bar where the error output is no terminal.
+            # `disable=None` draws no bar where the error output is not a terminal.
             settings = {"unit": " steps", "dynamic_ncols": True, "disable": None}
             self.bar = tqdm(total=state.max_steps, initial=state.global_step, **settings)
             self._pace = Pace(state.max_steps, state.global_step, "steps")
             self._steps = [time.monotonic()]
 
     def on_step_end(self, args, state, control, **kwargs):
+        """Advance the bar. After the first steps, estimate the time of the run."""
         if self.bar is None:
             return
         self.bar.update(state.global_step - self.bar.n)
         self._steps.append(time.monotonic())
         if not self._has_estimate and len(self._steps) > TIMED_STEPS:
-            # The first step compiles, and fills caches.
+            # Not from the first step, which compiles and fills caches.
             self._estimate(self._steps[-1] - self._steps[-2], 0.0, args, state.max_steps - state.global_step)
-        self._tell(self._pace.line(state.global_step))
+        self._write_pace(self._pace.line(state.global_step))
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+        """Note the time of a batch of an evaluation."""
         if self.bar is None:
             return
         if not self._batches:
-            self._measuring = Pace(len(eval_dataloader), unit="batches of held-out text")
+            self._evaluation_pace = Pace(len(eval_dataloader), unit="batches of held-out text")
         self._batches.append(time.monotonic())
-        self._tell(self._measuring.line(len(self._batches)))
+        self._write_pace(self._evaluation_pace.line(len(self._batches)))
 
     def on_evaluate(self, args, state, control, eval_dataloader=None, **kwargs):
+        """Estimate the time of the run from an evaluation, if there is no estimate yet."""
         times, self._batches = self._batches, []
         if self.bar is None or self._has_estimate or len(times) < 2 or state.global_step == state.max_steps:
             return
-        # The first batch is left out, as it compiles. On one process the last one is shorter; several fill it up.
+        # The first batch is left out, as it compiles. The last one is shorter on one process; several processes pad it.
         batch = args.per_device_eval_batch_size
         rows = len(eval_dataloader.dataset) if args.world_size == 1 else batch * len(times)
-        row = (times[-1] - times[0]) / (rows - batch)
+        row = (times[-1] - times[0]) / (rows - batch)  # seconds of a row
         step = STEP_PER_EVALUATION * args.gradient_accumulation_steps * args.per_device_train_batch_size * row
         self._estimate(step, rows * row, args, state.max_steps - state.global_step)
 
     def _estimate(self, step: float, evaluation: float, args: TrainingArguments, steps: int) -> None:
-        """Show how long `steps` steps take, each of so many seconds, with evaluations of so many seconds between."""
+        """Show the time of `steps` steps, from the seconds of a step and of an evaluation."""
         self._has_estimate = True
         if not steps:
             return
@@ -164,6 +174,7 @@ class Display(TrainerCallback):
         self._write(f"Time: about {show_duration(seconds)} for {counted(steps, 'step')}.")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
+        """Write a line of the log."""
         if self.bar is None or not {"loss", "eval_loss"} & logs.keys():
             return
         parts = [f"{self.SHOWN[name][0]} {logs[name]:{self.SHOWN[name][1]}}" for name in self.SHOWN if name in logs]
@@ -171,7 +182,8 @@ class Display(TrainerCallback):
             parts.append(f"depth entropy {show_share(logs['depth_entropy'])}")
         self._write(f"step {state.global_step}: {', '.join(parts)}")
 
-    def _tell(self, line: str | None) -> None:
+    def _write_pace(self, line: str | None) -> None:
+        """Write a line about progress, where there is no bar."""
         if line and self.bar.disable:
             self._write(f"{time.strftime('%H:%M:%S')} {line}")
 
@@ -180,6 +192,7 @@ class Display(TrainerCallback):
         sys.stdout.flush()
 
     def close(self) -> None:
+        """Close the bar."""
         if self.bar is not None:
             self.bar.close()
 

@@ -127,8 +127,8 @@ class MuonAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         momentum: float = 0.95,
     ):
-        # PyTorch's AdamW updates the groups that are not Muon's. It owns no parameters: `step` gives it the current ones,
-        # since `load_state_dict` and FSDP2 replace the parameters of an optimizer.
+        # PyTorch's AdamW updates the other groups. It owns no parameters: `step` gives it the current ones, since
+        # `load_state_dict` and FSDP2 replace the parameters of an optimizer.
         self._adamw = torch.optim.AdamW([{"params": []}], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(params, self._adamw.defaults | {"momentum": momentum, "method": "adamw"})
         for group in self.param_groups:

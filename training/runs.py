@@ -1,4 +1,7 @@
-"""One training run on packed token blocks through `transformers.Trainer`, and held-out loss per sequence."""
+"""Training of one model on packed token blocks, without a recipe, and its held-out loss for each sequence.
+
+The demo and the experiments compare models by such runs.
+"""
 
 import json
 import math
@@ -28,7 +31,18 @@ from .optimizer import build_schedule, parameter_groups
 
 @dataclass(frozen=True)
 class Run:
-    """A run's schedule: linear warm-up, a stable rate, and a decay to zero; lengths in optimizer steps."""
+    """The settings of a run: linear warm-up, a stable rate, and a decay to zero.
+
+    Attributes:
+        steps: The number of optimizer steps.
+        batch_size: Sequences in a step.
+        learning_rate: The stable rate.
+        warmup_steps: Steps over which the rate rises from 0.
+        decay_steps: Steps at the end over which the rate falls to 0.
+        weight_decay: The decay of matrices.
+        residual_lr_factor: The rate of the residual connections' tensors, as a factor of `learning_rate`.
+        seed: The seed of the order of the blocks, and of dropout.
+    """
 
     steps: int
     batch_size: int
@@ -50,17 +64,22 @@ def train(
     save_seconds: float = 120.0,
     **arguments: Any,
 ) -> list[tuple[int, float]]:
-    """Train in place with AdamW on `blocks` `[n, length]`, in an order that the run's seed alone decides.
+    """Train a model in place with AdamW, in an order that depends only on the run's seed.
 
     Args:
-        on_step: called after each step; after a resume, also at once for each step that was made before.
-        work: a folder for checkpoints, of this run alone. If it was stopped it goes on from the last whole one in it.
-        save_seconds: at least so many between checkpoints, which are made where a point of the loss ends, so that a run
-            that was stopped returns the points of one that was not.
-        arguments: fields of `TrainingArguments`, such as `bf16` or `torch_compile`.
+        model: The model.
+        blocks: The token blocks, `[blocks, seq]`.
+        run: The settings of the run.
+        on_step: A function that is called after each step. After a resume it is also called at once for each earlier
+            step.
+        callbacks: Other callbacks of the `Trainer`.
+        work: A folder for the checkpoints of this run alone. A run that was stopped resumes from the last complete one.
+        save_seconds: The least time between checkpoints. They are made where a point of the loss ends, so that a
+            resumed run returns the same points as one that was not stopped.
+        arguments: Fields of `TrainingArguments`, such as `bf16` or `torch_compile`.
 
     Returns:
-        The training loss (nats/token) as points (step, mean over the steps since the point before).
+        The training loss as points (step, mean over the steps since the point before), in nats/token.
 
     Raises:
         ValueError: `work` holds a checkpoint of a run of another length.
@@ -97,7 +116,7 @@ def train(
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=_checkpoint(folder, run))
-        # With `bf16` it computed under autocast, and would go on to.
+        # With `bf16`, the `Trainer` has wrapped `forward` in autocast. The caller gets the model without it.
         trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     return [(point["step"], point["loss"]) for point in trainer.state.log_history if "loss" in point]
 
@@ -113,15 +132,17 @@ def _folder(work: Path | None) -> Iterator[Path]:
 
 
 def _checkpoint(folder: Path, run: Run) -> str | None:
-    """What this run goes on from."""
-    found = last_whole_checkpoint(folder)
-    if found and (steps := json.loads(Path(found, TRAINER_STATE_NAME).read_text())["max_steps"]) != run.steps:
-        raise ValueError(f"{found} is of a run of {steps} steps, not {run.steps}: choose another folder, or empty it.")
-    return found
+    """Return the checkpoint to resume from. Raise ValueError if it is of a run of another length."""
+    checkpoint = last_whole_checkpoint(folder)
+    if checkpoint and (steps := json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_text())["max_steps"]) != run.steps:
+        raise ValueError(
+            f"{checkpoint} is of a run of {steps} steps, not {run.steps}: choose another folder, or empty it."
+        )
+    return checkpoint
 
 
 def last_whole_checkpoint(folder: Path) -> str | None:
-    """The newest checkpoint in a folder that holds all that a run goes on with; broken ones are passed over."""
+    """Return the newest complete checkpoint in a folder; `None` if there is none."""
     steps = {}
     for state in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}"):
         with suppress(ValueError):
@@ -132,7 +153,16 @@ def last_whole_checkpoint(folder: Path) -> str | None:
 
 @torch.no_grad()
 def sequence_losses(model: PreTrainedModel, blocks: Tensor, batch_size: int = 16) -> Tensor:
-    """Mean next-token loss (nats/token) of each sequence of `blocks` `[n, length]`, as `[n]` in float64."""
+    """Compute the mean next-token loss of each sequence.
+
+    Args:
+        model: The model.
+        blocks: The sequences, token ids `[blocks, seq]`.
+        batch_size: Sequences at a time.
+
+    Returns:
+        The losses in nats/token, float64 `[blocks]`, on the CPU.
+    """
     was_training = model.training
     model.eval()
     losses = []
@@ -147,7 +177,7 @@ def sequence_losses(model: PreTrainedModel, blocks: Tensor, batch_size: int = 16
 
 class _Trainer(ResumableTrainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        # Resuming reads the model's own names of tensors, not those of a published layout.
+        # A checkpoint has the model's names of tensors, which resuming reads, not the names of a published layout.
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         model.save_pretrained(output_dir, state_dict=state_dict, save_original_format=False)
 

@@ -1,4 +1,7 @@
-"""Text for small training runs: the Python installation's own sources, or a file; a tokenizer; the tokens in a row."""
+"""Text and tokenizers for small training runs: the sources of the Python installation, or a file.
+
+The demo needs no network: it trains its own tokenizer on these sources.
+"""
 
 import hashlib
 import os
@@ -20,11 +23,11 @@ PADDING = "<|pad|>"
 
 
 def python_sources(max_characters: int) -> list[str]:
-    """The standard library's modules, code and docstrings, a document each, in a fixed order."""
+    """Return the modules of Python's standard library in a fixed order, until they have so many characters."""
     root = Path(sysconfig.get_path("stdlib"))
-    left_out = {"site-packages", "test", "tests", "encodings"}  # the last: tables of characters
+    left_out = {"site-packages", "test", "tests", "encodings"}  # `encodings` holds tables of characters
     paths = [path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)]
-    # Ordered by a hash, so that a prefix is a fair sample of the library and the same on every run.
+    # Ordered by a hash, so that the first modules are a fair sample of the library, and the same in every run.
     paths.sort(key=lambda path: hashlib.sha1(path.relative_to(root).as_posix().encode()).digest())
     documents, size = [], 0
     for path in paths:
@@ -38,11 +41,18 @@ def python_sources(max_characters: int) -> list[str]:
 
 
 def read_documents(path: str | os.PathLike, max_characters: int = sys.maxsize) -> list[str]:
-    """The documents of a text file, as training takes them from it; the last is the one that reaches `max_characters`.
+    """Read the documents of a text file, divided as in training.
+
+    Args:
+        path: The file.
+        max_characters: Stop after the document that reaches this number.
+
+    Returns:
+        The documents.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it holds no text, or what is not UTF-8.
+        OSError: The file cannot be read.
+        ValueError: The file holds no text, or is not UTF-8.
     """
     documents, size = [], 0
     for document in load_text(os.fspath(path), TEXT_COLUMN, whole_rows=False):
@@ -62,21 +72,34 @@ def open_tokenizer(source: str, remedy: str = "") -> PreTrainedTokenizerBase:
 
     Args:
         source: The directory or Hub id of the tokenizer.
-        remedy: How the user may name another, as for [`load_tokenizer`].
+        remedy: The end of the error message: how you can name another tokenizer, as for [`load_tokenizer`].
+
+    Returns:
+        The tokenizer.
 
     Raises:
-        OSError: `source` is no directory, and the Hub does not give it.
-        ValueError: There is no tokenizer that loads, or it has no end-of-text token.
+        OSError: `source` is not a directory, and the Hub does not give it.
+        ValueError: The tokenizer does not load, or has no end-of-text token.
     """
     tokenizer = load_tokenizer(source, remedy=remedy)
-    tokenizer.init_kwargs.pop("auto_map", None)  # what a run writes does not refer to code that it did not run
+    # What a run writes must not refer to code that came with the tokenizer and did not run.
+    tokenizer.init_kwargs.pop("auto_map", None)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {source} has no end-of-text token; set its `eos_token`.")
     return tokenizer
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer; its special tokens are `<|pad|>` (0) and `<|endoftext|>` (1, end and start)."""
+    """Train a byte-level BPE tokenizer.
+
+    Args:
+        documents: The text to train on.
+        vocab_size: The most tokens.
+
+    Returns:
+        The tokenizer. Its special tokens are `<|pad|>` (id 0) and `<|endoftext|>` (id 1), which is both the start and
+        the end of a text.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -92,10 +115,15 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
 
 
 def token_stream(documents: list[str], tokenizer: PreTrainedTokenizerBase, begin: bool = False) -> np.ndarray:
-    """The tokens of all documents in a row, `[tokens]`, without the special tokens that the tokenizer itself adds.
+    """Tokenise documents and join them to one stream, without the special tokens that the tokenizer adds by itself.
 
     Args:
-        begin: each document stands after the beginning-of-text token; else it ends with the end-of-text token.
+        documents: The documents.
+        tokenizer: The tokenizer.
+        begin: Put the beginning-of-text token before each document. Else put the end-of-text token after it.
+
+    Returns:
+        The token ids, int64 `[tokens]`.
     """
     tokenized = tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"] if documents else []
     first, last = ([tokenizer.bos_token_id], []) if begin else ([], [tokenizer.eos_token_id])
