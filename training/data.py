@@ -13,14 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
-from datasets import Dataset, IterableDataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
+from attnres.utils.extras import require_extra
 from attnres.utils.progress import Pace
 from attnres.utils.wording import counted
 
@@ -28,6 +25,12 @@ from .cache import built_once
 from .documents import DataSpec, Documents, Skipped
 from .encoding import Encode, Encoder, key_of
 from .packing import Place, Tokens, pack
+
+with require_extra("train"):
+    import datasets
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    from datasets import Dataset, IterableDataset, concatenate_datasets
 
 SHUFFLE_BUFFER = 2048  # blocks in memory, among which a stream is shuffled
 

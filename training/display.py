@@ -3,9 +3,9 @@
 import sys
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
-from datasets import Dataset, IterableDataset
 from tqdm import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
@@ -14,6 +14,9 @@ from attnres.utils.progress import Pace, show_duration
 from attnres.utils.wording import counted
 
 from .recipe import Recipe
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
 
 # A run that reads its data more often than this gets a note.
 MANY_EPOCHS = 10
@@ -26,8 +29,8 @@ TIMED_STEPS = 2
 def describe_run(
     recipe: Recipe,
     model: PreTrainedModel,
-    train: Dataset | IterableDataset,
-    held_out: Dataset,
+    train: "Dataset | IterableDataset",
+    held_out: "Dataset",
     device: torch.device,
     division: str = "1 process",
 ) -> list[str]:
@@ -49,7 +52,7 @@ def describe_run(
     total, trained = sum(n for n, _ in parameters), sum(n for n, is_trained in parameters if is_trained)
     kind = config.connection.describe(config) if isinstance(config, ResidualConfig) else "standard residual connections"
     sequences = f"sequences of {recipe.length:,} tokens"
-    count = len(train) if isinstance(train, Dataset) else None
+    count = None if recipe.streaming else len(train)
     steps = recipe.count_steps(count)
     if count is not None:
         data = f"{count:,} {sequences}"

@@ -13,15 +13,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from datasets import Dataset, IterableDataset, load_dataset, load_dataset_builder
-from datasets.data_files import DataFilesDict, get_data_patterns
-from pyarrow import ArrowException
 from yaml import YAMLError
 
+from attnres.utils.extras import require_extra
 from attnres.utils.yaml_files import load_card_metadata
 
 from .loaders import LOADERS, ROWS_AT_ONCE, TEXT_COLUMN, Document, check_column, describe_missing_column, kind_of
 from .recipe import BAD_ROWS
+
+with require_extra("train"):
+    from datasets import Dataset, IterableDataset, load_dataset, load_dataset_builder
+    from datasets.data_files import DataFilesDict, get_data_patterns
+    from pyarrow import ArrowException  # `datasets` brings pyarrow
 
 _HUB_ID = re.compile(r"(?P<id>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[^/:]+))?")
 _SUFFIXES = ", ".join(list(LOADERS)[:-1]) + f" or {list(LOADERS)[-1]}"

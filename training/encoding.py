@@ -8,12 +8,16 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
+
+from attnres.utils.extras import require_extra
 
 from .documents import Documents
 from .loaders import Document
 from .packing import Place, Tokens
+
+with require_extra("train"):
+    from datasets.fingerprint import Hasher
 
 Encode = Callable[[dict[str, Any]], dict[str, Any]]
 

@@ -7,15 +7,17 @@ the last batch of several processes. Here every row of the data counts once, by 
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from accelerate.utils import gather_object
-from datasets import Dataset
 from torch import Tensor
 
 from .packing import IGNORED
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 ROW = "row"  # the key of a row's number
 
@@ -27,7 +29,7 @@ class NumberedRows(torch.utils.data.Dataset):
         rows: The data set.
     """
 
-    def __init__(self, rows: Dataset):
+    def __init__(self, rows: "Dataset"):
         self.rows = rows
 
     def __len__(self) -> int:

@@ -12,13 +12,16 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
 from attnres import peft_modules_to_save
 from attnres.residual_attnres import residual_tensors
+from attnres.utils.extras import require_extra
+
+with require_extra("train"):
+    from peft import LoraConfig, PeftModel, get_peft_model
 
 
 def add_adapters(

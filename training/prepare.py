@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import PartialState
-from datasets import Dataset, IterableDataset
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
@@ -32,7 +31,7 @@ from attnres.conversion import retrofit
 from attnres.conversion.family import retrofit_config
 from attnres.conversion.whole import load_whole
 from attnres.utils.hub import meant
-from attnres.utils.wording import counted, install_command
+from attnres.utils.wording import counted
 
 from .chat import encode_chat
 from .data import DataSpec, digest_of, load_blocks
@@ -40,6 +39,9 @@ from .division import check_fsdp2, load_divided
 from .documents import file_identities
 from .recipe import Recipe
 from .text import open_tokenizer
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
 
 HEAL = "heal"  # the recipe that refuses a model without attention residuals
 MAX_HELD_OUT = 64  # sequences, where the recipe gives no number
@@ -103,7 +105,7 @@ def prepare_arguments(recipe: Recipe, state: PartialState, division: Distributed
     return arguments
 
 
-def set_length(arguments: TrainingArguments, recipe: Recipe, train: Dataset | IterableDataset) -> None:
+def set_length(arguments: TrainingArguments, recipe: Recipe, train: "Dataset | IterableDataset") -> None:
     """Set the number of steps in `arguments`, which `epochs` of the recipe may limit now that the data is known.
 
     Args:
@@ -207,7 +209,7 @@ def _named_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrai
 
 def prepare_data(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Dataset | IterableDataset, Dataset, dict[str, str]]:
+) -> "tuple[Dataset | IterableDataset, Dataset, dict[str, str]]":
     """Tokenise the data of a recipe, and divide it into sequences to train on and sequences held out.
 
     Args:
@@ -319,24 +321,11 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTraine
     if recipe.retrofit is not None:
         model = retrofit(model, **recipe.retrofit)
     if recipe.lora is not None:
-        model = import_lora().add_adapters(model, **recipe.lora)
+        from .lora import add_adapters  # here, since `peft` comes with an extra
+
+        model = add_adapters(model, **recipe.lora)
     check_fsdp2(model)
     return model
-
-
-def import_lora() -> ModuleType:
-    """Import `attnres.training.lora`, and name the command that installs `peft` where it is missing.
-
-    Raises:
-        ModuleNotFoundError: `peft` is not installed.
-    """
-    try:
-        from . import lora
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "peft":
-            raise
-        raise ModuleNotFoundError(f"`lora` of a recipe needs the package peft: {install_command('train')}") from error
-    return lora
 
 
 __all__ = [
@@ -344,7 +333,6 @@ __all__ = [
     "check_model_config",
     "explain_missing",
     "identify_model",
-    "import_lora",
     "prepare_arguments",
     "prepare_data",
     "prepare_model",

@@ -6,6 +6,7 @@ accelerate launch [--config_file FILE] -m attnres train RECIPE [key=value ...]
 
 import contextlib
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from .division import check_division, check_engines, describe_division, read_div
 from .prepare import (
     check_model_config,
     identify_model,
-    import_lora,
     prepare_arguments,
     prepare_data,
     prepare_model,
@@ -63,7 +63,7 @@ def run_train(recipe: Recipe, name: str = "") -> dict[str, Any]:
     cpu = not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
     state = PartialState(cpu=cpu)
     if recipe.lora is not None:
-        import_lora()  # a missing package shows before any work
+        import_module("attnres.training.lora")  # a missing `peft` shows before any work
     check_engines(state)
     division = read_division(recipe.distributed, state.num_processes)
     with quiet_transformers():

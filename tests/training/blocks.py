@@ -1,4 +1,4 @@
-"""What the tests of blocks share: texts, how they are loaded, and what the blocks should be."""
+"""Helpers for the tests of blocks: texts, loading them, and computing the expected blocks."""
 
 import json
 import random
@@ -22,7 +22,7 @@ def some_texts(count: int, seed: int = 0) -> list[str]:
 
 
 def split(text: str) -> list[str]:
-    """The documents of a text: between lines that hold only `<|endoftext|>`, else paragraphs."""
+    """Divide a text at lines that hold only `<|endoftext|>`, or else into paragraphs."""
     at_marks = re.split(rf"^{re.escape(END_OF_TEXT)}$", text, flags=re.MULTILINE)
     parts = at_marks if len(at_marks) > 1 else text.split("\n\n")
     return [part.strip() for part in parts if part.strip()]
@@ -38,7 +38,7 @@ def rows(blocks) -> list[list[int]]:
 
 
 def stream_of(texts: list[str], tokenizer) -> list[int]:
-    """Each text with its end; one whose last token is that already, spelt out or set by the tokenizer, has one end."""
+    """Return the tokens of all texts, each with one end-of-text token, also if the tokenizer or the text has set it."""
     end, stream = tokenizer.eos_token_id, []
     for text in texts:
         ids = tokenizer(text)["input_ids"]

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of data."""
+"""Fixtures for the tests of data."""
 
 import pytest
 
@@ -10,24 +10,24 @@ from .blocks import WORDS
 
 @pytest.fixture
 def in_tmp_path(tmp_path, monkeypatch) -> None:
-    """The working directory is the test's own."""
+    """Change into a directory that only this test uses."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    """A small one, of number words and bytes."""
+    """Return a small tokenizer of number words and bytes."""
     return train_tokenizer([" ".join(WORDS)] * 5, 300)
 
 
 @pytest.fixture
 def tokenised(monkeypatch) -> list[str]:
-    """An entry for each time that documents are tokenised."""
+    """Return a list that gets an entry each time that documents are tokenised."""
     calls, batches = [], Encoder.batches
 
-    def noted(self, documents):
+    def counting(self, documents):
         calls.append("tokenised")
         return batches(self, documents)
 
-    monkeypatch.setattr(Encoder, "batches", noted)
+    monkeypatch.setattr(Encoder, "batches", counting)
     return calls

@@ -1,7 +1,7 @@
-"""A process that loads blocks, for the tests of what processes share: `data_session.py FILE TOKENIZER CACHE LOG HOW`.
+"""A process that loads blocks, for tests of the shared cache: `data_session.py FILE TOKENIZER CACHE LOG HOW`.
 
-It notes in LOG that it tokenises, and prints a digest of the blocks. HOW is `slow`, to take its time over tokenising,
-or `die`, to be killed in the middle of it.
+It writes a line to LOG when it tokenises, and prints a digest of the blocks. HOW is `slow`, to tokenise slowly, or
+`die`, to be killed while it tokenises.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from attnres.training.encoding import Encoder
 def main(path: str, tokenizer: str, cache: str, log: str, how: str) -> None:
     batches = Encoder.batches
 
-    def noted(self, documents):
+    def logging(self, documents):
         with open(log, "a") as file:
             file.write("tokenised\n")
         for tokens in batches(self, documents):
@@ -29,7 +29,7 @@ def main(path: str, tokenizer: str, cache: str, log: str, how: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(1)
 
-    Encoder.batches = noted
+    Encoder.batches = logging
     blocks = load_blocks(DataSpec(path), AutoTokenizer.from_pretrained(tokenizer), 32, seed=5, cache=Path(cache))
     print(hashlib.sha256(blocks[:]["input_ids"].numpy().tobytes()).hexdigest())
 

@@ -1,6 +1,6 @@
-"""`attnres train` on CPUs as on GPUs: `many_devices_session.py train RECIPE [key=value ...]`, in each process.
+"""Run `attnres train` on CPUs as if they were GPUs: `many_devices_session.py train RECIPE [key=value ...]`.
 
-accelerate keeps its FSDP2 and tensor parallelism from CPUs, although both run there: here it takes them for GPUs.
+accelerate uses FSDP2 and tensor parallelism on GPUs only, although both run on CPUs. Here it takes CPUs for GPUs.
 """
 
 from accelerate import PartialState

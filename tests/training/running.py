@@ -1,4 +1,4 @@
-"""Runs, of a plain `Trainer` and in a process of its own; what they leave, and what a model reads in them."""
+"""Helpers for the tests of training: runs of a plain `Trainer`, results of a run, and sizes of a model's inputs."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ BLOCKS = torch.randint(3, 90, (8, 12), generator=torch.Generator().manual_seed(0
 
 
 def uneven_rows() -> list[dict[str, Any]]:
-    """Seven rows, as of conversations: the first has one label, each next one more."""
+    """Return seven rows like conversations: the first has one label, and each next row has one more."""
     rows = []
     for number, ids in enumerate(BLOCKS[:7]):
         labels = torch.where(torch.arange(len(ids)) >= len(ids) - 1 - number, ids, -100)
@@ -53,20 +53,20 @@ def train(
 
 @torch.no_grad()
 def sizes_by_hooks(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The root mean square of what each sublayer and the output read, by depth: of what goes into their norms.
+    """Return the root mean square of the input of each sublayer and of the output, by depth.
 
-    PostNorm's sublayers read what comes out of them.
+    It is measured at the norms: at their input, or at the output of the norms that PostNorm puts before a sublayer.
     """
-    found = []
+    sizes = []
 
     def see(norm: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
-        is_read = model.config.residual_connection == "post_norm" and norm is not model.model.norm
-        found.append((output if is_read else inputs[0]).square().mean().sqrt())
+        is_post_norm = model.config.residual_connection == "post_norm" and norm is not model.model.norm
+        sizes.append((output if is_post_norm else inputs[0]).square().mean().sqrt())
 
-    norms = [norm for of in model.model.layers for norm in (of.input_layernorm, of.post_attention_layernorm)]
+    norms = [norm for layer in model.model.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
     handles = [norm.register_forward_hook(see) for norm in (*norms, model.model.norm)]
-    model.eval()(ids, use_cache=False, output_depth_attentions=True)  # passes that are recorded read as in training
+    model.eval()(ids, use_cache=False, output_depth_attentions=True)  # recorded passes read as in training
     for handle in handles:
         handle.remove()
-    assert len(found) == len(norms) + 1
-    return torch.stack(found)
+    assert len(sizes) == len(norms) + 1
+    return torch.stack(sizes)

@@ -1,4 +1,4 @@
-"""Expert balancing: the update, what is counted and what is not, and that the load evens out."""
+"""Expert balancing: the update, which forward passes count, and whether the load evens out over a run."""
 
 import copy
 from functools import partial
@@ -42,7 +42,7 @@ def train(model, folder, *callbacks, steps=1, learning_rate=0.0, blocks=BLOCKS, 
 
 @torch.no_grad()
 def loads_by_hand(model, blocks=BLOCKS) -> torch.Tensor:
-    """How often each expert is among the `TOP_K` best, `[layers, EXPERTS]`, from the router's logits."""
+    """Count from the router's logits how often each expert is among the `TOP_K` best, `[layers, EXPERTS]`."""
     logits = model(blocks, output_router_logits=True, use_cache=False).router_logits
     scores = [each.sigmoid() + router.e_score_correction_bias for each, router in zip(logits, routers(model))]
     chosen = [torch.argsort(each, dim=-1, descending=True)[:, :TOP_K] for each in scores]
@@ -94,7 +94,7 @@ def test_a_negative_rate_is_refused():
         ExpertBalance(-0.1)
 
 
-# --- what is counted
+# --- counting
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Chat data: the loss falls on what the assistant wrote and on the end of its turns, with any kind of template."""
+"""Chat data: the loss is on the assistant's text and the ends of its turns, with any kind of template."""
 
 import copy
 import json
@@ -43,7 +43,7 @@ LLAMA3 = r"""
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
 
-# No header for the assistant: its turn begins where the user's ends. Only alternating turns.
+# Without a header for the assistant, whose turn begins where the user's ends. Turns must alternate.
 INSTRUCT = r"""
 {%- for message in messages %}
 {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
@@ -53,12 +53,12 @@ INSTRUCT = r"""
 {%- else %}{{ message['content'] + '<|eot_id|>' }}{% endif %}
 {%- endfor %}"""
 
-# No control tokens at all.
+# Without control tokens.
 PLAIN = r"""
 {%- for message in messages %}{{ '### ' + message['role'] + ': ' + message['content'] + '\n\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '### assistant: ' }}{% endif %}"""
 
-# Thinking is shown in the last message only.
+# Shows thinking in the last message only.
 THINKING = r"""
 {%- for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\n' }}
@@ -119,7 +119,7 @@ def conversation(*turns: str) -> list[dict[str, str]]:
 
 
 def parts(tokenizer, encoded: dict) -> list[str]:
-    """The runs of tokens that have a label, decoded."""
+    """Decode each run of consecutive tokens that have a label."""
     assert len(encoded["input_ids"]) == len(encoded["labels"])
     runs, before = [], IGNORED
     for token, label in zip(encoded["input_ids"], encoded["labels"]):
@@ -155,7 +155,7 @@ def test_labels_are_the_assistants_texts_and_the_ends_of_its_turns(tokenizer, na
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, CHATML_MARKED_TEXT])
 def test_spaces_are_learned_where_a_tokenizer_gives_them_no_offsets(tokenizer, template):
-    """As those of GPT-2 and Llama 3, which trim offsets."""
+    """Return a tokenizer like those of GPT-2 and Llama 3, which leave spaces out of offsets."""
     trimmed = copy.deepcopy(with_template(tokenizer, template))
     begin = ("<|endoftext|>", trimmed.bos_token_id)
     trimmed.backend_tokenizer.post_processor = processors.Sequence(
@@ -176,7 +176,7 @@ def test_spaces_are_learned_where_a_tokenizer_gives_them_no_offsets(tokenizer, t
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, CHATML_MARKED_TEXT])
 def test_a_tokenizer_that_puts_spaces_before_words_learns_the_same_parts(template):
-    """As SentencePiece's, those of Llama 2, Mistral and Gemma: white space is part of the word after it."""
+    """Return a tokenizer like SentencePiece's (Llama 2, Mistral, Gemma): white space is part of the next word."""
     backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Sequence(
@@ -329,7 +329,7 @@ def test_chat_files_become_blocks_whose_labels_are_the_assistants(tokenizer, tmp
 
 
 def test_the_encoder_hashes_alike_before_and_after_use(tokenizer):
-    """The cache of blocks finds them by it."""
+    """The cache of blocks identifies encoders by it."""
     with_template(tokenizer, CHATML)
     encode = encode_chat(tokenizer)
     before = Hasher.hash(encode)

@@ -1,4 +1,4 @@
-"""A checkpoint that lacks something, or holds half of it, is refused by the name of the file."""
+"""An incomplete or broken checkpoint is refused, with the name of the file."""
 
 import json
 import os
@@ -18,7 +18,7 @@ ARCHIVES = NEEDED[1:4]
 
 @pytest.fixture
 def checkpoint(tmp_path) -> Path:
-    """A folder as `transformers` writes it."""
+    """Return a checkpoint with the files that `transformers` writes."""
     folder = tmp_path / "checkpoint-4"
     folder.mkdir()
     save_file({"weight": torch.ones(50)}, folder / "model.safetensors")

@@ -17,7 +17,7 @@ def document(words: int) -> str:
 def test_held_out_blocks_know_their_documents_and_are_of_many(tokenizer):
     train, held_out = split([document(200 + i) for i in range(40)])
     assert len(held_out) == 10 and not set(train) & set(held_out)
-    held_out[1] = "one"  # ends within the block that another begins
+    held_out[1] = "one"  # ends within the block in which the next document begins
     data = pack(train, held_out, tokenizer, length=16, least=8)
     assert data.train.shape[1] == data.held_out.shape[1] == 16
     assert data.documents.unique().tolist() == [0, 2, 3, 4, 5, 6, 7, 8, 9]

@@ -1,4 +1,4 @@
-"""Blocks of tokens: what they hold, in which order, from the cache or as a stream."""
+"""Blocks of tokens: their content and order, from the cache or as a stream."""
 
 import itertools
 import json
@@ -126,7 +126,7 @@ def test_a_limit_takes_the_first_documents(tokenizer):
 
 
 class LastTokenOnly:
-    """Labels at a row's last token alone; refuses a row that says so."""
+    """Give a label to a row's last token only, and refuse a row that asks for it."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -248,7 +248,7 @@ def test_a_stream_goes_on_where_it_stood(tokenizer):
         assert rows(again) == expected[50:]
 
 
-# What is wrong
+# Errors
 
 
 @pytest.mark.parametrize("streaming", [False, True])

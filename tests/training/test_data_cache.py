@@ -1,4 +1,4 @@
-"""The cache of blocks: built once, by one process, and used only for what it was built from, and unharmed."""
+"""The cache of blocks: it is built once, by one process, and used only for the same data and while undamaged."""
 
 import hashlib
 import json

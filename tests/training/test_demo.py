@@ -27,7 +27,7 @@ def text(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def stories(assets, tmp_path) -> Path:
-    """The same text for every Python, so that the few steps of a test go the same way."""
+    """Return a text that is the same for every Python, so that the few steps of a test have the same result."""
     path = tmp_path.with_name(f"{tmp_path.name}-text") / "stories.txt"
     path.parent.mkdir()
     path.write_text((assets / "corpora" / "tinystories" / "valid.txt").read_text()[:150_000])
@@ -39,7 +39,7 @@ def attnres(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess:
 
 
 def error_line(process: subprocess.CompletedProcess) -> str:
-    """The one line that a failed command printed to stderr."""
+    """Return the one line that a failed command printed to stderr."""
     assert process.returncode == 1, process.stderr
     lines = process.stderr.strip().splitlines()
     assert len(lines) == 1, process.stderr
@@ -97,7 +97,7 @@ def test_given_a_checkpoint_it_is_retrofitted_first_and_continues_the_users_text
     assert acts == sorted(acts)
     results = json.loads((tmp_path / "attnres-demo" / "results.json").read_text())
     assert results["retrofit"]["top1_agreement"] == 1.0 and results["retrofit"]["same_text"]
-    for losses in results["held_out_loss"].values():  # a few steps at a low rate: it is still that model
+    for losses in results["held_out_loss"].values():  # a few steps at a low rate change the model little
         assert losses == pytest.approx([results["held_out_loss_before"]] * 3, abs=0.1)
     assert results["sample"].startswith(stories.read_text()[:20])
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "attnres-demo" / "model")

@@ -1,4 +1,4 @@
-"""What a run says before it begins, and what of a recipe is pointed out as hardly meant."""
+"""The lines of a run before it begins, and its notes on settings that are probably a mistake."""
 
 import json
 
@@ -14,7 +14,7 @@ from attnres.training.recipe import Recipe
 
 @pytest.fixture(scope="module")
 def parts(assets, tmp_path_factory):
-    """A model of 512 positions, its retrofit, and 13 blocks of 64 tokens from 2 documents."""
+    """Return a model with 512 positions, its retrofit, and 13 blocks of 64 tokens from 2 documents."""
     folder = assets / "checkpoints" / "stories260K-hf"
     text = (assets / "corpora" / "tinystories" / "valid.txt").read_text()[:4000]
     file = tmp_path_factory.mktemp("header") / "text.jsonl"

@@ -1,4 +1,4 @@
-"""Before the first step a run says about how long it will take; what it has done is told where there is no terminal."""
+"""A run estimates its time before the first step, and prints its progress where there is no terminal."""
 
 import time
 
@@ -11,7 +11,7 @@ from attnres.training.display import Display
 
 
 class Clock:
-    """Seconds that pass when the test says so."""
+    """Return a clock that moves only when the test moves it."""
 
     now = 0.0
 
@@ -29,7 +29,7 @@ def clock(monkeypatch) -> Clock:
 
 @pytest.fixture
 def begun(tmp_path, clock):
-    """A run of 100 steps of 16 sequences, in micro-batches of 8, that is shown."""
+    """Return the display of a run of 100 steps of 16 sequences, in micro-batches of 8."""
     arguments = TrainingArguments(
         tmp_path,
         per_device_train_batch_size=8,
@@ -44,7 +44,7 @@ def begun(tmp_path, clock):
 
 
 def measure(begun, clock, rows: int, seconds: float) -> None:
-    """The held-out loss of so many rows, each of which takes so long, but the first batch a minute more."""
+    """Evaluate on some rows, each of which takes the same time. The first batch takes a minute more."""
     arguments, state, shown = begun
     loader = DataLoader(range(rows), batch_size=8)
     for number, batch in enumerate(loader):
@@ -55,7 +55,7 @@ def measure(begun, clock, rows: int, seconds: float) -> None:
 
 def test_the_time_is_estimated_from_the_held_out_loss(begun, clock, capsys):
     measure(begun, clock, rows=10, seconds=0.5)
-    # A step has 16 rows, of which each takes three times as long as to evaluate one; 3 evaluations of 10 rows follow.
+    # A step trains 16 rows, each in three times the time of an evaluated row; 3 evaluations of 10 rows follow.
     assert 100 * 16 * 3 * 0.5 + 3 * 10 * 0.5 == 2415
     assert capsys.readouterr().out.splitlines()[-1] == "Time: about 40 min for 100 steps."
 

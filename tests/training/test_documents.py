@@ -1,4 +1,4 @@
-"""Documents: every kind of source, and every way in which a file or a row can be wrong, in one line that names it."""
+"""Documents: every kind of source, and every error of a file or a row, which is one line that names the place."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def write_parquet(path, columns: dict) -> str:
 
 
 def one_of_each(texts: list[str]) -> dict[str, str]:
-    """The same documents in files of every kind."""
+    """Return files of every kind with the same documents."""
     rows = [{"id": number, "text": text} for number, text in enumerate(texts)]
     Path("list.json").write_text(json.dumps(rows, indent=2))
     Path("marked.txt").write_text(f"\n{END_OF_TEXT}\n".join(texts))
@@ -58,7 +58,7 @@ def one_of_each(texts: list[str]) -> dict[str, str]:
     }
 
 
-# What is read
+# Reading
 
 
 def test_the_same_documents_come_from_files_of_every_kind():
@@ -203,7 +203,7 @@ def test_a_byte_order_mark_is_no_text():
     assert texts("a.jsonl", "a.json", "a.txt") == ["a"] * 3
 
 
-# What is wrong
+# Errors
 
 
 def write_bad_parquet(path: str) -> None:

@@ -13,7 +13,7 @@ from .test_two_processes import two_processes
 
 
 def mean_over_tokens(model) -> float:
-    """By all rows in one batch."""
+    """Compute the held-out loss of all rows in one batch."""
     rows = uneven_rows()
     ids, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Where measurements are seen: once in every line with the loss, whoever makes the `Trainer` and whatever reports."""
+"""Measurements appear once in every line with the loss, for any `Trainer` and any reporter."""
 
 import json
 import sqlite3
@@ -35,7 +35,7 @@ def by_its_constructor(model, folder, **options):
 
 
 def by_itself(model, folder, **options):
-    """Added to a `Trainer` that is made, by class and as an object."""
+    """Train with callbacks that are added to an existing `Trainer`, by class and as an object."""
     arguments = TrainingArguments(folder, max_steps=5, logging_steps=2, save_steps=5, use_cpu=True, **options)
     rows = [{"input_ids": block, "labels": block} for block in BLOCKS]
     trainer = Trainer(model, arguments, train_dataset=rows)
@@ -74,7 +74,7 @@ def test_tensorboard_has_each_number_of_each_line_once(run, tiny_model, tmp_path
 
 
 def test_trackio_has_each_number_of_each_line_once(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # which is read on import
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # trackio reads it on import
     pytest.importorskip("trackio", reason="trackio is not installed: `pip install trackio`")
     lines = by_its_constructor(tiny_model(), tmp_path, report_to="trackio", project="depth")
     (database,) = (tmp_path / "trackio").glob("*.db")

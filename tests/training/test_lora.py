@@ -33,20 +33,20 @@ SMALL = {
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MODELS = {
-    "attnres": None,  # the fixture's: KDA, MLA, dense MLP, experts and shared experts
+    "attnres": None,  # the model of the fixture: KDA, MLA, dense MLP, experts and shared experts
     "attnres_llama": {"attention_bias": True},
     "attnres_qwen3": {"head_dim": 8, "tie_word_embeddings": True},
     "attnres_qwen3_moe": EXPERTS | {"head_dim": 8, "num_experts": 4, "mlp_only_layers": [1]},
     "attnres_mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "attnres_gpt_neox": {"rotary_pct": 0.5},
 }
-# What is not adapted: routers, kernels, norms, embeddings, and the AttnRes tensors.
+# Modules without adapters: routers, kernels, norms, embeddings, and the AttnRes tensors.
 NOT_ADAPTED = (".gate.weight", "conv1d.weight", "norm.weight", "A_log", "embed_tokens.weight", "embed_in.weight")
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, tiny_model):
-    """`base(name)`: a directory with a small model of that type."""
+    """Return `base(name)`, which gives a directory with a small model of that type."""
     made: dict[str, Path] = {}
 
     def build(name: str) -> Path:
@@ -83,7 +83,7 @@ def logits_of(model: torch.nn.Module, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def move(model: PeftModel) -> None:
-    """Stands for training: every trainable tensor moves."""
+    """Change every trainable tensor, as training would."""
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         if parameter.requires_grad:

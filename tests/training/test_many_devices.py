@@ -29,7 +29,7 @@ from .running import results, wait_for
 
 YAMLS = sorted(Path(attnres.configuration.__file__).with_name("accelerate").glob("*.yaml"))
 SIZES = ("length=64", "batch_size=4", "micro_batch_size=1", "tokens=null", "steps=6", "save_every=3", "log_every=1")
-# A hybrid with balanced experts, that does not exist yet or in the published layout; and a retrofit, with tied weights.
+# A hybrid with balanced experts, from scratch and from a published layout; and a retrofit, with tied weights.
 RUNS = {
     "scratch": ("pretrain", "model=attnres-tiny", "config={{num_hidden_layers: 4}}", "tokenizer={source}"),
     "hybrid": ("pretrain", "model={hybrid}"),
@@ -51,7 +51,7 @@ def folders(assets, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def arguments(folders) -> Callable[..., list[str]]:
-    """`arguments(run, out, *changes)`: what follows `attnres train`."""
+    """Return `arguments(run, out, *changes)`, which gives the arguments of `attnres train`."""
 
     def build(run: str, out: Path, *changes: str) -> list[str]:
         recipe = [part.format(**folders) for part in RUNS[run]]
@@ -63,7 +63,7 @@ def arguments(folders) -> Callable[..., list[str]]:
 
 @pytest.fixture(scope="module")
 def single(folders, arguments) -> Callable[[str], Path]:
-    """`single(run)`: what one process writes."""
+    """Return `single(run)`, which gives the folder of a run in one process."""
 
     def out_of(run: str) -> Path:
         out = folders["shared"] / f"{run}-on-one"
@@ -79,7 +79,7 @@ PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "st
 
 
 def launch(arguments: list[str], config: str = "ddp", as_on_gpus: bool = False) -> subprocess.Popen:
-    """Start two processes by one of the YAMLs, in full precision."""
+    """Start two processes by one of accelerate's YAML files, in full precision."""
     (path,) = [path for path in YAMLS if path.stem == config]
     launcher = ["-m", "accelerate.commands.launch", "--config_file", path, "--num_processes", "2"]
     launcher += ["--mixed_precision", "no", "--main_process_port", "0"]
@@ -92,7 +92,7 @@ def launch(arguments: list[str], config: str = "ddp", as_on_gpus: bool = False) 
 
 
 def finish(process: subprocess.Popen, code: int = 0) -> tuple[str, str]:
-    """What it wrote on the screen."""
+    """Wait for the launcher, and return its output and errors."""
     with process:
         try:
             output, errors = process.communicate(timeout=300)
@@ -103,7 +103,7 @@ def finish(process: subprocess.Popen, code: int = 0) -> tuple[str, str]:
 
 
 def kill(process: subprocess.Popen) -> None:
-    """The launcher and all that it started."""
+    """End the launcher and all processes that it started."""
     if process.poll() is None:
         root = psutil.Process(process.pid)
         for one in (*root.children(recursive=True), root):
@@ -111,7 +111,7 @@ def kill(process: subprocess.Popen) -> None:
 
 
 def assert_same_run(out: Path, expected: Path, tolerance: float = 1e-4) -> None:
-    """The loss curves, and model directories with the same files, configuration and weights."""
+    """Assert that loss curves agree, and that model directories have the same files, configuration and weights."""
     for curve in ("training_loss", "held_out_losses"):
         for (step, loss), point in zip(results(out)[curve], results(expected)[curve], strict=True):
             assert [step, pytest.approx(loss, abs=tolerance)] == point
@@ -147,7 +147,7 @@ def assert_same_run(out: Path, expected: Path, tolerance: float = 1e-4) -> None:
     ],
 )
 def test_two_processes_compute_what_one_does(run, config, distributed, as_on_gpus, how, single, arguments, tmp_path):
-    """Each of them half of the batch; or, with divided matrices, its half of them on all of it."""
+    """Each process computes half of the batch; or, with divided matrices, all of it with its half of them."""
     out = tmp_path / "out"
     changes = (f"distributed={distributed}",) if distributed else ()
     output, _ = finish(launch(arguments(run, out, *changes), config, as_on_gpus))
@@ -191,7 +191,7 @@ def test_a_run_of_two_processes_goes_on_bit_for_bit_after_a_kill_and_after_a_sig
 
 @pytest.mark.slow
 def test_what_one_process_says_is_said_once(arguments, tmp_path):
-    """The other one only loses its connection."""
+    """The other process only loses its connection."""
     _, errors = finish(launch(arguments("retrofit", tmp_path / "out", "retrofit={block_size: 0}")), code=1)
     assert "attnres: `retrofit` of the recipe is {'block_size': 0}: " in errors
     assert "unforeseen" not in errors and "gloo" not in errors
@@ -199,7 +199,7 @@ def test_what_one_process_says_is_said_once(arguments, tmp_path):
 
 @pytest.mark.slow
 def test_a_division_that_is_not_made_is_refused(arguments, tmp_path):
-    """accelerate trains whole models where it is told to divide them among CPUs."""
+    """When told to divide a model among CPUs, accelerate trains a whole model in each process."""
     _, errors = finish(launch(arguments("retrofit", tmp_path / "out"), "fsdp2"), code=1)
     assert "attnres: accelerate was told to divide the model by FSDP, but cannot do so here" in errors
     assert "ddp.yaml" in errors and "distributed={fsdp_size: N}" in errors
@@ -264,7 +264,7 @@ def test_parameters_of_two_dtypes_are_refused_by_accelerates_fsdp2_without_mixed
 
 @pytest.fixture
 def two_gloo_processes(tmp_path) -> Callable[..., str]:
-    """`two_gloo_processes(code, *arguments)`: what the first of two processes that run the code prints."""
+    """Return `two_gloo_processes(code, *arguments)`, which gives the output of the first of two processes."""
 
     def run(code: str, *arguments: Path) -> str:
         (tmp_path / "session.py").write_text(code)
@@ -323,7 +323,7 @@ def test_adapters_of_a_divided_model_are_refused():
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
 def test_accelerate_knows_every_key_of_the_configurations(path):
-    config = load_config_from_file(str(path))  # refuses unknown ones, but not inside of the engines' own parts
+    config = load_config_from_file(str(path))  # refuses unknown keys, except in the parts of the engines
     options = {action.dest for action in launch_command_parser()._actions}
     assert {*config.fsdp_config, *config.deepspeed_config} <= options
     assert path.read_text().startswith("# ")

@@ -1,4 +1,4 @@
-"""What a run shows: tokens/s over the right time, FLOPs against sums done by hand, depth attention, magnitudes."""
+"""The monitor: tokens/s over the right time, FLOPs against sums by hand, depth attention, magnitudes."""
 
 import time
 
@@ -17,7 +17,7 @@ from .running import BLOCKS, sizes_by_hooks, train
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still unless told: `clock(seconds)` moves it."""
+    """Return a clock that stands still until `clock(seconds)` moves it."""
     now = [0.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
 
@@ -28,7 +28,7 @@ def clock(monkeypatch):
 
 
 class Work(TrainerCallback):
-    """Moves the clock by what each part of a run takes."""
+    """A callback that moves the clock by the time of each part of a run."""
 
     def __init__(self, clock):
         self.clock = clock
@@ -164,7 +164,7 @@ def test_weights_that_do_not_add_up_to_one_count_as_shares():
 
 
 class Slices(Monitor):
-    """Keeps what the model is measured on."""
+    """A monitor that keeps the tokens it measures on."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -195,7 +195,7 @@ def test_a_fresh_model_is_logged_as_uniform_and_another_by_its_own_weights(tiny_
         weights = model.eval()(ids, output_depth_attentions=True).depth_attentions
     rows = [a for a in weights if len(a) > 1]
     entropy = [(-(a * a.log()).sum(0) / torch.tensor(float(len(a))).log()).mean() for a in rows]
-    distance = [torch.maximum(a, torch.tensor(1 / len(a))).sum(0).mean() - 1 for a in rows]  # what is above uniform
+    distance = [torch.maximum(a, torch.tensor(1 / len(a))).sum(0).mean() - 1 for a in rows]  # the weight above uniform
     assert line["depth_entropy"] == pytest.approx(torch.stack(entropy).mean().item(), rel=1e-5)
     assert line["depth_distance"] == pytest.approx(torch.stack(distance).mean().item(), rel=1e-5)
     assert line["depth_weight_embedding"] == pytest.approx(sum(a[0].mean().item() for a in rows) / len(rows), rel=1e-5)
@@ -210,7 +210,7 @@ def test_a_fresh_model_is_logged_as_uniform_and_another_by_its_own_weights(tiny_
 def test_magnitudes_are_those_of_what_is_read(connection, tiny_model, tmp_path):
     model, monitor = tiny_model(residual_connection=connection), Slices()
     with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(30.0)  # so that no size is all but the same as another
+        model.model.embed_tokens.weight.mul_(30.0)  # so that no two sizes are nearly the same
     line = train(model, tmp_path, monitor, steps=1, logging_steps=1, learning_rate=0.0)[0]
     sizes = sizes_by_hooks(model, monitor.slices[0])
     assert line["magnitude_output"] == pytest.approx(sizes[-1].item(), rel=1e-4)
@@ -220,7 +220,7 @@ def test_magnitudes_are_those_of_what_is_read(connection, tiny_model, tmp_path):
 
 
 def test_the_residual_stream_grows_where_attention_residuals_are_bounded(tiny_model, tmp_path):
-    """Each sublayer is made to put out what is large beside the embedding, whatever it reads."""
+    """Each sublayer is changed so that its output is large beside the embedding, whatever its input."""
     growth = {}
     for connection in ("standard", "attn_res"):
         model = tiny_model(residual_connection=connection, num_hidden_layers=8, layer_types=["full_attention"] * 8)
@@ -233,7 +233,7 @@ def test_the_residual_stream_grows_where_attention_residuals_are_bounded(tiny_mo
 
 
 def test_padding_is_not_measured(tiny_model, tmp_path):
-    """Padded on the left, past the slice: the lines are those of the same texts without."""
+    """Texts that are padded on the left, by more than the slice, give the same lines as without padding."""
     rows = [{"input_ids": block, "labels": block} for block in BLOCKS]
     padding = torch.zeros(6, dtype=torch.long)
     padded = [
@@ -252,7 +252,7 @@ def test_padding_is_not_measured(tiny_model, tmp_path):
     assert found[0] == found[1]
 
 
-# --- what it leaves alone
+# --- no effect on training
 
 
 @pytest.mark.parametrize(

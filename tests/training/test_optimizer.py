@@ -1,4 +1,4 @@
-"""Optimizers: who gets Muon, AdamW and weight decay; the steps against straight-line sums; resuming; schedules."""
+"""Optimizers: which tensors get Muon, AdamW and weight decay; the steps against plain sums; resuming; schedules."""
 
 import copy
 import math
@@ -16,7 +16,7 @@ from attnres.training.optimizer import MuonAdamW, build_optimizer, build_schedul
 
 
 def rules_of(optimizer: torch.optim.Optimizer) -> dict[int, dict]:
-    """The group of each parameter, by identity; each must be in one group only."""
+    """Return the group of each parameter by identity, and assert that each is in one group only."""
     rules = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     assert len(rules) == sum(len(group["params"]) for group in optimizer.param_groups)
     return rules
@@ -33,7 +33,7 @@ def fill_gradients(model: torch.nn.Module, seed: int) -> None:
 
 
 def muon_by_hand(weight, gradient, average, lr, weight_decay, mu=0.95, steps=5):
-    """A step of Muon on one matrix in float64: the equations of the paper, nothing shared with the optimizer."""
+    """Compute a step of Muon on one matrix in float64, by the equations of the paper, without code of the optimizer."""
     average = mu * average + (1 - mu) * gradient
     x = (1 - mu) * gradient + mu * average
     x = x / np.sqrt((x**2).sum())
@@ -45,7 +45,7 @@ def muon_by_hand(weight, gradient, average, lr, weight_decay, mu=0.95, steps=5):
     return weight * (1 - lr * weight_decay) - lr * 0.2 * math.sqrt(max(weight.shape)) * x, average
 
 
-# --- who gets what
+# --- groups
 
 
 def test_every_trainable_parameter_is_in_one_group_with_its_own_rule(tiny_model):
@@ -288,7 +288,7 @@ runs = st.tuples(st.integers(0, 20), st.integers(1, 40), st.integers(1, 20))  # 
 
 
 def rates(name: str, steps: int, warmup: int, decay: int, min_rate: float) -> np.ndarray:
-    """The rates of two groups, `[steps, 2]`, as the steps of a run see them."""
+    """Return the rates of two groups in each step of a run, `[steps, 2]`."""
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     optimizer = torch.optim.SGD([{"params": [p], "lr": lr} for p, lr in zip(parameters, (1.0, 0.25))])
     schedule = build_schedule(optimizer, name, steps=steps, warmup_steps=warmup, decay_steps=decay, min_rate=min_rate)

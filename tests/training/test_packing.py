@@ -1,4 +1,4 @@
-"""Packing: no token is lost, moved or invented, and each block says which documents it holds."""
+"""Packing: no token is lost, moved or invented, and each block names its documents."""
 
 from itertools import pairwise
 
@@ -12,14 +12,14 @@ LENGTHS = st.lists(st.integers(1, 9), max_size=40)
 
 
 def tokens(lengths: list[int], first_document: int = 0, first_token: int = 0) -> Tokens:
-    """Documents of those lengths; tokens are numbered through, labels are 1000 more."""
+    """Return documents of these lengths. Tokens count up through all of them, and labels are 1000 more."""
     ids = np.arange(first_token, first_token + sum(lengths), dtype=np.int32)
     places = [Place("a", number, number) for number in range(first_document, first_document + len(lengths))]
     return Tokens(ids, ids + 1000, np.array(lengths, dtype=np.int64), places)
 
 
 def in_batches(lengths: list[int], at: list[int]) -> list[Tokens]:
-    """The same documents in batches that end before the documents `at`."""
+    """Divide the documents into batches that end before the documents `at`."""
     bounds = [0, *sorted(at), len(lengths)]
     return [tokens(lengths[a:b], a, sum(lengths[:a])) for a, b in pairwise(bounds) if b > a]
 
@@ -47,7 +47,7 @@ def test_a_block_names_the_documents_that_its_tokens_are_from(lengths, length, d
 
 @given(st.integers(2, 8), st.sets(st.integers(0, 99)), st.data())
 def test_a_block_that_teaches_nothing_is_left_out(length, learned, data):
-    """A model predicts each label from the tokens before it, so that of a block's first token is none."""
+    """A model predicts each label from the tokens before it, so the first label of a block is never learned."""
     at = data.draw(st.lists(st.integers(0, 100), max_size=5))
     batches = in_batches([1] * 100, at)
     for batch in batches:

@@ -174,7 +174,7 @@ def test_more_held_out_than_there_is_is_named(tokenizer, monkeypatch, tmp_path):
 
 
 def test_a_recipe_refuses_what_the_run_sets_itself(monkeypatch, tmp_path):
-    """And no other field of theirs: what it only has another default for may be given."""
+    """A recipe may set the fields of `TrainingArguments` for which the run only has another default."""
     seen = {}
     monkeypatch.setattr(prepare, "TrainingArguments", lambda **arguments: seen.update(arguments) or TrainingArguments())
     monkeypatch.chdir(tmp_path)
@@ -183,7 +183,7 @@ def test_a_recipe_refuses_what_the_run_sets_itself(monkeypatch, tmp_path):
         *("eval_strategy", "eval_steps", "eval_on_start"),
         *("report_to", "dataloader_pin_memory"),
     }
-    # Fields come and go with the versions of `transformers`; a name that never was one would be a slip here.
+    # Versions of `transformers` add and remove fields. A name that no version has would be a mistake in this test.
     assert OWNED.keys() - {item.name for item in fields(TrainingArguments)} <= {"warmup_ratio"}
 
 

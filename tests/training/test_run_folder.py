@@ -1,4 +1,4 @@
-"""A folder belongs to one run, on one recipe and on the same data, and to one process at a time."""
+"""A folder belongs to one run, with one recipe and the same data, and to one process at a time."""
 
 import os
 from pathlib import Path
@@ -19,13 +19,13 @@ def recipe(out: Path, **fields) -> Recipe:
 
 
 def begin(out: Path) -> None:
-    """As a run that was stopped after its fourth step."""
+    """Make the folder of a run that was stopped after its fourth step."""
     with hold_folder(out, recipe(out)):
         (out / "checkpoint-4").mkdir()
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
-    """The one that holds it may have been left over by a launcher that was killed."""
+    """The process that holds the folder may have survived a launcher that was killed."""
     out = tmp_path / "out"
     with hold_folder(out, recipe(out)):
         other = f"""
@@ -63,7 +63,7 @@ def test_a_killed_run_that_left_only_its_lock_holds_nothing_else(tmp_path):
 
 @pytest.mark.parametrize("fields", [{"steps": 6}, {"steps": None, "tokens": 100}, {"epochs": 1.0}, {"seed": 1}])
 def test_the_run_of_another_recipe_is_not_gone_on_with(fields, tmp_path):
-    """Fewer steps among it, also than the checkpoint has."""
+    """Also a number of steps that is smaller than that of the checkpoint."""
     begin(tmp_path)
     with pytest.raises(FileExistsError, match="holds a run with "), hold_folder(tmp_path, recipe(tmp_path, **fields)):
         pass

@@ -1,4 +1,4 @@
-"""Training runs: the seed decides everything, a stopped run goes on, and held-out losses are the model's own."""
+"""Runs without a recipe: the seed decides everything, a stopped run resumes, and held-out losses are the model's."""
 
 import copy
 import itertools
@@ -49,7 +49,7 @@ def test_sequence_losses_average_to_the_models_loss(tiny_model):
 
 
 def test_a_model_trained_in_bfloat16_computes_in_float32_again(tiny_model):
-    """The trainer puts autocast into the model's own `forward`."""
+    """The trainer wraps the model's `forward` in autocast."""
     model, blocks = tiny_model(), random_blocks(8)
     train(model, blocks, Run(steps=2, batch_size=4, learning_rate=1e-2), bf16=True, use_cpu=True)
     fresh = tiny_model()
@@ -59,7 +59,7 @@ def test_a_model_trained_in_bfloat16_computes_in_float32_again(tiny_model):
 
 
 def train_until(step: int, model: PreTrainedModel, blocks: torch.Tensor, run: Run, work: Path) -> None:
-    """As far as an interrupt in that step, with a checkpoint wherever there may be one."""
+    """Train until an interrupt in a step, with a checkpoint wherever one is allowed."""
     steps = itertools.count(1)
 
     def stop() -> None:
@@ -99,7 +99,7 @@ def test_a_stopped_run_goes_on_from_its_last_whole_checkpoint(tiny_model, tmp_pa
 
 
 def test_a_run_that_is_resumed_after_its_last_step_makes_no_other(tiny_model, tmp_path):
-    """As one that was killed after its last checkpoint, and before anything was done with the model."""
+    """Like a run that was killed after its last checkpoint, before its model was used."""
     run, blocks = Run(steps=4, batch_size=2, learning_rate=1e-2), random_blocks(6)
     whole = tiny_model()
     points = train(whole, blocks, run, work=tmp_path, save_seconds=0)
@@ -110,7 +110,7 @@ def test_a_run_that_is_resumed_after_its_last_step_makes_no_other(tiny_model, tm
 
 
 def test_the_curve_of_a_run_that_was_stopped_within_a_point_is_the_same(tiny_model, tmp_path):
-    """A point is the mean of three steps here: a checkpoint between points would lose the first ones of it."""
+    """A point is the mean of three steps here. A checkpoint between points would lose the first steps of one."""
     run, blocks = Run(steps=150, batch_size=1, learning_rate=1e-3), random_blocks(16)
     fields = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "mlp_layer_types": ["dense"]}  # quick
     points = train(tiny_model(**fields), blocks, run)

@@ -1,4 +1,4 @@
-"""Training on blocks whose documents are kept apart: loss and gradients are those of the documents one by one."""
+"""Blocks whose documents are kept apart give the loss and the gradients of each document by itself."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Code that came with the model that a run begins from is neither run nor referred to by what the run writes."""
+"""Code that came with the base model does not run, and the files of a run do not refer to it."""
 
 import json
 
@@ -13,7 +13,7 @@ from ..conversion.checkpoints import change_json, save_tokenizer, standard_model
 
 @pytest.fixture
 def recipe(tmp_path):
-    """One that begins from a model whose configurations name code: that leaves a trace where it is run."""
+    """Return a recipe for a model whose configurations name code. The code leaves a trace if it runs."""
     source = tmp_path / "source"
     standard_model().save_pretrained(source)
     save_tokenizer(source)

@@ -1,4 +1,4 @@
-"""Text for small runs: documents, tokenizer, the tokens in a row."""
+"""Text for small runs: documents, tokenizer, the stream of tokens."""
 
 import pytest
 

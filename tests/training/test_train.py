@@ -25,8 +25,8 @@ from .running import results, wait_for
 pytestmark = pytest.mark.slow
 
 SIZES = ("length=64", "batch_size=4", "micro_batch_size=2", "tokens=null", "steps=12", "save_every=4", "log_every=2")
-# A hybrid with experts, from scratch: Muon, balanced experts. Then a checkpoint of a dense model: AdamW. Then what a
-# device with little memory takes, on a stream.
+# A hybrid with experts from scratch, with Muon and balancing. A checkpoint of a dense model, with AdamW. The settings
+# for a device with little memory, on a stream.
 RUNS = {
     "pretrain": ("pretrain", "model=attnres-tiny", "config={num_hidden_layers: 4}", "tokenizer={source}"),
     "heal": ("heal", "model={retrofit}", "residual_alone=0.5"),
@@ -42,7 +42,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def folders(assets, tmp_path_factory) -> dict[str, Path]:
-    """The checkpoint, its retrofit, and a folder for what the tests share."""
+    """Return a checkpoint, its retrofit, held-out text, and the folder of the shared runs."""
     source, shared = assets / "checkpoints" / "stories260K-hf", tmp_path_factory.mktemp("training")
     retrofit(source, block_size=2).save_pretrained(shared / "retrofit")
     AutoTokenizer.from_pretrained(source).save_pretrained(shared / "retrofit")
@@ -53,7 +53,7 @@ def folders(assets, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def command(folders, assets) -> Callable[..., list[str]]:
-    """`command(run, out, *changes)`: the command line of one of `RUNS`."""
+    """Return `command(run, out, *changes)`, which gives the command line of one of `RUNS`."""
     text = assets / "corpora" / "tinystories" / "valid.txt"
 
     def build(run: str, out: Path, *changes: str) -> list[str]:
@@ -64,13 +64,13 @@ def command(folders, assets) -> Callable[..., list[str]]:
 
 
 def run(arguments: list[str]) -> subprocess.CompletedProcess:
-    """A command that nothing disturbs, in a fork; the others are processes of their own."""
+    """Run a command in a fork, which is fast. Commands that a test interrupts run as processes of their own."""
     return forks.run(*arguments[1:], timeout=300)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(folders, command) -> dict[str, Path]:
-    """What the runs wrote that nothing disturbed."""
+    """Return the folders of the runs that nothing interrupted."""
     outs = {name: folders["shared"] / name for name in RUNS}
     for name, out in outs.items():
         done = run(command(name, out))
@@ -80,7 +80,7 @@ def uninterrupted(folders, command) -> dict[str, Path]:
 
 
 def logged(out: Path, name: str) -> dict[int, float]:
-    """What TensorBoard shows under this name, by step."""
+    """Return the values that TensorBoard shows under a name, by step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     points = {}
@@ -91,7 +91,7 @@ def logged(out: Path, name: str) -> dict[int, float]:
 
 
 def assert_same_run(out: Path, expected: Path, left_out: Collection[int] = ()) -> None:
-    """The loss curve bit for bit, and the weights."""
+    """Assert that loss curves and weights are equal, bit for bit."""
     curves = [[point for point in results(run)["training_loss"] if point[0] not in left_out] for run in (out, expected)]
     assert curves[0] == curves[1]
     found, weights = (load_file(folder / "model" / "model.safetensors") for folder in (out, expected))
@@ -142,7 +142,7 @@ def test_tensorboard_shows_what_the_screen_does(uninterrupted):
     ],
 )
 def test_what_saves_memory_and_time_computes_the_same(options, least, most, command, uninterrupted, tmp_path):
-    """But for half precision, in which the weights stay whole."""
+    """In half precision the weights stay float32."""
     done = run(command("heal", tmp_path / "out", f"trainer={{{options}}}"))
     assert done.returncode == 0, done.stderr[-3000:]
     losses, expected = (results(out)["training_loss"] for out in (tmp_path / "out", uninterrupted["heal"]))
@@ -177,7 +177,7 @@ def test_a_killed_run_goes_on_bit_for_bit(name, uninterrupted, command, tmp_path
     )
 
 
-# What a process does to itself after the last checkpoint is written, before the model is.
+# Code that ends the process after the last checkpoint is written, and before the model is.
 ENDS = {
     "killed": "train.collect_results = lambda *_: os.kill(os.getpid(), signal.SIGKILL)",
     "terminated": """
@@ -227,7 +227,7 @@ def test_a_run_does_not_go_on_with_other_data(command, folders, tmp_path):
 
 
 def test_small_data_ends_a_run_after_a_few_epochs(folders, tmp_path):
-    """The recipe is made for 50 million tokens; this text has ten thousand."""
+    """The recipe is meant for 50 million tokens, and this text has ten thousand."""
     arguments = ["attnres", "train", "heal", f"model={folders['retrofit']}", f"train={folders['held_out']}"]
     done = forks.run("-m", *arguments, f"out={tmp_path / 'out'}", "length=64", "batch_size=8", timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -261,7 +261,7 @@ def test_a_terminated_run_saves_where_it_is_and_goes_on(uninterrupted, command, 
     stopped = int(checkpoint.name.removeprefix("checkpoint-"))
     assert 2 <= stopped < 12
     assert run(arguments).returncode == 0
-    # A point is the mean of two steps: where it was stopped between them, that of the second.
+    # A point is the mean of two steps. A run that was stopped between them has the loss of the second.
     assert_same_run(out, uninterrupted["heal"], left_out=[stopped + 1] if stopped % 2 else [])
 
 
@@ -292,7 +292,7 @@ def test_a_loss_that_is_not_finite_names_the_step_the_documents_and_the_checkpoi
 
 
 def test_a_disk_that_is_full_leaves_the_last_checkpoint_whole(command, uninterrupted, tmp_path):
-    """A limit of the size of files stands for it: the first checkpoint is written without."""
+    """A limit on the size of files stands in for a full disk. The first checkpoint is written without it."""
     out = tmp_path / "out"
     with subprocess.Popen(command("heal", out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         wait_for(out / "checkpoint-4", process)
@@ -331,7 +331,7 @@ def test_bad_input_ends_in_one_line(changes, message, command, uninterrupted, tm
 
 
 def test_the_run_of_another_recipe_is_not_continued(command, tmp_path):
-    """A start that failed is none: `model` may be corrected."""
+    """A run that failed before its first step does not fix `model`, which may be corrected."""
     out = tmp_path / "out"
     assert run(command("heal", out, "model=./absent")).returncode == 1
     assert not out.exists()
@@ -413,12 +413,14 @@ def test_what_a_recipe_asks_for_in_vain_is_told_before_anything_is_tokenised(cha
     assert message in line and "unforeseen" not in line and "Tokenising" not in done.stderr
 
 
-def test_without_peft_one_line_says_what_to_install_before_anything_is_tokenised(command, tmp_path):
-    """`sys.modules` holds None for a package that cannot be imported."""
+@pytest.mark.parametrize("package", ["peft", "datasets"])
+def test_without_a_package_one_line_says_what_to_install_before_anything_is_tokenised(package, command, tmp_path):
+    """`None` in `sys.modules` makes the import of a package fail."""
     arguments = command("heal", tmp_path / "out", "lora={rank: 2}")[3:]
-    code = "import sys; sys.modules['peft'] = None; from attnres.commands.main import main; main()"
+    code = f"import sys; sys.modules[{package!r}] = None; from attnres.commands.main import main; main()"
     done = run([sys.executable, "-c", code, *arguments])
     assert done.returncode == 1
-    assert done.stderr.startswith("attnres: `lora` of a recipe needs the package peft: pip install 'peft>=")
+    message = f"attnres: the package {package} is not installed. It comes with `attnres[train]`: pip install '"
+    assert done.stderr.startswith(message)
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()

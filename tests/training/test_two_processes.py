@@ -1,4 +1,4 @@
-"""Two processes do what one does: the load of the experts is that of both, and Muon steps on whole matrices."""
+"""Two processes give the results of one: the load of the experts is summed, and Muon updates whole matrices."""
 
 import copy
 import subprocess
@@ -15,7 +15,7 @@ from .running import BLOCKS, sizes_by_hooks
 
 
 def two_processes(name: str, model, folder: Path) -> list[dict]:
-    """Run a session of `two_processes_session.py`; what its processes return."""
+    """Run a session of `two_processes_session.py`, and return the results of its processes."""
     start = {"config": model.config, "weights": model.state_dict(), "blocks": BLOCKS}
     torch.save(start, folder / "start.pt")
     session = Path(__file__).with_name("two_processes_session.py")
@@ -52,7 +52,7 @@ def test_the_load_and_the_tokens_are_those_of_both_processes(tiny_model, tmp_pat
 def test_muon_under_fsdp2_steps_as_on_one_process_also_after_a_resume(tiny_model, tmp_path):
     model = tiny_model()
     results = two_processes("fsdp2", model, tmp_path)
-    assert [result["local_experts"] for result in results] == [4, 4]  # of 8: they are divided, and stay so
+    assert [result["local_experts"] for result in results] == [4, 4]  # of 8: they stay divided
 
     start = copy.deepcopy(model.state_dict())
     optimizer = build_optimizer(model.train(), name="muon", learning_rate=0.02, residual_lr_factor=0.5)

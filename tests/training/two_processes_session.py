@@ -1,6 +1,7 @@
-"""What two processes do in `test_two_processes.py`: `two_processes_session.py NAME FOLDER`, by `torch.distributed.run`.
+"""Sessions of two processes for `test_two_processes.py`: `two_processes_session.py NAME FOLDER`.
 
-The model and the batches come from `FOLDER/start.pt`; each process writes what it found to `FOLDER/{rank}.pt`.
+`torch.distributed.run` starts them. The model and the batches come from `FOLDER/start.pt`; each process writes its
+results to `FOLDER/{rank}.pt`.
 """
 
 import sys
@@ -20,13 +21,13 @@ from attnres.training.optimizer import build_optimizer
 from attnres.training.recipe import Recipe
 from attnres.training.trainer import AttnResTrainer
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # as it is run by its path
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the script is run by its path
 
 from tests.training.running import uneven_rows
 
 
 def balance(model: AttnResForCausalLM, blocks: torch.Tensor, folder: Path) -> dict:
-    """One step of a Trainer on all blocks: two processes, two micro-batches each."""
+    """Make one step of a `Trainer` on all blocks, with two micro-batches in each process."""
     time.perf_counter = lambda: 0.5 * trainer.state.global_step if trainer else 0.0
     trainer = None
     arguments = TrainingArguments(
@@ -50,7 +51,7 @@ def balance(model: AttnResForCausalLM, blocks: torch.Tensor, folder: Path) -> di
 
 
 def held_out(model: AttnResForCausalLM, blocks: torch.Tensor, folder: Path) -> dict:
-    """The held-out loss of rows that the processes cannot share equally."""
+    """Measure the held-out loss of rows that the processes cannot share equally."""
     arguments = TrainingArguments(
         folder, per_device_eval_batch_size=2, remove_unused_columns=False, report_to="none", use_cpu=True
     )
@@ -59,7 +60,7 @@ def held_out(model: AttnResForCausalLM, blocks: torch.Tensor, folder: Path) -> d
 
 
 def fsdp2(model: AttnResForCausalLM, blocks: torch.Tensor, folder: Path) -> dict:
-    """Three steps of Muon under FSDP2, each process on its half of every batch; saved and loaded before the third."""
+    """Make three steps of Muon under FSDP2, each process on half of the batch; save and load before the third."""
     settings = {"name": "muon", "learning_rate": 0.02, "residual_lr_factor": 0.5}
     optimizer = build_optimizer(model, **settings)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
