@@ -70,6 +70,11 @@ class AttnResTrainer(ResumableTrainer):
         arguments: Its translation by [`attnres.training.prepare.prepare_arguments`].
         options: Other arguments of `Trainer`, such as the data sets.
 
+    Attributes:
+        recipe: The recipe.
+        stopping: The callback that listens for SIGTERM.
+        divided: Whether `transformers` has divided the model among the processes.
+
     Raises:
         ValueError: The recipe asks to keep documents apart, and the model cannot.
         FloatingPointError: From `train`: the loss is not finite.
@@ -137,7 +142,7 @@ class AttnResTrainer(ResumableTrainer):
     def _hold_back(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
         """Set the rate of all but the residual tensors to 0 in the first `steps`.
 
-        Freezing the others would be simpler, but engines that divide a model cannot change what is trained.
+        Every engine that divides models supports this. Not all of them can freeze parameters for a part of a run.
         """
         if not steps:
             return
@@ -179,7 +184,7 @@ class AttnResTrainer(ResumableTrainer):
         with torch.no_grad(), self.compute_loss_context_manager():
             logits = model(**inputs, use_cache=False).logits
         self._held_out.add(numbers, logits, labels)
-        # `Trainer` averages what is returned here; `evaluation_loop` replaces that.
+        # `Trainer` averages the returned losses, and `evaluation_loop` replaces its average.
         return torch.zeros((), device=labels.device), None, None
 
     def evaluation_loop(self, *arguments: Any, metric_key_prefix: str = "eval", **options: Any) -> EvalLoopOutput:
@@ -195,29 +200,31 @@ class AttnResTrainer(ResumableTrainer):
     # Checkpoints
 
     def _get_output_dir(self, trial=None) -> str:
+        """Return the folder that `Trainer` puts the next checkpoint into."""
         return self._saving_in or super()._get_output_dir(trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """Write the weights: of a checkpoint as resuming reads them, else whole and in the published layout."""
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         if not isinstance(model, PreTrainedModel):
             return super()._save(output_dir, state_dict)
-        main, checkpoint = self.args.should_save, self._saving_in is not None
+        is_main, is_checkpoint = self.args.should_save, self._saving_in is not None
         division = getattr(model.config, "distributed_config", None)
-        if self.divided and not checkpoint:
+        if self.divided and not is_checkpoint:
             state_dict = model.gather_sharded_state_dict_for_save(
-                model, model.state_dict(), division, save_on_this_rank=main
+                model, model.state_dict(), division, save_on_this_rank=is_main
             )
             model.config.distributed_config = None  # the file is to hold a whole model
         if state_dict is not None:
             # Gathering copies tied weights, and `save_pretrained` does not see that the copies are tied.
             state_dict = {name: state_dict[name] for name in state_dict if name not in model.all_tied_weights_keys}
-        # A checkpoint has the model's names of tensors, which resuming reads, not the names of a published layout.
+        # Resuming reads the model's names of tensors, so a checkpoint has these, not those of a published layout.
         model.save_pretrained(
             output_dir,
             state_dict=state_dict,
-            is_main_process=main,
-            save_original_format=not checkpoint,
-            distributed_checkpoint=self.divided and checkpoint,
+            is_main_process=is_main,
+            save_original_format=not is_checkpoint,
+            distributed_checkpoint=self.divided and is_checkpoint,
         )
         if division is not None:
             model.config.distributed_config = division
@@ -237,11 +244,11 @@ class AttnResTrainer(ResumableTrainer):
                 self._save_rng_state(folder)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
-                (written,) = Path(self._saving_in).iterdir()
-                shutil.rmtree(run / written.name, ignore_errors=True)
+                (folder,) = Path(self._saving_in).iterdir()
+                shutil.rmtree(run / folder.name, ignore_errors=True)
                 # Without this a machine that loses its power could leave a checkpoint with empty files.
-                _flush(written)
-                written.rename(run / written.name)
+                _flush(folder)
+                folder.rename(run / folder.name)
         except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
             if is_lost_connection(error):
                 raise  # another process has failed, and says why
