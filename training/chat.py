@@ -139,8 +139,8 @@ class _ChatEncoder:
 
 _UNSTABLE = (
     "the chat template renders earlier messages differently once others follow, as templates do that drop earlier "
-    "thinking, so the assistant's part cannot be told: mark it in the template by {% generation %} and "
-    "{% endgeneration %}, or make each of the assistant's turns the last of a row of its own."
+    "thinking, so the assistant's part cannot be found: mark it in the template by {% generation %} and "
+    "{% endgeneration %}, or give each of the assistant's turns its own row, which ends with it."
 )
 
 

@@ -334,7 +334,7 @@ def _text(path: str | Path) -> str:
     packaged = recipe_path(str(path))
     if not packaged.is_file():
         raise FileNotFoundError(
-            f"There is no file {path}, and no recipe of that name. There is {', '.join(recipe_names())}."
+            f"There is no file {path}, and no recipe of that name. The recipes are {', '.join(recipe_names())}."
         )
     return packaged.read_text(encoding="utf-8")
 

@@ -104,7 +104,7 @@ def write_run(
         if is_lost_connection(error):
             raise  # another process has failed, and says why
         raise OSError(
-            f"what the run has made could not be written to {Path(recipe.out)}: {why_not_written(error)}. Its "
+            f"the results of the run could not be written to {Path(recipe.out)}: {why_not_written(error)}. Its "
             "checkpoints are there: the same command goes on from the last one."
         ) from error
 

@@ -80,8 +80,8 @@ def hold_folder(out: Path, recipe: Recipe) -> Iterator[None]:
             lock.enter_context(locked(out / LOCK, out))
         except FileExistsError as error:
             raise FileExistsError(
-                f"{out} is in use: another process trains into it, perhaps what is left of a run whose launcher was "
-                "killed. Wait for that process or end it, or choose another `out`."
+                f"{out} is in use: another process trains into it, perhaps one that has survived its launcher. "
+                "Wait for that process or end it, or choose another `out`."
             ) from error
         except OSError as error:
             raise type(error)(f"`out` cannot be written: {why_not_written(error)}. Choose another `out`.") from error

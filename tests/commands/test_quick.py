@@ -36,7 +36,7 @@ CASES = [
     (("convert", "model", "out", "--residual", "highways"), 2, "'--residual': 'highways' is not one of 'attn_res', "),
     (("convert", "model", "out", "--full", "--block-size", "2"), 2, "--block-size and --full exclude each other."),
     (("convert", "model", "out", "--to", "standard", "--residual", "standard"), 2, "--to and --residual exclude "),
-    (("train", "heel"), 2, "There is no file heel, and no recipe of that name. There is finetune, heal, "),
+    (("train", "heel"), 2, "There is no file heel, and no recipe of that name. The recipes are finetune, heal, "),
     (("train", "heal", "stepz=3"), 2, "Did you mean `steps`?"),
     (("train", "heal", "retrofit={block_size:", "4}"), 2, ": put it in quotes, 'retrofit={block_size: 4}'."),
     (("train", "heal"), 2, "The recipe lacks `model` and `train` and `out`: give model=... train=... out=..."),

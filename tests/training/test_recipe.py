@@ -259,6 +259,6 @@ def test_what_the_user_has_to_give_is_named():
     ):
         read_recipe("finetune")
     with pytest.raises(
-        FileNotFoundError, match=r"no file pretrian, and no recipe of that name. There is finetune, heal"
+        FileNotFoundError, match=r"no file pretrian, and no recipe of that name. The recipes are finetune, heal"
     ):
         read_recipe("pretrian")

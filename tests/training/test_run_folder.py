@@ -37,7 +37,7 @@ with hold_folder(Path({str(out)!r}), Recipe("model", ("a.txt",), {str(out)!r}, s
 """
         done = forks.run("-c", other)
         assert "in" not in done.stdout.split()
-        assert f"{out} is in use: another process trains into it, perhaps what is left of a run" in done.stderr
+        assert f"{out} is in use: another process trains into it, perhaps one that" in done.stderr
     assert [path.name for path in out.iterdir()] == [RECIPE]
     with hold_folder(out, recipe(out)):
         pass
