@@ -62,7 +62,7 @@ class DataSpec:
         if not self.paths:
             raise ValueError("`paths` is empty: name at least one data set or file.")
         if self.bad_rows not in BAD_ROWS:
-            raise ValueError(f"`bad_rows` is {self.bad_rows!r}, but can be 'error' or 'skip'.")
+            raise ValueError(f"`bad_rows` is {self.bad_rows!r}, but must be 'error' or 'skip'.")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"`limit` is {self.limit}, but must be at least 1.")
 

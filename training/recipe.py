@@ -20,14 +20,16 @@ from attnres.utils.packaged import recipe_names, recipe_path
 from attnres.utils.wording import did_you_mean
 from attnres.utils.yaml_files import load_yaml
 
-# Values that a recipe names. They stand here, beside the check, so that reading a recipe does not import PyTorch.
+# The values of `bad_rows`, `optimizer` and `schedule`. They stand here, not beside the code that they choose, so that
+# reading a recipe does not import PyTorch.
 BAD_ROWS = ("error", "skip")
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "wsd")
-# Key -> a check of its value, and the words for it in the error message. NaN fails each check.
+# Checks of a value, and their words in the error message. NaN fails each of them.
 _POSITIVE = (lambda value: value >= 1, "at least 1")
 _SHARE = (lambda value: 0 <= value <= 1, "a share from 0 to 1")
 _FACTOR = (lambda value: 0 <= value < math.inf, "a number from 0 on")
+# Key of a recipe -> the check of its value.
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     **dict.fromkeys(
         ("batch_size", "micro_batch_size", "steps", "tokens", "log_every", "save_every", "keep", "held_out_sequences"),
@@ -48,7 +50,7 @@ _LENGTHS = ("steps", "tokens", "epochs")
 # Keys whose values are names of models, files, folders, columns or splits, which must not be empty.
 _NAMES = ("model", "train", "out", "tokenizer", "held_out", "held_out_split", "column", "split")
 # Fields of `TrainingArguments` that a run decides itself -> what to use instead; `None` where there is nothing.
-OWNED = {
+DECIDED_BY_RUN = {
     "output_dir": "`out`",
     "max_steps": "`steps`",
     "num_train_epochs": "`epochs`",
@@ -123,8 +125,8 @@ class Recipe:
         keep: How many checkpoints stay. Older ones are removed.
         distributed: How the model is divided among processes: fields of `transformers`' `DistributedConfig`, such as
             `{fsdp_size: 8}`. See `docs/guides/many_devices.md`.
-        trainer: Fields of `transformers.TrainingArguments` that the recipe does not decide (see `OWNED`): `bf16`,
-            `activation_checkpointing`, `torch_compile`, `report_to` (`tensorboard`, `trackio`), and so on.
+        trainer: Fields of `transformers.TrainingArguments`, except those that the run decides (see `DECIDED_BY_RUN`):
+            `bf16`, `activation_checkpointing`, `torch_compile`, `report_to` (`tensorboard`, `trackio`), and so on.
 
     Raises:
         ValueError: A value is not allowed, or two values do not go together.
@@ -190,8 +192,8 @@ class Recipe:
             values = getattr(self, name)
             if "" in ((values,) if isinstance(values, str) else values or ()):
                 raise ValueError(f"`{name}` of the recipe is empty: name one, or leave it out.")
-        if decided := next((key for key in self.trainer if key in OWNED), None):
-            remedy = f"give {OWNED[decided]} instead" if OWNED[decided] else "leave it out"
+        if decided := next((key for key in self.trainer if key in DECIDED_BY_RUN), None):
+            remedy = f"give {DECIDED_BY_RUN[decided]} instead" if DECIDED_BY_RUN[decided] else "leave it out"
             raise ValueError(f"`trainer.{decided}` of the recipe is not to be set, as the run decides it: {remedy}.")
         if self.trainer:
             # Here and below, imports that take seconds are made only for the recipes that need them.

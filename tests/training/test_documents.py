@@ -382,7 +382,7 @@ def test_without_a_network_a_data_set_of_the_hub_is_one_clear_error(monkeypatch)
 
 
 def test_a_field_with_another_value_is_refused():
-    with pytest.raises(ValueError, match="`bad_rows` is 'drop', but can be 'error' or 'skip'"):
+    with pytest.raises(ValueError, match="`bad_rows` is 'drop', but must be 'error' or 'skip'"):
         DataSpec(("a",), bad_rows="drop")
     with pytest.raises(ValueError, match="`limit` is 0, but must be at least 1"):
         DataSpec(("a",), limit=0)

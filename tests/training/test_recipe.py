@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import TrainingArguments
 
 from attnres.training import prepare
-from attnres.training.recipe import OWNED, Recipe, read_recipe, recipe_names, write_recipe
+from attnres.training.recipe import DECIDED_BY_RUN, Recipe, read_recipe, recipe_names, write_recipe
 
 NEEDED = ("model=m", "train=a.txt", "out=o")
 
@@ -179,12 +179,12 @@ def test_a_recipe_refuses_what_the_run_sets_itself(monkeypatch, tmp_path):
     monkeypatch.setattr(prepare, "TrainingArguments", lambda **arguments: seen.update(arguments) or TrainingArguments())
     monkeypatch.chdir(tmp_path)
     prepare.prepare_arguments(read_recipe("finetune", NEEDED), PartialState(cpu=True), None)
-    assert seen.keys() - OWNED.keys() == {
+    assert seen.keys() - DECIDED_BY_RUN.keys() == {
         *("eval_strategy", "eval_steps", "eval_on_start"),
         *("report_to", "dataloader_pin_memory"),
     }
     # Versions of `transformers` add and remove fields. A name that no version has would be a mistake in this test.
-    assert OWNED.keys() - {item.name for item in fields(TrainingArguments)} <= {"warmup_ratio"}
+    assert DECIDED_BY_RUN.keys() - {item.name for item in fields(TrainingArguments)} <= {"warmup_ratio"}
 
 
 NUMBERS = [item.name for item in fields(Recipe) if item.type in (int, float, int | None)]
