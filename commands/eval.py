@@ -16,7 +16,7 @@ from attnres.conversion.checkpoint import find
 from attnres.conversion.tokenizers import load_tokenizer
 from attnres.eval import sandbox
 from attnres.eval.benchmarks import Benchmark
-from attnres.eval.failures import Failures, told
+from attnres.eval.failures import Failures, failure_lines
 from attnres.eval.hub_results import FOLDER, HubResults, make_results, write_results
 from attnres.eval.report import make_row, markdown, plot, screen, tell_cut, tell_revisions
 from attnres.eval.shared_prefix import SharedPrefixLM
@@ -106,7 +106,7 @@ def run_eval(
             for benchmark in failed:
                 loaded.pop(benchmark)
         if loaded:
-            _report(console, out, subjects, loaded, told(failures, data))
+            _report(console, out, subjects, loaded, failure_lines(failures, data))
     if failures:
         raise no_result(len(failures), len(benchmarks))
 

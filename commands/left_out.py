@@ -7,14 +7,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from attnres.eval.benchmarks import Benchmark
-from attnres.eval.failures import Failures, told
+from attnres.eval.failures import Failures, failure_lines
 from attnres.eval.start import find_missing
 from attnres.utils.wording import counted
 
 
 def tell(console: Console, failures: Failures, data: Path | None) -> None:
     """Print why, one line for each reason."""
-    for line in told(failures, data):
+    for line in failure_lines(failures, data):
         console.print(f"[red]Left out:[/] {escape(line)}", soft_wrap=True, highlight=False)
 
 

@@ -1,67 +1,139 @@
-"""Why benchmarks have no result, told in as few lines as there are reasons."""
+"""The reasons why benchmarks have no result, and the lines that report them.
 
-from collections.abc import Mapping
+Each failure is one line that names the benchmark and the remedy. Where many benchmarks fail for one reason, such as an
+unreachable Hub, one line covers them all.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
+from textwrap import shorten
 
 from attnres.utils.wording import counted
 
-from .benchmarks import Benchmark
+from .paper import Benchmark
 
 
 class Reason(Enum):
-    """What benchmarks can have in common; `OTHER` is of one alone."""
+    """The kind of a failure. Benchmarks share the first two; `OTHER` concerns one benchmark alone."""
 
-    RUNS_CODE = auto()
-    ABSENT = auto()  # the data set is not where it is looked for, or the Hub cannot be reached
+    RUNS_CODE = auto()  # it runs generated programs, which was not allowed
+    ABSENT = auto()  # the data set is not in the folder, or the Hub cannot be reached
     OTHER = auto()
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Of one benchmark: all of it in one line, which names the benchmark and the remedy."""
+class TaskFailure:
+    """Why one benchmark has no result.
+
+    Attributes:
+        reason: The kind of the failure.
+        text: One line that names the benchmark and the remedy.
+    """
 
     reason: Reason
     text: str
 
 
-Failures = dict[Benchmark, Failure]
+Failures = dict[Benchmark, TaskFailure]
 
 
-def told(failures: Mapping[Benchmark, Failure], data: Path | None) -> list[str]:
-    """The failures, those of many benchmarks for one reason in one line."""
+class DataMissing(FileNotFoundError):
+    """The error for a benchmark whose data cannot be read.
+
+    Args:
+        text: One line for the user.
+        is_absent: Whether the data is missing, as opposed to damaged.
+    """
+
+    def __init__(self, text: str, is_absent: bool = False) -> None:
+        super().__init__(text)
+        self.is_absent = is_absent
+
+
+def data_missing(benchmark: Benchmark, data: Path | None, reason: str, is_absent: bool = False) -> DataMissing:
+    """Return the error that names a benchmark, its data set, what is wrong and the remedy, in one line.
+
+    Args:
+        benchmark: The benchmark that cannot be loaded.
+        data: The folder of `--data`; `None` for the Hub.
+        reason: What is wrong. Long texts are cut.
+        is_absent: Whether the data is missing, as opposed to damaged.
+    """
+    # `datasets` ends its message with the 150 extensions that it supports.
+    reason = reason.partition(" with any supported extension")[0]
+    reason = shorten(reason, 240, placeholder=" ...").rstrip(".")
+    if benchmark.dataset is None:
+        return DataMissing(f"{benchmark.title}: cannot load the data that its task file names: {reason}.")
+    source = "on the Hub" if data is None else f"in {data}"
+    folder = Path("DATA" if data is None else data) / benchmark.dataset
+    download = f"hf download --repo-type dataset {benchmark.dataset} --local-dir {folder}"
+    remedy = _remedy(download, data, [benchmark.dataset] if benchmark.gated else [])
+    return DataMissing(
+        f"{benchmark.title}: cannot read the data set {benchmark.dataset} {source}: {reason}. To get it: {remedy}.",
+        is_absent,
+    )
+
+
+def code_refused(benchmark: Benchmark) -> TaskFailure:
+    """Return the failure of a benchmark that runs generated programs without `--allow-code-execution`."""
+    text = f"{benchmark.title} runs programs that the model writes; --allow-code-execution allows it."
+    return TaskFailure(Reason.RUNS_CODE, text)
+
+
+def failure_lines(failures: Mapping[Benchmark, TaskFailure], data: Path | None) -> list[str]:
+    """Return one line for each failure, or for all failures that share a reason.
+
+    Args:
+        failures: The failures by benchmark.
+        data: The folder of `--data`; `None` for the Hub.
+    """
     lines = []
     for reason in Reason:
-        these = {benchmark: failure for benchmark, failure in failures.items() if failure.reason is reason}
-        if len(these) < 2 or reason is Reason.OTHER:
-            lines += [failure.text for failure in these.values()]
+        group = {benchmark: failure for benchmark, failure in failures.items() if failure.reason is reason}
+        if len(group) < 2 or reason is Reason.OTHER:
+            lines += [failure.text for failure in group.values()]
         elif reason is Reason.RUNS_CODE:
-            titles = " and ".join(benchmark.title for benchmark in these)
+            titles = " and ".join(benchmark.title for benchmark in group)
             lines.append(f"{titles} run programs that the model writes; --allow-code-execution allows it.")
         else:
-            lines.append(_absent(list(these), data))
+            lines.append(_absent_line([*group], data))
     return lines
 
 
-def _absent(benchmarks: list[Benchmark], data: Path | None) -> str:
-    where = "and the Hub cannot be reached" if data is None else f"as {data} does not hold them"
+def _absent_line(benchmarks: Sequence[Benchmark], data: Path | None) -> str:
+    """Return the line for several benchmarks whose data sets are not there."""
+    place = "and the Hub cannot be reached" if data is None else f"as {data} does not hold them"
     titles = ", ".join(benchmark.title for benchmark in benchmarks)
     names = " ".join(dict.fromkeys(benchmark.dataset for benchmark in benchmarks if benchmark.dataset))
     folder = "DATA" if data is None else data
     download = f'for name in {names}; do hf download --repo-type dataset $name --local-dir "{folder}/$name"; done'
-    remedy = (
-        f"`{download}`"
-        if data is not None
-        else f"go online, or run `{download}` on a machine that is, and give --data DATA"
-    )
-    if gated := [benchmark.dataset for benchmark in benchmarks if benchmark.gated]:
-        pages = " and ".join(f"https://huggingface.co/datasets/{name}" for name in gated)
-        remedy = f"accept the terms at {pages}, run `hf auth login`, then {remedy}"
+    gated = [benchmark.dataset for benchmark in benchmarks if benchmark.gated]
+    remedy = _remedy(download, data, gated)
     return (
-        f"{titles}: the data sets of these {counted(len(benchmarks), 'benchmark')} cannot be read, {where}. "
+        f"{titles}: the data sets of these {counted(len(benchmarks), 'benchmark')} cannot be read, {place}. "
         f"To get them: {remedy}."
     )
 
 
-__all__ = ["Failure", "Failures", "Reason", "told"]
+def _remedy(download: str, data: Path | None, gated: Sequence[str]) -> str:
+    """Return the end of a message: how to get data sets by a download command, `gated` ones with their terms."""
+    remedy = f"`{download}`"
+    if data is None:
+        remedy = f"go online, or run {remedy} on a machine that is, and give `--data DATA`"
+    if gated:
+        pages = " and ".join(f"https://huggingface.co/datasets/{name}" for name in gated)
+        remedy = f"accept the terms at {pages}, run `hf auth login`, then {remedy}"
+    return remedy
+
+
+__all__ = [
+    "DataMissing",
+    "Failures",
+    "Reason",
+    "TaskFailure",
+    "code_refused",
+    "data_missing",
+    "failure_lines",
+]

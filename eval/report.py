@@ -20,9 +20,9 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from .benchmarks import Benchmark
 from .items import changed, items_of
 from .paired import Paired, compare_pairs
+from .paper import Benchmark
 from .store import Store
 
 SECOND = (

@@ -1,4 +1,7 @@
-"""What can be told of an evaluation before lm_eval and PyTorch are imported: wrong paths, data that is not there."""
+"""Checks before an evaluation that need neither lm_eval nor PyTorch: wrong paths, and data that is not there.
+
+The command line runs them first, so that a mistake costs no time.
+"""
 
 import json
 import os
@@ -10,22 +13,31 @@ from huggingface_hub import constants
 
 from attnres.utils.hub import check_source, is_cached, is_offline
 
-from .benchmarks import Benchmark, benchmarks, data_missing
-from .failures import Failure, Failures, Reason
+from .failures import Failures, Reason, TaskFailure, code_refused, data_missing
 from .hub_results import FOLDER
+from .paper import Benchmark, benchmarks
 
+# The files of `--out`.
 RESULTS, BASELINE_RESULTS, REPORT, CHART = "results.json", "baseline.json", "report.md", "scores.png"
 
 
 def check_run(
-    model: str, out: Path, asked: Collection[Benchmark], baseline: str | None = None, data: Path | None = None
+    model: str, out: Path, chosen: Collection[Benchmark], baseline: str | None = None, data: Path | None = None
 ) -> None:
-    """Check the names of models and folders, and that the report in `out` will show what it shows.
+    """Check the names of models and folders, and that a new report in `out` will lose nothing of an earlier one.
+
+    Args:
+        model: The directory or Hub id of the model.
+        out: The folder for results.
+        chosen: The benchmarks to evaluate.
+        baseline: The directory or Hub id of the second model.
+        data: The folder of data sets.
 
     Raises:
-        FileExistsError: `out` holds other files than those of an evaluation, or more than is asked for.
-        FileNotFoundError: a model or the data folder is not there.
-        ValueError: both models are the same.
+        FileExistsError: `out` holds other files than those of an evaluation, or a report with more benchmarks or
+            models.
+        FileNotFoundError: A model or the data folder does not exist.
+        ValueError: Both models are the same, or an earlier result file is damaged.
     """
     if baseline == model:
         raise ValueError(f"MODEL and --baseline are both {model}. Compare two models, or leave out --baseline.")
@@ -34,11 +46,12 @@ def check_run(
     for name in filter(None, (model, baseline)):
         check_source(name)
     written = {RESULTS, BASELINE_RESULTS, REPORT, CHART}
+    # `atomic_write` leaves `.NAME.partial` behind when it is killed.
     known = {"model", "baseline", FOLDER, ".lock", *written, *(f".{name}.partial" for name in written)}
     if out.exists() and (not out.is_dir() or {path.name for path in out.iterdir()} - known):
         raise FileExistsError(f"{out} holds other files than those of this command. Choose another --out.")
-    if lost := find_lost(out, asked):
-        tasks = ",".join([*(benchmark.name for benchmark in asked), *lost])
+    if lost := find_lost(out, chosen):
+        tasks = ",".join([*(benchmark.name for benchmark in chosen), *lost])
         raise FileExistsError(
             f"{out / REPORT} shows {', '.join(lost)} too, and would lose that. Give --tasks {tasks}, where what is "
             "finished is not computed again, or choose another --out."
@@ -52,18 +65,27 @@ def check_run(
 
 
 def find_lost(out: Path, kept: Collection[Benchmark]) -> list[str]:
-    """The names of the benchmarks that the report in `out` shows, and that are not among those `kept`."""
+    """Return the names of the benchmarks that the report in `out` shows and a new report would lose.
+
+    Args:
+        out: The folder of an evaluation; it need not exist.
+        kept: The benchmarks of the new report.
+
+    Raises:
+        ValueError: The results of the earlier run are damaged.
+    """
     if not (out / RESULTS).exists():
         return []
     results = _read(out / RESULTS)
-    parts = {child for children in results["group_subtasks"].values() for child in children}
+    # The results list groups and their members alike. Only the outermost are benchmarks.
+    members = {child for children in results["group_subtasks"].values() for child in children}
     names = {benchmark.group: benchmark.name for benchmark in benchmarks().values()}
-    groups = results["results"].keys() - parts - {benchmark.group for benchmark in kept}
+    groups = results["results"].keys() - members - {benchmark.group for benchmark in kept}
     return sorted(names.get(group, group) for group in groups)
 
 
 def _read(path: Path) -> dict:
-    """What an earlier run told of a model."""
+    """Return the results file of an earlier run. Raise ValueError if a part that this module uses is damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         content["results"].keys(), content["config"]["model_args"]["pretrained"]
@@ -74,38 +96,39 @@ def _read(path: Path) -> dict:
 
 
 def find_missing(benchmarks: Sequence[Benchmark], data: Path | None, allow_code_execution: bool) -> Failures:
-    """The benchmarks that cannot run, as far as that shows without loading anything.
+    """Return the benchmarks that cannot run, as far as that shows without loading anything.
 
-    Where the Hub cannot be reached, what is in its cache is used without asking it again.
+    If the Hub cannot be reached, the data sets in its cache are used, and the Hub is not asked again.
+
+    Args:
+        benchmarks: The benchmarks to evaluate.
+        data: The folder of data sets; `None` for the Hub.
+        allow_code_execution: Whether generated programs may run.
     """
     failures: Failures = {}
-    cannot_ask = cache(is_offline)  # of one Hub, once, whatever is asked for: where it is slow the answer takes seconds
+    # Asking a slow Hub takes seconds, and the answer is the same for every data set.
+    hub_is_offline = cache(is_offline)
     for benchmark in benchmarks:
         if benchmark.runs_code and not allow_code_execution:
             failures[benchmark] = code_refused(benchmark)
         elif benchmark.dataset is not None and data is not None:
             if not (folder := data / benchmark.dataset).is_dir():
                 error = data_missing(benchmark, data, f"there is no folder {folder}")
-                failures[benchmark] = Failure(Reason.ABSENT, str(error))
-        elif benchmark.dataset is not None and not _is_cached(benchmark.dataset) and cannot_ask():
+                failures[benchmark] = TaskFailure(Reason.ABSENT, str(error))
+        elif benchmark.dataset is not None and not _is_cached(benchmark.dataset) and hub_is_offline():
+            # The environment variable of that name is read only at import.
             constants.HF_HUB_OFFLINE = True
             error = data_missing(benchmark, None, "the Hub cannot be reached, and its cache does not have it")
-            failures[benchmark] = Failure(Reason.ABSENT, str(error))
+            failures[benchmark] = TaskFailure(Reason.ABSENT, str(error))
     return failures
 
 
-def code_refused(benchmark: Benchmark) -> Failure:
-    """Of a benchmark that runs programs, where that is not allowed."""
-    text = f"{benchmark.title} runs programs that the model writes; --allow-code-execution allows it."
-    return Failure(Reason.RUNS_CODE, text)
-
-
 def _is_cached(dataset: str) -> bool:
-    """Whether the Hub's cache, or that of `datasets`, has anything of a data set."""
-    read = Path(os.environ.get("HF_DATASETS_CACHE", Path(constants.HF_HOME) / "datasets"))
+    """Return whether the cache of the Hub or of `datasets` holds anything of a data set."""
+    prepared = Path(os.environ.get("HF_DATASETS_CACHE", Path(constants.HF_HOME) / "datasets"))
     # `datasets` writes `TIGER-Lab/MMLU-Pro` as `TIGER-Lab___mmlu-pro`.
     folder = dataset.replace("/", "___").lower()
-    return is_cached("datasets", dataset) or any(path.name.lower() == folder for path in read.glob("*___*"))
+    return is_cached("datasets", dataset) or any(path.name.lower() == folder for path in prepared.glob("*___*"))
 
 
-__all__ = ["BASELINE_RESULTS", "CHART", "REPORT", "RESULTS", "check_run", "code_refused", "find_lost", "find_missing"]
+__all__ = ["BASELINE_RESULTS", "CHART", "REPORT", "RESULTS", "check_run", "find_lost", "find_missing"]

@@ -23,11 +23,11 @@ from tqdm import tqdm
 from transformers import set_seed
 
 from . import data_folder, sandbox
-from .benchmarks import Benchmark, DataMissing, load
-from .failures import Failure, Failures, Reason
+from .benchmarks import load
+from .failures import DataMissing, Failures, Reason, TaskFailure, code_refused
 from .items import HASHES, changed, items_now, items_of
+from .paper import Benchmark
 from .shared_prefix import SharedPrefixLM
-from .start import code_refused
 from .store import Store, to_json
 from .templates import TemplateTooLong, bounded_templates
 
@@ -55,9 +55,9 @@ def load_all(
                 sandbox.available()
             loaded[benchmark] = load(benchmark, data)
         except DataMissing as error:
-            failures[benchmark] = Failure(Reason.ABSENT if error.is_absent else Reason.OTHER, str(error))
+            failures[benchmark] = TaskFailure(Reason.ABSENT if error.is_absent else Reason.OTHER, str(error))
         except RuntimeError as error:  # nothing here would contain the programs
-            failures[benchmark] = Failure(Reason.OTHER, f"{benchmark.title}: {error}")
+            failures[benchmark] = TaskFailure(Reason.OTHER, f"{benchmark.title}: {error}")
     _check_distinct(loaded)
     return loaded, failures
 
@@ -282,7 +282,7 @@ def run_jobs(
                 store.write(job.task.task_name, _evaluate(lm, job.task, limit, seed))
             except RuntimeError as error:
                 text = f"{job.benchmark.title}: {' '.join(str(error).split())}"
-                failures[job.benchmark] = Failure(Reason.OTHER, text)
+                failures[job.benchmark] = TaskFailure(Reason.OTHER, text)
         before += job.work
         on_work(job.benchmark, before)
     return failures

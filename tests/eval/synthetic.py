@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from attnres.eval.benchmarks import task_manager
+from attnres.eval.task_index import task_manager
 
 QUESTIONS = 8  # in each split that is evaluated
 

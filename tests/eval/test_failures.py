@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from attnres.eval.benchmarks import benchmarks
-from attnres.eval.failures import Failure, Reason, told
+from attnres.eval.failures import Reason, TaskFailure, failure_lines
 from attnres.eval.start import find_missing
 
 
 def test_all_of_the_paper_without_data_are_told_in_two_lines(tmp_path):
     failures = find_missing([*benchmarks().values()], tmp_path, allow_code_execution=False)
-    code, absent = told(failures, tmp_path)
+    code, absent = failure_lines(failures, tmp_path)
     for benchmark in benchmarks().values():
         line = code if benchmark.runs_code else absent
         assert benchmark.title in line
@@ -22,11 +22,11 @@ def test_all_of_the_paper_without_data_are_told_in_two_lines(tmp_path):
 def test_one_alone_and_reasons_of_their_own_are_told_as_they_are():
     gsm8k, bbh, mmlu = (benchmarks()[name] for name in ("gsm8k", "bbh", "mmlu"))
     failures = {
-        gsm8k: Failure(Reason.ABSENT, "GSM8K: gone."),
-        bbh: Failure(Reason.OTHER, "BBH: broken."),
-        mmlu: Failure(Reason.OTHER, "MMLU: out of memory."),
+        gsm8k: TaskFailure(Reason.ABSENT, "GSM8K: gone."),
+        bbh: TaskFailure(Reason.OTHER, "BBH: broken."),
+        mmlu: TaskFailure(Reason.OTHER, "MMLU: out of memory."),
     }
-    assert told(failures, Path("data")) == ["GSM8K: gone.", "BBH: broken.", "MMLU: out of memory."]
+    assert failure_lines(failures, Path("data")) == ["GSM8K: gone.", "BBH: broken.", "MMLU: out of memory."]
 
 
 def test_what_has_a_folder_may_run(tmp_path):

@@ -87,7 +87,7 @@ def test_the_folder_of_data_serves_other_tasks_too(hub):
         ("likely", task("likely", "loglikelihood", "perplexity"), "likely has no metric that is a mean .*perplexity"),
         ("bare", "group: bare\ntask: [sums]", "bare has no number of its own. Name its tasks: sums"),
         ("code", task("code") + "unsafe_code: true", "code runs generated programs, and not in the sandbox"),
-        ("python", "task: python\nclass: !function a.B", "python is a task of its own Python class"),
+        ("python", "task: python\nclass: !function a.B", "python is a task with its own Python class"),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_one_line(tasks, file, message, own):

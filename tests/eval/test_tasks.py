@@ -16,7 +16,8 @@ from lm_eval.config.task import FewshotConfig, TaskConfig
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from attnres.eval.benchmarks import benchmarks, task_manager, task_path
+from attnres.eval.benchmarks import benchmarks, task_path
+from attnres.eval.task_index import task_manager
 
 from .models import Listener, evaluate
 
