@@ -21,7 +21,7 @@ from attnres.eval.hub_results import FOLDER, HubResults, make_results, write_res
 from attnres.eval.report import make_row, markdown, plot, screen, tell_cut, tell_revisions
 from attnres.eval.shared_prefix import SharedPrefixLM
 from attnres.eval.start import BASELINE_RESULTS, CHART, REPORT, RESULTS, find_lost
-from attnres.eval.store import Store, to_json
+from attnres.eval.store import ResultStore, to_json
 from attnres.eval.suite import Loaded, collect, load_all, run_jobs, software, unfinished
 from attnres.utils.files import atomic_write, locked
 from attnres.utils.progress import ProgressBar, status
@@ -33,12 +33,12 @@ WIDE = 160  # characters of a table that goes to a file
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluatedModel:
     """A model under evaluation: its name as given, its directory, and the store of its results."""
 
     name: str
     folder: Path
-    store: Store
+    store: ResultStore
 
 
 def run_eval(
@@ -77,7 +77,7 @@ def run_eval(
         load_tokenizer(folder)  # refuses a model without one before any data is loaded
     with _only_run(out), quiet_transformers():
         subjects = [
-            Subject(name, folders[name], Store(out / role, _setup(name, folders[name], data, limit, seed)))
+            EvaluatedModel(name, folders[name], ResultStore(out / role, _setup(name, folders[name], data, limit, seed)))
             for role, name in (("baseline", baseline), ("model", model))
             if name
         ]
@@ -135,7 +135,7 @@ def _setup(name: str, folder: Path, data: Path | None, limit: int | None, seed: 
 
 
 def _run_all(
-    console: Console, subjects: Sequence[Subject], loaded: Loaded, limit: int | None, batch_size: int, seed: int
+    console: Console, subjects: Sequence[EvaluatedModel], loaded: Loaded, limit: int | None, batch_size: int, seed: int
 ) -> Failures:
     failures: Failures = {}
     with console.status("Comparing what is stored with what is asked now ..."):
@@ -171,7 +171,9 @@ def _load_model(folder: Path, batch_size: int) -> SharedPrefixLM:
     return SharedPrefixLM(str(folder), device=device, parallelize=several, batch_size=batch_size)
 
 
-def _report(console: Console, out: Path, subjects: Sequence[Subject], loaded: Loaded, failures: list[str]) -> None:
+def _report(
+    console: Console, out: Path, subjects: Sequence[EvaluatedModel], loaded: Loaded, failures: list[str]
+) -> None:
     results = [collect(loaded, subject.store) for subject in subjects]
     model, baseline = subjects[-1], subjects[0] if len(subjects) > 1 else None
     other = (results[0], baseline.store) if baseline else None

@@ -21,7 +21,7 @@ from attnres.utils.files import atomic_write
 from attnres.utils.yaml_files import load_yaml
 
 if TYPE_CHECKING:
-    from .report import Row
+    from .report import ReportRow
 
 FOLDER = ".eval_results"
 
@@ -36,7 +36,7 @@ class HubResults:
     left_out: list[str]
 
 
-def make_results(rows: Sequence["Row"], results: Mapping[str, Any], baseline: str | None = None) -> HubResults:
+def make_results(rows: Sequence["ReportRow"], results: Mapping[str, Any], baseline: str | None = None) -> HubResults:
     """The entries of a report's rows.
 
     Values are percent with two decimals. `notes` say how the number came about and, if there is a baseline, how far it
@@ -75,13 +75,13 @@ def _is_on_hub(dataset: object) -> bool:
     return "/" in str(dataset)
 
 
-def _file_name(row: "Row") -> str:
+def _file_name(row: "ReportRow") -> str:
     """Of the benchmark and the setting, whatever characters the name has; never a hidden file or one elsewhere."""
     name = quote(row.benchmark.name, safe="")
     return f"{'%2E' + name[1:] if name.startswith('.') else name}_{row.shots}shot.yaml"
 
 
-def _notes(row: "Row", software: Mapping[str, str], baseline: str | None) -> str:
+def _notes(row: "ReportRow", software: Mapping[str, str], baseline: str | None) -> str:
     metric, answer = row.benchmark.metric.split(",")
     scoring = f"{metric}{'' if answer == 'none' else f' ({answer})'} {_SCORING.get(row.output_type, '')}".strip()
     facts = [f"{row.shots}-shot", f"{scoring} in percent", f"{row.items:,} items"]

@@ -21,7 +21,7 @@ def pays(saved: int) -> bool:
 
 
 @dataclass
-class Row:
+class PromptRow:
     """One sequence to compute.
 
     The continuations are what follows at `tokens[first + 1]`: the model's output at the position `first + i` predicts
@@ -43,11 +43,11 @@ class Node:
     """The rows that begin with `prefix`, and further nodes whose prefix is a longer one."""
 
     prefix: list[int]
-    rows: list[Row] = field(default_factory=list)
+    rows: list[PromptRow] = field(default_factory=list)
     children: list["Node"] = field(default_factory=list)
 
 
-def make_rows(pairs: Sequence[tuple[list[int], list[int]]], max_length: int) -> list[Row]:
+def make_rows(pairs: Sequence[tuple[list[int], list[int]]], max_length: int) -> list[PromptRow]:
     """The rows that answer all (context, continuation) `pairs`, sorted by their context.
 
     The model reads `context + continuation` without the last token, and of that the last `max_length` tokens. Of the
@@ -56,7 +56,7 @@ def make_rows(pairs: Sequence[tuple[list[int], list[int]]], max_length: int) -> 
     rows = []
     for index, (context, continuation) in enumerate(pairs):
         tokens = (context + continuation)[-(max_length + 1) :][:-1]
-        rows.append(Row(tokens, len(tokens) - len(continuation), [(index, continuation)]))
+        rows.append(PromptRow(tokens, len(tokens) - len(continuation), [(index, continuation)]))
     # Bytes compare much faster than lists do, and keep alike beginnings together just as well.
     rows.sort(key=lambda row: (array("I", row.context).tobytes(), array("I", row.tokens[row.first :]).tobytes()))
     distinct = rows[:1]
@@ -70,7 +70,7 @@ def make_rows(pairs: Sequence[tuple[list[int], list[int]]], max_length: int) -> 
     return distinct
 
 
-def make_tree(rows: list[Row], prefix: Sequence[int] = ()) -> Node:
+def make_tree(rows: list[PromptRow], prefix: Sequence[int] = ()) -> Node:
     """The tree of `rows`, sorted by their context, that all begin with `prefix`.
 
     Rows of one context stay together, in the deepest node that they belong to.

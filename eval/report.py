@@ -23,7 +23,7 @@ from rich.table import Table
 from .items import changed, items_of
 from .paired import Paired, compare_pairs
 from .paper import Benchmark
-from .store import Store
+from .store import ResultStore
 
 SECOND = (
     "A benchmark with a filter in parentheses is the line above it again: the same answers, taken from the text in "
@@ -45,7 +45,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """One benchmark of a report; `baseline` where there is a second model, `pair` if also all its items are 0 or 1.
 
     `date` is when the last of its tasks was evaluated (ISO 8601), `revision` the commit of its data set on the Hub, and
@@ -65,16 +65,16 @@ class Row:
     date: str | None = None
     revision: str | None = None
     baseline_revision: str | None = None
-    second: "Row | None" = None
+    second: "ReportRow | None" = None
 
 
 def make_row(
     benchmark: Benchmark,
     tasks: TaskDict,
     results: Mapping[str, Any],
-    store: Store,
-    baseline: tuple[Mapping[str, Any], Store] | None = None,
-) -> Row:
+    store: ResultStore,
+    baseline: tuple[Mapping[str, Any], ResultStore] | None = None,
+) -> ReportRow:
     """The row of a benchmark from [`attnres.eval.suite.collect`]'s results and the stores of the items.
 
     Raises:
@@ -92,7 +92,7 @@ def make_row(
     sizes = {name: results["n-samples"][name]["effective"] for name in stored}
     cut = sum(stored[name]["cut"] * size for name, size in sizes.items()) / sum(sizes.values())
     score = _score(benchmark, results)
-    row = Row(
+    row = ReportRow(
         benchmark,
         len(items),
         shots,
@@ -147,7 +147,7 @@ def _item_scores(benchmark: Benchmark, stored: Mapping[str, Any]) -> ItemScores:
 
 
 def markdown(
-    rows: Sequence[Row], failures: Sequence[str], model: str, baseline: str | None, results: Mapping[str, Any]
+    rows: Sequence[ReportRow], failures: Sequence[str], model: str, baseline: str | None, results: Mapping[str, Any]
 ) -> str:
     """The report as Markdown. Numbers are percent; names stand as they are, whatever characters they have."""
     name, model, baseline = model, _text(model), baseline and _text(baseline)
@@ -187,13 +187,13 @@ def markdown(
     return "\n".join(lines)
 
 
-def tell_cut(rows: Sequence[Row], model: str) -> str | None:
+def tell_cut(rows: Sequence[ReportRow], model: str) -> str | None:
     """Of which benchmarks the model did not see whole prompts."""
     cut = ", ".join(f"{row.benchmark.title} {row.cut:.0%}" for row in rows if row.cut)
     return f"Prompts longer than the context of {model} lost their beginning: {cut} of them." if cut else None
 
 
-def tell_revisions(rows: Sequence[Row]) -> str | None:
+def tell_revisions(rows: Sequence[ReportRow]) -> str | None:
     """Return of which benchmarks the two models read the data at different commits."""
     both = [
         f"{row.benchmark.title} ({row.revision[:7]}, baseline {row.baseline_revision[:7]})"
@@ -208,7 +208,7 @@ def tell_revisions(rows: Sequence[Row]) -> str | None:
     )
 
 
-def _with_second(rows: Sequence[Row]) -> list[Row]:
+def _with_second(rows: Sequence[ReportRow]) -> list[ReportRow]:
     """Return the rows of a table: below each the one of its second filter."""
     return [line for row in rows for line in (row, row.second) if line]
 
@@ -230,7 +230,7 @@ def _text(text: str) -> str:
 _MARKS = re.compile(r"[\\`*\[\]<>|~#&]|(?<![^\W_])_|_(?![^\W_])")
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: ReportRow) -> list[str]:
     cells = [row.benchmark.title, f"{row.items:,}", str(row.shots), str(row.score)]
     if pair := row.pair:
         interval = f"{100 * pair.difference:+.1f} [{100 * pair.low:+.1f}, {100 * pair.high:+.1f}]"
@@ -240,7 +240,7 @@ def _cells(row: Row) -> list[str]:
     return cells
 
 
-def screen(rows: Sequence[Row], model: str, baseline: str | None) -> Table:
+def screen(rows: Sequence[ReportRow], model: str, baseline: str | None) -> Table:
     """The report as a table for the terminal, narrower: without the shots."""
     table = Table(title="Percent, ± one standard error", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shots = _columns(model, baseline).index("shots")
@@ -252,7 +252,7 @@ def screen(rows: Sequence[Row], model: str, baseline: str | None) -> Table:
     return table
 
 
-def plot(rows: Sequence[Row], path: str | os.PathLike, model: str, baseline: str | None) -> None:
+def plot(rows: Sequence[ReportRow], path: str | os.PathLike, model: str, baseline: str | None) -> None:
     """Draw the scores as bars with their standard errors, a group for each benchmark, to a PNG file.
 
     Long names are shortened in the middle; those of the models stand below, where they cover no bar.

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 from attnres.conversion.whole import check_source_sizes, load_whole
-from attnres.eval.prefix_tree import Node, Row, make_rows, make_tree, pays
+from attnres.eval.prefix_tree import Node, PromptRow, make_rows, make_tree, pays
 from attnres.utils.token_ids import check_token_ids
 
 logger = logging.getLogger(__name__)
@@ -293,10 +293,10 @@ class SharedPrefixLM(HFLM):
         """Score the rows of a node and of the nodes below it; the `cache` holds its prefix, at batch size 1."""
         depth = len(node.prefix)
 
-        def score(rows: Sequence[Row]) -> None:
+        def score(rows: Sequence[PromptRow]) -> None:
             finish(self._score_rows(rows, [0] * len(rows), depth, cache))
 
-        def score_questions(questions: Sequence[list[Row]]) -> None:
+        def score_questions(questions: Sequence[list[PromptRow]]) -> None:
             rows = [row for choices in questions for row in choices]
             # Cut to the length of the shortest, which is nearly that of the others, they need no padding.
             length = questions[-1][0].first
@@ -305,7 +305,7 @@ class SharedPrefixLM(HFLM):
             shared = self._read([choices[0].tokens[depth:length] for choices in questions], cache)
             parents = {id(row): parent for parent, choices in enumerate(questions) for row in choices}
 
-            def score_choices(rows: Sequence[Row]) -> None:
+            def score_choices(rows: Sequence[PromptRow]) -> None:
                 finish(self._score_rows(rows, [parents[id(row)] for row in rows], length, shared))
 
             self._in_batches(rows, score_choices)
@@ -333,7 +333,7 @@ class SharedPrefixLM(HFLM):
         return self._forward(tokens, last, self.abilities, _copies(cache, [0] * len(tokens)), use_cache=True)[1]
 
     def _score_rows(
-        self, rows: Sequence[Row], parents: list[int], depth: int, cache: Cache | None
+        self, rows: Sequence[PromptRow], parents: list[int], depth: int, cache: Cache | None
     ) -> dict[int, Answer]:
         """The answers to all requests of `rows`; each goes on after `depth` tokens, from its parent in the `cache`."""
         tokens = [row.tokens[depth:] for row in rows]

@@ -14,7 +14,7 @@ from attnres.utils.files import atomic_write
 SETUP, HASH = "setup.json", "sha256"
 
 
-class Store:
+class ResultStore:
     """The folder of one model's results: `setup.json`, which says how they come about, and `TASK.json` for each task.
 
     Args:

@@ -28,7 +28,7 @@ from .failures import DataMissing, Failures, Reason, TaskFailure, code_refused
 from .items import HASHES, changed, items_now, items_of
 from .paper import Benchmark
 from .shared_prefix import SharedPrefixLM
-from .store import Store, to_json
+from .store import ResultStore, to_json
 from .templates import TemplateTooLong, bounded_templates
 
 Loaded = dict[Benchmark, TaskDict]
@@ -97,7 +97,7 @@ class Job:
     work: float
 
 
-def unfinished(loaded: Loaded, store: Store, limit: int | None, seed: int) -> list[Job]:
+def unfinished(loaded: Loaded, store: ResultStore, limit: int | None, seed: int) -> list[Job]:
     """Return the tasks that the store has no result of, in order.
 
     What is stored is reported again without a model, so it must be the answer to what the tasks ask now.
@@ -118,7 +118,7 @@ def unfinished(loaded: Loaded, store: Store, limit: int | None, seed: int) -> li
     return jobs
 
 
-def read_result(store: Store, benchmark: Benchmark, name: str) -> dict[str, Any]:
+def read_result(store: ResultStore, benchmark: Benchmark, name: str) -> dict[str, Any]:
     """Return the stored result of a task.
 
     Args:
@@ -255,7 +255,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 def run_jobs(
     lm: SharedPrefixLM,
     jobs: Sequence[Job],
-    store: Store,
+    store: ResultStore,
     *,
     limit: int | None,
     seed: int,
@@ -341,7 +341,7 @@ def _quiet_and_quick() -> Iterator[None]:
         lm_eval.api.task.tqdm = tqdm
 
 
-def collect(loaded: Loaded, store: Store) -> dict[str, Any]:
+def collect(loaded: Loaded, store: ResultStore) -> dict[str, Any]:
     """The stored results of all benchmarks in the format of the harness's `results.json`."""
     setup = store.setup
     combined: dict[str, Any] = {part: {} for part in PARTS} | {"groups": {}, "group_subtasks": {}}

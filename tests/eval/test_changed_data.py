@@ -13,7 +13,7 @@ from attnres.commands.eval import run_eval
 from attnres.eval.benchmarks import load, pick
 from attnres.eval.report import make_row, markdown, tell_revisions
 from attnres.eval.start import check_run
-from attnres.eval.store import Store
+from attnres.eval.store import ResultStore
 from attnres.eval.suite import collect
 
 from .synthetic import write_data_set
@@ -100,10 +100,10 @@ def pair(models, data, evaluated, tmp_path) -> Callable:
     """`pair(change)`: the row of the model beside a second one whose stored result was changed."""
     (benchmark,) = pick("arc_challenge")
     tasks = load(benchmark, data)
-    store = Store(evaluated / "model", json.loads((evaluated / "model" / "setup.json").read_text()))
+    store = ResultStore(evaluated / "model", json.loads((evaluated / "model" / "setup.json").read_text()))
 
     def row(change: Callable[[dict], None]):
-        other = Store(tmp_path / "baseline", store.setup)
+        other = ResultStore(tmp_path / "baseline", store.setup)
         result = store.read("arc_challenge")
         change(result)
         other.write("arc_challenge", result)

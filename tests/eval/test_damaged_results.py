@@ -11,7 +11,7 @@ from attnres.commands.eval import run_eval
 from attnres.conversion import retrofit
 from attnres.eval.benchmarks import pick
 from attnres.eval.start import check_run
-from attnres.eval.store import HASH, Store
+from attnres.eval.store import HASH, ResultStore
 
 TASK = "arc_challenge"
 
@@ -65,7 +65,7 @@ def refusal(evaluated, model, hub, tmp_path, monkeypatch) -> Callable[[], str]:
 )
 def test_a_stored_result_of_another_form_is_named_with_the_part(change, part, refusal, tmp_path):
     path = tmp_path / "out" / "model" / f"{TASK}.json"
-    store = Store(path.parent, json.loads((path.parent / "setup.json").read_text()))
+    store = ResultStore(path.parent, json.loads((path.parent / "setup.json").read_text()))
     result = store.read(TASK)
     change(result)
     store.write(TASK, result)
@@ -93,7 +93,7 @@ def test_a_report_s_numbers_of_another_form_are_named(change, refusal, tmp_path)
 def test_nan_in_a_stored_score_is_reported_as_such(evaluated, model, hub, tmp_path):
     """It is a measurement, of a broken model; nothing breaks at it."""
     shutil.copytree(evaluated, tmp_path / "out")
-    store = Store(tmp_path / "out" / "model", json.loads((evaluated / "model" / "setup.json").read_text()))
+    store = ResultStore(tmp_path / "out" / "model", json.loads((evaluated / "model" / "setup.json").read_text()))
     result = store.read(TASK)
     result["samples"][0]["acc_norm"] = result["results"][TASK]["acc_norm,none"] = float("nan")
     store.write(TASK, result)

@@ -23,7 +23,7 @@ from attnres.commands.eval import run_eval
 from attnres.eval.benchmarks import benchmarks, pick
 from attnres.eval.data_folder import revision
 from attnres.eval.hub_results import FOLDER, HubResults, make_results, read_results, write_results
-from attnres.eval.report import Row, Score
+from attnres.eval.report import ReportRow, Score
 from attnres.eval.start import check_run
 from attnres.eval.suite import software
 
@@ -236,8 +236,8 @@ def test_settings_of_one_benchmark_and_names_of_all_kinds_have_files_of_their_ow
 # Entries, without a run
 
 
-def row(name: str = "mmlu", **changes) -> Row:
-    return dataclasses.replace(Row(benchmarks()[name], 4, 5, Score(50.126, 25), 0, whole=4), **changes)
+def row(name: str = "mmlu", **changes) -> ReportRow:
+    return dataclasses.replace(ReportRow(benchmarks()[name], 4, 5, Score(50.126, 25), 0, whole=4), **changes)
 
 
 SOFTWARE = {"software": {"lm_eval": "0.4.13", "attnres": "1.0"}}

@@ -9,7 +9,7 @@ from rich.markdown import Markdown
 
 from attnres.eval.benchmarks import benchmarks
 from attnres.eval.paired import compare_pairs
-from attnres.eval.report import Row, Score, markdown, plot, screen
+from attnres.eval.report import ReportRow, Score, markdown, plot, screen
 
 RESULTS = {
     "config": {"limit": None, "model_num_parameters": 10, "model_dtype": "torch.float32", "random_seed": 0},
@@ -18,9 +18,9 @@ RESULTS = {
 WILD = "a|b `c` <img src=x>\n# d_e _f_ *g* [h](i) $j$ \\k ~l~ &lt; $m$"
 
 
-def row(title: str = "MMLU", **changes) -> Row:
+def row(title: str = "MMLU", **changes) -> ReportRow:
     benchmark = dataclasses.replace(benchmarks()["mmlu"], title=title, **changes)
-    return Row(benchmark, 4, 5, Score(50, 25), 0.5, Score(25, 20), compare_pairs([1, 1, 0, 0], [1, 0, 0, 0]))
+    return ReportRow(benchmark, 4, 5, Score(50, 25), 0.5, Score(25, 20), compare_pairs([1, 1, 0, 0], [1, 0, 0, 0]))
 
 
 def shown(text: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnres.eval.store import Store
+from attnres.eval.store import ResultStore
 
 SETUP = {
     "model": "a",
@@ -12,8 +12,8 @@ SETUP = {
 
 
 def test_what_was_written_is_there_for_the_next_run_with_the_same_settings(tmp_path):
-    Store(tmp_path / "model", SETUP).write("gsm8k", {"results": {"exact_match": 0.5}, "answer": "四"})
-    again = Store(tmp_path / "model", SETUP)
+    ResultStore(tmp_path / "model", SETUP).write("gsm8k", {"results": {"exact_match": 0.5}, "answer": "四"})
+    again = ResultStore(tmp_path / "model", SETUP)
     assert "gsm8k" in again
     assert "mmlu" not in again
     assert again.read("gsm8k") == {"results": {"exact_match": 0.5}, "answer": "四"}
@@ -29,15 +29,15 @@ def test_what_was_written_is_there_for_the_next_run_with_the_same_settings(tmp_p
     ],
 )
 def test_results_of_other_settings_are_refused_and_kept(tmp_path, change, message):
-    Store(tmp_path, SETUP).write("gsm8k", {})
+    ResultStore(tmp_path, SETUP).write("gsm8k", {})
     with pytest.raises(FileExistsError, match=message):
-        Store(tmp_path, SETUP | change)
-    assert "gsm8k" in Store(tmp_path, SETUP)
+        ResultStore(tmp_path, SETUP | change)
+    assert "gsm8k" in ResultStore(tmp_path, SETUP)
 
 
 def test_a_result_cut_off_while_it_was_written_does_not_count(tmp_path):
     """What a killed process may leave is the partial file, under another name."""
-    store = Store(tmp_path, SETUP)
+    store = ResultStore(tmp_path, SETUP)
     (tmp_path / ".gsm8k.json.partial").write_text('{"results": ')
     assert "gsm8k" not in store
     store.write("gsm8k", {"results": 1})
@@ -61,7 +61,7 @@ RESULT = {"results": {"gsm8k": {"exact_match,none": 0.5}}, "samples": [{"doc_id"
     ids=["score", "sample", "hash", "cut off", "list", "text"],
 )
 def test_an_edited_result_is_noticed_and_the_line_names_the_file_and_what_to_do(tmp_path, change, message):
-    store = Store(tmp_path, SETUP)
+    store = ResultStore(tmp_path, SETUP)
     store.write("gsm8k", RESULT)
     assert store.read("gsm8k")["samples"] == RESULT["samples"]
     path = tmp_path / "gsm8k.json"
@@ -75,15 +75,15 @@ def test_an_edited_result_is_noticed_and_the_line_names_the_file_and_what_to_do(
 
 @pytest.mark.parametrize("content", ["{", "3", ""])
 def test_a_damaged_setup_is_refused_and_the_line_says_what_to_do(tmp_path, content):
-    Store(tmp_path, SETUP)
+    ResultStore(tmp_path, SETUP)
     (tmp_path / "setup.json").write_text(content)
     with pytest.raises(ValueError, match=r"is damaged .*Choose another --out, or remove the folder"):
-        Store(tmp_path, SETUP)
+        ResultStore(tmp_path, SETUP)
 
 
 @pytest.mark.parametrize("task", ["setup", "group::task", "../../outside", "a/b", "..", "名前 1"])
 def test_a_task_of_any_name_is_kept_in_a_file_of_its_own(tmp_path, task):
-    store = Store(tmp_path / "out" / "model", SETUP)
+    store = ResultStore(tmp_path / "out" / "model", SETUP)
     store.write(task, RESULT)
     assert store.read(task)["samples"] == RESULT["samples"]
     assert store.setup == SETUP
@@ -93,9 +93,9 @@ def test_a_task_of_any_name_is_kept_in_a_file_of_its_own(tmp_path, task):
 
 def test_without_a_result_the_setup_can_become_another(tmp_path):
     """As when a run found no data, and the next one is told where it lies."""
-    Store(tmp_path, SETUP)
-    store = Store(tmp_path, SETUP | {"limit": 7})
+    ResultStore(tmp_path, SETUP)
+    store = ResultStore(tmp_path, SETUP | {"limit": 7})
     assert store.setup == SETUP | {"limit": 7}
     store.write("gsm8k", {})
     with pytest.raises(FileExistsError, match="holds results with limit 7"):
-        Store(tmp_path, SETUP)
+        ResultStore(tmp_path, SETUP)
