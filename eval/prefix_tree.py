@@ -1,8 +1,8 @@
-"""Sequences that begin alike, and which of their beginnings are worth computing once.
+"""Find the beginnings of prompts that are worth computing once.
 
-The prompts of a benchmark share an instruction, its examples, a passage or a question. Sorted, they form a tree. A node
-is a beginning that several rows have in common; a model computes it once and goes on from there. Since a forward pass
-has a cost of its own, a beginning is a node only if that saves `PASS` tokens.
+The prompts of a benchmark share an instruction, its examples, a passage or a question. Sorted, they form a tree. Each
+node is a beginning that several rows have in common. Since a forward pass has a cost of its own, a beginning becomes a
+node only if that saves at least `PASS` tokens.
 """
 
 from array import array
@@ -10,22 +10,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 
-# What one more forward pass must save, in tokens. Over fewer than about this a pass costs the same: it is bound by the
-# reading of the weights (accelerators) or by the overhead of its operations (CPU).
+# What one more forward pass must save, in tokens. A pass over fewer than about this many tokens costs the same as one
+# over a single token. It is bound by reading the weights (accelerators) or by the overhead of operations (CPU).
 PASS = 128
 
 
-def pays(saved: int) -> bool:
-    """Is one more forward pass worth `saved` tokens?"""
-    return saved >= PASS
+def pays(num_saved: int) -> bool:
+    """Return whether saving this many tokens is worth one more forward pass."""
+    return num_saved >= PASS
 
 
 @dataclass
 class PromptRow:
-    """One sequence to compute.
+    """One sequence of tokens to compute, with all the continuations that it answers.
 
-    The continuations are what follows at `tokens[first + 1]`: the model's output at the position `first + i` predicts
-    token `i` of each. `continuations` has the index of the request beside each of them.
+    The model's output at position `first + i` predicts token `i` of each continuation.
+
+    Attributes:
+        tokens: The sequence.
+        first: The first position whose output is needed.
+        continuations: Pairs of the index of a request and the tokens of its continuation.
     """
 
     tokens: list[int]
@@ -34,13 +38,19 @@ class PromptRow:
 
     @property
     def context(self) -> list[int]:
-        """The tokens before the first position whose output is needed: what can be computed elsewhere."""
+        """The tokens before the first position whose output is needed, which another row may share."""
         return self.tokens[: self.first]
 
 
 @dataclass
 class Node:
-    """The rows that begin with `prefix`, and further nodes whose prefix is a longer one."""
+    """A beginning that several rows share.
+
+    Attributes:
+        prefix: The tokens of the beginning.
+        rows: The rows that begin with it and belong to no child.
+        children: Nodes whose prefix continues this one.
+    """
 
     prefix: list[int]
     rows: list[PromptRow] = field(default_factory=list)
@@ -48,16 +58,23 @@ class Node:
 
 
 def make_rows(pairs: Sequence[tuple[list[int], list[int]]], max_length: int) -> list[PromptRow]:
-    """The rows that answer all (context, continuation) `pairs`, sorted by their context.
+    """Return the rows that answer all requests.
 
-    The model reads `context + continuation` without the last token, and of that the last `max_length` tokens. Of the
-    choices of one context, one that reads what another reads, and no more, is part of the other's row.
+    The model reads `context + continuation` without the last token. Two choices of one context become one row if the
+    one reads the tokens of the other and more.
+
+    Args:
+        pairs: The context and the continuation of each request.
+        max_length: The number of tokens that the model reads. Longer sequences lose their beginning.
+
+    Returns:
+        The rows, sorted by their context.
     """
     rows = []
     for index, (context, continuation) in enumerate(pairs):
         tokens = (context + continuation)[-(max_length + 1) :][:-1]
         rows.append(PromptRow(tokens, len(tokens) - len(continuation), [(index, continuation)]))
-    # Bytes compare much faster than lists do, and keep alike beginnings together just as well.
+    # Bytes compare much faster than lists, and sort common beginnings together just as well.
     rows.sort(key=lambda row: (array("I", row.context).tobytes(), array("I", row.tokens[row.first :]).tobytes()))
     distinct = rows[:1]
     for row in rows[1:]:
@@ -71,9 +88,13 @@ def make_rows(pairs: Sequence[tuple[list[int], list[int]]], max_length: int) -> 
 
 
 def make_tree(rows: list[PromptRow], prefix: Sequence[int] = ()) -> Node:
-    """The tree of `rows`, sorted by their context, that all begin with `prefix`.
+    """Return the tree of rows that all begin with `prefix`.
 
     Rows of one context stay together, in the deepest node that they belong to.
+
+    Args:
+        rows: The rows, sorted by their context.
+        prefix: The beginning that they share.
     """
     node = Node(list(prefix))
     pending = [rows] if rows else []
@@ -83,10 +104,12 @@ def make_tree(rows: list[PromptRow], prefix: Sequence[int] = ()) -> Node:
         if first == last:
             node.rows += group
             continue
+        # Of sorted rows, the first and the last share what all of them share.
         shared = [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last))]
         if pays((len(group) - 1) * (len(shared) - len(prefix))):
             node.children.append(make_tree(group, shared))
         else:
+            # Not worth a node. Part the rows by their next token, and look in each part.
             depth = len(shared)
             branches = groupby(group, key=lambda row: row.tokens[depth : min(depth + 1, row.first)])
             pending += [list(members) for _, members in branches]

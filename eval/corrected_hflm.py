@@ -1,0 +1,365 @@
+"""`HFLM`, the model class of lm-evaluation-harness, with faults corrected that change numbers or end a run.
+
+`CorrectedHFLM` treats special tokens as a model sees them in use, refuses incomplete checkpoints and NaN, and halves
+its batches when memory runs out. `shared_prefix` builds on it and makes likelihoods fast.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from itertools import chain
+
+import torch
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from attnres.conversion.whole import check_source_sizes, load_whole
+from attnres.utils.token_ids import check_token_ids
+
+logger = logging.getLogger(__name__)
+
+Request = tuple[tuple[str, str] | None, list[int], list[int]]  # (texts, context tokens, continuation tokens)
+Answer = tuple[float, bool]  # (log-likelihood of the continuation, whether greedy decoding gives it)
+Finish = Callable[[dict[int, Answer]], None]  # takes the answers of some requests by their index
+
+
+class CorrectedHFLM(HFLM):
+    """A model in the harness that differs from `HFLM` where `HFLM` is wrong.
+
+    - No text begins with two BOS tokens. `HFLM` puts one before the first window of `loglikelihood_rolling` where the
+      tokenizer has added one too, and scores the second.
+    - Tokens that a tokenizer appends, such as EOS, are left out, because a model continues its prompt.
+    - A continuation that the tokenizer joins with the end of its context is encoded alone. `HFLM` stops with an
+      assertion.
+    - Text after an EOS token does not count, even if the model's configuration names another one. Otherwise an answer
+      would depend on the other rows of its batch.
+    - Likelihoods that are NaN raise an error. With `HFLM` the first choice would be the answer.
+    - A checkpoint that lacks tensors raises an error. With `HFLM` they would be random.
+
+    A batch that does not fit in memory is halved, and a batch size once halved stays so. A batch size of `"auto"` is
+    tried from `max_batch_size` down.
+
+    Args:
+        pretrained: As in `HFLM`: a directory, a Hub id or a model.
+        progress: Called with the number of requests of the current call that are done, instead of drawing a progress
+            bar. The attribute may change between calls.
+        hflm_arguments: The other arguments of `HFLM`.
+
+    Attributes:
+        cut_requests: The number of requests so far that were longer than the model's context.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | PreTrainedModel,
+        *,
+        progress: Callable[[int], None] | None = None,
+        **hflm_arguments,
+    ) -> None:
+        super().__init__(pretrained, **hflm_arguments)
+        self.progress = progress
+        self.cut_requests = 0
+        if self.batch_size == "auto":
+            self.batch_size_per_gpu = self.max_batch_size
+
+    # --- Loading ---------------------------------------------------------------------------------------------------
+
+    def _get_config(self, pretrained: str, **options) -> None:
+        """Read the configuration as `HFLM` does, once its numbers are known to fit the weights."""
+        if options.get("gguf_file") is None:
+            check_source_sizes(pretrained, options.get("revision"))
+        super()._get_config(pretrained, **options)
+
+    def _create_model(self, pretrained: str, *arguments, **options) -> None:
+        """Load the model as `HFLM` does. Raise ValueError if its checkpoint lacks tensors."""
+        auto_class = self.AUTO_MODEL_CLASS
+
+        class WholeModel:
+            """The part of an Auto class that `HFLM` uses."""
+
+            from_pretrained = staticmethod(partial(load_whole, auto_class))
+
+        # `HFLM` does not ask for the report of what was missing, and has no hook between loading and the first use. It
+        # does load by this attribute of its own.
+        self.AUTO_MODEL_CLASS = WholeModel
+        try:
+            super()._create_model(pretrained, *arguments, **options)
+        finally:
+            self.AUTO_MODEL_CLASS = auto_class
+
+    # --- Tokens ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _num_appended(self) -> int:
+        """The number of tokens that the tokenizer appends to a text."""
+        if self.backend != "causal":  # an encoder reads its EOS token
+            return 0
+        bare, whole = (self.tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
+        starts = (i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare)
+        return len(whole) - len(bare) - next(starts, len(whole) - len(bare))
+
+    def tok_encode(
+        self,
+        string: str,
+        add_special_tokens: bool | None = None,
+        left_truncate_len: int | None = None,
+        **arguments,
+    ) -> list[int]:
+        """Encode a text as `HFLM` does, with at most one BOS token and without tokens that the tokenizer appends.
+
+        Args:
+            string: The text.
+            add_special_tokens: As in `HFLM`; by default, the tokenizer decides.
+            left_truncate_len: How many tokens are kept, from the end.
+            arguments: Further arguments of `HFLM`.
+        """
+        bos = self.tokenizer.bos_token
+        if add_special_tokens is None and bos and string.startswith(bos):
+            add_special_tokens = False  # a chat template wrote the BOS token
+        tokens = super().tok_encode(string, add_special_tokens, **arguments)
+        if self._num_appended and add_special_tokens is not False:
+            tokens = tokens[: -self._num_appended]
+        return tokens[-left_truncate_len:] if left_truncate_len else tokens
+
+    def tok_batch_encode(
+        self, strings: list[str], padding_side: str = "left", left_truncate_len: int | None = None, **arguments
+    ) -> tuple[Tensor, Tensor]:
+        """Encode texts as `HFLM` does, without tokens that the tokenizer appends.
+
+        Args:
+            strings: The texts.
+            padding_side: Where the padding goes. On the right, where rows end in different columns, appended tokens
+                stay.
+            left_truncate_len: How many tokens are kept, from the end.
+            arguments: Further arguments of `HFLM`.
+
+        Returns:
+            Token ids and attention mask `[batch, seq]`.
+        """
+        bos = self.tokenizer.bos_token
+        num_appended = 0 if padding_side != "left" or (bos and strings[0].startswith(bos)) else self._num_appended
+        length = left_truncate_len + num_appended if left_truncate_len else left_truncate_len
+        ids, mask = super().tok_batch_encode(strings, padding_side, length, **arguments)
+        return (ids[:, :-num_appended], mask[:, :-num_appended]) if num_appended else (ids, mask)
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Encode a pair as `HFLM` does. Neither part is empty unless its text is."""
+        context_tokens, continuation_tokens = super()._encode_pair(context, continuation)
+        if not context_tokens:  # the context is all spaces, which `HFLM` moves to the continuation
+            context_tokens = [self.prefix_token_id]
+        if not continuation_tokens:  # one token covers the end of the context and the whole continuation
+            spaces = context[len(context.rstrip()) :]
+            continuation_tokens = self.tok_encode(spaces + continuation, add_special_tokens=False)
+        return context_tokens, continuation_tokens
+
+    # --- Likelihoods -----------------------------------------------------------------------------------------------
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Answer]:
+        """Return log-likelihoods as `HFLM` does. Its bar is drawn only without `progress`."""
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm or self.progress is not None)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of each text.
+
+            log p(text) = sum_i log p(token_i | prefix token, token_1, ..., token_{i-1})
+
+        A text longer than the model's context is read in windows that score each token once. The first window begins
+        with the prefix token (BOS or, without one, EOS), each later window with the last token of the one before.
+
+        Args:
+            requests: The texts, as the harness wraps them.
+            disable_tqdm: Whether to draw no progress bar.
+        """
+        windows, owners = [], []
+        for index, request in enumerate(requests):
+            tokens = self.tok_encode(request.args[0], add_special_tokens=False)
+            if tokens[:1] == [self.prefix_token_id]:  # the text contains it
+                tokens = tokens[1:]
+            for window in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1):
+                windows.append((None, *make_disjoint_window(window)))
+                owners.append(index)
+        sums = [0.0] * len(requests)
+        answers = self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm, override_bs=self.batch_size)
+        for owner, (value, _) in zip(owners, answers):
+            sums[owner] += value
+        for request, value in zip(requests, sums):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
+        return sums
+
+    def _loglikelihood_tokens(
+        self, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[Answer]:
+        """Check requests, let `_score_requests` answer them, and check the answers.
+
+        Raises:
+            RuntimeError: One sequence alone does not fit in memory; a part of a request is empty or longer than the
+                model reads; or an answer is NaN.
+        """
+        for texts, context, continuation in requests:
+            if not context or not 0 < len(continuation) <= self.max_length:
+                length = len(continuation) if context else 0
+                text = f": {texts[1][:60]!r}" if texts else ""
+                raise RuntimeError(
+                    f"A continuation must have 1 to {self.max_length} tokens, after a context that is not empty, but "
+                    f"one has {length}{text}. Look for an empty or very long choice in the data."
+                )
+        answers: dict[int, Answer] = {}
+        # The last token is predicted, not read.
+        lengths = [len(context) + len(continuation) - 1 for _, context, continuation in requests]
+        check_token_ids((i for _, *parts in requests for part in parts for i in part), self.model, "a question")
+        self._count_cut(sum(length > self.max_length for length in lengths), len(requests))
+        # The windows of long texts are parts of a call, which are not reported. They come with a batch size.
+        is_inner = override_bs is not None
+        longest = min(max(lengths, default=0), self.max_length)
+        with (
+            self._reported(len(requests), "loglikelihood", disable_tqdm, is_inner) as report,
+            _explained_memory_error(longest),
+        ):
+
+            def finish(scored: dict[int, Answer]) -> None:
+                if any(math.isnan(value) for value, _ in scored.values()):
+                    # NaN loses each comparison, so that the first choice would win.
+                    raise RuntimeError(
+                        "The model computes log-likelihoods that are NaN: its weights are damaged or its dtype "
+                        "overflows."
+                    )
+                answers.update(scored)
+                for index in scored:
+                    if (texts := requests[index][0]) is not None:
+                        self.cache_hook.add_partial("loglikelihood", texts, scored[index])
+                report(len(answers))
+
+            self._score_requests(requests, finish)
+        return [answers[index] for index in range(len(requests))]
+
+    def _score_requests(self, requests: Sequence[Request], finish: Finish) -> None:
+        """Answer requests by `HFLM`, each on its own, the longest first. `finish` takes answers as they come."""
+        score = partial(super()._loglikelihood_tokens, disable_tqdm=True)
+
+        def run(batch: Sequence[int]) -> None:
+            finish(dict(zip(batch, score([requests[i] for i in batch], override_bs=len(batch)))))
+
+        lengths = [len(context) + len(continuation) for _, context, continuation in requests]
+        self._in_batches(sorted(range(len(requests)), key=lambda i: -lengths[i]), run)
+
+    def _count_cut(self, num_cut: int, num_requests: int) -> None:
+        """Count and log the requests whose beginning the model does not see."""
+        self.cut_requests += num_cut
+        if num_cut:
+            message = "%d of %d requests lose their beginning: the model reads %d tokens."
+            # With `progress`, the caller reports the count itself.
+            level = logging.INFO if self.progress else logging.WARNING
+            logger.log(level, message, num_cut, num_requests, self.max_length)
+
+    # --- Generation ------------------------------------------------------------------------------------------------
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Generate as `HFLM` does, in the same batches unless memory runs out.
+
+        Args:
+            requests: Prompts with their generation arguments, as the harness wraps them.
+            disable_tqdm: Whether to draw no progress bar.
+
+        Raises:
+            RuntimeError: One sequence alone does not fit in memory.
+        """
+        texts: dict[int, str] = {}
+        groups: dict[str, list[int]] = {}  # a batch has one set of generation arguments
+        for index, request in enumerate(requests):
+            groups.setdefault(repr(sorted(request.args[1].items())), []).append(index)
+        prompts = [self.tok_encode(request.args[0]) for request in requests]
+        check_token_ids(chain.from_iterable(prompts), self.model, "a question")
+        lengths = [len(prompt) for prompt in prompts]
+        most = [self.max_length - request.args[1].get("max_gen_toks", self.max_gen_toks) for request in requests]
+        self._count_cut(sum(length > limit for length, limit in zip(lengths, most)), len(requests))
+        generate = partial(super().generate_until, disable_tqdm=True)
+        with self._reported(len(requests), "generate_until", disable_tqdm) as report:
+
+            def run(batch: Sequence[int]) -> None:
+                texts.update(zip(batch, generate([requests[index] for index in batch])))
+                report(len(texts))
+
+            for group in groups.values():
+                # The order of `HFLM`, so that the batches are the same.
+                group.sort(key=lambda index: (-lengths[index], requests[index].args[0]))
+                with _explained_memory_error(lengths[group[0]]):
+                    self._in_batches(group, run)
+        return [texts[index] for index in range(len(requests))]
+
+    def _model_generate(self, context: Tensor, **arguments) -> Tensor:
+        """Generate as `HFLM` does, and drop what a row continues with after the tokenizer's EOS token.
+
+        The model stops at the EOS token of its own configuration. If that is another one, a row goes on until its batch
+        is finished, and since `HFLM` decodes without special tokens, nothing would cut the text there.
+        """
+        tokens = super()._model_generate(context=context, **arguments)  # [batch, prompt and answer]
+        if (eos := self.tokenizer.eos_token_id) is None:
+            return tokens
+        start = context.shape[1] if self.backend == "causal" else 1  # after the prompt, or the decoder's first token
+        is_ended = (tokens[:, start:] == eos).cumsum(dim=1) > 0
+        # EOS is stripped from the text or cut off, so repeating it leaves nothing after the first one.
+        tokens[:, start:].masked_fill_(is_ended, eos)
+        return tokens
+
+    # --- Batches ---------------------------------------------------------------------------------------------------
+
+    def _in_batches(self, items: Sequence, run: Callable[[Sequence], None]) -> None:
+        """Call `run` on all items in batches. A batch that does not fit in memory is run again in halves.
+
+        Raises:
+            RuntimeError: The device's error, if one item alone does not fit.
+        """
+        start = 0
+        while start < len(items):
+            batch = items[start : start + self.batch_size]
+            try:
+                run(batch)
+            except RuntimeError as error:
+                if len(batch) == 1 or not _is_memory_error(error):
+                    raise
+            else:
+                start += len(batch)
+                continue
+            # Outside of the `except` clause, because the error keeps the tensors alive of all frames that it passed.
+            self.batch_size_per_gpu = min(self.batch_size, len(batch) // 2)
+            clear_device_cache(garbage_collection=True)
+            logger.warning("Out of memory at batch size %d: going on with %d.", len(batch), self.batch_size)
+
+    @contextmanager
+    def _reported(
+        self, total: int, kind: str, is_silent: bool, is_inner: bool = False
+    ) -> Iterator[Callable[[int], None]]:
+        """Yield a function that takes the number of finished requests, and shows it by `progress` or a bar."""
+        if self.progress is not None and not is_inner:
+            yield self.progress
+            return
+        is_disabled = is_silent or is_inner or self.rank != 0
+        with tqdm(total=total, desc=f"Running {kind} requests", disable=is_disabled) as bar:
+            yield lambda done: bar.update(done - bar.n)
+
+
+def _is_memory_error(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
+
+
+@contextmanager
+def _explained_memory_error(longest: int) -> Iterator[None]:
+    """Raise errors for lack of memory again as one line with the length of the longest sequence."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_memory_error(error):
+            raise
+        raise RuntimeError(
+            f"Out of memory at batch size 1; the longest sequence has {longest} tokens: try a smaller dtype or length."
+        ) from None
+
+
+__all__ = ["Answer", "CorrectedHFLM", "Finish", "Request"]
