@@ -151,6 +151,7 @@ def evaluate(
     if missing := next((name for name in ("yaml", "lm_eval", "scipy") if find_spec(name) is None), None):
         raise RuntimeError(f"attnres eval needs the package {missing}: {install_command('eval')}")
     from attnres.eval.benchmarks import pick
+    from attnres.eval.options import EvalOptions
     from attnres.eval.start import check_run
 
     from .left_out import stop_without_data
@@ -159,18 +160,19 @@ def evaluate(
         benchmarks = pick(tasks, include_path)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    check_run(model, out, benchmarks, baseline, data)
-    stop_without_data(benchmarks, data, allow_code_execution)
-    with loading():
-        from .eval import run_eval
-
-    run_eval(
+    options = EvalOptions(
         model,
         out,
+        benchmarks,
         baseline=baseline,
-        benchmarks=benchmarks,
         data=data,
         limit=limit,
         batch_size=batch_size,
         allow_code_execution=allow_code_execution,
     )
+    check_run(options)
+    stop_without_data(benchmarks, data, allow_code_execution)
+    with loading():
+        from .eval import run_eval
+
+    run_eval(options)

@@ -21,7 +21,7 @@ from attnres.utils.files import atomic_write
 from attnres.utils.yaml_files import load_yaml
 
 if TYPE_CHECKING:
-    from .report import ReportRow
+    from .rows import ReportRow
 
 FOLDER = ".eval_results"
 
@@ -43,7 +43,7 @@ def make_results(rows: Sequence["ReportRow"], results: Mapping[str, Any], baseli
     is from the baseline's.
 
     Args:
-        rows: as from [`attnres.eval.report.make_row`].
+        rows: as from [`attnres.eval.rows.make_row`].
         results: of the model, as from [`attnres.eval.suite.collect`].
         baseline: the second model, as named in the command; of a directory only its own name is published.
     """

@@ -1,7 +1,7 @@
-"""What makes two answers answers to the same item: the document, the prompt and the target, each by its hash.
+"""Tell whether two answers are answers to the same item, by the hashes of its document, prompt and gold answer.
 
-A prompt alone does not decide an item. Where only the gold answers of a data set changed, every prompt is as it was,
-but the scores cannot be compared. The hashes are the harness's own, which stand in each sample that it returns.
+A prompt alone does not identify an item. Where only the gold answers of a data set changed, every prompt is as before,
+but the scores cannot be compared. The hashes are those that the harness puts into each sample that it returns.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 from lm_eval.api.task import Task
 from lm_eval.utils import handle_non_serializable, hash_string
 
-# The harness's name of a hash -> what it is a hash of, for messages.
+# The harness's name of a hash -> what is hashed, for messages.
 HASHES = {"doc_hash": "documents", "prompt_hash": "prompts", "target_hash": "gold answers"}
 
 Items = dict[int, tuple[str, ...]]  # number of the item -> its hashes, in the order of `HASHES`
@@ -23,11 +23,11 @@ def items_of(samples: Iterable[Mapping[str, Any]]) -> Items:
 
 
 def items_now(task: Task, limit: int | None) -> Items:
-    """Return the items that a task would ask now, without a model: it takes seconds for ten thousand.
+    """Return the items that a task would ask now. No model runs: ten thousand items take seconds.
 
     Args:
-        task: with its seed and its number of shots set; it keeps no requests.
-        limit: the first so many items.
+        task: The task, with its seed and its number of shots set. Its requests are built and dropped again.
+        limit: How many items are asked, from the first; `None` for all.
     """
     task.build_all_requests(limit=limit)
     items: Items = {}
@@ -37,17 +37,28 @@ def items_now(task: Task, limit: int | None) -> Items:
             doc = json.dumps(request.doc, indent=2, default=handle_non_serializable, ensure_ascii=False)
             texts = doc, request.arguments[0], str(task.doc_to_target(request.doc))
             items[request.doc_id] = tuple(map(hash_string, texts))
-    task._instances = None  # prompts of thousands of items
+    drop_requests(task)
     return items
 
 
-def changed(some: Items, other: Items) -> str:
-    """Return which parts of the items differ, as `documents and gold answers`; nothing if none does."""
-    if some.keys() != other.keys():
-        return f"items ({len(some):,} and {len(other):,})"
-    pairs = [(some[number], other[number]) for number in some]
+def drop_requests(task: Task) -> None:
+    """Release the prompts of a task, which thousands of items need not keep in memory."""
+    # The public `instances` cannot be set.
+    task._instances = None
+
+
+def changed(first: Items, second: Items) -> str:
+    """Return which parts of the items differ, such as `documents and gold answers`, or an empty text.
+
+    Args:
+        first: The items of one result.
+        second: The items of another result of the same task.
+    """
+    if first.keys() != second.keys():
+        return f"items ({len(first):,} and {len(second):,})"
+    pairs = [(first[number], second[number]) for number in first]
     parts = [part for i, part in enumerate(HASHES.values()) if any(a[i] != b[i] for a, b in pairs)]
     return " and ".join(parts)
 
 
-__all__ = ["HASHES", "Items", "changed", "items_now", "items_of"]
+__all__ = ["HASHES", "Items", "changed", "drop_requests", "items_now", "items_of"]

@@ -15,23 +15,15 @@ from attnres.utils.hub import check_source, is_cached, is_offline
 
 from .failures import Failures, Reason, TaskFailure, code_refused, data_missing
 from .hub_results import FOLDER
+from .options import EvalOptions
 from .paper import Benchmark, benchmarks
 
 # The files of `--out`.
 RESULTS, BASELINE_RESULTS, REPORT, CHART = "results.json", "baseline.json", "report.md", "scores.png"
 
 
-def check_run(
-    model: str, out: Path, chosen: Collection[Benchmark], baseline: str | None = None, data: Path | None = None
-) -> None:
+def check_run(options: EvalOptions) -> None:
     """Check the names of models and folders, and that a new report in `out` will lose nothing of an earlier one.
-
-    Args:
-        model: The directory or Hub id of the model.
-        out: The folder for results.
-        chosen: The benchmarks to evaluate.
-        baseline: The directory or Hub id of the second model.
-        data: The folder of data sets.
 
     Raises:
         FileExistsError: `out` holds other files than those of an evaluation, or a report with more benchmarks or
@@ -39,24 +31,25 @@ def check_run(
         FileNotFoundError: A model or the data folder does not exist.
         ValueError: Both models are the same, or an earlier result file is damaged.
     """
-    if baseline == model:
-        raise ValueError(f"MODEL and --baseline are both {model}. Compare two models, or leave out --baseline.")
-    if data is not None and not data.is_dir():
-        raise FileNotFoundError(f"--data {data} is not a directory.")
-    for name in filter(None, (model, baseline)):
+    if options.baseline == options.model:
+        raise ValueError(f"MODEL and --baseline are both {options.model}. Compare two models, or leave out --baseline.")
+    if options.data is not None and not options.data.is_dir():
+        raise FileNotFoundError(f"--data {options.data} is not a directory.")
+    for name in filter(None, (options.model, options.baseline)):
         check_source(name)
+    out = options.out
     written = {RESULTS, BASELINE_RESULTS, REPORT, CHART}
     # `atomic_write` leaves `.NAME.partial` behind when it is killed.
     known = {"model", "baseline", FOLDER, ".lock", *written, *(f".{name}.partial" for name in written)}
     if out.exists() and (not out.is_dir() or {path.name for path in out.iterdir()} - known):
         raise FileExistsError(f"{out} holds other files than those of this command. Choose another --out.")
-    if lost := find_lost(out, chosen):
-        tasks = ",".join([*(benchmark.name for benchmark in chosen), *lost])
+    if lost := find_lost(out, options.benchmarks):
+        tasks = ",".join([*(benchmark.name for benchmark in options.benchmarks), *lost])
         raise FileExistsError(
             f"{out / REPORT} shows {', '.join(lost)} too, and would lose that. Give --tasks {tasks}, where what is "
             "finished is not computed again, or choose another --out."
         )
-    if baseline is None and (out / BASELINE_RESULTS).exists():
+    if options.baseline is None and (out / BASELINE_RESULTS).exists():
         name = _read(out / BASELINE_RESULTS)["config"]["model_args"]["pretrained"]
         raise FileExistsError(
             f"{out / REPORT} compares with {name}, and would lose that. Give --baseline {name}, or choose "

@@ -11,7 +11,9 @@ import pytest
 
 from attnres.commands.eval import run_eval
 from attnres.eval.benchmarks import load, pick
-from attnres.eval.report import make_row, markdown, tell_revisions
+from attnres.eval.options import EvalOptions
+from attnres.eval.report import revision_note, to_markdown
+from attnres.eval.rows import make_row
 from attnres.eval.start import check_run
 from attnres.eval.store import ResultStore
 from attnres.eval.suite import collect
@@ -46,7 +48,7 @@ def evaluated(models, data, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("evaluated") / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(data.parent)
-        run_eval(models[0], out, benchmarks=pick("arc_challenge"), data=Path("hub"))
+        run_eval(EvalOptions(models[0], out, benchmarks=pick("arc_challenge"), data=Path("hub")))
     return out
 
 
@@ -87,12 +89,12 @@ def test_a_stored_number_is_not_repeated_on_other_data_and_nothing_is_lost(
     test.to_parquet(path)
     arguments = {"benchmarks": pick("arc_challenge"), "data": Path("hub")}
     with pytest.raises(ValueError, match=f"^{out / STORED} is a result on other {parts} than the task arc_challenge"):
-        run_eval(models[0], out, baseline=models[1] if with_baseline else None, **arguments)
+        run_eval(EvalOptions(models[0], out, baseline=models[1] if with_baseline else None, **arguments))
     assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
     shutil.rmtree("hub")
     shutil.copytree(data, "hub")
-    check_run(models[0], out, pick("arc_challenge"), data=Path("hub"))
-    run_eval(models[0], out, **arguments)
+    check_run(EvalOptions(models[0], out, pick("arc_challenge"), data=Path("hub")))
+    run_eval(EvalOptions(models[0], out, **arguments))
 
 
 @pytest.fixture
@@ -128,8 +130,8 @@ def test_two_models_are_compared_only_on_the_same_items(name, part, pair, tmp_pa
 
 def test_the_report_says_when_the_data_s_commit_changed_between_the_models(pair):
     row, results = pair(lambda result: result.update(dataset_revision="b" * 40))
-    assert row.pair.difference == 0 and tell_revisions([row]) is None  # the first's commit is unknown here
+    assert row.pair.difference == 0 and revision_note([row]) is None  # the first's commit is unknown here
     row = dataclasses.replace(row, revision="a" * 40)
     line = "at different commits, in which all items are the same: ARC-Challenge (aaaaaaa, baseline bbbbbbb)."
-    assert line in tell_revisions([row])
-    assert line in markdown([row], [], "one", "two", results)
+    assert line in revision_note([row])
+    assert line in to_markdown([row], [], "one", "two", results)

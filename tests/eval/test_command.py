@@ -17,6 +17,7 @@ from attnres.commands.eval import run_eval
 from attnres.conversion import retrofit
 from attnres.eval import sandbox
 from attnres.eval.benchmarks import benchmarks, pick, task_path
+from attnres.eval.options import EvalOptions
 from attnres.eval.start import check_run
 
 from .. import forks
@@ -47,7 +48,7 @@ def evaluated(models, assets, tmp_path_factory) -> Path:
     """What a run of the retrofit beside its source wrote."""
     out = tmp_path_factory.mktemp("evaluated") / "out"
     arguments = {"baseline": str(models / "source"), "benchmarks": pick(SOME), "data": assets / "hub", "limit": LIMIT}
-    run_eval(str(models / "retrofit"), out, **arguments)
+    run_eval(EvalOptions(str(models / "retrofit"), out, **arguments))
     return out
 
 
@@ -57,7 +58,8 @@ def evaluate(models, assets, monkeypatch) -> Callable:
     monkeypatch.chdir(models)
 
     def run(model: str, out: Path, tasks: str = SOME, **arguments) -> None:
-        run_eval(model, out, **{"benchmarks": pick(tasks), "data": assets / "hub", "limit": LIMIT} | arguments)
+        defaults = {"benchmarks": pick(tasks), "data": assets / "hub", "limit": LIMIT}
+        run_eval(EvalOptions(model, out, **defaults | arguments))
 
     return run
 
@@ -138,12 +140,12 @@ def test_finished_tasks_are_not_computed_again(evaluate, evaluated, models, tmp_
 
 def test_what_a_report_shows_is_not_lost_from_it(evaluate, evaluated, models, tmp_path):
     model, source = str(models / "retrofit"), str(models / "source")
-    check_run(model, evaluated, pick(f"{SOME},mmlu"), source)
+    check_run(EvalOptions(model, evaluated, pick(f"{SOME},mmlu"), source))
     shows = "report.md shows arc_challenge, cmath too, and would lose that. Give --tasks gsm8k,arc_challenge,cmath, "
     with pytest.raises(FileExistsError, match=shows):
-        check_run(model, evaluated, pick("gsm8k"), source)
+        check_run(EvalOptions(model, evaluated, pick("gsm8k"), source))
     with pytest.raises(FileExistsError, match=f"report.md compares with {source}, .* Give --baseline {source}"):
-        check_run(model, evaluated, pick(SOME))
+        check_run(EvalOptions(model, evaluated, pick(SOME)))
     shutil.copytree(evaluated, tmp_path / "out")
     before = {path: path.read_bytes() for path in (tmp_path / "out").glob("*.*")}
     with pytest.raises(FileExistsError, match=r"report\.md shows gsm8k, and would lose that"):
@@ -151,7 +153,7 @@ def test_what_a_report_shows_is_not_lost_from_it(evaluate, evaluated, models, tm
     assert {path: path.read_bytes() for path in before} == before
     (tmp_path / "out" / "results.json").write_text('{"results": 3}')
     with pytest.raises(ValueError, match=r"results\.json is damaged .* Remove it: it is written again\."):
-        check_run(model, tmp_path / "out", pick(SOME), source)
+        check_run(EvalOptions(model, tmp_path / "out", pick(SOME), source))
 
 
 def test_a_missing_data_set_is_told_before_a_model_runs_and_the_others_go_on(evaluate, tmp_path, capsys):
@@ -184,7 +186,7 @@ def test_results_of_another_model_or_limit_are_not_mixed(evaluate, evaluated, mo
 def test_a_folder_of_other_things_is_left_alone(models, tmp_path):
     (tmp_path / "thesis.tex").write_text("five years")
     with pytest.raises(FileExistsError, match="holds other files"):
-        check_run(str(models / "source"), tmp_path, pick(SOME))
+        check_run(EvalOptions(str(models / "source"), tmp_path, pick(SOME)))
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
@@ -199,7 +201,7 @@ def test_a_folder_of_other_things_is_left_alone(models, tmp_path):
 def test_bad_input_is_refused_in_one_line_and_leaves_nothing(models, monkeypatch, tmp_path, arguments, error, message):
     monkeypatch.chdir(models)
     with pytest.raises(error, match=message) as caught:
-        check_run("source", tmp_path / "out", pick(SOME), **arguments)
+        check_run(EvalOptions("source", tmp_path / "out", pick(SOME), **arguments))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 

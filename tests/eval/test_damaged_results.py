@@ -10,6 +10,7 @@ import pytest
 from attnres.commands.eval import run_eval
 from attnres.conversion import retrofit
 from attnres.eval.benchmarks import pick
+from attnres.eval.options import EvalOptions
 from attnres.eval.start import check_run
 from attnres.eval.store import HASH, ResultStore
 
@@ -24,7 +25,7 @@ def model(assets) -> str:
 @pytest.fixture(scope="module")
 def evaluated(model, hub, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("evaluated") / "out"
-    run_eval(model, out, benchmarks=pick(TASK), data=hub, limit=3)
+    run_eval(EvalOptions(model, out, benchmarks=pick(TASK), data=hub, limit=3))
     return out
 
 
@@ -36,8 +37,8 @@ def refusal(evaluated, model, hub, tmp_path, monkeypatch) -> Callable[[], str]:
 
     def run() -> str:
         with pytest.raises((ValueError, FileExistsError)) as error:
-            check_run(model, tmp_path / "out", pick(TASK), data=hub)
-            run_eval(model, tmp_path / "out", benchmarks=pick(TASK), data=hub, limit=3)
+            check_run(EvalOptions(model, tmp_path / "out", pick(TASK), data=hub))
+            run_eval(EvalOptions(model, tmp_path / "out", benchmarks=pick(TASK), data=hub, limit=3))
         assert "\n" not in str(error.value)
         return str(error.value)
 
@@ -98,7 +99,7 @@ def test_nan_in_a_stored_score_is_reported_as_such(evaluated, model, hub, tmp_pa
     result["samples"][0]["acc_norm"] = result["results"][TASK]["acc_norm,none"] = float("nan")
     store.write(TASK, result)
     assert HASH in json.loads(store.path(TASK).read_text())
-    run_eval(model, tmp_path / "out", benchmarks=pick(TASK), data=hub, limit=3)
+    run_eval(EvalOptions(model, tmp_path / "out", benchmarks=pick(TASK), data=hub, limit=3))
     assert "| nan" in (tmp_path / "out" / "report.md").read_text()
 
 
@@ -107,5 +108,5 @@ def test_a_model_without_a_tokenizer_is_refused_before_the_data_is_read(model, t
     retrofit(model, block_size=2).save_pretrained(tmp_path / "bare")
     for names in ({"model": str(tmp_path / "bare")}, {"model": model, "baseline": str(tmp_path / "bare")}):
         with pytest.raises(ValueError, match=f"^{tmp_path / 'bare'} has no tokenizer that loads: save one there by "):
-            run_eval(out=tmp_path / "out", benchmarks=pick(TASK), **names)
+            run_eval(EvalOptions(out=tmp_path / "out", benchmarks=pick(TASK), **names))
     assert not (tmp_path / "out").exists()

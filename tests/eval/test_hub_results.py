@@ -23,7 +23,8 @@ from attnres.commands.eval import run_eval
 from attnres.eval.benchmarks import benchmarks, pick
 from attnres.eval.data_folder import revision
 from attnres.eval.hub_results import FOLDER, HubResults, make_results, read_results, write_results
-from attnres.eval.report import ReportRow, Score
+from attnres.eval.options import EvalOptions
+from attnres.eval.rows import ReportRow, Score
 from attnres.eval.start import check_run
 from attnres.eval.suite import software
 
@@ -82,7 +83,8 @@ def evaluate(models, short_hub) -> Callable:
     """`evaluate(out, tasks, **arguments)` of `run_eval` on the model `other`."""
 
     def run(out: Path, tasks: str, own: Path | None = None, **arguments) -> None:
-        run_eval(str(models / "other"), out, **{"benchmarks": pick(tasks, own), "data": short_hub} | arguments)
+        defaults = {"benchmarks": pick(tasks, own), "data": short_hub}
+        run_eval(EvalOptions(str(models / "other"), out, **defaults | arguments))
 
     return run
 
@@ -202,7 +204,7 @@ def test_a_resumed_run_writes_the_same_files_and_leaves_those_of_others(
     for name, content in mine.items():
         (out / FOLDER / name).write_bytes(content)
     arguments = {"baseline": str(models / "source")}
-    check_run(str(models / "other"), out, pick("arc_challenge,gsm8k"), **arguments)
+    check_run(EvalOptions(str(models / "other"), out, pick("arc_challenge,gsm8k"), **arguments))
     monkeypatch.setattr("attnres.commands.eval._load_model", lambda *_: pytest.fail("a model was loaded"))
     evaluate(out, "arc_challenge,gsm8k", **arguments)
     assert {path.name: path.read_bytes() for path in (out / FOLDER).iterdir()} == before | mine

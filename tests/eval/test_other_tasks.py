@@ -11,6 +11,7 @@ import pytest
 
 from attnres.commands.eval import run_eval
 from attnres.eval.benchmarks import benchmarks, load, pick
+from attnres.eval.options import EvalOptions
 from attnres.eval.templates import TemplateTooLong, bounded_templates
 
 OWN = """
@@ -120,7 +121,7 @@ def test_a_template_that_does_not_end_ends_its_benchmark(own, model, tmp_path, c
         text = task(name).replace("DATA", str(own / "data.json")).replace("doc_to_text: question", "doc_to_text: TEXT")
         (own / f"{name}.yaml").write_text(text.replace("TEXT", json.dumps(template)))
     with pytest.raises(RuntimeError, match="2 of 3 benchmarks"):
-        run_eval(model, tmp_path / "out", benchmarks=pick("sums,at_once,later", own), limit=4)
+        run_eval(EvalOptions(model, tmp_path / "out", benchmarks=pick("sums,at_once,later", own), limit=4))
     output = capsys.readouterr().out.splitlines()
     for name, template in templates.items():
         said = f"Left out: {name}: A template of its task file takes more than 0.2 s for one item. Look for a loop that"
@@ -288,15 +289,15 @@ def test_a_stored_number_is_not_repeated_when_the_code_that_scored_it_changed(ow
     generation = "generation_kwargs: {max_gen_toks: 2}\nprocess_results: !function scores.score\n"
     text += "    aggregation: mean\n    higher_is_better: true\n" + generation
     (own / "scored.yaml").write_text(text)
-    run_eval(model, out, benchmarks=pick("scored", own), limit=2)
-    run_eval(model, out, benchmarks=pick("scored", own), limit=2)
+    run_eval(EvalOptions(model, out, benchmarks=pick("scored", own), limit=2))
+    run_eval(EvalOptions(model, out, benchmarks=pick("scored", own), limit=2))
     for path in (helpers, own / "scores.py"):
         before = path.read_text()
         path.write_text(before.replace("True", "False").replace("float(", "1 - float("))
         with pytest.raises(
             ValueError, match=r"scored\.json is a result of other scoring code than the task scored has"
         ):
-            run_eval(model, out, benchmarks=pick("scored", own), limit=2)
+            run_eval(EvalOptions(model, out, benchmarks=pick("scored", own), limit=2))
         path.write_text(before)
 
 
@@ -308,15 +309,15 @@ def model(assets) -> str:
 def test_a_users_task_is_reported_beside_the_papers(own, model, hub, tmp_path, monkeypatch):
     out = tmp_path / "out"
     arguments = {"data": hub, "limit": 4}
-    run_eval(model, out, benchmarks=pick("arc_challenge,pairs", own), **arguments)
+    run_eval(EvalOptions(model, out, benchmarks=pick("arc_challenge,pairs", own), **arguments))
     report = (out / "report.md").read_text()
     (line,) = [line for line in report.splitlines() if r"My \| pairs" in line and line.startswith("|")]
     assert line.endswith("| - | - |") and "| 4 | 1 |" in line
     assert str(own) not in (out / "results.json").read_text()
     monkeypatch.setattr("attnres.commands.eval._load_model", lambda *_: pytest.fail("a model was loaded"))
-    run_eval(model, out, benchmarks=pick("pairs,arc_challenge", own), **arguments)
+    run_eval(EvalOptions(model, out, benchmarks=pick("pairs,arc_challenge", own), **arguments))
     (out / "results.json").unlink()
     with pytest.raises(ValueError, match=r"sums\.json is a result with another num_fewshot of the task sums"):
-        run_eval(model, out, benchmarks=pick("sums", own), **arguments)
+        run_eval(EvalOptions(model, out, benchmarks=pick("sums", own), **arguments))
     with pytest.raises(ValueError, match="pairs and sums both hold the task sums"):
-        run_eval(model, tmp_path / "other", benchmarks=pick("pairs,sums", own), **arguments)
+        run_eval(EvalOptions(model, tmp_path / "other", benchmarks=pick("pairs,sums", own), **arguments))

@@ -9,7 +9,8 @@ from rich.markdown import Markdown
 
 from attnres.eval.benchmarks import benchmarks
 from attnres.eval.paired import compare_pairs
-from attnres.eval.report import ReportRow, Score, markdown, plot, screen
+from attnres.eval.report import plot, to_markdown, to_table
+from attnres.eval.rows import ReportRow, Score
 
 RESULTS = {
     "config": {"limit": None, "model_num_parameters": 10, "model_dtype": "torch.float32", "random_seed": 0},
@@ -33,11 +34,11 @@ def shown(text: str) -> list[str]:
 
 def test_names_stand_in_the_report_as_they_are():
     title, model, baseline, failure = (f"{place} {WILD}" for place in ("Title", "Model", "Baseline", "Failure"))
-    parts = shown(markdown([row(title)], [failure], model, baseline, RESULTS))
+    parts = shown(to_markdown([row(title)], [failure], model, baseline, RESULTS))
     for name in (title, model, baseline, failure):
         expected = " ".join(name.split())
         assert any(expected in part for part in parts), (expected, parts)
-    table = [line for line in markdown([row(title)], [], model, baseline, RESULTS).splitlines() if line[:1] == "|"]
+    table = [line for line in to_markdown([row(title)], [], model, baseline, RESULTS).splitlines() if line[:1] == "|"]
     assert len({line.replace(r"\|", "").count("|") for line in table}) == 1
     assert len(table) == 3
 
@@ -46,35 +47,35 @@ def test_names_stand_in_the_report_as_they_are():
 def test_names_of_any_kind_are_drawn_and_printed(name, tmp_path):
     plot([row(name)], tmp_path / "scores.png", name, f"{name}2")
     assert Image.open(tmp_path / "scores.png").size[0] > 100
-    assert screen([row(name)], name, f"{name}2").row_count == 1
+    assert to_table([row(name)], name, f"{name}2").row_count == 1
 
 
 def test_the_second_filter_has_a_line_of_its_own_below(tmp_path):
     first = row("GSM8K")
     second = dataclasses.replace(row("GSM8K (flexible-extract)", baseline=None, attn_res=None), score=Score(75, 20))
     rows = [dataclasses.replace(first, second=second), row("Last")]
-    text = markdown(rows, [], "m", "b", RESULTS)
+    text = to_markdown(rows, [], "m", "b", RESULTS)
     lines = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
     assert [line[0] for line in lines[1:]] == ["| GSM8K", "| GSM8K (flexible-extract)", "| Last"]
     assert lines[2][3] == "75.0 ± 20.0" and lines[2][-2:] == ["-", "- |"]
     assert "Of 3 tests at 5%" in text and "on the paper's benchmarks" in text
-    assert "is the line above it again" in text and "is the line above it" not in markdown(
+    assert "is the line above it again" in text and "is the line above it" not in to_markdown(
         [first], [], "m", "b", RESULTS
     )
-    assert screen(rows, "m", "b").row_count == 3
+    assert to_table(rows, "m", "b").row_count == 3
     plot(rows, tmp_path / "scores.png", "m", "b")
 
 
 def test_what_the_paper_does_not_report_is_left_open():
     other = row("Mine", baseline=None, attn_res=None)
-    both = markdown([row(), other], [], "m", None, RESULTS)
+    both = to_markdown([row(), other], [], "m", None, RESULTS)
     assert "| 74.6 |" in both and "| - | - |" in both and "# m on benchmarks\n" in both
-    alone = markdown([other], [], "m", None, RESULTS)
+    alone = to_markdown([other], [], "m", None, RESULTS)
     assert "paper" not in alone
 
 
 def test_scores_other_than_right_and_wrong_are_compared_without_a_test():
-    text = markdown([dataclasses.replace(row(), pair=None)], [], "m", "b", RESULTS)
+    text = to_markdown([dataclasses.replace(row(), pair=None)], [], "m", "b", RESULTS)
     assert "| +25.0 | - |" in text
     assert "McNemar" not in text
 

@@ -1,0 +1,160 @@
+"""The rows of a report: one headline number for each benchmark, its uncertainty, and its pair with a baseline."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lm_eval.tasks.manager import TaskDict
+
+from .items import changed, items_of
+from .paired import Paired, compare_pairs
+from .paper import Benchmark
+from .store import ResultStore
+
+ItemScores = dict[tuple[str, int], float]  # (task, number of the item) -> score
+
+
+@dataclass(frozen=True)
+class Score:
+    """A headline number.
+
+    Attributes:
+        value: Percent.
+        stderr: The standard error in percent; `None` for a single item.
+    """
+
+    value: float
+    stderr: float | None
+
+    def __str__(self) -> str:
+        return f"{self.value:.1f}" if self.stderr is None else f"{self.value:.1f} ± {self.stderr:.1f}"
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    """One benchmark of a report.
+
+    Attributes:
+        benchmark: The benchmark.
+        items: The number of items that were asked.
+        shots: The number of examples in the prompt.
+        score: The model's number.
+        cut: The share of prompts, from 0 to 1, that lost their beginning because the model's context is shorter.
+        baseline: The second model's number, if there is a second model.
+        pair: The comparison item by item, if there is a second model and all scores are 0 or 1.
+        whole: The number of items of the whole benchmark.
+        output_type: The harness's name of how the benchmark asks, such as `generate_until`.
+        date: When the last task was evaluated (ISO 8601); `None` if unknown.
+        revision: The commit of the data set on the Hub; `None` if unknown.
+        baseline_revision: The commit that the second model's evaluation read; `None` if unknown.
+        second: The row of the benchmark's second filter, titled `BENCHMARK (FILTER)`. It scores the same texts, and no
+            paper reports it.
+    """
+
+    benchmark: Benchmark
+    items: int
+    shots: int
+    score: Score
+    cut: float
+    baseline: Score | None = None
+    pair: Paired | None = None
+    whole: int = 0
+    output_type: str = ""
+    date: str | None = None
+    revision: str | None = None
+    baseline_revision: str | None = None
+    second: "ReportRow | None" = None
+
+
+def make_row(
+    benchmark: Benchmark,
+    tasks: TaskDict,
+    results: Mapping[str, Any],
+    store: ResultStore,
+    baseline: tuple[Mapping[str, Any], ResultStore] | None = None,
+) -> ReportRow:
+    """Return the row of a benchmark.
+
+    Args:
+        benchmark: The benchmark.
+        tasks: Its tasks, as [`attnres.eval.benchmarks.load`] returns them.
+        results: The model's combined results, from [`attnres.eval.suite.collect`].
+        store: The model's results by task, which hold the items.
+        baseline: Results and store of the second model.
+
+    Raises:
+        RuntimeError: The two models were not asked the same items, or not scored by the same gold answers.
+    """
+    if benchmark.second:
+        filter_name = benchmark.second.split(",")[1]
+        title = f"{benchmark.title} ({filter_name})"
+        second = replace(benchmark, title=title, metric=benchmark.second, second=None, baseline=None, attn_res=None)
+        row = make_row(replace(benchmark, second=None), tasks, results, store, baseline)
+        return replace(row, benchmark=benchmark, second=make_row(second, tasks, results, store, baseline))
+    stored = {name: store.read(name) for name in tasks["tasks"]}
+    item_scores = _item_scores(benchmark, stored)
+    sizes = {name: results["n-samples"][name]["effective"] for name in stored}
+    score = _score(benchmark, results)
+    row = ReportRow(
+        benchmark,
+        items=len(item_scores),
+        shots=max(results["n-shot"][name] for name in stored),
+        score=score,
+        cut=sum(stored[name]["cut"] * size for name, size in sizes.items()) / sum(sizes.values()),
+        whole=sum(results["n-samples"][name]["original"] for name in stored),
+        output_type=next(iter(tasks["tasks"].values())).OUTPUT_TYPE,
+        date=max((result["date"] for result in stored.values() if "date" in result), default=None),
+        revision=_revision(stored),
+    )
+    if baseline is None:
+        return row
+    baseline_results, baseline_store = baseline
+    stored_baseline = {name: baseline_store.read(name) for name in stored}
+    for name in stored:
+        items, baseline_items = (items_of(results[name]["samples"]) for results in (stored, stored_baseline))
+        if parts := changed(items, baseline_items):
+            raise RuntimeError(
+                f"{benchmark.title}: the two models were not scored on the same {parts} of the task {name}. Remove "
+                f"{baseline_store.path(name)} or {store.path(name)}, whichever is older, and the same command computes "
+                "it again."
+            )
+    baseline_item_scores = _item_scores(benchmark, stored_baseline)
+    baseline_score = _score(benchmark, baseline_results)
+    paired = [*item_scores.values()], [baseline_item_scores[item] for item in item_scores]
+    # A group may weigh its tasks alike instead of their items. Then its number is not the mean over items, and a
+    # comparison of items would be one of another number.
+    are_means = all(
+        math.isclose(100 * sum(scores) / len(scores), number.value, abs_tol=1e-6)
+        for scores, number in zip(paired, (score, baseline_score))
+    )
+    pair = compare_pairs(*paired) if are_means and {*paired[0], *paired[1]} <= {0, 1} else None
+    return replace(row, baseline=baseline_score, pair=pair, baseline_revision=_revision(stored_baseline))
+
+
+def _revision(stored: Mapping[str, Any]) -> str | None:
+    """Return the commit of the data set, if all tasks read the same one."""
+    revisions = {result.get("dataset_revision") for result in stored.values()}
+    return revisions.pop() if len(revisions) == 1 else None
+
+
+def _score(benchmark: Benchmark, results: Mapping[str, Any]) -> Score:
+    """Return a benchmark's headline number."""
+    numbers = results["results"][benchmark.group]
+    metric, filter_name = benchmark.metric.split(",")
+    stderr = numbers.get(f"{metric}_stderr,{filter_name}", "N/A")
+    return Score(100 * numbers[benchmark.metric], None if stderr == "N/A" else 100 * stderr)
+
+
+def _item_scores(benchmark: Benchmark, stored: Mapping[str, Any]) -> ItemScores:
+    """Return the score of each item by the benchmark's metric and filter."""
+    metric, filter_name = benchmark.metric.split(",")
+    return {
+        (task, sample["doc_id"]): float(sample[metric])
+        for task, result in stored.items()
+        for sample in result["samples"]
+        if sample["filter"] == filter_name
+    }
+
+
+__all__ = ["ReportRow", "Score", "make_row"]

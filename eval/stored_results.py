@@ -1,0 +1,167 @@
+"""Check that a stored result still answers what its task asks now, before it is reported without a model.
+
+Between two runs a file may be damaged or edited, and a task's form, scoring code or data may change. One report would
+then silently mix the answers to different questions.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from types import FunctionType, NoneType
+from typing import Any
+
+from lm_eval.api.task import Task
+
+from .items import HASHES, changed, items_now, items_of
+from .paper import Benchmark
+from .store import ResultStore, to_json
+
+# The parts of the harness's results that are stored for each task, beside the samples.
+PARTS = ("results", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
+
+# Keys of a task's configuration that may differ between runs that ask the same. The data may lie elsewhere, and the
+# run itself sets the others.
+_MAY_DIFFER = {"dataset_path", "dataset_kwargs", "metadata", "generation_kwargs", "num_fewshot"}
+# A function prints with its address, which differs from process to process.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def read_result(store: ResultStore, benchmark: Benchmark, name: str) -> dict[str, Any]:
+    """Return the stored result of a task.
+
+    Args:
+        store: The results of one model.
+        benchmark: The benchmark that holds the task. Its metrics must be in the result.
+        name: The task's name.
+
+    Raises:
+        ValueError: The result is damaged, was edited, or lacks a part, as one of another version may. The message is
+            one line.
+    """
+    stored = store.read(name)
+    if wrong := _wrong_part(stored, benchmark, name):
+        raise ValueError(
+            f"{store.path(name)} is not a result that this version reads: its {wrong} is missing or of another form. "
+            "Remove it, and the same command computes it again."
+        )
+    return stored
+
+
+def check_same_task(task: Task, stored: Mapping[str, Any], path: Path) -> None:
+    """Raise ValueError if the task's configuration or scoring code changed since its result was stored.
+
+    Args:
+        task: The task as it is now.
+        stored: The result, as [`read_result`] returns it.
+        path: The file of the result, for the message.
+    """
+    if stored["scoring"] != scoring_digest(task):
+        raise ValueError(
+            f"{path} is a result of other scoring code than the task {task.task_name} has now. "
+            "Choose another --out, or remove the file to compute it again."
+        )
+    config = stored["configs"][task.task_name]
+    config_now = json.loads(to_json(task.dump_config()))
+    # Without a number, a task has no shots. The run sets 0 before it stores the configuration.
+    before = {**config, "num_fewshot": config.get("num_fewshot") or 0}
+    now = {**config_now, "num_fewshot": config_now.get("num_fewshot") or 0}
+    for key in [*sorted(now.keys() - _MAY_DIFFER), "num_fewshot"]:
+        values = [_ADDRESS.sub("", to_json({key: some.get(key)})) for some in (before, now)]
+        if values[0] != values[1]:
+            raise ValueError(
+                f"{path} is a result with another {key} of the task {task.task_name}. "
+                "Choose another --out, or remove the file to compute it again."
+            )
+
+
+def check_same_items(task: Task, stored: Mapping[str, Any], path: Path, limit: int | None) -> None:
+    """Raise ValueError if the documents, prompts or gold answers of a task changed since its result was stored.
+
+    Args:
+        task: The task as it is now, with its seed and its number of shots set.
+        stored: The result, as [`read_result`] returns it.
+        path: The file of the result, for the message.
+        limit: How many items of the task are asked, from the first; `None` for all.
+    """
+    if parts := changed(items_of(stored["samples"]), items_now(task, limit)):
+        raise ValueError(
+            f"{path} is a result on other {parts} than the task {task.task_name} has now: its data changed. "
+            "Choose another --out, or remove the file to compute it again."
+        )
+
+
+def scoring_digest(task: Task) -> str:
+    """Return a hash of the Python code that extracts and scores a task's answers.
+
+    The configuration says no more of this code than the names of functions. The hash covers the files of the functions
+    that the task file names, and files in the same folder from which those import functions.
+    """
+    config = task.config
+    steps = [step for entry in config.filter_list or [] for step in entry["filter"]]
+    metrics = [value for entry in config.metric_list or [] for value in entry.values()]
+    files: set[Path] = set()
+    for function in [config.process_results, *metrics, *(value for step in steps for value in step.values())]:
+        if isinstance(function, FunctionType):
+            folder = Path(function.__code__.co_filename).parent
+            imported = [value for value in function.__globals__.values() if isinstance(value, FunctionType)]
+            paths = {Path(one.__code__.co_filename) for one in (function, *imported)}
+            files |= {path for path in paths if path.parent == folder and path.is_file()}
+    # Contents only: the place of the package does not count.
+    return sha256("".join(sorted(sha256(path.read_bytes()).hexdigest() for path in files)).encode()).hexdigest()
+
+
+def _wrong_part(stored: Mapping[str, Any], benchmark: Benchmark, name: str) -> str | None:
+    """Return the first part of a result that is missing or of another form, or `None` if all are in order."""
+    number = (int, float)
+    metric_keys = [key for key in (benchmark.metric, benchmark.second) if key]
+    # The path of each part -> its type. What holds a part stands above it.
+    form: dict[tuple[str, ...], Any] = {
+        **{(part,): dict for part in PARTS},
+        ("results", name): dict,
+        **{("results", name, key): number for key in metric_keys},
+        ("results", name, "sample_len"): int,
+        ("configs", name): dict,
+        ("n-shot", name): int,
+        ("n-samples", name): dict,
+        ("n-samples", name, "original"): int,
+        ("n-samples", name, "effective"): int,
+        ("cut",): number,
+        ("scoring",): str,
+        ("model",): dict,
+        ("model", "model_num_parameters"): int,
+        ("model", "model_dtype"): str,
+        ("samples",): list,
+        ("dataset_revision",): (str, NoneType),
+        ("date",): (str, NoneType),
+    }
+    for place, kind in form.items():
+        part: Any = stored
+        for key in place:
+            part = part.get(key)
+        if not isinstance(part, kind):
+            return " of ".join(reversed(place))
+    if not isinstance(stored["configs"][name].get("metadata") or {}, dict):
+        return f"metadata of {name} of configs"
+    metric_by_filter = {filter_name: metric for metric, filter_name in (key.split(",") for key in metric_keys)}
+    for sample in stored["samples"]:
+        kinds = {"doc_id": int, "filter": str, **dict.fromkeys(HASHES, str)}
+        if not isinstance(sample, dict) or not all(isinstance(sample.get(key), kind) for key, kind in kinds.items()):
+            return "samples"
+        metric = metric_by_filter.get(sample["filter"])
+        if metric is not None and not _is_score(sample.get(metric)):
+            return f"{metric} of a sample"
+    return None
+
+
+def _is_score(value: object) -> bool:
+    """Return whether an item's score is a number. The harness writes some NumPy numbers as text."""
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+__all__ = ["PARTS", "check_same_items", "check_same_task", "read_result", "scoring_digest"]
