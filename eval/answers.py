@@ -1,11 +1,11 @@
-r"""Cut the answer out of a generated text, however it is marked: the flexible filters of the task files.
+r"""Extract the answer from a generated text, however it is marked: the flexible filters of the task files.
 
-A filter is `(responses, docs) -> responses`, as the harness's filter `custom` calls it. It returns for each text the
-value that the text states, or `[invalid]`. Where a text cannot be read with certainty, as `2\sqrt{3}`, `10-15` or
-`(A) or (B)`, there is no answer: a part of it, as 3 or 15, would be another answer than the model's.
+A filter is `(responses, docs) -> responses`, as the harness's filter `custom` calls it. For each text it returns the
+value that the text states, or `[invalid]`. A text that cannot be read with certainty, such as `2\sqrt{3}`, `10-15` or
+`(A) or (B)`, has no answer. A part of it, such as 3 or 15, would not be the model's answer.
 
-All of it takes time in proportion to the length of the text: each pattern below either matches where it starts, with
-optional parts only behind a number, or fails within the number that it starts at.
+The time is linear in the length of a text. Each pattern below either matches where it starts, with optional parts only
+after a number, or fails within the number where it starts.
 """
 
 # ruff: noqa: RUF001 (the signs of other scripts are what this file is about)
@@ -16,16 +16,26 @@ from fractions import Fraction
 
 from .scoring import number
 
-INVALID = "[invalid]"  # what the harness's own filters return
+INVALID = "[invalid]"  # as the harness's own filters write it
 
 
 def last_number(responses: Iterable[Sequence[str]], docs: Sequence[dict]) -> list[list[str]]:
-    """Return the last number of each text, without a percent sign: questions ask for a number of percent."""
+    """Return the last number of each text, where `12%` is 12, for questions that ask for a number of percent.
+
+    Args:
+        responses: The generated texts of each item.
+        docs: The items; unused.
+    """
     return [[_last_number(text).removesuffix("%") for text in texts] for texts in responses]
 
 
 def last_number_or_percentage(responses: Iterable[Sequence[str]], docs: Sequence[dict]) -> list[list[str]]:
-    """Return the last number of each text; `12%` is 0.12."""
+    """Return the last number of each text, where `12%` is 0.12.
+
+    Args:
+        responses: The generated texts of each item.
+        docs: The items; unused.
+    """
     return [[_last_number(text) for text in texts] for texts in responses]
 
 
@@ -33,7 +43,8 @@ def announced_answer(responses: Iterable[Sequence[str]], docs: Sequence[dict]) -
     """Return what follows the last "answer is" or "answer:" of each text, in the form of the question's answers.
 
     Args:
-        docs: the questions, with `input`; one that lists options as `(A)` is answered by one of them.
+        responses: The generated texts of each item.
+        docs: The items, with `input`. If it lists options as `(A)`, the answer must be one of them.
     """
     return [
         [_announced(text, has_options="(A)" in doc.get("input", "")) for text in texts]
@@ -41,7 +52,7 @@ def announced_answer(responses: Iterable[Sequence[str]], docs: Sequence[dict]) -
     ]
 
 
-# --- One form of writing ------------------------------------------------------------------------------------------
+# --- One form for each sign ---------------------------------------------------------------------------------------
 
 _SUPERSCRIPTS = {"⁻": "-"} | {character: str(digit) for digit, character in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}
 _SUPERSCRIPT = re.compile("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
@@ -60,7 +71,7 @@ _LATEX = [
 
 
 class _Ascii(dict):
-    """A table for `str.translate` that brings digits, signs, spaces and currencies of any script to ASCII."""
+    """A table for `str.translate` that replaces digits, signs, spaces and currencies of any script by ASCII."""
 
     _SIGNS = {
         "\N{MINUS SIGN}": "-",
@@ -73,7 +84,8 @@ class _Ascii(dict):
         "\N{ARABIC DECIMAL SEPARATOR}": ".",
         "\N{ARABIC THOUSANDS SEPARATOR}": ",",
         "\N{RIGHT SINGLE QUOTATION MARK}": "'",
-        "\N{FULLWIDTH COMMA}": "\N{FULLWIDTH COMMA}",  # in Chinese it separates clauses, of which each has numbers
+        # It stays, because in Chinese it separates clauses, each of which may contain a number.
+        "\N{FULLWIDTH COMMA}": "\N{FULLWIDTH COMMA}",
     }
 
     def __missing__(self, code: int) -> str:
@@ -87,7 +99,7 @@ class _Ascii(dict):
             plain = "$"
         elif category == "Zs":
             plain = " "
-        elif category == "Cf":  # without a width, as a mark of direction
+        elif category == "Cf":  # invisible, such as a mark of direction
             plain = ""
         elif category == "No" and "\N{FRACTION SLASH}" in (parts := unicodedata.normalize("NFKC", character)):
             plain = " " + parts.replace("\N{FRACTION SLASH}", "/")  # 1½ = 1 1/2
@@ -103,7 +115,7 @@ _ASCII = _Ascii()
 
 
 def _plain(text: str) -> str:
-    """Return a text with one way to write digits, signs, spaces, currencies, exponents and fractions."""
+    """Return a text in which digits, signs, spaces, currencies, exponents and fractions have one form each."""
     text = _FULL_WIDTH_COMMA.sub(",", text)
     text = _SUPERSCRIPT.sub(lambda run: "^{" + "".join(map(_SUPERSCRIPTS.__getitem__, run[0])) + "}", text)
     text = text.translate(_ASCII)
@@ -121,7 +133,7 @@ _EXPONENT = r"(?:\{[ ]?[+-]?\d{1,4}[ ]?\}|[+-]?\d{1,4}(?!\d))"
 
 _TOKEN = re.compile(
     rf"""
-    # Not numbers: x_1, m^2, and what cannot be read: a root, a fraction of anything but numbers.
+    # Not numbers: x_1, m^2, and values that cannot be read: a root, a fraction of anything but numbers.
       (?P<unreadable> \\sqrt(?:\[[^][{{}}]*\])?[ ]?(?:\{{[^{{}}]*\}}|\d+) | √[ ]?\d+
         | (?!{_LATEX_FRACTION}) \\frac[ ]?(?:\{{[^{{}}]*\}}|\d)?[ ]?(?:\{{[^{{}}]*\}}|\d)? )
     | (?P<index> [_^][ ]?(?:\{{[^{{}}]*\}} | -?\d+) )
@@ -147,23 +159,24 @@ _TOKEN = re.compile(
         (?:[ ](?P<magnitude>hundred|thousand|million|billion|trillion)\b(?!-))?
         (?P<factor>[ ]?(?:\\pi|π))?
       )
-    # Not a number either: a digit in a name, as m2, x18 or COVID-19.
+    # Not a number either: a digit in a name, such as m2, x18 or COVID-19.
     | (?P<name> [A-Za-zÀ-ɏ]+(?:-?\d+(?:[.,]\d+)*)? )
     """,
     re.VERBOSE,
 )
 _MAGNITUDES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-# Between two numbers: the second is a part of an expression (20 - 2), a range, a ratio or one of several answers.
+# A text between two numbers that makes the second a part of an expression (20 - 2), a range, a ratio or one of several
+# answers.
 _JOINED = re.compile(
     r"[)}\]]*(?P<space> ?)(?:[-+×÷·/:^]|\*{1,2})(?P=space)[({\[]*|[*$,)} ]*(?:\bor\b|\band\b|或者?|和|、)[*$({ ]*"
 )
-# Before a number that is not the answer: `not 7`, `不是7`.
+# A text before a number that is not the answer: `not 7`, `不是7`.
 _DENIED = re.compile(r"(?:\bnot|不是|并非)[\s*$({\\]*\Z", re.IGNORECASE)
-_NEAR = 40  # the characters before a number that can change what it means
+_NEAR = 40  # how many characters before a number can change its meaning
 
 
 def _last_number(text: str) -> str:
-    """Return the last number that a text states, in a form that [`number`] reads."""
+    """Return the last number that a text states, in a form that `scoring.number` reads."""
     text = _plain(text if isinstance(text, str) else "")
     answer, end = INVALID, -_NEAR - 1  # `end` of the last number
     for token in _TOKEN.finditer(text):
@@ -185,7 +198,7 @@ def _is_joined(between: str, sign: str | None) -> bool:
 
 
 def _value(token: re.Match) -> str:
-    """Return the value of a number token: as it is written where it is one numeral, else computed."""
+    """Return the value of a number token: as it is written if it is one numeral, otherwise computed."""
     if token["factor"]:
         return INVALID
     sign, percent = ("-" if token["sign"] else ""), ("%" if token["percent"] else "")
@@ -207,13 +220,14 @@ def _numeral(text: str) -> str:
 
 
 def _read(text: str) -> Fraction:
+    """Return the value of a numeral. Raise ValueError if it is not one."""
     if (value := number(_numeral(text))) is None:
         raise ValueError(f"{text} is not a number")
     return value
 
 
 def _computed(token: re.Match) -> Fraction:
-    """Return the value of a fraction, a mixed number or a power. ValueError or ArithmeticError: there is none."""
+    """Return the value of a fraction, mixed number or power. Raise ValueError or ArithmeticError if it has none."""
     if token["above_zh"]:
         part = _read(token["above_zh"]) / _read(token["below_zh"])
         return _mixed(token["whole_zh"], part) if token["whole_zh"] else part
@@ -232,6 +246,7 @@ def _computed(token: re.Match) -> Fraction:
 
 
 def _mixed(whole: str, part: Fraction) -> Fraction:
+    """Return the value of a mixed number such as 1 3/4. Raise ValueError if it is not one."""
     if not 0 < part < 1 or _read(whole).denominator != 1:
         raise ValueError("not a mixed number")
     return _read(whole) + part
@@ -245,19 +260,19 @@ def _latex_fraction(text: str) -> Fraction:
 
 def _power(base: Fraction, exponent: str) -> Fraction:
     power = int(exponent.strip("eE^{} "))
-    # A few characters can stand for a number of any length.
+    # A few characters, such as 9^9999, stand for a number too long to compute.
     if abs(power) > 100 or base.numerator.bit_length() + base.denominator.bit_length() > 100:
         raise ValueError("too large")
     return base**power
 
 
-# --- The answer that is announced ---------------------------------------------------------------------------------
+# --- The announced answer -----------------------------------------------------------------------------------------
 
 # `The answer is`, `Answer:`, `**Answer**:`, `**Final answer:**`
 _ANNOUNCEMENT = re.compile(r"\banswer\b[*_\s]*(?:is\b[*_\s]*[:：]?|[:：])", re.IGNORECASE)
 _MARKS = " \t*_$`\"'“”‘’"
 _WRAPPED = re.compile(r"\\(?:boxed|fbox|text|textbf|textrm|mathrm|mathbf)\s*\{")
-_MAX_NESTED = 4  # as `\boxed{\textbf{A}}`
+_MAX_NESTED = 4  # `\boxed{\textbf{A}}` has two levels
 _BUT = re.compile(r"not\b.*?\bbut\b(?:\s+rather\b)?\s*(.*)", re.IGNORECASE)
 _OPTION = re.compile(r"(?:option |choice )?(?:\(([A-Za-z])\)|([A-Z])(?=[).:,]|\s*\Z))", re.IGNORECASE)
 _ANOTHER_OPTION = re.compile(r"\s*(?:,|/|&|\band\b|\bor\b)\s*(?:option )?(?:\([A-Za-z]\)|[A-Z](?=[).]|\s*\Z))")
@@ -303,9 +318,9 @@ def _unmarked(line: str) -> str:
 
 
 def _option(line: str) -> str:
-    """Return the one option that an answer begins with, as `(A)`; of an answer without a letter the text.
+    """Return the one option that an answer begins with, such as `(A)`, or its text if it begins with no letter.
 
-    The gold answers of a few questions of BBH are the text of an option.
+    In a few questions of BBH, the gold answer is the text of an option.
     """
     plain = re.sub("[*_$`]", "", line.translate(_ASCII)).strip()
     option = _OPTION.match(plain)

@@ -1,6 +1,6 @@
-"""What a folder of `--data` must be before a benchmark reads it: a README that can be read, and no file outside.
+"""Check a data set in the folder of `--data` before `datasets` reads it, and tell which version was read.
 
-Also which version of a data set was read.
+A README and links may not lead to files outside of the folder.
 """
 
 import os
@@ -15,10 +15,11 @@ from attnres.utils.yaml_files import load_card_metadata
 
 
 def check(folder: Path) -> None:
-    """Look at the README of a data set and at its links; the files' content is for `datasets`.
+    """Check the README and the links of a data set. The content of its data files is left to `datasets`.
 
     Raises:
-        ValueError: the README is broken or names what is not in the folder, or a link leads out of it, in one line.
+        ValueError: The README is broken or names a file outside of the folder, or a link leads out of the folder. The
+            message is one line.
     """
     inside = os.path.realpath(folder)
     for path in sorted(folder.rglob("*")):
@@ -29,29 +30,30 @@ def check(folder: Path) -> None:
     readme = folder / "README.md"
     if not readme.is_file():
         return
-    for name in _names(_configs(readme)):
+    for name in _file_names(_configs(readme)):
         if os.path.isabs(name) or "://" in name or ".." in Path(name).parts:
             raise ValueError(f"{readme} names {name}, which is not in the folder: name its files from there")
 
 
 def _configs(readme: Path) -> list[Any]:
-    """The entry `configs` of the README's head."""
+    """Return the entry `configs` of the README's metadata."""
     try:
         head = load_card_metadata(readme) or {}
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f" in line {mark.line + 2}" if mark else ""  # of the file, whose first line opens the head
-        raise ValueError(f"the head of {readme} is no YAML{where}: {getattr(error, 'problem', error)}") from error
+        # Marks count from 0, and the first line of the file opens the metadata.
+        place = f" in line {mark.line + 2}" if mark else ""
+        raise ValueError(f"the head of {readme} is not YAML{place}: {getattr(error, 'problem', error)}") from error
     except ValueError as error:
         raise ValueError(f"{readme} cannot be read: {error}") from error
     configs = head.get("configs") or []
     if not isinstance(configs, list) or not all(isinstance(config, dict) for config in configs):
-        raise ValueError(f"{readme}: `configs` is to be a list of configurations, not {configs!r}")
+        raise ValueError(f"{readme}: `configs` must be a list of configurations, not {configs!r}")
     return configs
 
 
-def _names(configs: list[dict[str, Any]]) -> Iterator[str]:
-    """Every file name or pattern that configurations give."""
+def _file_names(configs: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield every file name or pattern in configurations."""
 
     def texts(value: Any) -> Iterator[str]:
         if isinstance(value, str):
@@ -69,7 +71,7 @@ def _names(configs: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def damaged_file(folder: Path) -> str | None:
-    """The first Parquet file that cannot be read, and why, in one line: `datasets` does not name it."""
+    """Return one line on the first Parquet file that cannot be read, or `None`. `datasets` does not name the file."""
     from pyarrow import ArrowException, parquet
 
     for path in sorted(folder.rglob("*.parquet")):
@@ -82,30 +84,32 @@ def damaged_file(folder: Path) -> str | None:
 
 
 def revision(source: str | None, dataset: Mapping[str, Any]) -> str | None:
-    """The commit of a data set on the Hub, as far as that shows.
+    """Return the commit of a data set on the Hub, if it is known.
 
     Args:
-        source: what it was loaded from: a folder that `hf download --local-dir` filled, or an id on the Hub.
-        dataset: its splits, as `datasets` loaded them.
+        source: Where it was loaded from: a folder that `hf download --local-dir` filled, or an id on the Hub.
+        dataset: Its splits, as `datasets` loaded them.
 
     Returns:
-        40 hexadecimal digits; None if it is unknown, or if a file was added or changed since.
+        40 hexadecimal digits. `None` if the commit is unknown, or if a file was added or changed since the download.
     """
     if source and os.path.isdir(source):
         names = (path.relative_to(source) for path in Path(source).rglob("*") if path.is_file())
-        commits = {_downloaded(Path(source), name) for name in names if name.parts[0] != ".cache"}
-    else:  # `datasets` keeps what it prepared of a commit in a folder of that name
+        commits = {_downloaded_commit(Path(source), name) for name in names if name.parts[0] != ".cache"}
+    else:
+        # `datasets` names the folder of its converted files after the commit.
         files = (file for split in dataset.values() for file in getattr(split, "cache_files", ()))
         commits = {Path(file["filename"]).parent.name for file in files}
     commit = commits.pop() if len(commits) == 1 else None
     return commit if commit and re.fullmatch("[0-9a-f]{40}", commit) else None
 
 
-def _downloaded(folder: Path, name: Path) -> str | None:
-    """The commit from which `hf download` took a file; None if it did not, or if the file was changed since."""
-    note = folder / ".cache" / "huggingface" / "download" / f"{name}.metadata"
+def _downloaded_commit(folder: Path, name: Path) -> str | None:
+    """Return the commit from which `hf download` took a file; `None` if it did not, or if the file changed since."""
+    record = folder / ".cache" / "huggingface" / "download" / f"{name}.metadata"
     try:
-        commit, _, time = note.read_text(encoding="utf-8").split()
+        commit, _, time = record.read_text(encoding="utf-8").split()
+        # The record is written just after the file, with the time of that moment.
         return commit if (folder / name).stat().st_mtime - 1 <= float(time) else None
     except (OSError, ValueError):
         return None

@@ -1,7 +1,8 @@
-"""Results of `attnres eval` as the Hub reads them: files `.eval_results/*.yaml` of a model's repository.
+"""Write and read evaluation results in the Hub's format: files `.eval_results/*.yaml` of a model's repository.
 
-The format: https://huggingface.co/docs/hub/eval-results. One file holds one number, of one benchmark in one setting.
-Only whole benchmarks have one, whose data set has an id on the Hub. Reading needs no lm_eval.
+The format: https://huggingface.co/docs/hub/eval-results. One file holds one number, of one benchmark with one number of
+shots. Only benchmarks that ran on all their items, and whose data set has an id on the Hub, get a file. Reading needs
+no lm_eval, so that `attnres push` works without it.
 """
 
 import math
@@ -25,34 +26,40 @@ if TYPE_CHECKING:
 
 FOLDER = ".eval_results"
 
+# The harness's name of how a benchmark asks -> the words in `notes`.
 _SCORING = {"generate_until": "of generated answers", "multiple_choice": "by likelihood of the choices"}
 
 
 @dataclass(frozen=True)
 class HubResults:
-    """What a run has for the Hub: entries by the names of their files, and why other benchmarks have none."""
+    """The results of a run for the Hub.
+
+    Attributes:
+        entries: The entries by the names of their files.
+        left_out: One line for each reason why benchmarks have no entry.
+    """
 
     entries: dict[str, EvalResultEntry]
     left_out: list[str]
 
 
 def make_results(rows: Sequence["ReportRow"], results: Mapping[str, Any], baseline: str | None = None) -> HubResults:
-    """The entries of a report's rows.
+    """Return the entries of a report's rows.
 
-    Values are percent with two decimals. `notes` say how the number came about and, if there is a baseline, how far it
-    is from the baseline's.
+    Values are percent with two decimals. `notes` say how the number was computed and, if there is a baseline, how far
+    it is from the baseline's number.
 
     Args:
-        rows: as from [`attnres.eval.rows.make_row`].
-        results: of the model, as from [`attnres.eval.suite.collect`].
-        baseline: the second model, as named in the command; of a directory only its own name is published.
+        rows: The rows, from [`attnres.eval.rows.make_row`].
+        results: The model's results, from [`attnres.eval.suite.collect`].
+        baseline: The second model as named in the command. Of a directory only the last part is published.
     """
-    entries, parts, homeless = {}, [], []
+    entries, incomplete, not_on_hub = {}, [], []
     for row in rows:
         if not _is_on_hub(row.benchmark.dataset):
-            homeless.append(row.benchmark.title)
+            not_on_hub.append(row.benchmark.title)
         elif row.items < row.whole:
-            parts.append(f"{row.benchmark.title} ({row.items:,} of {row.whole:,} items)")
+            incomplete.append(f"{row.benchmark.title} ({row.items:,} of {row.whole:,} items)")
         else:
             entries[_file_name(row)] = EvalResultEntry(
                 dataset_id=row.benchmark.dataset,
@@ -62,12 +69,12 @@ def make_results(rows: Sequence["ReportRow"], results: Mapping[str, Any], baseli
                 date=row.date,
                 notes=_notes(row, results["software"], baseline),
             )
-    reasons = {"only whole benchmarks are published": parts, "no data set with an id on the Hub": homeless}
+    reasons = {"only whole benchmarks are published": incomplete, "no data set with an id on the Hub": not_on_hub}
     return HubResults(entries, [f"{', '.join(names)}: {reason}." for reason, names in reasons.items() if names])
 
 
 def _is_on_hub(dataset: object) -> bool:
-    """Whether that is an id such as `openai/gsm8k`."""
+    """Return whether a data set has an id on the Hub, such as `openai/gsm8k`."""
     try:
         validate_repo_id(dataset)
     except HFValidationError:
@@ -76,14 +83,18 @@ def _is_on_hub(dataset: object) -> bool:
 
 
 def _file_name(row: "ReportRow") -> str:
-    """Of the benchmark and the setting, whatever characters the name has; never a hidden file or one elsewhere."""
+    """Return the file name for a benchmark and its number of shots."""
+    # A task's name may contain any characters. The file must be visible, and in this folder.
     name = quote(row.benchmark.name, safe="")
     return f"{'%2E' + name[1:] if name.startswith('.') else name}_{row.shots}shot.yaml"
 
 
 def _notes(row: "ReportRow", software: Mapping[str, str], baseline: str | None) -> str:
-    metric, answer = row.benchmark.metric.split(",")
-    scoring = f"{metric}{'' if answer == 'none' else f' ({answer})'} {_SCORING.get(row.output_type, '')}".strip()
+    """Return the text that says how a number was computed."""
+    metric, filter_name = row.benchmark.metric.split(",")
+    scoring = (
+        f"{metric}{'' if filter_name == 'none' else f' ({filter_name})'} {_SCORING.get(row.output_type, '')}".strip()
+    )
     facts = [f"{row.shots}-shot", f"{scoring} in percent", f"{row.items:,} items"]
     if row.second:
         facts.append(f"{' ('.join(row.benchmark.second.split(','))}) {row.second.score.value:.2f}")
@@ -95,40 +106,44 @@ def _notes(row: "ReportRow", software: Mapping[str, str], baseline: str | None) 
     notes = f"{'; '.join(facts)}."
     if baseline is None or row.baseline is None:
         return notes
-    difference = f"Difference from {_public(baseline)} ({row.baseline.value:.2f})"
+    difference = f"Difference from {_public_name(baseline)} ({row.baseline.value:.2f})"
     if (pair := row.pair) is None:
         return f"{notes} {difference}: {row.score.value - row.baseline.value:+.2f}."
     interval = f"{100 * pair.difference:+.2f} [{100 * pair.low:+.2f}, {100 * pair.high:+.2f}] at 95%"
     return f"{notes} {difference}, paired by item: {interval}, p = {pair.p_value:.2g}."
 
 
-def _public(model: str) -> str:
-    """Where a directory lies on this machine does not belong in results to publish."""
+def _public_name(model: str) -> str:
+    """Return a model's id, or the last part of a directory's path. The rest of a path is private."""
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
-def write_results(out: Path, found: HubResults) -> list[Path]:
-    """Write the entries to `out/.eval_results`, each file whole or not at all.
+def write_results(out: Path, results: HubResults) -> list[Path]:
+    """Write the entries to `out/.eval_results`, each file as a whole or not at all.
 
-    Files of an earlier run that would be out of date go; those that this function did not write stay as they are.
+    Outdated files of an earlier run are removed. Files that this function did not write stay as they are.
+
+    Args:
+        out: The folder of the run.
+        results: The entries.
 
     Returns:
         The files, in the order of the entries.
 
     Raises:
-        FileExistsError: a file of that name is there that was not written by this function.
+        FileExistsError: A file of the same name exists that this function did not write.
     """
     folder = out / FOLDER
     for path in sorted(folder.glob("*.yaml")):
-        if path.name in found.entries:
-            _check_own(path)
-        elif _is_own(path):
+        if path.name in results.entries:
+            _check_replaceable(path)
+        elif _is_written_here(path):
             path.unlink()
-    if found.entries:
+    if results.entries:
         folder.mkdir(parents=True, exist_ok=True)
-    for name, entry in found.entries.items():
+    for name, entry in results.entries.items():
         atomic_write(folder / name, _to_yaml(name, entry))
-    return [folder / name for name in found.entries]
+    return [folder / name for name in results.entries]
 
 
 def _to_yaml(name: str, entry: EvalResultEntry) -> str:
@@ -137,25 +152,26 @@ def _to_yaml(name: str, entry: EvalResultEntry) -> str:
 
 
 def _head(name: str) -> str:
-    """The first line, by which a file is known as its writer's: a copy under another name is its user's."""
+    """Return the first line of a file. It names the file, so that a copy under another name counts as your own."""
     return f"# {name}, written by attnres eval\n"
 
 
-def _is_own(path: Path) -> bool:
+def _is_written_here(path: Path) -> bool:
+    """Return whether `write_results` wrote a file."""
     return path.is_file() and path.read_bytes().startswith(_head(path.name).encode())
 
 
-def _check_own(path: Path) -> None:
-    if os.path.lexists(path) and not _is_own(path):
+def _check_replaceable(path: Path) -> None:
+    if os.path.lexists(path) and not _is_written_here(path):
         raise FileExistsError(f"{path} was not written by attnres eval, and would be replaced. Rename or remove it.")
 
 
 def read_results(folder: Path) -> dict[Path, list[EvalResultEntry]]:
-    """The files of results in the directory of a run or a model, and what they say.
+    """Return the entries of each result file in the directory of a run or a model.
 
     Raises:
-        FileNotFoundError: there are none.
-        ValueError: a file is not as the Hub wants it, in one line that names it.
+        FileNotFoundError: There are no result files.
+        ValueError: A file is not in the Hub's format. The message is one line that names the file.
     """
     paths = sorted((folder / FOLDER).glob("*.yaml"))
     if not paths:
@@ -170,7 +186,7 @@ def _read(path: Path) -> list[EvalResultEntry]:
     try:
         content = load_yaml(path.read_text(encoding="utf-8"))
         if not isinstance(content, list) or not content:
-            raise ValueError("it is no list of results")
+            raise ValueError("it must be a list of results")
         entries = [entry for item in content for entry in parse_eval_result_entries([item])]
         if len(entries) < len(content):
             raise ValueError("it holds a result that the Hub refused")
@@ -180,39 +196,40 @@ def _read(path: Path) -> list[EvalResultEntry]:
         reason = " ".join(str(error).split()).rstrip(".")
         if isinstance(error, KeyError):
             reason = f"it lacks {error}"
-        elif isinstance(error, AttributeError | TypeError):  # of the parser, which takes the form for granted
-            reason = "a result is to have a dataset with id and task_id, and a value"
+        elif isinstance(error, AttributeError | TypeError):  # the parser expects this form without a check
+            reason = "a result must have a dataset with id and task_id, and a value"
         raise ValueError(
-            f"{path} holds no results as the Hub wants them: {reason}. Remove it; the same attnres eval command writes "
-            "its own files again."
+            f"{path} does not hold results in the Hub's format: {reason}. Remove it; the same attnres eval command "
+            "writes its files again."
         ) from error
     return entries
 
 
 def _check(entry: EvalResultEntry) -> None:
-    """Raises ValueError: what the Hub asks of an entry, and its parser does not check."""
+    """Raise ValueError if an entry breaks a rule of the Hub that `huggingface_hub` does not check."""
     if not _is_on_hub(entry.dataset_id):
-        raise ValueError(f"its data set {_shortened(entry.dataset_id)} is no id such as ORG/NAME")
+        raise ValueError(f"its data set {_shortened(entry.dataset_id)} must be an id such as ORG/NAME")
     if not _is_score(entry.value):
-        raise ValueError(f"its value {_shortened(entry.value)} is no finite number")
+        raise ValueError(f"its value {_shortened(entry.value)} must be a finite number")
     for field in ("task_id", "dataset_revision", "date", "notes"):
         value = getattr(entry, field)
         if not isinstance(value, str) and (field == "task_id" or value is not None):
-            raise ValueError(f"its {field} {_shortened(value)} is no text (quotes make it one)")
+            raise ValueError(f"its {field} {_shortened(value)} must be text (put it in quotes)")
 
 
 def _is_score(value: object) -> bool:
+    """Return whether a value is a finite number."""
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer beyond the largest float, which is what readers make of it
+    except OverflowError:  # an integer beyond the largest float
         return False
 
 
 def _shortened(value: object) -> str:
-    """A value in one line of a message; of a long one its beginning."""
+    """Return a value for a message, cut after 100 characters."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes no integer of more than 4300 digits, which YAML may give in hexadecimal
+    except ValueError:  # Python refuses to write an integer of more than 4300 digits; YAML may hold one in hexadecimal
         return f"of {value.bit_length():,} bits" if isinstance(value, int) else f"of type {type(value).__name__}"
     return text if len(text) <= 100 else f"{text[:100]}..."
 

@@ -1,8 +1,8 @@
-"""Scorers and shots that the task files name where YAML cannot say it.
+"""Functions that the task files name where YAML is not enough: scorers, targets and choices of shots.
 
-A filter of the task file cuts the answer out of the generated text; what is here reads that answer as a number or a
-name and compares it with the gold one. A scorer is `(doc, results) -> {metric: 0.0 or 1.0}`, where `results` holds the
-one filtered answer, as lm_eval calls it.
+A filter of the task file extracts the answer from the generated text. A scorer reads that answer as a number or a name
+and compares it with the gold answer. lm_eval calls it as `(doc, results) -> {metric: 0.0 or 1.0}`, where `results`
+holds the one filtered answer.
 """
 
 import random
@@ -23,10 +23,10 @@ _CMATH_TOLERANCE = Fraction(1, 100)
 
 
 def number(text: str) -> Fraction | None:
-    """The number that a short answer states, exactly, or None if it states none.
+    """Return the exact number that a short answer states, or `None` if it states none.
 
-    Reads signs, thousands separators, decimals, `3/4`, `4分之3` (= 3/4), `12%` (= 0.12) and a dollar sign; a point that
-    ends the sentence does not count.
+    It may have a sign, thousands separators, decimals, a dollar sign, and a point that ends the sentence. It may be a
+    fraction such as `3/4` or `4分之3` (= 3/4), or a percentage such as `12%` (= 0.12).
     """
     text = _plain(text)
     if fraction := _CHINESE_FRACTION.fullmatch(text):
@@ -43,49 +43,69 @@ def number(text: str) -> Fraction | None:
 
 
 def _plain(text: str) -> str:
-    """The text in ASCII forms of digits and signs, without currency and the end of a sentence."""
+    """Return a text with ASCII digits and signs, without a dollar sign and the point that ends the sentence."""
     return unicodedata.normalize("NFKC", text).replace("\N{MINUS SIGN}", "-").replace("$", "").strip().rstrip(".,。 ")
 
 
 def gsm8k(doc: dict, results: list[str]) -> dict[str, float]:
-    """1 if the answer is the number after `####` in the reference solution."""
+    """Score 1 if the answer equals the number after `####` in the reference solution.
+
+    Args:
+        doc: The item, with `answer`.
+        results: The one filtered answer.
+    """
     gold = number(doc["answer"].split("####")[-1])
     return {"exact_match": float(number(results[0]) == gold)}
 
 
 def mgsm(doc: dict, results: list[str]) -> dict[str, float]:
-    """1 if the answer is the gold whole number; in some of the languages 276.000 is how one writes it."""
+    """Score 1 if the answer equals the gold whole number.
+
+    Args:
+        doc: The item, with `answer_number`.
+        results: The one filtered answer.
+    """
     gold, text = doc["answer_number"], results[0]
     readings = [number(text)]
+    # In some of the languages, 276000 is written 276.000.
     if _GROUPED_BY_POINTS.fullmatch(_plain(text)):
         readings.append(number(text.replace(".", "")))
     return {"exact_match": float(gold in readings)}
 
 
 def mgsm_target(doc: dict) -> str:
-    """The worked answer of a shot without its label, which ends in a colon; of other documents the number."""
-    if doc["answer"] is None:
+    """Return the worked answer of a shot without its label, which ends in a colon."""
+    if doc["answer"] is None:  # an item that is asked has a number alone
         return str(doc["answer_number"])
     return re.split("[:\N{FULLWIDTH COLON}]", doc["answer"], maxsplit=1)[1].strip()
 
 
 def math(doc: dict, results: list[str]) -> dict[str, float]:
-    """1 if either judge of lm_eval's `minerva_math` says so.
+    """Score 1 if one of the two judges of lm_eval's `minerva_math` accepts the answer.
 
-    math-verify compares with all that the reference solution has in boxes at its end, also where any one of them is
-    right; Minerva's own rule compares with the last box, and knows fewer forms of one answer.
+    Some reference solutions end with several boxes, of which any one is right. math-verify wants all of them. Minerva's
+    rule compares with the last box, and knows fewer forms of one answer.
+
+    Args:
+        doc: The item, as lm_eval prepares it.
+        results: The generated text.
     """
+    # Imports sympy, which takes a second.
     from lm_eval.tasks.minerva_math.utils import process_results
 
     return {"exact_match": float(max(process_results(doc, results).values()))}
 
 
 def cmath(doc: dict, results: list[str]) -> dict[str, float]:
-    """1 if the answer agrees with the gold one as the authors' evaluation script has it (XiaoMi/cmath on GitHub).
+    """Score 1 if the answer agrees with the gold one by the rule of the authors' script (XiaoMi/cmath on GitHub).
 
-    Two whole numbers have to be equal. Where one is a decimal, fraction or percentage:
+    Two whole numbers must be equal. If one of them is a decimal, fraction or percentage:
 
         |answer - gold| / (min(|answer|, |gold|) + 1e-6) < 0.01
+
+    Args:
+        doc: The item, with `golden`.
+        results: The one filtered answer.
     """
     answer, gold = number(results[0]), number(doc["golden"])
     if answer is None:
@@ -97,21 +117,27 @@ def cmath(doc: dict, results: list[str]) -> dict[str, float]:
 
 
 def triviaqa(doc: dict, results: list[str]) -> dict[str, float]:
-    """1 if the answer is one of the accepted names, up to case, articles, punctuation and spaces."""
+    """Score 1 if the answer is one of the accepted names, up to case, articles, punctuation and spaces.
+
+    Args:
+        doc: The item, with `answer`, which holds `value` and `aliases`.
+        results: The one filtered answer.
+    """
     answer = _name(results[0])
     accepted = {_name(alias) for alias in [doc["answer"]["value"], *doc["answer"]["aliases"]]}
     return {"exact_match": float(bool(answer) and answer in accepted)}
 
 
 def _name(text: str) -> str:
+    """Return a name in lower case without articles and punctuation. A name of articles alone, as "A", stays."""
     words = unicodedata.normalize("NFC", text).lower().translate(_PUNCTUATION).split()
     return " ".join([word for word in words if word not in ("a", "an", "the")] or words)
 
 
 def gpqa(dataset: datasets.Dataset) -> datasets.Dataset:
-    """GPQA with its four choices in an order that depends on the question's text alone, as `choice1` to `choice4`.
+    """Return GPQA with its four choices shuffled, as `choice1` to `choice4`, and the letter of the right one.
 
-    The order is the same in every process, for every limit and every choice of tasks.
+    The order depends on the question's text alone, so it is the same in every process and for every limit.
     """
 
     def shuffle(doc: dict) -> dict:
@@ -124,5 +150,5 @@ def gpqa(dataset: datasets.Dataset) -> datasets.Dataset:
 
 
 def mbpp_shots(dataset: datasets.Dataset) -> datasets.Dataset:
-    """The three problems that the authors of MBPP show: numbers 2, 3 and 4 of the split `prompt`."""
+    """Return the three problems that the authors of MBPP use as shots: numbers 2, 3 and 4 of the split `prompt`."""
     return dataset.filter(lambda doc: doc["task_id"] in (2, 3, 4))

@@ -1,4 +1,7 @@
-"""The results of one model, a file for each task, so that a run that was killed goes on where it stood."""
+"""Store the results of one model in a file for each task, so that a run that was killed can continue.
+
+A result carries a hash of its content, so that an edited file is not taken for a measurement.
+"""
 
 import json
 from collections.abc import Mapping
@@ -15,18 +18,16 @@ SETUP, HASH = "setup.json", "sha256"
 
 
 class ResultStore:
-    """The folder of one model's results: `setup.json`, which says how they come about, and `TASK.json` for each task.
+    """The folder of one model's results: `setup.json` with the settings, and `TASK.json` for each task.
 
     Args:
-        setup: everything that decides the numbers. A folder that was written under another setup is refused.
-
-    A result carries a hash of all that it says, so that one that was edited is not taken for a measurement.
-
-    Until there is a result, the setup can be another: a run that found no data goes on with data from elsewhere.
+        folder: The folder; it is created.
+        setup: Everything that decides the numbers. A folder with results of another setup is refused. A folder without
+            results takes the new setup, so that a run that found no data can continue with data from elsewhere.
 
     Raises:
-        FileExistsError: the folder holds results of another setup.
-        ValueError: its setup is damaged or lacks a setting.
+        FileExistsError: The folder holds results of another setup.
+        ValueError: The stored setup is damaged or lacks a setting.
     """
 
     def __init__(self, folder: Path, setup: Mapping[str, Any]) -> None:
@@ -42,7 +43,7 @@ class ResultStore:
         return self.path(task).exists()
 
     def read(self, task: str) -> dict[str, Any]:
-        """The stored result. ValueError: it is damaged or was edited, in one line that names the file."""
+        """Return the stored result of a task. Raise ValueError in one line if it is damaged or was edited."""
         path = self.path(task)
         remedy = "Remove it, and the same command computes it again."
         result = _read(path, remedy)
@@ -51,20 +52,29 @@ class ResultStore:
         return result
 
     def write(self, task: str, result: Mapping[str, Any]) -> None:
-        # Of what a reader will see: JSON turns numbers that are keys into text.
+        """Store the result of a task, as a whole or not at all.
+
+        Args:
+            task: The task's name.
+            result: The result, without a key `sha256`.
+        """
+        # The hash is that of the content as it will be read: JSON turns keys that are numbers into text.
         atomic_write(self.path(task), to_json({**result, HASH: _hash(json.loads(to_json(result)))}))
 
     @property
     def setup(self) -> dict[str, Any]:
+        """The stored setup."""
         return _read(self.folder / SETUP, f"Choose another --out, or remove the folder {self.folder}.")
 
     def path(self, task: str) -> Path:
-        """The file of a task's result, whatever characters its name has."""
+        """Return the file of a task's result, whatever characters the task's name has."""
         name = quote(task, safe="")
+        # A task named `setup` must not replace the setup.
         return self.folder / ("%73etup.json" if f"{name}.json" == SETUP else f"{name}.json")
 
 
 def _read(path: Path, remedy: str) -> dict[str, Any]:
+    """Return the object in a JSON file. Raise ValueError, ending in the remedy, if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -79,15 +89,21 @@ def _hash(result: Mapping[str, Any]) -> str:
 
 
 def to_json(content: Mapping[str, Any], indent: int | None = None) -> str:
-    """As the harness writes its results."""
+    """Return JSON as the harness writes its results.
+
+    Args:
+        content: The content.
+        indent: The number of spaces per level; by default, all is on one line.
+    """
     return json.dumps(content, indent=indent, default=handle_non_serializable, ensure_ascii=False) + "\n"
 
 
 def _check_same(folder: Path, stored: Mapping[str, Any], setup: Mapping[str, Any]) -> None:
+    """Raise an error that names the first setting in which two setups differ."""
     for key, value in setup.items():
         if stored.get(key) == value:
             continue
-        if key not in stored:  # emptied, or of another version
+        if key not in stored:  # the file was emptied, or is of another version
             raise ValueError(f"{folder / SETUP} does not say the {key}. Choose another --out, or remove the folder.")
-        what = f"other {key}" if isinstance(value, dict) else f"{key} {stored.get(key)!r}, not {value!r}"
-        raise FileExistsError(f"{folder} holds results with {what}. Choose another --out, or remove the folder.")
+        difference = f"other {key}" if isinstance(value, dict) else f"{key} {stored.get(key)!r}, not {value!r}"
+        raise FileExistsError(f"{folder} holds results with {difference}. Choose another --out, or remove the folder.")

@@ -1,9 +1,10 @@
-"""Compile the templates of task files once, and end those that take too much time or memory.
+"""Compile the templates of task files once, and stop those that take too much time or memory.
 
-A task file comes from its author. A loop in it (`{% for i in range(10**12) %}`) would hang a run without a word, and
-`{{ "x" * 10**10 }}` would take all memory in one step, which nothing can interrupt. So each render has a time limit, in
-processor time of this process (a busy machine or one that sleeps does not count), and the operations that can build
-something large in one step have a limit of their own.
+Anyone can write a task file. A loop such as `{% for i in range(10**12) %}` would hang a run silently, and
+`{{ "x" * 10**10 }}` would take all memory in one step, which nothing can interrupt. Two limits prevent this:
+
+- Each render has a limit on the processor time of this process, so that a busy or sleeping machine does not count.
+- Each operation that can build something large in one step checks the size of its result first.
 """
 
 import ctypes
@@ -24,37 +25,42 @@ from jinja2.runtime import Context
 from jinja2.sandbox import SandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
 from markupsafe import Markup
 
-# For one prompt of one item, which takes less than a thousandth of that.
+# For one prompt of one item. Usual templates take less than a thousandth of it.
 TEMPLATE_SECONDS = 10.0
-# Characters of a text, or elements of a list. The longest prompts of benchmarks have some 100,000 characters.
+# Characters of a text, or elements of a list. The longest prompts of benchmarks have about 100,000 characters.
 MAX_LENGTH = 10_000_000
-# Of a whole number: 30,000 digits. Python writes out at most 4,300.
+# Of a whole number: 30,000 digits. Python prints at most 4,300.
 MAX_BITS = 100_000
 MAX_RANGE = 100_000
 
 
 class TemplateTooLong(RuntimeError):
-    """A template that takes too much time or memory. The message is one line with its beginning and the bound."""
+    """The error for a template that takes too much time or memory. The message is one line that shows its beginning."""
 
 
 class _TooLarge(Exception):
-    """One operation of a template would build too much. The message names the operation and its bound."""
+    """The error for an operation of a template that would build too much. The message names it and its bound."""
 
 
 class _TimeIsUp(BaseException):
-    """Not an `Exception`: Jinja takes those for constants that it cannot compute, and computes them again."""
+    """The alarm of the time limit.
+
+    It is no `Exception`, because Jinja catches these while it computes constants, and would compute them again.
+    """
 
 
 @contextmanager
 def bounded_templates() -> Iterator[None]:
-    """Let the harness compile each template once (for MMLU that saves a minute), and bound each.
+    """Let the harness compile each template once, which saves a minute for MMLU, and bound its time and memory.
 
-    Python functions that a task names by `!function`, and regular expressions, are bounded by nothing but the time
-    limit, which can interrupt them only between their own steps.
+    Python functions that a task names by `!function` are not bounded. Regular expressions and other long steps in C are
+    stopped by the time limit only once they end.
 
     Raises:
-        TemplateTooLong: out of whatever renders a template.
+        TemplateTooLong: Inside the context, from any code that renders a template.
     """
+    # The harness renders every template by `lm_eval.utils.env`, a global that neither a task nor an argument can
+    # replace. Its one method that the harness calls is replaced for a while on that object.
     environment = lm_eval.utils.env
     compile_template = environment.from_string
     bounded = _BoundedEnvironment(
@@ -62,15 +68,16 @@ def bounded_templates() -> Iterator[None]:
         undefined=environment.undefined,
         keep_trailing_newline=environment.keep_trailing_newline,
     )
-    for name, own in environment.filters.items():
-        bounded.filters.setdefault(name, own)
+    # Where both have a filter or a global, such as `range`, the bounded one stays.
+    for name, function in environment.filters.items():
+        bounded.filters.setdefault(name, function)
     bounded.tests |= environment.tests
-    for name, own in environment.globals.items():
-        bounded.globals.setdefault(name, own)
+    for name, value in environment.globals.items():
+        bounded.globals.setdefault(name, value)
 
     @cache
     def from_string(source: str) -> "_BoundedTemplate":
-        # Jinja computes constants while it compiles.
+        # Compiling is bounded too, because Jinja computes constants there.
         return _BoundedTemplate(_within_bounds(lambda: bounded.from_string(source), source), source)
 
     environment.from_string = from_string
@@ -81,7 +88,7 @@ def bounded_templates() -> Iterator[None]:
 
 
 class _BoundedTemplate:
-    """A template as the harness uses it."""
+    """A template with the one method that the harness calls."""
 
     def __init__(self, template: Template, source: str) -> None:
         self._template, self._source = template, source
@@ -99,7 +106,7 @@ class _BoundedTemplate:
 
 
 def _within_bounds(work: Callable[[], Any], source: str) -> Any:
-    """Return what `work` returns, or raise TemplateTooLong in one line that shows the template."""
+    """Return the result of `work`, or raise TemplateTooLong in one line that shows the template `source`."""
     try:
         return _within_time(work)
     except _TimeIsUp:
@@ -115,10 +122,10 @@ def _within_bounds(work: Callable[[], Any], source: str) -> Any:
 
 
 def _within_time(work: Callable[[], Any]) -> Any:
-    """Return what `work` returns, or raise _TimeIsUp once it took `TEMPLATE_SECONDS`.
+    """Return the result of `work`, or raise _TimeIsUp once it took `TEMPLATE_SECONDS`.
 
-    The alarm may come at any step between the two settings of `armed`, and is harmless at any other. One that comes in
-    the `finally` clause, after a long step in C that ended, leaves this function like one that comes before.
+    The alarm raises only while `armed` is true. It may come in the `finally` clause below, after a long step in C. It
+    then leaves this function as if it had come before.
     """
     armed = False
 
@@ -142,9 +149,10 @@ def _within_time(work: Callable[[], Any]) -> Any:
 
 
 def _alarm(is_armed: Callable[[], bool]) -> Callable[[], None]:
-    """Raise _TimeIsUp in this thread after `TEMPLATE_SECONDS` if it is armed then; return what cancels that.
+    """Set an alarm that raises _TimeIsUp in this thread after `TEMPLATE_SECONDS` if it is armed then.
 
-    Once cancelled, it raises nothing.
+    Returns:
+        The function that cancels the alarm. After its call, nothing is raised.
     """
     if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
         return _alarm_by_signal(is_armed)
@@ -166,7 +174,10 @@ def _alarm_by_signal(is_armed: Callable[[], bool]) -> Callable[[], None]:
 
 
 def _alarm_by_thread(is_armed: Callable[[], bool]) -> Callable[[], None]:
-    """For threads that get no signals, and for Windows: another thread watches, and raises there by the C API."""
+    """Set the alarm by a second thread, which raises in this one by Python's C API.
+
+    Only the main thread receives signals, and Windows has no timer signal.
+    """
     caller = ctypes.c_ulong(threading.get_ident())
     raise_in_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc
     ended, lock = threading.Event(), threading.Lock()
@@ -183,39 +194,45 @@ def _alarm_by_thread(is_armed: Callable[[], bool]) -> Callable[[], None]:
     def cancel() -> None:
         with lock:
             ended.set()
-            # It may have been raised by now and not have arrived: NULL takes it back.
+            # An exception that was raised and has not arrived yet is taken back by NULL.
             raise_in_thread(caller, None)
 
     threading.Thread(target=watch, daemon=True).start()
     return cancel
 
 
-def _check(what: str, size: int, bound: int = MAX_LENGTH, unit: str = "characters or elements") -> None:
-    """Raise _TooLarge if `what` is larger than its bound."""
+def _check(name: str, size: int, bound: int = MAX_LENGTH, unit: str = "characters or elements") -> None:
+    """Raise _TooLarge if the size of what `name` describes exceeds its bound."""
     if size > bound:
-        raise _TooLarge(f"{what} must be at most {bound:,} {unit}")
+        raise _TooLarge(f"{name} must be at most {bound:,} {unit}")
 
 
 def _length(value: Any) -> int:
+    """Return the length of a text or list, and 0 for other values, which do not grow when they are joined."""
     return len(value) if isinstance(value, str | bytes | list | tuple) else 0
 
 
 def _check_format(spec: str, arguments: Any = ()) -> None:
-    """Check the widths and precisions of a format, which pad to any length. `*` takes them from the arguments."""
+    """Check the widths and precisions of a format, which could pad to any length.
+
+    Args:
+        spec: The format without its text.
+        arguments: The values to format; `*` takes a width from them.
+    """
     widths = [int(digits) for digits in re.findall(r"[0-9]{1,4000}", spec)]
     if "*" in spec:
-        given = arguments if isinstance(arguments, tuple) else (arguments,)
-        widths += [abs(argument) for argument in given if isinstance(argument, int)]
+        values = arguments if isinstance(arguments, tuple) else (arguments,)
+        widths += [abs(argument) for argument in values if isinstance(argument, int)]
     _check("the width in a format", max(widths, default=0))
 
 
 def _check_operation(operator: str, left: Any, right: Any) -> None:
-    """Check what a binary operator would build, before it does."""
+    """Check the size of a binary operator's result before it is computed."""
     if operator == "+":
         _check("what `+` joins", _length(left) + _length(right))
     elif operator == "%" and isinstance(left, str | bytes):
         text = left if isinstance(left, str) else left.decode("latin-1")
-        # Only what follows a `%`: other numbers in the text are text.
+        # Only what follows a `%` is a format. Other numbers belong to the text.
         _check_format(" ".join(re.findall(r"%(?:\([^)]*\))?([^a-zA-Z%]*)", text)), right)
     elif isinstance(left, int) and isinstance(right, int):
         bits, other = left.bit_length(), right.bit_length()
@@ -230,7 +247,7 @@ def _check_operation(operator: str, left: Any, right: Any) -> None:
 
 
 def _check_call(function: Any, arguments: tuple, keywords: dict[str, Any]) -> None:
-    """Check the methods of texts that return more than they are given."""
+    """Check the methods of texts whose result can be longer than what they are given."""
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
     numbers = [abs(value) for value in (*arguments, *keywords.values()) if isinstance(value, int)]
     size = max(numbers, default=0)
@@ -259,13 +276,13 @@ def _check_join(separator: Any, parts: Any) -> None:
 
 def _bounded_range(*arguments: int) -> range:
     numbers = range(*arguments)
-    # The length of the longest ranges is no number that `len` returns.
+    # `len` fails for the longest ranges.
     count = max(0, (numbers.stop - numbers.start) // numbers.step + 1)
     _check("`range`", count - 1, MAX_RANGE, "numbers")
     return numbers
 
 
-# The filters that pad or repeat, and the check of each, which gets what the filter gets.
+# Filters that pad or repeat -> their check, which takes the filter's arguments.
 _FILTER_CHECKS: dict[str, Callable[..., object]] = {
     "batch": lambda value, count, fill=None: _check("the size of `batch`", count),
     "center": lambda value, width=80: _check("the width of `center`", width),
@@ -282,10 +299,10 @@ _FILTER_CHECKS: dict[str, Callable[..., object]] = {
 
 
 class _BoundedFormats:
-    """Check the format of each field of `str.format` when its width is known, also one from an argument."""
+    """A mixin that checks the format of each field of `str.format` once its width is known, also from an argument."""
 
     def format_field(self, value: Any, format_spec: str) -> Any:
-        if isinstance(value, str | int | float):  # other values, as dates, have formats of their own
+        if isinstance(value, str | int | float):  # dates and the like read formats in another way
             _check_format(format_spec)
         return super().format_field(value, format_spec)
 
@@ -300,10 +317,10 @@ class _BoundedEscapeFormatter(_BoundedFormats, SandboxedEscapeFormatter):
 
 def _checked_filter(function: Callable[..., Any], check: Callable[..., object]) -> Callable[..., Any]:
     """Return a filter that first checks its arguments."""
-    # Some filters of Jinja get the environment or the like before the value.
+    # Jinja passes its context or environment to some filters, before the value.
     skipped = int(hasattr(function, "jinja_pass_arg"))
 
-    @wraps(function)  # keeps the attribute
+    @wraps(function)  # keeps that attribute
     def checked(*arguments: Any, **keywords: Any) -> Any:
         check(*arguments[skipped:], **keywords)
         return function(*arguments, **keywords)
@@ -312,7 +329,7 @@ def _checked_filter(function: Callable[..., Any], check: Callable[..., object]) 
 
 
 class _BoundedCodeGenerator(CodeGenerator):
-    """Let the environment see `~`, which Jinja's sandbox does not."""
+    """A code generator that compiles `~` to a call of the environment, which can then check it."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.concatenate((")
@@ -323,7 +340,10 @@ class _BoundedCodeGenerator(CodeGenerator):
 
 
 class _BoundedEnvironment(SandboxedEnvironment):
-    """Jinja's sandbox with a limit for each operation that can build something large in one step."""
+    """Jinja's sandbox with a limit for each operation that can build something large in one step.
+
+    Methods without a docstring override those of the sandbox: they check, then call it.
+    """
 
     code_generator_class = _BoundedCodeGenerator
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -343,6 +363,7 @@ class _BoundedEnvironment(SandboxedEnvironment):
         return super().call(context, function, *arguments, **keywords)
 
     def concatenate(self, parts: tuple) -> str:
+        """Join the operands of `~`, which `_BoundedCodeGenerator` passes here."""
         texts = [*map(str, parts)]
         _check_join("", texts)
         return "".join(texts)

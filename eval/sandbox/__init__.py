@@ -1,23 +1,24 @@
-"""Running generated programs: each in a child process of its own, restricted by the Linux kernel.
+"""Run generated programs, each in a separate process that the Linux kernel restricts.
 
-    layer        what it adds
-    namespaces   no network, no other process, a root that holds Python's own files and the system's libraries to be
-                 read, and the folder in memory
-    landlock     Linux 6.2: no reading but of those same files, no writing outside the folder, no programs; Linux 6.7:
-                 no TCP; Linux 6.12: no signals to others
-    seccomp      no processes, threads, programs, signals, sockets (x86-64 and ARM64)
+    layer        effect
+    namespaces   no network, no other processes; a root with nothing but Python's files and the system's libraries, all
+                 read-only, and a folder in memory
+    landlock     Linux 6.2: reads only those same files, writes only in the folder, runs no programs; Linux 6.7: no TCP;
+                 Linux 6.12: no signals to other processes
+    seccomp      no processes, threads, programs, signals or sockets (x86-64 and ARM64)
     limits       time, processor time, memory, file size, open files; no privileges; no environment
 
-Seccomp, limits, and at least one of namespaces and Landlock (both where the kernel has both), or nothing runs.
+A program runs only with seccomp, the limits, and at least one of namespaces and Landlock (both if the kernel has both).
 
-The verdict is not the program's to give: its tests run in a second process that sees only plain data of it (`guard`).
+The program cannot forge the verdict, because its tests run in a second process that receives only plain data from it
+(`guard`).
 
-What stays open: faults of the kernel itself and side channels (timing, load). Without `namespaces` a program can learn
-which files exist, though not what is in them.
+Two gaps remain: faults of the kernel itself, and side channels (timing, load). Without `namespaces`, a program can also
+learn which files exist, though not their content.
 
-What does not cross as plain data makes a test fail: a function of the tests given to the program, an object of the
-program compared with `==`. What a call does to a list, set or dictionary that it is given reaches the tests; what it
-does to those nested in tuples and objects does not.
+A test fails if it needs more than plain data from the program, for example if it passes a function to the program or
+compares an object of the program by `==`. A call that changes a list, set or dictionary among its arguments changes it
+for the tests too, unless it is nested in a tuple or an object.
 """
 
 import contextlib
@@ -41,21 +42,35 @@ LAYERS = ("namespaces", "landlock", "seccomp")
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program with its tests may use."""
+    """The resources that one program may use together with its tests.
 
-    # Reference solutions of MBPP take milliseconds, the slowest two seconds: the usual limit of 3 s would make its
-    # score a matter of the machine's load. Only programs that do not end take as long as this.
+    Attributes:
+        seconds: Wall-clock seconds. Reference solutions of MBPP take milliseconds, and the slowest two seconds. With
+            the usual limit of 3 s, a score would depend on the machine's load.
+        memory: Bytes of address space, for each of the two processes.
+        file: Bytes of one file, and of the printed output.
+        disk: Bytes of all files.
+        files: The number of files that it may write.
+        open_files: The number of files that it may have open.
+    """
+
     seconds: float = 10.0
-    memory: int = 1 << 30  # bytes of address space, for each of the two processes
-    file: int = 16 << 20  # bytes of one file; also of what it prints
-    disk: int = 64 << 20  # bytes of all files
-    files: int = 256  # files that it may write
+    memory: int = 1 << 30
+    file: int = 16 << 20
+    disk: int = 64 << 20
+    files: int = 256
     open_files: int = 64
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Whether the program passed its tests; if not, why not, in one line; and the seconds that it took."""
+    """The outcome of a program.
+
+    Attributes:
+        passed: Whether it passed its tests.
+        reason: One line on why it failed, or `passed`.
+        seconds: How long it took.
+    """
 
     passed: bool
     reason: str
@@ -73,24 +88,25 @@ def run(
     limits: Limits = Limits(),
     layers: Collection[str] | None = None,
 ) -> Outcome:
-    """Run Python source `tests` against Python source `program`: passed if the tests end without an exception.
+    """Run tests against a program. It passes if the tests end without an exception.
 
     Args:
-        program: the untrusted code.
-        tests: statements, usually asserts; they run outside the program's process.
-        names: the names in `tests` that stand for what the program defines.
-        modules: the modules of the standard library in `tests` that the program has to import. The tests get the real
-            ones, whatever else the program calls so.
-        helpers: code that defines other names of the tests, trusted as they are.
-        setup: code of the tests that builds on the program's classes: it runs in the program's process, after it.
-        limits: of time, memory, files.
-        layers: those to use: seccomp and at least one of the others; all that work on this machine by default.
+        program: The untrusted Python source.
+        tests: Statements in Python, usually asserts. They run outside of the program's process.
+        names: The names in `tests` that the program must define.
+        modules: The modules of the standard library in `tests` that the program must import. The tests receive the real
+            modules, even if the program defines something else by that name.
+        helpers: Source that defines other names for the tests. It is trusted as the tests are.
+        setup: Source of the tests that uses the program's classes. It runs in the program's process, after the program.
+        limits: The resources that it may use.
+        layers: The layers to use: seccomp and at least one other. By default all that work on this machine.
+
     Raises:
-        RuntimeError: the restrictions cannot be had here; nothing has run.
-        ValueError: `layers` are too few, or none of ours.
+        RuntimeError: This machine lacks the restrictions. Nothing has run.
+        ValueError: `layers` are too few or unknown.
     """
-    most = available()
-    chosen = most if layers is None else (*layers,)
+    usable = available()
+    chosen = usable if layers is None else (*layers,)
     if not _enough(chosen):
         raise ValueError(
             f"layers {', '.join(chosen) or 'none'}: choose seccomp with namespaces, with landlock, or with both"
@@ -100,7 +116,7 @@ def run(
 
 
 def level(layers: Collection[str] | None = None) -> str:
-    """The restrictions in one line, for the report: those of `layers`, by default the strongest that work here."""
+    """Return one line that names the restrictions, by default all that work on this machine."""
     titles = {
         "namespaces": "namespaces (user, process, network, IPC, mount)",
         "landlock": "Landlock",
@@ -112,9 +128,10 @@ def level(layers: Collection[str] | None = None) -> str:
 
 @functools.cache
 def available() -> tuple[str, ...]:
-    """The layers that work here: with each of them a small program has passed that imports and computes.
+    """Return the layers that work on this machine, each tested by a small program that imports and computes.
 
-    RuntimeError: they are too few to run what a model wrote.
+    Raises:
+        RuntimeError: They are too few to run generated programs.
     """
     if sys.platform != "linux":
         raise RuntimeError(f"{_REFUSAL} This is {sys.platform}.")
@@ -136,7 +153,7 @@ def available() -> tuple[str, ...]:
 
 _REFUSAL = (
     "Programs that a model wrote are not run on this machine, where nothing would contain them. It takes Linux with "
-    "seccomp and with Landlock (Linux 6.2 or newer) or user namespaces (which a container has to be allowed)."
+    "seccomp and with Landlock (Linux 6.2 or newer) or user namespaces (which a container must be allowed)."
 )
 
 
@@ -145,6 +162,7 @@ def _enough(layers: Collection[str]) -> bool:
 
 
 def _run(program: dict, tests: dict, limits: Limits, layers: tuple[str, ...]) -> Outcome:
+    """Start the guard in a temporary folder, send it the program and its tests, and return its verdict."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="attnres-program-", ignore_cleanup_errors=True) as folder:
         places = dict(folder=os.path.realpath(folder), readable=_readable(), packages=_packages(), caller=os.getpid())
@@ -164,13 +182,13 @@ def _run(program: dict, tests: dict, limits: Limits, layers: tuple[str, ...]) ->
         try:
             reason = _watch(guard.pid, folder, limits, counts="namespaces" not in layers)
         finally:
-            # However the guard ended, nothing that it started goes on. It is not waited for yet, so that the number of
-            # its group is still its own.
+            # However the guard ended, end everything that it started. It was not waited for yet, so the number of its
+            # group cannot belong to another process by now.
             os.killpg(guard.pid, signal.SIGKILL)
             answer, errors = guard.communicate()
     if answer:
         verdict = wire.unframe(answer)
-    elif errors:  # the guard itself failed: afterwards it writes to the program's output
+    elif errors:  # the guard failed at its start; later it writes to the program's output
         verdict = dict(error=errors.decode(errors="replace").strip().splitlines()[-1])
     else:
         verdict = dict(passed=False, reason=reason or "the checker was killed")
@@ -180,12 +198,17 @@ def _run(program: dict, tests: dict, limits: Limits, layers: tuple[str, ...]) ->
 
 
 def _watch(pid: int, folder: str, limits: Limits, counts: bool) -> str | None:
-    """Return when the process `pid` has ended, or what is a reason to end it.
+    """Wait until the process `pid` has ended, or return a reason to end it.
 
-    `counts`: of what the processes write too. Names alone do not tell: a file without one lasts as long as it is open,
-    mapped, or on its way through a socket. Where namespaces keep the folder in memory, that limits it.
+    Args:
+        pid: The guard.
+        folder: The folder in which the program may write.
+        limits: The resources that it may use.
+        counts: Whether to count what is written by the kernel's counter too. The files in the folder are not all: one
+            without a name lasts as long as it is open, mapped, or on its way through a socket. With namespaces, the
+            folder lies in a file system in memory whose size is the limit.
     """
-    # The guard keeps the time; the margin is for one that is itself stuck, in a comparison, say.
+    # The guard keeps the time. The margin is for a guard that is stuck itself, for example in a comparison.
     end = time.monotonic() + limits.seconds + _MARGIN
     child, blind = None, 0
     descriptor = os.pidfd_open(pid)
@@ -211,7 +234,7 @@ def _watch(pid: int, folder: str, limits: Limits, counts: bool) -> str | None:
 
 
 def _child(guard: int) -> int | None:
-    """The process in which the guard has the program."""
+    """Return the process in which the guard runs the program."""
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # ended meanwhile
             fields = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
@@ -221,9 +244,12 @@ def _child(guard: int) -> int | None:
 
 
 def _written(pid: int) -> int | None:
-    """Bytes that a process has written so far, to whatever; None if the kernel does not say, as before the program.
+    """Return how many bytes a process has written so far, to any file.
 
-    The system calls that would not count are refused (`linux.seccomp`).
+    System calls that the kernel does not count are refused (`linux.seccomp`).
+
+    Returns:
+        The number; `None` if the kernel does not tell, as before the program starts.
     """
     try:
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
@@ -233,29 +259,29 @@ def _written(pid: int) -> int | None:
 
 
 _MARGIN = 5.0  # seconds
-_GLANCE = 0.05  # seconds between looks at what a program has written
-_BLIND = 20  # looks in a row at which the kernel does not say
+_GLANCE = 0.05  # seconds between two looks at what a program has written
+_BLIND = 20  # how many looks in a row the kernel may refuse to tell
 _START = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import guard; del sys.path[0]; guard.main()"
 _ENVIRONMENT = {
     "LC_ALL": "C.UTF-8",
     "PATH": "/usr/bin:/bin",
-    "PYTHONHASHSEED": "0",  # sets of strings in the same order in every run
+    "PYTHONHASHSEED": "0",  # so that sets of strings have the same order in every run
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-_KEPT = ("LD_LIBRARY_PATH",)  # without it some interpreters do not start
+_KEPT = ("LD_LIBRARY_PATH",)  # some interpreters do not start without it
 
 
 @functools.cache
 def _packages() -> list[str]:
-    """Where installed packages lie."""
+    """Return the folders of installed packages."""
     return sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 
 
 @functools.cache
 def _readable() -> list[str]:
-    """What a program may read: Python's own files, installed packages, the system's libraries and time zones."""
+    """Return what a program may read: Python's files, installed packages, the system's libraries and time zones."""
     python = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.join(sys.base_prefix, "lib")}
     libraries = "/lib /lib64 /usr/lib /usr/lib64 /usr/local/lib /nix/store /etc/ld.so.cache"
     others = "/usr/share/zoneinfo /etc/localtime /dev/null /dev/zero /dev/random /dev/urandom"

@@ -1,8 +1,8 @@
-"""The untrusted side: runs the program, then answers the checker's questions about what the program defines.
+"""The untrusted process: run the program, then answer the guard's questions about what the program defines.
 
-It never sees the tests: it is told to call a function with some arguments and sends back the result as plain data.
-Nothing here is relied on for safety or for the verdict: the program may replace all of it and still only send values.
-This module and `wire` are loaded by the child process by themselves, without the package.
+This process never sees the tests. It calls a function with given arguments and sends back the result as plain data.
+Neither safety nor the verdict relies on this code: a program that replaces all of it can still only send values. The
+child process loads this module and `wire` by themselves, without the package.
 """
 
 import operator
@@ -13,7 +13,7 @@ from typing import Any
 
 import wire
 
-# What the checker may do with an object that stays here.
+# What the guard may do with an object that stays here.
 OPERATIONS: dict[str, Callable] = {
     "call": lambda function, /, *args, **kwargs: function(*args, **kwargs),
     "getattr": getattr,
@@ -29,14 +29,22 @@ OPERATIONS: dict[str, Callable] = {
 
 
 def serve(read: int, write: int, program: str, setup: str) -> None:
-    """Load the program, then the tests' set-up code in its namespace; answer questions as long as there are any."""
-    kept: dict[int, Any] = {}  # what the checker holds references to
+    """Load the program, then the tests' set-up code in its namespace, and answer questions as long as there are any.
+
+    Args:
+        read: The pipe of the questions.
+        write: The pipe of the answers.
+        program: The source of the program.
+        setup: The source of the set-up code.
+    """
+    kept: dict[int, Any] = {}  # the objects to which the guard holds references
 
     def keep(value: Any) -> int:
         kept[id(value)] = value
         return id(value)
 
-    module = types.ModuleType("program")  # not "__main__": what stands under that condition is not part of a solution
+    # Not "__main__", since the code under that condition is not part of a solution.
+    module = types.ModuleType("program")
     sys.modules["program"] = module
 
     def load() -> None:

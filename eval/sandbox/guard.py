@@ -1,12 +1,11 @@
-"""The trusted child process: restricts itself, starts the program in a child of its own, and checks its answers.
+"""The trusted process between the caller and the program: restrict both, start the program, and run its tests.
 
     caller  --(1) program, (2) tests-->  guard  --questions-->  candidate
             <--------verdict-----------         <--plain data--
 
-The tests run here, never in the candidate, which is forked before the tests are read: it holds no copy of them. The
-functions that they test are `Remote` objects: every call is a question over a pipe, every answer plain data (see
-`wire`).
-Run as `python -c "... import guard; guard.main()"`, without the package and without site-packages.
+The tests run here, never in the candidate, which is forked before the tests are read and so holds no copy of them. The
+functions that they test are `Remote` objects: every call is a question over a pipe, and every answer plain data (see
+`wire`). It runs as `python -c "... import guard; guard.main()"`, without the package and without site-packages.
 """
 
 import builtins
@@ -24,16 +23,22 @@ import wire
 
 
 class Stopped(BaseException):
-    """The program under test is done for: no `except Exception` of a test may hide that."""
+    """The exception for a candidate that has ended. It is no `Exception`, so that a test cannot catch it."""
 
 
 class Remote:
-    """An object of the candidate. It can be called, read and passed on; it equals only itself."""
+    """An object of the candidate. Tests can call it, read it and pass it on. It equals only itself.
+
+    Args:
+        channel: The channel to the candidate.
+        number: The object's number there.
+    """
 
     def __init__(self, channel: "Channel", number: int):
-        self.__dict__.update(_channel=channel, _number=number)
+        self._channel, self._number = channel, number
 
     def __call__(self, *args, **kwargs):
+        """Call the object in the candidate."""
         return self._channel.operate("call", self, args, kwargs)
 
     def __getattr__(self, name):
@@ -65,7 +70,16 @@ class Remote:
 
 
 class Channel:
-    """Questions to the candidate. Once it has failed (`ended` says how), every further question fails."""
+    """The questions to the candidate and its answers. Once the candidate has ended, every further question fails.
+
+    Args:
+        read: The pipe of the answers.
+        write: The pipe of the questions.
+
+    Attributes:
+        ended: How the candidate ended; `None` while it runs, empty if its exit status will tell.
+        objects: The objects that stay in the candidate, by number.
+    """
 
     def __init__(self, read: int, write: int):
         self.read, self.write = read, write
@@ -73,11 +87,17 @@ class Channel:
         self.objects: dict[int, Remote] = {}
 
     def end(self, reason: str) -> NoReturn:
+        """Record how the candidate ended and raise Stopped."""
         self.ended = self.ended or reason
         raise Stopped(self.ended)
 
     def ask(self, question: dict | None) -> dict:
-        """Send a question (None: wait for what the candidate sends by itself) and return the answer."""
+        """Send a question and return the answer. `None` waits for a message that the candidate sends by itself.
+
+        Raises:
+            Stopped: The candidate has ended or sent something else than an answer.
+            Exception: The exception of the program that the question caused.
+        """
         if self.ended:
             raise Stopped(self.ended)
         try:
@@ -85,7 +105,7 @@ class Channel:
                 wire.send(self.write, question)
             answer = wire.receive(self.read)
         except (EOFError, BrokenPipeError):
-            self.end("")  # how it ended, its exit status will tell
+            self.end("")
         except (ValueError, RecursionError, MemoryError) as error:
             self.end(f"sent what is no answer: {error}")
         if not isinstance(answer, dict):
@@ -99,39 +119,50 @@ class Channel:
         return answer
 
     def look_up(self, name: str, namespace: dict) -> None:
-        """Give the tests what the program calls `name`: a plain value, a `Remote`, nothing if it has no such name."""
+        """Define `name` for the tests as in the program, by a plain value or a `Remote`, if it exists there."""
         answer = self.ask({"name": name})
         if "value" in answer:
             namespace[name] = self.decode(answer["value"])
 
     def look_up_module(self, name: str, namespace: dict) -> None:
-        """Give the tests our own module `name` if the program has imported one: nothing else that it calls so."""
+        """Define `name` for the tests as the real module, if the program has imported a module by that name."""
         if "module" in self.ask({"name": name}):
             namespace[name] = import_module(name)
 
     def operate(self, operation: str, on: Remote, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Let the candidate perform an operation on one of its objects, and return the result.
+
+        Args:
+            operation: A key of `candidate.OPERATIONS`.
+            on: The object.
+            args: The arguments. Lists, sets and dictionaries among them change as the operation changes them.
+            kwargs: The arguments by keyword.
+        """
         sent = [wire.encode(part, self.number) for part in ([*args], kwargs or {})]
         answer = self.ask(dict(operation=operation, on=on._number, args=sent[0], kwargs=sent[1]))
-        for old, new in zip(args, self.decode(answer.get("args", []))):  # what the call did to its arguments
+        # The candidate sends its arguments back if the call changed them.
+        for old, new in zip(args, self.decode(answer.get("args", []))):
             if type(old) is type(new) and hasattr(old, "clear") and old != new:
                 old.clear()
                 (old.extend if hasattr(old, "extend") else old.update)(new)
         return self.decode(answer.get("value"))
 
     def decode(self, data: Any) -> Any:
+        """Return the value of an answer. References become `Remote` objects."""
         try:
             return wire.decode(data, lambda number: self.objects.setdefault(number, Remote(self, number)))
         except Exception as error:
             self.end(f"sent what is no value: {error}")
 
     def number(self, value: Any) -> int:
+        """Return the number of a `Remote`. Raise TypeError for objects of the tests, which cannot cross."""
         if not isinstance(value, Remote):
             raise TypeError(f"a {type(value).__name__} of the tests cannot be passed to the program")
         return value._number
 
 
 def main() -> None:
-    """Take one job from standard input, write one verdict {"passed", "reason"} or {"error"} to standard output."""
+    """Read one job from standard input and write one verdict to standard output: {"passed", "reason"} or {"error"}."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     verdict = os.dup(1)
     job = wire.receive(0)
@@ -156,12 +187,12 @@ def main() -> None:
 
 
 def check(job: dict, channel: Channel) -> tuple[bool, str]:
-    """Run the tests against the candidate: (passed, why not)."""
+    """Run the tests against the candidate and return whether they passed, and a reason."""
     namespace: dict[str, Any] = {"__name__": "tests"}
     settle_chance(job["helpers"] + job["tests"])
     try:
         exec(compile(job["helpers"], "<helpers>", "exec", dont_inherit=True), namespace)
-        channel.ask(None)  # the program is loaded
+        channel.ask(None)  # returns once the program is loaded
         for name in job["names"]:
             namespace.pop(name, None)
             channel.look_up(name, namespace)
@@ -172,7 +203,7 @@ def check(job: dict, channel: Channel) -> tuple[bool, str]:
         raise
     except BaseException as error:
         where, trace = "", error.__traceback__
-        while trace:  # the innermost line of the tests
+        while trace:  # find the innermost line of the tests
             if trace.tb_frame.f_code.co_filename == "<tests>":
                 where = f" in: {job['tests'].splitlines()[trace.tb_lineno - 1]}"
             trace = trace.tb_next
@@ -187,7 +218,7 @@ def settle_chance(code: str) -> None:
 
 
 def start(job: dict) -> tuple[int, Channel]:
-    """Restrict this process as the job says and fork the candidate, restricted further. OSError: a layer fails."""
+    """Restrict this process and fork the candidate, which is restricted further. Raise OSError if a layer fails."""
     layers, folder = job["layers"], job["folder"]
     limit(job)
     if "namespaces" in layers:
@@ -208,7 +239,7 @@ def start(job: dict) -> tuple[int, Channel]:
         os.close(questions[0])
         os.close(answers[1])
         channel = Channel(answers[0], questions[1])
-        channel.ask(None)  # its restrictions hold
+        channel.ask(None)  # returns once the candidate's restrictions hold
         return pid, channel
     try:
         become_candidate(job, questions[0], answers[1], parent)
@@ -219,7 +250,14 @@ def start(job: dict) -> tuple[int, Channel]:
 
 
 def become_candidate(job: dict, read: int, write: int, parent: int) -> None:
-    """In the forked process: keep nothing but the two pipes, take the last restrictions, serve."""
+    """Turn the forked process into the candidate: close all but two pipes, take the last restrictions, and serve.
+
+    Args:
+        job: The job.
+        read: The pipe of the questions.
+        write: The pipe of the answers.
+        parent: The guard's process id.
+    """
     layers = job["layers"]
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -232,9 +270,11 @@ def become_candidate(job: dict, read: int, write: int, parent: int) -> None:
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     linux.die_with_parent(0 if "namespaces" in layers else parent)
     if "landlock" in layers:
-        linux.landlock(job["folder"], job["readable"])  # once more: from its own domain it cannot reach the guard
+        # Once more, so that from its own Landlock domain it cannot reach the guard.
+        linux.landlock(job["folder"], job["readable"])
     if "namespaces" not in layers:
-        linux.show_counts()  # of what it writes, to the caller; Landlock closes its memory to other programs
+        # The caller counts what the candidate writes. Its memory stays closed to other programs by Landlock.
+        linux.show_counts()
     linux.seccomp()
     for name in "guard", "linux", "wire", "candidate":
         sys.modules.pop(name, None)
@@ -243,7 +283,7 @@ def become_candidate(job: dict, read: int, write: int, parent: int) -> None:
 
 
 def limit(job: dict) -> None:
-    """The resource limits of this process and its children."""
+    """Set the resource limits of this process and its children."""
     seconds = int(job["seconds"]) + 2
     for name, value in dict(CPU=seconds, AS=job["memory"], FSIZE=job["file"], NOFILE=job["open_files"], CORE=0).items():
         kind = getattr(resource, f"RLIMIT_{name}")
@@ -253,7 +293,15 @@ def limit(job: dict) -> None:
 
 
 def finish(pid: int, patience: float) -> int | None:
-    """Kill the candidate; its wait status if it ended by itself within `patience` seconds."""
+    """Wait for the candidate, then kill it.
+
+    Args:
+        pid: The candidate.
+        patience: Seconds to wait for it to end by itself.
+
+    Returns:
+        Its wait status if it ended by itself, else `None`.
+    """
     end = time.monotonic() + patience
     done, status = os.waitpid(pid, os.WNOHANG)
     while not done and time.monotonic() < end:
@@ -266,7 +314,7 @@ def finish(pid: int, patience: float) -> int | None:
 
 
 def describe(status: int | None) -> str:
-    """How the candidate ended."""
+    """Return how the candidate ended, from its wait status."""
     if status is None:
         return "closed its pipe"
     if os.WIFSIGNALED(status):

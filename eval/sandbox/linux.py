@@ -1,9 +1,8 @@
-"""What Linux offers against a hostile process, by system calls through ctypes: namespaces, Landlock, seccomp.
+"""Restrict a process by the means of Linux, through system calls: namespaces, Landlock, seccomp.
 
-Each function restricts the calling process for good, or raises OSError where this kernel or container lacks it.
+Each function restricts the calling process for good, or raises OSError if this kernel or container lacks the means.
 Sources: the kernel's documentation (userspace-api/landlock, userspace-api/seccomp_filter) and the man pages of
-unshare(2), mount_setattr(2), prctl(2), capset(2).
-This module stands alone: the child process loads it by itself, without the package.
+unshare(2), mount_setattr(2), prctl(2), capset(2). The child process loads this module by itself, without the package.
 """
 
 import ctypes
@@ -25,7 +24,7 @@ _LANDLOCK_MINIMUM = 3  # Linux 6.2: earlier ones let a process empty any file of
 
 
 def _call(function: str, *arguments) -> int:
-    """A function of the C library; OSError where it fails."""
+    """Call a function of the C library. Raise OSError if it fails."""
     result = getattr(_libc, function)(*arguments)
     if result < 0:
         number = ctypes.get_errno()
@@ -42,14 +41,14 @@ def _prctl(option: int, *arguments) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Be killed when the process that started this one ends, however it ends."""
+    """Let the kernel kill this process when the process that started it ends, however it ends."""
     _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != parent:  # it ended before the call
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 
 def hide_memory() -> None:
-    """Close /proc/PID/{mem,environ,fd} of this process to processes of the same user; no core dumps."""
+    """Close /proc/PID/{mem,environ,fd} of this process to processes of the same user, and prevent core dumps."""
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
@@ -59,18 +58,24 @@ def show_counts() -> None:
 
 
 def drop_privileges() -> None:
-    """No capabilities, and none to be gained by executing a file."""
+    """Give up all capabilities, so that none can be gained by executing a file either."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     header = struct.pack("Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     _call("capset", header, bytes(24))
 
 
 def namespaces(folder: str, readable: list[str], size: int, files: int) -> None:
-    """Own user, process, network, IPC and mount namespaces: no network, no other process, no files but `readable`.
+    """Move to new user, process, network, IPC and mount namespaces: no network, no other process, few files.
 
-    The root becomes a file system that holds `readable`, to be read only, and `folder`: a file system in memory with
-    room for `size` bytes in `files` files, which goes with the last process.
-    The process namespace starts with the next child, which is its process 1: when it ends, all in it end.
+    The root becomes a file system that holds `readable`, read-only, and `folder`, which lies in memory and disappears
+    with the last process. The process namespace starts with the next child, which is its process 1. When that one ends,
+    all processes in it end.
+
+    Args:
+        folder: The folder for files of the program. It is empty.
+        readable: Paths of files and folders; those that do not exist are skipped.
+        size: How many bytes the folder holds.
+        files: How many files the folder holds.
     """
     user, group = os.geteuid(), os.getegid()
     _call("unshare", _CLONE_NEWUSER | _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWNS)
@@ -79,7 +84,8 @@ def namespaces(folder: str, readable: list[str], size: int, files: int) -> None:
             file.write(content)
     _mount("/", _MS_REC | _MS_PRIVATE)
     _mount(folder, _MS_NOSUID | _MS_NODEV, "tmpfs", "mode=755")
-    for real in sorted({os.path.realpath(path) for path in readable}):  # a folder before what lies in it
+    # Sorted, so that a folder comes before the files in it.
+    for real in sorted({os.path.realpath(path) for path in readable}):
         if os.path.exists(real) and not os.path.lexists(folder + real):
             _bind(real, folder + real)
     for path in readable:
@@ -91,8 +97,8 @@ def namespaces(folder: str, readable: list[str], size: int, files: int) -> None:
     read_only = struct.pack("QQQQ", _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID, 0, 0, 0)
     _syscall(_MOUNT_SETATTR, _AT_FDCWD, os.fsencode(folder), _AT_RECURSIVE, read_only, len(read_only))
     _mount(folder + folder, _MS_NOSUID | _MS_NODEV, "tmpfs", f"size={size},nr_inodes={files},mode=700")
-    # Not pivot_root, which a machine that runs from its initial RAM disk refuses. Out of this root leads only a
-    # descriptor of a folder outside, of which there is none, or CAP_SYS_CHROOT, which `drop_privileges` takes.
+    # Not pivot_root, which a machine that runs from its initial RAM disk refuses. Only two ways lead out of this root:
+    # a descriptor of a folder outside, of which there is none, and CAP_SYS_CHROOT, which `drop_privileges` gives up.
     os.chroot(folder)
     os.chdir("/")
 
@@ -103,7 +109,7 @@ def _mount(path: str, flags: int, kind: str = "none", options: str = "", source:
 
 
 def _bind(source: str, place: str) -> None:
-    """Let the file or folder `source` be seen at `place` too, where there is nothing yet."""
+    """Show the file or folder `source` at `place` too, where nothing exists yet."""
     if os.path.isdir(source):
         os.makedirs(place)
     else:
@@ -113,7 +119,7 @@ def _bind(source: str, place: str) -> None:
 
 
 def landlock_version() -> int:
-    """The version of Landlock that this kernel offers, 0 where it offers none."""
+    """Return the version of Landlock that this kernel offers, or 0 if it offers none."""
     try:
         return _syscall(_LANDLOCK_CREATE, None, 0, 1)
     except OSError:
@@ -121,11 +127,18 @@ def landlock_version() -> int:
 
 
 def landlock(folder: str, readable: list[str]) -> None:
-    """Read files only under `readable` and `folder`, create and write them only in `folder`; execute none, no folders.
+    """Allow this process to read files under `readable` and `folder`, and to create and write files in `folder`.
 
-    Version 4 and later: no TCP; version 6 and later: no signals to processes outside, no abstract Unix sockets.
-    Processes outside are those that were not restricted by this very call: a child that calls it once more can neither
-    signal nor trace its parent.
+    It can execute no file and make no folder. From version 4 of Landlock on, it has no TCP. From version 6 on, it can
+    neither use abstract Unix sockets nor signal processes outside. Outside are all processes that this very call did
+    not restrict, so a child that calls it once more can neither signal nor trace its parent.
+
+    Args:
+        folder: The folder for files of the program.
+        readable: Paths of files and folders; those that do not exist are skipped.
+
+    Raises:
+        OSError: The kernel has no Landlock, or a version before 3 (Linux 6.2).
     """
     version = landlock_version()
     if version < _LANDLOCK_MINIMUM:
@@ -143,7 +156,7 @@ def landlock(folder: str, readable: list[str]) -> None:
             try:
                 descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
             except OSError:
-                continue  # what is not there needs no permission
+                continue  # a path that does not exist needs no permission
             try:
                 access &= rights if os.path.isdir(path) else rights & ~(read_dir | remove_file | make_file)
                 _syscall(_LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", access, descriptor), 0)
@@ -155,7 +168,8 @@ def landlock(folder: str, readable: list[str]) -> None:
         os.close(ruleset)
 
 
-# System calls that no solution needs: (x86_64, aarch64), None where an architecture lacks it (include/uapi/asm).
+# System calls that no solution needs -> their numbers on x86_64 and aarch64, `None` if an architecture lacks one
+# (include/uapi/asm).
 _DENIED = {
     # processes and threads, programs, signals, the order of scheduling
     "fork": (57, None), "vfork": (58, None), "clone": (56, 220), "execve": (59, 221), "execveat": (322, 281),
@@ -164,9 +178,9 @@ _DENIED = {
     "setsid": (112, 157), "setpgid": (109, 154), "setpriority": (141, 140), "ioprio_set": (251, 30),
     "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "sched_setattr": (314, 274),
     "sched_setaffinity": (203, 122), "setrlimit": (160, 164), "prlimit64": (302, 261),
-    # what this process has set: that it ends with its parent, that its memory is closed to others, this filter
+    # settings of this process: that it ends with its parent, that its memory is closed to others, this filter
     "prctl": (157, 167), "seccomp": (317, 277),
-    # the memory of others, kernel memory that limits do not count
+    # the memory of other processes, and kernel memory that the limits do not count
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "pidfd_getfd": (438, 438),
     "process_madvise": (440, 440), "process_mrelease": (448, 448), "kcmp": (312, 272), "io_setup": (206, 0),
     "shmget": (29, 194), "shmctl": (31, 195), "shmat": (30, 196), "semget": (64, 190), "semctl": (66, 191),
@@ -175,7 +189,7 @@ _DENIED = {
     "memfd_secret": (447, 447),
     # the network
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
-    # files by other ways than those that count what is written (`_watch`); descriptors in sockets
+    # ways to write that the kernel's counter does not count (`_watch`), and descriptors in sockets
     "fallocate": (285, 47), "splice": (275, 76), "vmsplice": (278, 75), "tee": (276, 77), "sendmsg": (46, 211),
     "sendmmsg": (307, 269),
     # the file system beyond plain files
@@ -189,24 +203,24 @@ _DENIED = {
     "open_by_handle_at": (304, 265), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
     "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
     "fspick": (433, 433), "mount_setattr": (442, 442),
-    # the kernel's large doors
+    # interfaces through which a process gains the most of the kernel
     "unshare": (272, 97), "setns": (308, 268), "bpf": (321, 280), "perf_event_open": (298, 241), "syslog": (103, 116),
     "userfaultfd": (323, 282), "io_uring_setup": (425, 425), "add_key": (248, 217), "request_key": (249, 218),
     "keyctl": (250, 219), "personality": (135, 92), "modify_ldt": (154, None),
 }  # fmt: skip
-_CLONE3 = 435  # answered "not implemented": the C library then tries clone
+_CLONE3 = 435  # answered "not implemented", upon which the C library tries clone
 
-# System calls that are allowed with some arguments only: (x86_64, aarch64, alternatives). One of the alternatives must
-# hold, and in it each (argument, mask, values): argument & mask is one of the values.
+# System calls that are allowed with certain arguments only -> (x86_64, aarch64, alternatives). In one of the
+# alternatives each test (argument, mask, values) must hold: `argument & mask` is one of the values.
 _ALL = 0xFFFFFFFF
 _PARTLY = {
-    # duplicates, flags without O_ASYNC, locks: no signals to who owns the other end, no leases
+    # duplicates, locks, and flags without O_ASYNC: no signals to the owner of the other end, no leases
     "fcntl": (72, 25, [[(1, _ALL, [0, 1, 2, 3, 5, 6, 7, 1030])], [(1, _ALL, [4]), (2, 0x2000, [0])]]),
     # TCGETS (is this a terminal?), TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
     "ioctl": (16, 29, [[(1, _ALL, [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451])]]),
-    # anonymous, or private: what is written to a shared file in memory is counted by nobody
+    # anonymous or private: nothing counts what is written to a shared mapping of a file
     "mmap": (9, 222, [[(3, 0x20, [0x20])], [(3, 0xF, [2])]]),
-    # AF_UNIX, SOCK_STREAM, as asyncio makes for itself: from a pair of datagram sockets one can send to any path
+    # AF_UNIX with SOCK_STREAM, as asyncio needs. From a datagram socket, a process can send to any path.
     "socketpair": (53, 199, [[(0, _ALL, [1]), (1, 0xF, [1])]]),
 }
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH_*
@@ -217,9 +231,12 @@ _LACKING = (_GIVE, 0, 0, 0x00050000 | errno.ENOSYS)
 
 
 def seccomp() -> None:
-    """Refuse the system calls of `_DENIED`, and those of `_PARTLY` with other arguments than theirs (EPERM).
+    """Refuse the system calls of `_DENIED`, and calls of `_PARTLY` with other arguments than allowed, by EPERM.
 
-    A call in another architecture's numbering kills the process.
+    A call by the numbers of another architecture kills the process.
+
+    Raises:
+        OSError: There is no table for this architecture, or the kernel has no seccomp.
     """
     machine = os.uname().machine
     if machine not in _ARCHITECTURES or struct.calcsize("P") != 8:
@@ -241,11 +258,11 @@ def seccomp() -> None:
 
 
 def _alternative(tests: list[tuple[int, int, list[int]]]) -> list[tuple[int, int, int, int]]:
-    """Allow the call if all the tests hold, else go on after these instructions."""
+    """Return instructions that allow the call if all tests hold, and otherwise continue after them."""
     code = [_ALLOW]
     for argument, mask, values in reversed(tests):
         otherwise = (_JUMP, 0, 0, len(code))
         compare = [(_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)]
-        # The lower half of the argument, which is all that the kernel looks at here.
+        # The lower half of the argument. The kernel looks at no more for these calls.
         code = [(_LOAD, 0, 0, 16 + 8 * argument), (_AND, 0, 0, mask), *compare, otherwise, *code]
     return code

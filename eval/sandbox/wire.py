@@ -1,12 +1,12 @@
-"""What crosses between the checker and the program under test: length-prefixed JSON of plain values, nothing else.
+"""The messages between the guard and the program under test: JSON of plain values with its length in front.
 
     message = 4 bytes big endian (n), n bytes of JSON
-    value   = None, bool, int, float, str, list as in JSON; {TYPE: [ARGUMENTS]} for what TYPE(*ARGUMENTS) builds again,
-              TYPE one of `PLAIN`; {"type": NAME} for a built-in type; {"ref": N} for an object that stays where it is
+    value   = None, bool, int, float, str, list as in JSON; {TYPE: [ARGUMENTS]} for the value that TYPE(*ARGUMENTS)
+              builds, where TYPE is in `PLAIN`; {"type": NAME} for a built-in type; {"ref": N} for an object that stays
+              in its process
 
-Reading a message runs no code of the other side: an object whose `__eq__` says yes to everything arrives as a
-reference, which equals nothing.
-This module stands alone: the child process loads it by itself, without the package.
+Reading a message runs no code of the other side. For example, an object whose `__eq__` always returns true arrives as
+a reference, which equals nothing else. The child process loads this module by itself, without the package.
 """
 
 import builtins
@@ -16,18 +16,19 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-LONGEST_MESSAGE = 64 << 20  # bytes; an answer beyond that is not one
-WIDEST_INTEGER = 1 << 63  # beyond it integers go as hexadecimal text: Python limits decimal text to 4300 digits
+LONGEST_MESSAGE = 64 << 20  # bytes
+# Larger integers are sent as hexadecimal text, because Python limits decimal text to 4300 digits.
+WIDEST_INTEGER = 1 << 63
 
 
 def _naive(moment) -> tuple:
-    """The clock fields of a `time` or `datetime` without time zone (with one: ValueError, it stays where it is)."""
+    """Return the clock fields of a `time` or `datetime`. Raise ValueError if it has a time zone, which cannot cross."""
     if moment.tzinfo is not None:
         raise ValueError("a time with a time zone does not cross")
     return moment.hour, moment.minute, moment.second, moment.microsecond
 
 
-# Type -> the arguments that build an equal value. Only these types are ever built from a message.
+# Type -> the arguments that build an equal value. No other types are built from a message.
 PLAIN: dict[str, Callable[[Any], tuple]] = {
     "builtins.int": lambda v: (hex(v), 16),
     "builtins.tuple": lambda v: ([*v],),
@@ -58,12 +59,17 @@ _NO_CONSTRUCTOR = {
     "builtins.dict_items": lambda items: dict(items).items(),
 }
 _TYPES = {name: value for name, value in vars(builtins).items() if isinstance(value, type)}
-# Subclasses of these (an IntEnum, numpy's float64) go as the value of the base.
+# Values of subclasses of these (an IntEnum, numpy's float64) are sent as values of the base.
 _SCALARS = (str.__str__, str), (bool.__bool__, bool), (int.__int__, int), (float.__float__, float)
 
 
 def encode(value: Any, keep: Callable[[Any], int]) -> Any:
-    """The JSON form of `value`; what is not plain data becomes a reference with the number that `keep` gives it."""
+    """Return the JSON form of a value.
+
+    Args:
+        value: The value.
+        keep: Stores an object that is not plain data, and returns its number for a reference.
+    """
     kind = type(value)
     if value is None or kind in (bool, str, float) or (kind is int and -WIDEST_INTEGER < value < WIDEST_INTEGER):
         return value
@@ -89,7 +95,15 @@ def encode(value: Any, keep: Callable[[Any], int]) -> Any:
 
 
 def decode(data: Any, fetch: Callable[[int], Any]) -> Any:
-    """The value of a JSON form; `fetch` gives what a reference stands for. ValueError: the form has no meaning."""
+    """Return the value of a JSON form.
+
+    Args:
+        data: The JSON form.
+        fetch: Returns the object of a reference by its number.
+
+    Raises:
+        ValueError: The form has no meaning.
+    """
     if isinstance(data, list):
         return [decode(item, fetch) for item in data]
     if not isinstance(data, dict):
@@ -107,25 +121,35 @@ def decode(data: Any, fetch: Callable[[int], Any]) -> Any:
 
 
 def frame(message: Any) -> bytes:
-    """The bytes of one message."""
+    """Return the bytes of one message."""
     body = json.dumps(message).encode()
     return len(body).to_bytes(4, "big") + body
 
 
 def unframe(data: bytes) -> Any:
-    """The message whose bytes these are."""
+    """Return the message in these bytes."""
     return json.loads(data[4:])
 
 
 def send(descriptor: int, message: Any) -> None:
-    """Write one message whole."""
+    """Write one whole message.
+
+    Args:
+        descriptor: The pipe.
+        message: Plain data in its JSON form.
+    """
     rest = memoryview(frame(message))
     while rest:
         rest = rest[os.write(descriptor, rest) :]
 
 
 def receive(descriptor: int) -> Any:
-    """Read one message and not a byte more. EOFError: the other side is gone; ValueError: it sends no messages."""
+    """Read one message from a pipe, and not a byte more.
+
+    Raises:
+        EOFError: The other side has ended.
+        ValueError: The bytes are not a message, or it is too long.
+    """
     length = int.from_bytes(_read(descriptor, 4), "big")
     if length > LONGEST_MESSAGE:
         raise ValueError(f"a message of {length} bytes (the limit is {LONGEST_MESSAGE})")

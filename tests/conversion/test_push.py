@@ -332,7 +332,7 @@ BROKEN = {
     "bad YAML in the card": (lambda f: (f / "README.md").write_text("---\na: [\n---\n"), r"README\.md cannot be read"),
     "bad results": (
         lambda f: ((f / ".eval_results").mkdir(), (f / ".eval_results" / "a.yaml").write_text("a: 1")),
-        r"a\.yaml holds no results as the Hub wants them",
+        r"a\.yaml does not hold results in the Hub's format",
     ),
 }
 

@@ -115,9 +115,9 @@ def with_damaged_pages(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "reason"),
     [
-        ("gsm8k", with_readme("configs: [a", "b: c"), "README.md is no YAML in line 3"),
-        ("gsm8k", with_readme("configs: 3"), "README.md: `configs` is to be a list of configurations, not 3"),
-        ("gsm8k", with_readme("configs: [main]"), "README.md: `configs` is to be a list"),
+        ("gsm8k", with_readme("configs: [a", "b: c"), "README.md is not YAML in line 3"),
+        ("gsm8k", with_readme("configs: 3"), "README.md: `configs` must be a list of configurations, not 3"),
+        ("gsm8k", with_readme("configs: [main]"), "README.md: `configs` must be a list"),
         ("gsm8k", with_readme("configs:", "- config_name: 3", "  data_files: 5"), "openai/gsm8k"),
         ("gsm8k", lambda copy: (copy / "README.md").write_bytes(b"---\n\xff\n---\n"), "README.md cannot be read"),
         ("gsm8k", with_readme(*ALIASES), r"its aliases (`*name`) repeat more than 1,000,000 values"),

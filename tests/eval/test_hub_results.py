@@ -288,24 +288,24 @@ def test_a_file_of_another_writer_is_not_replaced(tmp_path):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("", "it is no list of results"),
-        ("dataset: {id: a/b}", "it is no list of results"),
+        ("", "it must be a list of results"),
+        ("dataset: {id: a/b}", "it must be a list of results"),
         ("- [unclosed", "expected"),
         ("- {dataset: {id: a/b}, value: 1}", "it lacks 'task_id'"),
         ("- {dataset: {id: a/b, task_id: c}}", "it lacks 'value'"),
-        ("- {dataset: a/b, value: 1}", "a result is to have a dataset with id"),
-        ("- text", "a result is to have a dataset with id"),
-        ("- {dataset: {id: mmlu, task_id: c}, value: 1}", "its data set 'mmlu' is no id such as ORG/NAME"),
-        ("- {dataset: {id: a/b, task_id: c}, value: high}", "its value 'high' is no finite number"),
-        ("- {dataset: {id: a/b, task_id: c}, value: .nan}", "its value nan is no finite number"),
+        ("- {dataset: a/b, value: 1}", "a result must have a dataset with id"),
+        ("- text", "a result must have a dataset with id"),
+        ("- {dataset: {id: mmlu, task_id: c}, value: 1}", "its data set 'mmlu' must be an id such as ORG/NAME"),
+        ("- {dataset: {id: a/b, task_id: c}, value: high}", "its value 'high' must be a finite number"),
+        ("- {dataset: {id: a/b, task_id: c}, value: .nan}", "its value nan must be a finite number"),
         # A float holds integers of up to 309 digits, and Python writes none of more than 4300.
-        (f"- {{dataset: {{id: a/b, task_id: c}}, value: {10**400}}}", r"its value 1(0+)\.\.\. is no finite number"),
+        (f"- {{dataset: {{id: a/b, task_id: c}}, value: {10**400}}}", r"its value 1(0+)\.\.\. must be a finite number"),
         (
             f"- {{dataset: {{id: a/b, task_id: c}}, value: 0x{'f' * 9000}}}",
-            "its value of 36,000 bits is no finite number",
+            "its value of 36,000 bits must be a finite number",
         ),
-        (f"- {{dataset: {{id: {10**400}, task_id: c}}, value: 1}}", r"its data set 1(0+)\.\.\. is no id"),
-        ("- {dataset: {id: a/b, task_id: c}, value: 1, date: 2026-01-01}", "its date .* is no text"),
+        (f"- {{dataset: {{id: {10**400}, task_id: c}}, value: 1}}", r"its data set 1(0+)\.\.\. must be an id"),
+        ("- {dataset: {id: a/b, task_id: c}, value: 1, date: 2026-01-01}", "its date .* must be text"),
         ("- {dataset: {id: a/b, task_id: c}, value: 1, source: {name: x}}", "`source_url` must also be provided"),
         ("- {error: bad, filename: x.yaml}", "it holds a result that the Hub refused"),
         (b"\xff\xfe\x00", "can't decode"),
@@ -315,7 +315,7 @@ def test_a_bad_file_is_named_in_one_line(content, reason, evaluated, tmp_path):
     shutil.copytree(evaluated / FOLDER, tmp_path / "out" / FOLDER)
     bad = tmp_path / "out" / FOLDER / "bad.yaml"
     bad.write_bytes(content if isinstance(content, bytes) else content.encode())
-    message = f"^{bad} holds no results as the Hub wants them: .*{reason}.* Remove it;"
+    message = f"^{bad} does not hold results in the Hub's format: .*{reason}.* Remove it;"
     with pytest.raises(ValueError, match=message) as error:
         read_results(tmp_path / "out")
     assert "\n" not in str(error.value)

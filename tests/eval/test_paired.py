@@ -54,8 +54,8 @@ def test_models_that_agree_everywhere_are_not_proven_equal():
 
 @pytest.mark.parametrize(
     "scores, baseline, message",
-    [([1.0], [1.0, 0.0], "1 and 2 scores"), ([], [], "0 and 0 scores"), ([0.5], [1.0], "0.5 is neither")],
+    [([1.0], [1.0, 0.0], "1 and 2 scores"), ([], [], "0 and 0 scores"), ([0.5], [1.0], "must be 0 or 1, got 0.5")],
 )
-def test_what_are_no_pairs_is_refused(scores, baseline, message):
+def test_scores_without_pairs_are_refused(scores, baseline, message):
     with pytest.raises(ValueError, match=message):
         compare_pairs(scores, baseline)
