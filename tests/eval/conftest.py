@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_harness(tmp_path_factory):
-    """Data sets are prepared in a temporary folder, and lm_eval compiles the template of a prompt only once."""
+    """Prepare data sets in a temporary folder, and let lm_eval compile each template only once."""
     import datasets
     from lm_eval import utils
 
@@ -21,13 +21,13 @@ def quick_harness(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def hub(assets) -> Path:
-    """Real data sets as `ORG/NAME` folders: 11 of the 15 benchmarks."""
+    """Return the folder of real data sets as `ORG/NAME`: those of 11 of the 15 benchmarks."""
     return assets / "hub"
 
 
 @pytest.fixture(scope="session")
 def synthetic_hub(tmp_path_factory) -> Path:
-    """Small data sets in the form of the other four: GPQA, HumanEval, CMMLU, C-Eval."""
+    """Return a folder of small data sets in the form of the other four: GPQA, HumanEval, CMMLU, C-Eval."""
     from .synthetic import write_all
 
     folder = tmp_path_factory.mktemp("hub")
@@ -40,7 +40,7 @@ SYNTHETIC = ("gpqa_diamond", "humaneval", "cmmlu", "ceval")
 
 @pytest.fixture(scope="session")
 def loaded(request) -> Callable[[str], dict]:
-    """`loaded(name)`: the tasks of a benchmark with real data, or synthetic where there is none; each loaded once."""
+    """Return `loaded(name)`, which loads a benchmark once, with real data or, if there is none, synthetic data."""
     from attnres.eval.benchmarks import benchmarks, load
 
     @cache

@@ -1,4 +1,4 @@
-"""The combinations of the sandbox's layers that the kernel at hand can do."""
+"""The combinations of the sandbox's layers that this machine's kernel supports."""
 
 import pytest
 

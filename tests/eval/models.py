@@ -9,7 +9,7 @@ from lm_eval.api.model import LM
 
 from attnres.eval.benchmarks import Benchmark
 
-# Where the right choice is, from the columns of the data set, by the benchmark's name.
+# Benchmark -> the index of the right choice, from the columns of an item.
 GOLD_CHOICE: dict[str, Callable[[dict], int]] = {
     "mmlu": lambda doc: doc["answer"],
     "gpqa_diamond": lambda doc: [doc[f"choice{place}"] for place in (1, 2, 3, 4)].index(doc["Correct Answer"].strip()),
@@ -19,7 +19,7 @@ GOLD_CHOICE: dict[str, Callable[[dict], int]] = {
     "ceval": lambda doc: "ABCD".index(doc["answer"]),
 }
 
-# The right answer in the words in which the shots end.
+# Benchmark -> the right answer in the words in which the shots end.
 GOLD_TEXT: dict[str, Callable[[dict], str]] = {
     "mmlu_pro": lambda doc: f"Option {doc['answer']} fits. The answer is ({doc['answer']}).\n\n",
     "bbh": lambda doc: f"We look closely. Quite. So the answer is {doc['target']}.\n\nQ: And",
@@ -36,7 +36,7 @@ GOLD_TEXT: dict[str, Callable[[dict], str]] = {
 
 
 def boxed(solution: str) -> str:
-    r"""What a solution of MATH puts last in `\boxed{...}`, which may hold braces, or after `\boxed `."""
+    r"""Return the last content of `\boxed{...}` in a solution of MATH, which may contain braces, or of `\boxed `."""
     start = [match.end() for match in re.finditer(r"\\(?:boxed|fbox)\b\s*", solution)][-1]
     depth, text = 0, solution[start:]
     for end, character in enumerate(text):
@@ -47,14 +47,14 @@ def boxed(solution: str) -> str:
 
 
 def cut(request: Instance, text: str) -> str:
-    """What a model returns that goes on to write: the text up to the first stop."""
+    """Return the text up to the first stop, as generation does."""
     for stop in request.args[1]["until"]:
         text = text.split(stop)[0]
     return text
 
 
 class Oracle(LM):
-    """Gives the right choice the likelihood 1, and writes the right answer as the shots do."""
+    """A model that gives the right choice the likelihood 1, and writes the right answer as the shots do."""
 
     def __init__(self, benchmark: Benchmark) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Oracle(LM):
 
 
 class FirstChoice(Oracle):
-    """Always takes the first choice."""
+    """A model that always takes the first choice."""
 
     def choice(self, doc: dict) -> int:
         return 0
@@ -87,7 +87,7 @@ class FirstChoice(Oracle):
 
 
 class Says(Oracle):
-    """Always says the same."""
+    """A model that always generates the same text."""
 
     def __init__(self, benchmark: Benchmark, text: str) -> None:
         super().__init__(benchmark)
@@ -98,7 +98,7 @@ class Says(Oracle):
 
 
 class Listener(FirstChoice):
-    """Keeps the prompts: `prompts[task, doc_id]` are the strings that the model was given for one item."""
+    """A model that records its prompts: `prompts[task, doc_id]` are the texts that it received for one item."""
 
     def __init__(self, benchmark: Benchmark) -> None:
         super().__init__(benchmark)
@@ -118,7 +118,7 @@ class Listener(FirstChoice):
 
 
 def evaluate(model: Oracle, benchmark: Benchmark, tasks: dict, limit: int | None = None) -> dict:
-    """The harness's results for a benchmark loaded as `tasks`; `headline` is the one number of it."""
+    """Return the harness's results for a benchmark loaded as `tasks`, and its headline number."""
     results = evaluator.evaluate(
         model, tasks, limit=limit, bootstrap_iters=0, log_samples=True, confirm_run_unsafe_code=True
     )

@@ -1,4 +1,4 @@
-"""Prints a hash of the prompts of each benchmark: `prompts_session.py HUB SYNTHETIC_HUB NAME...`."""
+"""Print a hash of the prompts of each benchmark: `prompts_session.py HUB SYNTHETIC_HUB NAME...`."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Small data sets with the columns and the layout of the four that no open copy is kept of."""
+"""Write small data sets with the columns and the layout of the four that have no open copy."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ QUESTIONS = 8  # in each split that is evaluated
 
 
 def write_data_set(folder: Path, configs: dict[str, dict[str, list[dict]]], suffix: str = "parquet") -> None:
-    """Write `{config: {split: rows}}` as the Hub keeps it: a file for each split, and a README that says which."""
+    """Write `{config: {split: rows}}` as on the Hub: a file for each split, and a README that lists them."""
     lines = ["---", "configs:"]
     for config, splits in configs.items():
         lines += [f"- config_name: {json.dumps(config)}", "  data_files:"]
@@ -25,7 +25,7 @@ def write_data_set(folder: Path, configs: dict[str, dict[str, list[dict]]], suff
 
 
 def config_names(stock_group: str) -> list[str]:
-    """The data set's configurations that a stock group of lm_eval reads."""
+    """Return the data set's configurations that a stock group of lm_eval reads."""
     index = task_manager().task_index
     return [index[name].cfg["dataset_name"] for name in index[stock_group].cfg["task"]]
 
@@ -58,7 +58,7 @@ def humaneval(count: int = QUESTIONS) -> list[dict]:
 
 
 def chinese_choices(config: str, split: str, count: int, question: str, answer: str, **more: str) -> list[dict]:
-    """Rows of CMMLU (`question` is "Question", `answer` is "Answer") or C-Eval (in lower case)."""
+    """Return rows of CMMLU (`question` is "Question", `answer` is "Answer") or C-Eval (in lower case)."""
     return [
         {
             question: f"{config} 的第 {number} 题, {split}",
@@ -71,7 +71,7 @@ def chinese_choices(config: str, split: str, count: int, question: str, answer: 
 
 
 def write_all(folder: Path) -> None:
-    """GPQA, HumanEval, CMMLU and C-Eval as `ORG/NAME` below `folder`."""
+    """Write GPQA, HumanEval, CMMLU and C-Eval as `ORG/NAME` in `folder`."""
     write_data_set(folder / "Idavidrein/gpqa", {"gpqa_diamond": {"train": gpqa()}}, suffix="csv")
     write_data_set(folder / "openai/openai_humaneval", {"openai_humaneval": {"test": humaneval()}})
     cmmlu = {

@@ -1,4 +1,4 @@
-r"""What the flexible filters take out of a text: the value that it states, or nothing, but never another value."""
+r"""The flexible filters extract the value that a text states, or nothing, but never another value."""
 
 # ruff: noqa: RUF001 (the signs of other scripts are what is tested)
 import statistics
@@ -96,11 +96,11 @@ NUMBERS = [
     ("๑๘", 18),
     ("答案：１８。", 18),
     ("１８．５", Fraction(37, 2)),
-    # What is not the answer.
+    # Numbers that are not the answer.
     ("The answer is not 7 but 18.", 18),
     ("The answer is 18, not 7.", 18),
     ("答案是18，不是7。", 18),
-    # Several answers, ranges, and what was not worked out.
+    # Several answers, ranges, and expressions without a result.
     ("18 or 20", None),
     ("**18** or **20**", None),
     ("18和20", None),
@@ -121,7 +121,7 @@ NUMBERS = [
     (r"\frac{a}{2}", None),
     ("eighteen", None),
     ("", None),
-    # As before: the last number counts.
+    # The last of several statements counts.
     ("First 18, then 7.", 7),
     ("It is 18.\n2 apples are left.", 2),
     ("Step 1: 18", 18),

@@ -1,4 +1,4 @@
-"""Describing, picking and loading the benchmarks, and what is said when their data is missing."""
+"""Describe, choose and load benchmarks, and name what is missing where their data is."""
 
 import os
 import shutil
@@ -56,7 +56,7 @@ def test_a_folder_given_relative_to_the_working_directory_is_read(hub, monkeypat
 
 
 def test_another_folder_and_changed_files_are_read_anew(tmp_path):
-    """`datasets` alone goes by the README, and would serve the first folder's data for all three."""
+    """By itself, `datasets` looks at the README alone and would return the first folder's data three times."""
     benchmark, questions = benchmarks()["gpqa_diamond"], []
     for folder, count in (("one", 6), ("two", 7), ("one", 8)):
         write_data_set(tmp_path / folder / benchmark.dataset, {"gpqa_diamond": {"train": gpqa(count)}}, suffix="csv")
@@ -66,7 +66,7 @@ def test_another_folder_and_changed_files_are_read_anew(tmp_path):
 
 
 def copied(hub: Path, folder: Path, name: str) -> Path:
-    """A copy of the data set of that benchmark, to be damaged."""
+    """Return a copy of a benchmark's data set, to be damaged."""
     dataset = benchmarks()[name].dataset
     return Path(shutil.copytree(hub / dataset, folder / dataset))
 
@@ -86,7 +86,7 @@ def with_readme(*lines: str):
     return lambda copy: (copy / "README.md").write_text("\n".join(["---", *lines, "---", ""]))
 
 
-# 387 million names of files in 400 characters.
+# 400 characters that stand for 387 million file names.
 ALIASES = ["a: &a [x, x, x, x, x, x, x, x, x]"]
 ALIASES += [f"{name}: &{name} [{', '.join([f'*{of}'] * 9)}]" for of, name in zip("abcdefgh", "bcdefghi")]
 ALIASES += ["configs: [{config_name: main, data_files: *i}]"]
@@ -189,7 +189,7 @@ def test_without_a_network_the_hub_is_refused_in_one_line(tmp_path):
 
 
 def test_only_the_first_data_set_waits_for_a_network_that_is_not_there(monkeypatch):
-    """Each attempt takes half a minute."""
+    """Each attempt would take half a minute."""
     tries = []
 
     def load_dataset(path, **options):
@@ -224,7 +224,7 @@ def test_the_order_of_gpqas_choices_depends_on_the_question_alone(loaded, tmp_pa
     (task,) = loaded("gpqa_diamond")["tasks"].values()
     answers = [doc["answer"] for doc in task.eval_docs]
     assert len(set(answers)) > 1
-    again = [doc["answer"] for doc in task.eval_docs]  # the stock task shuffles on
+    again = [doc["answer"] for doc in task.eval_docs]  # the stock task would shuffle on
     benchmark = benchmarks()["gpqa_diamond"]
     write_data_set(tmp_path / benchmark.dataset, {"gpqa_diamond": {"train": gpqa()[::-1]}}, suffix="csv")
     (reversed_task,) = load(benchmark, tmp_path)["tasks"].values()

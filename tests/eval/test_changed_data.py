@@ -1,4 +1,4 @@
-"""A number is reported again, or compared, only if it was asked the same and judged by the same gold answers."""
+"""A stored number is reported or compared only if its prompts and gold answers are still the same."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ STORED = "model/arc_challenge.json"
 
 @pytest.fixture(scope="module")
 def data(hub, tmp_path_factory) -> Path:
-    """ARC-Challenge with six items."""
+    """Return a data folder with six items of ARC-Challenge."""
     folder = tmp_path_factory.mktemp("data") / "hub"
     splits = {path.stem: pd.read_parquet(path) for path in (hub / ARC / "ARC-Challenge").glob("*.parquet")}
     write_data_set(folder / ARC, {"ARC-Challenge": {**splits, "test": splits["test"][:6]}})
@@ -35,7 +35,7 @@ def data(hub, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def models(assets, tmp_path_factory) -> tuple[str, str]:
-    """Two copies of one model."""
+    """Return the names of two copies of one model."""
     folder = tmp_path_factory.mktemp("models")
     for name in ("one", "two"):
         shutil.copytree(assets / "checkpoints" / "stories260K-hf", folder / name)
@@ -44,7 +44,7 @@ def models(assets, tmp_path_factory) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def evaluated(models, data, tmp_path_factory) -> Path:
-    """A run of the one model alone, on the data in the folder `hub` of the working directory."""
+    """Return the results of a run of one model alone, on data in the folder `hub` of the working directory."""
     out = tmp_path_factory.mktemp("evaluated") / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(data.parent)
@@ -99,7 +99,7 @@ def test_a_stored_number_is_not_repeated_on_other_data_and_nothing_is_lost(
 
 @pytest.fixture
 def pair(models, data, evaluated, tmp_path) -> Callable:
-    """`pair(change)`: the row of the model beside a second one whose stored result was changed."""
+    """Return `pair(change)`: the row of the model beside a second one whose stored result was changed."""
     (benchmark,) = pick("arc_challenge")
     tasks = load(benchmark, data)
     store = ResultStore(evaluated / "model", json.loads((evaluated / "model" / "setup.json").read_text()))
@@ -130,7 +130,7 @@ def test_two_models_are_compared_only_on_the_same_items(name, part, pair, tmp_pa
 
 def test_the_report_says_when_the_data_s_commit_changed_between_the_models(pair):
     row, results = pair(lambda result: result.update(dataset_revision="b" * 40))
-    assert row.pair.difference == 0 and revision_note([row]) is None  # the first's commit is unknown here
+    assert row.pair.difference == 0 and revision_note([row]) is None  # the first model's commit is unknown here
     row = dataclasses.replace(row, revision="a" * 40)
     line = "at different commits, in which all items are the same: ARC-Challenge (aaaaaaa, baseline bbbbbbb)."
     assert line in revision_note([row])

@@ -1,4 +1,4 @@
-"""HumanEval and MBPP: completions become programs, programs are scored by the tests of their tasks."""
+"""Completions of HumanEval and MBPP become programs, which are scored by the tests of their tasks."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ ASSETS = os.environ.get("ATTNRES_ASSETS")
 MBPP = Path(ASSETS or "", "hub/google-research-datasets/mbpp/full")
 needs_assets = pytest.mark.skipif(not ASSETS, reason="ATTNRES_ASSETS is not set")
 
-# Tasks in the format of HumanEval, our own: (name of the function, prompt, rest of the function, test).
+# Tasks in the format of HumanEval, written for these tests: (name of the function, prompt, rest of it, test).
 TASKS = {
     "a helper of the prompt in the test": (
         "decode",
@@ -55,7 +55,7 @@ TASKS = {
 
 
 def task(name: str) -> tuple[dict, str]:
-    """The document and its solution."""
+    """Return the item and its solution."""
     function, prompt, solution, test = TASKS[name]
     return {
         "task_id": "Own/0",
@@ -88,7 +88,7 @@ def test_solution_may_come_as_the_whole_function_or_in_a_code_fence():
     assert passes(doc, f"{solution}```\n\nSome words.")
     assert passes(doc, f"{solution}\n```python\nhalve(3)\n```")
     assert passes(doc, solution[1:])  # a tokenizer that drops a leading space
-    assert passes(doc, [solution])  # a response that no filter has taken out of its list
+    assert passes(doc, [solution])  # a task without a filter passes the list of responses
 
 
 def test_program_cannot_replace_the_helpers_that_the_test_calls():
@@ -173,13 +173,13 @@ def documents(split: str) -> list[dict]:
 
 
 def failing(docs: list[dict]) -> list[int]:
-    """The tasks whose reference solution fails."""
+    """Return the tasks whose reference solution fails."""
     return [doc["task_id"] for doc in docs if not code.mbpp(doc, [doc["code"]])["pass@1"]]
 
 
 @needs_assets
 def test_references_of_mbpp_pass_and_stubs_fail():
-    # Set-up code, types as arguments, a module in the tests, objects of a class of the program's.
+    # Tasks with set-up code, types as arguments, a module in the tests, and objects of the program's class.
     special = (367, 533, 596, 601)
     docs = [doc for split in ("test", "validation", "train") for doc in documents(split) if doc["task_id"] in special]
     docs += documents("prompt")
@@ -195,7 +195,7 @@ def test_references_of_mbpp_pass_and_stubs_fail():
 @pytest.mark.slow
 @pytest.mark.parametrize("split, tasks", {"test": 500, "train": 374, "validation": 90}.items())
 def test_all_references_of_mbpp_pass(split, tasks):
-    """None fails, with the set-up code of two tasks. The stock task leaves it out: 0.998 of the test split."""
+    """None fails, since the set-up code of two tasks runs. The stock task leaves it out and reaches 0.998."""
     docs = documents(split)
     assert len(docs) == tasks
     assert failing(docs) == []

@@ -1,4 +1,4 @@
-"""`attnres eval` from end to end: a real checkpoint and its retrofit on real questions."""
+"""Run `attnres eval` from end to end: a real checkpoint and its retrofit on real questions."""
 
 import json
 import os
@@ -30,7 +30,7 @@ TASKS = {"arc_challenge", "gsm8k_cot", "attnres_cmath_validation", "attnres_cmat
 
 @pytest.fixture(scope="module")
 def models(assets, tmp_path_factory) -> Path:
-    """A folder with the pretrained model `source`, its retrofit, and `other`, which answers differently."""
+    """Return a folder with the pretrained model `source`, its `retrofit`, and `other`, which answers differently."""
     folder = tmp_path_factory.mktemp("models")
     source = assets / "checkpoints" / "stories260K-hf"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(source), AutoTokenizer.from_pretrained(source)
@@ -45,7 +45,7 @@ def models(assets, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def evaluated(models, assets, tmp_path_factory) -> Path:
-    """What a run of the retrofit beside its source wrote."""
+    """Return the folder that a run of the retrofit beside its source wrote."""
     out = tmp_path_factory.mktemp("evaluated") / "out"
     arguments = {"baseline": str(models / "source"), "benchmarks": pick(SOME), "data": assets / "hub", "limit": LIMIT}
     run_eval(EvalOptions(str(models / "retrofit"), out, **arguments))
@@ -54,7 +54,7 @@ def evaluated(models, assets, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def evaluate(models, assets, monkeypatch) -> Callable:
-    """`evaluate(model, out, **arguments)` of `run_eval`, in the folder of the models."""
+    """Return `evaluate(model, out, **options)`, which calls `run_eval` in the folder of the models."""
     monkeypatch.chdir(models)
 
     def run(model: str, out: Path, tasks: str = SOME, **arguments) -> None:
@@ -103,7 +103,7 @@ def test_the_report_has_a_line_for_each_benchmark_beside_the_papers_numbers(eval
 
 
 def test_no_file_to_publish_names_a_folder_of_this_machine(evaluate, tmp_path, models, assets):
-    """With names as a user gives them, from the folder where the models and the data are."""
+    """Names and the data folder are relative, as you give them from the folder of the models."""
     (models / "hub").symlink_to(assets / "hub")
     with pytest.raises(RuntimeError, match="1 of 2 benchmarks"):
         evaluate("source", tmp_path / "out", "arc_challenge,ceval", data=Path("hub"))
@@ -128,9 +128,9 @@ def test_a_model_that_answers_differently_is_compared_item_by_item(evaluate, tmp
 
 
 def test_finished_tasks_are_not_computed_again(evaluate, evaluated, models, tmp_path, monkeypatch):
-    """The run of another process, by its absolute names, goes on from there; it needs no model."""
+    """A run of another process continues from there by the same absolute names, without a model."""
     monkeypatch.setattr("attnres.commands.eval._load_model", lambda *_: pytest.fail("a model was loaded"))
-    (evaluated / ".results.json.partial").write_text('{"resul')  # as of a process that was killed
+    (evaluated / ".results.json.partial").write_text('{"resul')  # a killed process leaves such a file
     before = (evaluated / "model" / "gsm8k_cot.json").stat().st_mtime_ns
     report = (evaluated / "report.md").read_text()
     evaluate(str(models / "retrofit"), evaluated, "cmath,gsm8k,arc_challenge", baseline=str(models / "source"))
@@ -149,7 +149,7 @@ def test_what_a_report_shows_is_not_lost_from_it(evaluate, evaluated, models, tm
     shutil.copytree(evaluated, tmp_path / "out")
     before = {path: path.read_bytes() for path in (tmp_path / "out").glob("*.*")}
     with pytest.raises(FileExistsError, match=r"report\.md shows gsm8k, and would lose that"):
-        evaluate(model, tmp_path / "out", "arc_challenge,cmath", baseline=source)  # as if its data were not there
+        evaluate(model, tmp_path / "out", "arc_challenge,cmath", baseline=source)  # the data of cmath is not there
     assert {path: path.read_bytes() for path in before} == before
     (tmp_path / "out" / "results.json").write_text('{"results": 3}')
     with pytest.raises(ValueError, match=r"results\.json is damaged .* Remove it: it is written again\."):

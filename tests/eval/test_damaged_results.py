@@ -1,4 +1,4 @@
-"""Whatever became of the files of an earlier run, the next one says in one line which file it is and what to do."""
+"""If a file of an earlier run is damaged, the next run names it and the remedy in one line."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def evaluated(model, hub, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def refusal(evaluated, model, hub, tmp_path, monkeypatch) -> Callable[[], str]:
-    """`refusal()`: what the next run on a copy of the folder, at `tmp_path / "out"`, is refused with."""
+    """Return `refusal()`: the message of the next run on a copy of the folder, at `tmp_path / "out"`."""
     monkeypatch.setattr("attnres.commands.eval._load_model", lambda *_: pytest.fail("a model was loaded"))
     shutil.copytree(evaluated, tmp_path / "out")
 
@@ -45,7 +45,7 @@ def refusal(evaluated, model, hub, tmp_path, monkeypatch) -> Callable[[], str]:
     return run
 
 
-# Each is written with the hash that fits, as by another version.
+# Each is written with the hash of its content, as another version would.
 @pytest.mark.parametrize(
     ("change", "part"),
     [
@@ -92,7 +92,7 @@ def test_a_report_s_numbers_of_another_form_are_named(change, refusal, tmp_path)
 
 
 def test_nan_in_a_stored_score_is_reported_as_such(evaluated, model, hub, tmp_path):
-    """It is a measurement, of a broken model; nothing breaks at it."""
+    """Such a score is a measurement of a broken model, which a report must show."""
     shutil.copytree(evaluated, tmp_path / "out")
     store = ResultStore(tmp_path / "out" / "model", json.loads((evaluated / "model" / "setup.json").read_text()))
     result = store.read(TASK)

@@ -1,4 +1,4 @@
-"""Why benchmarks have no result: one line for each reason, with a remedy that can be run."""
+"""Failures of benchmarks are reported in one line for each reason, with a remedy that can be run."""
 
 from pathlib import Path
 

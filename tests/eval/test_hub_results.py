@@ -1,4 +1,4 @@
-"""What `attnres eval` writes for the Hub: real runs on the first items of real data sets, which are whole here."""
+"""`attnres eval` writes files for the Hub: real runs on data sets that were cut to a few real items."""
 
 import dataclasses
 import json
@@ -52,7 +52,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 
 @pytest.fixture(scope="module")
 def short_hub(hub, tmp_path_factory) -> Path:
-    """Two data sets of the Hub as `hf download` leaves them, cut to a few items to evaluate."""
+    """Return two data sets of the Hub as `hf download` leaves them, cut to a few items."""
     folder = tmp_path_factory.mktemp("hub")
     for name, (config, items) in ITEMS.items():
         splits = {path.stem: pd.read_parquet(path) for path in (hub / name / config).glob("*.parquet")}
@@ -67,7 +67,7 @@ def short_hub(hub, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def models(assets, tmp_path_factory) -> Path:
-    """A folder with the pretrained model `source`, and `other`, which answers differently."""
+    """Return a folder with the pretrained model `source`, and `other`, which answers differently."""
     folder = tmp_path_factory.mktemp("models")
     source = assets / "checkpoints" / "stories260K-hf"
     shutil.copytree(source, folder / "source")
@@ -80,7 +80,7 @@ def models(assets, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def evaluate(models, short_hub) -> Callable:
-    """`evaluate(out, tasks, **arguments)` of `run_eval` on the model `other`."""
+    """Return `evaluate(out, tasks, **options)`, which calls `run_eval` on the model `other`."""
 
     def run(out: Path, tasks: str, own: Path | None = None, **arguments) -> None:
         defaults = {"benchmarks": pick(tasks, own), "data": short_hub}
@@ -97,7 +97,7 @@ def evaluated(evaluate, models, tmp_path_factory) -> Path:
 
 
 def entries(folder: Path) -> dict[str, EvalResultEntry]:
-    """As the Hub's own parser reads them: one in each file."""
+    """Return the one entry of each file, as the Hub's own parser reads it."""
     found = {}
     for path in sorted((folder / FOLDER).glob("*")):
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -108,7 +108,7 @@ def entries(folder: Path) -> dict[str, EvalResultEntry]:
 
 
 def numbers(out: Path) -> dict[str, float]:
-    """The headline numbers of a run's results.json, by benchmark."""
+    """Return the headline numbers in a run's results.json, by benchmark."""
     results = json.loads((out / "results.json").read_text())["results"]
     found = {name: results.get(benchmark.group, {}) for name, benchmark in benchmarks().items()}
     return {name: 100 * found[name][benchmarks()[name].metric] for name in found if found[name]}
@@ -121,7 +121,7 @@ def test_each_benchmark_has_a_file_with_the_reports_number(evaluated):
     assert (arc.dataset_id, arc.task_id) == ("allenai/ai2_arc", "arc_challenge")
     assert (gsm8k.dataset_id, gsm8k.task_id) == ("openai/gsm8k", "gsm8k")
     assert {"arc_challenge": arc.value, "gsm8k": gsm8k.value} == pytest.approx(numbers(evaluated), abs=0.005)
-    assert 0 < arc.value < 100  # percent, and not by chance the same on both scales
+    assert 0 < arc.value < 100  # percent, and a value that would differ on a scale from 0 to 1
     row = next(line for line in (evaluated / "report.md").read_text().splitlines() if "ARC-Challenge" in line)
     assert row.split("|")[4].split("±")[0].strip() == f"{arc.value:.1f}"
 
@@ -170,7 +170,7 @@ def test_data_changed_since_its_download_have_no_known_revision(evaluate, short_
 
 
 def test_data_from_the_hub_have_the_commit_that_was_loaded(tmp_path):
-    """`datasets` writes what it prepares of a commit below a folder of that name, and reads it from there."""
+    """`datasets` writes its converted files of a commit to a folder of that name, and reads them from there."""
     for commit in (COMMIT, "default-0123"):
         (tmp_path / commit).mkdir()
         table = Dataset.from_dict({"question": ["1 + 1 ="]})
@@ -185,7 +185,7 @@ def test_data_from_the_hub_have_the_commit_that_was_loaded(tmp_path):
 
 def test_part_of_a_benchmark_is_not_published_and_the_output_says_so(evaluate, tmp_path, capsys):
     evaluate(tmp_path / "out", "arc_challenge,gsm8k", limit=5)
-    assert entries(tmp_path / "out").keys() == {GSM8K}  # whole: it has three items
+    assert entries(tmp_path / "out").keys() == {GSM8K}  # all of its three items were asked
     output = capsys.readouterr().out.splitlines()
     assert "Not for the Hub: ARC-Challenge (5 of 12 items): only whole benchmarks are published." in output
     assert f"For the Hub, in {FOLDER} there: {GSM8K}. attnres push --results publishes them." in output
@@ -199,7 +199,7 @@ def test_a_resumed_run_writes_the_same_files_and_leaves_those_of_others(
     before = {path.name: path.read_bytes() for path in (out / FOLDER).iterdir()}
     (out / FOLDER / GSM8K).unlink()
     mine = {"mine.yaml": b"- my: own", "notes.txt": b"text", "copy.yaml": before[ARC]}
-    stale = out / FOLDER / "arc_challenge_24shot.yaml"  # of a setting that the task file had before
+    stale = out / FOLDER / "arc_challenge_24shot.yaml"  # of another number of shots, which the task file had before
     stale.write_text(f"# {stale.name}, written by attnres eval\n")
     for name, content in mine.items():
         (out / FOLDER / name).write_bytes(content)
@@ -298,7 +298,7 @@ def test_a_file_of_another_writer_is_not_replaced(tmp_path):
         ("- {dataset: {id: mmlu, task_id: c}, value: 1}", "its data set 'mmlu' must be an id such as ORG/NAME"),
         ("- {dataset: {id: a/b, task_id: c}, value: high}", "its value 'high' must be a finite number"),
         ("- {dataset: {id: a/b, task_id: c}, value: .nan}", "its value nan must be a finite number"),
-        # A float holds integers of up to 309 digits, and Python writes none of more than 4300.
+        # A float holds integers of up to 309 digits, and Python prints integers of up to 4300.
         (f"- {{dataset: {{id: a/b, task_id: c}}, value: {10**400}}}", r"its value 1(0+)\.\.\. must be a finite number"),
         (
             f"- {{dataset: {{id: a/b, task_id: c}}, value: 0x{'f' * 9000}}}",

@@ -1,4 +1,4 @@
-"""A model that knows the answers gets every item right, one that guesses gets what guessing gets."""
+"""A model that knows the answers scores 1, and one that guesses scores as often as guessing is right."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tasks that are not the paper's, lm_eval's and the user's own, run and are reported like the others."""
+"""Other tasks, of lm_eval and your own, run and are reported like the paper's benchmarks."""
 
 import json
 import signal
@@ -31,7 +31,7 @@ metric_list:
 
 @pytest.fixture
 def own(tmp_path) -> Path:
-    """A folder with a task of the user's, its data, and a group of it."""
+    """Return a folder with a task of your own, its data, and a group of it."""
     folder = tmp_path / "tasks"
     folder.mkdir()
     rows = [{"question": f"{n} + 1 =", "choices": ["1", "7"], "answer": n % 2} for n in range(6)]
@@ -100,7 +100,7 @@ def test_what_cannot_be_run_is_refused_in_one_line(tasks, file, message, own):
 
 @pytest.mark.parametrize("file", ["new.yaml", "_shared"])
 def test_a_task_file_whose_aliases_multiply_is_refused_before_the_harness_reads_it(file, own):
-    """Also one that only an `include` leads to, whatever its suffix."""
+    """This holds for a file that only an `include` names too, whatever its suffix."""
     aliases = ["a: &a [x, x, x, x, x, x, x, x, x]"]
     aliases += [f"{name}: &{name} [{', '.join([f'*{of}'] * 9)}]" for of, name in zip("abcdefgh", "bcdefghi")]
     bomb = task("mine") + "metadata:\n" + "".join(f"  {line}\n" for line in aliases)
@@ -114,7 +114,7 @@ LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% end
 
 
 def test_a_template_that_does_not_end_ends_its_benchmark(own, model, tmp_path, capsys, monkeypatch):
-    """While the task is loaded, or while the prompts of later items are made; the other benchmarks go on."""
+    """It does so while the task is loaded or while prompts of later items are made. Other benchmarks go on."""
     monkeypatch.setattr("attnres.eval.templates.TEMPLATE_SECONDS", 0.2)
     templates = {"at_once": LOOP, "later": "x{% if answer %}" + LOOP + "{% endif %}"}
     for name, template in templates.items():
@@ -135,7 +135,7 @@ def render(template: str, **values: object) -> str:
     return utils.apply_template(template, values)
 
 
-# A template, and the bound that its message names.
+# Template -> the bound that the message names.
 TOO_LARGE = [
     ('{{ "x" * 10**10 }}', "what `*` repeats must be at most 10,000,000"),
     ("{{ q * 10**10 }}", "what `*` repeats"),
@@ -184,7 +184,7 @@ def test_a_template_that_builds_too_much_is_refused_in_one_line(template, bound)
 
 
 def test_a_template_that_does_not_end_is_ended_in_a_thread_too(monkeypatch):
-    """Where no signal arrives."""
+    """There no signal arrives."""
     monkeypatch.setattr("attnres.eval.templates.TEMPLATE_SECONDS", 0.1)
     with bounded_templates(), ThreadPoolExecutor(1) as pool, pytest.raises(TemplateTooLong, match=r"more than 0\.1 s"):
         pool.submit(render, LOOP).result()
@@ -206,7 +206,7 @@ def test_templates_with_large_values_in_reason_are_rendered_as_the_harness_does(
 
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_an_alarm_that_fires_as_a_template_ends_is_still_one_line(in_thread, monkeypatch):
-    """A step in C that takes long is interrupted only where it ends, which here is after the last step."""
+    """A long step in C is interrupted only when it ends, which here is after the last step."""
     from attnres.eval import templates
 
     def outcome() -> str:
@@ -278,7 +278,7 @@ def score(doc, results):
 
 
 def test_a_stored_number_is_not_repeated_when_the_code_that_scored_it_changed(own, model, tmp_path, monkeypatch):
-    """The code of the task file's function, or of a file beside it that the function uses."""
+    """The code is that of the task file's function, or of a file beside it that the function uses."""
     monkeypatch.syspath_prepend(own)
     helpers, out = own / "own_helpers.py", tmp_path / "out"
     helpers.write_text("def is_right(doc, results):\n    return True\n")

@@ -1,4 +1,4 @@
-"""Paired comparisons: the test is McNemar's exact one, the interval holds the truth as often as it says."""
+"""Paired comparisons use McNemar's exact test, and an interval that covers the truth as often as it claims."""
 
 import math
 from itertools import product
@@ -35,7 +35,7 @@ def test_p_is_the_chance_of_a_split_of_the_discordant_items_as_uneven_as_this_on
 
 @pytest.mark.parametrize("first, second, agreement", [(0.5, 0.5, 0.9), (0.3, 0.25, 0.5), (0.02, 0.01, 0.2)])
 def test_95_of_100_intervals_hold_the_true_difference(first, second, agreement):
-    """`agreement` is the share of items on which both draw the same luck."""
+    """`agreement` is the share of items on which both models draw the same random number."""
     random, trials, n, held = np.random.default_rng(0), 2000, 80, 0
     for _ in range(trials):
         luck = random.random((2, n))

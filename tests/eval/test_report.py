@@ -1,4 +1,4 @@
-"""The report shows names as they are, whatever characters they have, and no more than there is to say."""
+"""The report shows names as they are, whatever characters they contain, and no empty sections."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ def row(title: str = "MMLU", **changes) -> ReportRow:
 
 
 def shown(text: str) -> list[str]:
-    """The text of a Markdown document as its reader sees it: one string for each heading, paragraph, item and cell."""
+    """Return the rendered text of a Markdown document: one string for each heading, paragraph, item and cell."""
     tokens = Markdown(text).parsed
     kinds = {kind.type for token in tokens for kind in token.children or ()} - {"text", "softbreak", "text_special"}
     assert not kinds, kinds  # no code, HTML, link, emphasis
@@ -82,7 +82,7 @@ def test_scores_other_than_right_and_wrong_are_compared_without_a_test():
 
 @pytest.mark.parametrize("number", [1, 15])
 def test_the_chart_has_room_for_one_benchmark_and_for_all_with_long_names(number, tmp_path, monkeypatch):
-    """No text leaves the picture, and the legend, which is below the axes, covers no bar."""
+    """No text is cut off, and the legend stands below the axes, where it covers no bar."""
     monkeypatch.setattr(plt, "close", lambda figure: None)
     names = [f"/a/very/long/path/of/a/model/that/goes/on/and/on/{'x' * 60}-{end}" for end in ("seed-0", "seed-1")]
     plot([row(f"benchmark {'y' * 40} {i}") for i in range(number)], tmp_path / "scores.png", *names)

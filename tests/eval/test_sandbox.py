@@ -1,4 +1,4 @@
-"""Generated programs are contained: hostile ones fail, touch nothing, leave nothing, and the run goes on."""
+"""The sandbox contains generated programs: hostile ones fail, change nothing, leave nothing, and the run goes on."""
 
 import os
 import resource
@@ -23,14 +23,14 @@ from .levels import ALL_LEVELS
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch) -> Path:
-    """Where the sandbox makes its folders, in which it must leave none."""
+    """Return the folder in which the sandbox makes its folders. It must leave none."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     return tmp_path / "temporary"
 
 
 def processes() -> set[psutil.Process]:
-    """Every process of any sandbox: they share the guard's command line."""
+    """Return all processes of any sandbox, which share the guard's command line."""
     return {
         p for p in psutil.process_iter(["cmdline"]) if any("guard.main()" in part for part in p.info["cmdline"] or ())
     }
@@ -41,7 +41,7 @@ def gone(some: set[psutil.Process]) -> bool:
 
 
 def attack(program: str, layers=None, **limits) -> sandbox.Outcome:
-    """The outcome of a program whose function `attack` returns "done" if it comes to its end: passed if it does."""
+    """Run a program whose function `attack` returns "done" if nothing stops it. The program passes if it does."""
     return sandbox.run(program, "assert attack() == 'done'", names=["attack"], limits=Limits(**limits), layers=layers)
 
 
@@ -50,7 +50,7 @@ def body(*lines: str) -> str:
 
 
 def signal_owner(*lines: str) -> list[str]:
-    """`lines` for the pipe `d` on which the checker's questions come."""
+    """Return code that runs `lines` for the pipe `d` on which the guard's questions come."""
     return ["import stat", "for d in range(3, 64):", "    try: pipe = stat.S_ISFIFO(os.fstat(d).st_mode)",
             "    except OSError: continue", *(f"    if pipe: {line}" for line in lines)]  # fmt: skip
 
@@ -211,7 +211,7 @@ ATTACKS = {
 
 @pytest.fixture
 def untouched(tmp_path, monkeypatch):
-    """Things that attacks are after, as the first lines of their program; at the end of the test all are as before."""
+    """Return the first lines of a program that name targets of attacks. After the test, all are as before."""
     monkeypatch.setenv("ATTNRES_TEST_TOKEN", "SECRET")
     home = tmp_path / "home"
     home.mkdir()
@@ -224,7 +224,7 @@ def untouched(tmp_path, monkeypatch):
         socket.create_server(("127.0.0.1", 0)) as port,
         socket.socket(socket.AF_UNIX, streams) as door,
         socket.socket(socket.AF_UNIX, datagrams) as box,
-        tempfile.TemporaryDirectory(dir="/tmp") as short,  # as the path of a Unix socket has to be
+        tempfile.TemporaryDirectory(dir="/tmp") as short,  # the path of a Unix socket must be short
     ):
         door.bind(f"{short}/door")
         door.listen()
@@ -256,7 +256,7 @@ def test_hostile_program_is_contained_and_fails(name, layers, untouched, folders
     outcome = attack(f"{untouched}\n{program}", layers, seconds=seconds, memory=256 << 20)
     assert not outcome.passed
     assert any(part in outcome.reason for part in reason.split("|")), outcome.reason
-    assert outcome.seconds < 60  # it was killed: the programs would go on for 100 s or for ever
+    assert outcome.seconds < 60  # it was killed, since the programs run for 100 s or for ever
     assert not list(folders.iterdir())
     assert gone(processes() - before)
 
@@ -310,7 +310,7 @@ def answer(x):
 
 
 def state() -> dict:
-    """What a sandbox could change in the process that calls it."""
+    """Return the parts of the calling process that a sandbox could change."""
     kinds = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
     return dict(
         signals={number: signal.getsignal(number) for number in signal.valid_signals()},
@@ -360,7 +360,7 @@ def test_death_of_the_caller_kills_the_program(layers, folders):
     caller = get_context("fork").Process(target=attack, args=(program, layers), kwargs={"seconds": 60})
     caller.start()
     started, end = [], time.monotonic() + 120
-    # Guard and candidate, which has come to the loop.
+    # The guard, and the candidate, which has reached the loop.
     while (len(started) < 2 or started[-1].cpu_times().user < 0.2) and time.monotonic() < end:
         started = psutil.Process(caller.pid).children(recursive=True)
     caller.kill()
@@ -373,7 +373,7 @@ def test_death_of_the_caller_kills_the_program(layers, folders):
 def test_death_of_the_checker_by_its_own_limit_kills_the_program(layers, folders, monkeypatch):
     monkeypatch.setattr(sandbox, "_MARGIN", 100)
     before = processes()
-    # A while of a built-in function ends the checker's time on the processor, of 2 s, before its clock is heard.
+    # A long call of a built-in function uses up the guard's processor time of 2 s before its clock can interrupt.
     tests = "sum(range(10**12))"
     outcome = sandbox.run(CLINGING, tests, names=["attack"], limits=Limits(seconds=0.2), layers=layers)
     assert outcome.reason == "the checker was killed"
@@ -393,7 +393,7 @@ def test_checker_that_hangs_is_killed(monkeypatch, folders):
 
 @pytest.fixture
 def machine_without(monkeypatch):
-    """`machine_without(*layers)`: a machine that forbids those, as many containers do."""
+    """Return `machine_without(*layers)`, which lets this machine forbid these layers, as many containers do."""
 
     def forbid(*layers: str) -> None:
         refuse = "; ".join(f"linux.{layer} = lambda *_: open('/proc/self/mem', 'rb').read(1)" for layer in layers)
@@ -442,7 +442,7 @@ def test_other_systems_than_linux_run_none(monkeypatch):
 
 
 def test_every_layer_that_the_machine_offers_is_used():
-    """What it offers is found in other ways than the sandbox's own."""
+    """The expected layers are measured in other ways than by the sandbox."""
     flags = "--user --map-root-user --pid --fork --net --ipc --mount"
     namespaces = subprocess.run(["unshare", *flags.split(), "mount", "-t", "tmpfs", "none", "/mnt"]).returncode == 0
     offered = dict(namespaces=namespaces, landlock=linux.landlock_version() >= 3, seccomp=True)

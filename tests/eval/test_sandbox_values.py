@@ -1,4 +1,4 @@
-"""The verdict rests on plain values: nothing else that a program does lets it pass, and no value is lost."""
+"""The verdict rests on plain values: a program passes by its values alone, and no value is lost."""
 
 import array
 import collections
@@ -16,7 +16,7 @@ from attnres.eval.sandbox import wire
 
 from .levels import ALL_LEVELS
 
-# Programs that mean to pass `assert answer(3) == 42` without an answer.
+# Programs that try to pass `assert answer(3) == 42` without the answer.
 CHEATS = {
     "equal to everything": """
 class Yes:
@@ -84,7 +84,7 @@ def test_program_cannot_pass_but_by_its_values(name, layers):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root reads its own memory there")
 @pytest.mark.skipif("landlock" not in sandbox.available(), reason="with namespaces there is no /proc")
 def test_memory_of_the_program_holds_no_test(monkeypatch):
-    """It is forked before the tests are read, so not even a scan of all its memory finds what they expect."""
+    """It is forked before the tests are read, so even a scan of all its memory does not find the expected values."""
     readable = [*sandbox._readable(), "/proc"]
     monkeypatch.setattr(sandbox, "_readable", lambda: readable)
     program = """
@@ -107,7 +107,7 @@ def attack(prefix):
 
     assert "nothing" in run(program, f"raise ValueError({call})").reason
     assert run(program, f"assert {call} == {secret!r}").reason.startswith("AssertionError")
-    # The scan does find what is there.
+    # The scan itself works: it finds a value that is in memory.
     assert run(f"{program}\nlocal = {secret!r}", f"assert {call} == {secret!r}").passed
 
 
@@ -123,7 +123,7 @@ def test_program_brings_no_module_of_its_own_to_the_tests(own):
     program, tests = f"{own}\ndef size(x): return 41", "assert size('ab') == sys.getsizeof('ab')"
     outcome = sandbox.run(program, tests, names=["size"], modules=["sys"])
     assert outcome.reason.startswith("NameError: name 'sys' is not defined")
-    imported = f"import math as sys\n{program.removeprefix(own)}"  # it gets to the tests as the real one
+    imported = f"import math as sys\n{program.removeprefix(own)}"  # the tests receive the real module
     assert sandbox.run(imported, tests, names=["size"], modules=["sys"]).reason.startswith("AssertionError")
 
 
@@ -179,7 +179,7 @@ def test_only_plain_types_are_built_from_a_message(data):
         wire.decode(data, int)
 
 
-# What tests may do with what a program gives them: (program, tests that hold).
+# What tests may do with a program's values -> (program, tests that pass).
 HOLDS = {
     "objects of a class": (
         """

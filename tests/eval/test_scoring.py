@@ -1,4 +1,4 @@
-"""What counts as a right answer, from the text that a model writes to the score."""
+"""Right answers score 1 and others 0, from the generated text to the score."""
 
 from fractions import Fraction
 
@@ -46,7 +46,7 @@ def test_cmath_has_the_tolerance_of_its_authors():
         return scoring.cmath({"golden": gold}, [answer])["exact_match"]
 
     assert score("14", "14") == 1
-    assert score("100", "101") == 0  # whole numbers have to be equal, although they differ by less than a hundredth
+    assert score("100", "101") == 0  # whole numbers must be equal, although these differ by less than 1%
     assert score("10.09", "10") == 1
     assert score("10.11", "10") == 0
     assert score("0.33", "1/3") == 0  # off by 1/99 of the smaller one
@@ -75,7 +75,7 @@ def test_math_accepts_what_either_judge_accepts():
         assert scoring.math(doc, [ending.format(answer)])["exact_match"] == score, answer
 
 
-# For the first item of each benchmark, with GOLD for its answer: what a model may write, and whether that is right.
+# Benchmark -> texts for its first item, with GOLD for the answer, and whether they are right.
 WRITTEN = [
     ("gsm8k", "So it is 3 * 6 = 18 dollars. The answer is GOLD.", 1),
     ("gsm8k", "The answer is $GOLD", 1),
@@ -122,7 +122,7 @@ GOLD = {
 
 
 def scores(loaded, name: str, text: str) -> dict[str, float]:
-    """The scores of a text for the first item of a benchmark, by the name of the filter."""
+    """Return the scores of a text for the first item of a benchmark, by filter."""
     task = next(iter(loaded(name)["tasks"].values()))
     doc = task.eval_docs[0]
     model = Says(benchmarks()[name], text.replace("GOLD", GOLD[name](doc)))
@@ -138,7 +138,7 @@ def test_an_answer_is_found_in_what_the_model_writes(name, text, score, loaded):
     assert scores(loaded, name, text)[benchmarks()[name].metric.split(",")[1]] == score
 
 
-# What the strict filter does not find or does not take, and whether the flexible one has to find it.
+# Texts in which the strict filter finds no answer, and whether the flexible one must find it.
 MARKED = [
     ("gsm8k", "The answer is **GOLD**.", 1),
     ("gsm8k", r"The answer is $\boxed{GOLD}$.", 1),
@@ -187,7 +187,7 @@ def test_programs_that_do_nothing_fail(loaded):
 
 
 def test_the_shots_of_mgsm_are_whole(loaded):
-    """The stock targets cut one letter too many off in Japanese and Chinese."""
+    """The stock targets cut off one letter too many in Japanese and Chinese."""
     for name, task in loaded("mgsm")["tasks"].items():
         prompt = task.fewshot_context(task.eval_docs[0], 8)
         for shot in task.dataset["train"]:

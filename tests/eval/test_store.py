@@ -1,4 +1,4 @@
-"""Results are kept task by task, under the settings that they were computed with."""
+"""Results are stored task by task, with the settings that they were computed under."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_results_of_other_settings_are_refused_and_kept(tmp_path, change, messag
 
 
 def test_a_result_cut_off_while_it_was_written_does_not_count(tmp_path):
-    """What a killed process may leave is the partial file, under another name."""
+    """A killed process may leave a partial file, but under another name."""
     store = ResultStore(tmp_path, SETUP)
     (tmp_path / ".gsm8k.json.partial").write_text('{"results": ')
     assert "gsm8k" not in store
@@ -92,7 +92,7 @@ def test_a_task_of_any_name_is_kept_in_a_file_of_its_own(tmp_path, task):
 
 
 def test_without_a_result_the_setup_can_become_another(tmp_path):
-    """As when a run found no data, and the next one is told where it lies."""
+    """This happens when a run found no data, and the next one reads it from another folder."""
     ResultStore(tmp_path, SETUP)
     store = ResultStore(tmp_path, SETUP | {"limit": 7})
     assert store.setup == SETUP | {"limit": 7}

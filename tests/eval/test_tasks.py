@@ -1,4 +1,4 @@
-"""The task files: valid, complete, and what the paper says; prompts without leaks and the same in every process."""
+"""The task files are valid, complete and as in the paper. Prompts leak no answer and are the same in every process."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ from attnres.eval.task_index import task_manager
 from .models import Listener, evaluate
 
 FILES = sorted(task_path().glob("*.yaml"))
-# Title, category, baseline, AttnRes: Table 3 of arXiv 2603.15031, in its order. Then the shots.
+# Title, category, baseline and AttnRes as in Table 3 of arXiv 2603.15031, in its order; then the shots.
 TABLE_3 = [
     ("MMLU", "General", 73.5, 74.6, 5),
     ("MMLU-Pro", "General", 52.2, 52.2, 5),
@@ -40,7 +40,8 @@ TABLE_3 = [
     ("CMMLU", "Chinese", 82.0, 82.9, 5),
     ("C-Eval", "Chinese", 79.6, 82.5, 5),
 ]
-# Leaf tasks and their items, as the benchmarks' papers count them; None where the data at hand is synthetic or a part.
+# The number of leaf tasks and of items, as the benchmarks' papers count them. None if the data here is synthetic or a
+# part.
 SIZES = {
     "mmlu": (57, 14042),
     "mmlu_pro": (14, 12032),
@@ -68,7 +69,7 @@ def fields(config: type) -> set[str]:
 
 
 def problems(path: Path) -> list[str]:
-    """What is wrong with a task file; the harness itself leaves the file out, or ignores the key, silently."""
+    """Return the faults of a task file, for which the harness silently skips the file or ignores the key."""
     try:
         config = load_yaml(path)  # resolves `!function` and `include`
     except Exception as error:
@@ -162,7 +163,7 @@ def test_each_benchmark_has_its_items_shots_and_kind_of_scoring(name, loaded):
     for task in tasks:
         assert kind == task.OUTPUT_TYPE
         assert task.config.num_fewshot == benchmarks()[name].shots
-        # The only sampler that draws nothing at random.
+        # No other sampler is free of random draws.
         assert type(task.sampler) is FirstNSampler or task.config.num_fewshot == 0
         assert kind == "multiple_choice" or task.config.generation_kwargs["do_sample"] is False
 
@@ -173,7 +174,7 @@ def plain(text: str) -> str:
 
 @pytest.mark.parametrize("name", EACH)
 def test_no_item_is_among_its_own_shots(name, loaded):
-    """The question stands once in its prompt, at the end, after as many shots as there should be."""
+    """The question appears once in its prompt, at the end, after the right number of shots."""
     shots, seen = benchmarks()[name].shots, 0
     for task in loaded(name)["tasks"].values():
         for doc in task.eval_docs:
@@ -232,7 +233,7 @@ def test_prompts_are_the_same_in_every_process_and_order(hub, synthetic_hub):
 
 @pytest.mark.slow
 def test_the_plain_harness_runs_the_tasks(hub, tmp_path):
-    """`lm_eval run`, from a folder in which the data sets stand as `ORG/NAME`."""
+    """Run `lm_eval run` from a folder that holds the data sets as `ORG/NAME`."""
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "dummy", "--include_path", task_path()]
     command += ["--tasks", "attnres_gsm8k,attnres_cmath,attnres_arc_challenge", "--limit", "2"]
     command += ["--output_path", tmp_path / "out"]

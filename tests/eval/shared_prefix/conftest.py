@@ -1,4 +1,4 @@
-"""Small models of several families, and records of what they are called with."""
+"""Fixtures with small models of several families, and records of their calls."""
 
 import functools
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def make_model(tiny_model) -> Callable[[str], PreTrainedModel]:
-    """`make_model(name)`: one of `models.MODELS`; the family's have KDA, MLA, experts and uneven depth weights."""
+    """Return `make_model(name)`, for `models.MODELS`; ours have KDA, MLA, experts and uneven depth weights."""
 
     @functools.cache
     def make(name: str) -> PreTrainedModel:
@@ -46,7 +46,7 @@ def model(make_model) -> PreTrainedModel:
 
 @pytest.fixture
 def scored(tokenizer) -> Callable[..., list]:
-    """`scored(lm_class, model, requests, **arguments)`: the answers of a new model of the harness."""
+    """Return `scored(lm_class, model, requests, **arguments)`: the answers of a new model in the harness."""
 
     def score(lm_class, model, requests: Requests, batch_size: int = 4, **arguments) -> list:
         lm = lm_class(model, tokenizer=tokenizer, batch_size=batch_size, **arguments)
@@ -57,7 +57,7 @@ def scored(tokenizer) -> Callable[..., list]:
 
 @pytest.fixture
 def calls(monkeypatch) -> Callable[..., list]:
-    """`calls(model)`: the list to which each later forward pass adds the shape of its input."""
+    """Return `calls(model)`: a list to which each later forward pass adds the shape of its input."""
 
     def record(model: PreTrainedModel, most: int = 10**9, error: str | None = None) -> list:
         shapes, forward = [], model.forward

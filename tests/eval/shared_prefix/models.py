@@ -17,7 +17,7 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# Windows shorter than the sequences below; Gemma's layers take turns between a window and none.
+# The windows are shorter than the tests' sequences. In Gemma, layers with and without a window alternate.
 OTHERS = {
     "llama": {},
     "mistral": {"sliding_window": 8},
@@ -28,6 +28,6 @@ MODELS = [*OTHERS, "block size 1", "block size 2", "block size 4", "retrofit of 
 
 
 def small(name: str, **overrides: object) -> PreTrainedModel:
-    """A new model of that family, the same at each call."""
+    """Return a new model of a family, the same at each call."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SMALL | overrides)).eval()

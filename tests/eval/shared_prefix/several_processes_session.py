@@ -1,4 +1,4 @@
-"""HellaSwag in several processes, each with its part of the questions; run by `test_real_questions.py`.
+"""Score HellaSwag in several processes, each with its part of the questions; run by `test_real_questions.py`.
 
 torchrun ... several_processes_session.py FOLDER HUB OUT        the first process writes the results to `OUT`
 """

@@ -1,4 +1,4 @@
-"""`SharedPrefixLM` generates in batches what each prompt alone gives, and says how far it is."""
+"""`SharedPrefixLM` generates in batches the same texts as alone, and reports its progress."""
 
 import random
 

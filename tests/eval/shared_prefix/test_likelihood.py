@@ -20,7 +20,7 @@ from .prompts import Requests, assert_same, questions, texts, words
 
 @st.composite
 def any_requests(draw) -> Requests:
-    """Contexts that are empty, begin alike or begin another; continuations that coincide or begin alike."""
+    """Contexts may be empty, begin alike or begin another; continuations may coincide or begin alike."""
     token = st.integers(3, 6)
     texts = draw(st.lists(st.lists(token, min_size=1, max_size=30), min_size=1, max_size=3))
     requests = []
@@ -82,7 +82,7 @@ def test_choices_of_several_tokens_share_their_question(model, scored, tokenizer
     assert lm.abilities.share_prefix
     shapes = calls(model)
     found = lm._loglikelihood_tokens(requests, disable_tqdm=True)
-    # The four questions without their last token, cut to the shortest; then the rest of each with its choices.
+    # First the four contexts without their last token, cut to the shortest. Then the rest of each with its choices.
     assert shapes[0][0] == 4
     assert 59 <= shapes[0][1] < 64
     assert [rows for rows, _ in shapes[1:]] == [4] * 4
@@ -122,14 +122,14 @@ def test_rotary_embeddings_that_depend_on_the_length_are_not_shared_across_it(sc
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [4.0] * 4, "short_factor": [1.0] * 4}
     rope |= {"original_max_position_embeddings": 64}
     model = small("phi3", rope_parameters=rope, original_max_position_embeddings=64)
-    requests = questions(random.Random(0), examples=55, items=8, question=3, choice=6)  # some go beyond 64 tokens
+    requests = questions(random.Random(0), examples=55, items=8, question=3, choice=6)  # some are longer than 64 tokens
     assert_same(scored(SharedPrefixLM, model, requests), scored(HFLM, model, requests, batch_size=1))
 
 
 @pytest.mark.parametrize(
     "name, overrides",
     [
-        # Its Mamba layers compute several tokens at once as if nothing came before them.
+        # The Mamba layers compute several tokens at once as if nothing came before them.
         ("jamba", {"mamba_d_state": 8, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1}),
         ("rwkv", {"attention_hidden_size": 32}),  # has no cache of `transformers`
     ],
@@ -143,7 +143,7 @@ def test_a_model_that_cannot_go_on_from_its_cache_is_computed_whole(name, overri
 
 
 def test_a_model_that_fails_with_a_cache_is_computed_without_one(tiny_config, scored):
-    """Kimi Linear of KDA layers alone does: no layer of its cache knows how many tokens there are."""
+    """Kimi Linear with KDA layers alone is such a model: no layer of its cache knows the number of tokens."""
     fields = tiny_config().to_dict() | {"model_type": "kimi_linear", "layer_types": ["linear_attention"] * 4}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(KimiLinearConfig(**fields)).eval()

@@ -36,7 +36,7 @@ def test_out_of_memory_below_shared_prefixes_changes_no_score(model, tokenizer, 
     assert lm.abilities.share_prefix
     shapes = calls(model, most=3)
     assert_same(lm._loglikelihood_tokens(requests), expected)
-    # The examples; the beginnings of six questions, then of three; their choices, three at a time.
+    # The examples; the contexts of six questions, then of three; their choices, three at a time.
     assert shapes[0] == (1, 150)
     assert [rows for rows, _ in shapes[1:]] == [6, *([3] * 5) * 2]
     assert caplog.messages[-1] == "Out of memory at batch size 6: going on with 3."

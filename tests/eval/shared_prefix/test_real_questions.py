@@ -1,4 +1,4 @@
-"""`SharedPrefixLM` has the results of the stock harness on real questions, in one process and in two."""
+"""`SharedPrefixLM` gives the results of the stock harness on real questions, in one process and in two."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def evaluate(lm: HFLM, name: str, data: Path, limit: int) -> dict:
 
 @pytest.mark.parametrize("name", ["hellaswag", "arc_challenge"])
 def test_real_questions_have_the_results_of_the_stock_harness(name, source, assets):
-    """Prompts of ARC are longer than the model reads: their beginning is cut off."""
+    """Prompts of ARC are longer than the model's context, so their beginning is cut off."""
     tokenizer = AutoTokenizer.from_pretrained(source)
     model = AutoModelForCausalLM.from_pretrained(source).eval()
     results = [

@@ -1,4 +1,4 @@
-"""What of a text reaches the model: one BOS token, no EOS token at its end, and no empty continuation."""
+"""A model receives one BOS token, no EOS token at the end of a prompt, and no empty continuation."""
 
 import random
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from .prompts import generation, texts
 
 @pytest.fixture(scope="module")
 def adding() -> Callable[..., PreTrainedTokenizerFast]:
-    """`adding(template, eos)`: the tokenizer of the other tests, which adds tokens to a text."""
+    """Return `adding(template, eos)`: the tokenizer of the other tests, which adds tokens to a text."""
 
     def make(template: str = "<s> $A", eos: str = "</s>") -> PreTrainedTokenizerFast:
         words = Tokenizer(WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, 99)}, "<pad>"))
@@ -34,7 +34,7 @@ def adding() -> Callable[..., PreTrainedTokenizerFast]:
 
 @pytest.fixture
 def read(monkeypatch) -> list[tuple[list[int], list[int]]]:
-    """The context and the continuation of every request that is computed."""
+    """Return the list to which the context and the continuation of every computed request are added."""
     pairs = []
     compute = SharedPrefixLM._loglikelihood_tokens
 
@@ -60,7 +60,7 @@ TEMPLATES = ["$A", "<s> $A", "<s> $A </s>"]
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("written", ["", "<s> "])
 def test_a_long_text_is_scored_after_one_bos_token(template, written, model, tokenizer, adding, read):
-    """Whatever the tokenizer adds, the sum is that of the stock harness with a tokenizer that adds nothing."""
+    """Whatever the tokenizer adds, the sum equals that of the stock harness with a tokenizer that adds nothing."""
     some = texts(random.Random(0), 70, 9, 19, 20, 21)
     stock = HFLM(model, tokenizer=tokenizer, batch_size=2, max_length=20)
     ours = SharedPrefixLM(model, tokenizer=adding(template), batch_size=2, max_length=20)
@@ -71,7 +71,7 @@ def test_a_long_text_is_scored_after_one_bos_token(template, written, model, tok
 
 
 def test_the_stock_harness_scores_a_second_bos_token(model, tokenizer, adding):
-    """When this fails, `loglikelihood_rolling` of the stock harness may be right, and the guide says otherwise."""
+    """If this fails, `loglikelihood_rolling` of the stock harness may be right by now, and the guide outdated."""
     requests = rolling(*texts(random.Random(0), 9))
     lms = [HFLM(model, tokenizer=some, batch_size=1) for some in (tokenizer, adding())]
     right, stock = (lm.loglikelihood_rolling(requests, disable_tqdm=True)[0] for lm in lms)
@@ -101,7 +101,7 @@ def test_a_prompt_that_is_generated_from_does_not_end_in_an_eos_token(written, m
 
 
 def test_an_answer_ends_at_the_tokenizers_eos_token_whatever_else_is_in_its_batch(model, tokenizer, adding):
-    """The model's own is another; the stock harness with several prompts in a batch reads on after it."""
+    """The configuration's EOS is another. The stock harness, with several prompts in a batch, reads on after it."""
     requests = generation(texts(random.Random(1), 30, 9, 70, 4, 5, 12), max_gen_toks=12, until=[])
     stock = HFLM(model, tokenizer=tokenizer, batch_size=1)
     words = [text.split() for text in stock.generate_until(requests, disable_tqdm=True)]
@@ -114,7 +114,7 @@ def test_an_answer_ends_at_the_tokenizers_eos_token_whatever_else_is_in_its_batc
 
 
 def test_a_continuation_that_is_joined_with_its_context_is_scored_alone(model, read):
-    """`w` and `5` are one token together, so that cutting after the context's tokens leaves nothing."""
+    """`w` and `5` are one token together, so cutting after the context's tokens leaves nothing."""
     vocabulary = {"<s>": 0, "w": 3, "5": 4, "w5": 5, "x": 6}
     joined = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(BPE(vocabulary, [("w", "5")])), pad_token="<s>", bos_token="<s>", eos_token="<s>"
@@ -138,7 +138,7 @@ def test_a_continuation_that_cannot_be_scored_ends_the_call_in_one_line(pair, le
 
 
 def test_likelihoods_that_are_nan_end_the_call(make_model, tokenizer):
-    """The largest of NaN is the first: a broken model would answer A everywhere, and score what A scores."""
+    """Of NaN values, the first counts as the largest: a broken model would always answer A, and score as A does."""
     model = make_model("llama")
     weight = model.lm_head.weight
     before = weight.detach().clone()
