@@ -2,6 +2,8 @@
 
 `CorrectedHFLM` treats special tokens as a model sees them in use, refuses incomplete checkpoints and NaN, and halves
 its batches when memory runs out. `shared_prefix` builds on it and makes likelihoods fast.
+
+Private methods of `HFLM` are overridden where it has no public method for the step, such as the encoding of a pair.
 """
 
 import logging
@@ -41,7 +43,7 @@ class CorrectedHFLM(HFLM):
     - Text after an EOS token does not count, even if the model's configuration names another one. Otherwise an answer
       would depend on the other rows of its batch.
     - Likelihoods that are NaN raise an error. With `HFLM` the first choice would be the answer.
-    - A checkpoint that lacks tensors raises an error. With `HFLM` they would be random.
+    - A checkpoint that lacks tensors raises an error. `HFLM` would draw the missing ones at random.
 
     A batch that does not fit in memory is halved, and a batch size once halved stays so. A batch size of `"auto"` is
     tried from `max_batch_size` down.
@@ -86,8 +88,8 @@ class CorrectedHFLM(HFLM):
 
             from_pretrained = staticmethod(partial(load_whole, auto_class))
 
-        # `HFLM` does not ask for the report of what was missing, and has no hook between loading and the first use. It
-        # does load by this attribute of its own.
+        # `HFLM` discards the loading report, which lists missing tensors, and has no hook between loading and the first
+        # use. But it loads by the class in this attribute, so a stand-in can check the report.
         self.AUTO_MODEL_CLASS = WholeModel
         try:
             super()._create_model(pretrained, *arguments, **options)
@@ -101,6 +103,7 @@ class CorrectedHFLM(HFLM):
         """The number of tokens that the tokenizer appends to a text."""
         if self.backend != "causal":  # an encoder reads its EOS token
             return 0
+        # Encode one letter without and with special tokens, and count the tokens after it.
         bare, whole = (self.tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
         starts = (i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare)
         return len(whole) - len(bare) - next(starts, len(whole) - len(bare))
@@ -294,7 +297,7 @@ class CorrectedHFLM(HFLM):
         return [texts[index] for index in range(len(requests))]
 
     def _model_generate(self, context: Tensor, **arguments) -> Tensor:
-        """Generate as `HFLM` does, and drop what a row continues with after the tokenizer's EOS token.
+        """Generate as `HFLM` does, and remove the text after the tokenizer's EOS token.
 
         The model stops at the EOS token of its own configuration. If that is another one, a row goes on until its batch
         is finished, and since `HFLM` decodes without special tokens, nothing would cut the text there.

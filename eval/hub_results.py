@@ -152,7 +152,7 @@ def _to_yaml(name: str, entry: EvalResultEntry) -> str:
 
 
 def _head(name: str) -> str:
-    """Return the first line of a file. It names the file, so that a copy under another name counts as your own."""
+    """Return the first line of a file. It holds the file's name, so a copy under another name counts as yours."""
     return f"# {name}, written by attnres eval\n"
 
 

@@ -104,12 +104,12 @@ def make_tree(rows: list[PromptRow], prefix: Sequence[int] = ()) -> Node:
         if first == last:
             node.rows += group
             continue
-        # Of sorted rows, the first and the last share what all of them share.
+        # Rows are sorted, so all of them share the beginning that the first and the last share.
         shared = [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last))]
         if pays((len(group) - 1) * (len(shared) - len(prefix))):
             node.children.append(make_tree(group, shared))
         else:
-            # Not worth a node. Part the rows by their next token, and look in each part.
+            # Not worth a node. Divide the rows by their next token, and search each part.
             depth = len(shared)
             branches = groupby(group, key=lambda row: row.tokens[depth : min(depth + 1, row.first)])
             pending += [list(members) for _, members in branches]

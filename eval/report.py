@@ -24,7 +24,7 @@ SECOND = (
 # The longest labels of the chart.
 TITLE_CHARACTERS, MODEL_CHARACTERS = 24, 48
 
-# What Markdown would take for its marks. An underscore within a word is none.
+# Characters that Markdown reads as markup. An underscore within a word is plain text.
 _MARKS = re.compile(r"[\\`*\[\]<>|~#&]|(?<![^\W_])_|_(?![^\W_])")
 
 

@@ -117,7 +117,7 @@ class SharedPrefixLM(CorrectedHFLM):
                 child_cache = self._read([child.prefix[depth:]], cache)
                 self._score_node(child, share_questions, child_cache, finish)
 
-            # A batch of one, for the message on lack of memory.
+            # A batch of one, so that a lack of memory is handled as elsewhere.
             self._in_batches([child], score_child)
 
     def _read(self, tokens: Sequence[list[int]], cache: Cache | None) -> Cache:

@@ -58,7 +58,7 @@ class ResultStore:
             task: The task's name.
             result: The result, without a key `sha256`.
         """
-        # The hash is that of the content as it will be read: JSON turns keys that are numbers into text.
+        # Hash the content as it will be read back, because JSON turns keys that are numbers into text.
         atomic_write(self.path(task), to_json({**result, HASH: _hash(json.loads(to_json(result)))}))
 
     @property

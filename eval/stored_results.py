@@ -62,13 +62,13 @@ def check_same_task(task: Task, stored: Mapping[str, Any], path: Path) -> None:
             f"{path} is a result of other scoring code than the task {task.task_name} has now. "
             "Choose another --out, or remove the file to compute it again."
         )
-    config = stored["configs"][task.task_name]
+    config_before = stored["configs"][task.task_name]
     config_now = json.loads(to_json(task.dump_config()))
     # Without a number, a task has no shots. The run sets 0 before it stores the configuration.
-    before = {**config, "num_fewshot": config.get("num_fewshot") or 0}
+    before = {**config_before, "num_fewshot": config_before.get("num_fewshot") or 0}
     now = {**config_now, "num_fewshot": config_now.get("num_fewshot") or 0}
     for key in [*sorted(now.keys() - _MAY_DIFFER), "num_fewshot"]:
-        values = [_ADDRESS.sub("", to_json({key: some.get(key)})) for some in (before, now)]
+        values = [_ADDRESS.sub("", to_json({key: config.get(key)})) for config in (before, now)]
         if values[0] != values[1]:
             raise ValueError(
                 f"{path} is a result with another {key} of the task {task.task_name}. "

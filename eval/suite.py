@@ -182,7 +182,11 @@ def run_jobs(
 
 
 def _evaluate(lm: SharedPrefixLM, task: Task, limit: int | None, seed: int) -> dict[str, Any]:
-    """Return the harness's result of one task without the texts of its items, and what a report needs beside it."""
+    """Evaluate one task.
+
+    Returns:
+        The harness's result without the texts of the items, and further facts for the report.
+    """
     _prepare(task, seed)
     # A task may reserve more for its answer than a short context has. Leave at least half to the prompt.
     if task.OUTPUT_TYPE == "generate_until" and _longest_answer(task) > lm.max_length // 2:
@@ -217,7 +221,7 @@ def _prepare(task: Task, seed: int) -> None:
 
 @contextmanager
 def _quiet_harness() -> Iterator[None]:
-    """Suppress the harness's progress bars and log lines, in whose place this package draws one bar for the run."""
+    """Suppress the harness's log lines and its bar for each task. The command draws one bar for the whole run."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -218,7 +218,7 @@ _PARTLY = {
     "fcntl": (72, 25, [[(1, _ALL, [0, 1, 2, 3, 5, 6, 7, 1030])], [(1, _ALL, [4]), (2, 0x2000, [0])]]),
     # TCGETS (is this a terminal?), TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
     "ioctl": (16, 29, [[(1, _ALL, [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451])]]),
-    # anonymous or private: nothing counts what is written to a shared mapping of a file
+    # anonymous or private mappings only, because no counter sees writes to a shared mapping of a file
     "mmap": (9, 222, [[(3, 0x20, [0x20])], [(3, 0xF, [2])]]),
     # AF_UNIX with SOCK_STREAM, as asyncio needs. From a datagram socket, a process can send to any path.
     "socketpair": (53, 199, [[(0, _ALL, [1]), (1, 0xF, [1])]]),
