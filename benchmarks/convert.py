@@ -23,8 +23,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from attnres.conversion.checkpoint import open_checkpoint
 from attnres.conversion.convert import plan_retrofit, write
+from attnres.conversion.source import open_source
 
 SHARD_BYTES = 500 * 10**6
 RESULTS = Path(__file__).parent / "results" / "convert.json"
@@ -87,8 +87,8 @@ def main() -> None:
         source = folder / "source"
         source.mkdir()
         make_checkpoint(source, options.gigabytes)
-        checkpoint = open_checkpoint(source, folder)
-        plan = plan_retrofit(checkpoint)
+        opened = open_source(source, folder)
+        plan = plan_retrofit(opened)
         actions = {
             "convert": lambda target: write(plan, target),
             "cp -r": lambda target: subprocess.run(["cp", "-r", str(source), str(target)], check=True),
@@ -101,7 +101,7 @@ def main() -> None:
         peak = peak_megabytes([*convert, str(folder / "converted")])
         results = {
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
-            "gigabytes": checkpoint.num_bytes / 1e9,
+            "gigabytes": opened.checkpoint.num_bytes / 1e9,
             "seconds": times,
             "median_ratio_to_cp": median(a / b for a, b in zip(*times.values())),
             "peak_megabytes": peak,

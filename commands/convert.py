@@ -10,12 +10,12 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 
 from attnres import ResidualConfig
 from attnres.commands.connections import remark_on_blocks
-from attnres.conversion.cards import Subject, add_step, linked, new_card, on_hub, write_card
-from attnres.conversion.checkpoint import Checkpoint, find, open_checkpoint, show_bytes
+from attnres.conversion.cards import CardSubject, add_step, linked, new_card, on_hub, write_card
+from attnres.conversion.checkpoint import find, show_bytes
 from attnres.conversion.convert import Plan, write
-from attnres.conversion.layout import in_published_layout
 from attnres.conversion.side_files import TOKENIZER_FILES
-from attnres.conversion.verify import MAX_CHARACTERS, PROMPTS, Comparison, compare, missing_memory
+from attnres.conversion.source import ConversionSource, open_source
+from attnres.conversion.verify import MAX_CHARACTERS, PROMPTS, FunctionComparison, compare, missing_memory
 from attnres.utils.files import atomic_directory
 from attnres.utils.progress import ProgressBar, status
 from attnres.utils.wording import counted
@@ -28,7 +28,7 @@ MAX_NAMED = 10  # tensors in one message
 def run_convert(
     source: str,
     target: Path,
-    make_plan: Callable[[Checkpoint], Plan],
+    make_plan: Callable[[ConversionSource], Plan],
     *,
     revision: str | None = None,
     verify: bool | None = None,
@@ -59,8 +59,8 @@ def run_convert(
     with atomic_directory(target, overwrite=overwrite, **WRITTEN_MODEL) as stage:
         with TemporaryDirectory(dir=stage) as scratch:
             with status(console, "Reading the checkpoint ..."):
-                checkpoint = in_published_layout(open_checkpoint(folder, Path(scratch)), Path(scratch))
-            plan = make_plan(checkpoint)
+                opened = open_source(folder, Path(scratch))
+            plan = make_plan(opened)
             console.print(_describe(plan))
             if isinstance(plan.config, ResidualConfig) and (remark := remark_on_blocks(plan.config, num_blocks)):
                 console.print(f"Note: {remark}")
@@ -121,7 +121,7 @@ def _read_text(path: Path) -> str:
     return text
 
 
-def _write_card(plan: Plan, stage: Path, source: str, name: str, comparison: Comparison | None) -> None:
+def _write_card(plan: Plan, stage: Path, source: str, name: str, comparison: FunctionComparison | None) -> None:
     """Write the model card: that of the source goes on, if it is one of the family's, and tells this step."""
     folder, config = plan.checkpoint.folder, plan.config
     hub_id, commit = on_hub(folder, source)
@@ -141,11 +141,13 @@ def _write_card(plan: Plan, stage: Path, source: str, name: str, comparison: Com
         parts.append(f"The result computed the same function as its source: {comparison}.")
     step = " ".join(map(printable, parts))
     has_tokenizer = any((stage / file).exists() for file in TOKENIZER_FILES)
-    subject = Subject(config, stage, name, has_tokenizer=has_tokenizer)
+    subject = CardSubject(config, stage, name, has_tokenizer=has_tokenizer)
     write_card(add_step(new_card(folder, hub_id), step), subject)
 
 
-def _verify(console: Console, plan: Plan, stage: Path, verify: bool | None, texts: Sequence[str]) -> Comparison | None:
+def _verify(
+    console: Console, plan: Plan, stage: Path, verify: bool | None, texts: Sequence[str]
+) -> FunctionComparison | None:
     """Compare source and result and print how far they are apart; `None` if they are not compared.
 
     Raises:

@@ -15,7 +15,7 @@ from .choices import Debug, Listed, given
 from .guard import loading
 
 
-class Part(StrEnum):
+class BenchPart(StrEnum):
     """What `bench` measures."""
 
     ops = "ops"
@@ -37,7 +37,9 @@ class Device(StrEnum):
 
 def bench(
     context: typer.Context,
-    only: Annotated[list[Part] | None, typer.Option(help="Measure this part; may be repeated.  [default: all]")] = None,
+    only: Annotated[
+        list[BenchPart] | None, typer.Option(help="Measure this part; may be repeated.  [default: all]")
+    ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads of PyTorch on the CPU.")] = 2,
     repeats: Annotated[int, typer.Option(min=1, help="Times that all ways take their turn, on the CPU.")] = 5,
     device: Annotated[Device, typer.Option(help="Measure on the CPU, or the parts of their own that GPUs have.")] = (

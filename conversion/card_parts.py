@@ -15,7 +15,7 @@ _PUSHED = re.compile(r"\n?<!-- attnres pushed ([0-9a-f]{12}) of ([0-9a-f]{12}) -
 
 
 @dataclass(frozen=True)
-class Part:
+class CardPart:
     """A part of a text: it is `text[start:end]` with its marks; `digest` is of what was written."""
 
     name: str
@@ -29,7 +29,7 @@ class Part:
         return digest(self.content) != self.digest
 
 
-def parts(text: str) -> list[Part]:
+def parts(text: str) -> list[CardPart]:
     """The parts in a text, in order; a mark without its end is text like any other."""
     found, begun, place = [], None, 0
     for line in text.splitlines(keepends=True):
@@ -38,7 +38,7 @@ def parts(text: str) -> list[Part]:
         elif begun and line.rstrip("\n") == f"<!-- /attnres:{begun[1][1]} -->":
             start, begins = begun
             content = text[start + len(begins[0]) : place].removesuffix("\n")
-            found.append(Part(begins[1], begins[2], content, start, place + len(line)))
+            found.append(CardPart(begins[1], begins[2], content, start, place + len(line)))
             begun = None
         place += len(line)
     return found
@@ -50,7 +50,7 @@ def digest(text: str) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
-def part(text: str, name: str) -> Part | None:
+def part(text: str, name: str) -> CardPart | None:
     """The part `name` of a card; `None` if it has none."""
     return next((found for found in parts(text) if found.name == name), None)
 

@@ -47,7 +47,7 @@ _MAX_CARD = 2**20  # bytes
 
 
 @dataclass(frozen=True)
-class Subject:
+class CardSubject:
     """A model that a card is about, and what of it is known.
 
     Attributes:
@@ -162,7 +162,7 @@ def add_step(text: str, step: str) -> str:
     return joined(metadata, appended(body, "origin", step))
 
 
-def complete(text: str, subject: Subject) -> str:
+def complete(text: str, subject: CardSubject) -> str:
     """The card with all that is known of a model now: metadata that it lacks, and the parts that nobody has edited.
 
     Raises:
@@ -177,7 +177,7 @@ def complete(text: str, subject: Subject) -> str:
     return joined(metadata, body)
 
 
-def write_card(text: str, subject: Subject) -> None:
+def write_card(text: str, subject: CardSubject) -> None:
     """Complete a card and write it into the model's directory."""
     atomic_write(subject.folder / CARD, complete(text, subject))
 
@@ -195,7 +195,7 @@ def on_hub(folder: Path, name: str) -> tuple[str | None, str | None]:
     return (None, None) if Path(name).exists() else (name, None)
 
 
-def _facts(subject: Subject) -> dict[str, Any]:
+def _facts(subject: CardSubject) -> dict[str, Any]:
     """What the template says of a model."""
     config = subject.config
     found = (path.relative_to(subject.folder).as_posix() for path in subject.folder.rglob("*.py") if path.is_file())
@@ -259,7 +259,7 @@ def _render(block: str, **facts: Any) -> str:
 
 __all__ = [
     "CARD",
-    "Subject",
+    "CardSubject",
     "add_step",
     "complete",
     "decode_card",

@@ -1,8 +1,12 @@
-"""Does a checkpoint hold every tensor of its configuration's model, in its shape? No weight is loaded to see it."""
+"""Check that a checkpoint holds every tensor of its configuration's model, in its shape. No weight is loaded for it.
+
+The model is made on the meta device, and `transformers` "loads" the names, dtypes and shapes that the headers of the
+files give. Its loading report then says what is missing, misshapen or unused.
+"""
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -20,18 +24,20 @@ from .sizes import check_sizes
 from .source_code import PIPELINES
 from .source_files import check_text
 
+# A tensor of one expert: "model.layers.0.mlp.experts", the expert's number, and its part, such as "w1.weight".
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
-_MAX_NAMED = 10
-# Which file has the weights, and which code belongs to them: of a result, neither is so.
-_OF_THE_SOURCE = (NAMED_WEIGHTS, PIPELINES)
+_MAX_NAMED = 10  # tensors in one message
+# Fields about the files of a source: which one has its weights, and which code belongs to it. A result has others.
+_FIELDS_OF_FILES = (NAMED_WEIGHTS, PIPELINES)
 
 
 def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """The configuration of a checkpoint.
+    """Return the configuration of a checkpoint.
 
     Raises:
-        OSError, ValueError: there is none, or it is damaged, or of no model type that `transformers` knows, or says
-            that the model is far larger than its weights.
+        FileNotFoundError: There is none.
+        OSError, ValueError: It is damaged, has a model type that `transformers` does not know, or describes a model
+            that is far larger than the weights.
     """
     folder = checkpoint.folder
     if not (folder / CONFIG_NAME).exists():
@@ -42,19 +48,19 @@ def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
         # Code that came with the checkpoint is not needed: a supported backbone is one of `transformers`.
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        except ValueError as error:  # it names the value at most
+        except ValueError as error:  # its message names the value, but not the file
             raise ValueError(f"{folder / CONFIG_NAME} cannot be used: {error}") from error
-    for field in _OF_THE_SOURCE:
+    for field in _FIELDS_OF_FILES:
         vars(config).pop(field, None)
     return config
 
 
 @contextmanager
 def explain_config(folder: Path) -> Iterator[None]:
-    """Turn whatever a wrong value in the configuration of `folder` makes fail into one kind of error.
+    """Raise every error that a wrong value in the configuration of `folder` causes as one kind.
 
     Raises:
-        ValueError: naming the file.
+        ValueError: Naming the file.
     """
     try:
         yield
@@ -67,12 +73,18 @@ def explain_config(folder: Path) -> Iterator[None]:
 
 
 def empty_model(config: PreTrainedConfig, checkpoint: Checkpoint) -> PreTrainedModel:
-    """The model of a configuration on the meta device: a causal language model, or its decoder if that is all there is.
+    """Return the model of a configuration on the meta device.
 
-    Saved by itself, a decoder has tensors without the prefix that they have in a model with a head.
+    Args:
+        config: The configuration.
+        checkpoint: The headers of the weights. They show whether the model has a head.
+
+    Returns:
+        A causal language model, or its decoder if the checkpoint is that of a decoder alone.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+        # A decoder that was saved by itself has tensors without the prefix that they have in a model with a head.
         prefix = f"{model.base_model_prefix}."
         heads = {name for name, _ in model.named_parameters() if not name.startswith(prefix)}
         if any(name.startswith(prefix) or name in heads for name in checkpoint.entries):
@@ -80,42 +92,51 @@ def empty_model(config: PreTrainedConfig, checkpoint: Checkpoint) -> PreTrainedM
         return AutoModel.from_config(config)
 
 
-def settle_ties(checkpoint: Checkpoint, model: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Let `config` say that the head is not tied where the checkpoint has another tensor for it.
+def complete_model(
+    checkpoint: Checkpoint,
+    config: PreTrainedConfig,
+    added: Callable[[PreTrainedModel], Collection[str]] = lambda model: (),
+) -> tuple[PreTrainedModel, frozenset[str]]:
+    """Make the model of a configuration on the meta device, and check that a checkpoint holds all its tensors.
 
-    `transformers` does not tie it then, whatever the configuration says, but who goes by the configuration would.
+    `config.tie_word_embeddings` becomes False if the checkpoint has another tensor for the head than for the embedding.
+    `transformers` then ties nothing, whatever the configuration says, but other programs go by the configuration.
+
+    Args:
+        checkpoint: The headers of the weights.
+        config: The configuration of the model.
+        added: Returns the names of those tensors of the model that will be written beside the checkpoint.
+
+    Returns:
+        The model, and the names of the checkpoint's tensors that the model does not use.
+
+    Raises:
+        FileNotFoundError, RuntimeError: A tensor is missing or has another shape; the message names it and the file.
+        ValueError: The configuration holds a wrong value.
     """
+    with explain_config(checkpoint.folder):
+        model = empty_model(config, checkpoint)
+    unused = _check_complete(checkpoint, model, added(model))
     for target, source in model.all_tied_weights_keys.items():
         if {target, source} <= checkpoint.entries.keys() and not same_bytes(checkpoint, target, source):
             config.tie_word_embeddings = False
+    return model, unused
 
 
-def check_complete(checkpoint: Checkpoint, model: PreTrainedModel, added: Collection[str] = ()) -> frozenset[str]:
-    """Load the names, dtypes and shapes alone, as `transformers` would the weights, and see that they fit.
-
-    Quantised weights have other names and shapes than their model's, and are left to their quantiser.
-
-    Args:
-        model: one of the checkpoint's configuration.
-        added: the tensors of the model that are to be written beside the checkpoint.
-
-    Returns:
-        The tensors of the checkpoint that the model does not use.
-
-    Raises:
-        FileNotFoundError, RuntimeError: naming the tensors that are missing or have another shape, and where.
-    """
+def _check_complete(checkpoint: Checkpoint, model: PreTrainedModel, added: Collection[str]) -> frozenset[str]:
+    """Check names and shapes as [`complete_model`] says, and return the names of unused tensors."""
     entries, config = checkpoint.entries, model.config
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     unused = {name for name in entries if any(re.search(pattern, name) for pattern in ignored)}
     _check_present(checkpoint, set(residual_tensors(model)) - entries.keys() - set(added))
+    # Quantised weights have other names and shapes than their model's: their quantiser checks them.
     if getattr(config, "quantization_config", None) is not None:
         return frozenset(unused)
-    info = loading_report(checkpoint, model, added)
-    _check_present(checkpoint, info["missing_keys"])
-    if info["mismatched_keys"]:
-        check_shapes(info["mismatched_keys"], checkpoint.file_of(min(info["mismatched_keys"])[0]))
-    return frozenset(unused | (entries.keys() & info["unexpected_keys"]))
+    report = loading_report(checkpoint, model, added)
+    _check_present(checkpoint, report["missing_keys"])
+    if report["mismatched_keys"]:
+        check_shapes(report["mismatched_keys"], checkpoint.file_of(min(report["mismatched_keys"])[0]))
+    return frozenset(unused | (entries.keys() & report["unexpected_keys"]))
 
 
 def loading_report(
@@ -126,7 +147,7 @@ def loading_report(
     Args:
         checkpoint: Its weights are not quantised.
         model: A model of the configuration, on the meta device.
-        added: As in [`check_complete`].
+        added: The names of those tensors of the model that will be written beside the checkpoint.
 
     Returns:
         What `from_pretrained` returns with `output_loading_info=True`: `missing_keys`, `mismatched_keys` and others.
@@ -135,7 +156,7 @@ def loading_report(
         FileNotFoundError, RuntimeError: Tensors that `transformers` merges or splits do not fit each other.
     """
     _check_experts(checkpoint)
-    # A dtype that is not known here is none of a weight: of the others, names and shapes are enough.
+    # An unknown dtype is never that of a weight, and gets the default one: names and shapes are enough here.
     state = {
         name: torch.empty(entry.shape, dtype=DTYPES.get(entry.dtype), device="meta")
         for name, entry in checkpoint.entries.items()
@@ -144,7 +165,7 @@ def loading_report(
     try:
         with quiet_transformers():
             # Not the method of the model's own class: the family's raises errors that name the source, which is None.
-            _, info = PreTrainedModel.from_pretrained.__func__(
+            _, report = PreTrainedModel.from_pretrained.__func__(
                 type(model),
                 None,
                 config=model.config,
@@ -155,7 +176,7 @@ def loading_report(
             )
     except RuntimeError as error:
         raise RuntimeError(f"the tensors of {checkpoint.folder} do not fit its {CONFIG_NAME}: {error}") from error
-    return info
+    return report
 
 
 def _check_present(checkpoint: Checkpoint, missing: Collection[str]) -> None:
@@ -164,32 +185,33 @@ def _check_present(checkpoint: Checkpoint, missing: Collection[str]) -> None:
 
 
 def _incomplete(checkpoint: Checkpoint, names: Iterable[str], count: int) -> FileNotFoundError:
-    """The error that so many tensors are missing, of which the first are named."""
-    named = [f"`{name}`" for name in islice(names, _MAX_NAMED)]
+    """Return the error that `count` tensors are missing. It names the first of them."""
+    shown = [f"`{name}`" for name in islice(names, _MAX_NAMED)]
     if count > _MAX_NAMED:
-        named.append(f"and {count - _MAX_NAMED} more")
-    return FileNotFoundError(f"{checkpoint.folder} is incomplete: it lacks {', '.join(named)}.")
+        shown.append(f"and {count - _MAX_NAMED} more")
+    return FileNotFoundError(f"{checkpoint.folder} is incomplete: it lacks {', '.join(shown)}.")
 
 
 def _check_experts(checkpoint: Checkpoint) -> None:
     """Check that all experts have the same tensors: `transformers` merges them, and cannot say which one is wrong."""
-    found = defaultdict(dict)  # tensor of an expert, such as "w1.weight" -> (experts of a layer, index) -> entry
+    parts = defaultdict(dict)  # part of an expert, such as "w1.weight" -> (experts of a layer, number) -> entry
     for entry in checkpoint.entries.values():
         if match := _EXPERT.fullmatch(entry.name):
-            found[match[3]][match[1], int(match[2])] = entry
-    experts = {(layer, index) for one_per_expert in found.values() for layer, index in one_per_expert}
+            parts[match[3]][match[1], int(match[2])] = entry
+    experts = {expert for entries in parts.values() for expert in entries}
     if not experts:
         return
-    layers, count = sorted({layer for layer, _ in experts}), 1 + max(index for _, index in experts)
-    for part, one_per_expert in found.items():
-        # The number of an expert is only a name in the file, which may say anything: nothing is made of that size.
-        absent = (f"{x}.{i}.{part}" for x in layers for i in range(count) if (x, i) not in one_per_expert)
-        if len(one_per_expert) < len(layers) * count:
-            raise _incomplete(checkpoint, absent, len(layers) * count - len(one_per_expert))
-        ((usual, _),) = Counter(entry.shape for entry in one_per_expert.values()).most_common(1)
-        wrong = [(entry.name, entry.shape, usual) for entry in one_per_expert.values() if entry.shape != usual]
+    layers, count = sorted({layer for layer, _ in experts}), 1 + max(number for _, number in experts)
+    for part, entries in parts.items():
+        # An expert's number is part of a name in the file, which may say anything. So the missing names are generated
+        # one by one as the message takes them, and no list of that length is made.
+        missing = (f"{x}.{i}.{part}" for x in layers for i in range(count) if (x, i) not in entries)
+        if len(entries) < len(layers) * count:
+            raise _incomplete(checkpoint, missing, len(layers) * count - len(entries))
+        ((usual_shape, _),) = Counter(entry.shape for entry in entries.values()).most_common(1)
+        wrong = [(e.name, e.shape, usual_shape) for e in entries.values() if e.shape != usual_shape]
         if wrong:
             check_shapes(wrong, checkpoint.file_of(min(wrong)[0]))
 
 
-__all__ = ["check_complete", "empty_model", "explain_config", "loading_report", "read_config", "settle_ties"]
+__all__ = ["complete_model", "empty_model", "explain_config", "loading_report", "read_config"]

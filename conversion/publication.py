@@ -14,13 +14,13 @@ from attnres import ResidualConfig
 from attnres.utils.hub import check_path
 from attnres.utils.wording import counted
 
-from .cards import CARD, Subject, complete, new_card, read_card
+from .cards import CARD, CardSubject, complete, new_card, read_card
 from .checkpoint import DTYPES, Checkpoint, open_checkpoint
-from .complete import check_complete, empty_model, explain_config, read_config
-from .layout import in_published_layout
+from .complete import complete_model, read_config
 from .published_names import side_files, vocabularies
 from .secret_scan import find_secrets
 from .side_files import TOKENIZER_FILES
+from .source import unpublished_model
 from .source_code import AUTO_MAP, module_of, objects, references, with_imports
 from .source_files import check_file, check_text, read_json, read_object
 
@@ -41,7 +41,7 @@ class Publication:
     files: dict[str, Path]
     left_out: list[str]
     card: str
-    subject: Subject
+    subject: CardSubject
 
     @property
     def weights(self) -> list[str]:
@@ -92,7 +92,7 @@ def plan_publication(
     card = read_card(folder)
     _check_secrets([*files.values(), *([folder / CARD] if card else [])])
     figures = [name for name in files if fnmatch(name, f"{INSPECTION}/depth_attention*.png") and not _is_detail(name)]
-    subject = Subject(
+    subject = CardSubject(
         config,
         folder,
         str(folder),
@@ -122,13 +122,12 @@ def _check_model(folder: Path) -> tuple[ResidualConfig, Checkpoint]:
             raise ValueError(
                 f"{folder} is of model type {config.model_type!r}, none of attnres: `hf upload` publishes it."
             )
-        if in_published_layout(checkpoint, Path(scratch)) is not checkpoint:
+        if unpublished_model(checkpoint, config) is not None:
             raise ValueError(
                 f"{folder} is a checkpoint that a run goes on from. Publish the model that it writes at its end, or "
                 f"make one of this: `attnres convert`."
             )
-        with explain_config(folder):
-            check_complete(checkpoint, empty_model(config, checkpoint))
+        complete_model(checkpoint, config)
     return config, checkpoint
 
 

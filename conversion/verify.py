@@ -36,7 +36,7 @@ PROMPTS = (
 
 
 @dataclass(frozen=True)
-class Comparison:
+class FunctionComparison:
     """How far a result's logits are from its source's, over all tokens; `kl` in nats per token, source to result."""
 
     tokens: int
@@ -57,7 +57,7 @@ class Comparison:
         )
 
 
-def compare(source: str | os.PathLike, result: str | os.PathLike, texts: Sequence[str] = PROMPTS) -> Comparison:
+def compare(source: str | os.PathLike, result: str | os.PathLike, texts: Sequence[str] = PROMPTS) -> FunctionComparison:
     """Run both on the texts, or on random tokens where there is no tokenizer, in float32 (quantised ones as they are).
 
     Raises:
@@ -90,7 +90,7 @@ def compare(source: str | os.PathLike, result: str | os.PathLike, texts: Sequenc
         log_p, log_q = a.double().log_softmax(-1), b.double().log_softmax(-1)
         divergences.append(F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1))
         matches.append(a.argmax(-1) == b.argmax(-1))
-    return Comparison(
+    return FunctionComparison(
         tokens=sum(map(len, expected)),
         max_logit=torch.stack([a.abs().max() for a in expected]).max().item(),
         max_difference=torch.stack([(a - b).abs().max() for a, b in zip(expected, found)]).max().item(),
@@ -138,4 +138,4 @@ def _logits(folder: str | os.PathLike, sequences: Sequence[Tensor], auto_class: 
     return logits
 
 
-__all__ = ["MAX_CHARACTERS", "PROMPTS", "Comparison", "compare", "missing_memory"]
+__all__ = ["MAX_CHARACTERS", "PROMPTS", "FunctionComparison", "compare", "missing_memory"]

@@ -105,7 +105,7 @@ def _upload_with_card(model: ResidualPreTrainedModel, folder: str, repo: str, *a
     # Imported at the call, since the model room may not depend on `conversion`, which depends on it.
     cards = importlib.import_module("attnres.conversion.cards")
     text = cards.decode_card((Path(folder) / cards.CARD).read_bytes(), cards.CARD)
-    cards.write_card(cards.without_template(text), cards.Subject(model.config, Path(folder), repo))
+    cards.write_card(cards.without_template(text), cards.CardSubject(model.config, Path(folder), repo))
     return transformers.PreTrainedModel._upload_modified_files(model, folder, repo, *args, **kwargs)
 
 

@@ -44,7 +44,7 @@ def test_every_connection_is_measured():
 
 
 def test_every_part_can_be_asked_for():
-    assert [part.value for part in options_others.Part] == list(PARTS)
+    assert [part.value for part in options_others.BenchPart] == list(PARTS)
 
 
 @pytest.mark.slow

@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from attnres.attention_gate_attnres import GATE_FIELDS, gate_tensors
 from attnres.conversion import retrofit
-from attnres.conversion.checkpoint import open_checkpoint
 from attnres.conversion.convert import Plan, plan_retrofit, plan_standard, write
 from attnres.conversion.family import retrofit_fields
+from attnres.conversion.source import open_source
 from attnres.residual_attnres import residual_tensors
 
 from ..modeling_attnres import test_published_layout
@@ -35,7 +35,7 @@ def written(plan: Plan, folder) -> None:
 
 def open_at(folder, tmp_path):
     (tmp_path / "scratch").mkdir(exist_ok=True)
-    return open_checkpoint(folder, tmp_path / "scratch")
+    return open_source(folder, tmp_path / "scratch")
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: ",".join(form.values()))

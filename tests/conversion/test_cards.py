@@ -14,7 +14,7 @@ from attnres import AttnResForCausalLM
 from attnres.configuration import load
 from attnres.conversion import retrofit
 from attnres.conversion.card_parts import part
-from attnres.conversion.cards import Subject, add_step, complete, linked, new_card, on_hub
+from attnres.conversion.cards import CardSubject, add_step, complete, linked, new_card, on_hub
 
 from .. import forks
 from .publishing import publisher
@@ -163,14 +163,14 @@ def test_vllm_is_named_where_it_serves(tmp_path, backbone, vllm):
     config = AutoConfig.for_model(backbone, **small, intermediate_size=64, num_key_value_heads=2, head_dim=16)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path)
-    card = complete(new_card(), Subject(model.config, tmp_path, "me/model"))
+    card = complete(new_card(), CardSubject(model.config, tmp_path, "me/model"))
     assert ("vllm serve me/model" in card) == vllm
 
 
 def test_the_same_facts_give_the_same_card(tmp_path):
     model = AttnResForCausalLM(load("attnres-tiny"))
     model.save_pretrained(tmp_path)
-    subject = Subject(model.config, tmp_path, "me/model", revision="1" * 40)
+    subject = CardSubject(model.config, tmp_path, "me/model", revision="1" * 40)
     card = complete(add_step(new_card(), "**Made** by hand."), subject)
     assert complete(card, subject) == card
 

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnres.attn_res_attnres import AttnRes
 from attnres.conversion import retrofit
-from attnres.conversion.checkpoint import open_checkpoint
 from attnres.conversion.convert import plan_change
+from attnres.conversion.source import open_source
 from attnres.residual_attnres import residual_tensors
 
 from .checkpoints import (
@@ -196,9 +196,9 @@ def test_regrouping_is_allowed_exactly_where_the_logits_stay(sizes, scale, train
     stays = bool((after - before).abs().max() <= 1e-5 * before.abs().max())
     with tempfile.TemporaryDirectory() as folder:
         old.save_pretrained(folder)
-        checkpoint = open_checkpoint(Path(folder), Path(folder))
+        source = open_source(Path(folder), Path(folder))
         try:
-            plan = plan_change(checkpoint, block_size=sizes[1])
+            plan = plan_change(source, block_size=sizes[1])
         except ValueError as error:
             assert "would change the function" in str(error)
             assert not stays, f"refused, but the logits are the same: {error}"

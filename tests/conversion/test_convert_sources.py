@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from attnres.conversion.checkpoint import show_bytes
-from attnres.conversion.verify import Comparison
+from attnres.conversion.verify import FunctionComparison
 
 from .checkpoints import INDEX, change_json, convert, convert_well, logits_of, save_tokenizer
 
@@ -149,7 +149,7 @@ def test_nor_does_that_of_the_result(source, tmp_path):
 
 
 def test_what_differs_is_not_called_verified(source, tmp_path, monkeypatch):
-    far = Comparison(tokens=9, max_logit=1.0, max_difference=0.5, kl=0.1, agreement=0.5)
+    far = FunctionComparison(tokens=9, max_logit=1.0, max_difference=0.5, kl=0.1, agreement=0.5)
     monkeypatch.setattr("attnres.commands.convert.compare", lambda *arguments: far)
     run = convert(source, tmp_path / "result")
     assert f"Not the same: {far}\n" in run.out and "Verified" not in run.out

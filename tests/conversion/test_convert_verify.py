@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres import BACKBONES, add_backbone
 from attnres.configuration_attnres import attention_and_mlp
-from attnres.conversion.verify import PROMPTS, Comparison, compare
+from attnres.conversion.verify import PROMPTS, FunctionComparison, compare
 
 from .checkpoints import change_json, change_tensors, convert, convert_well, save_tokenizer, standard_model
 
@@ -110,7 +110,7 @@ def test_weights_that_are_off_by_three_thousandths_are_seen(source, copy):
     [(10, 1e-3, 1.0, True), (10, 1.1e-3, 1.0, False), (20, 1.1e-3, 1.0, True), (10, 1e-4, 0.998, False)],
 )
 def test_what_counts_as_the_same(largest, difference, agreement, is_same):
-    assert Comparison(500, largest, difference, 0.0, agreement).is_same is is_same
+    assert FunctionComparison(500, largest, difference, 0.0, agreement).is_same is is_same
 
 
 def test_logits_that_are_no_numbers_are_not_the_same(source, copy):

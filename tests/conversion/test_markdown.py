@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from attnres.configuration import load
-from attnres.conversion.cards import Subject, add_step, complete, linked, new_card
+from attnres.conversion.cards import CardSubject, add_step, complete, linked, new_card
 from attnres.conversion.markdown import code, escape, link, python_text, shell_word
 
 CONFIG = load("attnres-tiny")
@@ -118,7 +118,7 @@ def folder(tmp_path_factory) -> Path:
 def card(folder: Path, text: str) -> str:
     """A card in which all that has a name is called so."""
     entry = EvalResultEntry(dataset_id=text, task_id=text, value=1.5, notes=text)
-    subject = Subject(CONFIG, folder, f"me/{text}", title=text, results=[entry], code=[], datasets=[text])
+    subject = CardSubject(CONFIG, folder, f"me/{text}", title=text, results=[entry], code=[], datasets=[text])
     step = f"**Retrofit** of {linked(None, f'/home/{text}')} and {linked(text, text, text)}."
     return complete(add_step(new_card(), step), subject)
 
@@ -143,5 +143,5 @@ def test_nothing_that_has_a_name_gets_into_the_markup_of_a_card(folder, text):
 
 def test_an_item_that_joins_a_list_of_the_metadata_is_written_as_yaml(folder):
     before = "---\ndatasets:\n- me/first\n---\n\n# Mine\n"
-    subject = Subject(CONFIG, folder, "me/x", code=[], datasets=["a: b", "- c", "#d", "'"])
+    subject = CardSubject(CONFIG, folder, "me/x", code=[], datasets=["a: b", "- c", "#d", "'"])
     assert ModelCard(complete(before, subject)).data.datasets == ["me/first", "a: b", "- c", "#d", "'"]

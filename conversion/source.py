@@ -1,0 +1,108 @@
+"""Open the source of a conversion: its checkpoint and its configuration, each read and checked once.
+
+A training run saves tensors under its model's own names, where a published checkpoint may name them otherwise: for
+example each expert by itself instead of one tensor of all experts. Conversions work on published names alone.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
+
+from attnres import BACKBONES, ResidualConfig
+
+from .checkpoint import Checkpoint, check_space, explain_writing, make_checkpoint, open_checkpoint, read_shard
+from .complete import empty_model, explain_config, read_config
+from .family import member_config
+
+
+@dataclass(frozen=True)
+class ConversionSource:
+    """A checkpoint in its published layout, and its configuration.
+
+    Attributes:
+        checkpoint: The headers of the weights. The weights themselves stay in their files.
+        config: As `transformers` reads it, after the checks of [`attnres.conversion.complete.read_config`].
+    """
+
+    checkpoint: Checkpoint
+    config: PreTrainedConfig
+
+    @property
+    def folder(self) -> Path:
+        """The directory of the model, for messages."""
+        return self.checkpoint.folder
+
+
+def open_source(folder: Path, scratch: Path) -> ConversionSource:
+    """Open the directory of a model that is to be converted.
+
+    Args:
+        folder: The directory. Nothing in it is changed.
+        scratch: An empty directory for weights that have to be rewritten first: legacy pickles, and checkpoints of
+            training runs.
+
+    Returns:
+        The checkpoint and its configuration.
+
+    Raises:
+        OSError: A file is missing, truncated or damaged, or `scratch` has too little space.
+        ValueError: The configuration cannot be used, or the weights cannot be read without running code.
+    """
+    checkpoint = open_checkpoint(folder, scratch)
+    config = read_config(checkpoint)
+    model = unpublished_model(checkpoint, config)
+    if model is not None:
+        checkpoint = _with_published_names(checkpoint, model, scratch)
+    return ConversionSource(checkpoint, config)
+
+
+def unpublished_model(checkpoint: Checkpoint, config: PreTrainedConfig) -> PreTrainedModel | None:
+    """Return the model of a checkpoint if its tensors have the model's own names, which differ from published ones.
+
+    Args:
+        checkpoint: The headers of the weights.
+        config: The checkpoint's configuration.
+
+    Returns:
+        The model on the meta device, or None if the names are published ones.
+
+    Raises:
+        ValueError: The configuration holds a wrong value.
+    """
+    # `transformers` knows how to rename tensors only through a model, so a standard decoder takes its family's.
+    if not isinstance(config, ResidualConfig) and config.model_type in BACKBONES:
+        config = member_config(config)
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    if is_quantized or not isinstance(config, ResidualConfig):
+        return None
+    # Most families publish their models' own names. They need no model to see it.
+    if not get_checkpoint_conversion_mapping(config.model_type):
+        return None
+    with explain_config(checkpoint.folder):
+        model = empty_model(config, checkpoint)
+    names, own = checkpoint.entries.keys(), model.state_dict()
+    published = revert_weight_conversion(model, own).keys()
+    has_own_names = (own.keys() - published) & names and not (published - own.keys()) & names
+    return model if has_own_names else None
+
+
+def _with_published_names(checkpoint: Checkpoint, model: PreTrainedModel, scratch: Path) -> Checkpoint:
+    """Rewrite a checkpoint of a model's own names in `scratch`, shard by shard."""
+    check_space(scratch, checkpoint.num_bytes)
+    folder, shards = scratch / "published", []
+    folder.mkdir()
+    for shard in checkpoint.shards:
+        # `load_file` maps the file into memory, so a shard may be larger than the memory.
+        held = {n: tensor for n, tensor in load_file(shard.path).items() if checkpoint.where.get(n) is shard}
+        tensors = {n: tensor.contiguous() for n, tensor in revert_weight_conversion(model, held).items()}
+        with explain_writing(folder / shard.path.name):
+            save_file(tensors, folder / shard.path.name, shard.metadata)
+        shards.append(read_shard(folder / shard.path.name))
+    return make_checkpoint(checkpoint.folder, shards, is_temporary=True)
+
+
+__all__ = ["ConversionSource", "open_source", "unpublished_model"]
