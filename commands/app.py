@@ -1,7 +1,7 @@
-"""The command line as a whole. The options of each command stand in `options_*.py`, what it does in its own file.
+"""Put the commands together into the command line.
 
-That is imported when it is run. Before, paths and names are checked: to tell of a wrong one takes none of the seconds
-that PyTorch does.
+`options_NAME.py` declares the options of a command and checks paths and names without PyTorch, whose import takes
+seconds. It then imports `NAME.py`, which does the work.
 """
 
 from typing import Annotated
@@ -10,20 +10,24 @@ import typer
 
 from attnres import __version__
 
-from .choices import Command, Debug
-from .options_models import convert, inspect, push
-from .options_others import bench, list_names
+from .bench import bench
+from .choices import Command, CommandGroup, Debug
+from .listing import list_names
+from .options_convert import convert
+from .options_inspect import inspect
+from .options_push import push
 from .options_runs import demo, evaluate, train
 
 app = typer.Typer(
+    cls=CommandGroup,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_given: bool) -> None:
+    if is_given:
         print(f"attnres {__version__}")
         raise typer.Exit
 
@@ -38,7 +42,6 @@ def attnres(
 ) -> None:
     """Attention Residuals for Transformers.
 
-    \b
     attnres list                                  the names that commands take
     attnres convert MODEL my-attnres              put attention residuals into a pretrained model
     attnres train heal model=my-attnres train=text.jsonl out=runs/heal

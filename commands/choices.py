@@ -1,23 +1,19 @@
-"""What the options of commands share: names to choose from, known before PyTorch is imported; checks; `--debug`."""
+"""Shared parts of the commands: `--debug`, the error of a wrong value, marks of written directories, safe printing.
 
-from collections.abc import Collection, Mapping
-from enum import StrEnum
-from typing import Annotated
+This file is imported for every help text, so it imports no PyTorch.
+"""
+
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from typer.core import TyperCommand
-
-from attnres.commands.connections import CONNECTIONS, flag, owners
+from typer.core import TyperCommand, TyperGroup
 
 from .guard import show_tracebacks
 
-# How a directory shows that `convert` may replace it, as for `attnres.utils.files.atomic_directory`.
+# A directory with such a file may be replaced by `--overwrite`; see `attnres.utils.files.atomic_directory`.
 WRITTEN_MODEL = {"marker": "config.json", "content": '"model_type"'}
 WRITTEN_REPORT = {"marker": "inspection.json", "content": '"written_by": "attnres inspect"'}
-
-Residual = StrEnum("Residual", [(name, name) for name in CONNECTIONS])
-DEFAULT_RESIDUAL = next(iter(Residual))
 
 Debug = Annotated[
     bool,
@@ -25,10 +21,27 @@ Debug = Annotated[
 ]
 
 
+def _keep_examples(text: str | None) -> str | None:
+    """Mark the examples in a help text, the paragraphs that begin with `attnres `, so that their lines stay."""
+    # click fills every paragraph except those that begin with a line of a backspace character.
+    return text and text.replace("\n\nattnres ", "\n\n\b\nattnres ")
+
+
+class CommandGroup(TyperGroup):
+    """A group of commands in whose help text the lines of examples stay."""
+
+    def __init__(self, *, help: str | None = None, **options: Any):
+        super().__init__(help=_keep_examples(help), **options)
+
+
 class Command(TyperCommand):
-    """A command that tells of a wrong value without what pydantic says first: `Value error, `."""
+    """A command in whose help text the lines of examples stay, and whose errors are without a prefix of pydantic."""
+
+    def __init__(self, name: str | None, *, help: str | None = None, **options: Any):
+        super().__init__(name, help=_keep_examples(help), **options)
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        """Parse arguments as typer does, and raise its errors without the prefix `Value error, `."""
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
@@ -36,83 +49,16 @@ class Command(TyperCommand):
             raise
 
 
-class Scale(StrEnum):
-    """How attention residuals scale what they read."""
-
-    sum = "sum"
-    mean = "mean"
-
-
-class Listed(StrEnum):
-    """What `list` lists, in its order: the last two need PyTorch."""
-
-    recipes = "recipes"
-    connections = "connections"
-    tasks = "tasks"
-    configurations = "configurations"
-    backbones = "backbones"
-
-
-def help_of(option: str, text: str) -> str:
-    """The help of an option, with the connections that have it."""
-    return f"{owners(option)}: {text}"
-
-
 def shown(text: str) -> str:
-    """The text as it is, in one line: neither markup nor control characters, which a name may have, do anything."""
+    """Return a text for `rich` that shows literally: markup is escaped, and control characters are shown as codes."""
     return escape(printable(text))
 
 
 def printable(text: str) -> str:
+    """Return a text in which control characters and line ends are replaced by their escape codes."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def read_fields(settings: Collection[str]) -> dict[str, object]:
-    """Fields of a configuration from `name=value`, with values in YAML.
-
-    Raises:
-        typer.BadParameter: one is not of this form, or is given twice.
-    """
-    from attnres.training.recipe import read_yaml
-
-    fields = {}
-    for setting in settings:
-        name, equals, value = setting.partition("=")
-        if not (name and equals and value.strip()) or name in fields:
-            raise typer.BadParameter(f"--set {setting}: give FIELD=VALUE, each field once.")
-        try:
-            fields[name] = read_yaml(value, setting)
-        except ValueError:
-            raise typer.BadParameter(f"--set {setting[:100]}: the value is no YAML.") from None
-    return fields
-
-
 def given(context: typer.Context) -> list[str]:
-    """The options and arguments that the user has named, by their names in Python."""
+    """Return the Python names of the options and arguments that the user has given."""
     return [name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"]
-
-
-def refuse_options(
-    residual: str, options: Collection[str], others: Mapping[str, object], is_named: bool, has_fields: bool
-) -> None:
-    """Check which options of `convert` are given together.
-
-    Args:
-        residual: the connection; `is_named`: by the user.
-        options: the arguments of it that are given.
-        others: options that do something else than a retrofit, with their values.
-        has_fields: fields are set by name.
-
-    Raises:
-        typer.BadParameter: some exclude each other, or belong to another connection.
-    """
-    given = [name for name, value in others.items() if value is not None]
-    flags = [*(["--residual"] if is_named else []), *(["--set"] if has_fields else []), *map(flag, options)]
-    if len(given) + bool(flags) > 1:
-        raise typer.BadParameter(f"{' and '.join([*given, *flags])} exclude each other.")
-    for option in options:
-        if option not in CONNECTIONS[residual][1]:
-            raise typer.BadParameter(f"{flag(option)} belongs to --residual {owners(option)}, not to {residual}.")
-    sizes = [flag(option) for option in ("block_size", "num_blocks", "full") if option in options]
-    if len(sizes) > 1:
-        raise typer.BadParameter(f"{' and '.join(sizes)} exclude each other.")

@@ -1,12 +1,13 @@
-"""What the command line says of residual connections, without importing PyTorch; a test holds it against the registry.
+"""Describe the residual connections for the command line, without importing PyTorch.
 
-It does not travel with weights.
+Everything that the command line shows of connections derives from this one table. `tests/commands/test_quick.py`
+compares it with the registry `attnres.CONNECTIONS`, whose import takes seconds.
 """
 
 import math
 from typing import Any
 
-# Name -> what it is, and the options that a retrofit with it has; the first is the default.
+# Name -> (meaning, options of a retrofit). The first connection is the default.
 CONNECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "attn_res": ("attention residuals, Full or in blocks", ("block_size", "scale", "num_blocks", "full")),
     "standard": ("the residual stream", ()),
@@ -21,18 +22,18 @@ CONNECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def flag(option: str) -> str:
-    """The option of the command line for an argument of a function: `--num-blocks`."""
+    """Return the command-line option for an argument of a function, such as `--num-blocks` for `num_blocks`."""
     return f"--{option.replace('_', '-')}"
 
 
 def owners(option: str) -> str:
-    """The connections that have the option."""
+    """Return the names of the connections that have an option, joined as in a sentence."""
     *others, last = (name for name, (_, options) in CONNECTIONS.items() if option in options)
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def describe_connections() -> str:
-    """Each connection with its meaning and its options, for a help text."""
+    """Return all connections with their meanings and options, for a help text."""
     return "; ".join(
         f"{name} ({meaning}; {', '.join(map(flag, options)) or 'no options'})"
         for name, (meaning, options) in CONNECTIONS.items()
@@ -40,7 +41,15 @@ def describe_connections() -> str:
 
 
 def remark_on_blocks(config: Any, num_blocks: int | None) -> str | None:
-    """What the blocks of a retrofitted configuration become, where that may not be what was meant."""
+    """Return a remark on the number of blocks of a retrofit, if it may not be what the user meant.
+
+    Args:
+        config: The configuration of the result.
+        num_blocks: The number that the user asked for, if any.
+
+    Returns:
+        A sentence, or None.
+    """
     if config.residual_connection != owners("num_blocks"):
         return None
     size, sublayers = config.attn_res_block_size, config.num_sublayers

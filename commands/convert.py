@@ -1,4 +1,7 @@
-"""`attnres convert`: plan, write beside the target, verify, and only then give the result its name."""
+"""`attnres convert`: plan, write into a directory beside the target, verify, and rename it to the target.
+
+The result gets its name only at the end, so that a failed or interrupted conversion leaves nothing behind.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -41,19 +44,24 @@ def run_convert(
     """Convert the directory or Hub repository `source` into the directory `target`.
 
     Args:
-        make_plan: one of the `plan_*` functions of `conversion.convert`, with its other arguments bound.
-        verify: compare the two models' logits; by default, if one of them fits in memory at float32.
-        text: compare on this file instead of the built-in prompts.
-        trust_remote_code: take code along that came with the source, such as that of its tokenizer.
-        num_blocks: that the plan was asked for, to say so where it becomes another.
+        source: The directory or Hub id.
+        target: The directory to write.
+        make_plan: One of the `plan_*` functions of `attnres.conversion.convert`, with its other arguments bound.
+        revision: The branch, tag or commit on the Hub.
+        verify: Whether to compare the two models' logits. By default if one of them fits in memory in float32.
+        text: A file to compare on instead of the built-in prompts.
+        hard_link: Whether to link the weights instead of copying them.
+        overwrite: Whether to replace a model at `target`.
+        trust_remote_code: Whether to copy code that came with the source, such as that of its tokenizer.
+        num_blocks: The number of blocks that the user asked for. A note says so if it becomes another.
 
     Raises:
-        OSError, RuntimeError, ValueError: nothing is left behind, and the message names the file, tensor or value.
+        OSError, RuntimeError, ValueError: Nothing is left behind, and the message names the file, tensor or value.
     """
     console = Console(soft_wrap=True, highlight=False)
     folder = find(source, revision)
-    for one, other in ((folder, target), (target, folder)):
-        if one.resolve().is_relative_to(other.resolve()):
+    for inner, outer in ((folder, target), (target, folder)):
+        if inner.resolve().is_relative_to(outer.resolve()):
             raise ValueError(f"{target} and {source} lie in each other. Choose another directory for the result.")
     texts = PROMPTS if text is None else [_read_text(text)]
     with atomic_directory(target, overwrite=overwrite, **WRITTEN_MODEL) as stage:
@@ -84,6 +92,7 @@ def _progress(console: Console) -> ProgressBar:
 
 
 def _describe(plan: Plan) -> str:
+    """Return lines on the source's size, the result's connections, and the tensors added or left out."""
     checkpoint, config = plan.checkpoint, plan.config
     tensors, files = counted(len(checkpoint.entries), "tensor"), counted(len(checkpoint.shards), "file")
     parts = [f"{tensors} in {files}, {show_bytes(checkpoint.num_bytes)}"]
@@ -101,16 +110,17 @@ def _describe(plan: Plan) -> str:
 
 
 def _describe_unread(names: Sequence[str]) -> str:
-    named = ", ".join(f"`{shown(name)}`" for name in names[:MAX_NAMED])
+    """Return the warning that the model does not read some tensors of its source."""
+    first = ", ".join(f"`{shown(name)}`" for name in names[:MAX_NAMED])
     more = f" and {len(names) - MAX_NAMED:,} more" if len(names) > MAX_NAMED else ""
     tensors = counted(len(names), "tensor")
     return (
-        f"Warning: the model does not read {tensors} of the source: {named}{more}. Copied unchanged, and not verified."
+        f"Warning: the model does not read {tensors} of the source: {first}{more}. Copied unchanged, and not verified."
     )
 
 
 def _read_text(path: Path) -> str:
-    """The beginning of a text file, as much as a comparison may need."""
+    """Return the beginning of a text file, as much as a comparison may need."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_CHARACTERS)
@@ -122,7 +132,7 @@ def _read_text(path: Path) -> str:
 
 
 def _write_card(plan: Plan, stage: Path, source: str, name: str, comparison: FunctionComparison | None) -> None:
-    """Write the model card: that of the source goes on, if it is one of the family's, and tells this step."""
+    """Write the model card. It continues the source's card, if that is one of this package, by this conversion."""
     folder, config = plan.checkpoint.folder, plan.config
     hub_id, commit = on_hub(folder, source)
     changed = "Retrofit" if plan.added else "Other options for the residual connections"
@@ -148,10 +158,10 @@ def _write_card(plan: Plan, stage: Path, source: str, name: str, comparison: Fun
 def _verify(
     console: Console, plan: Plan, stage: Path, verify: bool | None, texts: Sequence[str]
 ) -> FunctionComparison | None:
-    """Compare source and result and print how far they are apart; `None` if they are not compared.
+    """Compare source and result and print the comparison, which is returned; None if they are not compared.
 
     Raises:
-        RuntimeError: they compute different functions.
+        RuntimeError: They compute different functions, which was not expected.
     """
     if verify is False:
         return None

@@ -1,7 +1,7 @@
-"""What stands between a command and the terminal: signals, and errors that nobody foresaw, end in one line.
+"""Run a command so that signals and errors end in one line on the terminal and in the right exit status.
 
-While a command is loading there is nothing to clean up, and a signal ends the process at once. While it works, a signal
-is an exception, so that what it has begun to write goes. This file imports little: it is there before all else.
+While a command is loading, there is nothing to clean up, and a signal ends the process at once. While it works, a
+signal becomes an exception, so that unfinished files are removed. This file is imported first, so it imports little.
 """
 
 import _thread
@@ -15,31 +15,31 @@ from collections.abc import Iterator
 from types import FrameType, TracebackType
 
 SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-# What says by itself what is wrong, wherever it is raised; others do if they are raised in this package.
+# Errors whose messages explain themselves wherever they are raised, and errors that do if this package raises them.
 _OF_THE_SYSTEM = (ImportError, OSError)
 _EXPLAINED = (ArithmeticError, RuntimeError, ValueError)
-_AGAIN = 0.05  # seconds
+_RESEND_AFTER = 0.05  # seconds
 
 
 class _State:
-    """Of this process."""
+    """The state of the command that this process runs."""
 
-    working = False
-    debug = False
-    received: int | None = None
+    working = False  # whether it works, after loading
+    debug = False  # whether `--debug` was given
+    received: int | None = None  # the signal that ended it
 
 
 _state = _State()
 
 
 def show_tracebacks(wanted: bool) -> None:
-    """What `--debug` does: errors that end a command are shown with their traceback."""
+    """Show the traceback of an error that ends the command, as `--debug` does."""
     _state.debug = _state.debug or wanted
 
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """The imports of a command, with the model family's before them; what follows is its work."""
+    """Import the model family, then run the block, which imports what a command needs; after it, the work begins."""
     _state.working = False
     importlib.import_module("attnres.family")
     yield
@@ -48,14 +48,15 @@ def loading() -> Iterator[None]:
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Run a command; leaves by `SystemExit`, with the status that the command line promises."""
+    """Run a command in the block, and leave by `SystemExit` with the exit status that `main.py` documents."""
     _state.working, _state.debug, _state.received = False, False, None
     for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as for a job in the background
+        # A shell lets background jobs ignore signals, which stays so.
+        if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _receive)
     sys.unraisablehook = _raise_again
     format_warning = warnings.formatwarning
-    # The family's own warnings are for the user, whom the place in the code tells nothing.
+    # The family's own warnings are for the user, so they are printed without the place in the code.
     warnings.formatwarning = lambda message, category, *place, **line: (
         f"attnres: warning: {' '.join(str(message).split())}\n"
         if category.__name__ == "FamilyWarning"
@@ -69,11 +70,11 @@ def guarded() -> Iterator[None]:
     except BaseException as error:
         code = 1
         if _state.received is None:
-            print(_told(error), file=sys.stderr)
+            print(_describe(error), file=sys.stderr)
     finally:
         warnings.formatwarning = format_warning
         for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # nothing is left to interrupt
+            signal.signal(number, signal.SIG_IGN)  # the work is over, so a second signal interrupts nothing
         if _state.received is not None:
             code = 128 + _state.received
             print(_line(_state.received), file=sys.stderr)
@@ -85,6 +86,7 @@ def _line(number: int) -> str:
 
 
 def _receive(number: int, frame: FrameType | None) -> None:
+    """Handle a signal: end the process at once while it is loading, and raise an exception while it works."""
     if not _state.working:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
@@ -95,26 +97,25 @@ def _receive(number: int, frame: FrameType | None) -> None:
 
 
 def _raise_again(unraisable: "sys.UnraisableHookArgs") -> None:
-    """A signal that came in a destructor or a callback, where Python drops what is raised, comes once more."""
+    """Send a signal again that arrived in a destructor or callback, where Python drops exceptions."""
     if _state.received is None or not isinstance(unraisable.exc_value, KeyboardInterrupt | SystemExit):
         sys.__unraisablehook__(unraisable)
         return
     import threading
 
-    again = threading.Timer(_AGAIN, _thread.interrupt_main, (_state.received,))
-    again.daemon = True
-    again.start()
+    timer = threading.Timer(_RESEND_AFTER, _thread.interrupt_main, (_state.received,))
+    timer.daemon = True
+    timer.start()
 
 
-def _told(error: BaseException) -> str:
-    """The error in one line. What nobody foresaw is written to a file with its traceback, which the line names."""
+def _describe(error: BaseException) -> str:
+    """Return an error in one line. The traceback of an unforeseen one is written to a file, which the line names."""
     import traceback
 
-    from attnres.utils.disks import why_not_written
-    from attnres.utils.processes import is_lost_connection
+    from attnres.utils.errors import is_lost_connection, why_not_written
 
     text = why_not_written(error) if isinstance(error, OSError) else " ".join(str(error).split())
-    # A name in it may hold anything, such as what changes the colours of a terminal.
+    # A name in the message may hold control characters, such as those that change the colours of a terminal.
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     trace = "".join(traceback.format_exception(error))
     if _state.debug:
@@ -124,18 +125,19 @@ def _told(error: BaseException) -> str:
     if isinstance(error, _OF_THE_SYSTEM) or (isinstance(error, _EXPLAINED) and _is_ours(error.__traceback__)):
         return f"attnres: {text or type(error).__name__}"
     line = f"attnres: unforeseen {type(error).__name__}{text and ': '}{text}"
-    return line if _state.debug else f"{line} ({_written(trace)})"
+    return line if _state.debug else f"{line} ({_write(trace)})"
 
 
 def _is_ours(trace: TracebackType | None) -> bool:
-    """Whether the last frame is one of this package."""
+    """Return whether the innermost frame of a traceback is in this package."""
     module = None
     while trace is not None:
         module, trace = trace.tb_frame.f_globals.get("__name__", ""), trace.tb_next
     return module is not None and module.partition(".")[0] in ("attnres", "benchmarks")
 
 
-def _written(trace: str) -> str:
+def _write(trace: str) -> str:
+    """Write a traceback to a temporary file, and return where it is."""
     import tempfile
 
     try:

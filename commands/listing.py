@@ -1,13 +1,28 @@
-"""`attnres list`: the names that the other commands take."""
+"""`attnres list`: print the names that the other commands take."""
 
+from enum import StrEnum
+from typing import Annotated
+
+import typer
 from rich.console import Console
 from rich.padding import Padding
 
-from attnres.commands.connections import CONNECTIONS
 from attnres.utils.packaged import configuration_names, recipe_names
 
-from .choices import Listed
+from .choices import Debug
+from .connections import CONNECTIONS
 from .guard import loading
+
+
+class Listed(StrEnum):
+    """The kinds of names that `list` prints, in this order. The last two need PyTorch."""
+
+    recipes = "recipes"
+    connections = "connections"
+    tasks = "tasks"
+    configurations = "configurations"
+    backbones = "backbones"
+
 
 HEADINGS = {
     Listed.configurations: "Configurations, to train from scratch (attnres train pretrain model=NAME)",
@@ -18,8 +33,20 @@ HEADINGS = {
 }
 
 
+def list_names(
+    kind: Annotated[Listed | None, typer.Argument(metavar="KIND", help="Only these.  [default: all]")] = None,
+    debug: Debug = False,
+) -> None:
+    """List the names that commands take; configurations with their numbers of parameters.
+
+    attnres list
+    attnres list recipes
+    """
+    print_names(kind)
+
+
 def print_names(kind: Listed | None) -> None:
-    """Print the names of one kind, or of all; those that need PyTorch to be known come last."""
+    """Print the names of one kind, or of all kinds. Those that need PyTorch come last."""
     console = Console(highlight=False)
     for listed in [kind] if kind else Listed:
         console.print(HEADINGS[listed], style="bold", soft_wrap=True)
@@ -27,7 +54,7 @@ def print_names(kind: Listed | None) -> None:
             console.print(*(f"  {line}" for line in _sizes()), sep="\n", soft_wrap=True)
         elif console.is_terminal:
             console.print(Padding("  ".join(_names(listed)), (0, 0, 1, 2)))
-        else:  # for `grep` and the like
+        else:  # one name a line for `grep` and other programs
             console.print(*(f"  {name}" for name in _names(listed)), sep="\n", soft_wrap=True)
 
 
@@ -41,7 +68,7 @@ def _sizes() -> list[str]:
     for name in names:
         count = count_parameters(load(name))
         total, activated = _short(count.total), _short(count.activated_non_embedding)
-        # The names of the paper's models tell the second number, a twentieth of what has to be trained and stored.
+        # The names of the paper's models have the second number, which is a twentieth of the first.
         lines.append(f"{name:{width}}  {total:>6} parameters, {activated:>6} activated per token besides embeddings")
     return lines
 
@@ -52,6 +79,7 @@ def _short(number: int) -> str:
 
 
 def _names(kind: Listed) -> tuple[str, ...]:
+    """Return the names of a kind other than configurations."""
     if kind == Listed.recipes:
         return recipe_names()
     if kind == Listed.connections:

@@ -1,15 +1,17 @@
-"""The command line, `attnres COMMAND`.
+"""Run the command line, `attnres COMMAND`.
 
-Exit status: 0 done, 1 failed (one line on stderr), 2 bad usage, 130 interrupted, 143 terminated.
+The exit status is 0 for done, 1 for failed (with one line on stderr), 2 for bad usage, 130 for interrupted and 143 for
+terminated.
 """
 
 from .guard import guarded
 
 
 def main(command: str | None = None) -> None:
-    """Run the command line, or one `command` of it alone, and leave by `SystemExit`."""
+    """Run the command line, or only its given `command`, and leave by `SystemExit`."""
     with guarded():
-        from typer.main import get_command  # once the guard stands
+        # Imported within the guard, so that a signal during the import ends in one line too.
+        from typer.main import get_command
 
         from .app import app
 

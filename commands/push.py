@@ -1,4 +1,4 @@
-"""`attnres push`: list what is published, show the card, upload."""
+"""`attnres push`: list the files to publish, show the card, and upload them."""
 
 import contextlib
 import sys
@@ -15,7 +15,7 @@ from attnres.analysis.report_files import report_files
 from attnres.conversion.card_metadata import read
 from attnres.conversion.cards import CARD, no_hub_ids
 from attnres.conversion.publication import INSPECTION, Publication, plan_publication
-from attnres.conversion.publishing import publish
+from attnres.conversion.publishing import UploadOptions, publish
 from attnres.conversion.source_files import check_text
 from attnres.eval.hub_results import FOLDER, read_results
 from attnres.utils.progress import status
@@ -24,51 +24,52 @@ from attnres.utils.wording import counted
 
 from .choices import shown
 
-_MANY = 20
-_ACCOUNT = "YOUR-NAME"  # in the place of a user's name where it is not known
+_MANY = 20  # names of files in one message
+_ACCOUNT = "YOUR-NAME"  # stands for the user's name, which a dry run does not know
 
 
 def run_push(
     folder: Path,
     repo: str,
+    options: UploadOptions,
     *,
     results: Path | None = None,
     inspection: Path | None = None,
     dry_run: bool = False,
-    private: bool = False,
-    revision: str | None = None,
-    create_pr: bool = False,
-    message: str | None = None,
-    overwrite_card: bool = False,
 ) -> None:
-    """Publish the model in `folder` as `repo`; the arguments as in [`attnres.conversion.publishing.publish`].
+    """Publish the model in `folder` as the repository `repo` on the Hub.
 
     Args:
-        dry_run: only list the files and show the card; the Hub is not asked for anything.
+        folder: The model's directory.
+        repo: The id of the repository, as `ORG/NAME` or `NAME`.
+        options: How to upload.
+        results: The directory of an `attnres eval` whose results to publish. By default those in `folder`.
+        inspection: The directory of an `attnres inspect` whose report to publish. By default the one in `folder`.
+        dry_run: Whether to list the files and show the card only. Then the Hub is not contacted.
 
     Raises:
-        OSError, RuntimeError, ValueError: in one line, with what to do.
+        OSError, RuntimeError, ValueError: The model is not published. The message is one line that says what to do.
     """
     console = Console(soft_wrap=True, highlight=False)
-    evaluated = _results(folder) if results is None else _results(results, is_asked=True)
+    evaluated = _results(folder) if results is None else _results(results, is_required=True)
     report = _report(folder, inspection)
     with quiet_transformers(), status(console, "Checking the model ..."):
         publication = plan_publication(folder, evaluated, report)
-    # Models load by ORG/NAME alone. Which account a bare name goes to, the Hub knows, and a dry run does not ask it.
+    # Models load by ORG/NAME only. The Hub knows the account that a bare name goes to; a dry run does not contact it.
     full_id = repo if "/" in repo else f"{_ACCOUNT}/{repo}"
     card = publication.card_for(full_id, "COMMIT" if dry_run else None)
     console.print(_table(publication, len(card.encode())))
-    if left := publication.left_out:
-        others = f" and {counted(len(left) - _MANY, 'other file')}" if len(left) > _MANY else ""
-        console.print(f"Stays here: {', '.join(map(shown, left[:_MANY]))}{others}.")
+    if left_out := publication.left_out:
+        others = f" and {counted(len(left_out) - _MANY, 'other file')}" if len(left_out) > _MANY else ""
+        console.print(f"Stays here: {', '.join(map(shown, left_out[:_MANY]))}{others}.")
         console.print(f"(Only files of known names are uploaded. `hf upload {shown(repo)} FILE` adds another one.)")
     place = shown(str(folder / CARD))
-    if lacking := [name for name in ("license", "base_model") if not read(card).get(name)]:
-        named = " and no ".join(f"`{name}`" for name in lacking)
-        console.print(f"Note: the card names no {named}; you can add it to the metadata in {place}.")
-    said = read(card)
+    metadata = read(card)
+    if lacking := [name for name in ("license", "base_model") if not metadata.get(name)]:
+        fields = " and no ".join(f"`{name}`" for name in lacking)
+        console.print(f"Note: the card names no {fields}; you can add it to the metadata in {place}.")
     for name in ("base_model", "datasets"):
-        if wrong := no_hub_ids(said[name]) if said.get(name) else []:
+        if wrong := no_hub_ids(metadata[name]) if metadata.get(name) else []:
             console.print(
                 f"Note: the Hub will refuse the card: its `{name}` must name Hub ids, not "
                 f"{', '.join(shown(str(value)) for value in wrong)}. Mend it in {place}."
@@ -83,17 +84,9 @@ def run_push(
             f"\nThe card of a new repository, where COMMIT will be that of the upload:\n\n{card}", markup=False
         )
         return
-    logging.set_verbosity_error()  # what it warns of is said here
+    logging.set_verbosity_error()  # the notes printed here take the place of its warnings
     with contextlib.nullcontext() if sys.stderr.isatty() else _without_bars():
-        published = publish(
-            publication,
-            repo,
-            private=private,
-            revision=revision,
-            create_pr=create_pr,
-            message=message,
-            overwrite_card=overwrite_card,
-        )
+        published = publish(publication, repo, options)
     if published.removed:
         removed = ", ".join(map(shown, published.removed))
         console.print(f"Removed from the repository, as older weights that would be loaded instead: {removed}.")
@@ -102,16 +95,16 @@ def run_push(
     console.print(f"{'Published' if published.is_new else 'Nothing has changed'}: {published.address}", markup=False)
 
 
-def _results(folder: Path, is_asked: bool = False) -> dict[Path, list[EvalResultEntry]]:
-    """The results of evaluations in a folder. Raises OSError, ValueError: they cannot be read, or are asked for."""
+def _results(folder: Path, is_required: bool = False) -> dict[Path, list[EvalResultEntry]]:
+    """Return the results of evaluations in a folder by their files; raise if there are none but they are required."""
     paths = sorted((folder / FOLDER).glob("*.yaml"))
     for path in paths:
         check_text(folder, path)
-    return read_results(folder) if paths or is_asked else {}
+    return read_results(folder) if paths or is_required else {}
 
 
 def _report(folder: Path, inspection: Path | None) -> dict[str, Path]:
-    """The files of a report of `attnres inspect`. Raises FileNotFoundError: one is asked for and not there."""
+    """Return the files of a report of `attnres inspect` by name; raise if `inspection` is given but has none."""
     files = report_files(inspection or folder / INSPECTION)
     if inspection and not files:
         raise FileNotFoundError(f"{inspection} is no report of `attnres inspect`: it has no inspection.json of one.")
@@ -120,6 +113,7 @@ def _report(folder: Path, inspection: Path | None) -> dict[str, Path]:
 
 @contextlib.contextmanager
 def _without_bars() -> Iterator[None]:
+    """Turn off the progress bars of `huggingface_hub`, which fill a log file with lines."""
     disable_progress_bars()
     try:
         yield
@@ -128,6 +122,7 @@ def _without_bars() -> Iterator[None]:
 
 
 def _table(publication: Publication, card_size: int) -> Table:
+    """Return the table of the files to publish, with their sizes in bytes and the total."""
     sizes = {name: path.stat().st_size for name, path in publication.files.items()} | {CARD: card_size}
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(overflow="fold")

@@ -1,8 +1,8 @@
-"""The report of an inspection shown in a browser: `attnres inspect --serve`.
+"""Show the report of an inspection in a browser: `attnres inspect --serve`.
 
-The server is for one user on one machine. Other machines do not reach it, but any page in the user's browser may send
-it requests, under its own name too (DNS rebinding). So it answers for its own address alone, and with the files of a
-report alone, whatever else lies in the folder.
+The server is for one user on one machine. Other machines cannot reach it, but any page in the user's browser can send
+it requests, even under the page's own host name (DNS rebinding). So it answers only requests for its own address, and
+only with the files of a report, whatever else lies in the folder.
 """
 
 import os
@@ -33,7 +33,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",  # the next report may have the same address
 }
-# The page has a stricter policy in itself, by the hashes of its scripts. An SVG is a document that could run some.
+# The page itself contains a stricter policy with the hashes of its scripts. SVG files could contain scripts as well.
 _POLICIES = {".html": "frame-ancestors 'none'"}
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; sandbox"
 
@@ -43,12 +43,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: "ReportServer"
     server_version, sys_version = "attnres", ""
-    timeout = 30  # seconds that a connection may take to ask
+    timeout = 30  # seconds that a connection may wait before it sends a request
 
     def do_GET(self) -> None:
+        """Answer with a file."""
         self._answer(with_content=True)
 
     def do_HEAD(self) -> None:
+        """Answer with the headers of a file."""
         self._answer(with_content=False)
 
     def _refuse(self) -> None:
@@ -90,18 +92,18 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *args: object) -> None:
-        """Say nothing of requests."""
+        """Print nothing about requests."""
 
 
 class ReportServer(ThreadingHTTPServer):
     """A server of the report in a folder, on a free port.
 
     Args:
-        folder: that `attnres inspect` wrote.
-        host: the address to listen on. Names of this machine itself, and this address, are what a request may name.
+        folder: The directory that `attnres inspect` has written.
+        host: The address to listen on. A request may name this address or a name of this machine for itself.
 
     Raises:
-        FileNotFoundError: the folder holds no report, or its page is a link.
+        FileNotFoundError: The folder holds no report, or its page is a link.
     """
 
     def __init__(self, folder: Path, host: str = "127.0.0.1") -> None:
@@ -124,8 +126,8 @@ class ReportServer(ThreadingHTTPServer):
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a regular file to read. Raises OSError: it is none, or a link, which could lead anywhere."""
-    # A pipe would block until somebody writes to it.
+    """Open a regular file to read. Raise OSError for another kind of file, or a link, which could lead anywhere."""
+    # Without O_NONBLOCK, opening a pipe would wait until somebody writes to it.
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     with os.fdopen(number, "rb") as file:
         if not stat.S_ISREG(os.fstat(number).st_mode):
@@ -136,8 +138,11 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 def serve(folder: Path) -> None:
     """Serve a report on this machine alone, and open its page, until the process is interrupted.
 
+    Args:
+        folder: The directory that `attnres inspect` has written.
+
     Raises:
-        FileNotFoundError: as [`ReportServer`].
+        FileNotFoundError: The folder holds no report, or its page is a link.
     """
     with ReportServer(folder) as server:
         address = f"http://127.0.0.1:{server.server_port}/{PAGE}"

@@ -1,4 +1,8 @@
-"""Retrofit: give a pretrained standard decoder other residual connections; it computes the same function."""
+"""Retrofit pretrained decoders, convert checkpoints, and publish models with their cards.
+
+The main function is [`retrofit`]: it gives a standard decoder other residual connections under which it computes the
+same function.
+"""
 
 from .retrofit import retrofit
 

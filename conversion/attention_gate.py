@@ -1,6 +1,7 @@
-"""Where the gates of a retrofitted attention start, so that its function stays, and whether they are still there.
+"""Add gates to the attention of a retrofitted model, at a start where the function stays the same.
 
-At `W = 0`, `Y * 2 sigmoid(X W)` and `Y + silu(X W)` are `Y` exactly; no other form of the gate is, for any `W`.
+At `W = 0`, `Y * 2 sigmoid(X W)` and `Y + silu(X W)` are exactly `Y`, the ungated attention. The other forms of the gate
+differ from `Y` for every `W`, so a retrofit refuses them.
 """
 
 from collections.abc import Mapping
@@ -12,15 +13,21 @@ from transformers import PreTrainedConfig
 from attnres import ResidualConfig
 from attnres.attention_gate_attnres import GATE_FIELDS, GatedAttention, check_attention_gate
 
+# The fields that define the gate's function, and their values under which it can be exact.
 _FUNCTION = ("attention_gate_form", "attention_gate_activation", "attention_gate_scale")
 _EXACT = (("multiply", "sigmoid", "double"), ("add", "silu", "unit"))
 
 
 def plan_gate(config: ResidualConfig, **fields: str | None) -> None:
-    """Set the fields of the gate; `attention_gate_scale` becomes `"double"` if only that keeps the function.
+    """Set the fields of the gate in the configuration of a retrofit.
+
+    Args:
+        config: The configuration of an ungated model. It is changed.
+        fields: Fields of the gate; None stands for the default. `attention_gate_scale` is `"double"` by default if only
+            that keeps the function the same.
 
     Raises:
-        ValueError: a value is not allowed, or would change the function, or the attention has a gate already.
+        ValueError: A value is not allowed, or would change the function, or the attention has a gate already.
     """
     chosen = {field: value for field, value in fields.items() if value is not None}
     if not chosen:
@@ -40,7 +47,15 @@ def plan_gate(config: ResidualConfig, **fields: str | None) -> None:
 
 
 def differs_from_ungated(config: ResidualConfig, tensors: Mapping[str, Tensor]) -> str | None:
-    """Why a model with these tensors of its gates may be another function than one without gates, or `None`."""
+    """Explain why a model with gates may compute another function than the same model without gates.
+
+    Args:
+        config: The configuration of the model.
+        tensors: The tensors of its gates, by name.
+
+    Returns:
+        The reason, or None if the functions are the same.
+    """
     if config.attention_gate is None:
         return None
     for name, tensor in tensors.items():
@@ -50,12 +65,18 @@ def differs_from_ungated(config: ResidualConfig, tensors: Mapping[str, Tensor]) 
 
 
 def is_gated(config: PreTrainedConfig) -> bool:
+    """Return whether the attention of a configuration's model has gates."""
     return getattr(config, "attention_gate", None) is not None
 
 
 @torch.no_grad()
 def start_gates(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give the gates of a model on the meta device their tensors, on the CPU and at zero."""
+    """Replace the gates' weights of a model on the meta device by zeros on the CPU.
+
+    Args:
+        model: The model.
+        dtype: The dtype of the weights.
+    """
     for module in model.modules():
         if isinstance(module, GatedAttention):
             module.g_proj.to_empty(device="cpu").to(dtype).weight.zero_()

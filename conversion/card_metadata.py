@@ -1,4 +1,7 @@
-"""The metadata of a model card: what it says, and what it lacks, put in without touching what a person has written."""
+"""Read the metadata of a model card, and add values without touching what a person has written.
+
+The metadata is the YAML at the head of `README.md`. It is edited as text, so that comments and order stay.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,65 +17,74 @@ _ITEM = re.compile(r"^(\s*)- .*\n", re.MULTILINE)
 
 
 def split(card: str) -> tuple[str, str]:
-    """The metadata, as YAML, and the text below it."""
+    """Split a card into its metadata, as YAML, and the text below it."""
     match = REGEX_YAML_BLOCK.match(card)
     return (match[2], card[match.end() :]) if match else ("", card)
 
 
 def joined(metadata: str, text: str) -> str:
-    """A card of both, as [`split`] takes it apart."""
+    """Return the card of a metadata and a text, the inverse of [`split`]."""
     return f"---\n{metadata.strip(chr(10))}\n---\n\n{text.lstrip(chr(10))}" if metadata.strip() else text
 
 
 def read(card: str) -> dict[str, Any]:
-    """What the metadata says.
+    """Return the metadata of a card as a mapping.
 
     Raises:
-        ValueError: it is damaged, in one line.
+        ValueError: It is damaged. The message is one line.
     """
     try:
-        said = load_yaml(split(card)[0])
+        metadata = load_yaml(split(card)[0])
     except (yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"its metadata, the YAML between `---` and `---`, is damaged: {reason}") from error
-    if not isinstance(said, dict | None):
-        raise ValueError("its metadata, the YAML between `---` and `---`, is no list of names and values")
-    return said or {}
+    if not isinstance(metadata, dict | None):
+        raise ValueError("its metadata, the YAML between `---` and `---`, must be a mapping of names to values")
+    return metadata or {}
 
 
 def filled(card: str, values: Mapping[str, Any], items: Mapping[str, Sequence[str]]) -> str:
-    """The card with `values` where it has none, and with the `items` of lists; all else stays, comments too.
+    """Add values to the metadata of a card. Everything that it has stays, comments too.
+
+    Args:
+        card: The card.
+        values: Values for fields that the card does not have.
+        items: Items for fields that are lists. They are appended if the list lacks them.
+
+    Returns:
+        The new card.
 
     Raises:
-        ValueError: as [`read`].
+        ValueError: The metadata is damaged.
     """
-    said, (metadata, text) = read(card), split(card)
-    new = {name: value for name, value in values.items() if said.get(name) is None and name not in said}
-    for name, wanted in items.items():
-        has = said.get(name)
-        lacking = [item for item in dict.fromkeys(wanted) if item not in (has if isinstance(has, list) else [has])]
-        if lacking and has is None and name not in said:
+    fields, (metadata, text) = read(card), split(card)
+    new = {name: value for name, value in values.items() if name not in fields}
+    for name, wanted_items in items.items():
+        present = fields.get(name)
+        present_items = present if isinstance(present, list) else [present]
+        lacking = [item for item in dict.fromkeys(wanted_items) if item not in present_items]
+        if lacking and name not in fields:
             new[name] = lacking
-        elif lacking and has == []:
+        elif lacking and present == []:
             metadata = re.sub(
                 rf"^{re.escape(name)}:.*$", yaml_dump({name: lacking}).strip(), metadata, flags=re.MULTILINE
             )
-        elif lacking and isinstance(has, list) and has:
-            metadata = _longer(metadata, name, lacking)
+        elif lacking and isinstance(present, list):
+            metadata = _with_items(metadata, name, lacking)
     if new:
         metadata = f"{metadata.rstrip(chr(10))}\n{yaml_dump(new, sort_keys=False).strip()}".strip("\n")
     return joined(metadata, text)
 
 
-def _longer(metadata: str, name: str, items: Sequence[str]) -> str:
-    """The metadata with more items in a list that is written one item a line; another form stays as it is."""
+def _with_items(metadata: str, name: str, items: Sequence[str]) -> str:
+    """Append items to a list that is written with one item a line. A list in another form stays as it is."""
     start = re.search(rf"^{re.escape(name)}:[ \t]*\n", metadata, re.MULTILINE)
     place, indent = start.end() if start else 0, None
     while start and (item := _ITEM.match(f"{metadata}\n", place)):
         place, indent = item.end(), item[1]
     if indent is None:
         return metadata
-    # Through YAML: an item may hold what YAML reads otherwise, such as `: `.
+    # `yaml_dump` quotes an item with characters that have a meaning in YAML, such as `: `.
     added = "".join(f"{indent}{yaml_dump([item]).strip()}\n" for item in items)
     return f"{metadata}\n"[:place] + added + f"{metadata}\n"[place:]
 

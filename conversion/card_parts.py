@@ -1,6 +1,7 @@
-"""The text of a model card in parts: those that this package writes stand between marks, the rest is a person's.
+"""Edit the text of a model card in parts. This package writes parts between marks; a person writes the rest.
 
-A mark has a digest of what was written. A part that no longer fits its digest was edited by hand, and stays as it is.
+A mark holds a digest of the part that was written. A part that no longer fits its digest was edited by hand, and is not
+written again.
 """
 
 import hashlib
@@ -16,7 +17,15 @@ _PUSHED = re.compile(r"\n?<!-- attnres pushed ([0-9a-f]{12}) of ([0-9a-f]{12}) -
 
 @dataclass(frozen=True)
 class CardPart:
-    """A part of a text: it is `text[start:end]` with its marks; `digest` is of what was written."""
+    """A part of a card's text.
+
+    Attributes:
+        name: One of `ORDER`.
+        digest: The digest of the content as this package wrote it.
+        content: The content now, without the marks.
+        start: The part with its marks is `text[start:end]`.
+        end: See `start`.
+    """
 
     name: str
     digest: str
@@ -26,103 +35,130 @@ class CardPart:
 
     @property
     def is_edited(self) -> bool:
+        """Whether a person has changed the content since this package wrote it."""
         return digest(self.content) != self.digest
 
 
 def parts(text: str) -> list[CardPart]:
-    """The parts in a text, in order; a mark without its end is text like any other."""
-    found, begun, place = [], None, 0
+    """Return the parts of a text in order. A mark without its end is text like any other."""
+    result, opened, place = [], None, 0
     for line in text.splitlines(keepends=True):
-        if begins := _BEGINS.fullmatch(line):
-            begun = place, begins
-        elif begun and line.rstrip("\n") == f"<!-- /attnres:{begun[1][1]} -->":
-            start, begins = begun
-            content = text[start + len(begins[0]) : place].removesuffix("\n")
-            found.append(CardPart(begins[1], begins[2], content, start, place + len(line)))
-            begun = None
+        if mark := _BEGINS.fullmatch(line):
+            opened = place, mark
+        elif opened and line.rstrip("\n") == f"<!-- /attnres:{opened[1][1]} -->":
+            start, mark = opened
+            content = text[start + len(mark[0]) : place].removesuffix("\n")
+            result.append(CardPart(mark[1], mark[2], content, start, place + len(line)))
+            opened = None
         place += len(line)
-    return found
+    return result
 
 
 def digest(text: str) -> str:
-    """12 hexadecimal digits that stand for a text, whatever its line ends and the space around it."""
+    """Return a digest of a text: 12 hexadecimal digits that do not depend on line ends and surrounding space."""
     lines = [line.rstrip() for line in text.strip().splitlines()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
 def part(text: str, name: str) -> CardPart | None:
-    """The part `name` of a card; `None` if it has none."""
-    return next((found for found in parts(text) if found.name == name), None)
+    """Return the part `name` of a card, or None if the card has none."""
+    return next((candidate for candidate in parts(text) if candidate.name == name), None)
 
 
 def put(text: str, name: str, content: str) -> str:
-    """The card with `content` as its part `name`, in the order of `ORDER`; one that a person has changed stays.
+    """Write a part of a card, in its place by `ORDER`. A part that a person has edited stays as it is.
 
-    Empty, the part goes. A card without any parts, which others have written, gets no second `summary`.
+    Args:
+        text: The card without its metadata.
+        name: The name of the part, one of `ORDER`.
+        content: The content. An empty one removes the part.
+
+    Returns:
+        The new text.
     """
-    there, content = parts(text), content.strip()
+    existing, content = parts(text), content.strip()
     block = f"<!-- attnres:{name} {digest(content)} -->\n{content}\n<!-- /attnres:{name} -->\n" if content else ""
-    if match := next((found for found in there if found.name == name), None):
+    if match := next((candidate for candidate in existing if candidate.name == name), None):
         return text if match.is_edited else text[: match.start] + block + text[match.end :]
-    if not block or (name == ORDER[0] and text.strip() and not there):
+    # A card without any parts was written by someone else and has its own summary.
+    if not block or (name == ORDER[0] and text.strip() and not existing):
         return text
-    before = [found for found in there if found.name in ORDER[: ORDER.index(name)]]
-    after = [found for found in there if found.name in ORDER[ORDER.index(name) :]]
+    before = [candidate for candidate in existing if candidate.name in ORDER[: ORDER.index(name)]]
+    after = [candidate for candidate in existing if candidate.name in ORDER[ORDER.index(name) :]]
     place = before[-1].end if before else after[0].start if after else len(text)
     pieces = (text[:place].rstrip("\n"), block, text[place:].lstrip("\n"))
     return "\n\n".join(piece.rstrip("\n") for piece in pieces if piece.strip()) + "\n"
 
 
 def appended(text: str, name: str, content: str) -> str:
-    """The card with `content` at the end of its part `name`, also where a person has changed that."""
+    """Append to a part of a card, also to one that a person has edited.
+
+    Args:
+        text: The card without its metadata.
+        name: The name of the part, one of `ORDER`. The part is made if the card has none.
+        content: What to append, as a paragraph.
+
+    Returns:
+        The new text.
+    """
     match = part(text, name)
     if match is None or not match.is_edited:
         return put(text, name, f"{match.content}\n\n{content}" if match else content)
-    ends = match.end - len(text[match.start : match.end].splitlines(keepends=True)[-1])
-    return f"{text[:ends].rstrip()}\n\n{content}\n{text[ends:]}"
+    # An edited part keeps its digest, so that it stays edited: the content goes before its end mark.
+    end_mark = match.end - len(text[match.start : match.end].splitlines(keepends=True)[-1])
+    return f"{text[:end_mark].rstrip()}\n\n{content}\n{text[end_mark:]}"
 
 
 def own_text(card: str) -> str:
-    """What a person has written below a card's metadata: all but the parts that are as this package wrote them."""
-    text, own, place = split(unmarked(card))[1], [], 0
-    for found in parts(text):
-        if not found.is_edited:
-            own.append(text[place : found.start])
-            place = found.end
-    return "".join([*own, text[place:]]).strip()
+    """Return what a person has written below the metadata: everything except unedited parts of this package."""
+    text, written, place = split(unmarked(card))[1], [], 0
+    for candidate in parts(text):
+        if not candidate.is_edited:
+            written.append(text[place : candidate.start])
+            place = candidate.end
+    return "".join([*written, text[place:]]).strip()
 
 
 def marked(text: str, local: str, completed: str) -> str:
-    """The card `text` as it is uploaded.
+    """Mark a card for its upload, so that the next upload can tell who has edited it meanwhile.
 
     Args:
-        local: the card that lies here; `completed`: what that is for the Hub. Where a person has edited the card on
-            the Hub, `text` is another one.
+        text: The card to upload. If a person has edited the card on the Hub, this is based on that one.
+        local: The card in the model's directory.
+        completed: The card in the model's directory, completed for the Hub.
+
+    Returns:
+        The card with the mark at its end.
     """
     return f"{unmarked(text).rstrip()}\n\n<!-- attnres pushed {digest(completed)} of {digest(local)} -->\n"
 
 
 def unmarked(text: str) -> str:
-    """The card without what [`marked`] adds."""
+    """Return the card without the mark that [`marked`] adds."""
     return _PUSHED.sub("\n", text)
 
 
 def merge(local: str, uploaded: str | None, *, overwrite: bool = False) -> str:
-    """Which of two cards to go on with: the one here, or the one on the Hub, where a person may have edited each.
+    """Choose the card to continue from: the local one, or the one on the Hub. A person may have edited either.
 
     Args:
-        overwrite: take the local one, whatever was written on the Hub.
+        local: The card in the model's directory.
+        uploaded: The card on the Hub, if there is one.
+        overwrite: Whether to take the local one in any case.
+
+    Returns:
+        One of the two cards.
 
     Raises:
-        ValueError: a person has edited both since the last upload.
+        ValueError: A person has edited both since the last upload.
     """
     if uploaded is None or overwrite:
         return local
-    last, there = _PUSHED.search(uploaded), unmarked(uploaded)
-    if last is not None and digest(there) == last[1]:
+    mark, on_hub = _PUSHED.search(uploaded), unmarked(uploaded)
+    if mark is not None and digest(on_hub) == mark[1]:
         return local
-    if (last is not None and digest(local) == last[2]) or own_text(local) in ("", own_text(there)):
-        return there
+    if (mark is not None and digest(local) == mark[2]) or own_text(local) in ("", own_text(on_hub)):
+        return on_hub
     raise ValueError(
         "README.md was edited on the Hub, and the one to be pushed was edited too. Bring what it says there into the "
         "one here, then push with --overwrite-card."

@@ -1,7 +1,7 @@
-"""Model cards: the metadata that the Hub reads, how the model was made, how to use it, and what code it runs.
+"""Write model cards: metadata for the Hub, how the model was made, how to use it, and which code it runs.
 
-`attnres convert` and `attnres train` write `README.md` beside the weights, each a step of how the model was made;
-`attnres push` completes it for the Hub. What a person has written in it stays (`card_parts`).
+`attnres convert` and `attnres train` write `README.md` beside the weights, and each adds a step of how the model was
+made. `attnres push` completes the card for the Hub. Text that a person has written stays (`card_parts.py`).
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from .markdown import code, escape, is_hub_id, link, python_text, shell_word
 from .source_files import check_text
 
 CARD = "README.md"
-# Auto class -> the Hub's name of the task; of several that a model has, the first is its own.
+# Auto class -> the Hub's name of the task. A model may have several Auto classes: the first one here counts.
 _TASKS = {
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForSequenceClassification": "text-classification",
@@ -36,9 +36,10 @@ _TASKS = {
     "AutoModelForQuestionAnswering": "question-answering",
     "AutoModel": "feature-extraction",
 }
-_TERMS = ("license", "license_name", "license_link", "language")  # what a source's card says that holds for the result
+# Metadata of a source that holds for models made from it.
+_TERMS = ("license", "license_name", "license_link", "language")
 _BY_VLLM = ("llama", "qwen3")  # backbones whose retrofits `tests/peers/test_vllm.py` serves
-# What `transformers` fills the template of a card with.
+# The text that `transformers` puts into its template of a card.
 _TEMPLATE = (
     "This is the model card of a 🤗 transformers model that has been pushed on the Hub. This model card has been "
     "automatically generated."
@@ -48,17 +49,20 @@ _MAX_CARD = 2**20  # bytes
 
 @dataclass(frozen=True)
 class CardSubject:
-    """A model that a card is about, and what of it is known.
+    """The model that a card is about.
 
     Attributes:
-        folder: with its configuration and code.
-        source: the directory or Hub id that a reader loads it from; `revision`: of that.
-        code: the paths of its Python files; by default all that lie in `folder`.
-        title: what the card calls it; by default the last part of `source`.
-        figure: the path of a figure of its depth attention, beside the card.
-        results: of evaluations, each with `dataset_id`, `task_id`, `value` and `notes`.
-        parameters: how many numbers its weights have.
-        has_tokenizer: a tokenizer is, or will be, published with it.
+        config: The model's configuration.
+        folder: The directory of its configuration and code.
+        source: The directory or Hub id in the card's code for loading it.
+        revision: The commit in the card's code for loading it.
+        figure: The path of a figure of its depth attention, relative to the card.
+        results: Results of evaluations, each with `dataset_id`, `task_id`, `value` and `notes`.
+        parameters: The number of its parameters.
+        has_tokenizer: Whether a tokenizer is, or will be, published with it.
+        code: The paths of its Python files relative to `folder`. By default all that lie there.
+        title: The card's heading. By default the last part of `source`.
+        datasets: The Hub ids of the data sets that it was trained on.
     """
 
     config: ResidualConfig
@@ -75,29 +79,33 @@ class CardSubject:
 
     @property
     def auto_class(self) -> str:
+        """The name of the Auto class that loads the model."""
         return next((name for name in _TASKS if name in self.config.auto_map), "AutoModel")
 
 
 def new_card(folder: Path | None = None, hub_id: str | None = None) -> str:
-    """The card that a model made of another one begins with.
+    """Return the first version of the card of a model that is made from another model.
 
     Args:
-        folder: of the source. A card of this package's goes on; of another one, licence and language are kept. One that
-            cannot be read says nothing: a model is made whatever lies beside its weights.
-        hub_id: of the source, where it is on the Hub.
+        folder: The source's directory. A card of this package is continued; from another card, licence and language
+            are taken. A card that cannot be read is ignored: it is no reason not to make the model.
+        hub_id: The source's id, if it is on the Hub.
+
+    Returns:
+        The card.
     """
     try:
         text = (read_card(folder) if folder is not None else None) or ""
-        said = read(text)
+        metadata = read(text)
     except (OSError, ValueError):
-        text, said = "", {}
+        text, metadata = "", {}
     if part(text, "use") is not None:
         return unmarked(text)
-    terms = {name: said[name] for name in _TERMS if said.get(name) and _is_plain(said[name])}
+    terms = {name: metadata[name] for name in _TERMS if metadata.get(name) and _is_plain(metadata[name])}
     if "language" in terms:
         terms["language"] = _languages(terms["language"])
-    base = hub_id or said.get("base_model")
-    # Tools that load a model from a directory write its path there: the Hub refuses it, and it tells of a machine.
+    base = hub_id or metadata.get("base_model")
+    # Some tools write the path of a directory there. The Hub refuses it, and it would publish a path of this machine.
     is_public = base and not no_hub_ids(base)
     relation = {"base_model": base, "base_model_relation": "finetune"} if is_public else {}
     data = ModelCardData(**terms, **relation)
@@ -105,26 +113,26 @@ def new_card(folder: Path | None = None, hub_id: str | None = None) -> str:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value of metadata is a text or several, as the fields that are taken over have to be."""
+    """Return whether a value of metadata is a text or a list of texts. `no`, for Norwegian, is read as false."""
     return all(isinstance(item, str | bool) for item in (value if isinstance(value, list) else [value]))
 
 
 def no_hub_ids(value: object) -> list[object]:
-    """Return what of a value of metadata, one name or a list of them, cannot be the id of a repository of the Hub."""
+    """Return those names in a value of metadata, a name or a list, that cannot be the id of a Hub repository."""
     names = value if isinstance(value, list) else [value]
     return [name for name in names if not isinstance(name, str) or not is_hub_id(name)]
 
 
 def _languages(value: Any) -> Any:
-    """Norwegian, `no`, is read as false."""
+    """Return a language or list of languages with `no` for Norwegian, which YAML reads as false."""
     return [_languages(item) for item in value] if isinstance(value, list) else "no" if value is False else value
 
 
 def read_card(folder: Path) -> str | None:
-    """The card in a model's directory, if it has one.
+    """Return the card in a model's directory, or None if it has none.
 
     Raises:
-        OSError, ValueError: it is no file there, or larger than a card, or no text in UTF-8.
+        OSError, ValueError: It is not a regular file there, has more than 1 MiB, or is not in UTF-8.
     """
     path = folder / CARD
     if not path.exists() and not path.is_symlink():
@@ -136,7 +144,18 @@ def read_card(folder: Path) -> str | None:
 
 
 def decode_card(content: bytes, name: str) -> str:
-    """The text of a card. Raises ValueError: it is not in UTF-8."""
+    """Decode the bytes of a card.
+
+    Args:
+        content: The bytes.
+        name: The name of the file, for the message.
+
+    Returns:
+        The text.
+
+    Raises:
+        ValueError: It is not in UTF-8.
+    """
     try:
         return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
@@ -144,18 +163,26 @@ def decode_card(content: bytes, name: str) -> str:
 
 
 def without_template(text: str) -> str:
-    """A card, or its metadata alone where the text is the template of `transformers`, which says nothing yet."""
-    metadata, said = split(text)
+    """Return a card, or only its metadata if the text is the template of `transformers`, which nobody has filled."""
+    metadata, body = split(text)
     try:
-        read(text)  # bounds what aliases repeat, which `ModelCard` does not
+        read(text)  # refuses metadata whose aliases multiply, which `ModelCard` would expand
         template = ModelCard.from_template(ModelCard(text).data, model_description=_TEMPLATE)
-    except (TypeError, ValueError, yaml.YAMLError):  # it has metadata that no template has
+    except (TypeError, ValueError, yaml.YAMLError):  # metadata that the template cannot have
         return text
-    return joined(metadata, "") if said.strip() == template.text.strip() else text
+    return joined(metadata, "") if body.strip() == template.text.strip() else text
 
 
 def add_step(text: str, step: str) -> str:
-    """The card with one more step of how the model was made, whoever has written the others."""
+    """Return a card with one more step of how the model was made, also if a person has edited the other steps.
+
+    Args:
+        text: The card.
+        step: The step as Markdown.
+
+    Returns:
+        The new card.
+    """
     metadata, body = split(text)
     if part(body, "origin") is None:
         return joined(metadata, put(body, "origin", _render("origin", steps=[step])))
@@ -163,10 +190,17 @@ def add_step(text: str, step: str) -> str:
 
 
 def complete(text: str, subject: CardSubject) -> str:
-    """The card with all that is known of a model now: metadata that it lacks, and the parts that nobody has edited.
+    """Complete a card: add metadata that it lacks, and rewrite the parts that nobody has edited.
+
+    Args:
+        text: The card.
+        subject: The model.
+
+    Returns:
+        The new card.
 
     Raises:
-        ValueError: its metadata is damaged.
+        ValueError: The metadata is damaged.
     """
     values = {"library_name": "transformers", "pipeline_tag": _TASKS[subject.auto_class]}
     tags = ["attnres", subject.config.residual_connection.replace("_", "-")]
@@ -178,17 +212,42 @@ def complete(text: str, subject: CardSubject) -> str:
 
 
 def write_card(text: str, subject: CardSubject) -> None:
-    """Complete a card and write it into the model's directory."""
+    """Complete a card as [`complete`] does, and write it into the model's directory.
+
+    Args:
+        text: The card.
+        subject: The model.
+
+    Raises:
+        ValueError: The metadata is damaged.
+    """
     atomic_write(subject.folder / CARD, complete(text, subject))
 
 
 def linked(hub_id: str | None, name: str, commit: str | None = None) -> str:
-    """Return a model as a card names it: by a link to the Hub, or by the last part of a local path."""
+    """Return the Markdown that names a model in a card.
+
+    Args:
+        hub_id: Its id, if it is on the Hub.
+        name: Its name or path otherwise. Only the last part of a path is shown.
+        commit: Its commit on the Hub.
+
+    Returns:
+        A link to the Hub, or the name as code.
+    """
     return code(Path(name).name) if hub_id is None else link(hub_id, commit=commit)
 
 
 def on_hub(folder: Path, name: str) -> tuple[str | None, str | None]:
-    """The Hub id and the commit of a model that was loaded as `name` from `folder`, as far as that shows."""
+    """Return the Hub id and the commit of a model, as far as its directory shows them.
+
+    Args:
+        folder: The directory it was loaded from, perhaps one of the Hub's cache.
+        name: The directory or Hub id that the user gave.
+
+    Returns:
+        The id and the commit, each None if it is not known.
+    """
     cached = folder.absolute()
     if cached.parent.name == "snapshots" and cached.parent.parent.name.startswith("models--"):
         return cached.parent.parent.name.removeprefix("models--").replace("--", "/"), cached.name
@@ -196,10 +255,10 @@ def on_hub(folder: Path, name: str) -> tuple[str | None, str | None]:
 
 
 def _facts(subject: CardSubject) -> dict[str, Any]:
-    """What the template says of a model."""
+    """Return the values that the template of the card shows."""
     config = subject.config
-    found = (path.relative_to(subject.folder).as_posix() for path in subject.folder.rglob("*.py") if path.is_file())
-    files = sorted(found if subject.code is None else subject.code)
+    present = (path.relative_to(subject.folder).as_posix() for path in subject.folder.rglob("*.py") if path.is_file())
+    files = sorted(present if subject.code is None else subject.code)
     return {
         "name": subject.title or Path(subject.source).name,
         "source": subject.source,
@@ -237,7 +296,7 @@ def _installed() -> list[str]:
 
 
 def _needed() -> Iterable[str]:
-    """What the code of a model needs: the oldest versions that this package is tested with."""
+    """Yield the packages that a model's code needs, with the oldest versions that this package is tested with."""
     for requirement in map(Requirement, requires("attnres") or ()):
         if requirement.name in _PACKAGES and requirement.marker is None:
             yield f"{requirement.name} {requirement.specifier}".replace(">=", "") + " or newer"

@@ -1,6 +1,7 @@
-"""A checkpoint directory read as a table of tensors: name, dtype, shape, file and place in it. No weight is loaded.
+"""Read a checkpoint directory as a table of tensors: name, dtype, shape, file and place in the file.
 
-Weights are only ever read in pieces of `CHUNK` bytes, on their way to another file, and checked for NaN as they pass.
+No weight is loaded. Weights are read only to copy them to another file, in pieces of `CHUNK` bytes that are checked for
+NaN on the way.
 """
 
 import errno
@@ -10,6 +11,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import BinaryIO
@@ -29,8 +31,9 @@ from .pickles import read_pickle, read_pickle_shapes
 from .side_files import SIDE_FILES
 from .source_files import check_file, check_text, read_object
 
-NAMED_WEIGHTS = "transformers_weights"  # the field by which a configuration names the file of its weights
-CHUNK = 2**20  # stays in the cache between reading, checking and writing
+NAMED_WEIGHTS = "transformers_weights"  # the field in which a configuration may name the file of its weights
+CHUNK = 2**20  # bytes; a piece of this size stays in the processor's cache between reading, checking and writing
+# Names of dtypes in safetensors files.
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -49,7 +52,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: its bytes are `file[start:end]`; `dtype` by its name in safetensors, such as `"BF16"`."""
+    """One tensor in a file: its bytes are `file[start:end]`, and `dtype` is its name in safetensors, as `"BF16"`."""
 
     name: str
     dtype: str
@@ -60,7 +63,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Shard:
-    """One safetensors file; `entries` in the order of their bytes, which begin at `data_start`."""
+    """One safetensors file. `entries` are in the order of their bytes, and the first begins at `data_start`."""
 
     path: Path
     entries: tuple[Entry, ...]
@@ -70,24 +73,37 @@ class Shard:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The shards of a checkpoint, and for each tensor the one that holds it."""
+    """The headers of a checkpoint's weights.
+
+    Attributes:
+        folder: The model's directory.
+        shards: The files.
+        where: For each tensor of the checkpoint, the file that holds it. A file may hold other tensors as well, which
+            the index does not name: they are copied with it, and ignored otherwise.
+        is_temporary: Whether the files are rewritten ones in a scratch directory, which may be moved from there.
+    """
 
     folder: Path
     shards: tuple[Shard, ...]
     where: dict[str, Shard]
-    is_temporary: bool = False  # its files are rewritten pickles, and nobody else's
+    is_temporary: bool = False
 
-    @property
+    @cached_property
     def entries(self) -> dict[str, Entry]:
-        """The tensors by name. What a file holds beside those of the index is copied with it, and ignored otherwise."""
+        """The tensors by name."""
         return {e.name: e for shard in self.shards for e in shard.entries if self.where.get(e.name) is shard}
 
     @property
     def num_bytes(self) -> int:
+        """The size of the files in bytes."""
         return sum(shard.path.stat().st_size for shard in self.shards)
 
     def file_of(self, name: str) -> Path:
-        """The file of a tensor, or of its nearest relation: a model may have merged or renamed what a file holds."""
+        """Return the file of a tensor of the model.
+
+        `transformers` may merge or rename tensors of files. Then it is the file with the tensor of the most similar
+        name.
+        """
 
         def shared_parts(other: str) -> int:
             pairs = zip(name.split("."), other.split("."))
@@ -97,14 +113,21 @@ class Checkpoint:
 
 
 def find(source: str | os.PathLike, revision: str | None = None) -> Path:
-    """The local directory of a model: `source` itself, or a snapshot of the Hub's repository of that name.
+    """Return the local directory of a model: `source` itself, or a snapshot of the repository on the Hub.
 
-    An exchange of its files that a killed `save_pretrained` began is completed first.
+    If a `save_pretrained` into the directory was killed while it replaced files, the replacement is completed first.
+
+    Args:
+        source: The directory or Hub id.
+        revision: The branch, tag or commit on the Hub.
+
+    Returns:
+        The directory.
 
     Raises:
-        FileNotFoundError: it is neither, or the Hub cannot be reached.
-        OSError: the exchange cannot be completed.
-        ValueError: a `revision` of a directory.
+        FileNotFoundError: It is neither a directory nor on the Hub, or the Hub cannot be reached.
+        OSError: The replacement of files cannot be completed.
+        ValueError: A `revision` is given for a directory.
     """
     folder = Path(source)
     if folder.is_dir():
@@ -113,26 +136,36 @@ def find(source: str | os.PathLike, revision: str | None = None) -> Path:
         complete_save(folder)  # before anything of it is read
         return folder
     check_path(source)
-    small = ["config.json", "README.md", "*.py", *SIDE_FILES]
+    small_files = ["config.json", "README.md", "*.py", *SIDE_FILES]
     try:
-        folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=[*small, "model*.safetensors*"]))
+        folder = Path(
+            snapshot_download(str(source), revision=revision, allow_patterns=[*small_files, "model*.safetensors*"])
+        )
         if not any(folder.glob("model*.safetensors")):
             snapshot_download(str(source), revision=revision, allow_patterns=["pytorch_model*.bin*"])
-    except (OSError, httpx.HTTPError) as error:  # a connection that breaks is no `OSError`
-        reason = " ".join(str(error).split())  # the first line alone may be "404 Client Error."
+    except (OSError, httpx.HTTPError) as error:  # a broken connection raises no `OSError`
+        # All lines of the message: the first one may be only "404 Client Error."
+        reason = " ".join(str(error).split())
         raise FileNotFoundError(f"{source} is not a directory, and the Hub does not give it: {reason}") from error
     return folder
 
 
 def open_checkpoint(folder: Path, scratch: Path) -> Checkpoint:
-    """Read the headers of a directory's weights, safetensors if there are any.
+    """Read the headers of the weights that a conversion copies: safetensors, or else legacy `pytorch_model.bin`.
 
-    Legacy `pytorch_model.bin` files are rewritten as safetensors in `scratch` first, without running code from them.
+    Legacy files are first rewritten as safetensors, without running code from them.
+
+    Args:
+        folder: The model's directory.
+        scratch: The directory for rewritten files.
+
+    Returns:
+        The table of tensors.
 
     Raises:
-        FileNotFoundError: no weights, or a file or a tensor that the index names is not there.
-        OSError: a file is truncated or damaged.
-        ValueError: a pickle that needs code to be loaded; or a file leads elsewhere, or is not the one that the
+        FileNotFoundError: There are no weights, or the index names a file or tensor that does not exist.
+        OSError: A file is truncated or damaged.
+        ValueError: A pickle needs code to be loaded; or a file is a link out of the directory, or not the one that the
             configuration names.
     """
     for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
@@ -168,8 +201,11 @@ def open_checkpoint(folder: Path, scratch: Path) -> Checkpoint:
 def read_headers(folder: Path) -> Checkpoint | None:
     """Return names, dtypes and shapes of the weights that `transformers` would load from a directory.
 
-    Unlike [`open_checkpoint`], which reads what is copied to others, links may lead elsewhere, and pickles stay as they
-    are: their entries have no place in a file.
+    Nothing is copied to other people here. So unlike in [`open_checkpoint`], links may lead out of the directory, and
+    pickles stay as they are: their entries have no place in a file.
+
+    Args:
+        folder: The model's directory.
 
     Returns:
         The table, or None if there are no weights in a format whose shapes are known before they are loaded.
@@ -213,7 +249,20 @@ def _read_header(path: Path) -> Shard:
 def make_checkpoint(
     folder: Path, shards: list[Shard], weight_map: dict[str, str] | None = None, is_temporary: bool = False
 ) -> Checkpoint:
-    """The checkpoint of these shards; without a `weight_map` (tensor -> file) they hold nothing else."""
+    """Return the checkpoint that consists of given shards.
+
+    Args:
+        folder: The model's directory.
+        shards: The headers of the files.
+        weight_map: Tensor -> name of its file, as in an index. By default every tensor in the files counts.
+        is_temporary: Whether the files may be moved; see [`Checkpoint`].
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        FileNotFoundError: A file lacks a tensor that `weight_map` says it holds.
+    """
     by_file = {shard.path.name: shard for shard in shards}
     held = {(shard.path.name, entry.name) for shard in shards for entry in shard.entries}
     if weight_map is None:
@@ -228,10 +277,11 @@ def read_shard(path: Path) -> Shard:
     """Read the header of a safetensors file.
 
     Raises:
-        SafetensorError: the file is truncated or damaged.
+        SafetensorError: The file is truncated or damaged.
     """
+    # Opening checks the header against the limits of the format and the length of the file.
     with safe_open(path, framework="pt"):
-        pass  # holds the header against the limits of the format and the length of the file
+        pass
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -246,14 +296,14 @@ def read_shard(path: Path) -> Shard:
 
 @contextmanager
 def explain_writing(path: Path) -> Iterator[None]:
-    """Name the file that there is no room for, which the error of a write does not.
+    """Add the file's name to errors of a full disk, which do not name it.
 
     Raises:
-        OSError: naming `path`.
+        OSError: Naming `path`.
     """
     try:
         yield
-    except SafetensorError as error:  # what `save_file` makes of an `OSError`
+    except SafetensorError as error:  # `save_file` raises it in place of an `OSError`
         raise OSError(f"{path} cannot be written: {error}") from error
     except OSError as error:
         if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -262,7 +312,7 @@ def explain_writing(path: Path) -> Iterator[None]:
 
 
 def same_bytes(checkpoint: Checkpoint, a: str, b: str) -> bool:
-    """Whether two tensors of a checkpoint have the same dtype, shape and values."""
+    """Return whether the tensors named `a` and `b` of a checkpoint have the same dtype, shape and bytes."""
     paths = [checkpoint.where[name].path for name in (a, b)]
     entries = [checkpoint.entries[name] for name in (a, b)]
     if (entries[0].dtype, entries[0].shape) != (entries[1].dtype, entries[1].shape):
@@ -279,11 +329,18 @@ def copy_shard(
     unused: Collection[str] = (),
     on_bytes: Callable[[int], None] = lambda n: None,
 ) -> None:
-    """Copy a shard byte for byte, or without the tensors that are `dropped`; to no `target`, only check it.
+    """Copy a shard byte for byte, and check its values on the way.
+
+    Args:
+        shard: The header of the file.
+        target: The file to write; None to check the values only.
+        dropped: The names of tensors to leave out.
+        unused: The names of tensors that the model does not use. They may hold NaN.
+        on_bytes: Called with the number of bytes of each piece.
 
     Raises:
-        ValueError: a tensor holds NaN or infinite values, and is not `unused` by the model.
-        OSError: the shard ends early, or the target cannot be written.
+        ValueError: A tensor holds NaN or infinite values.
+        OSError: The shard ends early, or the target cannot be written.
     """
     kept = [entry for entry in shard.entries if entry.name not in dropped]
     path = target or Path(os.devnull)
@@ -301,12 +358,12 @@ def copy_shard(
 
 
 def show_bytes(number: int) -> str:
-    """A number of bytes for people to read, such as `1.5 GB`."""
+    """Return a number of bytes for people to read, such as `1.5 GB`."""
     return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.2f} MB"
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Raises OSError if the file system of `folder` has less than `needed` bytes free."""
+    """Raise OSError if the file system of `folder` has less than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if needed > free:
         message = f"not enough space in {folder.parent}: {show_bytes(needed)} are needed, {show_bytes(free)} are free."
@@ -314,10 +371,10 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def _check_named(folder: Path, taken: str) -> None:
-    """Check that `transformers` would read the weights from the file that is taken, whatever the configuration says."""
+    """Raise ValueError if the configuration names another file of weights than `taken`: `transformers` reads that."""
     path = folder / CONFIG_NAME
     if not path.exists():
-        return  # which is told where the configuration is read
+        return  # `read_config` raises then
     check_text(folder, path)
     named = read_object(path).get(NAMED_WEIGHTS)
     if named not in (None, taken):
@@ -328,12 +385,12 @@ def _check_named(folder: Path, taken: str) -> None:
 
 
 def _check_index(index: Path, files: Collection[str], suffix: str) -> None:
-    """Check that an index names files of weights that lie beside it."""
+    """Raise unless an index names only files of weights that lie beside it."""
     for file in files:
         path = index.parent / file
         if file in ("", ".", "..") or Path(file).name != file:
             raise ValueError(f"{index} names {file or chr(34) * 2}, which does not lie beside it. Move it there.")
-        # A result has the same file names: no other kind of file is to be overwritten by one of weights.
+        # The result's shards get the same names, which must not be those of its other files.
         if path.suffix != suffix or path.is_dir():
             raise ValueError(f"{index} names {file}, which is no {suffix} file of weights. Copy the index again.")
         if not path.exists():
@@ -351,6 +408,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _read(source: BinaryIO, entry: Entry, path: Path) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor piece by piece, each in the same buffer."""
     buffer = memoryview(bytearray(min(CHUNK, entry.end - entry.start)))
     source.seek(entry.start)
     left = entry.end - entry.start
@@ -363,14 +421,14 @@ def _read(source: BinaryIO, entry: Entry, path: Path) -> Iterator[memoryview]:
 
 
 def _write_header(sink: BinaryIO, entries: list[Entry], metadata: dict[str, str]) -> None:
-    """The header of a safetensors file that holds these tensors one after the other."""
+    """Write the header of a safetensors file that holds these tensors one after the other."""
     header, offset = {"__metadata__": metadata}, 0
     for entry in entries:
         size = entry.end - entry.start
         header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the format aligns the data
+    text += b" " * (-len(text) % 8)  # the data of the format begins at a multiple of 8
     sink.write(len(text).to_bytes(8, "little") + text)
 
 
@@ -381,7 +439,7 @@ def _check_finite(chunk: memoryview, entry: Entry, path: Path) -> None:
     values = torch.frombuffer(chunk, dtype=dtype)
     if dtype.itemsize == 1:
         values = values.float()
-    # One pass; both are NaN if any value is.
+    # Both are NaN if any value is, and `aminmax` takes one pass where `isfinite` of all would take two.
     low, high = values.aminmax()
     if not (torch.isfinite(low) and torch.isfinite(high)):
         raise ValueError(f"`{entry.name}` in {path} holds NaN or infinite values. Use an earlier checkpoint.")

@@ -1,4 +1,8 @@
-"""Which member of the AttnRes family a standard decoder becomes, and back, and where its connections start."""
+"""Map standard decoders to members of the AttnRes family and back, and start what a retrofit adds.
+
+This file works on configurations and on models without weights. Both ways of retrofitting use it: in memory
+(`retrofit.py`) and from directory to directory (`convert.py`).
+"""
 
 from inspect import signature
 from itertools import chain
@@ -15,20 +19,22 @@ from attnres.residual_attnres import ResidualNorm, residual_tensors
 from .attention_gate import is_gated, plan_gate, start_gates
 
 DEFAULT_CONNECTION = next(iter(CONNECTIONS))
-# Fields that say which class a configuration is of, or what code belongs to that class, not what the model computes.
+# Fields that identify the class of a configuration and its code. They do not change what the model computes.
 _IDENTITY = ("model_type", "architectures", "auto_map", "custom_pipelines", "transformers_version")
 
 
 def member_type(backbone: str) -> str:
-    """The model type of the family on a backbone: `attnres_llama` for `llama`, and `attnres` for `kimi_linear`."""
+    """Return the family's model type on a backbone: `attnres_llama` for `llama`, and `attnres` for `kimi_linear`."""
     return AttnResConfig.model_type if backbone == AttnResConfig.backbone else f"attnres_{backbone}"
 
 
 def member_config(config: PreTrainedConfig) -> ResidualConfig:
-    """The family's configuration of a standard decoder, with `residual_connection="standard"`: the same function.
+    """Return the family's configuration of a standard decoder, with `residual_connection="standard"`.
+
+    The model of that configuration computes the same function as the decoder.
 
     Raises:
-        ValueError: no member of the family has this backbone; or the decoder has other residual connections already.
+        ValueError: The backbone is not supported, or the decoder has other residual connections already.
     """
     if isinstance(config, ResidualConfig):
         if config.residual_connection != "standard":
@@ -50,17 +56,30 @@ def member_config(config: PreTrainedConfig) -> ResidualConfig:
 
 
 def backbone_config(config: ResidualConfig) -> PreTrainedConfig:
-    """The configuration of the standard decoder that a member of the family has as its backbone."""
-    own = {*_IDENTITY, *ResidualConfig.__annotations__, *GATE_FIELDS, *chain(*(c.fields for c in CONNECTIONS.values()))}
-    fields = {key: value for key, value in config.to_dict().items() if key not in own}
+    """Return the configuration of the standard decoder that a member of the family has as its backbone."""
+    added = {
+        *_IDENTITY,
+        *ResidualConfig.__annotations__,
+        *GATE_FIELDS,
+        *chain(*(c.fields for c in CONNECTIONS.values())),
+    }
+    fields = {key: value for key, value in config.to_dict().items() if key not in added}
     return CONFIG_MAPPING[config.backbone].from_dict(fields)
 
 
 def retrofit_config(config: PreTrainedConfig, residual: str = DEFAULT_CONNECTION, **options: Any) -> ResidualConfig:
-    """The configuration that a retrofit gives a standard decoder; the arguments as in [`attnres.conversion.retrofit`].
+    """Return the configuration that a retrofit gives a standard decoder.
+
+    Args:
+        config: The decoder's configuration.
+        residual: As in [`attnres.conversion.retrofit`].
+        options: As in [`attnres.conversion.retrofit`].
+
+    Returns:
+        A new configuration; `config` stays as it is.
 
     Raises:
-        ValueError: the decoder cannot be retrofitted, or one of the arguments is not valid.
+        ValueError: The decoder cannot be retrofitted, or one of the arguments is not valid.
     """
     connection = _connection(residual)
     gate = {field: options.pop(field) for field in GATE_FIELDS if field in options}
@@ -76,10 +95,10 @@ def retrofit_config(config: PreTrainedConfig, residual: str = DEFAULT_CONNECTION
 
 
 def retrofit_options(residual: str = DEFAULT_CONNECTION) -> list[str]:
-    """The names of the options that a retrofit with a residual connection has.
+    """Return the names of the options of a retrofit with a residual connection, such as `block_size`.
 
     Raises:
-        ValueError: there is no such connection.
+        ValueError: The connection does not exist.
     """
     connection = _connection(residual)
     parameters = signature(connection.plan_retrofit).parameters.values()
@@ -87,28 +106,43 @@ def retrofit_options(residual: str = DEFAULT_CONNECTION) -> list[str]:
 
 
 def retrofit_fields(residual: str = DEFAULT_CONNECTION) -> list[str]:
-    """The names of the fields that a retrofit may set as well: of a residual connection, and of gated attention.
+    """Return the configuration fields that a retrofit can set: of a residual connection and of gated attention.
 
     Raises:
-        ValueError: there is no such connection.
+        ValueError: The connection does not exist.
     """
     return [*_connection(residual).fields, *GATE_FIELDS]
 
 
 def _connection(name: str) -> type[ResidualConnection]:
-    if name not in list(CONNECTIONS):  # it may be anything, as a recipe's
+    # A recipe may give a value of any type, also one that cannot be looked up in a dictionary.
+    if name not in list(CONNECTIONS):
         names = ", ".join(map(repr, CONNECTIONS))
         raise ValueError(f"there is no residual connection {name!r}; there is {names}.")
     return CONNECTIONS[name]
 
 
 def added_tensors(model: PreTrainedModel, source: PreTrainedConfig) -> dict[str, nn.Parameter]:
-    """What a retrofit to this model adds to a decoder with the configuration `source`, by name."""
+    """Return the tensors that a retrofit adds, by name.
+
+    Args:
+        model: The retrofitted model.
+        source: The configuration of the decoder it is made from.
+
+    Returns:
+        The tensors of residual connections, and of attention gates unless the source has gates already.
+    """
     return residual_tensors(model) | ({} if is_gated(source) else gate_tensors(model))
 
 
 def start_added(model: PreTrainedModel, source: PreTrainedConfig, dtype: torch.dtype) -> None:
-    """Give what is added to a model on the meta device its tensors, on the CPU and where they start."""
+    """Replace the added tensors of a model on the meta device by tensors on the CPU, at their start.
+
+    Args:
+        model: The retrofitted model.
+        source: The configuration of the decoder it is made from.
+        dtype: The dtype of the decoder. A connection that computes in float32 gets at least that.
+    """
     for module in model.modules():
         if isinstance(module, (ResidualConnection, ResidualNorm)):
             is_float32 = getattr(module, "float32", False)

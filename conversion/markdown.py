@@ -1,7 +1,7 @@
-"""Put texts from elsewhere into a model card: names of models, tasks and data sets, notes, paths.
+"""Escape texts of unknown origin for a model card: names of models, tasks and data sets, notes, paths.
 
-A card is Markdown, in which HTML is markup too, and these texts may hold either. Here each becomes one line that reads
-as it is and is no markup, wherever it stands: in a sentence, a heading, a cell of a table, or a line of code.
+Such a text may contain Markdown or HTML. The functions here return one line that is shown literally in a sentence, a
+heading, a cell of a table or a line of code.
 """
 
 import json
@@ -11,18 +11,18 @@ import shlex
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-# By entities: there are readers in which a backslash does not keep `|` from ending a cell, or `<` from beginning a tag.
+# These become entities: in some renderers a backslash does not stop `|` from ending a cell, or `<` from opening a tag.
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;"}
 _ESCAPED = re.compile(r"[\\`*\[\]{}()#!$~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
-# Addresses that readers link without any markup.
+# Addresses that renderers link without any markup.
 _LINKED = re.compile(r"(?i)(https?|ftp|mailto|xmpp):|(www)\.")
 _HUB = "https://huggingface.co"
 
 
 def escape(value: object) -> str:
-    """Return a text as Markdown that reads like it: one line, without markup and without links.
+    """Return a text as one line of Markdown that is shown literally, without markup and links.
 
-    Characters that are not printed, such as those that turn the direction of writing, are shown by their codes.
+    Characters without a glyph, such as those that change the direction of writing, are shown by their codes.
     """
     line = _ESCAPED.sub(r"\\\g<0>", _one_line(str(value)))
     for character, entity in _ENTITIES.items():
@@ -31,18 +31,21 @@ def escape(value: object) -> str:
 
 
 def code(value: object) -> str:
-    """Return a name as code, in one line; escaped text if code cannot hold it everywhere."""
+    """Return a name as inline code, or as escaped text if inline code cannot hold it."""
     line = _one_line(str(value))
     return escape(line) if not line or re.search(r"[`|\\]", line) else f"`{line}`"
 
 
 def link(repo: str, kind: str = "", commit: str | None = None) -> str:
-    """Return a link to a repository of the Hub; its name as code if that is no id of one.
+    """Return a link to a repository on the Hub.
 
     Args:
-        repo: its id, as `org/name`.
+        repo: Its id, as `org/name`. Any other text becomes inline code without a link.
         kind: `datasets/` for a data set.
-        commit: add a link to its files at this commit.
+        commit: A commit; a link to its files is added.
+
+    Returns:
+        The Markdown.
     """
     if not is_hub_id(repo):
         return code(repo)
@@ -51,7 +54,7 @@ def link(repo: str, kind: str = "", commit: str | None = None) -> str:
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether a name can be the id of a repository of the Hub."""
+    """Return whether a name can be the id of a repository on the Hub."""
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -60,12 +63,12 @@ def is_hub_id(name: str) -> bool:
 
 
 def python_text(value: str) -> str:
-    """Return a literal of Python for a line of code."""
+    """Return a text as a Python string literal."""
     return json.dumps(value, ensure_ascii=False) if value.isprintable() else ascii(value)
 
 
 def shell_word(value: str) -> str:
-    """Return a word for a shell in a line of code, quoted where the shell would take it for more than a word."""
+    """Return a text as one word of a shell command, quoted if necessary."""
     return shlex.quote(_printable(value))
 
 

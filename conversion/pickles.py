@@ -1,4 +1,7 @@
-"""Legacy `pytorch_model.bin`: read without running code from it, and held against the bytes that the file has."""
+"""Read legacy `pytorch_model.bin` files without running code from them.
+
+The size of every tensor is compared with the bytes of the file: a small pickle can claim tensors of any size.
+"""
 
 import pickle
 from collections.abc import Collection
@@ -9,14 +12,21 @@ from torch import Tensor
 
 
 def read_pickle(path: Path, dtypes: Collection[torch.dtype]) -> dict[str, Tensor]:
-    """The tensors of a `pytorch_model.bin`, contiguous and each once, mapped into memory rather than read.
+    """Return the tensors of a `pytorch_model.bin` by name, contiguous and mapped into memory.
 
-    Tied tensors share their memory, which safetensors does not write: the first name keeps it.
+    Tied tensors share their memory, which safetensors files cannot express. Only the first of their names is returned.
+
+    Args:
+        path: The file.
+        dtypes: The dtypes that weights may have.
+
+    Returns:
+        The tensors.
 
     Raises:
-        OSError: the file is truncated or damaged.
-        ValueError: it needs code to be loaded, or holds something else than named tensors, or a tensor of none of the
-            `dtypes` or larger than what the file holds of it.
+        OSError: The file is truncated or damaged.
+        ValueError: It needs code to be loaded, or holds something other than named tensors; or a tensor has another
+            dtype, or is larger than the bytes that the file holds of it.
     """
     state = _read_state(path, dtypes)
     first = _first_names(state)
@@ -24,10 +34,18 @@ def read_pickle(path: Path, dtypes: Collection[torch.dtype]) -> dict[str, Tensor
 
 
 def read_pickle_shapes(path: Path, dtypes: Collection[torch.dtype]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return dtype and shape of every tensor of a `pytorch_model.bin` by its name. Names of tied tensors are all there.
+    """Return dtype and shape of every tensor of a `pytorch_model.bin` by name, tied tensors under all their names.
+
+    Args:
+        path: The file.
+        dtypes: The dtypes that weights may have.
+
+    Returns:
+        Name -> dtype and shape.
 
     Raises:
-        OSError, ValueError: As [`read_pickle`].
+        OSError: The file is truncated or damaged.
+        ValueError: As [`read_pickle`].
     """
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in _read_state(path, dtypes).items()}
 
@@ -43,7 +61,7 @@ def _read_state(path: Path, dtypes: Collection[torch.dtype]) -> dict[str, Tensor
         _check_dense(name, tensor, path)
         if tensor.dtype not in dtypes:
             raise ValueError(f"`{name}` in {path} is of {tensor.dtype}, which weights are not kept in.")
-    # Views of one tensor may overlap. Whatever the file repeats in this way, the result holds in full.
+    # Views of one tensor may overlap, and the rewritten file would hold each of them in full.
     total, held = sum(state[name].nbytes for name in _first_names(state).values()), path.stat().st_size
     if total > 2 * held:
         raise ValueError(f"{path} has {held:,} bytes, but its tensors, which overlap, would have {total:,}.")
@@ -51,7 +69,7 @@ def _read_state(path: Path, dtypes: Collection[torch.dtype]) -> dict[str, Tensor
 
 
 def _first_names(state: dict[str, Tensor]) -> dict[tuple, str]:
-    """Return the first name of each tensor, by where and how it lies in memory."""
+    """Return the first name of each tensor. The key is its address, shape and strides."""
     return {(t.data_ptr(), t.shape, t.stride()): name for name, t in reversed(state.items())}
 
 
@@ -60,7 +78,8 @@ def _load(path: Path) -> object:
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError as error:
-            if "mmap" not in str(error):  # written by a PyTorch before 1.6
+            # Files of PyTorch before 1.6 cannot be mapped into memory.
+            if "mmap" not in str(error):
                 raise
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle fails in any way
@@ -73,7 +92,7 @@ def _load(path: Path) -> object:
 
 
 def _check_dense(name: str, tensor: Tensor, path: Path) -> None:
-    """Check that the file has all values of a tensor: a stride of 0 repeats one of them any number of times."""
+    """Raise ValueError unless the file holds every value of a tensor: a stride of 0 repeats one without end."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         raise ValueError(f"`{name}` in {path} is not a dense tensor ({tensor.layout}, {tensor.device}).")
     held = tensor.untyped_storage().nbytes()

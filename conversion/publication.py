@@ -1,4 +1,7 @@
-"""What of a model's directory `attnres push` publishes: its files, checked, and its card."""
+"""Choose and check what `attnres push` publishes of a model's directory: its files and its card.
+
+Nothing is uploaded here; `publishing.py` does that.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,13 +32,13 @@ RESULTS, INSPECTION = ".eval_results", "inspection"
 
 @dataclass(frozen=True)
 class Publication:
-    """What is to be published.
+    """The files and the card to publish.
 
     Attributes:
-        files: by their paths in the repository; without the card.
-        left_out: paths in the model's directory that stay here.
-        card: as it is here, or a new one.
-        subject: of the card; its `source` is the directory until it is known where it goes.
+        files: Path in the repository -> local path. The card is not among them.
+        left_out: The paths in the model's directory that are not published.
+        card: The card in the model's directory, or a new one.
+        subject: The model that the card is about. Its `source` is the directory until the repository is known.
     """
 
     files: dict[str, Path]
@@ -45,11 +48,20 @@ class Publication:
 
     @property
     def weights(self) -> list[str]:
-        """The paths of the files that are large."""
+        """The paths of the files of weights in the repository."""
         return [name for name in self.files if name.endswith(".safetensors")]
 
     def card_for(self, repo: str, revision: str | None, card: str | None = None) -> str:
-        """The card (this one, or another version of it) of the repository at a commit."""
+        """Return the completed card for a repository.
+
+        Args:
+            repo: The id of the repository.
+            revision: The commit that the card's code loads.
+            card: Another version of the card to complete.
+
+        Returns:
+            The card.
+        """
         return complete(card or self.card, replace(self.subject, source=repo, revision=revision))
 
 
@@ -60,17 +72,21 @@ def plan_publication(
 ) -> Publication:
     """Choose and check the files of a model's directory that are published.
 
-    A file goes by a name that is known, never by a pattern: weights by their index, code by what refers to it, and the
-    rest by `published_names`. All others stay.
+    Only files of known names are published: weights that the index names, code that `auto_map` or other code refers to,
+    and the files of `published_names.py`.
 
     Args:
-        results: of evaluations, which go along, by their files.
-        report: the files of a report of `attnres inspect` by their names, as `attnres.analysis.report_files` finds
+        folder: The model's directory.
+        results: Results of evaluations to publish, by their files.
+        report: The files of a report of `attnres inspect` by their names, as `attnres.analysis.report_files` returns
             them. They are published in the folder `inspection`.
 
+    Returns:
+        What to publish.
+
     Raises:
-        OSError, RuntimeError, ValueError: the model is incomplete or damaged or none of the family, or cannot be loaded
-            by the code beside it; or a file holds what looks like a secret.
+        OSError, RuntimeError, ValueError: The model is incomplete, damaged or not of the family, or the code beside it
+            cannot load it; or a file holds a string that looks like a secret.
     """
     if (folder / "adapter_config.json").exists() and not (folder / CONFIG_NAME).exists():
         raise ValueError(
@@ -87,8 +103,8 @@ def plan_publication(
         check_file(folder if path.parent == folder / INSPECTION else path.parent, path)
     files |= {f"{INSPECTION}/{name}": path for name, path in (report or {}).items()}
     files |= {f"{RESULTS}/{path.name}": path for path in results or ()}
-    there = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".gitattributes")
-    left_out = [n for n in (path.relative_to(folder).as_posix() for path in there) if n not in {*files, CARD}]
+    present = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".gitattributes")
+    left_out = [n for n in (path.relative_to(folder).as_posix() for path in present) if n not in {*files, CARD}]
     card = read_card(folder)
     _check_secrets([*files.values(), *([folder / CARD] if card else [])])
     figures = [name for name in files if fnmatch(name, f"{INSPECTION}/depth_attention*.png") and not _is_detail(name)]
@@ -96,7 +112,8 @@ def plan_publication(
         config,
         folder,
         str(folder),
-        figure=figures[0] if len(figures) == 1 else None,  # of two models, whose it is does not show
+        # A report that compares two models has two figures, whose names do not show which one is of this model.
+        figure=figures[0] if len(figures) == 1 else None,
         results=[entry for entries in (results or {}).values() for entry in entries],
         parameters=_count(checkpoint),
         code=[name for name in files if name.endswith(".py")],
@@ -111,7 +128,7 @@ def plan_publication(
 
 
 def _check_model(folder: Path) -> tuple[ResidualConfig, Checkpoint]:
-    """Its configuration and its weights. Raises OSError, RuntimeError, ValueError: they are not there, or not whole."""
+    """Return the configuration and the weights of a model, after checking that they are complete."""
     check_path(folder)
     if not any(folder.glob("model*.safetensors")):
         raise FileNotFoundError(f"{folder} has no model*.safetensors. Save the model there by `save_pretrained`.")
@@ -132,7 +149,7 @@ def _check_model(folder: Path) -> tuple[ResidualConfig, Checkpoint]:
 
 
 def _count(checkpoint: Checkpoint) -> int | None:
-    """How many numbers the weights have; those of packed, quantised ones are not counted."""
+    """Return the number of parameters, or None if weights are packed by a quantisation."""
     dtypes = {DTYPES.get(entry.dtype) for entry in checkpoint.entries.values()}
     if any(dtype is None or not dtype.is_floating_point for dtype in dtypes):
         return None
@@ -140,24 +157,25 @@ def _count(checkpoint: Checkpoint) -> int | None:
 
 
 def _weights(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of the files of weights, and of their index if they need it."""
     names = [shard.path.name for shard in checkpoint.shards]
     index = checkpoint.folder / SAFE_WEIGHTS_INDEX_NAME
     return [*names, index.name] if index.exists() and names != [SAFE_WEIGHTS_NAME] else names
 
 
 def _code(folder: Path, config: ResidualConfig) -> list[str]:
-    """The Python files that loading runs: what `auto_map` refers to, and what came with a source's tokenizer."""
+    """Return the paths of the Python files that loading runs: those of the model, and those of its tokenizer."""
     path = folder / CONFIG_NAME
-    found = references(read_object(path), path)
-    if not found:
+    referred = references(read_object(path), path)
+    if not referred:
         raise ValueError(f"{path} has no `auto_map`: nothing loads the model where attnres is not installed. {_SAVE}")
-    if elsewhere := next((reference for reference in found if "--" in reference), None):
+    if elsewhere := next((reference for reference in referred if "--" in reference), None):
         raise ValueError(f"{path} loads the model by code in another repository, {elsewhere!r}. {_SAVE}")
     for name in side_files(folder):
         if name.endswith(".json"):
-            found += [reference for reference in _references_in(folder, folder / name) if "--" not in reference]
+            referred += [reference for reference in _references_in(folder, folder / name) if "--" not in reference]
     files: list[Path] = []
-    for parts in dict.fromkeys(tuple(module_of(reference, folder)) for reference in found):
+    for parts in dict.fromkeys(tuple(module_of(reference, folder)) for reference in referred):
         code = folder.joinpath(*parts[:-1], f"{parts[-1]}.py")
         if not code.is_file():
             raise FileNotFoundError(f"{folder} lacks {code.relative_to(folder)}, which loads the model. {_SAVE}")
@@ -166,35 +184,36 @@ def _code(folder: Path, config: ResidualConfig) -> list[str]:
 
 
 def _references_in(folder: Path, path: Path) -> list[str]:
-    """The code that a JSON file refers to, at whatever depth."""
+    """Return the references to code in a JSON file, at any depth."""
     check_text(folder, path)
-    found: list[str] = []
+    referred: list[str] = []
     for fields in objects(read_json(path)):
-        # In a vocabulary, the names are tokens, and have numbers.
+        # A vocabulary may have the token "auto_map", whose value is a number.
         if not isinstance(fields.get(AUTO_MAP, 0), int):
-            found += references(fields, path)
-    return found
+            referred += references(fields, path)
+    return referred
 
 
 _SAVE = "Save it again by `save_pretrained`."
 
 
 def _is_detail(figure: str) -> bool:
+    """Return whether a figure shows another view of depth attention than the main one."""
     return "_relative" in figure or "_spread" in figure
 
 
 def _check_secrets(paths: Sequence[Path]) -> None:
-    """Raises ValueError: a file to be published holds what looks like a secret."""
+    """Raise ValueError if a file to be published holds a string that looks like a secret."""
     token = get_token()
-    found = [secret for path in paths for secret in find_secrets(path, token)]
-    if found:
+    secrets = [secret for path in paths for secret in find_secrets(path, token)]
+    if secrets:
         others = (
-            f" (and there {'are' if len(found) > 2 else 'is'} {counted(len(found) - 1, 'more secret')})"
-            if len(found) > 1
+            f" (and there {'are' if len(secrets) > 2 else 'is'} {counted(len(secrets) - 1, 'more secret')})"
+            if len(secrets) > 1
             else ""
         )
         raise ValueError(
-            f"{found[0]}{others}. Take it out, and revoke it if it was ever published. Nothing was uploaded."
+            f"{secrets[0]}{others}. Take it out, and revoke it if it was ever published. Nothing was uploaded."
         )
 
 

@@ -1,8 +1,8 @@
-"""The names of the small files beside a model's weights that `attnres push` uploads.
+"""List the small files beside a model's weights that `attnres push` may upload, by their names.
 
-A model's directory may hold anything, and what is uploaded is public. So a file goes only by a name that
-`transformers` or a tokenizer's own code gives it, or that a licence has. `convert` copies by the wider patterns of
-`side_files`: a copy stays on the same machine.
+A model's directory may hold anything, and an upload may be public. So only files are uploaded whose names come from
+`transformers` or a tokenizer's code, or are those of licences. `attnres convert` uses the wider patterns of
+`side_files.py`, because its copies stay on the same machine.
 """
 
 import re
@@ -35,26 +35,30 @@ _LICENCES = {
 _NAMES = _TOKENIZER | _SETTINGS | _LICENCES
 # Versions of Mistral's tokenizer, and the folder where `transformers` writes chat templates other than the default.
 _FORMS = re.compile(r"tokenizer\.model\.v\d{1,2}|additional_chat_templates/[\w.-]+\.jinja")
-# Suffixes of vocabularies that have any name: they go if the code that goes along reads them by it.
+# Suffixes of vocabularies under other names. They are uploaded if the uploaded code names them.
 _VOCABULARIES = (".json", ".model", ".tiktoken", ".txt")
 _NAMED = re.compile(r"""["']([\w.-]+)["']""")
 
 
 def side_files(folder: Path) -> list[str]:
-    """Return the names, relative to a model's directory, of its files that have a known name, in order."""
+    """Return the paths of files with known names, relative to a model's directory and sorted."""
     paths = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
     names = [path.relative_to(folder).as_posix() for path in paths if not path.is_dir()]
     return sorted(name for name in names if name in _NAMES or _FORMS.fullmatch(name))
 
 
 def vocabularies(folder: Path, code: Iterable[str]) -> list[str]:
-    """Return the names of vocabularies that Python files of a model name as a literal, such as `qwen.tiktoken`.
+    """Return the names of vocabularies that Python files of a model contain as literals, such as `qwen.tiktoken`.
 
     Args:
-        code: paths of the files relative to `folder`. They may be anything, and are not run.
+        folder: The model's directory.
+        code: The paths of the Python files, relative to `folder`. They are searched, not run.
+
+    Returns:
+        The names, sorted.
     """
-    named = {name for path in code for name in _NAMED.findall((folder / path).read_text("utf-8", errors="replace"))}
-    return sorted(name for name in named if name.endswith(_VOCABULARIES) and (folder / name).is_file())
+    literals = {name for path in code for name in _NAMED.findall((folder / path).read_text("utf-8", errors="replace"))}
+    return sorted(name for name in literals if name.endswith(_VOCABULARIES) and (folder / name).is_file())
 
 
 __all__ = ["side_files", "vocabularies"]

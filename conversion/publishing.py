@@ -1,6 +1,7 @@
-"""`attnres push`: the upload of a model to the Hub, in two commits.
+"""Upload a model to the Hub for `attnres push`, in two commits.
 
-The first has the files. The second has the card, whose snippets name the first: no commit can name itself.
+The first commit holds the files, and the second one the card, whose code snippets load the first commit by its hash. No
+commit can contain its own hash.
 """
 
 import json
@@ -30,7 +31,7 @@ from .card_parts import digest, marked, merge, part, put, unmarked
 from .cards import CARD, decode_card
 from .publication import Publication
 
-# What `from_pretrained` would read beside, or instead of, the weights that are published.
+# Files that `from_pretrained` would read beside, or instead of, the published weights.
 _WEIGHTS = re.compile(
     r"(model(-\d{5}-of-\d{5}|-residual(-\d+)?)?|adapter_model)\.safetensors|model\.safetensors\.index\.json"
     r"|adapter_config\.json|adapter_model\.bin"
@@ -39,18 +40,19 @@ _PINNED = re.compile(r'name, revision = "[^"]+", "([0-9a-f]{40})"')
 _REVISION = re.compile(r"(?!.*\.\.)[\w][\w./-]*")
 _WAITS, _LONGEST_WAIT = (1, 2, 4, 8), 300  # seconds
 _BUSY = (429, 500, 502, 503, 504)
-_IGNORE_NOTHING = "\n"  # in the place of a `.gitignore` that the repository may have
+_IGNORE_NOTHING = "\n"  # replaces a `.gitignore` in the repository, which could leave out files
+_REPEAT = "The same command goes on: what was uploaded is not sent again."
 
 
 @dataclass(frozen=True)
 class Published:
-    """What came of an upload.
+    """The outcome of an upload.
 
     Attributes:
-        address: of the repository, the branch or the pull request.
-        is_new: anything was uploaded.
-        removed: files of older weights that went from the repository.
-        notes: what to tell the user of the card.
+        address: The address of the repository, the branch or the pull request.
+        is_new: Whether anything was uploaded.
+        removed: The files of older weights that were removed from the repository.
+        notes: Notes for the user on the card.
     """
 
     address: str
@@ -59,8 +61,35 @@ class Published:
     notes: list[str]
 
 
+@dataclass(frozen=True)
+class UploadOptions:
+    """How to upload a model.
+
+    Attributes:
+        private: Whether a new repository is private. An existing public one is refused.
+        revision: The branch. It is made if it does not exist.
+        create_pr: Whether to open a pull request instead of changing the branch, which must exist then.
+        message: The message of the first commit. By default "Upload model".
+        overwrite_card: Whether the local card wins if a person has edited both it and the one on the Hub.
+    """
+
+    private: bool = False
+    revision: str | None = None
+    create_pr: bool = False
+    message: str | None = None
+    overwrite_card: bool = False
+
+
 def check_repo(repo: str, revision: str | None = None) -> None:
-    """Raises ValueError: this cannot be the id of a repository, or the name of a revision."""
+    """Check the form of the names that an upload goes to.
+
+    Args:
+        repo: The id of the repository.
+        revision: The name of the branch.
+
+    Raises:
+        ValueError: One of them cannot be such a name.
+    """
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
@@ -71,71 +100,69 @@ def check_repo(repo: str, revision: str | None = None) -> None:
         raise ValueError(f"{revision!r} is no name of a branch.")
 
 
-def publish(
-    publication: Publication,
-    repo: str,
-    *,
-    private: bool = False,
-    revision: str | None = None,
-    create_pr: bool = False,
-    message: str | None = None,
-    overwrite_card: bool = False,
-) -> Published:
-    """Upload to the Hub. What an earlier, interrupted call has uploaded is not sent again.
+def publish(publication: Publication, repo: str, options: UploadOptions) -> Published:
+    """Upload a model to the Hub. Files that an interrupted call has uploaded are not sent again.
 
     Args:
-        repo: made if it is not there.
-        private: make it so; a public one is refused.
-        revision: a branch, made if it is not there.
-        create_pr: open a pull request instead of changing the branch, which has to be there.
-        overwrite_card: where the card was edited here and on the Hub, take the one here.
+        publication: What to publish.
+        repo: The id of the repository. It is made if it does not exist.
+        options: How to upload.
+
+    Returns:
+        The outcome.
 
     Raises:
-        OSError, RuntimeError, ValueError: in one line, with what to do.
+        OSError, RuntimeError, ValueError: The upload failed. The message is one line that says what to do.
     """
+    revision, create_pr = options.revision, options.create_pr
     check_repo(repo, revision)
     api = HfApi(library_name="attnres", library_version=version("attnres"))
     with explained(repo):
         _check_token()
-        repo = _repeated(_make_repository, api, repo, private)
+        repo = _repeated(_make_repository, api, repo, options.private)
         if revision is not None and not revision.startswith("refs/") and not create_pr:
             _repeated(api.create_branch, repo, branch=revision, exist_ok=True)
         head = _repeated(api.model_info, repo, revision=revision).sha
-        there = _repeated(api.list_repo_files, repo, revision=head)
-        before = _uploaded_card(api, repo, head, there)
-        merged, _ = _merged(publication, before, overwrite_card)
+        remote_files = _repeated(api.list_repo_files, repo, revision=head)
+        remote_card = _uploaded_card(api, repo, head, remote_files)
+        merged, _ = _merged(publication, remote_card, options.overwrite_card)
         card = publication.card_for(repo, None, merged)
-        _validate(card, api.endpoint)
+        _validate(card, api.endpoint)  # before anything large is sent
+
         operations: list = [CommitOperationAdd(name, str(path)) for name, path in publication.files.items()]
-        if CARD not in there:
+        if CARD not in remote_files:
             operations.append(CommitOperationAdd(CARD, marked(card, publication.card, card).encode()))
         _send(api, repo, operations, revision=revision, create_pr=create_pr)
-        stale = [name for name in there if name not in publication.files and _WEIGHTS.fullmatch(name)]
+        stale = [name for name in remote_files if name not in publication.files and _WEIGHTS.fullmatch(name)]
         commit = _repeated(
             api.create_commit,
             repo,
             [*operations, *map(CommitOperationDelete, stale)],
-            commit_message=message or "Upload model",
+            commit_message=options.message or "Upload model",
             revision=revision,
             create_pr=create_pr,
         )
+
         is_new = commit.oid != head
-        pinned = None if is_new else _PINNED.search(before or "")
+        # Without new files the head may be a commit of the card. Then the card keeps the commit of files it names.
+        pinned = None if is_new else _PINNED.search(remote_card or "")
         pin = pinned[1] if pinned else commit.oid
         target = commit.pr_revision or revision
-        in_new_pr = create_pr and commit.pr_revision is None  # nothing but the card has changed
-        last, notes = _commit_card(api, publication, repo, pin, target, in_new_pr, overwrite_card)
-        if last is not None and in_new_pr:
-            commit = last
-    return Published(_address(api, repo, commit, revision), is_new or last is not None, stale, notes)
+        # A commit without changes opens no pull request: then the commit of the card has to open it.
+        in_new_pr = create_pr and commit.pr_revision is None
+        card_commit, notes = _commit_card(api, publication, repo, pin, target, in_new_pr, options.overwrite_card)
+        if card_commit is not None and in_new_pr:
+            commit = card_commit
+    return Published(_address(api, repo, commit, revision), is_new or card_commit is not None, stale, notes)
 
 
 def _send(api: HfApi, repo: str, operations: list[CommitOperationAdd], **options: Any) -> None:
-    """Send what is large before the commit, one file at a time: what has been sent is there if the next one fails."""
+    """Send the weights before the commit, one file at a time, so that a failure does not lose the files before it."""
     options |= {"free_memory": False, "gitignore_content": _IGNORE_NOTHING}
     large = [operation for operation in operations if operation.path_in_repo.endswith(".safetensors")]
-    for some in ([operation for operation in operations if operation not in large], *([one] for one in large)):
-        api.preupload_lfs_files(repo, some, **options)
+    small = [operation for operation in operations if operation not in large]
+    for batch in (small, *([operation] for operation in large)):
+        api.preupload_lfs_files(repo, batch, **options)
 
 
 def _commit_card(
@@ -147,10 +174,13 @@ def _commit_card(
     create_pr: bool,
     overwrite: bool,
 ) -> tuple[CommitInfo | None, list[str]]:
-    """Commit the card that names the commit `pin`, if it is not there; once more if another commit came first.
+    """Commit the card that names the commit `pin`, unless it is there already.
 
-    What it is merged with is read now: uploads take long, and cards are edited meanwhile.
+    Returns:
+        The commit, if one was made, and notes for the user.
     """
+    # The card is read again, because a person may have edited it during the upload. `parent_commit` makes the Hub
+    # refuse the commit if somebody commits after that; then the loop starts again.
     for is_last in (False, False, True):
         head = _repeated(api.model_info, repo, revision=revision).sha
         uploaded = _uploaded_card(api, repo, head, [CARD])
@@ -158,7 +188,7 @@ def _commit_card(
         card = publication.card_for(repo, pin, merged)
         if digest(card) == digest(unmarked(uploaded or "")):
             return None, notes
-        # Marked as what would be there if nobody had edited it: the next upload sees that somebody has.
+        # The mark has the digest of an unedited card: so the next upload sees that somebody has edited this one.
         content = marked(card, publication.card, publication.card_for(repo, pin))
         try:
             commit = _repeated(
@@ -175,40 +205,40 @@ def _commit_card(
                 raise
         else:
             return commit, notes
-    raise AssertionError
+    raise AssertionError("the last round returns or raises")
 
 
 def _merged(publication: Publication, uploaded: str | None, overwrite: bool) -> tuple[str, list[str]]:
-    """The card to go on with, and what to tell of its metadata.
+    """Return the card to continue from, and notes for the user on its metadata.
 
     Raises:
-        ValueError: a person has edited both, or the metadata of the one on the Hub is damaged.
+        ValueError: A person has edited both cards, or the metadata of the one on the Hub is damaged.
     """
     local = publication.card
     merged = merge(local, uploaded, overwrite=overwrite)
     if merged == local:
         return local, []
     try:
-        there, here = read(merged), read(local)
-        merged = filled(merged, here, {})
+        remote_fields, local_fields = read(merged), read(local)
+        merged = filled(merged, local_fields, {})
     except ValueError as error:
         raise ValueError(f"README.md on the Hub cannot be read: {error}. Mend it there.") from error
     if origin := part(local, "origin"):
         merged = put(merged, "origin", origin.content)
-    differing = [name for name, value in here.items() if there.get(name, value) != value]
-    named = ", ".join(f"`{name}`" for name in differing)
-    note = f"README.md on the Hub was edited: its {named} stays, not what the one here says (--overwrite-card)."
+    differing = [name for name, value in local_fields.items() if remote_fields.get(name, value) != value]
+    names = ", ".join(f"`{name}`" for name in differing)
+    note = f"README.md on the Hub was edited: its {names} stays, not what the one here says (--overwrite-card)."
     return merged, [note] if differing else []
 
 
 def _validate(card: str, endpoint: str) -> None:
-    """Raises ValueError: the Hub does not take the metadata of the card."""
+    """Raise ValueError if the Hub does not accept the metadata of a card."""
     try:
         _repeated(_post, f"{endpoint}/api/validate-yaml", {"repoType": "model", "content": card})
     except BadRequestError as error:
         reason = error.response.text
-        with suppress(ValueError, KeyError, TypeError):  # it is in JSON
-            reason = "; ".join(found["message"] for found in json.loads(reason)["errors"])
+        with suppress(ValueError, KeyError, TypeError):  # usually it is JSON
+            reason = "; ".join(message["message"] for message in json.loads(reason)["errors"])
         raise ValueError(f"the Hub does not take the metadata of {CARD}: {reason}.") from error
 
 
@@ -218,6 +248,7 @@ def _post(address: str, content: dict[str, str]) -> None:
 
 
 def _check_token() -> None:
+    """Raise unless there is a token that can stand in a header of a request."""
     token = get_token()
     if token is None:
         raise LocalTokenNotFoundError
@@ -227,13 +258,22 @@ def _check_token() -> None:
 
 @contextmanager
 def explained(repo: str) -> Iterator[None]:
-    """Whatever the Hub or the way there refuses, in one line."""
+    """Raise errors of the Hub and of the connection to it in one line that says what to do.
+
+    Args:
+        repo: The id of the repository, for the messages.
+
+    Raises:
+        RuntimeError, ValueError: In place of the errors of `huggingface_hub`.
+    """
     try:
         yield
     except LocalTokenNotFoundError as error:
         raise RuntimeError("you are not logged in to the Hub: `hf auth login`, or set HF_TOKEN.") from error
     except RevisionNotFoundError as error:
-        raise ValueError(f"{repo} has no such revision, and only branches are made: {_said(error)}") from error
+        raise ValueError(
+            f"{repo} has no such revision, and only branches are made: {_server_message(error)}"
+        ) from error
     except HfHubHTTPError as error:
         status = error.response.status_code
         reasons = {
@@ -242,31 +282,26 @@ def explained(repo: str) -> Iterator[None]:
         }
         if status in reasons or isinstance(error, RepositoryNotFoundError):
             reason = reasons.get(status, f"{repo} is not there for this token: `hf auth whoami`")
-            raise RuntimeError(f"{reason} ({_said(error)}).") from error
-        remedy = f" {_AGAIN}" if status in _BUSY else ""
-        raise RuntimeError(f"the Hub answered {status}: {_said(error)}.{remedy}") from error
+            raise RuntimeError(f"{reason} ({_server_message(error)}).") from error
+        remedy = f" {_REPEAT}" if status in _BUSY else ""
+        raise RuntimeError(f"the Hub answered {status}: {_server_message(error)}.{remedy}") from error
     except ValueError as error:
         raise ValueError(" ".join(str(error).split())) from error
-    except (ConnectionError, RuntimeError) as error:  # of the upload of a file, which its client has tried again
+    except (ConnectionError, RuntimeError) as error:  # the client raises them after repeating the upload of a file
         reason = f"{error} {error.__cause__ or ''}"
-        raise RuntimeError(f"{' '.join(reason.split())} {_AGAIN}") from error
+        raise RuntimeError(f"{' '.join(reason.split())} {_REPEAT}") from error
     except httpx.HTTPError as error:
-        raise RuntimeError(f"the connection to the Hub failed ({type(error).__name__}: {error}). {_AGAIN}") from error
+        raise RuntimeError(f"the connection to the Hub failed ({type(error).__name__}: {error}). {_REPEAT}") from error
 
 
-_AGAIN = "The same command goes on: what was uploaded is not sent again."
-
-
-def _said(error: HfHubHTTPError) -> str:
-    """What the server has said, in one line; else the error."""
+def _server_message(error: HfHubHTTPError) -> str:
+    """Return the server's message in one line, or else the error."""
     return " ".join(str(error.server_message or error).split()).rstrip(".")
 
 
 def _repeated(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What the call gives. It is made again while the Hub is busy, which its client does for uploads alone.
-
-    An error of the server may come after it has opened a pull request: another would be opened.
-    """
+    """Return the result of a call, which is repeated while the Hub is busy. The client itself repeats only uploads."""
+    # After an error of the server, the pull request may have been opened: repeating the call could open another.
     statuses = (429,) if options.get("create_pr") else _BUSY
     for wait in (*_WAITS, None):
         try:
@@ -276,11 +311,11 @@ def _repeated(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
                 raise
             after = error.response.headers.get("Retry-After", "")
             time.sleep(min(int(after), _LONGEST_WAIT) if after.isdigit() else wait)
-    raise AssertionError
+    raise AssertionError("the last round returns or raises")
 
 
 def _make_repository(api: HfApi, repo: str, private: bool) -> str:
-    """The full id of the repository, which is made if it is not there."""
+    """Return the full id of the repository, which is made if it does not exist."""
     try:
         info = api.model_info(repo if "/" in repo else f"{api.whoami()['name']}/{repo}")
     except RepositoryNotFoundError:
@@ -291,7 +326,7 @@ def _make_repository(api: HfApi, repo: str, private: bool) -> str:
 
 
 def _uploaded_card(api: HfApi, repo: str, commit: str, files: list[str]) -> str | None:
-    """The card of a commit that has these files."""
+    """Return the card of a commit that has these files, or None."""
     if CARD not in files:
         return None
     with TemporaryDirectory() as scratch:
@@ -305,4 +340,4 @@ def _address(api: HfApi, repo: str, commit: CommitInfo, revision: str | None) ->
     return f"{api.endpoint}/{repo}" + (f"/tree/{revision}" if revision else "")
 
 
-__all__ = ["Published", "check_repo", "publish"]
+__all__ = ["Published", "UploadOptions", "check_repo", "publish"]

@@ -1,7 +1,7 @@
-"""Retrofit in memory: the same weights under another residual connection, computing the same function.
+"""Retrofit a model in memory: put its weights under another residual connection, computing the same function.
 
-Each connection says where it starts. With attention residuals, zero pseudo-queries weigh every source the same, so that
-with `scale="sum"` a sublayer reads
+Each connection defines its own start. Attention residuals start with zero pseudo-queries, which weigh all n sources of
+sublayer l alike. With `scale="sum"` the sublayer therefore reads
 
     h_l = n * sum_i (1/n) s_i = v_0 + v_1 + ... + v_{l-1},
 
@@ -29,23 +29,23 @@ def retrofit(
     """Put other residual connections, by default attention residuals, into a standard causal language model.
 
     Args:
-        model_or_path: the model, or the directory or Hub id of one (loaded in the dtype it is stored in).
-        residual: name of the residual connection, a key of `attnres.CONNECTIONS`.
-        options: those of the connection. Attention residuals have `block_size` (S in sublayers, two per decoder layer,
-            one where attention and MLP are parallel) or `num_blocks` or `full=True`, by default 8 blocks; and `scale`,
-            by default `"sum"`, while `"mean"` is the same function only up to the epsilons of the norms. Any field of
-            the connection is one too, such as `attn_res_gated=True`, and so are those of `attention_gate_attnres`:
-            `attention_gate="sdpa"` also adds gates to the attention.
+        model_or_path: The model, or its directory or Hub id. It is loaded in the dtype it is stored in.
+        residual: The name of the residual connection, a key of `attnres.CONNECTIONS`.
+        options: Options of the connection. Attention residuals take one of `block_size` (S in sublayers: two per
+            decoder layer, one where attention and MLP are parallel), `num_blocks` (8 by default) and `full=True`. They
+            also take `scale`: `"sum"` by default, while `"mean"` is the same function only up to the epsilons of the
+            norms. Every configuration field of the connection is an option too, such as `attn_res_gated=True`, and so
+            is every field of attention gates: `attention_gate="sdpa"` also adds gates to the attention.
 
     Returns:
-        The model with these connections, where they start: it computes the same function. It **shares** its backbone
-        weights with the given model: training one changes the other. Its head is tied to the embedding if that model's
-        is, and its configuration says so, whatever the other one says.
+        A model that computes the same function, with these connections at their start. It **shares** its backbone
+        weights with the given model: training one changes the other. Its head is tied to the embedding if the given
+        model's is, even if that model's configuration says otherwise.
 
     Raises:
-        ValueError: the backbone is not supported, has another residual connection already, is quantised or offloaded;
-            or the connection does not exist, cannot start as the standard one, or does not have such an option; or the
-            head is one tensor with another than the embedding, which a checkpoint cannot say.
+        ValueError: The backbone is not supported, has another residual connection already, is quantised or offloaded;
+            or the connection does not exist, cannot start as the standard one, or has no such option; or the head
+            shares its tensor with a module other than the embedding, which no checkpoint can express.
     """
     source = model_or_path
     if not isinstance(source, PreTrainedModel):
@@ -72,10 +72,10 @@ def retrofit(
 
 @contextmanager
 def _same_tensors_in_float32() -> Iterator[None]:
-    """Load standard Kimi Linear with the tensors in float32 that the family keeps so.
+    """Load standard Kimi Linear with the same tensors in float32 that the family keeps in float32.
 
-    Before transformers 5.24 a checkpoint in bfloat16 loses the digits of its routing biases, and a retrofit would share
-    the tensors that have lost them.
+    Before transformers 5.24, loading a checkpoint in bfloat16 rounds its float32 routing biases. A retrofit would share
+    the rounded tensors.
     """
     field = "_keep_in_fp32_modules_strict"
     before = getattr(KimiLinearPreTrainedModel, field)
@@ -87,6 +87,7 @@ def _same_tensors_in_float32() -> Iterator[None]:
 
 
 def _check_loaded(source: PreTrainedModel) -> None:
+    """Raise ValueError unless a model is a causal language model whose weights are all in memory as they are."""
     if not source.can_generate():
         raise ValueError(f"{type(source).__name__} is not a causal language model; load it as one.")
     if getattr(source, "hf_quantizer", None) is not None:
@@ -99,9 +100,9 @@ def _check_loaded(source: PreTrainedModel) -> None:
 
 
 def _is_tied(source: PreTrainedModel) -> bool:
-    """Whether the head and the embedding are one tensor. The configuration may say otherwise.
+    """Return whether the head and the embedding are one tensor, whatever the configuration says.
 
-    A checkpoint of it, for instance, had two: then `transformers` loads both, and ties nothing.
+    If a checkpoint has a tensor for each, `transformers` loads both and ties nothing.
     """
     head, embedding = source.get_output_embeddings(), source.get_input_embeddings()
     for name, parameter in source.named_parameters(remove_duplicate=False):
@@ -112,7 +113,7 @@ def _is_tied(source: PreTrainedModel) -> bool:
 
 
 def _share_tensors(model: nn.Module, source: nn.Module, added: Collection[str]) -> None:
-    """Make every tensor of `source` that of the same name in `model`, whose own are on the meta device."""
+    """Put every tensor of `source` into `model`, whose tensors are on the meta device, under the same name."""
     shared = source.state_dict(keep_vars=True)
     # `assign` gives the shared parameters the requires_grad of the ones they replace.
     for name, parameter in model.named_parameters():
@@ -123,7 +124,8 @@ def _share_tensors(model: nn.Module, source: nn.Module, added: Collection[str]) 
     if missing or incompatible.unexpected_keys:
         raise ValueError(f"the backbone's tensors do not fit: missing {missing}, left {incompatible.unexpected_keys}.")
     for name, buffer in source.named_buffers(remove_duplicate=False):
-        if name not in shared:  # not persistent: frequencies of the rotary embedding, scale of the token embedding
+        # Buffers that no checkpoint holds: frequencies of the rotary embedding, scale of the token embedding.
+        if name not in shared:
             owner, _, key = name.rpartition(".")
             model.get_submodule(owner).register_buffer(key, buffer, persistent=False)
             # Dynamic rotary embeddings keep beside their frequencies the length that those are for.
@@ -136,7 +138,7 @@ def _is_number(value: object) -> bool:
 
 
 def _device_beside(source: PreTrainedModel, name: str) -> torch.device:
-    """The device of the decoder layer that the connection or gate `name` belongs to, or of the final norm."""
+    """Return the device of the decoder layer that the connection or gate `name` belongs to, or of the final norm."""
     owner = source.get_submodule(name.rpartition(".")[0])
     if hasattr(owner, "layers"):  # the decoder: the final norm follows its last layer
         owner = owner.layers[-1]

@@ -1,6 +1,6 @@
-"""Look for secrets in files before they are published: tokens and keys of the usual forms.
+"""Search files for secrets before they are published: tokens and keys in the forms of the usual services.
 
-A secret is known by the form that its service gives it. A password has none, so this finds many leaks, not all.
+A password has no such form, so the search finds many leaks, but not all.
 """
 
 import re
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# (kind, how every secret of it begins, the form of what follows). The beginning is quick to look for, and stands alone:
-# no letter, digit, `_` or `-` comes before it.
+# (kind, prefix, pattern of the rest). A literal prefix is quick to search for. It must begin a word: no letter, digit,
+# `_` or `-` comes before it.
 _TOKENS = (
     ("a Hugging Face token", "hf_", r"[A-Za-z0-9]{30,}"),
     ("a Hugging Face organization token", "api_org_", r"[A-Za-z0-9]{30,}"),
@@ -32,7 +32,7 @@ _TOKENS = (
     ("a Databricks token", "dapi", r"[0-9a-f]{32}(?![A-Za-z0-9])"),
     ("a JSON Web Token", "eyJ", r"[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{20,}"),
 )
-# (kind, the form as a whole)
+# (kind, pattern of the whole)
 _OTHERS = (
     (
         "an AWS secret key",
@@ -41,8 +41,8 @@ _OTHERS = (
     ("a Slack webhook", r"hooks\.slack\.com/(?:services|workflows|triggers)/[A-Za-z0-9/_-]{20,}"),
     ("an Azure storage key", r"AccountKey=[A-Za-z0-9+/]{80,}"),
     ("a Weights & Biases key", r"WANDB_API_KEY[\"']?\]?\s*[:=]\s*[\"']?[0-9a-f]{40}"),
-    # With the beginning of the key itself, as a vocabulary may hold the heading alone. In JSON, a line ends in `\n`,
-    # which is two characters.
+    # The heading and the first characters of the key, because a vocabulary may hold the heading alone. In JSON, a line
+    # ends in `\n`, which is two characters.
     (
         "a private key",
         r"-----BEGIN (?:[A-Z0-9]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----"
@@ -52,29 +52,30 @@ _OTHERS = (
 )
 
 
-def _alone(begins: str) -> str:
-    """Return a pattern that matches `begins` only at the start of a word; `re` finds a literal beginning fastest."""
-    return f"{re.escape(begins)}(?<![A-Za-z0-9_-]{re.escape(begins)})"
+def _at_word_start(prefix: str) -> str:
+    """Return a pattern that matches `prefix` only at the start of a word; `re` finds a leading literal fastest."""
+    return f"{re.escape(prefix)}(?<![A-Za-z0-9_-]{re.escape(prefix)})"
 
 
 _FORMS = (
-    *((kind, re.compile((_alone(begins) + form).encode())) for kind, begins, form in _TOKENS),
+    *((kind, re.compile((_at_word_start(prefix) + form).encode())) for kind, prefix, form in _TOKENS),
     *((kind, re.compile(form.encode())) for kind, form in _OTHERS),
 )
-# A string with fewer distinct characters is a placeholder of documentation, such as `hf_xxxxxxxx`.
+# A string with this many distinct characters or fewer is a placeholder in documentation, such as `hf_xxxxxxxx`.
 _DIFFERENT = 8
 _EXAMPLES = re.compile(rb"(?i)example|placeholder|your[_-]?(?:token|key|password)|x{8}|\*{4}|1234567890")
 _SAFETENSORS = ".safetensors"
-_MAX_HEADER = 100 * 10**6  # bytes, as `safetensors` has it
+_MAX_HEADER = 100 * 10**6  # bytes, the limit of safetensors
 
 
 @dataclass(frozen=True)
 class Secret:
-    """The place and the kind of a secret in a file; never its value, which must not reach a message.
+    """The place and the kind of a secret in a file. Its value is not kept, because it must not reach a message.
 
     Attributes:
-        line: counted from 1.
-        kind: such as "a GitHub token".
+        path: The file.
+        line: The line, counted from 1.
+        kind: The kind, such as "a GitHub token".
     """
 
     path: Path
@@ -86,20 +87,24 @@ class Secret:
 
 
 def find_secrets(path: Path, token: str | None = None) -> Iterator[Secret]:
-    """Find the secrets in a file. Of weights, the header is looked through: what else they hold is numbers.
+    """Find the secrets in a file. Of a file of weights only the header is searched, since the rest is numbers.
 
     Args:
-        token: one more secret, the user's own Hub token, which is found in whatever form it has.
+        path: The file.
+        token: The user's own Hub token, which is found whatever form it has.
+
+    Yields:
+        The secrets, in the order of their places.
     """
     content = _text(path)
-    own = {place: "your Hub token" for place in _places(content, token)}
+    user_tokens = {place: "your Hub token" for place in _places(content, token)}
     others = {match.start(): kind for kind, match in _matches(content) if _is_likely(match[0])}
-    for place, kind in sorted((others | own).items()):
+    for place, kind in sorted((others | user_tokens).items()):
         yield Secret(path, content.count(b"\n", 0, place) + 1, kind)
 
 
 def _text(path: Path) -> bytes:
-    """The bytes of a file that may be text; without NUL, so that text in UTF-16 reads like any other."""
+    """Return the bytes of a file that may be text, without NUL bytes: then ASCII text in UTF-16 reads like UTF-8."""
     with path.open("rb") as file:
         if path.suffix != _SAFETENSORS:
             return file.read().replace(b"\0", b"")
@@ -118,7 +123,7 @@ def _matches(content: bytes) -> Iterator[tuple[str, re.Match[bytes]]]:
 
 
 def _is_likely(secret: bytes) -> bool:
-    """Whether that is a secret rather than what stands for one in documentation."""
+    """Return whether a match is a secret, and not a placeholder in documentation."""
     return len(set(secret)) > _DIFFERENT and not _EXAMPLES.search(secret)
 
 

@@ -1,7 +1,7 @@
-"""What goes along with the weights of a model: tokenizer, chat template, generation configuration, licences.
+"""Copy the files beside a model's weights: tokenizer, chat template, generation configuration, licences.
 
-Data only, by a list of names, and from within the model's directory only. Code that came with the source
-(`source_code`) goes along where the user trusts it.
+Only data is copied, by a list of names and from within the model's directory. Code that came with the source is copied
+by `source_code.py`, if the user trusts it.
 """
 
 import json
@@ -14,7 +14,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from .source_code import AUTO_MAP, PIPELINES, copy_code, objects, references, shown
 from .source_files import check_file, check_text, read_json, read_object
 
-# All but the weights, their index, the model's configuration, and code: no pattern fits the name of a Python file.
+# The patterns leave out weights, their index and the model's configuration. None fits the name of a Python file.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -44,25 +44,28 @@ _OTHER_FILES = (
 SIDE_FILES = (*_TOKENIZER_FILES, *_OTHER_FILES)
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _CODE = (AUTO_MAP, PIPELINES)
-# A tokenizer has one of them.
+# A directory with a tokenizer has at least one of these.
 TOKENIZER_FILES = (_TOKENIZER_CONFIG, "tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
 def copy_side_files(folder: Path, target: Path, trust_remote_code: bool = False) -> list[str]:
-    """Copy them from the directory of one model to that of another, of which `AutoTokenizer` makes the same.
+    """Copy the side files of a model, so that `AutoTokenizer` makes the same tokenizer of the copies.
 
     Args:
-        trust_remote_code: also copy the code that they refer to. Otherwise the copies do not refer to any, and a
-            tokenizer that does not load without its code stays behind: another class would give other tokens.
+        folder: The source's directory.
+        target: The result's directory.
+        trust_remote_code: Whether to copy the code that the files refer to. Otherwise the copies refer to no code, and
+            a tokenizer that needs its code is not copied: `AutoTokenizer` might take another class for it, which gives
+            other tokens.
 
     Returns:
-        What to tell the user of code, line by line.
+        Notes for the user on code, one line each.
 
     Raises:
-        OSError: one is damaged, or no file, or code that the tokenizer needs is not there.
-        ValueError: one is a link to a file outside `folder`, or refers to code outside it.
+        OSError: A file is damaged or not a regular file, or code that the tokenizer needs does not exist.
+        ValueError: A file is a link to a file outside `folder`, or refers to code outside it.
     """
-    paths = _checked(folder)
+    paths = _side_files(folder)
     notes = []
     tokenizer = read_object(folder / _TOKENIZER_CONFIG) if (folder / _TOKENIZER_CONFIG).exists() else {}
     loaded_as = _tokenizer_class(tokenizer, folder)
@@ -89,25 +92,25 @@ def copy_side_files(folder: Path, target: Path, trust_remote_code: bool = False)
     return notes
 
 
-def _checked(folder: Path) -> dict[Path, bool]:
-    """The side files of a model in order, all fit to be read; whether each is the tokenizer's alone."""
-    found = {path: True for pattern in _TOKENIZER_FILES for path in sorted(folder.glob(pattern))}
-    found |= {path: False for pattern in _OTHER_FILES for path in sorted(folder.glob(pattern))}
-    found = {path: is_of_tokenizer for path, is_of_tokenizer in found.items() if path.exists() and not path.is_dir()}
-    for path in found:
+def _side_files(folder: Path) -> dict[Path, bool]:
+    """Return the paths of the side files in order, after checking them, each with whether only a tokenizer needs it."""
+    paths = {path: True for pattern in _TOKENIZER_FILES for path in sorted(folder.glob(pattern))}
+    paths |= {path: False for pattern in _OTHER_FILES for path in sorted(folder.glob(pattern))}
+    paths = {path: is_of_tokenizer for path, is_of_tokenizer in paths.items() if path.exists() and not path.is_dir()}
+    for path in paths:
         (check_text if path.suffix == ".json" else check_file)(folder, path)
-    return found
+    return paths
 
 
 def _settle_code(path: Path, copy: Path, folder: Path, target: Path, trust_remote_code: bool) -> list[str]:
-    """Take the code along that a JSON file refers to, or the references out of its copy; what to tell of that."""
+    """Copy the code that a JSON file refers to, or remove the references from its copy. Return notes for the user."""
     content, name = read_json(path), shown(path.name)
-    # In a vocabulary, the names are tokens, and have numbers.
+    # A vocabulary may have the token "auto_map", whose value is a number.
     holders = [(o, key) for o in objects(content) for key in _CODE if not isinstance(o.get(key, 0), int)]
-    named, files = [], []
+    referred, files = [], []
     for fields, key in holders:
         if key == AUTO_MAP:
-            named += references(fields, path)
+            referred += references(fields, path)
         if key == AUTO_MAP and trust_remote_code:
             fields[key], copied = copy_code(fields[key], folder, target)
             files += copied
@@ -116,10 +119,10 @@ def _settle_code(path: Path, copy: Path, folder: Path, target: Path, trust_remot
     if holders:
         copy.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     notes = []
-    if named and not trust_remote_code:
-        code = ", ".join(map(shown, named))
+    if referred and not trust_remote_code:
+        code = ", ".join(map(shown, referred))
         notes.append(f"Left out: code that {name} refers to ({code}). --trust-remote-code takes it along.")
-    elsewhere = [shown(reference) for reference in named if "--" in reference]
+    elsewhere = [shown(reference) for reference in referred if "--" in reference]
     if files:
         notes.append(f"Code that came with the source, for {name}: {', '.join(sorted(set(files)))}.")
     if elsewhere and trust_remote_code:
@@ -130,13 +133,16 @@ def _settle_code(path: Path, copy: Path, folder: Path, target: Path, trust_remot
 
 
 def _copy_legacy_generation_config(folder: Path, target: Path) -> None:
-    """Older models keep it in `config.json`, where `transformers` reads it, but does not write it."""
+    """Write the generation settings of an older model, which are in `config.json`, to a file of their own.
+
+    `transformers` reads them from `config.json`, but does not write them there.
+    """
     config = GenerationConfig.from_pretrained(folder, config_file_name=CONFIG_NAME, _from_model_config=True)
     config.to_json_file(target / GENERATION_CONFIG_NAME)
 
 
 def _tokenizer_class(tokenizer: dict, folder: Path) -> str | None:
-    """The class that `AutoTokenizer` takes without code of the source; `None` if there is none, or it does not load."""
+    """Return the class that `AutoTokenizer` takes without code of the source; None if no tokenizer loads so."""
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
     try:
@@ -149,7 +155,10 @@ def _tokenizer_class(tokenizer: dict, folder: Path) -> str | None:
 
 
 def _name_tokenizer_class(name: str, target: Path) -> None:
-    """Name the tokenizer's class in its configuration: `AutoTokenizer` also goes by the model type, which changes."""
+    """Name the tokenizer's class in its configuration: otherwise `AutoTokenizer` chooses it by the model type.
+
+    The result's model type differs from the source's.
+    """
     path = target / _TOKENIZER_CONFIG
     tokenizer = read_object(path) if path.exists() else {}
     if AUTO_MAP not in tokenizer and tokenizer.get("tokenizer_class") != name:

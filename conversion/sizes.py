@@ -1,7 +1,7 @@
-"""Check the values in a `config.json` before anything is made of them: that a model can have them, and these weights.
+"""Check the values in a `config.json` before a configuration or a model is built from them.
 
-The numbers of layers and dimensions are compared with the headers of the weights. Building a configuration or a model
-takes time and memory by them.
+Building takes time and memory in proportion to the numbers of layers and dimensions. So these are first compared with
+the headers of the weights, and other values with what a model can have.
 """
 
 import math
@@ -24,11 +24,11 @@ _DIMENSION = re.compile(
 _EPSILON = re.compile(r"(\w*_)?eps(ilon)?")
 _LAYER_OF = re.compile(r"(?:^|.*\.)layers\.(\d+)\.")
 _RESTORE = "Use the checkpoint's own config.json."
-# So many more than there are, a missing layer is told by the names of its tensors.
+# Up to so many layers more than the weights have, the model is built, and the names of missing tensors are reported.
 _MORE_LAYERS = 100
 _MOST_SHOWN = 100  # characters
-_MAX_LAYERS = 10**4  # far more than any model has, for configurations whose weights are not at hand
-_MAX_LABELS = 10**6  # of classifiers, which no decoder here is; `transformers` makes a name for each
+_MAX_LAYERS = 10**4  # far more than any model has; holds where the weights are not at hand
+_MAX_LABELS = 10**6  # labels of a classifier: `transformers` makes a name for each
 
 
 def check_sizes(path: Path, checkpoint: Checkpoint | None) -> None:
@@ -36,18 +36,18 @@ def check_sizes(path: Path, checkpoint: Checkpoint | None) -> None:
 
     Args:
         path: `config.json` beside the weights.
-        checkpoint: The headers of the weights. Without them only what no model has is refused.
+        checkpoint: The headers of the weights. Without them, only values that no model has are refused.
 
     Raises:
-        OSError: the file is damaged.
-        ValueError: naming the file, the field, its value and what the files have.
+        OSError: The file is damaged.
+        ValueError: A value does not fit. The message names the file, the field, its value and the size of the weights.
     """
     fields = read_object(path)
     _check_possible(path, fields)
     if checkpoint is None:
         return
     entries = checkpoint.entries
-    # A layer of any backbone has four tensors and more.
+    # A layer of every backbone has at least four tensors.
     layers = len(entries) // 4
     if numbers := {match[1] for name in entries if (match := _LAYER_OF.match(name))}:
         layers = min(layers, len(numbers))
@@ -58,7 +58,7 @@ def check_sizes(path: Path, checkpoint: Checkpoint | None) -> None:
                 f"{path}: `{name}` is {_show(value)}, but the weights beside it are those of {layers} layers. "
                 f"{_RESTORE}"
             )
-        # Weights may be packed, of one bit each at the least.
+        # A weight takes at least one bit, in packed formats.
         if _DIMENSION.fullmatch(name) and value > 8 * num_bytes:
             raise ValueError(
                 f"{path}: `{name}` is {_show(value)}, but the weights beside it have {num_bytes:,} bytes. {_RESTORE}"
@@ -66,24 +66,25 @@ def check_sizes(path: Path, checkpoint: Checkpoint | None) -> None:
 
 
 def _check_possible(path: Path, fields: dict) -> None:
-    """Raise ValueError if a value is that of no model, whatever the weights are."""
+    """Raise ValueError if no model can have a value, whatever the weights are."""
     for name, value, is_listed in _values(fields):
         if isinstance(value, int) and not is_listed:
             most = _MAX_LABELS if name == "num_labels" else _MAX_LAYERS if _LAYERS.fullmatch(name) else None
             if most is not None and value > most:
                 raise ValueError(f"{path}: `{name}` is {_show(value)}, but may be at most {most:,}. {_RESTORE}")
-        # A model computes NaN with it, or the sign of what it reads is lost. Infinity in a list may be a limit.
+        # A negative epsilon gives NaN.
         if _EPSILON.fullmatch(name) and value is not None and not _is_epsilon(value):
             raise ValueError(
                 f"{path}: `{name}` is {_show(value)}, but must be a finite number from 0 on, such as 1e-06. {_RESTORE}"
             )
+        # Infinity in a list may be a limit, such as that of time steps.
         if isinstance(value, float) and not math.isfinite(value) and not (is_listed and math.isinf(value)):
             raise ValueError(f"{path}: `{name}` is {_show(value)}, but must be a finite number. {_RESTORE}")
     _check_quantisation(path, fields.get("quantization_config"))
 
 
 def _check_quantisation(path: Path, settings: Any) -> None:
-    """Raise ValueError if nothing here loads such weights. `transformers` would take them for unquantised ones."""
+    """Raise ValueError if `transformers` does not know the quantisation: it would load the weights as unquantised."""
     if settings is None:
         return
     place = f"{path}: `quantization_config`"
@@ -93,7 +94,7 @@ def _check_quantisation(path: Path, settings: Any) -> None:
     try:
         with quiet_transformers():
             is_known = AutoHfQuantizer.supports_quant_method(settings)
-    except (AttributeError, TypeError, ValueError):  # it names no method, or a number or list
+    except (AttributeError, TypeError, ValueError):  # the method is missing, or a number or list
         is_known = False
     if not is_known:
         method = _show(settings.get("quant_method"))
@@ -108,7 +109,8 @@ def _is_epsilon(value: Any) -> bool:
 
 
 def _show(value: Any) -> str:
-    """Return a value for one line. A long one is cut: Python writes no integer of more than 4300 digits."""
+    """Return a value as text for one line, cut if it is long."""
+    # Python refuses to write an integer of more than 4300 digits.
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}" if abs(value) < 10**30 else f"an integer of {value.bit_length():,} bits"
     text = repr(value)
@@ -116,12 +118,12 @@ def _show(value: Any) -> str:
 
 
 def _integers(fields: dict) -> Iterator[tuple[str, int]]:
-    """The integers in nested JSON objects by their names there."""
+    """Yield the integers in nested JSON objects, each with the name of its field."""
     return ((name, value) for name, value, is_listed in _values(fields) if isinstance(value, int) and not is_listed)
 
 
 def _values(value: Any, name: str = "", is_listed: bool = False) -> Iterator[tuple[str, Any, bool]]:
-    """The values in nested JSON objects and lists: the field's name in the nearest object, the value, is it listed?"""
+    """Yield the values in nested JSON objects and lists: the name of the field, the value, whether it is in a list."""
     if isinstance(value, dict):
         for inner, item in value.items():
             yield from _values(item, inner)

@@ -1,8 +1,9 @@
-"""Code that came with a source: what its files refer to, and copies of it that cannot take the place of ours.
+"""Copy Python code that came with a source, such as a tokenizer's, so that it cannot replace this package's files.
 
-A field `auto_map`, as of `tokenizer_config.json`, refers to classes as `module.Class`, or `repository--module.Class`
-for code that stays in another repository. `transformers` runs them where the user trusts the *result*, whose own code
-is what this package put there: so that other code must be trusted when the result is made.
+Files such as `tokenizer_config.json` refer to classes in a field `auto_map`: as `module.Class`, or as
+`repository--module.Class` for code in another repository. `transformers` runs this code when a user trusts the
+*result*, and expects the code of this package there. So code of a source is copied only if the person who converts
+trusts it.
 """
 
 import json
@@ -18,48 +19,62 @@ from .source_files import check_text
 
 AUTO_MAP = "auto_map"
 PIPELINES = "custom_pipelines"
-# In a result, what came with the source lies here, and all that this package puts there lies above.
+# The subfolder of a result for code that came with the source. The result's own code lies beside `config.json`.
 FOLDER = "source_code"
 
 
 def objects(value: Any) -> Iterator[dict]:
-    """The JSON objects in a JSON value, itself among them, however they are nested."""
-    left = [value]
-    while left:
-        item = left.pop()
+    """Yield all JSON objects in a JSON value, at any depth, the value itself included."""
+    pending = [value]
+    while pending:
+        item = pending.pop()
         if isinstance(item, dict):
             yield item
-            left += item.values()
+            pending += item.values()
         elif isinstance(item, list):
-            left += item
+            pending += item
 
 
 def shown(reference: str) -> str:
-    """A reference as messages give it: only what names a module and a class is itself, and all else in quotes."""
+    """Return a reference for a message: as it is if it looks like a path or class, and quoted and escaped otherwise."""
     return reference if re.fullmatch(r"[\w./-]+", reference) else repr(reference)
 
 
 def references(fields: dict, path: Path) -> list[str]:
-    """What the `auto_map` in the JSON object of the file `path` refers to, if there is one.
+    """Return the references in the `auto_map` of a JSON object; none if it has no `auto_map`.
+
+    Args:
+        fields: The JSON object.
+        path: The file it was read from, for the message.
+
+    Returns:
+        References such as `module.Class`.
 
     Raises:
-        OSError: it is not an `auto_map`.
+        OSError: The `auto_map` has another form.
     """
-    found = []
+    result = []
     auto_map = fields.get(AUTO_MAP, {})
     for value in auto_map.values() if isinstance(auto_map, dict) else [auto_map]:
         for reference in value if isinstance(value, list) else [value]:
             if reference is not None and not isinstance(reference, str):
                 raise OSError(f"{path} is damaged (`{AUTO_MAP}` is {json.dumps(auto_map)}). Copy it again.")
-            found += [reference] if reference else []
-    return found
+            result += [reference] if reference else []
+    return result
 
 
 def module_of(reference: str, folder: Path) -> list[str]:
-    """The folders and the module that a reference `folder/module.Class` to code in `folder` names.
+    """Split a reference `subfolder/module.Class` into the names of its folders and its module.
+
+    Args:
+        reference: The reference.
+        folder: The model's directory, for the message.
+
+    Returns:
+        The names, such as `["subfolder", "module"]`.
 
     Raises:
-        ValueError: it does not lead to a file there.
+        ValueError: A name is not a Python identifier, so the path might lead out of the directory.
     """
     module, _, name = reference.rpartition(".")
     parts = module.split("/")
@@ -69,14 +84,19 @@ def module_of(reference: str, folder: Path) -> list[str]:
 
 
 def copy_code(auto_map: dict | list | str, folder: Path, target: Path) -> tuple[Any, list[str]]:
-    """Copy the Python files that an `auto_map` refers to, and those they import, from one directory to another's.
+    """Copy the Python files that an `auto_map` refers to, and the files that they import.
+
+    Args:
+        auto_map: The value of the field.
+        folder: The source's directory.
+        target: The result's directory.
 
     Returns:
-        The `auto_map` that refers to the copies, and the names of these.
+        The `auto_map` that refers to the copies, and the paths of the copies relative to `target`.
 
     Raises:
-        OSError: one is not there, or is no file.
-        ValueError: one has a name that leads out of `folder`, or that another has there already.
+        OSError: A file does not exist, or is not a regular file.
+        ValueError: A path leads out of `folder`, or another file has the same name in `target`.
     """
     files = []
 
@@ -88,9 +108,9 @@ def copy_code(auto_map: dict | list | str, folder: Path, target: Path) -> tuple[
         if not value or "--" in value:
             return value
         parts = module_of(value, folder)
-        # As an earlier conversion left it. The file `source_code.py` of a source is one like any other.
-        is_there = len(parts) > 1 and parts[0] == FOLDER
-        parents = parts[:-1] if is_there else [FOLDER, *parts[:-1]]
+        # An earlier conversion has put it into the subfolder already. A file `source_code.py` is not that subfolder.
+        is_in_subfolder = len(parts) > 1 and parts[0] == FOLDER
+        parents = parts[:-1] if is_in_subfolder else [FOLDER, *parts[:-1]]
         for path in with_imports(folder.joinpath(*parts[:-1], f"{parts[-1]}.py"), folder):
             copy = target.joinpath(*parents, path.name)
             if copy.exists() and copy.read_bytes() != path.read_bytes():
@@ -104,12 +124,24 @@ def copy_code(auto_map: dict | list | str, folder: Path, target: Path) -> tuple[
 
 
 def with_imports(code: Path, folder: Path) -> list[Path]:
-    """A file of code and those that it and they import from beside it."""
+    """Return a Python file and all files beside it that it imports, directly or through others.
+
+    Args:
+        code: The file.
+        folder: The model's directory, which all files must lie in.
+
+    Returns:
+        The paths.
+
+    Raises:
+        OSError: A file does not exist, or is not a regular file.
+        ValueError: A file leads out of the directory.
+    """
     files = [code]
-    for path in files:  # which grows
+    for path in files:  # the loop also visits the files that it appends
         check_text(folder, path)
         for module in sorted(get_relative_imports(path)):
-            # What is taken for a relative import may be any text of the file.
+            # `get_relative_imports` searches the text by a pattern, so the result may be any text of the file.
             if not module.isidentifier():
                 raise ValueError(f"{path} imports {shown(module)}, which does not lie beside it.")
             imported = code.with_name(f"{module}.py")

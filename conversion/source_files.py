@@ -1,26 +1,32 @@
-"""Files of a source, which may be anything: none is opened before it is known to be a file of the model's directory."""
+"""Check and read files of a source, which other people wrote.
+
+No file is opened before it is known to be a regular file within the model's directory, and of a size that can be read.
+"""
 
 import json
 from pathlib import Path
 from typing import Any
 
-# An index of a million tensors, or a vocabulary of a million tokens with its merges, has fewer bytes.
+# More bytes than an index of a million tensors has, or a vocabulary of a million tokens with its merges.
 _MAX_TEXT = 100 * 10**6
 
 
 def check_file(folder: Path, path: Path) -> None:
-    """Check that a path in a model's directory is a file that lies in it, where links lead to as well.
+    """Raise unless a path in a model's directory is a regular file within it, after links are followed.
 
-    The files of a snapshot in the Hub's cache are links to the blobs of the same repository.
+    Args:
+        folder: The model's directory.
+        path: The path.
 
     Raises:
-        OSError: it is no file: to open a pipe may take for ever, and so may reading a device.
-        ValueError: it leads elsewhere.
+        OSError: It is not a file. Opening a pipe may take for ever, and so may reading a device.
+        ValueError: It is a link out of the directory.
     """
-    found, root = path.resolve(), folder.resolve()
+    target, root = path.resolve(), folder.resolve()
+    # In the Hub's cache, the files of a snapshot are links to the blobs of the same repository.
     roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
-    if not any(found.is_relative_to(allowed) for allowed in roots):
-        raise ValueError(f"{path} is a link to {found}, outside the model's directory. Put the file itself there.")
+    if not any(target.is_relative_to(allowed) for allowed in roots):
+        raise ValueError(f"{path} is a link to {target}, outside the model's directory. Put the file itself there.")
     if not path.exists():
         raise FileNotFoundError(f"{path} is not there.")
     if not path.is_file():
@@ -28,10 +34,15 @@ def check_file(folder: Path, path: Path) -> None:
 
 
 def check_text(folder: Path, path: Path) -> None:
-    """The same of a file that is read as a whole.
+    """Raise unless a path is a regular file as for [`check_file`], and small enough to be read as a whole.
+
+    Args:
+        folder: The model's directory.
+        path: The path.
 
     Raises:
-        OSError, ValueError: as there; or it is too large to be what its name says.
+        OSError: It is not a file, or larger than 100 MB.
+        ValueError: It is a link out of the directory.
     """
     check_file(folder, path)
     size = path.stat().st_size
@@ -40,10 +51,10 @@ def check_text(folder: Path, path: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds; it must have passed `check_text`.
+    """Return the content of a JSON file that has passed [`check_text`].
 
     Raises:
-        OSError: it is damaged.
+        OSError: It is damaged.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -54,10 +65,10 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict:
-    """The JSON object that a file holds; it must have passed `check_text`.
+    """Return the JSON object in a file that has passed [`check_text`].
 
     Raises:
-        OSError: it is damaged, or holds something else.
+        OSError: It is damaged, or holds another JSON value.
     """
     fields = read_json(path)
     if not isinstance(fields, dict):

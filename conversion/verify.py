@@ -1,6 +1,6 @@
-"""Do two checkpoints compute the same function? Their logits on text, one model in memory at a time.
+"""Compare the functions of two checkpoints by their logits on text, with one model in memory at a time.
 
-Of decoders without a head the last hidden states are compared in place of logits.
+Decoders without a head are compared by their last hidden states.
 """
 
 import math
@@ -19,10 +19,12 @@ from attnres.utils.quiet import quiet_transformers
 
 from .side_files import TOKENIZER_FILES
 
-RELATIVE_TOLERANCE = 1e-4  # of the largest logit, in float32
-MIN_AGREEMENT = 0.999  # two tokens whose logits differ by less than the tolerance may change places
-MAX_LENGTH, MAX_LOGITS = 512, 2**26  # tokens of a sequence; logits held of one model
-MAX_CHARACTERS = 2**18  # of a text; more than MAX_LOGITS leaves room for
+RELATIVE_TOLERANCE = 1e-4  # in units of the largest logit, in float32
+# Share of equal top-1 tokens. Two tokens whose logits differ by less than the tolerance may change places.
+MIN_AGREEMENT = 0.999
+MAX_LENGTH = 512  # tokens of a sequence
+MAX_LOGITS = 2**26  # logits of one model that are held in memory
+MAX_CHARACTERS = 2**18  # of a text; its tokens give more logits than MAX_LOGITS
 PROMPTS = (
     "Once upon a time there was a lighthouse keeper who could not sleep.",
     "The derivative of sin(x) is cos(x), and the integral of 1/x is",
@@ -37,7 +39,15 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class FunctionComparison:
-    """How far a result's logits are from its source's, over all tokens; `kl` in nats per token, source to result."""
+    """The distance of a result's logits from its source's, over all tokens.
+
+    Attributes:
+        tokens: The number of tokens.
+        max_logit: The source's largest absolute logit.
+        max_difference: The largest absolute difference of two logits.
+        kl: The mean Kullback-Leibler divergence from source to result, in nats per token.
+        agreement: The share of tokens at which both have the same largest logit.
+    """
 
     tokens: int
     max_logit: float
@@ -47,7 +57,7 @@ class FunctionComparison:
 
     @property
     def is_same(self) -> bool:
-        """Equal to rounding. Not so if a logit is NaN."""
+        """Whether the functions are equal up to rounding. False if a logit is NaN."""
         return self.max_difference <= RELATIVE_TOLERANCE * self.max_logit and self.agreement >= MIN_AGREEMENT
 
     def __str__(self) -> str:
@@ -58,59 +68,72 @@ class FunctionComparison:
 
 
 def compare(source: str | os.PathLike, result: str | os.PathLike, texts: Sequence[str] = PROMPTS) -> FunctionComparison:
-    """Run both on the texts, or on random tokens where there is no tokenizer, in float32 (quantised ones as they are).
+    """Run both models on texts in float32, and compare their logits. Quantised models run as they are.
+
+    Args:
+        source: The directory of one model.
+        result: The directory of the other.
+        texts: The texts. Without a tokenizer, random tokens take the place of the built-in prompts.
+
+    Returns:
+        The comparison.
 
     Raises:
-        ValueError: a tokenizer fails, or the two give different tokens, or the texts have none; or there is no
-            tokenizer for texts that are not the built-in prompts.
+        ValueError: A tokenizer fails, the two give different tokens, or the texts have fewer than two tokens; or there
+            is no tokenizer, and `texts` are not the built-in prompts.
     """
     with quiet_transformers():
         vocab_size = AutoConfig.from_pretrained(source, trust_remote_code=False).vocab_size
         config = AutoConfig.from_pretrained(result, trust_remote_code=False)
-        # `convert` writes the class of what it converted, which is not always the one that a source names.
+        # A source may name any class in `architectures`; the result names the one that was converted.
         auto_class = (
             AutoModel if config.architectures == [MODEL_MAPPING[type(config)].__name__] else AutoModelForCausalLM
         )
-        sequences, again = _token_ids(source, texts), _token_ids(result, texts)
+        sequences, result_sequences = _token_ids(source, texts), _token_ids(result, texts)
         if sequences is None and texts is not PROMPTS:
             raise ValueError(f"{source} has no tokenizer that loads here, so that no text can be compared on.")
         if sequences is None:
             sequences = list(torch.randint(vocab_size, (4, 64), generator=torch.Generator().manual_seed(0)))
-        elif again is None or len(again) != len(sequences) or not all(map(torch.equal, sequences, again)):
+        elif (
+            result_sequences is None
+            or len(result_sequences) != len(sequences)
+            or not all(map(torch.equal, sequences, result_sequences))
+        ):
             raise ValueError(f"the tokenizers of {source} and {result} differ.")
         largest = max(sequence.max().item() for sequence in sequences)
         if largest >= vocab_size:
             raise ValueError(
                 f"the tokenizer of {source} gives token {largest}, but the model has {vocab_size} of them."
             )
-        expected, found = (_logits(folder, sequences, auto_class) for folder in (source, result))
-    # In float64 for the logarithms, and some tokens at a time; a NaN stays one in the maximum.
+        expected, actual = (_logits(folder, sequences, auto_class) for folder in (source, result))
+    # The logarithms are taken in float64, for 64 tokens at a time to save memory.
     divergences, matches = [], []
-    for a, b in ((a, b) for pair in zip(expected, found) for a, b in zip(*(logits.split(64) for logits in pair))):
+    for a, b in ((a, b) for pair in zip(expected, actual) for a, b in zip(*(logits.split(64) for logits in pair))):
         log_p, log_q = a.double().log_softmax(-1), b.double().log_softmax(-1)
         divergences.append(F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1))
         matches.append(a.argmax(-1) == b.argmax(-1))
     return FunctionComparison(
         tokens=sum(map(len, expected)),
         max_logit=torch.stack([a.abs().max() for a in expected]).max().item(),
-        max_difference=torch.stack([(a - b).abs().max() for a, b in zip(expected, found)]).max().item(),
+        # `max` keeps a NaN, so that `is_same` sees it.
+        max_difference=torch.stack([(a - b).abs().max() for a, b in zip(expected, actual)]).max().item(),
         kl=torch.cat(divergences).mean().item(),
         agreement=torch.cat(matches).double().mean().item(),
     )
 
 
 def missing_memory(num_parameters: int) -> int:
-    """The bytes of memory that a comparison of models of this size in float32 lacks, or 0."""
+    """Return how many bytes of memory are missing to compare models of this many parameters in float32; 0 if none."""
     return max(0, 4 * num_parameters + 16 * MAX_LOGITS - psutil.virtual_memory().available)
 
 
 def _token_ids(folder: str | os.PathLike, texts: Sequence[str]) -> list[Tensor] | None:
-    """The texts as token ids `[length]`, each cut into pieces of `MAX_LENGTH`; `None` without a tokenizer."""
+    """Return the texts as token ids `[length]`, cut into pieces of `MAX_LENGTH`; None without a tokenizer."""
     if not any((Path(folder) / name).exists() for name in TOKENIZER_FILES):
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (ImportError, OSError, ValueError):  # it needs a package that is not here, or code, which is not run
+    except (ImportError, OSError, ValueError):  # it needs a package that is not installed, or code that is not trusted
         return None
     try:
         ids = [torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long) for text in texts]
@@ -124,7 +147,10 @@ def _token_ids(folder: str | os.PathLike, texts: Sequence[str]) -> list[Tensor] 
 
 @torch.no_grad()
 def _logits(folder: str | os.PathLike, sequences: Sequence[Tensor], auto_class: type) -> list[Tensor]:
-    """The logits `[length, vocab]` of each sequence, or the last hidden states, in float32 on the CPU."""
+    """Return the logits `[length, vocab]` of each sequence, or the last hidden states, in float32 on the CPU.
+
+    Sequences are cut off once `MAX_LOGITS` are held.
+    """
     model = auto_class.from_pretrained(folder, dtype=torch.float32, device_map="auto", trust_remote_code=False).eval()
     limit = math.ceil(MAX_LOGITS / model.config.vocab_size)
     logits = []

@@ -23,9 +23,8 @@ from attnres.analysis.loss_figures import plot_loss_curves
 from attnres.configuration import names
 from attnres.conversion.cards import CARD, Subject, add_step, linked, new_card, write_card
 from attnres.conversion.markdown import code, is_hub_id, link
-from attnres.utils.disks import why_not_written
+from attnres.utils.errors import is_lost_connection, why_not_written
 from attnres.utils.files import atomic_write
-from attnres.utils.processes import is_lost_connection
 from attnres.utils.wording import counted
 
 from .recipe import Recipe

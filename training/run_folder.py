@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from attnres.utils.disks import why_not_written
+from attnres.utils.errors import why_not_written
 from attnres.utils.files import atomic_write, locked
 
 from .recipe import Recipe, read_recipe, write_recipe

@@ -29,8 +29,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from attnres.configuration_attnres import ResidualConfig
 from attnres.residual_attnres import residual_tensors
-from attnres.utils.disks import why_not_written
-from attnres.utils.processes import is_lost_connection
+from attnres.utils.errors import is_lost_connection, why_not_written
 from attnres.utils.token_ids import check_token_ids
 
 from .balance import ExpertBalance

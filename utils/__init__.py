@@ -1,1 +1,1 @@
-"""Shared by several rooms and owned by none; imports nothing of `attnres`."""
+"""Helpers that several packages of `attnres` share and none owns. They import nothing of the other packages."""

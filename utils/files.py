@@ -1,4 +1,4 @@
-"""Files and directories that appear whole or not at all, and of which one process at a time is the writer."""
+"""Write files and directories so that they appear whole or not at all, and by one process at a time."""
 
 import contextlib
 import os
@@ -11,7 +11,12 @@ from filelock import FileLock, Timeout
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
-    """Write a file so that whoever reads it finds the old content or the new one; a link stays, its file is written."""
+    """Write a file so that other processes see either the old content or the new one.
+
+    Args:
+        path: The file. If it is a link, the file that it leads to is written.
+        content: The content. Text is encoded as UTF-8.
+    """
     path = Path(os.path.realpath(path))
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -23,27 +28,34 @@ def atomic_write(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def atomic_directory(out: str | os.PathLike, *, overwrite: bool, marker: str, content: str = "") -> Iterator[Path]:
-    """A temporary sibling `.{name}.partial` of the directory `out`, which takes its name when the block ends.
+    """Make a temporary directory `.{name}.partial` beside `out`, and rename it to `out` when the block ends.
 
-    If the block fails, the sibling goes and `out` stays as it was. What a killed run left is cleared by the next one.
+    If the block fails, the temporary directory is removed and `out` stays as it was. If the process is killed, the next
+    call with the same `out` cleans up.
 
     Args:
-        overwrite: replace `out` if it exists and holds the file `marker` with the text `content`: then it was written
-            by the same command.
+        out: The directory.
+        overwrite: Whether to replace `out` if the same command has written it, as `marker` shows.
+        marker: The name of a file in every directory that the command writes.
+        content: A text in that file.
+
+    Yields:
+        The temporary directory, which is empty.
 
     Raises:
-        FileExistsError: `out` exists and is not to be replaced, or another process is writing it.
+        FileExistsError: `out` exists and must not be replaced, or another process is writing it.
     """
     out = Path(os.path.abspath(out))
     roles = ("partial", "replaced", "removed", "lock")
-    # A whole old directory may lie at `replaced`, and come back. At `removed` there is only what nobody needs.
+    # `replaced` is the old `out` as a whole, which is renamed back after a failure. `removed` is about to be deleted.
     stage, replaced, removed, lock = (out.with_name(f".{out.name}.{role}") for role in roles)
-    check_replaceable(out, overwrite, marker, content)
+    check_replaceable(out, overwrite, marker, content)  # before anything is made
     with parents(out), locked(lock, out):
         try:
             if os.path.lexists(replaced) and not os.path.lexists(out):
-                replaced.rename(out)  # a run was killed between the two renames below
-            check_replaceable(out, overwrite, marker, content)  # again: another run may have ended meanwhile
+                replaced.rename(out)  # an earlier run was killed between the two renames below
+            # Again, because another run may have written `out` before this one got the lock.
+            check_replaceable(out, overwrite, marker, content)
             _remove(stage)
             _remove(removed)
             stage.mkdir()
@@ -64,7 +76,17 @@ def atomic_directory(out: str | os.PathLike, *, overwrite: bool, marker: str, co
 
 
 def check_replaceable(out: Path, overwrite: bool, marker: str, content: str) -> None:
-    """Raises FileExistsError: `out` exists and is not to be replaced, as for [`atomic_directory`]."""
+    """Raise if [`atomic_directory`] would refuse to write `out`.
+
+    Args:
+        out: The directory.
+        overwrite: As in [`atomic_directory`].
+        marker: As in [`atomic_directory`].
+        content: As in [`atomic_directory`].
+
+    Raises:
+        FileExistsError: `out` exists and must not be replaced.
+    """
     if not os.path.lexists(out):
         return
     if not overwrite:
@@ -77,7 +99,7 @@ def check_replaceable(out: Path, overwrite: bool, marker: str, content: str) -> 
 
 @contextlib.contextmanager
 def parents(out: Path) -> Iterator[None]:
-    """The folders above `out`; those that had to be made go again if nothing is written to them."""
+    """Make the folders above `out`. When the block ends, remove those that it has made and that are empty."""
     new = [parent for parent in out.parents if not parent.exists()]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -90,16 +112,19 @@ def parents(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(path: Path, out: Path, wait: bool = False) -> Iterator[None]:
-    """Hold the lock file `path`, which says that this process writes to `out`; it goes at the end.
+    """Hold a lock file while the block runs, so that only this process writes to `out`. Then remove the file.
 
     Args:
-        wait: until another process that holds it is done.
+        path: The lock file.
+        out: The file or directory that it protects, for the message.
+        wait: Whether to wait for another process that holds the lock.
 
     Raises:
-        FileExistsError: another process holds it.
-        OSError: nothing can be written beside it.
+        FileExistsError: Another process holds the lock.
+        OSError: Nothing can be written beside the lock file.
     """
-    TemporaryFile(dir=path.parent).close()  # fails where nothing can be written, and says why, which the lock does not
+    # `FileLock` does not say why a directory cannot be written. This raises an error that does.
+    TemporaryFile(dir=path.parent).close()
     lock = FileLock(path)
     try:
         lock.acquire(timeout=-1 if wait else 0)
@@ -110,14 +135,14 @@ def locked(path: Path, out: Path, wait: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
-        # While it is held: whoever has opened this file meanwhile finds it gone and takes a new one.
+        # Removed while it is held: a process that is waiting for this file notices and makes a new one.
         with contextlib.suppress(OSError):
             path.unlink()
         lock.release()
 
 
 def _discard(path: Path, removed: Path) -> None:
-    """Remove `path` under the name `removed`, so that a kill never leaves half of it under its own name."""
+    """Rename `path` to `removed`, then delete it, so that a kill never leaves a half-deleted `path`."""
     if os.path.lexists(path):
         _remove(removed)
         path.rename(removed)

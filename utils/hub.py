@@ -1,4 +1,7 @@
-"""What can be told of names on the Hub without asking for them: whether it can be reached, and what its cache has."""
+"""Check names of models before the Hub is asked for them.
+
+A wrong name is reported at once, before PyTorch is imported and before a request has to time out.
+"""
 
 import os
 import socket
@@ -12,52 +15,72 @@ from huggingface_hub import constants
 from .wording import did_you_mean
 
 _PORTS = {"http": 80, "https": 443}
-_PATIENCE = 5.0  # seconds
+_TIMEOUT = 5.0  # seconds
 
 
 def check_path(source: str | os.PathLike) -> None:
-    """Raises FileNotFoundError: the name of a model is that of no directory, and cannot be an id on the Hub.
+    """Check that the name of a model is a directory or can be an id on the Hub.
 
-    Neither is it where a directory has a model in its folder `model`, as that of a run of `attnres train`.
+    Raises:
+        FileNotFoundError: It is neither; or it is the directory of a training run, whose model is in its folder
+            `model`.
     """
     path, name = Path(source), str(source)
     if not name:
         raise FileNotFoundError("the name of the model is empty: give a directory or the id of a model on the Hub.")
-    on_hub = not (path.exists() or path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2)
-    if not path.is_dir() and not on_hub:
+    can_be_id = not (path.exists() or path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2)
+    if not path.is_dir() and not can_be_id:
         raise FileNotFoundError(f"{source} is not a directory.")
     if not (path / "config.json").exists() and (path / "model" / "config.json").exists():
         raise FileNotFoundError(f"{source} holds no model itself. Its model is {path / 'model'}: name that.")
 
 
-def check_source(source: str | os.PathLike, named: Collection[str] = ()) -> None:
-    """Raises FileNotFoundError: a model is no directory, and the Hub cannot be asked for it, as far as that shows.
+def check_source(source: str | os.PathLike, known: Collection[str] = ()) -> None:
+    """Check that a model is a directory, or in the Hub's cache, or that the Hub may be reachable.
 
-    The message has the one of the names `named` that was probably meant.
+    Args:
+        source: The directory or Hub id.
+        known: Other names that the caller accepts. The message proposes one that is spelt similarly.
+
+    Raises:
+        FileNotFoundError: The model cannot be found.
     """
     check_path(source)
     if not Path(source).is_dir() and not is_cached("models", str(source)) and is_offline():
         raise FileNotFoundError(
             f"{source} is not a directory, and the Hub does not give it: the Hub cannot be reached, and its cache here "
-            f"does not have it.{meant(str(source), named)}"
+            f"does not have it.{meant(str(source), known)}"
         )
 
 
-def meant(source: str, named: Collection[str]) -> str:
-    """The end of a message on a model that is not there: the one of the names that is all but spelt like it."""
-    return did_you_mean(source, named, otherwise_all=False, alike=0.8)
+def meant(source: str, known: Collection[str]) -> str:
+    """Return the end of a message on an unknown model.
+
+    Args:
+        source: The name of the model.
+        known: The known names.
+
+    Returns:
+        A proposal of the name that is spelt almost the same, or an empty string.
+    """
+    return did_you_mean(source, known, otherwise_all=False, alike=0.8)
 
 
 def is_cached(kind: str, name: str) -> bool:
-    """Whether the Hub's cache has anything of a repository of this kind, `models` or `datasets`."""
+    """Return whether the Hub's cache has anything of a repository.
+
+    Args:
+        kind: `models` or `datasets`.
+        name: The id of the repository.
+    """
     return (Path(constants.HF_HUB_CACHE) / f"{kind}--{name.replace('/', '--')}").is_dir()
 
 
 def is_offline() -> bool:
-    """Whether the Hub certainly cannot be reached: one that is merely slow may answer yet, and so may a proxy.
+    """Return whether the Hub certainly cannot be reached. A slow Hub or one behind a proxy may still answer.
 
     Raises:
-        ValueError: the environment variable HF_ENDPOINT is no address.
+        ValueError: The environment variable HF_ENDPOINT is not an address.
     """
     if constants.HF_HUB_OFFLINE:
         return True
@@ -68,7 +91,7 @@ def is_offline() -> bool:
     if proxies.get(address.scheme) or proxies.get("all"):
         return False
     try:
-        with socket.create_connection((address.hostname, address.port or _PORTS[address.scheme]), _PATIENCE):
+        with socket.create_connection((address.hostname, address.port or _PORTS[address.scheme]), _TIMEOUT):
             return False
     except TimeoutError:
         return False

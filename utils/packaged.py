@@ -1,26 +1,26 @@
-"""The named configurations and recipes that come with the package, found without importing what reads them."""
+"""Find the named configurations and recipes without importing `attnres.configuration`, which needs PyTorch."""
 
 from importlib.util import find_spec
 from pathlib import Path
 
 
 def configurations() -> Path:
-    """The folder of `attnres.configuration`; a package's data is not found without importing it otherwise."""
+    """Return the folder of `attnres.configuration`, without importing the package as `importlib.resources` would."""
     return Path(find_spec("attnres.configuration").submodule_search_locations[0])
 
 
 def configuration_names() -> tuple[str, ...]:
-    """The named configurations, in alphabetical order."""
+    """Return the names of the configurations, in alphabetical order."""
     return tuple(sorted(path.parent.name for path in configurations().glob("*/config.json")))
 
 
 def recipe_path(name: str) -> Path:
-    """Where the recipe of that name is, if there is one."""
+    """Return the path that a recipe of this name has. It may not exist."""
     return configurations() / "recipes" / f"{name}.yaml"
 
 
 def recipe_names() -> tuple[str, ...]:
-    """The recipes, in alphabetical order."""
+    """Return the names of the recipes, in alphabetical order."""
     return tuple(sorted(path.stem for path in recipe_path("").parent.glob("*.yaml")))
 
 

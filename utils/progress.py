@@ -1,6 +1,6 @@
-"""Progress of long work: a bar on a terminal, and plain lines where the output goes to a file or a pipe.
+"""Show the progress of long work: a bar on a terminal, and plain lines in a file or pipe.
 
-`rich` draws nothing there until the work has ended, so that a log stays empty for minutes.
+`rich` writes nothing to a file until the work has ended, so a log would stay empty for minutes.
 """
 
 import time
@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.progress import Progress, ProgressColumn, TaskID
 from rich.text import Text
 
-# A line is due after so many seconds once so much of the work has been done since the last one.
+# A line is due once this many seconds have passed and this share of the work was done since the last line.
 LEAST_SECONDS, LEAST_SHARE = 30.0, 0.1
-# Work of hours reaches its tenths rarely: then a line is due all the same.
+# In work of hours a tenth takes long: a line is due after this many seconds in any case.
 MOST_SECONDS = 300.0
 
 
@@ -89,21 +89,24 @@ class ProgressBar(Progress):
         super().__init__(*columns, console=console, disable=not _draws(console), **options)
 
     def add_task(self, description: str, start: bool = True, total: float | None = 100.0, **fields: Any) -> TaskID:
+        """Add a task as `rich.progress.Progress.add_task` does."""
         task = super().add_task(description, start, total, **fields)
         self._paces[task] = Pace(total, unit=self._unit, clock=self.get_time)
         return task
 
     def update(self, task_id: TaskID, **fields: Any) -> None:
+        """Update a task as `rich.progress.Progress.update` does, and print a line if one is due."""
         super().update(task_id, **fields)
         if fields.get("total") is not None:
             self._paces[task_id].total = fields["total"]
-        self._tell(task_id)
+        self._print_due_line(task_id)
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        """Advance a task as `rich.progress.Progress.advance` does, and print a line if one is due."""
         super().advance(task_id, advance)
-        self._tell(task_id)
+        self._print_due_line(task_id)
 
-    def _tell(self, task_id: TaskID) -> None:
+    def _print_due_line(self, task_id: TaskID) -> None:
         if not self.disable:
             return
         task = next(task for task in self.tasks if task.id == task_id)
@@ -112,7 +115,12 @@ class ProgressBar(Progress):
 
 
 def print_line(console: Console, line: str) -> None:
-    """Print a line as it is, with the time of day before it where it goes to a file."""
+    """Print a line literally, after the time of day if it goes to a file.
+
+    Args:
+        console: Where the line goes.
+        line: The line.
+    """
     clock = "" if _draws(console) else f"{time.strftime('%H:%M:%S')} "
     console.print(Text(f"{clock}{line}"), soft_wrap=True)
 
@@ -123,8 +131,12 @@ def status(console: Console, message: str) -> Iterator[Callable[[str], None]]:
 
     Work that ends within [`LEAST_SECONDS`] prints no line.
 
-    Returns:
-        A context manager that gives a function, which changes the message.
+    Args:
+        console: Where the message goes.
+        message: The message at first.
+
+    Yields:
+        A function that changes the message.
     """
     if _draws(console):
         with console.status(Text(message)) as shown:
@@ -132,23 +144,24 @@ def status(console: Console, message: str) -> Iterator[Callable[[str], None]]:
         return
     current, ended, began = [message], Event(), time.monotonic()
 
-    def tell() -> None:
+    def print_lines() -> None:
         pause = LEAST_SECONDS
         while not ended.wait(pause):
             print_line(console, f"{current[0]} {show_duration(time.monotonic() - began)} so far")
             pause = min(2 * pause, MOST_SECONDS)
 
-    # The block is one call that takes long, so another thread has to tell.
-    teller = Thread(target=tell, daemon=True)
-    teller.start()
+    # The block is one call that takes long, so a thread has to print the lines.
+    printer = Thread(target=print_lines, daemon=True)
+    printer.start()
     try:
         yield lambda text: current.__setitem__(0, text)
     finally:
         ended.set()
-        teller.join()
+        printer.join()
 
 
 def _draws(console: Console) -> bool:
+    """Return whether `rich` can draw a bar on the console."""
     return console.is_terminal or console.is_jupyter
 
 

@@ -1,4 +1,4 @@
-"""`transformers` without its notes and bars, for those who have their own."""
+"""Silence `transformers`, for commands that print their own messages and progress bars."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from transformers.utils import logging
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without the notes on missing GPU kernels and the bars of loading and saving."""
+    """Silence the warnings of `transformers` and its progress bars of loading and saving while the block runs."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

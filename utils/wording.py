@@ -1,4 +1,4 @@
-"""Parts of messages: numbers with their nouns, names that were meant, and what to install where an extra is missing."""
+"""Word parts of messages: numbers with their nouns, proposals for misspelt names, and commands to install an extra."""
 
 from collections.abc import Collection
 from difflib import get_close_matches
@@ -6,19 +6,40 @@ from importlib.metadata import requires
 
 
 def counted(number: int, noun: str) -> str:
-    """The number and its noun in the singular or plural: `1 file`, `2,048 files`."""
+    """Return a number with its noun in the singular or plural.
+
+    Args:
+        number: The number.
+        noun: The noun in the singular, whose plural ends in `s`.
+
+    Returns:
+        A text such as `1 file` or `2,048 files`.
+    """
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def did_you_mean(name: str, known: Collection[str], *, otherwise_all: bool = True, alike: float = 0.6) -> str:
-    """The end of a message on an unknown name: the one spelt most alike, or all that are known."""
+    """Return the end of a message on an unknown name, with a leading space.
+
+    Args:
+        name: The unknown name.
+        known: The known names.
+        otherwise_all: Whether to list all known names if none is similar.
+        alike: How similar the proposed name must be, from 0 to 1 as in `difflib`.
+
+    Returns:
+        A sentence that proposes the most similar name, a list of all names, or an empty string.
+    """
     if similar := get_close_matches(name, known, n=1, cutoff=alike):
         return f" Did you mean `{similar[0]}`?"
     return f" There is {', '.join(known)}." if otherwise_all else ""
 
 
 def install_command(extra: str) -> str:
-    """The `pip install` command for what an extra of this package adds, wherever the package was installed from."""
+    """Return the `pip install` command for the packages of an extra.
+
+    It names the packages themselves, so that it works wherever `attnres` was installed from.
+    """
     from packaging.requirements import Requirement
 
     needed = []

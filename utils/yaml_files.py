@@ -1,8 +1,8 @@
 """Read YAML that other people wrote, in bounded time and memory.
 
-An alias (`*name`) repeats a value for the price of a few characters, and a value that holds aliases can be repeated
-again: nine levels of nine, under 1 KB, stand for 387 million values. Parsing them is quick, because PyYAML shares what
-repeats; whatever walks, copies or prints the result then never ends. So the size is computed before anything is built.
+An alias (`*name`) repeats a value in a few characters, and the repeated value may hold aliases itself. Nine levels of
+nine aliases, in less than 1 KB, stand for 387 million values. PyYAML parses them quickly, because it shares repeated
+values, but code that walks, copies or prints the result never ends. So the size is computed before values are built.
 """
 
 from pathlib import Path
@@ -16,21 +16,24 @@ MAX_REPEATED = 1_000_000
 
 
 class UnboundedYaml(ValueError):
-    """YAML that is short and stands for too much: its aliases multiply, a value contains itself, or it is too deep."""
+    """Raised for YAML that grows without bound: its aliases multiply, a value contains itself, or it is too deep."""
 
 
 def load_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
-    """Return what one YAML document says.
+    """Return the value of one YAML document.
 
     Args:
-        text: the document.
-        loader: what constructs the values; a subclass can know more tags.
+        text: The document.
+        loader: The class that constructs the values; a subclass can know more tags.
+
+    Returns:
+        The value of the document, None if it is empty.
 
     Raises:
-        yaml.YAMLError: the text is not YAML; the error has a `problem` and a `problem_mark`.
-        UnboundedYaml: its aliases repeat more than `MAX_REPEATED` values and characters, a value contains itself, or it
-            is nested too deeply. This and the next are one line that names no file: the caller knows it.
-        ValueError: a value is not what its tag says.
+        yaml.YAMLError: The text is not YAML. The error has a `problem` and a `problem_mark`.
+        UnboundedYaml: Its aliases repeat more than `MAX_REPEATED` values and characters, a value contains itself, or it
+            is nested too deeply. The message is one line that does not name the file.
+        ValueError: A value does not fit its tag. The message is one line that does not name the file.
     """
     reader = loader(text)
     try:
@@ -42,19 +45,25 @@ def load_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any
     except RecursionError:
         raise UnboundedYaml("its values are nested too deeply") from None
     except (AttributeError, IndexError, KeyError, TypeError) as error:
-        # What PyYAML's constructors raise for `!!int ''`, `!!timestamp x` or `!!bool x`.
+        # PyYAML's constructors raise these for `!!int ''`, `!!timestamp x` or `!!bool x`.
         raise ValueError(f"a value is not what its tag says ({error!r})") from error
     finally:
         reader.dispose()
 
 
 def read_yaml(path: Path, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
-    """Return what a YAML file says.
+    """Return the value of a YAML file.
+
+    Args:
+        path: The file.
+        loader: As in [`load_yaml`].
+
+    Returns:
+        The value, None if the file is empty.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not YAML in UTF-8, or it is more than [`load_yaml`] accepts. The message is one line that
-            names the file.
+        OSError: The file cannot be read.
+        ValueError: It is not YAML in UTF-8, or [`load_yaml`] refuses it. The message is one line that names the file.
     """
     try:
         return load_yaml(Path(path).read_text(encoding="utf-8-sig"), loader)
@@ -65,10 +74,10 @@ def read_yaml(path: Path, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> An
 def load_card_metadata(path: Path) -> dict[str, Any] | None:
     """Return the metadata at the head of a card (`README.md`), or None if it has none.
 
-    As `huggingface_hub.metadata_load`, in bounded time.
+    It does the same as `huggingface_hub.metadata_load`, in bounded time.
 
     Raises:
-        yaml.YAMLError, ValueError: as [`load_yaml`]; also if the metadata is not a mapping, or the file not UTF-8.
+        yaml.YAMLError, ValueError: [`load_yaml`] refuses it, the metadata is not a mapping, or the file is not UTF-8.
     """
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
@@ -90,7 +99,7 @@ def _check_size(root: Node) -> None:
                 raise UnboundedYaml(f"the value in line {line} contains itself: remove the alias to its own anchor")
             return known
         sizes[id(node)] = None
-        sizes[id(node)] = total = _own_size(node) + sum(map(size, _children(node)))
+        sizes[id(node)] = total = _size_alone(node) + sum(map(size, _children(node)))
         return total
 
     nodes: dict[int, Node] = {}
@@ -99,15 +108,15 @@ def _check_size(root: Node) -> None:
         if id(node := pending.pop()) not in nodes:
             nodes[id(node)] = node
             pending += _children(node)
-    repeated = size(root) - sum(map(_own_size, nodes.values()))
+    repeated = size(root) - sum(map(_size_alone, nodes.values()))
     if repeated > MAX_REPEATED:
         raise UnboundedYaml(
             f"its aliases (`*name`) repeat more than {MAX_REPEATED:,} values and characters: write out what is needed"
         )
 
 
-def _own_size(node: Node) -> int:
-    """Values and characters of a node without what it holds."""
+def _size_alone(node: Node) -> int:
+    """Return the number of values and characters of a node without its children."""
     return 1 if isinstance(node, CollectionNode) else 1 + len(node.value)
 
 

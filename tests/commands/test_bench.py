@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from attnres import CONNECTIONS
-from attnres.commands import app, options_others
+from attnres.commands import app, bench
 from benchmarks import connections
 from benchmarks.run import PARTS
 
@@ -32,7 +32,7 @@ FIELDS = {
 TIMED = {"ratios", "processor_ratios", "seconds"}
 
 
-def bench(
+def run_bench(
     *arguments: str, cwd: Path, command: tuple[str, ...] = ("-m", "attnres_cli", "bench")
 ) -> subprocess.CompletedProcess:
     return forks.run(*command, *arguments, cwd=cwd)
@@ -44,13 +44,13 @@ def test_every_connection_is_measured():
 
 
 def test_every_part_can_be_asked_for():
-    assert [part.value for part in options_others.BenchPart] == list(PARTS)
+    assert [part.value for part in bench.BenchPart] == list(PARTS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", FIELDS)
 def test_a_part_prints_its_tables_and_stores_what_they_are_made_of(part, tmp_path):
-    done = bench("--only", part, *QUICK, "--out", "out", cwd=tmp_path)
+    done = run_bench("--only", part, *QUICK, "--out", "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "[" in done.stdout
     stored = json.loads((tmp_path / "out" / f"{part}.json").read_text())
@@ -76,7 +76,7 @@ def test_a_part_prints_its_tables_and_stores_what_they_are_made_of(part, tmp_pat
 
 @pytest.mark.slow
 def test_memory_of_a_training_step_is_told_for_every_connection(tmp_path):
-    done = bench("--only", "memory", *QUICK, "--out", "out", cwd=tmp_path)
+    done = run_bench("--only", "memory", *QUICK, "--out", "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads((tmp_path / "out" / "memory.json").read_text())["rows"]
     assert [(row["model"], row["connection"]) for row in rows] == [
@@ -89,7 +89,7 @@ def test_memory_of_a_training_step_is_told_for_every_connection(tmp_path):
 
 
 def test_the_folder_says_how_it_is_called():
-    done = bench("--help", cwd=ROOT, command=("-m", "benchmarks"))
+    done = run_bench("--help", cwd=ROOT, command=("-m", "benchmarks"))
     assert done.stdout.startswith("Usage: python -m benchmarks [OPTIONS]\n")
 
 
@@ -97,7 +97,7 @@ def test_the_folder_says_how_it_is_called():
 def test_the_folder_runs_as_a_module_and_a_quick_run_writes_nothing():
     results = ROOT / "benchmarks" / "results"
     before = {path: path.stat().st_mtime_ns for path in [*results.iterdir(), ROOT / "benchmarks" / "README.md"]}
-    done = bench("--only", "kda", *QUICK, cwd=ROOT, command=("-m", "benchmarks"))
+    done = run_bench("--only", "kda", *QUICK, cwd=ROOT, command=("-m", "benchmarks"))
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Delta attention" in done.stdout
     assert {path: path.stat().st_mtime_ns for path in before} == before
@@ -124,7 +124,7 @@ def test_a_terminated_run_leaves_whole_files_only(tmp_path):
 
 
 def test_without_a_checkout_it_says_in_one_line_what_it_needs(tmp_path, monkeypatch):
-    monkeypatch.setattr(options_others, "__file__", str(tmp_path / "site-packages" / "attnres" / "commands" / "app.py"))
+    monkeypatch.setattr(bench, "__file__", str(tmp_path / "site-packages" / "attnres" / "commands" / "app.py"))
     monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path).resolve() != ROOT])
     for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
         monkeypatch.delitem(sys.modules, name)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from attnres import BACKBONES, CONNECTIONS, AttnResConfig
 from attnres.commands import connections
 from attnres.commands.app import app
-from attnres.commands.choices import DEFAULT_RESIDUAL, Scale
+from attnres.commands.options_convert import DEFAULT_RESIDUAL, Scale
 from attnres.configuration import names
 from attnres.conversion.family import DEFAULT_CONNECTION, retrofit_options
 from attnres.eval.benchmarks import benchmarks

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from attnres import CONNECTIONS
-from attnres.commands import options_models
+from attnres.commands import options_convert
 from attnres.conversion import retrofit
 from attnres.conversion.family import retrofit_options
 from attnres.residual_attnres import residual_tensors
@@ -295,7 +295,7 @@ def test_a_retrofit_is_not_retrofitted(name):
 
 
 def test_the_command_line_has_every_option_of_every_connection():
-    known = inspect.signature(options_models.convert).parameters
+    known = inspect.signature(options_convert.convert).parameters
     for name in CONNECTIONS:
         assert {option for option in retrofit_options(name) if option not in known} == set(), name
 

@@ -7,8 +7,7 @@ import socket
 import pytest
 from safetensors import SafetensorError
 
-from attnres.utils.disks import why_not_written
-from attnres.utils.processes import is_lost_connection
+from attnres.utils.errors import is_lost_connection, why_not_written
 
 
 @pytest.mark.parametrize(

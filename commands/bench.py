@@ -1,4 +1,4 @@
-"""The options of `attnres bench` and `list`."""
+"""`attnres bench`: run the benchmarks of a checkout of the repository."""
 
 import sys
 from enum import StrEnum
@@ -8,15 +8,15 @@ from typing import Annotated
 
 import typer
 
-from attnres.commands.connections import flag
 from attnres.utils.wording import install_command
 
-from .choices import Debug, Listed, given
+from .choices import Debug, given
+from .connections import flag
 from .guard import loading
 
 
 class BenchPart(StrEnum):
-    """What `bench` measures."""
+    """The parts of the benchmark."""
 
     ops = "ops"
     phases = "phases"
@@ -29,7 +29,7 @@ class BenchPart(StrEnum):
 
 
 class Device(StrEnum):
-    """Where `bench` measures."""
+    """The devices that `bench` can measure on."""
 
     cpu = "cpu"
     cuda = "cuda"
@@ -56,16 +56,15 @@ def bench(
 
     From a checkout of the repository, where `python -m benchmarks` is the same.
 
-    \b
     attnres bench --quick
     attnres bench --only models --threads 1
     """
     checkout = Path(__file__).resolve().parents[1]
     if (checkout / "benchmarks" / "run.py").is_file():
         sys.path.insert(0, str(checkout))
-    of_the_cpu = [flag(name) for name in ("only", "threads", "repeats") if name in given(context)]
-    if device == Device.cuda and of_the_cpu:
-        raise typer.BadParameter(f"{' and '.join(of_the_cpu)} and --device cuda exclude each other.")
+    cpu_options = [flag(name) for name in ("only", "threads", "repeats") if name in given(context)]
+    if device == Device.cuda and cpu_options:
+        raise typer.BadParameter(f"{' and '.join(cpu_options)} and --device cuda exclude each other.")
     try:
         with loading():
             if device == Device.cuda:
@@ -89,18 +88,3 @@ def bench(
     if out is None and not quick:
         out = HERE / "results"
     run_bench([part for part in PARTS if not only or part in only], Setting(threads, repeats, quick), out)
-
-
-def list_names(
-    kind: Annotated[Listed | None, typer.Argument(metavar="KIND", help="Only these.  [default: all]")] = None,
-    debug: Debug = False,
-) -> None:
-    """List the names that commands take; configurations with their numbers of parameters.
-
-    \b
-    attnres list
-    attnres list recipes
-    """
-    from .listing import print_names
-
-    print_names(kind)

@@ -1,0 +1,195 @@
+"""The options of `attnres convert`, and the checks of them that need no PyTorch."""
+
+from collections.abc import Collection, Mapping
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attnres.utils.files import check_replaceable
+from attnres.utils.hub import check_source
+
+from .choices import WRITTEN_MODEL, Debug, given
+from .connections import CONNECTIONS, describe_connections, flag, owners
+from .guard import loading
+
+Residual = StrEnum("Residual", [(name, name) for name in CONNECTIONS])
+DEFAULT_RESIDUAL = next(iter(Residual))
+
+
+class Scale(StrEnum):
+    """How attention residuals scale what they read."""
+
+    sum = "sum"
+    mean = "mean"
+
+
+class Undone(StrEnum):
+    """The targets of a conversion back."""
+
+    standard = "standard"
+
+
+def help_of(option: str, text: str) -> str:
+    """Return the help of an option that only some connections have, which it names."""
+    return f"{owners(option)}: {text}"
+
+
+def convert(
+    context: typer.Context,
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Directory or Hub id of the model.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Directory to write.")],
+    residual: Annotated[
+        Residual,
+        typer.Option(help=f"Residual connection to put in: {describe_connections()}."),
+    ] = DEFAULT_RESIDUAL,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help=help_of("block_size", "block size S in sublayers."))
+    ] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option(min=1, help=help_of("num_blocks", "number of blocks.  [default: about 8]"))
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help=help_of("full", "Full AttnRes, every sublayer a block."))
+    ] = False,
+    scale: Annotated[
+        Scale | None,
+        typer.Option(help=help_of("scale", "`sum` is exact; `mean` only up to the norms' epsilons.  [default: sum]")),
+    ] = None,
+    streams: Annotated[
+        int | None, typer.Option(min=2, help=help_of("streams", "number of residual streams.  [default: 4]"))
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="Set a field of the connection or of gated attention, as attention_gate=sdpa; repeatable.",
+        ),
+    ] = None,
+    to: Annotated[Undone | None, typer.Option(help="`standard` undoes a retrofit that is not trained yet.")] = None,
+    set_block_size: Annotated[
+        int | None, typer.Option(min=1, help="Regroup an AttnRes model, where its function stays the same.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
+    verify: Annotated[
+        bool | None,
+        typer.Option(
+            "--verify/--no-verify", help="Compare the logits of both.  [default: if the model fits in memory]"
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Compare on this file, not on built-in prompts.")
+    ] = None,
+    hard_link: Annotated[bool, typer.Option("--hard-link", help="Link the weights instead of copying them.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model at DST.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Take code along that came with SRC, as for its tokenizer.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Retrofit a pretrained decoder exactly, or the way back.
+
+    The result computes the same function as the decoder, from the same weights, and is ready to be trained.
+
+    attnres convert meta-llama/Llama-3.2-1B llama-attnres --num-blocks 8
+    attnres convert my-model my-model-hc --residual identity_hc --streams 4
+    attnres convert my-model my-model-gated --set attn_res_gated=true --set attn_res_query=input_dependent
+    attnres convert llama-attnres regrouped --set-block-size 2
+    attnres convert llama-attnres llama-again --to standard
+    """
+    values = {
+        "block_size": block_size,
+        "num_blocks": num_blocks,
+        "full": full or None,
+        "scale": scale and scale.value,
+        "streams": streams,
+    }
+    options = {name: value for name, value in values.items() if value is not None}
+    is_given = "residual" in given(context)
+    fields = read_fields(settings or ())
+    refuse_options(residual, options, {"--set-block-size": set_block_size, "--to": to}, is_given, bool(fields))
+    check_source(source)
+    check_replaceable(target, overwrite, **WRITTEN_MODEL)
+    with loading():
+        from attnres.conversion.convert import plan_change, plan_retrofit, plan_standard
+        from attnres.conversion.family import retrofit_fields
+
+        from .convert import run_convert
+
+    if unknown := [name for name in fields if name not in retrofit_fields(residual)]:
+        has = ", ".join(retrofit_fields(residual))
+        raise typer.BadParameter(f"--set {unknown[0]}: --residual {residual} has no such field. It has {has}.")
+    if set_block_size is not None:
+        plan = partial(plan_change, block_size=set_block_size)
+    elif to is not None:
+        plan = plan_standard
+    else:
+        plan = partial(plan_retrofit, residual=residual.value, **options, **fields)
+    run_convert(
+        source,
+        target,
+        plan,
+        revision=revision,
+        verify=verify,
+        text=text,
+        hard_link=hard_link,
+        overwrite=overwrite,
+        trust_remote_code=trust_remote_code,
+        num_blocks=num_blocks,
+    )
+
+
+def read_fields(settings: Collection[str]) -> dict[str, object]:
+    """Parse the values of `--set`.
+
+    Args:
+        settings: Texts of the form `name=value`, with the value in YAML.
+
+    Returns:
+        Name of the configuration field -> value.
+
+    Raises:
+        typer.BadParameter: A text has another form, or a field is given twice.
+    """
+    from attnres.training.recipe import read_yaml
+
+    fields = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not (name and equals and value.strip()) or name in fields:
+            raise typer.BadParameter(f"--set {setting}: give FIELD=VALUE, each field once.")
+        try:
+            fields[name] = read_yaml(value, setting)
+        except ValueError:
+            raise typer.BadParameter(f"--set {setting[:100]}: the value is no YAML.") from None
+    return fields
+
+
+def refuse_options(
+    residual: str, options: Collection[str], others: Mapping[str, object], is_given: bool, has_fields: bool
+) -> None:
+    """Raise if options of `convert` are given that exclude each other.
+
+    Args:
+        residual: The residual connection.
+        options: The options of the retrofit that are given.
+        others: The options of other conversions than a retrofit, with their values or None.
+        is_given: Whether the user has given `--residual`.
+        has_fields: Whether the user has given `--set`.
+
+    Raises:
+        typer.BadParameter: Options exclude each other, or belong to another connection.
+    """
+    conversions = [name for name, value in others.items() if value is not None]
+    flags = [*(["--residual"] if is_given else []), *(["--set"] if has_fields else []), *map(flag, options)]
+    if len(conversions) + bool(flags) > 1:
+        raise typer.BadParameter(f"{' and '.join([*conversions, *flags])} exclude each other.")
+    for option in options:
+        if option not in CONNECTIONS[residual][1]:
+            raise typer.BadParameter(f"{flag(option)} belongs to --residual {owners(option)}, not to {residual}.")
+    sizes = [flag(option) for option in ("block_size", "num_blocks", "full") if option in options]
+    if len(sizes) > 1:
+        raise typer.BadParameter(f"{' and '.join(sizes)} exclude each other.")

@@ -1,0 +1,106 @@
+"""The options of `attnres inspect`, and the checks of them that need no PyTorch."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attnres.utils.files import check_replaceable
+from attnres.utils.hub import check_source
+
+from .choices import WRITTEN_REPORT, Debug, given
+from .connections import flag
+from .guard import loading
+
+MANY = 10**9  # the largest number that an option takes
+
+
+class Dtype(StrEnum):
+    """The dtypes to compute a model in; `auto` is the one it is stored in."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def inspect(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Directory or Hub id of the model.", show_default=False)
+    ] = None,
+    compare: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="A second model, shown beside the first on the same text.")
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Text to read.  [default: Python's language reference]"),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Directory to write.")] = Path("inspection"),
+    tokens: Annotated[int, typer.Option(min=1, max=MANY, help="How much of the text to read.")] = 8192,
+    length: Annotated[int, typer.Option(min=2, max=MANY, help="Tokens of a sequence.")] = 256,
+    intervention_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0, max=MANY, help="Tokens for each source that is hidden and each row made uniform; 0 leaves both out."
+        ),
+    ] = 2048,
+    batch_size: Annotated[int, typer.Option(min=1, max=MANY, help="Sequences at a time.")] = 8,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of MODEL on the Hub.")] = None,
+    compare_revision: Annotated[str | None, typer.Option(help="The same of the model of --compare.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Where the tokenizer is, if not with the model.")
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Numbers to compute in; `auto`: as stored.")] = Dtype.auto,
+    device: Annotated[str, typer.Option(help="`cpu`, `cuda:1`, ...; `auto`: what accelerators there are.")] = "auto",
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Open the report in a browser; without MODEL, an earlier one.")
+    ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with a model.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier report in --out.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show what a model does with its depth: what each sublayer reads, and what of that is used.
+
+    Writes a page for a browser, report.html, its figures as PNG and SVG, and the numbers as JSON and CSV.
+
+    attnres inspect my-attnres --serve
+    attnres inspect MODEL --compare my-attnres --text FILE --out before-and-after
+    """
+    if model is None:
+        if not serve:
+            raise typer.BadParameter("MODEL is missing: a directory or Hub id.")
+        if others := [flag(name) for name in given(context) if name not in ("serve", "out")]:
+            raise typer.BadParameter(f"{' and '.join(others)} needs MODEL.")
+        with loading():
+            from .serving import serve as serve_report
+        serve_report(out)  # an earlier report
+        return
+    if compare is None and compare_revision is not None:
+        raise typer.BadParameter("--compare-revision needs --compare.")
+    for source in filter(None, (model, compare, tokenizer)):
+        check_source(source)
+    check_replaceable(out, overwrite, **WRITTEN_REPORT)
+    for path in filter(None, (model, compare, tokenizer, text)):
+        if Path(path).exists() and Path(path).resolve().is_relative_to(out.resolve()):
+            raise typer.BadParameter(f"{path} lies in --out {out}, which would be replaced: choose another directory.")
+    with loading():
+        from .inspect import InspectedSource, run_inspect
+        from .serving import serve as serve_report
+    shared = {"tokenizer": tokenizer, "dtype": dtype.value, "device": device, "trust_remote_code": trust_remote_code}
+    named = [(model, revision), (compare, compare_revision)]
+    run_inspect(
+        [InspectedSource(name, of, **shared) for name, of in named if name is not None],
+        out,
+        text=text,
+        overwrite=overwrite,
+        tokens=tokens,
+        length=length,
+        intervention_tokens=intervention_tokens,
+        batch_size=batch_size,
+    )
+    if serve:
+        serve_report(out)

@@ -1,0 +1,68 @@
+"""The options of `attnres push`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .choices import Debug
+from .guard import loading
+
+
+def push(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Directory of the model.", exists=True, file_okay=False)
+    ],
+    repo: Annotated[
+        str,
+        typer.Argument(
+            metavar="REPO",
+            help="Repository to push to, as ORG/NAME; a bare NAME is in your account. Made if it is not there.",
+        ),
+    ],
+    private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch to push to; made if it is not there.")] = None,
+    create_pr: Annotated[
+        bool, typer.Option("--create-pr", help="Open a pull request instead of changing the branch.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the files and show the card, and upload nothing.")
+    ] = False,
+    message: Annotated[str | None, typer.Option(help="Message of the commit.  [default: Upload model]")] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", exists=True, file_okay=False, help="Publish the results of an attnres eval --out DIR."
+        ),
+    ] = None,
+    inspection: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", exists=True, file_okay=False, help="Publish the report of an attnres inspect --out DIR."
+        ),
+    ] = None,
+    overwrite_card: Annotated[
+        bool,
+        typer.Option("--overwrite-card", help="Where the card was edited here and on the Hub, take the one here."),
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Publish a model on the Hub, with a card that says how it was made and how to use it.
+
+    Weights, configuration, the code that loads them, tokenizer and licence; with them what DIR/.eval_results and
+    DIR/inspection hold, or --results and --inspection name. Log in first: hf auth login.
+
+    attnres push my-attnres me/my-attnres --dry-run
+    attnres push my-attnres me/my-attnres --private --results scores --inspection inspection
+    """
+    with loading():
+        from attnres.conversion.publishing import UploadOptions, check_repo
+
+        from .push import run_push
+
+    try:
+        check_repo(repo, revision)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    options = UploadOptions(private, revision, create_pr, message, overwrite_card)
+    run_push(folder, repo, options, results=results, inspection=inspection, dry_run=dry_run)

@@ -1,0 +1,50 @@
+"""Recognise errors of disks and of other processes, and explain them in words."""
+
+import errno
+import os
+import re
+
+_ERRNO = re.compile(r"\(os error (\d+)\)")
+# Messages of `torch.save` for a file that it could not write in full. They do not give the reason.
+_CUT_SHORT = re.compile(r"inline_container|PytorchStreamWriter|unexpected pos")
+
+
+# Messages of gloo, NCCL and the key-value store of `torch.distributed` if a peer has ended.
+_LOST = re.compile(
+    r"Connection (closed|reset) by (remote )?peer|Broken pipe|Socket (closed|Timeout)|recvValue failed|sendBytes failed"
+    r"|failed to recv|remote process exited|NCCL communicator was aborted",
+    re.IGNORECASE,
+)
+
+
+def why_not_written(error: BaseException) -> str:
+    """Return why something could not be written, such as `/disk/file: No space left on device`.
+
+    Args:
+        error: The error of the writer: an `OSError`, or the error that safetensors and PyTorch raise in its place.
+
+    Returns:
+        The reason in one line, with the file's name if the error has it.
+    """
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError):
+        if error.errno is None:
+            return text  # raised by this package, with its message
+        reason = error.strerror or os.strerror(error.errno)
+        # A copy names the file that was read first. The second one is written.
+        names = [str(name) for name in (error.filename, error.filename2) if name]
+        return f"{' -> '.join(names)}: {reason}" if names else reason
+    if number := _ERRNO.search(text):
+        return os.strerror(int(number[1]))
+    if _CUT_SHORT.search(text):
+        return f"a file was cut short, as if by a full disk ({os.strerror(errno.ENOSPC)}) or a limit of file sizes"
+    return text
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Return whether an error is only the consequence of another process of this run having ended."""
+    several = os.environ.get("WORLD_SIZE", "1") not in ("", "1")
+    return several and isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+
+
+__all__ = ["is_lost_connection", "why_not_written"]
