@@ -21,7 +21,7 @@ import attnres
 from attnres import ResidualConfig
 from attnres.analysis.loss_figures import plot_loss_curves
 from attnres.configuration import names
-from attnres.conversion.cards import CARD, Subject, add_step, linked, new_card, write_card
+from attnres.conversion.cards import CARD, CardSubject, add_step, linked, new_card, write_card
 from attnres.conversion.markdown import code, is_hub_id, link
 from attnres.utils.errors import is_lost_connection, why_not_written
 from attnres.utils.files import atomic_write
@@ -172,7 +172,7 @@ def write_training_card(
     data, training = _describe_data(recipe.train), _describe_training(recipe, results, processes)
     step += f" by `attnres train{f' {name}' if name else ''}`{data}: {training}"
     run = Path(recipe.out).absolute().name
-    subject = Subject(
+    subject = CardSubject(
         config,
         folder,
         f"{run}/model",
