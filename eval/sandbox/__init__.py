@@ -191,7 +191,7 @@ def _run(program: dict, tests: dict, limits: Limits, layers: tuple[str, ...]) ->
     elif errors:  # the guard failed at its start; later it writes to the program's output
         verdict = dict(error=errors.decode(errors="replace").strip().splitlines()[-1])
     else:
-        verdict = dict(passed=False, reason=reason or "the checker was killed")
+        verdict = dict(passed=False, reason=reason or "the guard was killed")
     if "error" in verdict:
         raise RuntimeError(f"the sandbox ({level(layers)}) did not start: {verdict['error']}")
     return Outcome(verdict["passed"], verdict["reason"], time.monotonic() - start)
@@ -204,28 +204,28 @@ def _watch(pid: int, folder: str, limits: Limits, counts: bool) -> str | None:
         pid: The guard.
         folder: The folder in which the program may write.
         limits: The resources that it may use.
-        counts: Whether to count what is written by the kernel's counter too. The files in the folder are not all: one
-            without a name lasts as long as it is open, mapped, or on its way through a socket. With namespaces, the
-            folder lies in a file system in memory whose size is the limit.
+        counts: Whether to read the kernel's counter of written bytes too. The named files in the folder are not all: a
+            file without a name lasts as long as it is open, mapped, or on its way through a socket. Namespaces need no
+            counter, since their folder lies in a file system in memory of limited size.
     """
     # The guard keeps the time. The margin is for a guard that is stuck itself, for example in a comparison.
     end = time.monotonic() + limits.seconds + _MARGIN
-    child, blind = None, 0
+    child, num_blind_looks = None, 0
     descriptor = os.pidfd_open(pid)
     try:
         ended = select.poll()
         ended.register(descriptor, select.POLLIN)
         while not ended.poll(_GLANCE * 1000):
             if time.monotonic() > end:
-                return "the checker did not end"
+                return "the guard did not end"
             sizes = []
             for name in os.listdir(folder):
                 with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                     sizes.append(os.lstat(os.path.join(folder, name)).st_size)
             child = child or (_child(pid) if counts else None)
             written = _written(child) if child else 0
-            blind = blind + 1 if written is None else 0
-            if blind > _BLIND:
+            num_blind_looks = num_blind_looks + 1 if written is None else 0
+            if num_blind_looks > _BLIND:
                 return "the kernel does not say how much it writes"
             if len(sizes) > limits.files or max(sum(sizes), written or 0) > limits.disk:
                 return f"wrote more than {limits.files} files or {limits.disk >> 20} MiB"

@@ -370,23 +370,23 @@ def test_death_of_the_caller_kills_the_program(layers, folders):
 
 
 @ALL_LEVELS
-def test_death_of_the_checker_by_its_own_limit_kills_the_program(layers, folders, monkeypatch):
+def test_death_of_the_guard_by_its_own_limit_kills_the_program(layers, folders, monkeypatch):
     monkeypatch.setattr(sandbox, "_MARGIN", 100)
     before = processes()
     # A long call of a built-in function uses up the guard's processor time of 2 s before its clock can interrupt.
     tests = "sum(range(10**12))"
     outcome = sandbox.run(CLINGING, tests, names=["attack"], limits=Limits(seconds=0.2), layers=layers)
-    assert outcome.reason == "the checker was killed"
+    assert outcome.reason == "the guard was killed"
     assert gone(processes() - before)
     assert not list(folders.iterdir())
 
 
-def test_checker_that_hangs_is_killed(monkeypatch, folders):
+def test_guard_that_hangs_is_killed(monkeypatch, folders):
     monkeypatch.setattr(sandbox, "_MARGIN", 0.3)
     before = processes()
     # No signal handler runs within one call of a built-in function, so the guard's own clock cannot end this.
     outcome = sandbox.run(body(), "sum(range(10**12))", names=["attack"], limits=Limits(seconds=1))
-    assert outcome.reason == "the checker did not end"
+    assert outcome.reason == "the guard did not end"
     assert gone(processes() - before)
     assert not list(folders.iterdir())
 

@@ -42,7 +42,7 @@ def answer(x): return 41""",
 import builtins
 builtins.AssertionError = lambda *args: SystemExit(0)
 def answer(x): return 41""",
-    "patched checker": """
+    "patched guard": """
 import gc, sys
 for part in list(sys.modules.values()) + [o for o in gc.get_objects() if isinstance(o, dict)]:
     space = part if isinstance(part, dict) else vars(part)
@@ -62,7 +62,7 @@ def answer(x):
             if "answer(3) ==" in str(value): return int(str(value).split("==")[1].split()[0])
         frame = frame.f_back
     return 41""",
-    "an exception that ends the checker": """
+    "an exception that ends the guard": """
 import os, signal
 class Stopped(BaseException): pass
 def answer(x): raise Stopped("passed")""",
