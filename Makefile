@@ -44,7 +44,7 @@ notebooks: .venv/test.installed
 	@touch $@
 
 .venv/demo.installed: .venv/torch.installed pyproject.toml
-	$(INSTALL) --editable .
+	$(INSTALL) --editable '.[train]'
 	@touch $@
 
 .venv/test.installed: .venv/torch.installed pyproject.toml

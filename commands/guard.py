@@ -115,6 +115,8 @@ def _describe(error: BaseException) -> str:
     from attnres.utils.errors import is_lost_connection, why_not_written
 
     text = why_not_written(error) if isinstance(error, OSError) else " ".join(str(error).split())
+    if isinstance(error, ModuleNotFoundError) and text.startswith("No module named"):
+        text = _name_extra(error, text)
     # A name in the message may hold control characters, such as those that change the colours of a terminal.
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     trace = "".join(traceback.format_exception(error))
@@ -126,6 +128,16 @@ def _describe(error: BaseException) -> str:
         return f"attnres: {text or type(error).__name__}"
     line = f"attnres: unforeseen {type(error).__name__}{text and ': '}{text}"
     return line if _state.debug else f"{line} ({_write(trace)})"
+
+
+def _name_extra(error: ModuleNotFoundError, text: str) -> str:
+    """Return the message on a missing module, with the command that installs it if an extra of this package has it."""
+    from attnres.utils.wording import extras_with, install_command
+
+    extras = extras_with((error.name or "").partition(".")[0])
+    if not extras:
+        return text
+    return f"{text}. It comes with `attnres[{extras[0]}]`: {install_command(extras[0])}"
 
 
 def _is_ours(trace: TracebackType | None) -> bool:

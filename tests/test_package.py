@@ -86,7 +86,7 @@ def test_every_exported_name_exists():
 
 def test_the_extras_are_those_of_the_project():
     assert set(PROJECT["project"]["optional-dependencies"]) == {
-        *("cpu", "gpu", "eval", "train", "docs", "notebooks", "dev")
+        *("analysis", "cpu", "gpu", "eval", "train", "docs", "notebooks", "dev")
     }
 
 

@@ -2,7 +2,13 @@
 
 from collections.abc import Collection
 from difflib import get_close_matches
-from importlib.metadata import requires
+from importlib.metadata import metadata, requires
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+_PACKAGES = {"yaml": "pyyaml"}  # modules that are not called like their package
 
 
 def counted(number: int, noun: str) -> str:
@@ -40,14 +46,36 @@ def install_command(extra: str) -> str:
 
     It names the packages themselves, so that it works wherever `attnres` was installed from.
     """
-    from packaging.requirements import Requirement
-
-    needed = []
-    for requirement in map(Requirement, requires("attnres") or ()):
+    packages = []
+    for requirement in _requirements():
         if requirement.marker is not None and requirement.marker.evaluate({"extra": extra}):
             requirement.marker = None
-            needed.append(f"'{requirement}'")
-    return f"pip install {' '.join(needed)}"
+            packages.append(f"'{requirement}'")
+    return f"pip install {' '.join(packages)}" if packages else f"pip install 'attnres[{extra}]'"
 
 
-__all__ = ["counted", "did_you_mean", "install_command"]
+def extras_with(module: str) -> list[str]:
+    """Return the extras that bring a missing top-level module, such as `train` for `peft`; empty if none does."""
+    from packaging.utils import canonicalize_name
+
+    package = canonicalize_name(_PACKAGES.get(module, module))
+    extras = metadata("attnres").get_all("Provides-Extra") or ()
+    return [
+        extra
+        for extra in extras
+        if any(
+            canonicalize_name(requirement.name) == package
+            and requirement.marker is not None
+            and requirement.marker.evaluate({"extra": extra})
+            for requirement in _requirements()
+        )
+    ]
+
+
+def _requirements() -> "list[Requirement]":
+    from packaging.requirements import Requirement
+
+    return [Requirement(requirement) for requirement in requires("attnres") or ()]
+
+
+__all__ = ["counted", "did_you_mean", "extras_with", "install_command"]
