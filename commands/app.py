@@ -14,9 +14,11 @@ from .bench import bench
 from .choices import Command, CommandGroup, Debug
 from .listing import list_names
 from .options_convert import convert
+from .options_demo import demo
+from .options_eval import evaluate
 from .options_inspect import inspect
 from .options_push import push
-from .options_runs import demo, evaluate, train
+from .options_train import train
 
 app = typer.Typer(
     cls=CommandGroup,

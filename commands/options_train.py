@@ -1,0 +1,53 @@
+"""The options of `attnres train`, and the checks of a recipe that need no PyTorch."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attnres.utils.hub import check_source
+from attnres.utils.packaged import configuration_names, recipe_names
+from attnres.utils.wording import install_command
+
+from .choices import Debug
+from .guard import loading
+
+
+def train(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE",
+            help=f"A YAML file, or one of: {', '.join(recipe_names())}.",
+            autocompletion=recipe_names,
+        ),
+    ],
+    changes: Annotated[list[str] | None, typer.Argument(metavar="key=value", help="Changes to it.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Pre-train, heal or fine-tune by a recipe.
+
+    A recipe is a YAML file with the defaults of a run; each key=value changes one of them. In one process; over
+    several: accelerate launch -m attnres train RECIPE [key=value]...
+
+    attnres train heal model=my-attnres train=text.jsonl out=runs/heal
+    attnres train finetune model=my-attnres train=ORG/DATA out=runs/more steps=500
+    attnres train pretrain model=attnres-194m tokenizer=ORG/NAME train=ORG/DATA out=runs/new
+    """
+    if find_spec("yaml") is None:
+        raise RuntimeError(f"attnres train needs the package yaml: {install_command('train')}")
+    from attnres.training.recipe import read_recipe
+    from attnres.training.run_folder import check_folder
+
+    try:
+        checked = read_recipe(recipe, changes or ())
+    except (FileNotFoundError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    check_folder(Path(checked.out))
+    if checked.model not in configuration_names():
+        check_source(checked.model, configuration_names())
+    with loading():
+        from .train import train_in_this_process
+
+    train_in_this_process(checked, name=recipe)
