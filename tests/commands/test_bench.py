@@ -1,4 +1,4 @@
-"""`attnres bench` as it is called: tables, stored results, errors in one line."""
+"""`attnres bench` prints tables, stores results, and explains errors in one line."""
 
 import json
 import signal
@@ -20,7 +20,7 @@ from .. import forks
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("--quick", "--repeats", "2", "--threads", "1")
-# What the first row of each part says beside its times.
+# The fields of each part's first row beside its times.
 FIELDS = {
     "ops": {"pass", "dtype", "width", "sources", "tokens"},
     "phases": {"sources", "sublayers", "tokens", "width", "chosen"},

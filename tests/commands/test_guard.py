@@ -1,4 +1,4 @@
-"""Whatever a command runs into ends in one line; what nobody foresaw leaves its traceback in a file."""
+"""Every error ends a command in one line, and the traceback of an unforeseen one is left in a file."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-# A command that fails as `error` says: where the last frame is one of ours, or in another package.
+# A command that runs the statement `error`, whose innermost frame is in the module `module`.
 SCRIPT = """
 import sys
 sys.modules["__main__"].__file__ = "attnres"  # as the command itself: the model family can wait
@@ -27,7 +27,7 @@ main()
 
 
 def run(error: str, *options: str, folder: Path, module: str = "elsewhere") -> subprocess.CompletedProcess:
-    """`attnres demo`, failing so; `folder` takes what is temporary."""
+    """Run `attnres demo` with this error. Temporary files go to `folder`."""
     command = [sys.executable, "-c", SCRIPT.format(error=error, module=module), *options]
     environment = os.environ | {"TMPDIR": str(folder)}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
@@ -97,7 +97,7 @@ def test_help_imports_no_model_and_takes_no_time():
 
 
 def test_a_script_of_ones_own_has_the_family_registered(tmp_path):
-    """Only the command line itself puts that off."""
+    """Only the command line itself puts the registration off."""
     script = tmp_path / "attnres-mine"
     script.write_text(
         "import attnres\nfrom transformers import AutoConfig\nprint(AutoConfig.for_model('attnres_llama').model_type)\n"
@@ -108,7 +108,7 @@ def test_a_script_of_ones_own_has_the_family_registered(tmp_path):
 
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
 def test_a_signal_after_the_work_changes_nothing(number, tmp_path):
-    """What is registered to run at the exit ends in peace, and the status is that of the work."""
+    """Functions registered to run at the exit finish, and the status is that of the work."""
     code = f"import atexit, os, signal; atexit.register(os.kill, os.getpid(), signal.{number})"
     done = run(code, "demo", folder=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

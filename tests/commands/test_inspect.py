@@ -1,4 +1,4 @@
-"""`attnres inspect`, as a user calls it: what it writes and serves, and what it says of bad input."""
+"""`attnres inspect` writes and serves reports, and explains bad input in one line."""
 
 import json
 import os

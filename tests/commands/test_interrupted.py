@@ -25,9 +25,9 @@ COMMANDS = {
 
 
 def start(name: str, assets: Path, folder: Path) -> subprocess.Popen:
-    """The command in a group of its own, once the first lines of its own code have run.
+    """Start the command in its own process group, and return once its first lines have run.
 
-    Python tells of each import: what comes before, its own start, is not ours to guard.
+    Python reports each import. The start of Python itself, before these lines, cannot be guarded.
     """
     arguments = {
         "model": assets / "checkpoints" / "stories260K-hf",
@@ -51,7 +51,7 @@ def start(name: str, assets: Path, folder: Path) -> subprocess.Popen:
 
 
 def stop(process: subprocess.Popen, delay: float, number: int) -> str | None:
-    """What it writes on standard error beside its imports; `None` if it was done before."""
+    """Send the signal, and return standard error without the lines on imports; None if the command ended before."""
     deadline = time.monotonic() + delay
     parts = []
     os.set_blocking(process.stderr.fileno(), False)

@@ -1,4 +1,4 @@
-"""What needs no model is told before PyTorch is imported: help, names, wrong paths, usage errors, missing data."""
+"""Help, names, wrong paths, usage errors and missing data are reported before PyTorch is imported."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from attnres.utils import hub
 
 ATTNRES = Path(sys.executable).with_name("attnres")
 HEAVY = {"torch", "transformers", "numpy", "datasets", "lm_eval", "matplotlib", "attnres.family"}
-# Arguments, exit status, and what it says.
+# Arguments, exit status, and a part of the output.
 CASES = [
     (("--help",), 0, "attnres list "),
     (("--version",), 0, "attnres 0."),
@@ -55,14 +55,14 @@ CASES = [
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """One in which the Hub cannot be reached, and has not been before."""
+    """Return an environment in which the Hub cannot be reached and nothing is cached."""
     without_proxy = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
     return without_proxy | {"HF_HOME": str(folder / "home"), "HF_ENDPOINT": "http://127.0.0.1:9"}
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory) -> dict:
-    """What `quick_session.py` saw of all cases, in a folder with `model` and `taken`."""
+    """Return the results of `quick_session.py` for all cases, in a folder with `model` and `taken`."""
     folder = tmp_path_factory.mktemp("quick")
     (folder / "model").mkdir()
     (folder / "taken").mkdir()
@@ -131,7 +131,7 @@ def test_the_list_has_every_name(kind, expected):
 
 
 def test_configurations_are_listed_with_all_their_parameters_and_those_of_a_token():
-    """The name of `attnres-194m` tells the second number alone."""
+    """The name of `attnres-194m` has only the second number."""
     _, *listed = CliRunner().invoke(app, ["list", "configurations"]).stdout.splitlines()
     (line,) = [line for line in listed if "attnres-194m" in line]
     assert line.split()[1:5] == ["3.68B", "parameters,", "191.0M", "activated"]

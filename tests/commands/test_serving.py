@@ -1,4 +1,4 @@
-"""`attnres inspect --serve`: the files of a report, for this machine's own address, and nothing else."""
+"""`attnres inspect --serve` serves the files of a report to this machine's own address, and nothing else."""
 
 import http.client
 import os
@@ -14,7 +14,7 @@ WRITTEN = '{"written_by": "attnres inspect"}'
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A report, and beside its files what a folder may hold too."""
+    """Return a folder with a report and with other files."""
     (tmp_path / "secret.txt").write_text("secret")
     folder = tmp_path / "report"
     folder.mkdir()
@@ -47,7 +47,7 @@ def server(folder: Path):
 
 
 def ask(server: ReportServer, path: str, method: str = "GET", hosts: tuple[str, ...] = ("127.0.0.1:PORT",)):
-    """The status, the headers and the content of an answer."""
+    """Return the status, the headers and the content of an answer."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
     connection.putrequest(method, path, skip_host=True)
     for host in hosts:
@@ -107,7 +107,7 @@ def test_the_names_of_this_machine_are_answered(server, host):
     ],
 )
 def test_a_request_for_another_name_is_refused(server, hosts):
-    """As of a page whose name leads to this machine: it would read the report."""
+    """A page whose host name leads to this machine would read the report."""
     for path in ("/report.html", "/", "/x"):
         status, _, content = ask(server, path, hosts=hosts)
         assert (status, content) == (421, b"")

@@ -1,7 +1,7 @@
-"""Small standard models of every backbone, with every feature on and weights far from their defaults.
+"""Build small standard models of every backbone, with every feature on and weights far from their defaults.
 
-`CASES` names them; `build` makes one. `straight_line` evaluates one without the code under test: the modules are the
-backbone's own, what runs between them is written out here.
+`CASES` lists them, and `build` makes one. `straight_line` evaluates one without the code under test: it calls the
+backbone's own modules, and the steps between them are written out here.
 """
 
 from collections.abc import Callable, Sequence
@@ -118,7 +118,7 @@ CASES: dict[str, tuple[str, dict]] = {
 
 
 def build(case: str, **overrides) -> PreTrainedModel:
-    """The standard model of a case, in eval mode; always the same weights."""
+    """Return the standard model of a case, in eval mode and always with the same weights."""
     model_type, fields = CASES[case]
     config = AutoConfig.for_model(model_type, **{**COMMON, **fields, **overrides})
     torch.manual_seed(0)
@@ -128,14 +128,14 @@ def build(case: str, **overrides) -> PreTrainedModel:
 
 
 def member_config(case: str, **fields) -> PreTrainedConfig:
-    """The family's configuration of a case; `fields` of either."""
+    """Return the family's configuration of a case, with `fields` of the backbone or of the family."""
     backbone, own = CASES[case]
     model_type = "attnres" if backbone == "kimi_linear" else f"attnres_{backbone}"
     return AutoConfig.for_model(model_type, **{**COMMON, **own, **fields})
 
 
 def build_member(case: str, auto_class: type = AutoModelForCausalLM, **fields) -> PreTrainedModel:
-    """A model of the family with the weights of `build(case)`, in eval mode; its depth weights are far from uniform."""
+    """Return a model of the family in eval mode: the weights of `build(case)`, and depth weights far from uniform."""
     model = auto_class.from_config(member_config(case, **fields)).eval()
     standard, own = build(case), model.state_dict()
     tensors = {**standard.state_dict(), **standard.base_model.state_dict()}
@@ -151,7 +151,7 @@ def build_member(case: str, auto_class: type = AutoModelForCausalLM, **fields) -
 
 @torch.no_grad()
 def make_vivid(model: nn.Module) -> None:
-    """Weights so large that every term moves the logits, and no norm, bias or router at its default."""
+    """Set weights so large that every term moves the logits, and no norm, bias or router at its default."""
     embedding = model.get_input_embeddings()
     # Gemma multiplies the embedding by sqrt(hidden_size) and uses it as the head as well.
     std = 0.4 if hasattr(embedding, "embed_scale") else 1.0
@@ -171,7 +171,7 @@ def make_vivid(model: nn.Module) -> None:
 
 
 def token_ids() -> Tensor:
-    """Two sequences of 11 tokens without special tokens, `[2, 11]`."""
+    """Return two sequences of 11 tokens without special tokens, `[2, 11]`."""
     return torch.randint(3, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(1))
 
 
@@ -181,7 +181,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 def layer_functions(model_type: str, layer: nn.Module, attend: Function) -> list[Function]:
-    """The sublayers `f_l` of a layer, from the backbone's own modules; `attend` calls its attention."""
+    """Return the sublayers `f_l` of a layer, made of the backbone's own modules. `attend` calls its attention."""
     if model_type == "gpt_neox":
 
         def attention(h: Tensor) -> Tensor:
@@ -210,10 +210,10 @@ def layer_functions(model_type: str, layer: nn.Module, attend: Function) -> list
 
 @torch.no_grad()
 def straight_line(model: PreTrainedModel, ids: Tensor, read: Callable[[list[Tensor]], Tensor]) -> Tensor:
-    """Logits of a standard model, but every sublayer and the final norm read `read([v_0, v_1, ...])`.
+    """Return the logits of a standard model in which every sublayer and the final norm read `read([v_0, v_1, ...])`.
 
-    What every layer and attention is called with is seen in a run of the standard model, and the head is that model's:
-    it runs once more, with another input of its final norm.
+    A run of the standard model records the arguments of every layer and attention. The head is that model's: it runs
+    once more, with another input of its final norm.
     """
     decoder, calls, handles = model.base_model, {}, []
 
@@ -251,7 +251,7 @@ def straight_line(model: PreTrainedModel, ids: Tensor, read: Callable[[list[Tens
 def depth_recurrence(
     queries: Sequence[Tensor], norms: Sequence[Tensor], block_size: int, scale: str, eps: float
 ) -> Callable[[list[Tensor]], Tensor]:
-    """`read` of AttnRes, `h = sum_i a_i s_i`, `a = softmax_i(w . (g * RMSNorm(s_i)))`; a query and norm for each l."""
+    """Return AttnRes's `read`: `h = sum_i a_i s_i`, `a = softmax_i(w . (g * RMSNorm(s_i)))`, with w and g for each l."""
 
     def read(v: list[Tensor]) -> Tensor:
         l = len(v) - 1  # noqa: E741

@@ -1,4 +1,4 @@
-"""Small checkpoints on disk, ways to change them, and the command `attnres convert` in this process."""
+"""Make small checkpoints on disk, change them, and run `attnres convert` in this process."""
 
 import contextlib
 import io
@@ -34,7 +34,7 @@ IDS = torch.randint(3, FIELDS["vocab_size"], (2, 11), generator=torch.Generator(
 
 
 def standard_model(model_type: str = "llama", **fields) -> PreTrainedModel:
-    """A standard model whose every term moves the logits, always with the same weights."""
+    """Return a standard model whose every term moves the logits, always with the same weights."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**FIELDS, **fields})).eval()
     with torch.no_grad():
@@ -47,7 +47,7 @@ def standard_model(model_type: str = "llama", **fields) -> PreTrainedModel:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A tokenizer of one token for each byte, so that every text has tokens."""
+    """Save a tokenizer with one token for each byte, so that every text has tokens."""
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {c: i + 3 for i, c in enumerate([*characters, "<unk>"])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
@@ -58,12 +58,12 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a directory's safetensors files."""
+    """Return all tensors of a directory's safetensors files."""
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
 def change_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
-    """Give tensors other values, or remove those that are `None`; an index keeps their names."""
+    """Give tensors other values, or remove those whose value is None. An index keeps their names."""
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)
         if changes.keys() & tensors.keys():
@@ -72,14 +72,14 @@ def change_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> Non
 
 
 def change_json(path: Path, *removed: str, **changes) -> dict:
-    """Change and remove fields of a JSON file; returns what it holds then."""
+    """Change and remove fields of a JSON file, and return its new content."""
     fields = {name: value for name, value in (json.loads(path.read_text()) | changes).items() if name not in removed}
     path.write_text(json.dumps(fields))
     return fields
 
 
 def forget(folder: Path, name: str) -> Path:
-    """Remove a tensor from the index of a directory; returns the file that holds it."""
+    """Remove a tensor from the index of a directory, and return the file that holds it."""
     index = json.loads((folder / INDEX).read_text())
     path = folder / index["weight_map"].pop(name)
     (folder / INDEX).write_text(json.dumps(index))
@@ -87,18 +87,18 @@ def forget(folder: Path, name: str) -> Path:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Every file below a directory with its content."""
+    """Return every file below a directory with its content."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def logits_of(folder: Path) -> torch.Tensor:
-    """What the model in a directory computes for `IDS`."""
+    """Return the logits of the model in a directory for `IDS`."""
     with torch.no_grad():
         return AutoModelForCausalLM.from_pretrained(folder).eval()(IDS).logits
 
 
 def assert_same_function(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal to rounding, for logits of some size."""
+    """Assert that logits are equal up to rounding, and not all small."""
     assert expected.abs().max() >= 2, "the comparison needs logits of some size"
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
@@ -106,7 +106,7 @@ def assert_same_function(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @dataclass
 class Run:
-    """What a run of the command line ended with."""
+    """The exit status and output of a run of the command line."""
 
     code: int
     out: str
@@ -114,7 +114,7 @@ class Run:
 
     @property
     def error(self) -> str:
-        """The one line that a failed run printed."""
+        """Return the one line that a failed run printed."""
         lines = self.err.strip().splitlines()
         assert self.code == 1, f"exit {self.code}: {self.err}"
         assert len(lines) == 1 and lines[0].startswith("attnres: "), self.err
@@ -122,7 +122,7 @@ class Run:
 
 
 def convert(*arguments: str | Path) -> Run:
-    """`attnres convert ARGUMENTS`, in this process."""
+    """Run `attnres convert ARGUMENTS` in this process."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -141,7 +141,7 @@ def convert(*arguments: str | Path) -> Run:
 
 
 def convert_well(*arguments: str | Path) -> Run:
-    """The same, which must succeed without a word on stderr."""
+    """Run `attnres convert ARGUMENTS`, and assert that it succeeds with nothing on stderr."""
     run = convert(*arguments)
     assert run.code == 0, run.err
     return run

@@ -1,4 +1,4 @@
-"""Fixtures of the conversion tests: a standard model of every backbone and what it computes, and small checkpoints."""
+"""Fixtures of the conversion tests: a standard model of every backbone with its outputs, and small checkpoints."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ from .publishing import Publisher, publisher, retrofit_of_stories
 
 @dataclass
 class Original:
-    """A standard model and what it computed before anything was made of it."""
+    """A standard model and its outputs before anything was made of it."""
 
     case: str
     model: PreTrainedModel
@@ -31,9 +31,9 @@ class Original:
 
 @pytest.fixture(scope="session")
 def generate():
-    """`generate(model, token_ids)`: 8 greedy tokens for a batch whose first row is padded on the left.
+    """Return `generate(model, token_ids)`: 8 greedy tokens for a batch whose first row is padded on the left.
 
-    Returns the sequences, and the logits of every step, `[step, batch, vocab]`.
+    It returns the sequences, and the logits of every step, `[step, batch, vocab]`.
     """
 
     def run(model: PreTrainedModel, token_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ def generate():
 
 @pytest.fixture(scope="session")
 def gradients():
-    """`gradients(model, token_ids)`: of the language modelling loss, by parameter, for those that have one."""
+    """Return `gradients(model, token_ids)`: the gradients of the language modelling loss by parameter."""
 
     def run(model: PreTrainedModel, token_ids: Tensor) -> dict[str, Tensor]:
         model.zero_grad()
@@ -70,7 +70,7 @@ def gradients():
 
 @pytest.fixture(scope="session", params=_backbones.CASES)
 def original(request, generate, gradients) -> Original:
-    """Every case of `backbones.py` in turn, one at a time."""
+    """Return the models of `backbones.py` one after the other."""
     model, token_ids = _backbones.build(request.param), _backbones.token_ids()
     with torch.no_grad():
         logits = model(token_ids).logits
@@ -80,7 +80,7 @@ def original(request, generate, gradients) -> Original:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """`llama` in shards, `whole` in one file, `mixtral` in shards; not to be changed."""
+    """Return a folder of models that tests must not change: `llama` and `mixtral` in shards, `whole` in one file."""
     folder = tmp_path_factory.mktemp("models")
     standard_model().save_pretrained(folder / "llama", max_shard_size="20KB")
     standard_model().save_pretrained(folder / "whole")
@@ -91,7 +91,7 @@ def models(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copy_of(models, tmp_path) -> Callable[[str], Path]:
-    """`copy_of(name)`: a copy of a model at `source`, to be damaged."""
+    """Return `copy_of(name)`, which copies a model to `source`, where a test may damage it."""
     return lambda name: Path(shutil.copytree(models / name, tmp_path / "source"))
 
 
@@ -102,7 +102,7 @@ def copy(copy_of) -> Path:
 
 @pytest.fixture
 def refusal(tmp_path) -> Callable[..., str]:
-    """`refusal(*options)`: the line with which converting `source` fails, having left nothing behind."""
+    """Return `refusal(*options)`: the line with which the conversion of `source` fails, leaving nothing behind."""
 
     def run(*options: str) -> str:
         before = sorted(os.listdir(tmp_path))
@@ -115,19 +115,19 @@ def refusal(tmp_path) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def published_model(assets, tmp_path_factory) -> Path:
-    """A retrofit of a real checkpoint, `model` in a folder; not to be changed."""
+    """Return a folder with `model`, a retrofit of a real checkpoint, which tests must not change."""
     return retrofit_of_stories(assets, tmp_path_factory.mktemp("published"))
 
 
 @pytest.fixture(scope="session")
 def session_that_pushes(published_model) -> Iterator[Publisher]:
-    """A process that publishes; it works beside `published_model`."""
+    """Return a process that publishes, with the folder of `published_model` as its current one."""
     with publisher(published_model.parent) as push:
         yield push
 
 
 @pytest.fixture
 def push(session_that_pushes) -> Publisher:
-    """`push(*arguments)`: a command on a Hub that is empty at the start of the test."""
+    """Return `push(*arguments)`, which runs a command on a Hub that is empty at the start of the test."""
     session_that_pushes.hub.clear()
     return session_that_pushes

@@ -1,4 +1,4 @@
-"""Source and result of a conversion in lm-evaluation-harness, offline; run by `test_convert_serving.py`.
+"""Evaluate source and result of a conversion in lm-evaluation-harness, offline; run by `test_convert_serving.py`.
 
 evaluation_session.py TASKS OUT FOLDER...        results go to the file `OUT`
 """

@@ -1,4 +1,4 @@
-"""`attnres convert` from a Hub, with one cache; run by `test_convert_hub.py`, which judges what was seen.
+"""Run `attnres convert` from a Hub, with one cache. `test_convert_hub.py` starts this and checks the results.
 
 hub_session.py FOLDER        results go to `FOLDER`
 """
@@ -18,7 +18,7 @@ folder = Path(sys.argv[1])
 
 
 def convert(name: str, *arguments: str) -> dict:
-    """A conversion to the folder `name`: exit status, standard output and error."""
+    """Convert to the folder `name`; return exit status, standard output and error."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     sys.argv = ["attnres", "convert", *arguments, str(folder / name)]
     try:

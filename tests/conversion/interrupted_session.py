@@ -1,8 +1,8 @@
-"""Conversions that are stopped at a given moment; run by `test_convert_interrupted.py`, which judges what was seen.
+"""Stop conversions at given moments. `test_convert_interrupted.py` starts this and checks the results.
 
     interrupted_session.py SOURCE DAMAGED FOLDER        results go to the file `FOLDER/seen.json`
 
-This process imports everything once. Each conversion is a fork of it, which rests at its moment until a signal comes.
+This process imports everything once. Each conversion is a fork of it, which waits at its moment until a signal comes.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ def rest(reached: int) -> None:
 
 
 def stop_before(owner: object, name: str, reached: int, call: int = 1, if_named: str = "") -> None:
-    """Come to rest before a call of `owner.name`: the first, the second, ... whose first argument has this name."""
+    """Wait before a call of `owner.name`: the first, the second, ... whose first argument has this name."""
     function, calls = getattr(owner, name), []
 
     def stopping(*args, **kwargs):
@@ -54,7 +54,7 @@ MOMENTS = {
 
 
 def start(source: Path, *options: str, log: Path, prepare=lambda: None) -> int:
-    """A fork that converts `source` into `result` in the current folder; returns its process id."""
+    """Start a fork that converts `source` into `result` in the current folder, and return its process id."""
     if child := os.fork():
         return child
     code = 99
@@ -74,12 +74,12 @@ def start(source: Path, *options: str, log: Path, prepare=lambda: None) -> int:
 
 
 def end(child: int) -> int:
-    """How it ended: its exit status, or minus the number of the signal that killed it."""
+    """Return the exit status of a fork, or minus the number of the signal that killed it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def start_and_rest(moment: str, *options: str, log: Path) -> int:
-    """The same, once it has come to rest at its moment."""
+    """Start a fork as [`start`] does, and return once it waits at its moment."""
     reading, writing = os.pipe()
     child = start(SOURCE, *options, log=log, prepare=lambda: MOMENTS[moment](writing))
     os.close(writing)
@@ -90,7 +90,7 @@ def start_and_rest(moment: str, *options: str, log: Path) -> int:
 
 
 def digest() -> str | None:
-    """What distinguishes one result from another."""
+    """Return a value that distinguishes one result from another."""
     folder = Path("result")
     if not folder.exists():
         return None
@@ -99,7 +99,7 @@ def digest() -> str | None:
 
 
 def interrupted(moment: str, name: str, overwrite: bool) -> dict:
-    """A conversion that is stopped, and after it is killed, one of a damaged source and one that is let be."""
+    """Stop a conversion. After a kill, run one of a damaged source and one without interruption."""
     folder = FOLDER / f"{moment}-{name}-{overwrite}"
     folder.mkdir()
     os.chdir(folder)
@@ -124,14 +124,14 @@ def interrupted(moment: str, name: str, overwrite: bool) -> dict:
 
 
 def one() -> dict:
-    """A conversion that nothing disturbs."""
+    """Run a conversion without interruption."""
     (FOLDER / "old").mkdir()
     os.chdir(FOLDER / "old")
     return {"code": end(start(SOURCE, "--no-verify", "--block-size", "5", log=FOLDER / "log")), "result": digest()}
 
 
 def two_at_a_time() -> dict:
-    """A conversion that begins while another to the same target is at work, which then goes on."""
+    """Start a conversion while another one to the same target waits, and then let that one continue."""
     (FOLDER / "two").mkdir()
     os.chdir(FOLDER / "two")
     logs = [FOLDER / "log1", FOLDER / "log2"]

@@ -1,4 +1,4 @@
-"""What tests of publishing share: a Hub and a process that has it for its Hub, and a model to publish."""
+"""Provide tests of publishing with a Hub, a process that uses it, and a model to publish."""
 
 import json
 import subprocess
@@ -28,18 +28,18 @@ class Publisher:
         return self._ask({"arguments": [*map(str, arguments)], "token": token})
 
     def run(self, code: str, token: str | None = Hub.write_token) -> dict:
-        """The same of Python code."""
+        """Run Python code; return the same."""
         return self._ask({"code": code, "token": token})
 
     def card(self, repo: str, revision: str = "main") -> str:
         return self.hub.files(repo, revision)["README.md"].decode()
 
     def commits(self, repo: str) -> list[str]:
-        """The titles of all commits, oldest first."""
+        """Return the titles of all commits, oldest first."""
         return self.hub.commits(repo)
 
     def edit(self, repo: str, path: str, content: str) -> None:
-        """As a person edits a file in the browser."""
+        """Edit a file as a person does in the browser."""
         done = self.run(
             "from huggingface_hub import HfApi\n"
             f"HfApi().upload_file(path_or_fileobj={content.encode()!r}, path_in_repo={path!r}, repo_id={repo!r})"
@@ -58,7 +58,7 @@ class Publisher:
 
 @contextmanager
 def publisher(folder: Path) -> Iterator[Publisher]:
-    """A Hub, and a process that publishes on it and works in `folder`."""
+    """Return a process that publishes on a new Hub, with `folder` as its current one."""
     with Hub.running() as hub:
         command = [sys.executable, str(SESSION)]
         environment = hub.environ(home=folder / "home")
@@ -68,7 +68,7 @@ def publisher(folder: Path) -> Iterator[Publisher]:
 
 
 def retrofit_of_stories(assets: Path, folder: Path) -> Path:
-    """A retrofit of a real checkpoint, `model` in `folder`."""
+    """Save a retrofit of a real checkpoint as `model` in `folder`."""
     (folder / "stories").symlink_to(assets / "checkpoints" / "stories260K-hf")
     done = forks.run("-m", "attnres_cli", "convert", "stories", "model", cwd=folder)
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,7 @@
-"""Commands and scripts in one process whose Hub is the one of the environment; driven by `test_push.py`.
+"""Run commands and scripts in one process whose Hub is that of the environment; driven by `test_push.py`.
 
 Reads `{"arguments": [...], "token": ...}` or `{"code": ..., "token": ...}` line by line, answers with exit status,
-standard output and error, and ends with its input. Between attempts it does not wait: it tells how long it would have.
+standard output and error, and ends with its input. It does not wait between attempts, but reports the seconds.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What a user without `attnres` does with a converted model; run by `test_convert_serving.py`.
+"""Use a converted model as a user without `attnres` does; run by `test_convert_serving.py`.
 
 serving_session.py FOLDER PROMPT OUT        results go to the file `OUT`
 """

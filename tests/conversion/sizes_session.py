@@ -1,4 +1,4 @@
-"""Converts every directory below the first argument in little memory and processor time, and writes `seen.json`."""
+"""Convert every directory below the first argument in little memory and processor time, and write `seen.json`."""
 
 import json
 import os
@@ -16,7 +16,7 @@ MEMORY, SECONDS = 2**30, 30
 
 
 def size() -> int:
-    """The bytes of this process's address space."""
+    """Return the bytes of this process's address space."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -31,7 +31,7 @@ def main(folder: Path) -> None:
     for source in sorted(folder.iterdir()):
         if source.name == "results":
             continue
-        # Of the processor: on a busy machine, other processes have those of the clock.
+        # Processor time: on a busy machine, the clock also counts the time of other processes.
         signal.signal(signal.SIGPROF, too_long)
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         begun = time.process_time()

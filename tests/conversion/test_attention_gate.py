@@ -1,4 +1,4 @@
-"""A gate on a model that has none: in memory, on disk, and back; exact, or refused."""
+"""Adding a gate to a model without one is exact or refused: in memory, on disk, and back."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""On every backbone a retrofitted model computes the function of the model it was made from."""
+"""On every backbone a retrofitted model computes the same function as the model it was made from."""
 
 import copy
 
@@ -59,11 +59,11 @@ def test_shared_weights_get_the_same_gradients(original, block_size, gradients):
 
 
 def test_in_bf16_it_differs_no_more_than_two_evaluation_orders_of_the_original(original, backbones):
-    """The orders: the terms of the residual stream added from the last to the first, or the embedding last; or eager
-    attention, which rounds in other places. Depth attention is another such order: it adds blocks, in float32.
+    """Evaluation orders: adding the residual stream from the last term to the first, or the embedding last, or eager
+    attention, which rounds in other places. Depth attention is one more such order: it adds blocks, in float32.
 
-    Differences are those of the median token: where rounding changes a token's experts, or its neighbours', it moves by
-    whole experts in any order. The medians of 264 tokens scatter by some percent.
+    Differences are those of the median token: where rounding changes the experts of a token or of its neighbours, any
+    order moves it by whole experts. The medians of 264 tokens scatter by some percent.
     """
     model = copy.deepcopy(original.model)
     for (

@@ -1,4 +1,4 @@
-"""The text of a model card in parts: what was written is rewritten, what a person wrote stays."""
+"""Parts of a model card that this package wrote are rewritten, and text that a person wrote stays."""
 
 import time
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from attnres.conversion.card_parts import ORDER, appended, digest, marked, merge, own_text, part, put, unmarked
 
 names = st.sampled_from(ORDER)
-# Lines of a person's or of ours, which are no marks.
+# Lines of a person or of this package that are not marks.
 texts = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), max_size=30).map(str.strip)
 contents = texts.filter(bool)
 heads = st.sampled_from(["", "---\nlicense: mit\n---\n"])
@@ -117,7 +117,7 @@ def test_a_step_is_added_where_a_person_has_written(edit):
 
 def test_marks_without_their_ends_are_text_and_cost_time_by_their_number_alone():
     def seconds(marks: int) -> float:
-        """Of the processor, the least of three."""
+        """Return the least processor time of three calls."""
         broken = "<!-- attnres:use 000000000000 -->\n" * marks
         found = []
         for _ in range(3):
@@ -127,5 +127,5 @@ def test_marks_without_their_ends_are_text_and_cost_time_by_their_number_alone()
             found.append(time.process_time() - start)
         return min(found)
 
-    # Eight times as many take eight times as long; were each looked for in all that follows, 64 times.
+    # Eight times as many parts take eight times as long. A search from each part to the end would take 64 times.
     assert seconds(16_000) < 24 * seconds(2_000)

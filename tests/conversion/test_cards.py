@@ -1,4 +1,4 @@
-"""The model card: what each command adds to it, what it takes from a source's, and what it never does."""
+"""Commands add their steps to the model card, and take only licence, language and base model from a source's card."""
 
 import json
 import re
@@ -24,7 +24,7 @@ QUICK = ("train=text.txt", "length=64", "batch_size=4", "tokens=null", "steps=2"
 
 @pytest.fixture(scope="module")
 def folder(assets, tmp_path_factory) -> Path:
-    """With `source`, a real checkpoint that has a card of its own, and a `text.txt`."""
+    """Return a folder with `source`, a real checkpoint that has a card, and `text.txt`."""
     folder = tmp_path_factory.mktemp("cards")
     shutil.copytree(assets / "checkpoints" / "stories260K-hf", folder / "source")
     card = "---\nlicense: other\nlicense_name: toy\nlanguage: [en, no]\ntags: [toy]\nbase_model: lab/base\n---\n# S\n"
@@ -250,7 +250,7 @@ def test_push_to_hub_and_the_trainer_publish_models_that_load(folder, tmp_path):
         data, card = ModelCard(push.card("me/direct")).data, push.card("me/direct")
         assert data.tags == ["attnres", "attn-res"]
         assert 'name = "me/direct"' in card
-        # Again, onto what a person has written there.
+        # Once more, after a person has edited the card there.
         push.edit("me/direct", "README.md", card + "\n## Limits\n")
         assert push.run(PUSHES.format(name="model"))["status"] == 0
         assert push.card("me/direct").rstrip().endswith("## Limits")

@@ -1,4 +1,4 @@
-"""Every residual connection of the registry that can start as the standard one: retrofits, `attnres convert`, back."""
+"""Every connection that can start as the standard one is retrofitted exactly, in memory and on disk, and undone."""
 
 import inspect
 import json
@@ -60,7 +60,7 @@ def source_model(model_type: str) -> PreTrainedModel:
 
 
 def difference(found: PreTrainedModel, expected: PreTrainedModel) -> float:
-    """The largest difference of their logits, as a share of the largest logit."""
+    """Return the largest difference of two models' logits, as a share of the largest logit."""
     with torch.no_grad():
         a, b = (model.eval()(IDS % model.config.vocab_size).logits for model in (found, expected))
     assert b.abs().max() >= 2, "the comparison needs logits of some size"
@@ -68,7 +68,7 @@ def difference(found: PreTrainedModel, expected: PreTrainedModel) -> float:
 
 
 def assert_exact(found: PreTrainedModel, expected: PreTrainedModel) -> None:
-    """To rounding; and by the family's own delta attention, whose rounding is another, nearer still.
+    """Assert that two models are equal up to rounding, and nearer still if both use the family's delta attention.
 
     Attention residuals round more than the other connections: they multiply a mean of n sources by n.
     """
@@ -115,7 +115,7 @@ def test_a_retrofit_in_half_precision_has_its_dtype_and_mode(case):
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> Path:
-    """`llama` and `kimi_linear` in shards; not to be changed."""
+    """Return a folder with `llama` and `kimi_linear` in shards, which tests must not change."""
     folder = tmp_path_factory.mktemp("sources")
     for model_type in ("llama", "kimi_linear"):
         source_model(model_type).save_pretrained(folder / model_type, max_shard_size="40KB")

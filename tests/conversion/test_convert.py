@@ -1,4 +1,4 @@
-"""What `attnres convert` makes of a standard checkpoint: the same function, and its files with a few tensors more."""
+"""`attnres convert` keeps a checkpoint's function and files, and adds a few tensors."""
 
 import json
 import os
@@ -30,7 +30,7 @@ from .checkpoints import (
     tensors_of,
 )
 
-# Layouts on disk that differ: experts apart, layers without a second norm, four norms, a multiplier of the embedding.
+# Different layouts on disk: experts apart, layers without a second norm, four norms, a multiplier of the embedding.
 BACKBONES = {
     "llama": {},
     "llama, tied": {"tie_word_embeddings": True},
@@ -47,7 +47,7 @@ published = test_published_layout.published  # a fixture: Kimi Linear's own layo
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """A Llama in about ten shards; not to be changed."""
+    """Return a Llama in about ten shards, which tests must not change."""
     folder = tmp_path_factory.mktemp("source") / "llama"
     standard_model().save_pretrained(folder, max_shard_size="20KB")
     return folder
@@ -55,7 +55,7 @@ def source(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """The same in one file."""
+    """Return the same model in one file."""
     folder = tmp_path_factory.mktemp("whole") / "llama"
     standard_model().save_pretrained(folder)
     return folder
@@ -63,7 +63,7 @@ def whole(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copy(whole, tmp_path) -> Path:
-    """A copy of it, to be changed."""
+    """Return a copy of `source` that a test may change."""
     return Path(shutil.copytree(whole, tmp_path / "source"))
 
 
@@ -185,7 +185,7 @@ def test_the_dtype_is_kept_and_the_new_tensors_have_it(tmp_path, dtype, is_named
 
 @pytest.fixture
 def quantised(whole, tmp_path) -> Path:
-    """The model with ternary weights, as BitNet stores them: it runs on a CPU without further packages."""
+    """Return a model with ternary weights, as BitNet stores them: it runs on a CPU without further packages."""
     folder = tmp_path / "quantised"
     shutil.copytree(whole, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -217,7 +217,7 @@ def test_a_quantised_model_stays_quantised_and_the_new_tensors_are_not(quantised
 
 
 def test_the_new_tensors_are_never_of_a_quantised_dtype(copy, tmp_path):
-    """Without a dtype in `config.json` that of the first tensor would be taken, which may be an 8-bit float."""
+    """Without a dtype in `config.json`, the first tensor does not decide: it may be an 8-bit float."""
     tensors = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in tensors_of(copy).items()}
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
     change_json(copy / "config.json", "dtype", quantization_config={"quant_method": "fp8"})

@@ -1,4 +1,4 @@
-"""The way back (`--to standard`) and other block sizes (`--set-block-size`): allowed where the function stays."""
+"""`--to standard` and `--set-block-size` are allowed exactly where the function stays the same."""
 
 import json
 import shutil
@@ -169,7 +169,7 @@ def blank_model(block_size: int, scale: str) -> PreTrainedModel:
 
 
 def set_queries(model: PreTrainedModel, trained: set[int]) -> None:
-    """Give the sublayers (the output is the last one) random pseudo-queries, and the others zero."""
+    """Give these sublayers random pseudo-queries, and all others zero. The last sublayer is the output."""
     generator = torch.Generator().manual_seed(0)
     for module in model.modules():
         if isinstance(module, AttnRes):

@@ -1,4 +1,4 @@
-"""Code of a source travels only where that is asked for, never in the place of ours; files come from inside only."""
+"""Code of a source is copied only on request, never in place of this package's, and only from within its directory."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def source(tmp_path) -> Path:
 
 
 def with_code(source: Path, module: str = "tokenization_mine", body: str = "") -> Path:
-    """Give the tokenizer of a model code of its own, in a file `module`."""
+    """Give the tokenizer of a model its own code, in a file `module`."""
     path = source / f"{module}.py"
     path.parent.mkdir(exist_ok=True)
     path.write_text(body + TOKENIZER)
@@ -40,7 +40,7 @@ def with_code(source: Path, module: str = "tokenization_mine", body: str = "") -
 
 
 def convert_trusting(source: Path, target: Path, plan=plan_retrofit, trust: bool = True, **options) -> list[str]:
-    """Write a conversion with its code; returns what is to be told of it."""
+    """Write a conversion with its code, and return the notes for the user."""
     target.mkdir()
     (target.parent / "scratch").mkdir(exist_ok=True)
     made = plan(open_source(source, target.parent / "scratch"), **options)

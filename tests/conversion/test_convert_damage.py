@@ -1,4 +1,4 @@
-"""Whatever is wrong with a source, `attnres convert` names file and tensor in one line, and leaves nothing behind."""
+"""If a source is damaged, `attnres convert` names file and tensor in one line, and leaves nothing behind."""
 
 import json
 import os
@@ -288,7 +288,7 @@ def test_a_broken_tokenizer_is_named(copy, refusal, file, content):
 
 
 class Trap:
-    """Unpickled, it makes a file."""
+    """An object that makes a file when it is unpickled."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -299,7 +299,7 @@ class Trap:
 
 @pytest.fixture
 def pickled(copy_of, tmp_path) -> Callable[..., Path]:
-    """`pickled(what, **options)`: `source` with this in place of its weights."""
+    """Return `pickled(content, **options)`, which puts a pickle in place of the weights of `source`."""
 
     def save(content: object, **options) -> Path:
         copy = copy_of("whole")

@@ -1,4 +1,4 @@
-"""`attnres convert` of a repository on the Hub, here a server on this machine; a process of its own reads from it."""
+"""`attnres convert` takes repositories on the Hub, here a server on this machine that another process reads from."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """What the session wrote, and `seen.json`; the revisions of `lab/model` are in `hub/lab/model`."""
+    """Return the folder of the session's results, with `seen.json`. Revisions of `lab/model` are in `hub/lab/model`."""
     folder = tmp_path_factory.mktemp("hub")
     model = folder / "hub" / "lab" / "model"
     standard_model().save_pretrained(model / "main", max_shard_size="20KB")

@@ -18,7 +18,7 @@ SIGNALS = {"SIGINT": 130, "SIGTERM": 143, "SIGKILL": -9}
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory) -> dict:
-    """What `interrupted_session.py` saw, by moment and signal."""
+    """Return the results of `interrupted_session.py`, by moment and signal."""
     folder = tmp_path_factory.mktemp("interrupted")
     for name in ("source", "damaged"):
         standard_model().save_pretrained(folder / name, max_shard_size="20KB")

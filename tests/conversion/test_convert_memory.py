@@ -1,4 +1,4 @@
-"""A conversion of a gigabyte takes hardly more memory than one of nothing: the weights pass through in pieces."""
+"""A conversion of a gigabyte takes hardly more memory than one of a tiny model: weights are copied in pieces."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ SHARD = 250_000_000  # bytes
 
 
 def save_model(folder: Path, num_layers: int, hidden_size: int) -> int:
-    """A Llama in bfloat16, in shards of about 250 MB, made one at a time; returns its bytes."""
+    """Save a Llama in bfloat16 in shards of about 250 MB, one at a time, and return its size in bytes."""
     config = LlamaConfig(
         vocab_size=1000,
         hidden_size=hidden_size,
@@ -43,7 +43,7 @@ def save_model(folder: Path, num_layers: int, hidden_size: int) -> int:
     return total
 
 
-# A process begins with the peak of the one that started it, so that a small one must start it.
+# A process begins with the peak of the process that started it, so a small one must start it.
 MEASURE = """
 import resource, subprocess, sys
 code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode
@@ -53,7 +53,7 @@ sys.exit(code)
 
 
 def peak_bytes(*command: str | Path) -> int:
-    """The most memory that a process held."""
+    """Return the most memory that a process held, in bytes."""
     done = subprocess.run([sys.executable, "-c", MEASURE, *command], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return int(done.stdout) * (1 if sys.platform == "darwin" else 1024)

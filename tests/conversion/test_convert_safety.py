@@ -1,4 +1,4 @@
-"""`attnres convert` writes its target whole or not at all, whatever is there already and whenever it is stopped."""
+"""`attnres convert` writes its target whole or not at all, whatever exists there and whenever it is stopped."""
 
 import json
 import os
@@ -115,7 +115,7 @@ def test_too_little_space_is_noticed_before_anything_is_written(copy, tmp_path, 
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
-    """A file system of 100 kB, of which a model needs more."""
+    """Return a file system of 100 kB, which is too small for a model."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if os.system(f"mount -t tmpfs -o size=100k tmpfs '{folder}' 2>/dev/null"):
@@ -148,7 +148,7 @@ main()
 
 @pytest.mark.parametrize("options", [["--hard-link"], []], ids=["added", "copied"])
 def test_a_file_that_there_is_no_room_for_is_named(tmp_path, options):
-    """A file-size limit, as of a quota: the added tensors or the weights are over it, and all other files under."""
+    """A limit on the size of files, as a quota sets: the added tensors or the weights exceed it, and no other file."""
     fields = {"hidden_size": 512, "num_hidden_layers": 10, "vocab_size": 8, "intermediate_size": 4, "head_dim": 2}
     model = standard_model(**fields, num_attention_heads=1, num_key_value_heads=1)
     model.save_pretrained(tmp_path / "source", max_shard_size="20KB" if options else "1GB")  # 86 kB will be added

@@ -1,4 +1,4 @@
-"""A real checkpoint, converted: it writes the same text, has the same loss and the same scores, also as remote code."""
+"""A converted real checkpoint writes the same text and has the same loss and scores, also as remote code."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def source(assets) -> Path:
 
 @pytest.fixture(scope="module")
 def result(source, tmp_path_factory) -> Path:
-    """The checkpoint in five blocks of two sublayers."""
+    """Return the checkpoint converted to five blocks of two sublayers."""
     folder = tmp_path_factory.mktemp("converted") / "stories"
     convert_well(source, folder)
     return folder
@@ -39,7 +39,7 @@ def models(source, result) -> list[PreTrainedModel]:
 
 @pytest.fixture
 def run(tmp_path) -> Callable[..., None]:
-    """`run(*command)`: a process with caches of its own, and without a network."""
+    """Return `run(*command)`, which runs a process with empty caches and without a network."""
 
     def run_offline(*command: str | Path) -> None:
         environment = {
@@ -65,7 +65,7 @@ def test_a_greedy_continuation_is_the_same_to_the_letter(source, result, models)
 
 @torch.no_grad()
 def mean_loss(model: PreTrainedModel, stories: list[torch.Tensor]) -> float:
-    """Nats per token."""
+    """Return the mean loss in nats per token."""
     losses = [(model(s[None], labels=s[None]).loss.double() * (len(s) - 1)).item() for s in stories]
     return sum(losses) / sum(len(s) - 1 for s in stories)
 

@@ -1,4 +1,4 @@
-"""Numbers in a source that say it is huge cost neither memory nor time: the files are looked at first."""
+"""Numbers in a source that claim a huge model cost neither memory nor time: they are compared with the files first."""
 
 import json
 import shutil
@@ -73,7 +73,7 @@ def seen(sources) -> dict:
 
 
 def error_of(seen: dict, name: str) -> str:
-    """The one line that a source is refused with, at once."""
+    """Return the one line that refuses a source, and assert that it comes at once."""
     assert name in seen, "the process did not survive an earlier one"
     run = seen[name]
     assert run["code"] == 1, run

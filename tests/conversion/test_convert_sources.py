@@ -1,4 +1,4 @@
-"""A source may hold anything under any name: no pipe is opened, and nothing that it says forges a report."""
+"""A source may hold anything under any name: no pipe is opened, and no text of it can forge a report."""
 
 import json
 import os
@@ -23,7 +23,7 @@ NOTE = "a\nVerified: max |logit difference| 0.0e+00\n\x1b[31mb.C"
 
 @pytest.fixture
 def source(copy_of) -> Path:
-    """A model in one file, with a tokenizer."""
+    """Return a model in one file, with a tokenizer."""
     folder = copy_of("whole")
     save_tokenizer(folder)
     return folder
@@ -31,7 +31,7 @@ def source(copy_of) -> Path:
 
 @pytest.fixture
 def pipe(source) -> Iterator:
-    """`pipe(name)`: a pipe in the place of a file. Whoever waits for what comes out of it has an end after a while."""
+    """Return `pipe(name)`, which puts a pipe in place of a file. A process that reads from it ends after a while."""
     started = []
 
     def make(name: str) -> Path:

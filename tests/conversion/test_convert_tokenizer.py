@@ -1,4 +1,4 @@
-"""A tokenizer follows its model: the same class, the same tokens, the same templates, though the model type changes."""
+"""A converted model has the same tokenizer class, tokens and templates, although its model type changes."""
 
 import shutil
 from pathlib import Path
@@ -20,7 +20,7 @@ def source(tmp_path) -> Path:
 
 
 def of_type(source: Path, model_type: str) -> Path:
-    """The same tokenizer beside another model."""
+    """Save the same tokenizer beside a model of another type."""
     fields = {"head_dim": 8} if "gemma" in model_type else {}
     for path in source.glob("*model*"):
         path.unlink()
@@ -111,7 +111,7 @@ def test_licences_follow_and_what_is_of_the_training_does_not(source, tmp_path):
 
 @pytest.fixture
 def with_code(source) -> Path:
-    """A model whose tokenizer has code of its own, in three files."""
+    """Return a model whose tokenizer has its own code, in three files."""
     (source / "tokenization_mine.py").write_text(
         "from transformers import PreTrainedTokenizerFast\nfrom .helper import SIGN\n\n\n"
         "class MyTokenizer(PreTrainedTokenizerFast):\n    sign = SIGN\n"

@@ -1,4 +1,4 @@
-"""`attnres convert` compares the logits of source and result: it says how far they are apart, and fails if too far."""
+"""`attnres convert` compares the logits of source and result, prints their distance, and fails if it is too large."""
 
 import os
 import re
@@ -36,12 +36,12 @@ def copy(source, tmp_path) -> Path:
 
 
 def numbers_in(text: str) -> list[float]:
-    """Largest difference, largest logit, KL, agreement in percent, tokens."""
+    """Return largest difference, largest logit, KL, agreement in percent and number of tokens."""
     return [float(number.replace(",", "")) for number in REPORT.search(" ".join(text.split())).groups()]
 
 
 def direct_comparison(one: Path, other: Path, texts) -> list[float]:
-    """The same numbers, worked out here."""
+    """Compute the same numbers without the code under test."""
     tokenizer = AutoTokenizer.from_pretrained(one)
     a, b = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in (one, other))
     ids = [torch.tensor([tokenizer(text)["input_ids"]]) for text in texts]
@@ -80,7 +80,7 @@ def test_it_can_be_left_out(source, tmp_path):
 
 @pytest.fixture
 def wrong_backbone():
-    """Helium, a Llama in form, declared with the norms of its sublayers exchanged."""
+    """Declare Helium, whose form is Llama's, with the norms of its sublayers exchanged."""
     add_backbone("helium", attention_and_mlp(("post_attention_layernorm", "self_attn"), ("input_layernorm", "mlp")))
     yield "helium"
     del BACKBONES["helium"]

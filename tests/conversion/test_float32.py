@@ -17,7 +17,7 @@ BIASES = "e_score_correction_bias"
 
 @pytest.fixture
 def published(backbones, tmp_path):
-    """A standard checkpoint as Kimi Linear's: in bfloat16, with biases in float32 that need more digits."""
+    """Return a checkpoint as Kimi Linear's: in bfloat16, with routing biases in float32 that need more digits."""
     model = backbones.build("kimi_linear")
     with torch.no_grad():
         for name, buffer in model.named_buffers():

@@ -1,4 +1,4 @@
-"""Texts from elsewhere in a model card: they read as they are, and are never markup."""
+"""Texts of unknown origin are shown literally in a model card, never as markup."""
 
 import shlex
 from collections.abc import Iterator
@@ -49,23 +49,23 @@ def flat(tokens: list[Token]) -> Iterator[Token]:
 
 
 def kinds(text: str) -> list[tuple[str, str]]:
-    """What a text is made of, without what it says."""
+    """Return the kinds of elements of a rendered text, without their content."""
     return [(t.type, t.tag) for t in flat(READER.parse(text)) if t.type not in ("text", "text_special", "softbreak")]
 
 
 def said(text: str) -> str:
-    """What a text says to a reader."""
+    """Return the visible characters of a rendered text."""
     tokens = flat(READER.parse(text))
     return "".join(token.content for token in tokens if token.type in ("text", "text_special", "code_inline"))
 
 
 def printed(text: str) -> str:
-    """A text with the codes of what is not printed."""
+    """Return a text in which unprintable characters are replaced by their codes."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def visible(text: str) -> str:
-    """The same in one line, as a reader shows it."""
+    """Return the same in one line, as a browser shows it."""
     return printed(" ".join(text.split()))
 
 
@@ -79,7 +79,7 @@ def test_an_escaped_text_says_the_same_and_is_no_markup(text):
 
 @given(anything)
 def test_a_text_with_an_address_gets_no_link_of_itself(text):
-    """By readers that link addresses without markup, as that of the Hub."""
+    """The Hub's renderer links addresses without markup."""
     escaped = escape(f"{text} https://a.example WWW.b.example")
     assert not any(sign in escaped.lower() for sign in ("http:", "https:", "ftp:", "mailto:", "www."))
 
@@ -116,7 +116,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def card(folder: Path, text: str) -> str:
-    """A card in which all that has a name is called so."""
+    """Return a card in which everything that has a name has this one."""
     entry = EvalResultEntry(dataset_id=text, task_id=text, value=1.5, notes=text)
     subject = CardSubject(CONFIG, folder, f"me/{text}", title=text, results=[entry], code=[], datasets=[text])
     step = f"**Retrofit** of {linked(None, f'/home/{text}')} and {linked(text, text, text)}."

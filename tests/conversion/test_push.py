@@ -1,4 +1,4 @@
-"""`attnres push` to a Hub on this machine, and what others load from there."""
+"""`attnres push` publishes models on a Hub on this machine, from which others load them."""
 
 import json
 import os
@@ -92,7 +92,7 @@ def test_a_dry_run_asks_the_hub_for_nothing_and_shows_what_would_go(push, model)
 
 
 def test_from_push_to_generation_without_attnres(push, model, tmp_path):
-    """The card's snippet, as it is printed, in a new process where `attnres` cannot be imported."""
+    """The card's snippet runs as it is printed, in a new process where `attnres` cannot be imported."""
     push("push", "model", "lab/stories")
     (snippet,) = re.findall(r"```python\n(.*?)```", push.card("lab/stories"), flags=re.DOTALL)
     script = tmp_path / "snippet.py"
@@ -115,7 +115,7 @@ def test_from_push_to_generation_without_attnres(push, model, tmp_path):
 
 @pytest.mark.slow
 def test_the_harness_evaluates_by_the_line_that_the_card_has(push, model, assets, tmp_path):
-    """In the folder of the data, where the harness finds `allenai/ai2_arc` first; of a few items."""
+    """It runs in the folder of the data, where the harness finds `allenai/ai2_arc` first, on a few items."""
     push("push", "model", "lab/evaluated")
     (line,) = re.findall(r"^lm_eval .*$", push.card("lab/evaluated"), flags=re.MULTILINE)
     environment = push.hub.environ(home=tmp_path / "home")
@@ -169,7 +169,7 @@ def test_files_of_others_stay_and_older_weights_go(push, model, tiny_model):
 
 
 def test_what_a_person_writes_in_the_card_stays(push, model):
-    """Edited in the browser, then here, then in both."""
+    """The card is edited in the browser, then locally, then in both places."""
     mine = copied(model, "mine")
     push("push", "mine", "me/mine")
     edited = push.card("me/mine").replace("library_name", "license: mit\nlibrary_name") + "\n## Bias\n\nMuch.\n"
@@ -209,7 +209,7 @@ def test_an_upload_that_was_cut_goes_on_where_it_was(push, model):
 
 
 def test_each_file_of_weights_is_sent_by_itself(push, model):
-    """Of files that are sent together by `hf_xet`, none is there if one fails."""
+    """If `hf_xet` sends files together and one fails, all of them are lost."""
     push.hub.forget()
     assert push("push", "model", "me/each")["status"] == 0
     steps = [entry["path"] for entry in push.hub.log() if re.search("/objects/batch|/storage/upload/", entry["path"])]
@@ -217,7 +217,7 @@ def test_each_file_of_weights_is_sent_by_itself(push, model):
 
 
 def test_a_refusal_of_the_default_way_to_send_is_one_line_too(push, model):
-    """Users have `hf_xet`, which first asks for a token that the Hub of the tests refuses."""
+    """`hf_xet`, which users have, first asks for a token that the Hub of the tests refuses."""
     done = push.run(
         "import sys\nfrom huggingface_hub import constants\nfrom attnres.commands.main import main\n"
         "constants.HF_HUB_DISABLE_XET, sys.argv = False, ['attnres', 'push', 'model', 'me/xet']\n"

@@ -1,4 +1,4 @@
-"""`attnres push` where people, other tools or a hostile directory got in the way."""
+"""`attnres push` copes with edits by people and other tools, failures, and hostile directories."""
 
 import json
 import os
@@ -16,7 +16,7 @@ def model(published_model) -> Path:
 
 @pytest.fixture
 def copy(model, request) -> Path:
-    """The model under another name, to be changed."""
+    """Return a copy of the model that a test may change."""
     folder = model.with_name(request.node.name.replace("/", " "))
     yield shutil.copytree(model, folder)
     shutil.rmtree(folder)
@@ -95,7 +95,7 @@ def test_a_push_that_failed_at_the_card_is_not_taken_for_an_edit(push, copy):
 
 
 def test_metadata_stays_as_it_was_written(push, copy):
-    """Comments, forms, a version that is no number, and Norwegian."""
+    """Comments and forms stay, a version that is not a number, and Norwegian."""
     card = (
         (copy / "README.md")
         .read_text()

@@ -23,7 +23,7 @@ BLOCKS = [{"full": True}, {"block_size": 2}, {"block_size": 3}, {"block_size": 6
 
 @pytest.fixture
 def kimi(tiny_config):
-    """`kimi(**overrides)`: a Kimi Linear model with norms away from one and logits of some size."""
+    """Return `kimi(**overrides)`: a Kimi Linear model with norms away from one and logits of some size."""
 
     def build(**overrides) -> KimiLinearForCausalLM:
         fields = tiny_config(**overrides).to_dict()
@@ -102,7 +102,7 @@ def test_the_result_shares_every_backbone_tensor(kimi, tie):
 
 @pytest.fixture
 def reload(tmp_path):
-    """What `save_pretrained` and `from_pretrained` make of a model."""
+    """Return a model after `save_pretrained` and `from_pretrained`."""
 
     def run(model):
         model.save_pretrained(tmp_path / "saved")

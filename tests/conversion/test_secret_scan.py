@@ -1,4 +1,4 @@
-"""Secrets are found in files by the forms that services give them, and are never shown."""
+"""Secrets are found in files by the forms that services give them, and their values are never shown."""
 
 import json
 import random
@@ -12,7 +12,7 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 def some(count: int, characters: str = _LETTERS) -> str:
-    """Characters that look like those of a secret; the secrets here are put together, so that no scanner finds them."""
+    """Return characters like those of a secret, made at run time so that no scanner finds secrets in this file."""
     return "".join(random.Random(count).choices(characters, k=count))
 
 
@@ -63,7 +63,7 @@ def test_a_secret_is_found_by_its_form_with_its_line_and_is_not_shown(tmp_path, 
 
 
 def test_a_key_in_json_is_found(tmp_path):
-    """As the file of a Google service account holds it, in one line."""
+    """The file of a Google service account holds its key in one line."""
     path = tmp_path / "account.json"
     path.write_text(json.dumps({"private_key": SECRETS["a private key"][0]}, indent=1))
     assert [(secret.line, secret.kind) for secret in find_secrets(path)] == [(2, "a private key")]

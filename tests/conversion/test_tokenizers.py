@@ -1,4 +1,4 @@
-"""A directory without a tokenizer is refused in one line with the remedy, by all that load one."""
+"""Every command that loads a tokenizer refuses a directory without one, in one line with the remedy."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def refusal(call, *arguments, **options) -> str:
 
 @pytest.fixture
 def bare(assets, tmp_path) -> Path:
-    """A retrofit that was saved without its tokenizer."""
+    """Return a retrofit that was saved without its tokenizer."""
     retrofit(assets / "checkpoints" / "stories260K-hf", block_size=2).save_pretrained(tmp_path / "bare")
     return tmp_path / "bare"
 

@@ -1,4 +1,4 @@
-"""A checkpoint that lacks tensors, or is not of its configuration, is refused before anything of its size is made."""
+"""A checkpoint that lacks tensors or does not fit its configuration is refused before memory of its size is taken."""
 
 import json
 import math
@@ -30,7 +30,7 @@ LACKING = "model.layers.2.mlp.down_proj.weight"
 
 @pytest.fixture(params=["standard", "retrofit"])
 def incomplete(request, assets, tmp_path) -> Path:
-    """A directory with a tokenizer whose weights lack one tensor."""
+    """Return a directory with a tokenizer whose weights lack one tensor."""
     source, folder = assets / "checkpoints" / "stories260K-hf", tmp_path / "incomplete"
     model = AutoModelForCausalLM.from_pretrained(source)
     (model if request.param == "standard" else retrofit(model, block_size=2)).save_pretrained(folder)
@@ -64,7 +64,7 @@ def test_every_command_names_it(incomplete):
 
 @pytest.fixture(scope="module")
 def sound(assets, tmp_path_factory) -> Path:
-    """A directory with a tokenizer whose weights are whole."""
+    """Return a directory with a tokenizer whose weights are complete."""
     source, folder = assets / "checkpoints" / "stories260K-hf", tmp_path_factory.mktemp("whole") / "sound"
     retrofit(source, block_size=2).save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
@@ -73,13 +73,13 @@ def sound(assets, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def model(sound, tmp_path) -> Path:
-    """The same under a name of its own, to be changed."""
+    """Return a copy of it that a test may change."""
     return shutil.copytree(sound, tmp_path / "model")
 
 
 @contextmanager
 def little_memory() -> Iterator[None]:
-    """Let the block have 1 GB of addresses more, and 20 s of the processor: either runs out with a wrong number."""
+    """Let the block take 1 GB more address space and 20 s of processor time. A huge model would exceed one of them."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     begun = time.process_time()

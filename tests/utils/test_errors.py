@@ -1,4 +1,4 @@
-"""Errors of writing, and of connections between processes, in words that say what to do."""
+"""Errors of writing and of connections between processes are explained in words."""
 
 import errno
 import os

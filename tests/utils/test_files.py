@@ -1,4 +1,4 @@
-"""An output directory appears whole or not at all, and one writer at a time makes it."""
+"""An output directory appears whole or not at all, and only one process at a time writes it."""
 
 import contextlib
 import os
@@ -146,7 +146,7 @@ def test_where_the_last_step_fails_the_old_one_is_put_back(out, monkeypatch):
 
 
 def leave(out: Path, role: str, **files: str) -> None:
-    """What a killed run may leave beside `out`."""
+    """Leave the files of a killed run beside `out`."""
     folder = out.with_name(f".{out.name}.{role}")
     folder.mkdir()
     for name, text in files.items():
@@ -226,7 +226,7 @@ def test_one_that_another_run_finishes_at_the_last_moment_is_refused_too(out, mo
 
 
 def test_of_many_writers_at_once_one_wins_whole(out):
-    """Processes that begin together; each writes its number, and ends with 0 if it was its turn, 1 if refused."""
+    """Processes begin together. Each writes its number, and ends with 0, or with 1 if it was refused."""
     for _ in range(10):
         start = time.monotonic() + 0.05
         children = []

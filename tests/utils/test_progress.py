@@ -1,4 +1,4 @@
-"""Long work shows a bar on a terminal, and elsewhere a plain line now and then that says how long it will take."""
+"""Long work shows a bar on a terminal, and elsewhere a plain line now and then with the time that is left."""
 
 import io
 import re
@@ -11,7 +11,7 @@ from attnres.utils.progress import Pace, ProgressBar, show_duration, status
 
 
 class Clock:
-    """Seconds that pass when the test says so."""
+    """A clock that advances when the test says so."""
 
     def __init__(self):
         self.now = 0.0
@@ -26,7 +26,7 @@ def clock() -> Clock:
 
 
 def lines_of(total: float | None, seconds_each: float, clock: Clock, count: int, unit: str = "steps") -> dict:
-    """What is printed after which of `count` steps that take `seconds_each`."""
+    """Return the lines that are printed, by the step of `count` steps that take `seconds_each`."""
     pace, found = Pace(total, unit=unit, clock=clock), {}
     for done in range(1, count + 1):
         clock.now += seconds_each
@@ -47,7 +47,7 @@ def test_each_tenth_of_long_work_is_told_with_the_time_left(clock):
 
 
 def test_short_tenths_are_told_together(clock):
-    """A tenth takes 10 seconds: a line comes each 30."""
+    """A tenth takes 10 seconds, and a line is printed every 30."""
     assert list(lines_of(100, 1.0, clock, 100)) == [30, 60, 90]
 
 
@@ -66,7 +66,7 @@ def test_the_time_left_does_not_count_what_an_earlier_run_did(clock):
 
 
 def written(clock: Clock, **console) -> str:
-    """What 4 steps of 20 seconds write."""
+    """Return the output of 4 steps of 20 seconds."""
     file = io.StringIO()
     with ProgressBar(console=Console(file=file, width=80, **console), unit="steps", get_time=clock) as bar:
         task = bar.add_task("a[b]", total=None)

@@ -1,4 +1,4 @@
-"""A token that the model has no embedding for is named with the vocabulary's size, by each reader of text."""
+"""Every command that reads text names a token without an embedding, and the size of the vocabulary."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def model(tiny_model) -> AttnResForCausalLM:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Of 150 tokens, more than the model has."""
+    """Return a tokenizer of 150 tokens, more than the model has."""
     words = Tokenizer(WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, 150)}, "<pad>"))
     words.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")

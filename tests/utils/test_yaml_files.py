@@ -1,4 +1,4 @@
-"""YAML of other people is read in bounded time, and what is wrong with it is said in one line."""
+"""YAML of other people is read in bounded time, and its errors are explained in one line."""
 
 import pytest
 import yaml
