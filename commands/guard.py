@@ -32,9 +32,9 @@ class _State:
 _state = _State()
 
 
-def show_tracebacks(wanted: bool) -> None:
+def show_tracebacks(is_given: bool) -> None:
     """Show the traceback of an error that ends the command, as `--debug` does."""
-    _state.debug = _state.debug or wanted
+    _state.debug = _state.debug or is_given
 
 
 @contextlib.contextmanager

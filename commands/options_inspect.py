@@ -91,9 +91,9 @@ def inspect(
         from .inspect import InspectedSource, run_inspect
         from .serving import serve as serve_report
     shared = {"tokenizer": tokenizer, "dtype": dtype.value, "device": device, "trust_remote_code": trust_remote_code}
-    named = [(model, revision), (compare, compare_revision)]
+    models = [(model, revision), (compare, compare_revision)]
     run_inspect(
-        [InspectedSource(name, of, **shared) for name, of in named if name is not None],
+        [InspectedSource(name, commit, **shared) for name, commit in models if name is not None],
         out,
         text=text,
         overwrite=overwrite,

@@ -212,12 +212,12 @@ def read_headers(folder: Path) -> Checkpoint | None:
 
     Raises:
         OSError: A file or tensor that an index names is not there, or a file is truncated or damaged.
-        ValueError: A pickle needs code to be loaded, or its tensors are larger than what the file holds.
+        ValueError: A pickle needs code to be loaded, or its tensors are larger than the file.
     """
     config = folder / CONFIG_NAME
-    named = read_object(config).get(NAMED_WEIGHTS) if config.is_file() else None
+    named_file = read_object(config).get(NAMED_WEIGHTS) if config.is_file() else None
     for single, index in (
-        (named, named),
+        (named_file, named_file),
         (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME),
         (WEIGHTS_NAME, WEIGHTS_INDEX_NAME),
     ):
@@ -376,10 +376,10 @@ def _check_named(folder: Path, taken: str) -> None:
     if not path.exists():
         return  # `read_config` raises then
     check_text(folder, path)
-    named = read_object(path).get(NAMED_WEIGHTS)
-    if named not in (None, taken):
+    named_file = read_object(path).get(NAMED_WEIGHTS)
+    if named_file not in (None, taken):
         raise ValueError(
-            f"{path} names its weights by `{NAMED_WEIGHTS}`: {json.dumps(named)}, but beside it lies {taken}. "
+            f"{path} names its weights by `{NAMED_WEIGHTS}`: {json.dumps(named_file)}, but beside it lies {taken}. "
             f"Remove the field, or rename the file that it names to {taken}."
         )
 

@@ -29,18 +29,18 @@ def load_tokenizer(
 
     Args:
         source: The directory, or the id on the Hub.
-        remedy: How this command takes another tokenizer, such as "name one by --tokenizer". It follows the advice to
-            save one in the directory.
+        remedy: How to give this command another tokenizer, such as "name one by --tokenizer". The message has it after
+            the advice to save one in the directory.
         trust_remote_code: Whether to run code that comes with the tokenizer. The user is never asked.
-        options: What else `AutoTokenizer.from_pretrained` takes, such as `revision`.
+        options: Other arguments of `AutoTokenizer.from_pretrained`, such as `revision`.
 
     Returns:
         A tokenizer that has more in its vocabulary than special tokens.
 
     Raises:
-        OSError: `source` is no directory, and the Hub does not give it.
-        ValueError: There is no tokenizer, or it does not load; or a number in the `config.json` beside it is beyond
-            that of any model. The message is one line that names `source` or the file.
+        OSError: `source` is not a directory, and the Hub does not give it.
+        ValueError: There is no tokenizer, or it does not load; or a number in the `config.json` beside it is larger
+            than in any model. The message is one line that names `source` or the file.
     """
     _check_config(source, options.get("revision"))
     try:
@@ -56,10 +56,10 @@ def load_tokenizer(
 
 
 def _check_config(source: str | os.PathLike, revision: str | None) -> None:
-    """Check the numbers in the `config.json` beside a tokenizer: `AutoTokenizer` makes lists as long as they say."""
+    """Check the numbers in the `config.json` beside a tokenizer: `AutoTokenizer` makes lists of these lengths."""
     path = Path(source, CONFIG_NAME)
     if not Path(source).is_dir():
-        # Whatever keeps it from the disk, `AutoTokenizer` meets as well and tells.
+        # If the file cannot be downloaded, `AutoTokenizer` fails in the same way and says why.
         with suppress(OSError, HFValidationError, httpx.HTTPError):
             path = Path(hf_hub_download(str(source), CONFIG_NAME, revision=revision))
     if path.is_file():
@@ -81,7 +81,7 @@ def _check_config_loads(source: str | os.PathLike, trust_remote_code: bool) -> N
 def _no_tokenizer(source: str | os.PathLike, remedy: str, error: Exception | None = None) -> str:
     advice = [SAVE_ONE] if Path(source).is_dir() else []
     advice += [remedy] if remedy else []
-    # What `transformers` says where there is no file to blame is a list of all formats that it knows.
+    # Without any file of a tokenizer, the message of `transformers` is only a list of all formats that it knows.
     has_files = not Path(source).is_dir() or any(Path(source, name).exists() for name in TOKENIZER_FILES)
     reason = f" ({type(error).__name__}: {' '.join(str(error).split())})" if error and has_files else ""
     return f"{source} has no tokenizer that loads{': ' if advice else ''}{', or '.join(advice)}.{reason}"

@@ -1,8 +1,8 @@
-"""Load models whose checkpoint holds all their tensors, in the shapes that the configuration says.
+"""Load models only if their checkpoint holds all their tensors, in the shapes of the configuration.
 
-`transformers` draws missing tensors at random and says so in a table of its log. A command that goes on works on
-another model than the user means. And it makes random tensors of whatever size the configuration says before it
-compares shapes, so a wrong number there takes all memory. Here the headers of the files are compared first.
+`transformers` initialises missing tensors at random and reports it in a table of its log, so a command would go on with
+another model than the user means. It also allocates tensors of the sizes in the configuration before it compares
+shapes, so a wrong number there takes all memory. The functions here compare the headers of the files first.
 """
 
 import math
@@ -26,12 +26,12 @@ from .checkpoint import DTYPES, Checkpoint, find, read_headers
 from .complete import explain_config, loading_report
 from .sizes import check_sizes
 
-# Values that a model may have for each value in the files, and in any case. It may have more than the files: new
-# residual connections, and buffers such as tables of positions. In small models these may be the larger part.
-_MOST, _ALWAYS_FREE = 4, 2**24
-# What `from_pretrained` takes that says nothing of shapes, and that the constructor of a configuration would keep.
-_OF_LOADING = ("dtype", "torch_dtype", "device_map", "distributed_config")
-# An adapter in the directory takes the place of the weights: its base is another checkpoint.
+# A model may have this many values for each value in the files, or this many in total. It may have more than the files:
+# new residual connections, and buffers such as tables of positions. In small models these may be the larger part.
+_MAX_RATIO, _ALWAYS_ALLOWED = 4, 2**24
+# Arguments of `from_pretrained` that do not change shapes. A configuration would keep them as fields.
+_LOADING_ARGUMENTS = ("dtype", "torch_dtype", "device_map", "distributed_config")
+# `transformers` loads an adapter in the directory instead of the weights, onto a base from another checkpoint.
 _ADAPTER = "adapter_config.json"
 
 
@@ -53,10 +53,10 @@ def check_whole(model: nn.Module, missing: Collection[str], source: str, *, star
 
 
 def check_source_sizes(source: str | os.PathLike, revision: str | None = None) -> Checkpoint | None:
-    """Check the numbers in a checkpoint's `config.json` against the headers of its weights, by arithmetic alone.
+    """Compare the numbers in a checkpoint's `config.json` with the headers of its weights, without building a model.
 
-    A command calls this before it loads anything of a checkpoint, as its tokenizer: `transformers` reads the
-    configuration for that too, and makes lists as long as its numbers say.
+    A command calls this before it loads even the tokenizer of a checkpoint: for that too `transformers` reads the
+    configuration, and makes lists of the lengths given there.
 
     Args:
         source: The directory or Hub id. A repository on the Hub is downloaded.
@@ -98,13 +98,13 @@ def check_before_loading(auto_class: Any, source: str, *, starts_anew: bool = Fa
     revision, code = options.pop("revision", None), options.pop("trust_remote_code", False)
     if options.get("gguf_file") is not None or (checkpoint := check_source_sizes(source, revision)) is None:
         return
-    options = {name: value for name, value in options.items() if name not in _OF_LOADING}
+    options = {name: value for name, value in options.items() if name not in _LOADING_ARGUMENTS}
     if options.get("quantization_config") is None:
         options.pop("quantization_config", None)  # the one in `config.json` stays
-    # What the configuration warns of, it warns of again when the model is loaded.
+    # Warnings about the configuration are repeated when the model is loaded.
     with explain_config(checkpoint.folder), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # The directory of a Hub's snapshot: options that say where to look for it are not needed.
+        # The folder is local by now, so options about the Hub are not needed.
         config, _ = AutoConfig.from_pretrained(
             checkpoint.folder, trust_remote_code=code, return_unused_kwargs=True, **options
         )
@@ -127,9 +127,9 @@ def check_before_loading(auto_class: Any, source: str, *, starts_anew: bool = Fa
 def _check_total(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Raise ValueError if the model would have far more values than the files can hold."""
     entries, held = checkpoint.entries, sum(math.prod(entry.shape) for entry in checkpoint.entries.values())
-    # Packed weights may have one bit each at the least.
+    # A packed weight takes at least one bit.
     packed = any(not _is_float(entry.dtype) for entry in entries.values())
-    allowed = max(8 * checkpoint.num_bytes if packed else _MOST * held, _ALWAYS_FREE)
+    allowed = max(8 * checkpoint.num_bytes if packed else _MAX_RATIO * held, _ALWAYS_ALLOWED)
     sizes = dict((*model.named_parameters(), *model.named_buffers()))
     total = sum(tensor.numel() for tensor in sizes.values())
     if total > allowed:

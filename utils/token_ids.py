@@ -1,4 +1,4 @@
-"""Check token ids against the model that is to read them, before PyTorch fails without naming either."""
+"""Check token ids against the vocabulary of a model: PyTorch's own error names neither the id nor the model."""
 
 from collections.abc import Iterable
 
@@ -10,12 +10,12 @@ def check_token_ids(ids: Tensor | Iterable[int], model: PreTrainedModel, source:
     """Raise if a model has no embedding for a token id.
 
     Args:
-        ids: Of any shape; a tensor should be on the CPU.
-        model: The model that is to read them.
-        source: What the ids come from, for the message.
+        ids: The token ids, in any shape. A tensor should be on the CPU.
+        model: The model that will read them.
+        source: The text or tokenizer that the ids come from, for the message.
 
     Raises:
-        ValueError: Naming the id, the vocabulary's size and `source`.
+        ValueError: An id is too large. The message names it, the vocabulary's size and `source`.
     """
     size = model.get_input_embeddings().num_embeddings
     largest = int(ids.max()) if isinstance(ids, Tensor) else max(ids, default=0)

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from yaml.nodes import CollectionNode, MappingNode, Node
 
-# Far above what a recipe, a card or a task file needs, and walked in about a second.
+# Far more than a recipe, a card or a task file needs. To visit so many values takes about a second.
 MAX_REPEATED = 1_000_000
 
 

@@ -251,7 +251,7 @@ def straight_line(model: PreTrainedModel, ids: Tensor, read: Callable[[list[Tens
 def depth_recurrence(
     queries: Sequence[Tensor], norms: Sequence[Tensor], block_size: int, scale: str, eps: float
 ) -> Callable[[list[Tensor]], Tensor]:
-    """Return AttnRes's `read`: `h = sum_i a_i s_i`, `a = softmax_i(w . (g * RMSNorm(s_i)))`, with w and g for each l."""
+    """Return AttnRes's `read`: `h = sum_i a_i s_i`, `a = softmax_i(w . (g * RMSNorm(s_i)))`, a w and g per l."""
 
     def read(v: list[Tensor]) -> Tensor:
         l = len(v) - 1  # noqa: E741
