@@ -34,6 +34,8 @@ OTHERS = (
     "configuration/*/*.json",
     "configuration/*/*.yaml",
     "eval/results/README.md",
+    "eval/results/*.csv",
+    "eval/results/*.xz",
     "eval/results/*/*.md",
     "eval/results/*/*.png",
     "eval/tasks/README.md",
