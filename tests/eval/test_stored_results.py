@@ -1,4 +1,4 @@
-"""The evaluation stored in `eval/results`: its reports and its table of tasks hold the numbers of the harness's files."""
+"""The evaluation stored in `eval/results`: its pages show the numbers of the harness's files."""
 
 import csv
 import json
