@@ -1,4 +1,4 @@
-"""`python -m experiments`: errors that a person can mend, and Ctrl-C from the first import on, end in one line."""
+"""Entry of `python -m experiments`: an expected error or Ctrl-C, from the first import on, ends in one line."""
 
 import sys
 

@@ -1,82 +1,136 @@
-"""Writes all tables and figures of `experiments` anew from the stored runs; trains nothing."""
+"""Pages and figures of the experiments, made from the stored runs; nothing is trained.
 
-from collections.abc import Mapping
+`results/TABLES.md` shows every table. `RESULTS.md` shows those, and the figures, that its text has a place for.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from attnres.analysis.tables import update_tables
+from filelock import FileLock
 
-from . import healing, summary
+from attnres.analysis.tables import check_tables, update_tables
+from attnres.utils.files import atomic_write
+
+from . import healing, store, summary
 from .costs import costs_of
-from .figures import block_sizes, gains, plot, plot_beside_paper, plot_block_sizes, plot_gains
-from .harness import TINY, Store, page_of, results_file
-from .scratch import Comparison, check_run
-from .scratch_declared import BASELINE, DECLARED, declared
-from .tables import lead_table, report_table, sweep_table
+from .declared import TINY, HealingExperiment, ScratchExperiment, names, sizes_of_healing
+from .figures import plot
+from .scratch import DeclaredComparison, run_store
+from .store import RunStore
+from .tables import healing_tables, scratch_tables
+
+HEAD = """# All tables
+
+Every table that the stored runs give, under the name of its file. `python -m experiments report` makes this page.
+[Results](../RESULTS.md) says what the tables mean, and [method](../README.md) how the runs were made.
+
+- *result*, *report*: held-out loss (nats/token), mean ± standard deviation over seeds; differences are within a seed.
+- *lead*: training loss minus that of the standard model at some steps, mean over seeds.
+- *rates*, and tables of healing that name a rate: what was tried to choose settings, with one seed and on text that is
+  not reported.
+- *depth attention*: `1/2 sum_i |a_i - 1/n|`, the distance of its weights from uniform, where a retrofit starts.
+"""
 
 
-def tables(comparison: Comparison, tokens: int, rates: Mapping[str, float]) -> dict[str, str]:
-    """The tables of a comparison, by the names of their places on the page."""
-    size = comparison.experiment.name.partition("-")[2]
-    found = {"result": report_table(comparison, rates, tokens, costs_of(comparison))}
-    found["lead"] = lead_table(comparison, rates, tokens)
-    if comparison.experiment.rate is None or any(map(comparison.swept, comparison.experiment.connections)):
-        found["rates"] = sweep_table(comparison)
-    return {f"{size}: {name}": table for name, table in found.items()}
+def results_page() -> Path:
+    """Return the page that a person reads."""
+    return store.FOLDER / "RESULTS.md"
 
 
-def write(comparison: Comparison, tokens: int, page: Path, rates: Mapping[str, float] | None = None) -> None:
-    """Its tables into a page, and its figures beside the runs.
+def tables_page() -> Path:
+    """Return the page of all tables."""
+    return store.FOLDER / "results" / "TABLES.md"
+
+
+def is_reported(name: str, path: Path) -> bool:
+    """Return whether the pages of the repository show the runs of an experiment that are stored in `path`."""
+    return path == store.results_file(name) and not name.endswith(f"-{TINY}")
+
+
+def check_page(path: Path) -> None:
+    """Raise ValueError if the tables of runs stored in `path` could not be written beside them after training."""
+    check_tables(path.with_suffix(".md"), f"{path.stem}: ")
+
+
+def write(comparison: DeclaredComparison, tokens: int, rates: Mapping[str, float] | None = None) -> None:
+    """Write the pages and figures that show a comparison, after some of its runs were made.
 
     Args:
-        rates: of the connections that it shows; by default all that have runs, with the rates of the sweeps.
+        comparison: the runs.
+        tokens: the length of the reported runs.
+        rates: label -> learning rate, of the connections that are shown; None: all that have runs.
     """
-    with comparison.store.held():  # of several processes that add to it the last one to write shows the runs of all
+    path = comparison.store.path
+    if is_reported(comparison.experiment.name, path):
+        write_all()
+        return
+    with comparison.store.held():  # the last of several processes to write shows the runs of all
         comparison.store.read()
-        _write(comparison, tokens, page, rates)
+        shown = comparison.shown(tokens, rates)
+        if shown.rates:
+            update_tables(path.with_suffix(".md"), scratch_tables(shown, costs_of(comparison)))
+        if len(shown.rates) > 1:
+            plot(shown, path.with_suffix(".png"))
 
 
-def _write(comparison: Comparison, tokens: int, page: Path, rates: Mapping[str, float] | None) -> None:
-    reported = rates or comparison.reported(tokens)
-    if BASELINE not in reported:
-        return
-    reported = {label: rate for label, rate in reported.items() if comparison.differences(label, reported, tokens)}
-    if not reported:
-        return
-    update_tables(page, tables(comparison, tokens, reported))
-    if len(reported) < 2:
-        return
-    figure = comparison.store.path.with_suffix(".png")
-    if not comparison.experiment.published:
-        plot(comparison, reported, tokens, figure)
-        return
-    plot_beside_paper(comparison, reported, tokens, figure)
-    if len(block_sizes(comparison, reported)) > 1:
-        plot_block_sizes(comparison, reported, tokens, figure.with_stem(f"{figure.stem}-block-sizes"))
+def write_healed(experiment: HealingExperiment, runs: RunStore, seeds: Iterable[int]) -> None:
+    """Write the page that shows runs of healing.
 
-
-def stored(name: str) -> Comparison | None:
-    """The comparison of a declaration with its runs in the repository; None: it has none."""
-    experiment, path = declared(name), results_file(name)
-    return Comparison(experiment, Store(path, experiment.setting(), check_run)) if path.exists() else None
-
-
-def write_gains() -> None:
-    """The figure of `depth`, of as many depths as there are."""
-    names = sorted(path.stem for path in DECLARED.glob("depth-*.yaml"))
-    if found := gains([comparison for name in names if (comparison := stored(name))]):
-        plot_gains(found, results_file("depth").with_suffix(".png"))
+    Args:
+        experiment: the declaration.
+        runs: the runs.
+        seeds: of the reported runs.
+    """
+    if is_reported(experiment.name, runs.path):
+        write_all()
+    else:
+        update_tables(runs.path.with_suffix(".md"), healing_tables(experiment, runs, list(seeds)))
 
 
 def write_all() -> None:
-    names = sorted(path.stem for path in DECLARED.glob("*.yaml") if not path.stem.endswith(TINY))
-    comparisons = [comparison for name in names if (comparison := stored(name))]
-    for comparison in comparisons:
-        name = comparison.experiment.name
-        write(comparison, comparison.experiment.tokens, page_of(name.partition("-")[0]))
-    write_gains()
-    summary.write(comparisons)
-    healing.write_all()
-    pages = f"{page_of('RESULTS')} and of the pages beside it"
-    print(
-        f"Written from the stored runs of {len(comparisons)} comparisons and of healing: tables and figures of {pages}."
-    )
+    """Write all pages and figures of the repository anew."""
+    with FileLock(tables_page().with_suffix(".lock")):
+        comparisons = stored_comparisons()
+        tables = {}
+        for comparison in comparisons:
+            shown = comparison.shown()
+            if shown.rates:
+                tables |= scratch_tables(shown, costs_of(comparison))
+        for experiment, runs in stored_healing():
+            tables |= healing_tables(experiment, runs, healing.SEEDS)
+        parts = [f"## {name}\n\n{table}\n" for name, table in tables.items()]
+        atomic_write(tables_page(), "\n".join([HEAD, *parts]))
+        main = [own for own in comparisons if own.store.path.stem == own.experiment.name]
+        here, others = summary.leads_of(main), summary.published()
+        tables |= {"summary: here": summary.table(here, 1), "summary: others": summary.table(others, 1 + len(here))}
+        text = results_page().read_text(encoding="utf-8")
+        update_tables(results_page(), {name: table for name, table in tables.items() if f"<!-- {name} -->" in text})
+        for comparison in comparisons:
+            figure = comparison.store.path.with_suffix(".png")
+            if f"(results/{figure.name})" in text:
+                plot(comparison.shown(), figure)
+        summary.plot(here, others, store.results_file("summary").with_suffix(".png"))
+
+
+def stored_comparisons() -> list[DeclaredComparison]:
+    """Return the comparisons from scratch whose runs are stored in the repository, repetitions included."""
+    files = _files(names(), lambda name: name)
+    experiments = ((ScratchExperiment.load(name), path) for name, path in files)
+    return [DeclaredComparison(experiment, run_store(experiment, path)) for experiment, path in experiments]
+
+
+def stored_healing() -> list[tuple[HealingExperiment, RunStore]]:
+    """Return the experiments of healing with the runs that are stored in the repository, repetitions included."""
+    files = _files(sizes_of_healing(), lambda size: f"healing-{size}")
+    experiments = ((HealingExperiment.load(size), path) for size, path in files)
+    return [(experiment, healing.run_store(experiment, path)) for experiment, path in experiments]
+
+
+def _files(declared: list[str], stem: Callable[[str], str]) -> list[tuple[str, Path]]:
+    """Return each results file with its declaration: `depth-12.json`, and repetitions such as `depth-12-again.json`."""
+    files = []
+    for path in sorted(store.results_file("any").parent.glob("*.json")):
+        fitting = [name for name in declared if f"{path.stem}-".startswith(f"{stem(name)}-")]
+        if fitting and not {TINY, "trial"} & set(path.stem.split("-")):
+            files.append((max(fitting, key=len), path))
+    return files

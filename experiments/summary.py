@@ -2,25 +2,23 @@
 
     y = loss of Block AttnRes minus that of the standard model,   x = tokens seen per parameter
 
-Those made here come from the stored runs, those of others from `published.yaml`.
+The leads that were measured here come from the stored runs, those of others from `published.yaml`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from attnres.analysis.drawing import blank, finish
-from attnres.analysis.tables import update_tables
 from attnres.configuration import count_parameters
 
 from .costs import WAYS, costs_of
-from .harness import deviation_of, markdown, page_of, read_declaration, results_file, spread
-from .scratch import Comparison
-from .tables import at_equal_time
+from .declared import read_declaration
+from .scratch import DeclaredComparison
+from .tables import at_equal_time, deviation_of, markdown, spread
 
-APART = 1.1  # that bars and their numbers can be told from each other
+APART = 1.1  # the least ratio between places on the axis, so that bars and their numbers can be told from each other
 PUBLISHED = Path(__file__).with_name("published.yaml")
 
 
@@ -29,12 +27,15 @@ class Lead:
     """One comparison of Block AttnRes with the residual stream.
 
     Attributes:
-        source: a link to where it is from, or its name.
+        source: its name, with a link to where it is from.
+        sublayers: of the model.
+        width: hidden size of the model.
         parameters: that a token uses, without the embeddings; of others, as they count them.
+        tokens: that a run has seen.
         values: loss minus that of the residual stream, of each seed; of others one number, their mean.
         deviation: standard deviation over the seeds, if there are several.
-        seeds: how many; None: not told.
-        equal_time: a way to run (eager, compiled) -> the same at equal time instead of equal tokens.
+        seeds: how many; None if they are not reported.
+        equal_time: way to run -> the difference at equal time instead of equal tokens.
     """
 
     source: str
@@ -49,37 +50,38 @@ class Lead:
 
     @property
     def tokens_per_parameter(self) -> float:
+        """Tokens seen per parameter."""
         return self.tokens / self.parameters
 
     @property
     def is_of_paper(self) -> bool:
+        """Whether the paper reports it."""
         return self.source.startswith("paper")
 
 
-def lead_of(comparison: Comparison) -> Lead | None:
-    """That of the first Block AttnRes without further switches; None: it has no runs."""
+def lead_of(comparison: DeclaredComparison) -> Lead | None:
+    """Return the lead of the first Block AttnRes without further switches; None if it has no runs."""
     experiment = comparison.experiment
-    rates = comparison.reported(experiment.tokens)
-    label = next((label for label in rates if _is_block(experiment.connections[label])), None)
+    shown = comparison.shown()
+    label = next((label for label in shown.rates if _is_block(experiment.connections[label])), None)
     if label is None:
         return None
     config = experiment.config(experiment.connections[label])
-    found = comparison.differences(label, rates, experiment.tokens)
-    results, page = comparison.store.path, page_of(experiment.name.partition("-")[0])
+    differences = shown.differences(label)
     equal_time = {
         way: value
-        for way, of_way in costs_of(comparison).items()
-        if (value := at_equal_time(comparison, label, rates, experiment.tokens, of_way.get(label))) is not None
+        for way, ratios in costs_of(comparison).items()
+        if (value := at_equal_time(shown, label, ratios.get(label))) is not None
     }
     return Lead(
-        f"[{experiment.name}]({page.name}), {label} ([runs](results/{results.name}))",
+        f"[{experiment.name}](results/{comparison.store.path.name}), {label}",
         2 * config.num_hidden_layers,
         config.hidden_size,
         count_parameters(config).activated_non_embedding,
         experiment.tokens,
-        tuple(found),
-        deviation_of(found),
-        len(found),
+        tuple(differences),
+        deviation_of(differences),
+        len(differences),
         equal_time,
     )
 
@@ -90,63 +92,38 @@ def _is_block(connection: Mapping[str, object]) -> bool:
 
 
 def published() -> list[Lead]:
-    """What others report, in the order of `published.yaml`.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    """Return what others report, in the order of `published.yaml`. Raises ValueError if the file is damaged."""
     sources = read_declaration(PUBLISHED)
     try:
-        return [_published(str(source), fields) for source, rows in sources.items() for fields in rows]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{PUBLISHED} lacks a field, or has one that is no number ({error!r}): mend it.") from error
+        return [
+            Lead(source=source, values=(row.pop("lead"),), **row) for source, rows in sources.items() for row in rows
+        ]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{PUBLISHED} lacks a field, or has another one ({error!r}): mend it.") from error
 
 
-def _published(source: str, fields: Mapping[str, Any]) -> Lead:
-    deviation = fields.get("deviation")
-    return Lead(
-        source,
-        int(fields["sublayers"]),
-        int(fields["width"]),
-        float(fields["parameters"]),
-        float(fields["tokens"]),
-        (float(fields["lead"]),),
-        None if deviation is None else float(deviation),
-        fields.get("seeds"),
-    )
-
-
-def write(comparisons: Sequence[Comparison]) -> None:
-    """The tables of the page of results, and its figure, from the comparisons that have runs."""
-    here = [lead for comparison in comparisons if (lead := lead_of(comparison))]
-    if not here:
-        return
-    here.sort(key=lambda lead: (-lead.tokens, lead.source))
-    others = published()
-    tables = {"summary: here": table(here, 1), "summary: others": table(others, 1 + len(here))}
-    update_tables(page_of("RESULTS"), tables)
-    plot(here, others, results_file("summary").with_suffix(".png"))
+def leads_of(comparisons: Iterable[DeclaredComparison]) -> list[Lead]:
+    """Return the leads of comparisons that have runs, the longest runs first."""
+    leads = [lead for comparison in comparisons if (lead := lead_of(comparison))]
+    return sorted(leads, key=lambda lead: (-lead.tokens, lead.source))
 
 
 def table(leads: Sequence[Lead], first: int) -> str:
-    """A row for each, numbered from `first` as in the figure."""
+    """Tabulate leads, a row for each.
+
+    Args:
+        leads: the rows.
+        first: the number of the first row; the figure has the same numbers.
+    """
     rows = [["", "from", "sublayers", "d", "parameters", "tokens", "seeds", "Block minus standard"]]
     times = any(lead.equal_time for lead in leads)
     rows[0] += [f"at equal time, {way}" for way in WAYS] if times else []
     for number, lead in enumerate(leads, first):
-        own = spread(lead.values, "+") if len(lead.values) > 1 else f"{lead.values[0]:+.3f}"
+        difference = spread(lead.values, "+") if len(lead.values) > 1 else f"{lead.values[0]:+.3f}"
         if lead.deviation is not None and len(lead.values) == 1:
-            own += f" ± {lead.deviation:.3f}"
-        cells = [
-            str(number),
-            lead.source,
-            str(lead.sublayers),
-            f"{lead.width:,}",
-            _short(lead.parameters),
-            _short(lead.tokens),
-            str(lead.seeds or ""),
-            own,
-        ]
+            difference += f" ± {lead.deviation:.3f}"
+        cells = [str(number), lead.source, str(lead.sublayers), f"{lead.width:,}"]
+        cells += [_short(lead.parameters), _short(lead.tokens), str(lead.seeds or ""), difference]
         if times:
             known = lead.equal_time or {}
             cells += [f"{known[way]:+z.2f}" if way in known else "" for way in WAYS]
@@ -155,13 +132,19 @@ def table(leads: Sequence[Lead], first: int) -> str:
 
 
 def _short(count: float) -> str:
-    """Such as 2.7M or 119B."""
+    """Format a count such as 2.7M or 119B."""
     unit, letter = next(((u, name) for u, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if count >= u), (1.0, ""))
     return f"{count / unit:.3g}{letter}"
 
 
 def plot(here: Sequence[Lead], others: Sequence[Lead], path: Path) -> None:
-    """Draw each lead against the tokens that it saw per parameter, with the number of its row."""
+    """Draw each lead against the tokens seen per parameter, with the number of its row.
+
+    Args:
+        here: leads that were measured here, the first rows.
+        others: leads that others report.
+        path: of the picture.
+    """
     figure = blank(7, 4)
     axes = figure.subplots()
     numbered = list(enumerate([*here, *others], 1))
@@ -180,7 +163,8 @@ def plot(here: Sequence[Lead], others: Sequence[Lead], path: Path) -> None:
         else:
             places = _apart(places)
         axes.errorbar(places, means, deviations, fmt=marker, color=color, capsize=3, markersize=5, label=label)
-        is_here = group[0] in numbered[: len(here)]  # its numbers stand on the bars, those of others below
+        # Leads of here have their numbers above their bars, the others below: so they do not collide.
+        is_here = group[0] in numbered[: len(here)]
         for place, value, deviation, text in zip(places, means, deviations, numbers):
             end, offset = (value + deviation, 3) if is_here else (value - deviation, -10)
             axes.annotate(str(text), (place, end), (0, offset), textcoords="offset points", ha="center", fontsize=7)
@@ -196,7 +180,7 @@ def plot(here: Sequence[Lead], others: Sequence[Lead], path: Path) -> None:
 
 
 def _apart(places: Sequence[float]) -> list[float]:
-    """Places on a logarithmic axis, each moved so far to the right that it lies `APART` from the one before."""
+    """Move places on a logarithmic axis to the right, so that each lies at least `APART` from the one before."""
     moved, before = list(places), 0.0
     for number in sorted(range(len(places)), key=places.__getitem__):
         before = moved[number] = max(places[number], before * APART)

@@ -1,80 +1,126 @@
-"""The tables of a comparison, from the stored runs."""
+"""Markdown tables of the stored runs: from scratch and of healing."""
 
 import math
-from collections.abc import Mapping
-from statistics import mean
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import mean, stdev
 
-from .harness import markdown, spread
-from .scratch import Comparison
-from .scratch_declared import BASELINE
+from .declared import BASELINE, HealingExperiment
+from .scratch import DeclaredComparison, ShownRuns
+from .store import SELECTION_SEED, RunStore
 
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)  # of the steps: where the training loss is shown
 
 
-def report_table(
-    comparison: Comparison,
-    rates: Mapping[str, float],
-    tokens: int,
-    costs: Mapping[str, Mapping[str, float]] | None = None,
-) -> str:
-    """Held-out loss, mean and standard deviation over the seeds, and the difference from `standard` within seeds.
+def markdown(rows: Sequence[Sequence[str]], texts: int = 1) -> str:
+    """Format a table.
 
     Args:
-        costs: a way to run (eager, compiled) -> label -> time of a training step, as a ratio to `standard`: for each
-            way there are two more columns, it and the difference at equal time.
-
-    Where the declaration names what the paper has, that stands in the last column.
+        rows: its cells, the head first.
+        texts: how many of the first columns hold text; the others hold numbers.
     """
-    published = comparison.experiment.published
+    head, *rest = rows
+    rule = ["---"] * texts + ["---:"] * (len(head) - texts)
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rest)]
+    return "\n".join([lines[0], f"|{'|'.join(rule)}|", *lines[1:]])
+
+
+def spread(values: Sequence[float], sign: str = "") -> str:
+    """Format mean ± standard deviation, such as `3.9932 ± 0.0189`.
+
+    Args:
+        values: one for each seed.
+        sign: `+` to show the sign of the mean.
+    """
+    deviation = deviation_of(values)
+    return f"{mean(values):{sign}z.4f}" + ("" if deviation is None else f" ± {deviation:.4f}")
+
+
+def deviation_of(values: Sequence[float]) -> float | None:
+    """Return the standard deviation; None of a single value, and if a run diverged."""
+    return stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
+
+
+def distance_of_means(rows: Iterable[Sequence[float]]) -> float:
+    """Return the mean of `1/2 sum_i |a_i - 1/n|` over the consumers with several sources.
+
+    Args:
+        rows: for each consumer the weights of its n sources, means over tokens.
+    """
+    return mean(sum(abs(weight - 1 / len(row)) for weight in row) / 2 for row in rows if len(row) > 1)
+
+
+# From scratch
+
+
+def scratch_tables(shown: ShownRuns, costs: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
+    """Make all tables of a comparison, by their names on a page.
+
+    Args:
+        shown: the runs.
+        costs: way -> label -> time of a step as a ratio to the standard model.
+    """
+    comparison = shown.comparison
+    tables = {"result": result_table(shown, costs), "lead": lead_table(shown)}
+    if comparison.experiment.rate is None or any(map(comparison.swept, comparison.experiment.connections)):
+        tables["rates"] = rate_table(comparison)
+    return {f"{comparison.store.path.stem}: {name}": table for name, table in tables.items()}
+
+
+def result_table(shown: ShownRuns, costs: Mapping[str, Mapping[str, float]]) -> str:
+    """Tabulate held-out losses, and their differences from the standard model within seeds.
+
+    Args:
+        shown: the runs.
+        costs: way -> label -> time of a step as a ratio to the standard model. Each way adds two columns: the ratio,
+            and the difference at equal time.
+    """
+    published = shown.comparison.experiment.published
     head = ["model", "rate", "seeds", "held-out loss", "minus standard"]
-    for way in costs or ():
+    for way in costs:
         head += [f"time of a step, {way}", "minus standard, at equal time"]
-    head += ["in the paper"] if published else []
-    rows = [head]
-    for label, rate in rates.items():
-        losses = [run["after"] for run, _ in comparison.pairs(label, rates, tokens)]
-        differences = comparison.differences(label, rates, tokens)
+    rows = [head + (["in the paper"] if published else [])]
+    for label, rate in shown.rates.items():
+        losses, differences = [run["after"] for run, _ in shown.pairs[label]], shown.differences(label)
         is_baseline = label == BASELINE
         cells = [label, f"{rate:g}", str(len(losses)), spread(losses), "" if is_baseline else spread(differences, "+")]
-        for of_way in (costs or {}).values():
-            cost = of_way.get(label)
-            cells.append(f"{cost:.2f}" if cost else "")
-            difference = None if is_baseline else at_equal_time(comparison, label, rates, tokens, cost)
-            cells.append("" if difference is None else f"{difference:+z.2f}")
+        for ratios in costs.values():
+            cost = ratios.get(label)
+            difference = None if is_baseline else at_equal_time(shown, label, cost)
+            cells += [f"{cost:.2f}" if cost else "", "" if difference is None else f"{difference:+z.2f}"]
         if published:
             cells.append(f"{published[label]:+.3f}" if label in published else "")
         rows.append(cells)
     return markdown(rows)
 
 
-def at_equal_time(
-    comparison: Comparison, label: str, rates: Mapping[str, float], tokens: int, cost: float | None
-) -> float | None:
-    """The mean difference from `standard`, had both trained equally long by the clock; None: that is not known."""
-    given_up = lost(comparison, label, rates, tokens, cost) if cost else None
-    return None if given_up is None else mean(comparison.differences(label, rates, tokens)) + given_up
+def at_equal_time(shown: ShownRuns, label: str, cost: float | None) -> float | None:
+    """Estimate the mean difference from the standard model, had both trained equally long by the clock.
 
+        difference + slope * ln(cost),   slope = (loss(short) - loss(tokens)) / ln(tokens / short)
 
-def lost(comparison: Comparison, label: str, rates: Mapping[str, float], tokens: int, cost: float) -> float | None:
-    """What a connection's loss would be higher by, had it trained as long as `standard` by the clock.
+    The shorter run is the longest one of a reported seed. Where there is none, that of the standard model serves, whose
+    losses fall alike; or else the run of the sweep, on another text, or that of the standard model. The loss flattens
+    with more tokens, and a chord is steeper than the curve at its end: the estimate is too high rather than too low.
 
-        slope * ln(cost),   slope = (loss(short) - loss(tokens)) / ln(tokens / short)
+    Args:
+        shown: the runs.
+        label: of the connection.
+        cost: time of a step as a ratio to the standard model; None if it was not measured.
 
-    with the longest shorter run of a seed that is reported; without any, with those of `standard`, whose losses fall
-    alike; or else with the sweep's run, on another text, or that of `standard`. The loss flattens with more tokens, and
-    a chord is steeper than the curve at its end: this is too much rather than too little. None: there is no shorter
-    run at that rate.
+    Returns:
+        The difference (nats/token); None if there is no cost, or no shorter run at that rate.
     """
     for name, is_sweep in ((label, False), (BASELINE, False), (label, True), (BASELINE, True)):
-        slope = _slope(comparison, name, rates[name], tokens, is_sweep)
-        if slope is not None:
-            return slope * math.log(cost)
+        slope = _slope(shown, name, is_sweep)
+        if cost and slope is not None:
+            return mean(shown.differences(label)) + slope * math.log(cost)
     return None
 
 
-def _slope(comparison: Comparison, label: str, rate: float, tokens: int, is_sweep: bool) -> float | None:
-    after = comparison.runs(label, rate, tokens)
-    runs = comparison.by_length(label, rate, selecting=is_sweep)
+def _slope(shown: ShownRuns, label: str, is_sweep: bool) -> float | None:
+    rate, tokens = shown.rates[label], shown.tokens
+    after = shown.comparison.by_length(label, rate)[tokens]
+    runs = shown.comparison.by_length(label, rate, selecting=is_sweep)
     lengths = [length for length in runs if length < tokens and (is_sweep or runs[length].keys() & after.keys())]
     if not lengths:
         return None
@@ -85,30 +131,93 @@ def _slope(comparison: Comparison, label: str, rate: float, tokens: int, is_swee
     return (starts - ends) / math.log(tokens / max(lengths))
 
 
-def lead_table(comparison: Comparison, rates: Mapping[str, float], tokens: int) -> str:
-    """Training loss minus that of `standard` at some steps, mean over the seeds that both have."""
-    if set(rates) == {BASELINE}:
-        return "No other connection has runs."
+def lead_table(shown: ShownRuns) -> str:
+    """Tabulate the training loss minus that of the standard model at some steps, as a mean over seeds."""
     rows = []
-    for label in rates:
+    for label in shown.rates:
         if label == BASELINE:
             continue
-        leads = comparison.leads(label, rates, tokens)
+        leads = shown.leads(label)
         steps = [step for step, _ in leads[0]]
-        chosen = [max(0, round(share * len(steps)) - 1) for share in SHARES]
-        rows = rows or [["step", *(f"{steps[place]:,}" for place in chosen)]]
-        rows.append([label, *(f"{mean(points[place][1] for points in leads):+z.3f}" for place in chosen)])
-    return markdown(rows)
+        places = [max(0, round(share * len(steps)) - 1) for share in SHARES]
+        rows = rows or [["step", *(f"{steps[place]:,}" for place in places)]]
+        rows.append([label, *(f"{mean(points[place][1] for points in leads):+z.3f}" for place in places)])
+    return markdown(rows) if rows else "No other connection has runs."
 
 
-def sweep_table(comparison: Comparison) -> str:
-    """The loss on the selection text by rate, of the connections that have a sweep."""
+def rate_table(comparison: DeclaredComparison) -> str:
+    """Tabulate the loss on the selection text by learning rate, of the connections that have a sweep."""
     losses = {label: comparison.swept(label) for label in comparison.experiment.connections}
-    rates = sorted({rate for of_label in losses.values() for rate in of_label})
+    rates = sorted({rate for swept in losses.values() for rate in swept})
     if not rates:
         return "The sweep was not made."
     rows = [["model", *(f"{rate:g}" for rate in rates)]]
-    for label, found in losses.items():
-        if found:
-            rows.append([label, *(f"{found[rate]:.4f}" if rate in found else "" for rate in rates)])
+    rows += [
+        [label, *(f"{swept[rate]:.4f}" if rate in swept else "" for rate in rates)]
+        for label, swept in losses.items()
+        if swept
+    ]
+    return markdown(rows)
+
+
+# Healing
+
+
+def healing_tables(experiment: HealingExperiment, store: RunStore, seeds: Sequence[int]) -> dict[str, str]:
+    """Make all tables of an experiment of healing that have runs, by their names on a page.
+
+    Args:
+        experiment: the declaration.
+        store: the runs.
+        seeds: of the reported runs.
+    """
+    tables = {}
+    if any(store.find(recipe, seed) for recipe in experiment.report.values() for seed in seeds):
+        tables["report"] = _healed(experiment, store, seeds)
+        tables["depth attention"] = _distances(experiment, store, seeds)
+    tables |= {title: _sweep(experiment, store, title) for title in experiment.sweeps}
+    return {f"{store.path.stem}: {name}": table for name, table in tables.items()}
+
+
+def _healed(experiment: HealingExperiment, store: RunStore, seeds: Sequence[int]) -> str:
+    """Tabulate the held-out loss of the reported recipes, and its differences from the standard model within seeds."""
+    rows = [["model", "trained", "tokens", "seeds", "held-out loss", "minus standard", "minus start"]]
+    for label, recipe in experiment.report.items():
+        baseline = experiment.baseline(recipe)
+        runs = [(store.find(recipe, seed), store.find(baseline, seed)) for seed in seeds]
+        runs = [(run, standard) for run, standard in runs if run and standard]
+        if not runs:
+            continue
+        differences = [run["after"] - standard["after"] for run, standard in runs]
+        gains = [run["after"] - standard["before"] for run, standard in runs]
+        cells = [label, recipe.trained, f"{runs[0][0]['tokens']:,}", str(len(runs))]
+        cells += [spread([run["after"] for run, _ in runs]), "" if recipe == baseline else spread(differences, "+")]
+        rows.append([*cells, spread(gains, "+")])
+    return markdown(rows, texts=2)
+
+
+def _sweep(experiment: HealingExperiment, store: RunStore, title: str) -> str:
+    """Tabulate the recipes of one sweep, against the best standard model of the same length."""
+    rows = [[title, "loss at step 0", "loss", "minus best standard"]]
+    tried = {recipe for sweep in experiment.sweeps.values() for recipe in sweep.values()}
+    standard = [recipe for recipe in tried if recipe.is_standard and recipe.trained == "all"]
+    for label, recipe in experiment.sweeps[title].items():
+        rivals = (other for other in standard if other.steps == recipe.steps)
+        losses = [run["after"] for other in rivals if (run := store.find(other, SELECTION_SEED))]
+        losses = [loss for loss in losses if math.isfinite(loss)]  # the others diverged
+        if run := store.find(recipe, SELECTION_SEED):
+            difference = f"{run['after'] - min(losses):+z.4f}" if losses else ""
+            rows.append([label, f"{run['before']:.4f}", f"{run['after']:.4f}", difference])
+    return markdown(rows)
+
+
+def _distances(experiment: HealingExperiment, store: RunStore, seeds: Sequence[int]) -> str:
+    """Tabulate how far the depth attention moved from uniform: for single tokens, and for its mean over tokens."""
+    rows = [["model", "distance from uniform, mean over tokens", "distance of the mean weights"]]
+    for label, recipe in experiment.report.items():
+        runs = [run for seed in seeds if (run := store.find(recipe, seed))]
+        runs = [run for run in runs if math.isfinite(run.get("distance_from_uniform", math.nan))]
+        if runs:
+            of_means = [distance_of_means(run["depth_attention"]) for run in runs]
+            rows.append([label, spread([run["distance_from_uniform"] for run in runs]), spread(of_means)])
     return markdown(rows)

@@ -61,7 +61,7 @@ RESULTS = "results.json"
 AT_THIS_LENGTH = (
     "At this length only: {tokens:,} tokens, the first moments of a training. With more of it a lead shrinks: that of "
     "a model with 28 million parameters was largest after 300 steps, and 0.26 ± 0.03 nats after 16.8 million tokens "
-    "(experiments/claim.md in the repository)."
+    "(experiments/RESULTS.md in the repository)."
 )
 
 _GENERATE = """
