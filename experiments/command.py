@@ -16,9 +16,18 @@ from transformers.utils import logging
 from . import findings, healing, report
 from .costs import WAYS, measure_costs
 from .data import check_corpus, load, prepare, prepared_file
-from .declared import BASELINE, HealingExperiment, ScratchExperiment, is_rate, is_seed, names, sizes_of_healing
-from .scratch import DeclaredComparison, run_store
-from .store import SELECTION_SEED, results_file
+from .declared import (
+    BASELINE,
+    SELECTION_SEED,
+    HealingExperiment,
+    ScratchExperiment,
+    is_rate,
+    is_seed,
+    names,
+    sizes_of_healing,
+)
+from .scratch import DeclaredComparison
+from .store import RunStore, results_file
 from .tables import result_table
 
 FROM_SCRATCH = {
@@ -130,7 +139,7 @@ def run_from_scratch(options: argparse.Namespace) -> None:
         return
     is_trial = bool(options.rate or options.tokens)
     path = options.results or results_file(f"{experiment.name}-trial" if is_trial else experiment.name)
-    store = run_store(experiment, path)
+    store = RunStore(experiment, path)
     if path.with_suffix(".png").exists() and not path.exists():
         raise ValueError(
             f"{path.with_suffix('.png')} exists, and the figure of these runs would replace it. Move it away."
@@ -167,7 +176,7 @@ def run_healing(options: argparse.Namespace) -> None:
     groups = _select("--groups", options.groups, ["report", *experiment.sweeps])
     recipes = _select("--recipes", options.recipes, experiment.report)
     seeds = list(dict.fromkeys(options.seeds))
-    store = healing.run_store(experiment, options.results or results_file(experiment.name))
+    store = RunStore(experiment, options.results or results_file(experiment.name))
     report.check_page(store.path)
     for option, path in (("--checkpoint", options.checkpoint / "config.json"), ("--corpus", options.corpus)):
         if not path.exists():

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import yaml
 from huggingface_hub.errors import StrictDataclassError
@@ -18,11 +19,10 @@ from transformers import AutoConfig, PreTrainedConfig
 from attnres.configuration import load
 from attnres.utils.yaml_files import load_yaml
 
-from .store import SELECTION_SEED
-
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+SELECTION_SEED = 10  # of the runs that choose settings, on text that is not reported
 DECLARED = Path(__file__).parent / "declared"
 BASELINE = "standard"
 TINY = "tiny"  # the size that tries the whole path, and is never reported
@@ -36,13 +36,6 @@ TRAINED: dict[str, Callable[[str, bool], bool]] = {
 }
 
 
-_KINDS = {
-    int: ((int,), "a whole number"),
-    float: ((int, float), "a number such as 0.004"),
-    bool: ((bool,), "true or false"),
-}
-
-
 def is_rate(value: object) -> bool:
     """Return whether a value can be a learning rate."""
     return type(value) in (int, float) and 0 < value < math.inf
@@ -53,14 +46,22 @@ def is_seed(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**32 and value != SELECTION_SEED
 
 
-def _check_kinds(declaration: "DataclassInstance") -> None:
-    """Raise ValueError if a number is none, such as `3e-4`, which YAML reads as text, or is below 0."""
+def _check_numbers(declaration: "DataclassInstance") -> None:
+    """Raise ValueError if a number makes no sense, such as `3e-4`, which YAML reads as text."""
     for part in fields(declaration):
-        value = getattr(declaration, part.name)
-        if part.type in _KINDS:
-            kinds, rule = _KINDS[part.type]
-            if type(value) not in kinds or not 0 <= value < math.inf:
-                raise ValueError(f"{part.name} must be {rule}, and not below 0; got {value!r}.")
+        name, value = part.name, getattr(declaration, part.name)
+        kind = get_args(part.type)[0] if isinstance(part.type, UnionType) else part.type
+        if value is None or value == part.default or isinstance(value, Mapping):
+            continue
+        if kind is int and not (type(value) is int and value > 0):
+            raise ValueError(f"{name} must be a whole number above 0; got {value!r}.")
+        if kind is bool and type(value) is not bool:
+            raise ValueError(f"{name} must be true or false; got {value!r}.")
+        if kind is float and not is_rate(value) and (value != 0 or name.endswith("rate")):
+            raise ValueError(f"{name} must be a number above 0 such as 0.004; got {value!r}.")
+        # The first token of a sequence has no loss.
+        if name in ("length", "held_out_length") and value < 2:
+            raise ValueError(f"{name} must be at least 2; got {value!r}.")
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Corpus:
     characters: int
 
     def __post_init__(self) -> None:
-        _check_kinds(self)
+        _check_numbers(self)
         # 256 bytes and two special tokens at least; ids are stored in 16 bits.
         if not 258 <= self.vocab_size <= 2**16:
             raise ValueError(f"vocab_size of the text must be from 258 to 65536; got {self.vocab_size}.")
@@ -149,6 +150,7 @@ class ScratchExperiment:
     warmup: int | None = None
     costs: str | None = None
     published: dict[str, float] = field(default_factory=dict)
+    REQUIRED: ClassVar = ("curve",)  # keys of a stored run that tables need
 
     @classmethod
     def load(cls, name: str) -> "ScratchExperiment":
@@ -179,7 +181,7 @@ class ScratchExperiment:
 
     def check(self) -> None:
         """Raise ValueError if a value makes no sense, or if a connection has no model."""
-        _check_kinds(self)
+        _check_numbers(self)
         declared = [] if self.rate is None else [self.rate_of(label) for label in self.connections]
         if wrong := [rate for rate in [*self.rates, *declared] or [None] if not is_rate(rate)]:
             raise ValueError(f"a rate must be a number above 0 such as 0.004; got {wrong[0]!r}.")
@@ -187,6 +189,9 @@ class ScratchExperiment:
             raise ValueError(
                 f"a seed must be a whole number but {SELECTION_SEED}, which chooses settings; got {wrong[0]!r}."
             )
+        steps = self.steps(min(self.tokens, self.sweep_tokens))
+        if 2 * (self.warmup or 0) > steps:
+            raise ValueError(f"warmup must be at most half of {steps} steps: the rate decays in the other half.")
         if BASELINE not in self.connections:
             raise ValueError(f"connections must include {BASELINE}, which the others are compared with.")
         for connection in self.connections.values():
@@ -240,7 +245,7 @@ class HealingRecipe:
 
     def check(self) -> None:
         """Raise ValueError if a value makes no sense."""
-        _check_kinds(self)
+        _check_numbers(self)
         for name, allowed in (("trained", TRAINED), ("scale", ("sum", "mean"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}.")
@@ -276,6 +281,7 @@ class HealingExperiment:
     text: Corpus | None = None
     held_out: int | None = None
     seen: int = 0
+    REQUIRED: ClassVar = ("before", "tokens")  # keys of a stored run that tables need
 
     @classmethod
     def load(cls, size: str) -> "HealingExperiment":
@@ -290,7 +296,9 @@ class HealingExperiment:
 
     def check(self) -> None:
         """Raise ValueError if a value makes no sense, or if a reported recipe has no baseline."""
-        _check_kinds(self)
+        _check_numbers(self)
+        if self.text and not self.held_out:
+            raise ValueError("a declared text needs held_out, the number of sequences that the loss is measured on.")
         for title, recipes in {"report": self.report, **self.sweeps}.items():
             for label, recipe in recipes.items():
                 try:

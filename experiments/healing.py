@@ -26,34 +26,21 @@ from attnres.training.runs import Run, sequence_losses, train
 from attnres.training.text import read_documents, token_stream
 
 from .data import TokenData, load, prepare, prepared_file
-from .declared import TRAINED, HealingExperiment, HealingRecipe
+from .declared import SELECTION_SEED, TRAINED, HealingExperiment, HealingRecipe
 from .runs import PlannedRun, checkpoint_folder, make_runs
-from .store import SELECTION_SEED, RunStore
+from .store import RunStore
 
 SEEDS = (0, 1, 2)
 DECAY_SHARE = 0.5
 SAME_LOSS = 1e-3  # nats/token; another processor changes less
 
 
-def run_store(experiment: HealingExperiment, path: Path) -> RunStore:
-    """Open the stored runs of an experiment.
-
-    Args:
-        experiment: its setting must be that of the file.
-        path: the file, which need not exist.
-
-    Raises:
-        ValueError: the file is damaged or holds runs of another setting.
-    """
-    return RunStore(path, experiment.setting(), required=("before", "tokens"))
-
-
 def load_data(experiment: HealingExperiment, corpus: Path, tokenizer: PreTrainedTokenizerBase) -> TokenData:
     """Load what is trained on, what chooses settings, and what is reported.
 
     A declared text is the one that `experiments claim` prepared: healing trains on what the model has not seen, and
-    the two halves of `valid.txt` are held out. Without one, healing trains on `train.txt` of the folder, but for every tenth
-    document, which chooses settings; `valid.txt` is reported. There each document stands after the beginning-of-text
+    the two halves of `valid.txt` are held out. Without one, every tenth document of `train.txt` chooses settings,
+    healing trains on the others, and `valid.txt` is reported. There each document stands after the beginning-of-text
     token, as in the pretraining of the stories models.
 
     Args:

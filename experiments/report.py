@@ -15,7 +15,7 @@ from . import healing, store, summary
 from .costs import costs_of
 from .declared import TINY, HealingExperiment, ScratchExperiment, names, sizes_of_healing
 from .figures import plot
-from .scratch import DeclaredComparison, run_store
+from .scratch import DeclaredComparison
 from .store import RunStore
 from .tables import healing_tables, scratch_tables
 
@@ -116,14 +116,14 @@ def stored_comparisons() -> list[DeclaredComparison]:
     """Return the comparisons from scratch whose runs are stored in the repository, repetitions included."""
     files = _files(names(), lambda name: name)
     experiments = ((ScratchExperiment.load(name), path) for name, path in files)
-    return [DeclaredComparison(experiment, run_store(experiment, path)) for experiment, path in experiments]
+    return [DeclaredComparison(experiment, RunStore(experiment, path)) for experiment, path in experiments]
 
 
 def stored_healing() -> list[tuple[HealingExperiment, RunStore]]:
     """Return the experiments of healing with the runs that are stored in the repository, repetitions included."""
     files = _files(sizes_of_healing(), lambda size: f"healing-{size}")
     experiments = ((HealingExperiment.load(size), path) for size, path in files)
-    return [(experiment, healing.run_store(experiment, path)) for experiment, path in experiments]
+    return [(experiment, RunStore(experiment, path)) for experiment, path in experiments]
 
 
 def _files(declared: list[str], stem: Callable[[str], str]) -> list[tuple[str, Path]]:

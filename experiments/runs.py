@@ -22,7 +22,8 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainin
 from attnres.utils.files import locked
 from attnres.utils.progress import ProgressBar
 
-from .store import ROOT, SELECTION_SEED, RunStore
+from .declared import SELECTION_SEED
+from .store import ROOT, RunStore
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

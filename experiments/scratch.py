@@ -6,6 +6,7 @@ another, unless the best rate is the last one tried.
 """
 
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,14 +23,13 @@ from attnres.training.balance import ExpertBalance, routers
 from attnres.training.runs import Run, sequence_losses, train
 
 from .data import TokenData, tokenizer_folder
-from .declared import BASELINE, ScratchExperiment, ScratchRecipe
+from .declared import BASELINE, SELECTION_SEED, ScratchExperiment, ScratchRecipe
 from .runs import PlannedRun, checkpoint_folder, make_runs
-from .store import SELECTION_SEED, RunStore, results_file
+from .store import RunStore, results_file
 
 BEYOND = 2.0  # the factor by which a sweep goes on if its best rate is the last one tried
 WARMUP, DECAY = 0.05, 0.5  # shares of the steps
 BALANCING = 0.001  # step of the routers' biases, where there are experts
-ENTROPY = "expert_load_entropy"
 
 
 def build(experiment: ScratchExperiment, connection: Mapping[str, Any], seed: int) -> PreTrainedModel:
@@ -42,26 +42,6 @@ def build(experiment: ScratchExperiment, connection: Mapping[str, Any], seed: in
     """
     set_seed(seed)
     return AutoModelForCausalLM.from_config(experiment.config(connection))
-
-
-def run_store(experiment: ScratchExperiment, path: Path) -> RunStore:
-    """Open the stored runs of an experiment.
-
-    Args:
-        experiment: its setting must be that of the file.
-        path: the file, which need not exist.
-
-    Raises:
-        ValueError: the file is damaged or holds runs of another setting.
-    """
-    return RunStore(path, experiment.setting(), required=("curve",))
-
-
-class WholeRunBalance(ExpertBalance):
-    """Keeps its measurements out of the log, so that at the end they are those of all steps since the last start."""
-
-    def on_log(self, *args, **kwargs) -> None:
-        """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +88,7 @@ class DeclaredComparison:
             name = f"{label}, rate {rate}, {tokens:,} tokens"
             plan.append(PlannedRun(name, recipe, seed, self.experiment.steps(tokens)))
         for run in plan:
-            if (kept := self._kept(run)) and kept.exists() and not self.store.find(run.recipe, run.seed):
+            if (kept := self._kept(run)) and os.path.lexists(kept) and not self.store.find(run.recipe, run.seed):
                 raise ValueError(f"--keep: {kept} exists, and the model of {run} would go there. Move it away.")
         fingerprint = self.data.fingerprint if self.data else ""
         identity = {"device": self.device, "compiled": self.compiled, "fingerprint": fingerprint}
@@ -138,13 +118,12 @@ class DeclaredComparison:
             decay_steps=round(DECAY * run.steps),
             seed=run.seed,
         )
-        balance = WholeRunBalance(BALANCING)
         curve = train(
             model,
             self.data.order(run.seed, run.steps * experiment.batch_size),
             schedule,
             on_step,
-            [balance] if routers(model) else [],
+            [ExpertBalance(BALANCING)] if routers(model) else [],
             work,
             bf16=experiment.bfloat16,
             torch_compile=self.compiled,
@@ -160,9 +139,6 @@ class DeclaredComparison:
             result["text"] = self.data.fingerprint
         if self.compiled:
             result["compiled"] = True
-        # A run that was stopped after its last step has no step left to measure the load of its experts in.
-        if ENTROPY in (metrics := balance.metrics()):
-            result[ENTROPY] = round(metrics[ENTROPY], 4)
         result["seconds"] = round(time.monotonic() - began, 1)
         if getattr(model.config, "residual_connection", None) == "attn_res" and math.isfinite(result["after"]):
             weights = depth_attention(model, held_out[:32].split(16)).mean
@@ -282,4 +258,4 @@ class ShownRuns:
 def stored_comparison(name: str) -> DeclaredComparison | None:
     """Return the comparison `name` with its runs in the repository; None if there are none."""
     experiment, path = ScratchExperiment.load(name), results_file(name)
-    return DeclaredComparison(experiment, run_store(experiment, path)) if path.exists() else None
+    return DeclaredComparison(experiment, RunStore(experiment, path)) if path.exists() else None

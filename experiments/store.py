@@ -15,10 +15,11 @@ from filelock import FileLock
 
 from attnres.utils.files import atomic_write
 
+from .declared import SELECTION_SEED, HealingExperiment, ScratchExperiment
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-SELECTION_SEED = 10  # of the runs that choose settings, on text that is not reported
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "experiments"
 PACKED = ("curve", "depth_attention")
@@ -30,14 +31,14 @@ def results_file(name: str) -> Path:
 
 
 class RunStore:
-    """The runs of one setting, in a JSON file that is rewritten after each run.
+    """The runs of an experiment, in a JSON file that is rewritten after each run.
 
     Args:
+        experiment: a `ScratchExperiment` or a `HealingExperiment`.
         path: the file; it need not exist.
-        setting: what all runs of the file share, such as the model and the text.
-        required: keys that a run must have beside `recipe`, `seed` and `after`.
 
     Attributes:
+        setting: what all runs of the file share, such as the model and the text.
         runs: the stored runs, in the order in which they ended.
         costs: what a training step costs (`ratios`), and the machine that measured it (`made_by`); may be empty.
 
@@ -45,8 +46,8 @@ class RunStore:
         ValueError: the file is damaged or holds runs of another setting.
     """
 
-    def __init__(self, path: Path, setting: Mapping[str, Any], required: tuple[str, ...] = ()) -> None:
-        self.path, self.setting, self.required = path, dict(setting), required
+    def __init__(self, experiment: ScratchExperiment | HealingExperiment, path: Path) -> None:
+        self.path, self.setting, self.required = path, experiment.setting(), experiment.REQUIRED
         self.runs: list[dict[str, Any]] = []
         self.costs: dict[str, Any] = {}
         self.read()
@@ -65,7 +66,6 @@ class RunStore:
             runs = [_unpacked(run) for run in content["runs"]]
             for number, run in enumerate(runs, 1):
                 self._check(run, runs[: number - 1], number)
-            _check_costs(costs)
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError, zlib.error) as error:
             raise ValueError(f"{self.path} is damaged ({type(error).__name__}: {error}): move it away.") from error
         if setting != self.setting:
@@ -140,10 +140,3 @@ def _unpacked(run: Mapping[str, Any]) -> dict[str, Any]:
         key: json.loads(zlib.decompress(base64.b85decode(value))) if key in PACKED and isinstance(value, str) else value
         for key, value in run.items()
     }
-
-
-def _check_costs(costs: Mapping[str, Any]) -> None:
-    for ratios in costs.get("ratios", {}).values():
-        for label, ratio in ratios.items():
-            if not 0 < ratio["median"] < float("inf"):
-                raise ValueError(f"the cost of {label} must be above 0")

@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, stdev
 
-from .declared import BASELINE, HealingExperiment
+from .declared import BASELINE, SELECTION_SEED, HealingExperiment
 from .scratch import DeclaredComparison, ShownRuns
-from .store import SELECTION_SEED, RunStore
+from .store import RunStore
 
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)  # of the steps: where the training loss is shown
 

@@ -4,14 +4,14 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from experiments.data import Text
-from experiments.harness import Planned, Store
-from experiments.scratch import Comparison
-from experiments.scratch_declared import Experiment, Recipe, declared
+from experiments.declared import Corpus, ScratchExperiment, ScratchRecipe
+from experiments.runs import PlannedRun
+from experiments.scratch import DeclaredComparison
+from experiments.store import RunStore
 
 SMALL = replace(
-    declared("claim-tiny"),
-    text=Text("words", 300, 60_000),
+    ScratchExperiment.load("claim-tiny"),
+    text=Corpus("words", 300, 60_000),
     length=32,
     batch_size=2,
     held_out=4,
@@ -19,19 +19,22 @@ SMALL = replace(
     sweep_tokens=128,
     rates=(1e-3, 2e-3),
 )
+CURVE = {"curve": [[1, 2.0]]}
 
 
-def planned(recipe: Recipe, seed: int) -> Planned:
-    return Planned("a run", recipe, seed, SMALL.steps(recipe.tokens))
+def planned(recipe: ScratchRecipe, seed: int) -> PlannedRun:
+    return PlannedRun("a run", recipe, seed, SMALL.steps(recipe.tokens))
 
 
-def stored(experiment: Experiment, path: Path, runs: list[tuple[str, float, int, int, float]]) -> Comparison:
+def stored(
+    experiment: ScratchExperiment, path: Path, runs: list[tuple[str, float, int, int, float]]
+) -> DeclaredComparison:
     """With runs of (label, rate, tokens, seed, loss)."""
-    store = Store(path, {})
+    store = RunStore(experiment, path)
     for label, rate, tokens, seed, loss in runs:
         recipe = {"connection": experiment.connections[label], "rate": rate, "tokens": tokens}
         store.add({"recipe": recipe, "seed": seed, "after": loss, "curve": [[1, loss]]})
-    return Comparison(experiment, store)
+    return DeclaredComparison(experiment, store)
 
 
 def words(figure: Path) -> set[str]:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from experiments.harness import SELECTION_SEED, tables_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments import healing
 from experiments.command import parse, run_from_scratch
-from experiments.harness import SELECTION_SEED, tables_file
 
 from .. import forks
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from experiments import findings
-from experiments.findings import Model
+from experiments.findings import InspectedModel
 
 ATTENTION = {
     "mean": [[1.0, None, None], [0.25, 0.75, None], [0.5, 0.5, None], [0.5, 0.1, 0.4], [0.1, 0.2, 0.7]],
@@ -28,11 +28,11 @@ NUMBERS = {
     },
     "interventions": {"hidden": [0.5, 2.0, 0.1], "uniform": [None, 0.1, 0.3, 0.0, 0.2]},
 }
-MODEL = Model("block", NUMBERS)
+MODEL = InspectedModel("block", NUMBERS)
 
 
 @pytest.mark.parametrize(
-    ("measure", "said"),
+    ("measure", "cell"),
     [
         (findings.nearest, "3 of 4 give it most; 1.45 x even"),
         (findings.embedding, "0.30; 0.90 x even"),
@@ -43,12 +43,12 @@ MODEL = Model("block", NUMBERS)
         (findings.used, "block 1 +2.00, uniform attention 1 +0.300"),
     ],
 )
-def test_cells_are_those_of_the_numbers(measure, said):
-    assert measure(MODEL) == said
+def test_cells_are_those_of_the_numbers(measure, cell):
+    assert measure(MODEL) == cell
 
 
 def test_a_model_without_depth_attention_has_the_other_rows():
-    standard = Model("standard", NUMBERS | {"depth_attention": None})
+    standard = InspectedModel("standard", NUMBERS | {"depth_attention": None})
     rows = [line.split(" | ") for line in findings.table([standard, MODEL]).splitlines()]
     assert [row[1] == findings.ABSENT for row in rows[4:]] == [True, True, True, True, False, False, False]
 

@@ -17,19 +17,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from attnres.residual_attnres import residual_tensors
 from attnres.training.runs import sequence_losses
 from attnres.training.text import python_sources, train_tokenizer
-from experiments import healing, healing_declared
-from experiments.command import parse
-from experiments.data import Data
-from experiments.harness import SELECTION_SEED, Planned, Store
+from experiments import healing
+from experiments.command import parse, run_healing
+from experiments.data import TokenData
+from experiments.declared import SELECTION_SEED, HealingExperiment, HealingRecipe
 from experiments.healing import Healing
-from experiments.healing_declared import Declaration, Recipe
-from experiments.healing_tables import depth_table, report_table, sweep_table, tables
+from experiments.runs import PlannedRun
+from experiments.store import RunStore
+from experiments.tables import healing_tables
 
 from .. import forks
 
 ROOT = Path(__file__).parents[2]
 SETTING = {"length": 256, "held_out_length": 512, "batch_size": 2}
-STORIES = Declaration.load("stories")
+STORIES = HealingExperiment.load("stories")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def start() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=300, tie_word_embeddings=True, bos_token_id=1, **sizes))
 
 
-def changed(recipe: Recipe, start: LlamaForCausalLM) -> tuple[set[str], set[str]]:
+def changed(recipe: HealingRecipe, start: LlamaForCausalLM) -> tuple[set[str], set[str]]:
     """The tensors of the backbone, and those of the residual connections, that three steps of the recipe change."""
     model = healing.reconnected(start, recipe)
     attnres = set(residual_tensors(model))
@@ -60,42 +61,49 @@ def test_a_recipe_trains_the_tensors_that_it_names_and_no_others(start):
     # The first sublayer has one source: its pseudo-query changes nothing, and gets no gradient.
     attnres = {
         name
-        for name in residual_tensors(healing.reconnected(start, Recipe(block_size=1)))
+        for name in residual_tensors(healing.reconnected(start, HealingRecipe(block_size=1)))
         if ".0.self_attention" not in name
     }
     queries = {name for name in attnres if name.endswith("_proj.weight")}
     assert 0 < len(queries) < len(attnres)
-    assert changed(Recipe(), start) == (backbone, set())
-    assert changed(Recipe(block_size=1), start) == (backbone, attnres)
-    assert changed(Recipe(block_size=2, trained="all but key norms"), start) == (backbone, queries)
-    assert changed(Recipe(block_size=2, trained="AttnRes"), start) == (set(), attnres)
-    assert changed(Recipe(trained="norms"), start) == ({name for name in backbone if "norm" in name}, set())
-    assert changed(Recipe(block_size=1, alone=1.0), start) == (set(), attnres)
-    assert changed(Recipe(block_size=1, alone=0.4), start) == (backbone, attnres)
+    assert changed(HealingRecipe(), start) == (backbone, set())
+    assert changed(HealingRecipe(block_size=1), start) == (backbone, attnres)
+    assert changed(HealingRecipe(block_size=2, trained="all but key norms"), start) == (backbone, queries)
+    assert changed(HealingRecipe(block_size=2, trained="AttnRes"), start) == (set(), attnres)
+    assert changed(HealingRecipe(trained="norms"), start) == ({name for name in backbone if "norm" in name}, set())
+    assert changed(HealingRecipe(block_size=1, alone=1.0), start) == (set(), attnres)
+    assert changed(HealingRecipe(block_size=1, alone=0.4), start) == (backbone, attnres)
 
 
 def test_every_recipe_sees_the_same_tokens_and_every_seed_others(start, tmp_path, monkeypatch):
     held_out = torch.zeros(1, 4, dtype=torch.long)
-    data = Data(torch.arange(40).view(40, 1), held_out, held_out)
-    runs = Healing(replace(STORIES, batch_size=4), start, data, Store(tmp_path / "runs.json", {}))
+    data = TokenData(torch.arange(40).view(40, 1), held_out, held_out)
+    runs = Healing(replace(STORIES, batch_size=4), start, data, RunStore(STORIES, tmp_path / "runs.json"))
 
-    def seen(recipe: Recipe, seed: int) -> list[int]:
+    def seen(recipe: HealingRecipe, seed: int) -> list[int]:
         parts = []
         monkeypatch.setattr(healing, "train", lambda model, part, *_, **__: parts.append(part))
-        runs._measure(Planned("a run", replace(recipe, steps=6), seed, 6), lambda: None)
+        runs.measure(PlannedRun("a run", replace(recipe, steps=6), seed, 6), lambda: None)
         return torch.cat(parts).flatten().tolist()
 
-    standard = seen(Recipe(), 0)
+    standard = seen(HealingRecipe(), 0)
     assert len(set(standard)) == 24
-    assert seen(Recipe(block_size=1, trained="AttnRes"), 0) == seen(Recipe(block_size=2, alone=0.25), 0) == standard
-    assert seen(Recipe(), 1) != standard
+    assert (
+        seen(HealingRecipe(block_size=1, trained="AttnRes"), 0)
+        == seen(HealingRecipe(block_size=2, alone=0.25), 0)
+        == standard
+    )
+    assert seen(HealingRecipe(), 1) != standard
 
 
 def test_a_run_of_two_phases_goes_on_in_the_one_that_it_was_stopped_in(start, tmp_path, monkeypatch):
     """Both may train the same tensors: the second must not begin from checkpoints of the first."""
     works = []
     monkeypatch.setattr(healing, "train", lambda *_, work, **__: works.append(work))
-    blocks, recipe = torch.zeros(4, 8, dtype=torch.long), Recipe(steps=4, block_size=2, trained="AttnRes", alone=0.5)
+    blocks, recipe = (
+        torch.zeros(4, 8, dtype=torch.long),
+        HealingRecipe(steps=4, block_size=2, trained="AttnRes", alone=0.5),
+    )
     model = healing.reconnected(start, recipe)
     healing.continue_training(model, blocks, recipe, 1, 0, lambda: None, tmp_path)
     assert len(set(works)) == 2 and {work.parent for work in works} == {tmp_path}
@@ -103,30 +111,39 @@ def test_a_run_of_two_phases_goes_on_in_the_one_that_it_was_stopped_in(start, tm
 
 def test_runs_of_another_model_or_text_are_not_mixed(start, tmp_path):
     held_out = torch.randint(3, 300, (2, 16), generator=torch.Generator().manual_seed(0))
-    store = Store(tmp_path / "runs.json", {})
+    store = RunStore(STORIES, tmp_path / "runs.json")
     began = healing.mean_loss(start, held_out)
-    store.add({"recipe": asdict(Recipe(steps=0)), "seed": 0, "before": began, "after": began})
-    Healing(STORIES, start, Data(held_out, held_out, held_out), store).make([("standard", Recipe(steps=0), 0)])
+    store.add({"recipe": asdict(HealingRecipe(steps=0)), "seed": 0, "before": began, "after": began, "tokens": 0})
+    Healing(STORIES, start, TokenData(held_out, held_out, held_out), store).make(
+        [("standard", HealingRecipe(steps=0), 0)]
+    )
     with pytest.raises(ValueError, match=rf"begins with a loss of {began:.4f} .* Choose another --results"):
         other = held_out.flip(1)
-        Healing(STORIES, start, Data(other, other, other), store).make([("standard", Recipe(steps=0), 0)])
+        Healing(STORIES, start, TokenData(other, other, other), store).make([("standard", HealingRecipe(steps=0), 0)])
 
 
 @pytest.mark.parametrize("seed", [0, SELECTION_SEED])
 @pytest.mark.parametrize(
-    "recipe", [Recipe(block_size=1), Recipe(block_size=2, scale="mean"), Recipe(block_size=1, gated=True)]
+    "recipe",
+    [HealingRecipe(block_size=1), HealingRecipe(block_size=2, scale="mean"), HealingRecipe(block_size=1, gated=True)],
 )
 def test_any_stored_run_tells_another_model(recipe, seed, start, tmp_path):
     """Whatever its connection and its text: a run that is wanted need not share them."""
     held_out = torch.randint(3, 300, (2, 16), generator=torch.Generator().manual_seed(0))
-    data = Data(held_out, held_out.flip(1), held_out)
-    standard = {"recipe": asdict(Recipe()), "seed": 1, "before": healing.mean_loss(start, data.valid), "after": 1.0}
+    data = TokenData(held_out, held_out.flip(1), held_out)
+    standard = {
+        "recipe": asdict(HealingRecipe()),
+        "seed": 1,
+        "before": healing.mean_loss(start, data.valid),
+        "after": 1.0,
+        "tokens": 64,
+    }
 
     def make(before: float) -> None:
-        store = Store(tmp_path / f"{before}.json", {})
+        store = RunStore(STORIES, tmp_path / f"{before}.json")
         store.add(standard)
-        store.add({"recipe": asdict(recipe), "seed": seed, "before": before, "after": 1.0})
-        Healing(STORIES, start, data, store).make([("standard", Recipe(), 1)])
+        store.add({"recipe": asdict(recipe), "seed": seed, "before": before, "after": 1.0, "tokens": 64})
+        Healing(STORIES, start, data, store).make([("standard", HealingRecipe(), 1)])
 
     began = healing.mean_loss(healing.reconnected(start, recipe), data.held_out(seed == SELECTION_SEED))
     make(began)
@@ -148,25 +165,25 @@ def corpora(tmp_path) -> list[Path]:
 
 
 def test_runs_on_another_training_text_are_not_mixed(start, tokenizer, corpora, tmp_path):
-    tiny = Declaration.load("tiny")
+    tiny = HealingExperiment.load("tiny")
     one, other = (
-        Healing(tiny, start, healing.load_data(tiny, folder, tokenizer), Store(tmp_path / "runs.json", tiny.setting()))
+        Healing(tiny, start, healing.load_data(tiny, folder, tokenizer), RunStore(tiny, tmp_path / "runs.json"))
         for folder in corpora
     )
-    assert torch.equal(one.data.valid, other.data.valid) and one._identity != other._identity
+    assert torch.equal(one.data.valid, other.data.valid)
     one.make([("standard", tiny.report["standard"], 0)])
     other.store.read()
     with pytest.raises(ValueError, match=rf"on another text \({one.data.fingerprint}, not {other.data.fingerprint}\)"):
         other.make([("standard", tiny.report["standard"], 1)])
-    del other.store.content["runs"][0]["text"]  # as runs of before are stored
-    other._check_stored()
+    del other.store.runs[0]["text"]  # as runs of before are stored
+    other.check_stored()
 
 
 def test_a_seed_that_is_named_twice_is_one_run(start, tokenizer, corpora, tmp_path):
     start.save_pretrained(tmp_path / "start")
     tokenizer.save_pretrained(tmp_path / "start")
     paths = [f"--checkpoint={tmp_path}/start", f"--corpus={corpora[0]}", f"--results={tmp_path}/runs.json"]
-    healing.run(parse(["healing", "--size=tiny", *paths, "--groups=report", "--recipes=standard", "--seeds", "0", "0"]))
+    run_healing(parse(["healing", "--size=tiny", *paths, "--groups=report", "--recipes=standard", "--seeds", "0", "0"]))
     assert "| standard | all | 1,536 | 1 |" in (tmp_path / "runs.md").read_text()
 
 
@@ -204,7 +221,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(file, fields, message, chec
     path.write_text(json.dumps(json.loads(path.read_text()) | fields if fields else {}))
     given = [f"--checkpoint={checkpoint}", f"--corpus={assets / 'corpora' / 'tinystories'}"]
     with pytest.raises(ValueError, match=f"^--checkpoint: .*{message}") as refusal:
-        healing.run(parse(["healing", "--size=tiny", *given, f"--results={tmp_path}/runs.json"]))
+        run_healing(parse(["healing", "--size=tiny", *given, f"--results={tmp_path}/runs.json"]))
     assert "\n" not in str(refusal.value)
 
 
@@ -215,78 +232,36 @@ def test_a_checkpoint_without_a_tokenizer_is_refused_in_one_line(checkpoint):
         healing.load_start(checkpoint)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("length: a", "length is 'a', but must be a whole number above 1"),
-        ("held_out_length: 1", "held_out_length is 1, but must be a whole number above 1"),
-        ("batch_size: 0", "batch_size is 0, but must be a whole number above 0"),
-        ("seen: -1", "seen is -1, but must be a whole number"),
-        ("text: {corpus: a, vocab_size: 300, characters: 9}", "held_out is None, but must be a whole number above 0"),
-        ("report: {standard: {rate: 3e-4}}", "report, standard: rate is '3e-4', but must be a number above 0 such as"),
-        ("report: {standard: {rate: 0}}", "report, standard: rate is 0, but"),
-        ("report: {standard: {attnres_rate: -1}}", "report, standard: attnres_rate is -1, but"),
-        ('report: {standard: {steps: "3"}}', "report, standard: steps is '3', but"),
-        ("report: {standard: {trained: foo}}", "trained is 'foo', but must be one of all, all but key norms, AttnRes"),
-        ("report: {standard: {warmup: 2}}", "warmup is 2, but must be a number from 0 to 1"),
-        ("report: {standard: {trained: [all]}}", r"declares no recipes \(TypeError: unhashable"),
-        ("sweeps: {rates: {low: {steps: 0}}}", "rates, low: steps is 0, but"),
-        (
-            "report: {Full: {block_size: 1}}",
-            "`report` has no standard model, all of it trained, for 256 steps: add one",
-        ),
-    ],
-)
-def test_a_declaration_that_makes_no_sense_is_named(line, message, tmp_path, monkeypatch):
-    shutil.copy(healing_declared.DECLARED / "tiny.yaml", tmp_path)
-    (tmp_path / "odd.yaml").write_text(f"like: tiny\n{line}")
-    monkeypatch.setattr(healing_declared, "DECLARED", tmp_path)
-    with pytest.raises(ValueError, match=rf"odd\.yaml:? .*{message}"):
-        Declaration.load("odd")
-
-
-FULL = {"recipe": asdict(Recipe(block_size=1)), "seed": 0, "before": 2.0, "after": 1.0, "tokens": 64}
+FULL = {"recipe": asdict(HealingRecipe(block_size=1)), "seed": 0, "before": 2.0, "after": 1.0, "tokens": 64}
 FULL |= {"depth_attention": [[1.0], [0.4, 0.6]], "distance_from_uniform": 0.1, "text": "0123456789ab"}
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "problem"),
-    [
-        ("recipe", {}, "ValueError: the recipe lacks a field"),
-        ("recipe", FULL["recipe"] | {"block_size": "1"}, "ValueError: block_size is '1', but must be a whole number"),
-        ("recipe", FULL["recipe"] | {"depth": 1}, "TypeError: .*'depth'"),
-        *[(name, None, "TypeError: ") for name in ("before", "tokens", "depth_attention", "distance_from_uniform")],
-        ("before", "2.0", "TypeError: before, depth_attention and .* hold numbers"),
-        ("depth_attention", [[1.0], ["0.4"]], "TypeError: before, depth_attention and .* hold numbers"),
-        ("text", 1, "TypeError: text must be"),
-    ],
-)
-def test_a_stored_run_that_tables_cannot_show_is_named(name, value, problem, tmp_path):
-    path, run = tmp_path / "runs.json", FULL | {"seed": 1, name: value}
+@pytest.mark.parametrize("lacking", ["before", "tokens"])
+def test_a_stored_run_that_tables_cannot_show_is_named(lacking, tmp_path):
+    path = tmp_path / "runs.json"
+    run = {key: value for key, value in FULL.items() if key != lacking} | {"seed": 1}
     path.write_text(json.dumps({"setting": STORIES.setting(), "runs": [FULL, run]}))
-    given = [f"--results={path}", "--checkpoint=here", "--corpus=here"]
-    with pytest.raises(ValueError, match=rf"runs\.json is damaged \(run 2: {problem}.*\): move it away"):
-        healing.run(parse(["healing", *given]))
+    with pytest.raises(ValueError, match=rf"runs\.json is damaged \(ValueError: run 2 lacks {lacking}\): move it away"):
+        run_healing(parse(["healing", f"--results={path}", "--checkpoint=here", "--corpus=here"]))
 
 
 def test_tables_leave_out_what_a_run_that_diverged_lacks(tmp_path):
     """The weights of its depth attention are no numbers, and it is no rival of the others."""
-    store, full = Store(tmp_path / "runs.json", STORIES.setting()), STORIES.report["Full"]
+    store, full = RunStore(STORIES, tmp_path / "runs.json"), STORIES.report["Full"]
     lost = {"recipe": asdict(full), "after": math.nan, "distance_from_uniform": math.nan, "depth_attention": [[], []]}
     for seed, run in enumerate((FULL | {"recipe": asdict(full)}, FULL | lost)):
         store.add(run | {"seed": seed})
-    assert "| Full | 0.1000 | 0.1000 |" in depth_table(
-        STORIES, Store(store.path, STORIES.setting(), healing.check_run), [0, 1]
-    )
+    tables = healing_tables(STORIES, RunStore(STORIES, store.path), [0, 1])
+    assert "| Full | 0.1000 | 0.1000 |" in tables["runs: depth attention"]
 
     def differences() -> list[str]:
-        table = sweep_table(STORIES, store, "standard: rate")
+        table = healing_tables(STORIES, store, [0, 1])["runs: standard: rate"]
         return re.findall(r"([^ ]*) \|$", table, re.MULTILINE)[1:]
 
     losses = dict(zip(STORIES.sweeps["standard: rate"].values(), (math.nan, 1.0, 1.5)))
     shown = []
     for recipe, loss in losses.items():
-        store.add({"recipe": asdict(recipe), "seed": SELECTION_SEED, "before": 2.0, "after": loss})
+        store.add({"recipe": asdict(recipe), "seed": SELECTION_SEED, "before": 2.0, "after": loss, "tokens": 64})
         shown.append(differences())
     assert shown[0] == [""] and shown[-1] == ["+nan", "+0.0000", "+0.5000"]
 
@@ -308,19 +283,19 @@ def test_the_pretrained_model_has_its_known_loss_on_this_packing(assets):
 
 
 def test_the_table_shows_mean_and_deviation_of_differences_within_seeds(tmp_path):
-    store = Store(tmp_path / "results.json", SETTING)
+    store = RunStore(STORIES, tmp_path / "results.json")
     losses = {"standard": [1.0, 2.0, 3.0], "Full": [0.9, 1.8, 2.7]}
     for name, values in losses.items():
         for seed, loss in enumerate(values):
             recipe = asdict(STORIES.report[name])
             store.add({"recipe": recipe, "seed": seed, "tokens": 1536, "before": 4.0, "after": loss})
-    table = report_table(STORIES, Store(store.path, SETTING), [0, 1, 2])
+    table = healing_tables(STORIES, RunStore(STORIES, store.path), [0, 1, 2])["results: report"]
     full = next(row for row in table.splitlines() if row.startswith("| Full |"))
     assert re.findall(r"[+-]?\d\.\d+ ± \d\.\d+", full) == ["1.8000 ± 0.9000", "-0.2000 ± 0.1000", "-2.2000 ± 0.9000"]
 
 
 def healing_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    paths = ["--checkpoint", "start", "--corpus", ".", "--results", "r/results.json", "--tables", "RESULTS.md"]
+    paths = ["--checkpoint", "start", "--corpus", ".", "--results", "r/results.json"]
     command = ["-m", "experiments", "healing", *paths, "--work", "work", *arguments]
     return forks.run(*command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
@@ -332,24 +307,28 @@ def test_the_command_stores_each_run_resumes_and_writes_the_table(start, tokeniz
     documents = python_sources(60_000)
     for name in ("train", "valid"):
         (tmp_path / f"{name}.txt").write_text("\n<|endoftext|>\n".join([d[:4000] for d in documents] * 5))
-    (tmp_path / "RESULTS.md").write_text("Before.\n<!-- tiny: report -->\nold\n<!-- end -->\nAfter.\n")
+    page = tmp_path / "r" / "results.md"
+    page.parent.mkdir()
+    page.write_text("Before.\n<!-- results: report -->\nold\n<!-- end -->\nAfter.\n")
 
     report = ("--size", "tiny", "--groups", "report", "--seeds", "0")
     process = healing_command(tmp_path, *report, "--recipes", "standard")
     assert process.returncode == 0, process.stderr
-    first = json.loads((tmp_path / "r" / "results.json").read_text())
-    assert first["setting"] == SETTING and len(first["runs"]) == 1
+    tiny = HealingExperiment.load("tiny")
+    assert tiny.setting() == SETTING
+    first = RunStore(tiny, tmp_path / "r" / "results.json").runs
+    assert len(first) == 1
 
     process = healing_command(tmp_path, *report, "--recipes", "standard", "Full", "Full, gated")
     assert process.returncode == 0, process.stderr
     assert "Runs stored: 1 of 3." in process.stdout
-    standard, full, gated = json.loads((tmp_path / "r" / "results.json").read_text())["runs"]
-    assert [standard] == first["runs"]
+    standard, full, gated = RunStore(tiny, tmp_path / "r" / "results.json").runs
+    assert [standard] == first
     assert full["before"] == pytest.approx(standard["before"], abs=2e-6)
     assert [len(row) for row in full["depth_attention"]] == [1, 2, 3, 4, 5]
     assert "gamma" not in full and 0 < gated["gamma"] < 0.01
-    text = (tmp_path / "RESULTS.md").read_text()
-    assert text.startswith("Before.\n<!-- tiny: report -->\n| model") and "<!-- end -->\nAfter.\n" in text
+    text = page.read_text()
+    assert text.startswith("Before.\n<!-- results: report -->\n| model") and "<!-- end -->\nAfter.\n" in text
     assert f"| Full | all | 1,536 | 1 | {full['after']:.4f} | {full['after'] - standard['after']:+.4f} |" in text
 
     assert not list((tmp_path / "work").iterdir()), "checkpoints of stored runs are not needed"
@@ -357,7 +336,7 @@ def test_the_command_stores_each_run_resumes_and_writes_the_table(start, tokeniz
     process = healing_command(tmp_path, *report, "--recipes", "Half")
     assert (process.returncode, process.stderr) == (
         1,
-        "error: --recipes: 'Half' is none of 'standard', 'Full', 'Full, gated'.\n",
+        "error: --recipes must be among 'standard', 'Full', 'Full, gated'; got 'Half'.\n",
     )
     process = healing_command(tmp_path, "--size", "stories", "--groups", "report")
     assert process.returncode == 1 and len(process.stderr.strip().splitlines()) == 1
@@ -377,21 +356,12 @@ def test_the_command_stores_each_run_resumes_and_writes_the_table(start, tokeniz
 
 def test_a_model_of_the_claim_goes_on_with_text_that_it_has_not_seen(monkeypatch, tmp_path):
     train = torch.arange(40).view(20, 2)
-    data = Data(train, train[:1], train[1:2])
+    data = TokenData(train, train[:1], train[1:2])
     monkeypatch.setattr(healing, "load", lambda *_: data)
     monkeypatch.setattr(healing, "prepared_file", lambda text: tmp_path)
-    deep = replace(Declaration.load("deep"), length=2, seen=24)
+    deep = replace(HealingExperiment.load("deep"), length=2, seen=24)
     rest = healing.load_data(deep, tmp_path, None).train
     seen = data.order(0, 12)  # of its pretraining
     assert sorted([*seen[:, 0].tolist(), *rest[:, 0].tolist()]) == train[:, 0].tolist()
     with pytest.raises(ValueError, match=r"seen is 40 tokens, which is all of the 40 that classics"):
         healing.load_data(replace(deep, seen=40), tmp_path, None)
-
-
-@pytest.mark.parametrize("size", ["stories", "deep", "sixteen"])
-def test_the_tables_in_the_repository_are_those_of_the_stored_runs(size):
-    page, declaration = (ROOT / "experiments" / "healing.md").read_text(), Declaration.load(size)
-    store = Store(ROOT / "experiments" / "results" / f"healing-{size}.json", declaration.setting())
-    assert store.content["runs"]
-    for name, table in tables(declaration, store, [0, 1, 2]).items():
-        assert f"<!-- {name} -->\n{table}\n<!-- end -->" in page

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from experiments.harness import SELECTION_SEED
 
 from experiments import harness, report, summary
 from experiments.costs import file_of
-from experiments.harness import SELECTION_SEED
 from experiments.scratch import Comparison
 
 from .stored_runs import SMALL, stored, words
