@@ -96,7 +96,7 @@ def _count(text: str) -> int:
 def _seed(text: str) -> int:
     if not is_seed(seed := int(text)):
         raise argparse.ArgumentTypeError(
-            f"must be below 2**32 and not {SELECTION_SEED}, which chooses settings; got {text}"
+            f"must be from 0 to 2**32 - 1, and not {SELECTION_SEED}, which chooses settings; got {text}"
         )
     return seed
 
@@ -114,6 +114,14 @@ def _select(option: str, chosen: Iterable[str] | None, declared: Iterable[str]) 
         values = ", ".join(map(repr, sorted(unknown)))
         raise ValueError(f"{option} must be among {', '.join(map(repr, declared))}; got {values}.")
     return list(dict.fromkeys(chosen or declared))
+
+
+def _check_places(results: Path, options: argparse.Namespace) -> None:
+    """Make the folders that an experiment writes to, so that one that cannot be written is found before training."""
+    report.check_page(results)
+    for folder in (results.parent, options.work, getattr(options, "keep", None)):
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
 
 
 def run_from_scratch(options: argparse.Namespace) -> None:
@@ -144,7 +152,7 @@ def run_from_scratch(options: argparse.Namespace) -> None:
         raise ValueError(
             f"{path.with_suffix('.png')} exists, and the figure of these runs would replace it. Move it away."
         )
-    report.check_page(path)
+    _check_places(path, options)
     tokens, seeds = options.tokens or experiment.tokens, options.seeds or experiment.seeds
     labels = list(dict.fromkeys([BASELINE, *_select("--connections", options.connections, experiment.connections)]))
     if options.costs is not None:
@@ -177,7 +185,7 @@ def run_healing(options: argparse.Namespace) -> None:
     recipes = _select("--recipes", options.recipes, experiment.report)
     seeds = list(dict.fromkeys(options.seeds))
     store = RunStore(experiment, options.results or results_file(experiment.name))
-    report.check_page(store.path)
+    _check_places(store.path, options)
     for option, path in (("--checkpoint", options.checkpoint / "config.json"), ("--corpus", options.corpus)):
         if not path.exists():
             raise ValueError(f"{option}: there is no {path}.")

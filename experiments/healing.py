@@ -95,7 +95,7 @@ def load_start(checkpoint: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
     """
     try:
         return InspectedSource(str(checkpoint), tokenizer=str(checkpoint), dtype="float32", device="cpu").load()
-    except (OSError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise ValueError(f"--checkpoint: {error}") from error
 
 

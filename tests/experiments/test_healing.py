@@ -209,7 +209,7 @@ def test_a_model_that_is_stored_in_bfloat16_is_trained_in_float32(checkpoint):
 @pytest.mark.parametrize(
     ("file", "fields", "message"),
     [
-        ("config.json", {"intermediate_size": 100}, "has no model that loads.*Use the checkpoint's own config.json"),
+        ("config.json", {"intermediate_size": 100}, "has shape .*Use the checkpoint's own config.json"),
         ("config.json", {"hidden_size": "x"}, "has no configuration that loads.*hidden_size"),
         ("config.json", {"model_type": "unheard"}, "has no configuration that loads.*unheard"),
         ("tokenizer.json", None, "has no tokenizer that loads"),

@@ -1,24 +1,22 @@
 """The page of results: every lead from scratch, as the stored runs have it, beside what others report."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from experiments.harness import SELECTION_SEED
 
-from experiments import harness, report, summary
-from experiments.costs import file_of
-from experiments.scratch import Comparison
+from experiments import report, summary
+from experiments.declared import SELECTION_SEED
+from experiments.scratch import DeclaredComparison
 
-from .stored_runs import SMALL, stored, words
+from .stored_runs import CURVE, SMALL, stored, words
 
 BLOCK = "Block, S=2"
 
 
 @pytest.fixture
-def comparison(tmp_path) -> Comparison:
+def comparison(tmp_path) -> DeclaredComparison:
     """Losses on a line in log tokens, 0.5 for each doubling; Block ends 0.25 lower, two seeds."""
     runs = [("standard", 1e-3, SMALL.tokens, seed, 5.0 + seed) for seed in (0, 1)]
     runs += [(BLOCK, 1e-3, SMALL.tokens, 0, 4.5), (BLOCK, 1e-3, SMALL.tokens, 1, 6.0)]
@@ -30,10 +28,10 @@ def test_a_lead_is_that_of_the_first_block_without_switches(comparison):
     heads = {"Block, two heads": {"attn_res_block_size": 2, "attn_res_heads": 2}}
     others = {"standard": SMALL.connections["standard"], "Full": SMALL.connections["Full"]} | heads
     experiment = replace(SMALL, connections=others | {BLOCK: SMALL.connections[BLOCK]})
-    first = Comparison(experiment, comparison.store)
+    first = DeclaredComparison(experiment, comparison.store)
     for label in ("Full", "Block, two heads"):
         run = {"recipe": {"connection": experiment.connections[label], "rate": 1e-3, "tokens": SMALL.tokens}}
-        comparison.store.add(run | {"seed": 0, "after": 1.0})
+        comparison.store.add(run | {"seed": 0, "after": 1.0, **CURVE})
     lead = summary.lead_of(first)
     assert lead.values == (-0.5, 0.0) and lead.seeds == 2
     assert lead.deviation == pytest.approx(math.sqrt(0.125))
@@ -51,11 +49,15 @@ def test_what_has_no_runs_has_no_lead(tmp_path):
 
 def test_at_equal_time_a_step_that_takes_twice_as_long_has_half_the_tokens(comparison):
     ratio = {"median": 2.0, "low": 2.0, "high": 2.0}
-    file_of(comparison.store.path).write_text(json.dumps({"ratios": {"eager": {BLOCK: ratio}}}))
+    comparison.store.set_costs({"ratios": {"eager": {BLOCK: ratio}}})
     lead = summary.lead_of(comparison)
     assert lead.equal_time == {"eager": pytest.approx(-0.25 + 0.5)}
     assert summary.table([lead], 3).splitlines()[2].endswith("| 2 | -0.2500 ± 0.3536 | +0.25 |  |")
-    assert summary.table([lead], 3).splitlines()[2].startswith("| 3 | [claim-tiny](claim.md), Block, S=2 (")
+    assert (
+        summary.table([lead], 3)
+        .splitlines()[2]
+        .startswith("| 3 | [claim-tiny](results/claim-tiny.json), Block, S=2 | 8 |")
+    )
 
 
 def test_what_others_report_is_named_with_its_source():
@@ -71,12 +73,8 @@ def test_what_others_report_is_named_with_its_source():
     [
         ("paper: [", "is no YAML"),
         ("", "holds no fields"),
-        ("paper:", r"lacks a field, or has one that is no number \(TypeError"),
-        ("paper: [{sublayers: 24}]", r"lacks a field, .* \(KeyError\('width'\)\): mend it"),
-        (
-            "paper: [{sublayers: 24, width: 8, parameters: 9e6, tokens: 9e6, lead: low}]",
-            r"no number \(ValueError.*'low'",
-        ),
+        ("paper:", r"lacks a field, or has another one \(TypeError"),
+        ("paper: [{sublayers: 24, lead: -0.1}]", r"lacks a field, .*'width'.*: mend it"),
     ],
 )
 def test_a_damaged_file_of_what_others_report_is_named(text, message, tmp_path, monkeypatch):
@@ -87,16 +85,8 @@ def test_a_damaged_file_of_what_others_report_is_named(text, message, tmp_path, 
     assert "\n" not in str(error.value)
 
 
-def test_the_page_and_its_figure_are_made_from_the_runs(comparison, tmp_path, monkeypatch):
-    monkeypatch.setattr(harness, "FOLDER", tmp_path)
-    (tmp_path / "results").mkdir()
-    summary.write([])
-    assert not (tmp_path / "RESULTS.md").exists()
-    summary.write([comparison])
-    page = (tmp_path / "RESULTS.md").read_text()
-    assert "-0.2500 ± 0.3536" in page and "<!-- summary: others -->" in page
-    assert (tmp_path / "results" / "summary.png").exists()
-    here, others = [summary.lead_of(comparison)], summary.published()
+def test_the_figure_numbers_its_leads_as_the_rows(comparison, tmp_path):
+    here, others = summary.leads_of([comparison]), summary.published()
     summary.plot(here, [], tmp_path / "alone.svg")
     summary.plot(here, [others[-1], *others[:5]], tmp_path / "reordered.svg")
     assert {"2", "3 to 7"} <= words(tmp_path / "reordered.svg"), "numbers are those of the rows"
@@ -107,8 +97,8 @@ def test_the_page_and_its_figure_are_made_from_the_runs(comparison, tmp_path, mo
 def test_the_pages_of_the_repository_count_what_is_stored():
     """The sentence that counts pairs of runs is of the runs that there are."""
     root = Path(__file__).parents[2]
-    names = sorted(path.stem for path in report.DECLARED.glob("*.yaml"))
-    leads = [lead for name in names if (found := report.stored(name)) and (lead := summary.lead_of(found))]
+    comparisons = [own for own in report.stored_comparisons() if own.store.path.stem == own.experiment.name]
+    leads = summary.leads_of(comparisons)
     dense = [value for lead in leads if "moe" not in lead.source for value in lead.values]
     lower = sum(value < -0.01 for value in dense)
     assert all(abs(value) < 0.01 for value in dense if value >= -0.01), "the others are ties"
