@@ -137,7 +137,7 @@ def run_from_scratch(options: argparse.Namespace) -> None:
     if options.prepare and not options.corpus:
         raise ValueError(f"--prepare needs --corpus, the folder of {experiment.text.corpus}.")
     if options.corpus and not options.corpus.is_dir():
-        raise ValueError(f"--corpus: {options.corpus} is no folder. experiments/README.md says what it holds (Text).")
+        raise ValueError(f"--corpus must be a folder; got {options.corpus}. experiments/README.md describes it (Text).")
     if options.corpus:
         check_corpus(experiment.text, options.corpus)
     if options.corpus and (options.prepare or not prepared_file(experiment.text).exists()):

@@ -100,8 +100,9 @@ def write_all() -> None:
             tables |= healing_tables(experiment, runs, healing.SEEDS)
         parts = [f"## {name}\n\n{table}\n" for name, table in tables.items()]
         atomic_write(tables_page(), "\n".join([HEAD, *parts]))
-        main = [own for own in comparisons if own.store.path.stem == own.experiment.name]
-        here, others = summary.leads_of(main), summary.published()
+        # Repetitions have tables, but are no further experiments.
+        first = [c for c in comparisons if c.store.path.stem == c.experiment.name]
+        here, others = summary.leads_of(first), summary.published()
         tables |= {"summary: here": summary.table(here, 1), "summary: others": summary.table(others, 1 + len(here))}
         text = results_page().read_text(encoding="utf-8")
         update_tables(results_page(), {name: table for name, table in tables.items() if f"<!-- {name} -->" in text})

@@ -144,9 +144,12 @@ class DeclaredComparison:
             weights = depth_attention(model, held_out[:32].split(16)).mean
             result["depth_attention"] = [[round(w, 4) for w in row[~row.isnan()].tolist()] for row in weights]
         if kept := self._kept(run):
-            model.save_pretrained(kept)
-            if (tokenizer := tokenizer_folder(experiment.text)).is_dir():
-                shutil.copytree(tokenizer, kept, dirs_exist_ok=True)
+            try:
+                model.save_pretrained(kept)
+                if (tokenizer := tokenizer_folder(experiment.text)).is_dir():
+                    shutil.copytree(tokenizer, kept, dirs_exist_ok=True)
+            except OSError as error:  # the run must be stored all the same: it took longer than its model is worth
+                print(f"The model of {run} is not kept: {error}.")
         return result
 
     def _kept(self, run: PlannedRun) -> Path | None:

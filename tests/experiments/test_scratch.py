@@ -138,6 +138,14 @@ def test_models_of_two_experiments_are_kept_apart(data, tmp_path):
     assert kept.is_symlink() and not comparison.store.runs, "found before anything is trained"
 
 
+def test_a_run_is_stored_though_its_model_cannot_be_kept(data, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    comparison = DeclaredComparison(SMALL, RunStore(SMALL, tmp_path / "runs.json"), data, keep=tmp_path / "file")
+    comparison.make([("standard", 1e-3, 64, 0)])
+    assert len(RunStore(SMALL, tmp_path / "runs.json").runs) == 1
+    assert "The model of standard, rate 0.001, 64 tokens, seed 0 is not kept" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_compiled_run_is_the_same_run(data, tmp_path):
     connection = {"residual_connection": "identity_hc"}
