@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
+from attnres.utils.files import parents
+
 from . import findings, healing, report
 from .costs import WAYS, measure_costs
 from .data import check_corpus, load, prepare, prepared_file
@@ -119,9 +121,13 @@ def _select(option: str, chosen: Iterable[str] | None, declared: Iterable[str]) 
 def _check_places(results: Path, options: argparse.Namespace) -> None:
     """Make the folders that an experiment writes to, so that one that cannot be written is found before training."""
     report.check_page(results)
-    for folder in (results.parent, options.work, getattr(options, "keep", None)):
+    for folder in (results.parent, options.work):
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
+    if (keep := getattr(options, "keep", None)) is not None:
+        # Only tried: where all runs are stored already, no model is kept, and no folder is left.
+        with parents(keep / "model"):
+            pass
 
 
 def run_from_scratch(options: argparse.Namespace) -> None:

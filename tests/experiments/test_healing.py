@@ -348,7 +348,7 @@ def test_the_command_stores_each_run_resumes_and_writes_the_table(start, tokeniz
     weights.write_bytes(weights.read_bytes()[:1000])
     process = healing_command(tmp_path, *report)
     assert process.returncode == 1 and process.stderr.startswith(
-        "error: --checkpoint: start has no model that loads. ("
+        "error: --checkpoint: start/model.safetensors is truncated or damaged ("
     )
     process = healing_command(tmp_path, "--seeds", str(SELECTION_SEED))
     assert process.returncode == 2 and "settings are chosen by" in process.stderr
