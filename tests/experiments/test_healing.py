@@ -351,7 +351,7 @@ def test_the_command_stores_each_run_resumes_and_writes_the_table(start, tokeniz
         "error: --checkpoint: start/model.safetensors is truncated or damaged ("
     )
     process = healing_command(tmp_path, "--seeds", str(SELECTION_SEED))
-    assert process.returncode == 2 and "settings are chosen by" in process.stderr
+    assert process.returncode == 2 and "which chooses settings" in process.stderr
 
 
 def test_a_model_of_the_claim_goes_on_with_text_that_it_has_not_seen(monkeypatch, tmp_path):
