@@ -88,8 +88,11 @@ class DeclaredComparison:
             name = f"{label}, rate {rate}, {tokens:,} tokens"
             plan.append(PlannedRun(name, recipe, seed, self.experiment.steps(tokens)))
         for run in plan:
-            if (kept := self._kept(run)) and os.path.lexists(kept) and not self.store.find(run.recipe, run.seed):
+            kept, is_stored = self._kept(run), self.store.find(run.recipe, run.seed) is not None
+            if kept and os.path.lexists(kept) and not is_stored:
                 raise ValueError(f"--keep: {kept} exists, and the model of {run} would go there. Move it away.")
+            if kept and is_stored and not kept.exists():
+                print(f"{run} is stored in {self.store.path}: it is not made again, and its model is not kept.")
         fingerprint = self.data.fingerprint if self.data else ""
         identity = {"device": self.device, "compiled": self.compiled, "fingerprint": fingerprint}
         folder = partial(checkpoint_folder, self.work, identity | self.experiment.setting())
