@@ -16,7 +16,8 @@ from .checkpoints import QUERY, standard_model, tensors_of
 EXTRAS = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"][
     "optional-dependencies"
 ]
-# Runs the command line where the modules of the extras cannot be found, as if they were not installed.
+# Runs the command line where the modules of the extras cannot be found, as if they were not installed. `sklearn` comes
+# with lm-eval and imports scipy, and older releases of `transformers` import it where they find it.
 SCRIPT = """
 import sys
 from importlib.machinery import PathFinder
@@ -24,8 +25,8 @@ from importlib.machinery import PathFinder
 class WithoutExtras(PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        missing = name.partition(".")[0] in ("bokeh", "datasets", "lm_eval", "matplotlib", "numba", "peft", "scipy")
-        return None if missing else super().find_spec(name, path, target)
+        extras = ("bokeh", "datasets", "lm_eval", "matplotlib", "numba", "peft", "scipy", "sklearn")
+        return None if name.partition(".")[0] in extras else super().find_spec(name, path, target)
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutExtras
 import attnres_cli
