@@ -69,18 +69,21 @@ def dot(row, other):
 
 
 def dots_and_square(row, others, ahead):
-    """Do the same as `rows.dots_and_square`, but request nothing. Compiled code only."""
+    """Do the same as `rows.dots_and_square`. Compiled code only."""
 
 
 @overload(dots_and_square)
 def _dots_and_square(row, others, ahead):
     def with_one(row, others, ahead):
+        prefetch(row.ctypes.data + ahead, row.itemsize * len(row))
         return _one_and_square(row, others[0])
 
     def with_two(row, others, ahead):
+        prefetch(row.ctypes.data + ahead, row.itemsize * len(row))
         return _two_and_square(row, others[0], others[1])
 
     def with_four(row, others, ahead):
+        prefetch(row.ctypes.data + ahead, row.itemsize * len(row))
         first, second, square = _two_and_square(row, others[0], others[1])
         third, fourth, _ = _two_and_square(row, others[2], others[3])
         return first, second, third, fourth, square
@@ -160,7 +163,18 @@ def mix(like, result, base_factor, base, factors, addresses):
     total = np.empty(len(result), np.float32)
     for d in range(len(result)):
         total[d] = base_factor * base[d]
-    for i in range(len(addresses)):
+    n = len(addresses)
+    fours = n - n % 4
+    for i in range(0, fours, 4):
+        # Four rows for each load and store of the totals, which numba cannot keep in registers.
+        first, second = _row(addresses[i], len(result), like), _row(addresses[i + 1], len(result), like)
+        third, fourth = _row(addresses[i + 2], len(result), like), _row(addresses[i + 3], len(result), like)
+        a, b, c, e = factors[i], factors[i + 1], factors[i + 2], factors[i + 3]
+        for d in range(len(result)):
+            total[d] = (
+                total[d] + a * widen(first[d]) + b * widen(second[d]) + c * widen(third[d]) + e * widen(fourth[d])
+            )
+    for i in range(fours, n):
         row, factor = _row(addresses[i], len(result), like), factors[i]
         for d in range(len(result)):
             total[d] += factor * widen(row[d])
@@ -225,6 +239,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9, help="turns of each row (default: 9)")
     parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch and numba (default: 1)")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a pass (default: 512)")
+    parser.add_argument("--only", nargs="+", default=["Block S=4", "Full"], help="residual connections")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="dtypes of the models")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -234,7 +249,7 @@ def main() -> None:
         for dtype in options.dtypes:
             standard = build(config, getattr(torch, dtype), "cpu")
             ids = token_ids(config, options.tokens, 1, "cpu")
-            for connection in ("Block S=4", "Full"):
+            for connection in options.only:
                 model = connect(standard, **CONNECTIONS[connection])
                 for workload, prepare in {"training step": training_step, "prefill": prefill}.items():
                     way = prepare({"model": model}, ids)["model"]
