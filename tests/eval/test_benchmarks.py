@@ -40,7 +40,7 @@ def test_an_unknown_name_is_refused_in_one_line_that_lists_the_known_ones():
     message = str(error.value)
     assert "'hellaswga'" in message and "Did you mean `hellaswag`?" in message and "\n" not in message
     assert all(name in message for name in benchmarks())
-    with pytest.raises(ValueError, match="No benchmark is named"):
+    with pytest.raises(ValueError, match="--tasks names no benchmark"):
         pick(" , ")
 
 

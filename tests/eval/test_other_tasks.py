@@ -86,8 +86,8 @@ def test_the_folder_of_data_serves_other_tasks_too(hub):
         ("mmlu", task("mmlu"), "mmlu is a benchmark of the paper. Give the task in .*new.yaml another name"),
         ("other", "task: [unclosed", r"no benchmark 'other'.* Not readable: .*new.yaml \("),
         ("likely", task("likely", "loglikelihood", "perplexity"), "likely has no metric that is a mean .*perplexity"),
-        ("bare", "group: bare\ntask: [sums]", "bare has no number of its own. Name its tasks: sums"),
-        ("code", task("code") + "unsafe_code: true", "code runs generated programs, and not in the sandbox"),
+        ("bare", "group: bare\ntask: [sums]", "bare has no score for all of its tasks together. Name them: sums"),
+        ("code", task("code") + "unsafe_code: true", "code runs generated programs outside the sandbox"),
         ("python", "task: python\nclass: !function a.B", "python is a task with its own Python class"),
     ],
 )
@@ -137,16 +137,16 @@ def render(template: str, **values: object) -> str:
 
 # Template -> the bound that the message names.
 TOO_LARGE = [
-    ('{{ "x" * 10**10 }}', "what `*` repeats must be at most 10,000,000"),
-    ("{{ q * 10**10 }}", "what `*` repeats"),
-    ("{{ 10**10 * q }}", "what `*` repeats"),
-    ("{{ [0] * 10**10 }}", "what `*` repeats"),
+    ('{{ "x" * 10**10 }}', "the result of `*` must be at most 10,000,000"),
+    ("{{ q * 10**10 }}", "the result of `*`"),
+    ("{{ 10**10 * q }}", "the result of `*`"),
+    ("{{ [0] * 10**10 }}", "the result of `*`"),
     ("{{ 9 ** (9 ** 9) % 10 }}", "a power must be at most 100,000 bits"),
     ("{% set n = namespace(v=3) %}{% for i in range(99) %}{% set n.v = n.v * n.v %}{% endfor %}", "a product"),
-    ("{% set n = namespace(v=q) %}{% for i in range(99) %}{% set n.v = n.v + n.v %}{% endfor %}", "what `+` joins"),
+    ("{% set n = namespace(v=q) %}{% for i in range(99) %}{% set n.v = n.v + n.v %}{% endfor %}", "the result of `+`"),
     (
         "{% set n = namespace(v=q) %}{% for i in range(99) %}{% set n.v = n.v ~ n.v %}{% endfor %}",
-        "what `join` returns",
+        "the result of `join`",
     ),
     ('{{ "%99999999999d" % 1 }}', "the width in a format"),
     ('{{ "%(a)99999999999d" % {"a": 1} }}', "the width in a format"),
@@ -160,17 +160,17 @@ TOO_LARGE = [
     ("{{ q | center(10**10) }}", "the width of `center`"),
     ("{{ q | center(99999999999) }}", "the width of `center`"),
     ('{{ [q] | map("center", 10**10) | list }}', "the width of `center`"),
-    ("{{ q | indent(10**10, true) }}", "what `indent` returns"),
+    ("{{ q | indent(10**10, true) }}", "the result of `indent`"),
     ("{{ [q] | batch(10**10, 0) | list }}", "the size of `batch`"),
     ("{{ [q] | slice(10**10) | list }}", "the number of `slice`"),
     ("{{ 1.5 | round(10**10, 'floor') }}", "the precision of `round`"),
-    ('{{ (q * 9999).replace("", "x" * 9999) }}', "what `replace` returns"),
-    ('{{ (q * 9999) | replace("", "x" * 9999) }}', "what `replace` returns"),
-    ('{{ ("x" * 9999).join((q * 9999) | list) }}', "what `join` returns"),
-    ('{{ (q * 9999) | list | join("x" * 9999) }}', "what `join` returns"),
+    ('{{ (q * 9999).replace("", "x" * 9999) }}', "the result of `replace`"),
+    ('{{ (q * 9999) | replace("", "x" * 9999) }}', "the result of `replace`"),
+    ('{{ ("x" * 9999).join((q * 9999) | list) }}', "the result of `join`"),
+    ('{{ (q * 9999) | list | join("x" * 9999) }}', "the result of `join`"),
     ("{{ range(10 ** 12) | list }}", "`range` must be at most 100,000 numbers"),
     ("{{ range(0 - 10 ** 30, 10 ** 30, 7) | list }}", "`range` must be at most 100,000 numbers"),
-    ("{% set t = q * 10**6 %}{% for i in range(99999) %}{{ t }}{% endfor %}", "the text that it writes"),
+    ("{% set t = q * 10**6 %}{% for i in range(99999) %}{{ t }}{% endfor %}", "the rendered text"),
 ]
 
 
@@ -294,9 +294,7 @@ def test_a_stored_number_is_not_repeated_when_the_code_that_scored_it_changed(ow
     for path in (helpers, own / "scores.py"):
         before = path.read_text()
         path.write_text(before.replace("True", "False").replace("float(", "1 - float("))
-        with pytest.raises(
-            ValueError, match=r"scored\.json is a result of other scoring code than the task scored has"
-        ):
+        with pytest.raises(ValueError, match=r"scored\.json was scored by other code than the task scored has"):
             run_eval(EvalOptions(model, out, benchmarks=pick("scored", own), limit=2))
         path.write_text(before)
 
@@ -317,7 +315,7 @@ def test_a_users_task_is_reported_beside_the_papers(own, model, hub, tmp_path, m
     monkeypatch.setattr("attnres.commands.eval._load_model", lambda *_: pytest.fail("a model was loaded"))
     run_eval(EvalOptions(model, out, benchmarks=pick("pairs,arc_challenge", own), **arguments))
     (out / "results.json").unlink()
-    with pytest.raises(ValueError, match=r"sums\.json is a result with another num_fewshot of the task sums"):
+    with pytest.raises(ValueError, match=r"sums\.json was computed with another num_fewshot of the task sums"):
         run_eval(EvalOptions(model, out, benchmarks=pick("sums", own), **arguments))
     with pytest.raises(ValueError, match="pairs and sums both hold the task sums"):
         run_eval(EvalOptions(model, tmp_path / "other", benchmarks=pick("pairs,sums", own), **arguments))
