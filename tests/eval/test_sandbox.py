@@ -371,7 +371,7 @@ def test_death_of_the_caller_kills_the_program(layers, folders):
 
 @ALL_LEVELS
 def test_death_of_the_guard_by_its_own_limit_kills_the_program(layers, folders, monkeypatch):
-    monkeypatch.setattr(sandbox, "_MARGIN", 100)
+    monkeypatch.setattr(sandbox, "_MARGIN_SECONDS", 100)
     before = processes()
     # A long call of a built-in function uses up the guard's processor time of 2 s before its clock can interrupt.
     tests = "sum(range(10**12))"
@@ -382,7 +382,7 @@ def test_death_of_the_guard_by_its_own_limit_kills_the_program(layers, folders, 
 
 
 def test_guard_that_hangs_is_killed(monkeypatch, folders):
-    monkeypatch.setattr(sandbox, "_MARGIN", 0.3)
+    monkeypatch.setattr(sandbox, "_MARGIN_SECONDS", 0.3)
     before = processes()
     # No signal handler runs within one call of a built-in function, so the guard's own clock cannot end this.
     outcome = sandbox.run(body(), "sum(range(10**12))", names=["attack"], limits=Limits(seconds=1))
@@ -437,7 +437,7 @@ def test_machine_that_cannot_contain_a_program_runs_none_and_says_what_to_do(lac
 
 def test_other_systems_than_linux_run_none(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(RuntimeError, match=r"It takes Linux with seccomp.* This is darwin\.$"):
+    with pytest.raises(RuntimeError, match=r"The sandbox needs Linux with seccomp.* This is darwin\.$"):
         sandbox.available.__wrapped__()
 
 
