@@ -88,7 +88,7 @@ def test_a_stored_number_is_not_repeated_on_other_data_and_nothing_is_lost(
     change(test)
     test.to_parquet(path)
     arguments = {"benchmarks": pick("arc_challenge"), "data": Path("hub")}
-    with pytest.raises(ValueError, match=f"^{out / STORED} is a result on other {parts} than the task arc_challenge"):
+    with pytest.raises(ValueError, match=f"^{out / STORED} was computed on other {parts} than the task arc_challenge"):
         run_eval(EvalOptions(models[0], out, baseline=models[1] if with_baseline else None, **arguments))
     assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
     shutil.rmtree("hub")

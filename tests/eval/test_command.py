@@ -141,8 +141,10 @@ def test_finished_tasks_are_not_computed_again(evaluate, evaluated, models, tmp_
 def test_what_a_report_shows_is_not_lost_from_it(evaluate, evaluated, models, tmp_path):
     model, source = str(models / "retrofit"), str(models / "source")
     check_run(EvalOptions(model, evaluated, pick(f"{SOME},mmlu"), source))
-    shows = "report.md shows arc_challenge, cmath too, and would lose that. Give --tasks gsm8k,arc_challenge,cmath, "
-    with pytest.raises(FileExistsError, match=shows):
+    lost = (
+        r"report\.md also shows arc_challenge, cmath, which a new report would lose\. Give --tasks gsm8k,arc_challenge,"
+    )
+    with pytest.raises(FileExistsError, match=lost):
         check_run(EvalOptions(model, evaluated, pick("gsm8k"), source))
     with pytest.raises(FileExistsError, match=f"report.md compares with {source}, .* Give --baseline {source}"):
         check_run(EvalOptions(model, evaluated, pick(SOME)))
@@ -177,7 +179,7 @@ def test_programs_run_where_that_is_allowed_and_the_report_says_how(evaluate, tm
 
 
 def test_results_of_another_model_or_limit_are_not_mixed(evaluate, evaluated, models):
-    with pytest.raises(FileExistsError, match=f"with limit {LIMIT}, not 7"):
+    with pytest.raises(FileExistsError, match=f"setup.json has limit {LIMIT}, not 7"):
         evaluate(str(models / "retrofit"), evaluated, limit=7)
     with pytest.raises(FileExistsError, match="retrofit', not 'source'"):
         evaluate("source", evaluated)

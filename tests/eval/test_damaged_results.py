@@ -71,7 +71,7 @@ def test_a_stored_result_of_another_form_is_named_with_the_part(change, part, re
     change(result)
     store.write(TASK, result)
     said = refusal()
-    assert said.startswith(f"{path} is not a result that this version reads: its {part} is missing or of another form")
+    assert said.startswith(f"{path} is not in the format of this version: its {part} is missing or has another form")
     assert said.endswith("Remove it, and the same command computes it again.")
 
 

@@ -9,7 +9,7 @@ from rich.markdown import Markdown
 
 from attnres.eval.benchmarks import benchmarks
 from attnres.eval.paired import compare_pairs
-from attnres.eval.report import plot, to_markdown, to_table
+from attnres.eval.report import SECOND_NOTE, plot, to_markdown, to_table
 from attnres.eval.rows import ReportRow, Score
 
 RESULTS = {
@@ -59,9 +59,7 @@ def test_the_second_filter_has_a_line_of_its_own_below(tmp_path):
     assert [line[0] for line in lines[1:]] == ["| GSM8K", "| GSM8K (flexible-extract)", "| Last"]
     assert lines[2][3] == "75.0 ± 20.0" and lines[2][-2:] == ["-", "- |"]
     assert "Of 3 tests at 5%" in text and "on the paper's benchmarks" in text
-    assert "is the line above it again" in text and "is the line above it" not in to_markdown(
-        [first], [], "m", "b", RESULTS
-    )
+    assert SECOND_NOTE in text and SECOND_NOTE not in to_markdown([first], [], "m", "b", RESULTS)
     assert to_table(rows, "m", "b").row_count == 3
     plot(rows, tmp_path / "scores.png", "m", "b")
 

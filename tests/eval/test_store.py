@@ -23,9 +23,9 @@ def test_what_was_written_is_there_for_the_next_run_with_the_same_settings(tmp_p
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model": "b"}, "holds results with model 'a', not 'b'. Choose another --out"),
-        ({"limit": None}, "holds results with limit 100, not None"),
-        ({"files": {"model.safetensors": [1, 3]}}, "holds results with other files"),
+        ({"model": "b"}, "holds results whose setup.json has model 'a', not 'b'. Choose another --out"),
+        ({"limit": None}, "holds results whose setup.json has limit 100, not None"),
+        ({"files": {"model.safetensors": [1, 3]}}, "holds results whose setup.json has other 'files'"),
     ],
 )
 def test_results_of_other_settings_are_refused_and_kept(tmp_path, change, message):
@@ -97,5 +97,5 @@ def test_without_a_result_the_setup_can_become_another(tmp_path):
     store = ResultStore(tmp_path, SETUP | {"limit": 7})
     assert store.setup == SETUP | {"limit": 7}
     store.write("gsm8k", {})
-    with pytest.raises(FileExistsError, match="holds results with limit 7"):
+    with pytest.raises(FileExistsError, match=r"holds results whose setup\.json has limit 7"):
         ResultStore(tmp_path, SETUP)

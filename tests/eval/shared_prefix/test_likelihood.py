@@ -44,7 +44,7 @@ def test_any_requests_have_the_scores_of_the_stock_harness(name, make_model, tok
         stock._max_length = ours._max_length = max_length
         ours.batch_size_per_gpu = batch_size
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(prefix_tree, "PASS", least_saving)
+            patch.setattr(prefix_tree, "PASS_TOKENS", least_saving)
             found = ours._loglikelihood_tokens(requests)
         assert_same(found, stock._loglikelihood_tokens(requests, disable_tqdm=True))
 
