@@ -21,9 +21,9 @@ def questions(rng: random.Random, examples: int, items: int, question: int, choi
     return requests
 
 
-def assert_same(found: list, expected: list, tolerance: float = 1e-4) -> None:
-    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
-    for (value, _), (reference, _) in zip(found, expected):
+def assert_same(actual: list, expected: list, tolerance: float = 1e-4) -> None:
+    assert [greedy for _, greedy in actual] == [greedy for _, greedy in expected]
+    for (value, _), (reference, _) in zip(actual, expected):
         assert value == pytest.approx(reference, abs=tolerance)
 
 
