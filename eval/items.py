@@ -22,7 +22,7 @@ def items_of(samples: Iterable[Mapping[str, Any]]) -> Items:
     return {sample["doc_id"]: tuple(sample[name] for name in HASHES) for sample in samples}
 
 
-def items_now(task: Task, limit: int | None) -> Items:
+def current_items(task: Task, limit: int | None) -> Items:
     """Return the items that a run of a task would ask. No model runs: ten thousand items take seconds.
 
     Args:
@@ -47,7 +47,7 @@ def drop_requests(task: Task) -> None:
     task._instances = None
 
 
-def changed(first: Items, second: Items) -> str:
+def differing_parts(first: Items, second: Items) -> str:
     """Return the parts in which items differ, such as `documents and gold answers`; empty if all are the same.
 
     Args:
@@ -61,4 +61,4 @@ def changed(first: Items, second: Items) -> str:
     return " and ".join(parts)
 
 
-__all__ = ["HASHES", "Items", "changed", "drop_requests", "items_now", "items_of"]
+__all__ = ["HASHES", "Items", "current_items", "differing_parts", "drop_requests", "items_of"]

@@ -34,11 +34,11 @@ def describe(names: Collection[str], include_path: Path | None, paper: Collectio
         paper: The names of the paper's benchmarks.
 
     Returns:
-        One benchmark per name, in their order.
+        One benchmark per name that is not in `paper`, in the order of `names`.
 
     Raises:
-        ValueError: A task does not exist, has no mean to report, or takes the name of a benchmark of the paper. The
-            message is one line.
+        ValueError: A task does not exist, has no mean score to report, or takes the name of a benchmark of the paper.
+            The message is one line.
     """
     try:
         import lm_eval  # noqa: F401

@@ -7,7 +7,7 @@ from typing import Any
 
 from lm_eval.tasks.manager import TaskDict
 
-from .items import changed, items_of
+from .items import differing_parts, items_of
 from .paired import Paired, compare_pairs
 from .paper import Benchmark
 from .store import ResultStore
@@ -115,7 +115,7 @@ def make_row(
     stored_baseline = {name: baseline_store.read(name) for name in stored}
     for name in stored:
         items, baseline_items = (items_of(by_task[name]["samples"]) for by_task in (stored, stored_baseline))
-        if parts := changed(items, baseline_items):
+        if parts := differing_parts(items, baseline_items):
             raise RuntimeError(
                 f"{benchmark.title}: the two models were not scored on the same {parts} of the task {name}. Remove "
                 f"{baseline_store.path(name)} or {store.path(name)}, whichever is older, and the same command computes "

@@ -95,7 +95,7 @@ class SharedPrefixLM(CorrectedHFLM):
             length = questions[-1][0].first
             if not pays((len(rows) - len(questions)) * (length - depth)):
                 return self._in_batches(rows, score_rows)
-            contexts = self._read([choices[0].tokens[depth:length] for choices in questions], cache)
+            contexts = self._extend([choices[0].tokens[depth:length] for choices in questions], cache)
             entry_of = {id(row): entry for entry, choices in enumerate(questions) for row in choices}
 
             def score_choices(rows: Sequence[PromptRow]) -> None:
@@ -117,14 +117,19 @@ class SharedPrefixLM(CorrectedHFLM):
 
             def score_child(children: Sequence[Node]) -> None:
                 (child,) = children
-                child_cache = self._read([child.prefix[depth:]], cache)
+                child_cache = self._extend([child.prefix[depth:]], cache)
                 self._score_node(child, share_questions, child_cache, finish)
 
             # A batch of one, so that `_in_batches` handles a lack of memory here too.
             self._in_batches([child], score_child)
 
-    def _read(self, tokens: Sequence[list[int]], cache: Cache | None) -> Cache:
-        """Return the cache after `tokens`: rows of equal length that all continue from `cache`, of batch size 1."""
+    def _extend(self, tokens: Sequence[list[int]], cache: Cache | None) -> Cache:
+        """Return a cache with one entry for each row of `tokens`: the entry of `cache`, continued by that row.
+
+        Args:
+            tokens: Rows of equal length.
+            cache: A cache of batch size 1, which stays unchanged; `None` for an empty one.
+        """
         last_positions = [[len(row) - 1] for row in tokens]
         entries = _copy_entries(cache, [0] * len(tokens))
         return self._forward(tokens, last_positions, self.abilities, entries, use_cache=True)[1]
@@ -174,7 +179,7 @@ class SharedPrefixLM(CorrectedHFLM):
         Args:
             tokens: Rows of token ids. Shorter rows are padded on the right, where a causal model does not look.
             positions: The positions of each row whose logits are needed. Shorter lists are padded with their last.
-            abilities: What the model can do.
+            abilities: The abilities to use. Only `keep_logits` matters here.
             cache: The cache that the rows continue; it is changed.
             use_cache: Whether to return a cache.
 
@@ -188,7 +193,7 @@ class SharedPrefixLM(CorrectedHFLM):
         arguments = {"logits_to_keep": keep} if abilities.keep_logits else {}
         if use_cache:
             arguments |= {self._cache_name: cache, "use_cache": True}
-        elif "use_cache" in self._accepted:
+        elif "use_cache" in self._argument_names:
             arguments |= {"use_cache": False}
         dtype = self.mixed_precision_dtype
         with torch.autocast(device_type=self.device.type, dtype=dtype, enabled=dtype is not None):
@@ -201,15 +206,15 @@ class SharedPrefixLM(CorrectedHFLM):
         return logits, next((outputs[name] for name in _CACHE_NAMES if name in outputs), None)
 
     @cached_property
-    def _accepted(self) -> Set[str]:
-        """The names of the arguments that the model takes, or the model inside an adapter."""
+    def _argument_names(self) -> Set[str]:
+        """The names of the arguments that the model takes. For an adapter, those of the model inside it."""
         forward = getattr(self.model, "get_base_model", lambda: self.model)().forward
         return inspect.signature(forward).parameters.keys()
 
     @property
     def _cache_name(self) -> str | None:
         """The name of the argument that takes a cache; `None` if the model takes none."""
-        return next((name for name in _CACHE_NAMES if name in self._accepted), None)
+        return next((name for name in _CACHE_NAMES if name in self._argument_names), None)
 
     @cached_property
     def abilities(self) -> Abilities:
@@ -234,7 +239,7 @@ class SharedPrefixLM(CorrectedHFLM):
             return error.item() <= torch.finfo(expected.dtype).eps ** 0.5
 
         abilities = Abilities(
-            keep_logits="logits_to_keep" in self._accepted
+            keep_logits="logits_to_keep" in self._argument_names
             and agrees(lambda: self._forward(tokens.tolist(), end, Abilities(keep_logits=True))[0])
         )
 
@@ -247,7 +252,7 @@ class SharedPrefixLM(CorrectedHFLM):
             several, _ = self._forward(tokens[:, 7:].tolist(), [list(range(5))] * 2, abilities, copies, use_cache=True)
             return torch.cat([single, several[:, 1:]], dim=1)
 
-        takes_cache = self._cache_name is not None and "use_cache" in self._accepted
+        takes_cache = self._cache_name is not None and "use_cache" in self._argument_names
         share_prefix = takes_cache and agrees(continue_from_copies)
         if not share_prefix:
             logger.warning(

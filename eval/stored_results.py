@@ -14,7 +14,7 @@ from typing import Any
 
 from lm_eval.api.task import Task
 
-from .items import HASHES, changed, items_now, items_of
+from .items import HASHES, current_items, differing_parts, items_of
 from .paper import Benchmark
 from .store import ResultStore, to_json
 
@@ -85,7 +85,7 @@ def check_same_items(task: Task, stored: Mapping[str, Any], path: Path, limit: i
         path: The file of the result, for the message.
         limit: How many items of the task are asked, from the first; `None` for all.
     """
-    if parts := changed(items_of(stored["samples"]), items_now(task, limit)):
+    if parts := differing_parts(items_of(stored["samples"]), current_items(task, limit)):
         raise ValueError(
             f"{path} was computed on other {parts} than the task {task.task_name} has now: its data changed. "
             "Choose another --out, or remove the file to compute it again."

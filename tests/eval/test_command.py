@@ -24,8 +24,8 @@ from .. import forks
 
 LIMIT = 3
 COMPARED = 12  # items on which `other` and `source` differ
-SOME = "arc_challenge,gsm8k,cmath"
-TASKS = {"arc_challenge", "gsm8k_cot", "attnres_cmath_validation", "attnres_cmath_test"}
+BENCHMARKS = "arc_challenge,gsm8k,cmath"
+LEAF_TASKS = {"arc_challenge", "gsm8k_cot", "attnres_cmath_validation", "attnres_cmath_test"}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,12 @@ def models(assets, tmp_path_factory) -> Path:
 def evaluated(models, assets, tmp_path_factory) -> Path:
     """Return the folder of a run that compared the retrofit with its source."""
     out = tmp_path_factory.mktemp("evaluated") / "out"
-    arguments = {"baseline": str(models / "source"), "benchmarks": pick(SOME), "data": assets / "hub", "limit": LIMIT}
+    arguments = {
+        "baseline": str(models / "source"),
+        "benchmarks": pick(BENCHMARKS),
+        "data": assets / "hub",
+        "limit": LIMIT,
+    }
     run_eval(EvalOptions(str(models / "retrofit"), out, **arguments))
     return out
 
@@ -57,7 +62,7 @@ def evaluate(models, assets, monkeypatch) -> Callable:
     """Return `evaluate(model, out, **options)`, which calls `run_eval` in the folder of the models."""
     monkeypatch.chdir(models)
 
-    def run(model: str, out: Path, tasks: str = SOME, **arguments) -> None:
+    def run(model: str, out: Path, tasks: str = BENCHMARKS, **arguments) -> None:
         defaults = {"benchmarks": pick(tasks), "data": assets / "hub", "limit": LIMIT}
         run_eval(EvalOptions(model, out, **defaults | arguments))
 
@@ -71,14 +76,14 @@ def answers(folder: Path, task: str) -> list:
 
 def test_a_retrofit_scores_what_its_source_scores(evaluated):
     model, baseline = (json.loads((evaluated / name).read_text()) for name in ("results.json", "baseline.json"))
-    for benchmark in pick(SOME):
+    for benchmark in pick(BENCHMARKS):
         assert model["results"][benchmark.group] == baseline["results"][benchmark.group]
     assert answers(evaluated / "model", "gsm8k_cot") == answers(evaluated / "baseline", "gsm8k_cot")
 
 
 def test_results_json_has_the_format_of_the_harness(evaluated):
     results = json.loads((evaluated / "results.json").read_text())
-    assert results["results"].keys() >= TASKS
+    assert results["results"].keys() >= LEAF_TASKS
     assert set(results["group_subtasks"]["attnres_cmath"]) == {"attnres_cmath_validation", "attnres_cmath_test"}
     assert results["groups"]["attnres_cmath"]["sample_len"] == 2 * LIMIT
     assert results["n-shot"]["gsm8k_cot"] == 8
@@ -93,9 +98,9 @@ def test_the_report_has_a_line_for_each_benchmark_beside_the_papers_numbers(eval
     header, _, *body = [[cell.strip() for cell in row] for row in rows]
     assert [row[0] for row in body if "(" in row[0]] == ["GSM8K (flexible-extract)", "CMath (flexible-extract)"]
     body = [row for row in body if "(" not in row[0]]
-    assert [row[0] for row in body] == [benchmark.title for benchmark in pick(SOME)]
+    assert [row[0] for row in body] == [benchmark.title for benchmark in pick(BENCHMARKS)]
     assert header[-2:] == ["paper: baseline", "paper: AttnRes"]
-    assert [row[-2:] for row in body] == [[str(b.baseline), str(b.attn_res)] for b in pick(SOME)]
+    assert [row[-2:] for row in body] == [[str(b.baseline), str(b.attn_res)] for b in pick(BENCHMARKS)]
     assert [int(row[1]) for row in body] == [LIMIT, LIMIT, 2 * LIMIT]
     assert all(row[5].startswith("+0.0 [-") and row[6] == "1" for row in body)
     assert "lost their beginning: ARC-Challenge 100%, GSM8K 100%" in report  # 25 and 8 shots in 512 tokens
@@ -140,14 +145,14 @@ def test_finished_tasks_are_not_computed_again(evaluate, evaluated, models, tmp_
 
 def test_a_run_that_would_remove_results_from_a_report_is_refused(evaluate, evaluated, models, tmp_path):
     model, source = str(models / "retrofit"), str(models / "source")
-    check_run(EvalOptions(model, evaluated, pick(f"{SOME},mmlu"), source))
+    check_run(EvalOptions(model, evaluated, pick(f"{BENCHMARKS},mmlu"), source))
     lost = (
         r"report\.md also shows arc_challenge, cmath, which a new report would lose\. Give --tasks gsm8k,arc_challenge,"
     )
     with pytest.raises(FileExistsError, match=lost):
         check_run(EvalOptions(model, evaluated, pick("gsm8k"), source))
     with pytest.raises(FileExistsError, match=f"report.md compares with {source}, .* Give --baseline {source}"):
-        check_run(EvalOptions(model, evaluated, pick(SOME)))
+        check_run(EvalOptions(model, evaluated, pick(BENCHMARKS)))
     shutil.copytree(evaluated, tmp_path / "out")
     before = {path: path.read_bytes() for path in (tmp_path / "out").glob("*.*")}
     with pytest.raises(FileExistsError, match=r"report\.md shows gsm8k, and would lose that"):
@@ -155,7 +160,7 @@ def test_a_run_that_would_remove_results_from_a_report_is_refused(evaluate, eval
     assert {path: path.read_bytes() for path in before} == before
     (tmp_path / "out" / "results.json").write_text('{"results": 3}')
     with pytest.raises(ValueError, match=r"results\.json is damaged .* Remove it: it is written again\."):
-        check_run(EvalOptions(model, tmp_path / "out", pick(SOME), source))
+        check_run(EvalOptions(model, tmp_path / "out", pick(BENCHMARKS), source))
 
 
 def test_missing_data_is_reported_before_a_model_runs_and_other_benchmarks_go_on(evaluate, tmp_path, capsys):
@@ -188,7 +193,7 @@ def test_results_of_another_model_or_limit_are_not_mixed(evaluate, evaluated, mo
 def test_a_folder_with_other_files_is_refused_and_unchanged(models, tmp_path):
     (tmp_path / "thesis.tex").write_text("five years")
     with pytest.raises(FileExistsError, match="holds other files"):
-        check_run(EvalOptions(str(models / "source"), tmp_path, pick(SOME)))
+        check_run(EvalOptions(str(models / "source"), tmp_path, pick(BENCHMARKS)))
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
@@ -203,7 +208,7 @@ def test_a_folder_with_other_files_is_refused_and_unchanged(models, tmp_path):
 def test_bad_input_is_refused_in_one_line_and_writes_nothing(models, monkeypatch, tmp_path, arguments, error, message):
     monkeypatch.chdir(models)
     with pytest.raises(error, match=message) as caught:
-        check_run(EvalOptions("source", tmp_path / "out", pick(SOME), **arguments))
+        check_run(EvalOptions("source", tmp_path / "out", pick(BENCHMARKS), **arguments))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
@@ -253,7 +258,7 @@ def test_without_the_harness_the_message_is_one_line_with_the_command_to_install
 @pytest.mark.slow
 def test_a_killed_run_resumes_and_ends_with_the_same_numbers(models, assets, evaluated, tmp_path):
     out = tmp_path / "out"
-    baseline = ["--baseline", models / "source", "--tasks", SOME, "--data", assets / "hub", "--limit", LIMIT]
+    baseline = ["--baseline", models / "source", "--tasks", BENCHMARKS, "--data", assets / "hub", "--limit", LIMIT]
     arguments = command(models / "retrofit", *baseline, "--out", out)
     with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         finished = out / "baseline" / "gsm8k_cot.json"

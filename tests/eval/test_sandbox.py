@@ -18,7 +18,7 @@ import pytest
 from attnres.eval import sandbox
 from attnres.eval.sandbox import LAYERS, Limits, linux
 
-from .levels import ALL_LEVELS
+from .layers import EACH_COMBINATION
 
 
 @pytest.fixture
@@ -248,7 +248,7 @@ def untouched(tmp_path, monkeypatch):
     victim.wait()
 
 
-@ALL_LEVELS
+@EACH_COMBINATION
 @pytest.mark.parametrize("name", ATTACKS)
 def test_hostile_program_is_contained_and_fails(name, layers, untouched, folders):
     program, reason = ATTACKS[name]
@@ -286,13 +286,13 @@ def answer(x):
 """
 
 
-@ALL_LEVELS
+@EACH_COMBINATION
 def test_honest_program_passes_under_every_layer(layers):
     test = "assert answer(4) == [4, (), 2.0, 4, ['a', 'b']]"
     assert sandbox.run(HONEST, test, names=["answer"], layers=layers).reason == "passed"
 
 
-@ALL_LEVELS
+@EACH_COMBINATION
 def test_program_may_use_an_event_loop_locks_and_temporary_files(layers):
     program = """
 import asyncio, fcntl, os, tempfile, threading
@@ -355,7 +355,7 @@ def attack():
 """
 
 
-@ALL_LEVELS
+@EACH_COMBINATION
 def test_death_of_the_caller_kills_the_program(layers, folders):
     program = f"{CLINGING}attack()"
     caller = get_context("fork").Process(target=attack, args=(program, layers), kwargs={"seconds": 60})
@@ -370,7 +370,7 @@ def test_death_of_the_caller_kills_the_program(layers, folders):
     assert gone(set(started))
 
 
-@ALL_LEVELS
+@EACH_COMBINATION
 def test_program_dies_with_a_guard_that_exceeds_its_own_limit(layers, folders, monkeypatch):
     monkeypatch.setattr(sandbox, "_MARGIN_SECONDS", 100)
     before = processes()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from attnres.eval import sandbox
 from attnres.eval.sandbox import wire
 
-from .levels import ALL_LEVELS
+from .layers import EACH_COMBINATION
 
 # Programs that try to pass `assert answer(3) == 42` without the answer.
 CHEATS = {
@@ -71,7 +71,7 @@ def answer(x): raise Stopped("passed")""",
 }
 
 
-@ALL_LEVELS
+@EACH_COMBINATION
 @pytest.mark.parametrize("name", CHEATS)
 def test_program_passes_only_by_its_values(name, layers):
     outcome = sandbox.run(CHEATS[name], "assert answer(3) == 42", names=["answer"], layers=layers)
