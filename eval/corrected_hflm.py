@@ -153,7 +153,7 @@ class CorrectedHFLM(HFLM):
         return (ids[:, :-num_appended], mask[:, :-num_appended]) if num_appended else (ids, mask)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Encode a pair as `HFLM` does. Neither part is empty unless its text is."""
+        """Encode a pair as `HFLM` does. A part is empty only if its text is empty."""
         context_tokens, continuation_tokens = super()._encode_pair(context, continuation)
         if not context_tokens:  # the context is all spaces, which `HFLM` moves to the continuation
             context_tokens = [self.prefix_token_id]
@@ -180,7 +180,7 @@ class CorrectedHFLM(HFLM):
             requests: The texts, as the harness wraps them.
             disable_tqdm: Whether to draw no progress bar.
         """
-        windows, owners = [], []
+        windows, owners = [], []  # `owners`: the index of each window's text
         for index, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0], add_special_tokens=False)
             if tokens[:1] == [self.prefix_token_id]:  # the text contains it

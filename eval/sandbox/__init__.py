@@ -39,6 +39,27 @@ from attnres.eval.sandbox import wire
 
 LAYERS = ("namespaces", "landlock", "seccomp")
 
+_REFUSAL = (
+    "Programs that a model wrote are not run on this machine, because it cannot contain them. The sandbox needs Linux "
+    "with seccomp, and with Landlock (Linux 6.2 or newer) or user namespaces (which containers often forbid)."
+)
+
+_MARGIN_SECONDS = 5.0  # after a program's time limit, until a guard that is stuck is killed
+_POLL_SECONDS = 0.05  # between two readings of what a program has written
+_MAX_UNREADABLE = 20  # readings in a row that the kernel may refuse
+# The guard process has no site-packages (-S), so it imports its modules from this folder by name.
+_START = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import guard; del sys.path[0]; guard.main()"
+# The whole environment of the guard and the program, with `_INHERITED`.
+_ENVIRONMENT = {
+    "LC_ALL": "C.UTF-8",
+    "PATH": "/usr/bin:/bin",
+    "PYTHONHASHSEED": "0",  # so that sets of strings have the same order in every run
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+_INHERITED = ("LD_LIBRARY_PATH",)  # some interpreters do not start without it
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -152,13 +173,8 @@ def available() -> tuple[str, ...]:
     return tuple(layer for layer in LAYERS if layer not in missing)
 
 
-_REFUSAL = (
-    "Programs that a model wrote are not run on this machine, because it cannot contain them. The sandbox needs Linux "
-    "with seccomp, and with Landlock (Linux 6.2 or newer) or user namespaces (which containers often forbid)."
-)
-
-
 def _enough(layers: Collection[str]) -> bool:
+    """Return whether layers suffice: seccomp and at least one other, all of them known."""
     return "seccomp" in layers and len({*layers}) > 1 and {*layers} <= {*LAYERS}
 
 
@@ -257,21 +273,6 @@ def _written(pid: int) -> int | None:
     except OSError:
         return None if os.path.exists(f"/proc/{pid}") else 0
     return int(dict(line.split(": ") for line in lines)["wchar"])
-
-
-_MARGIN_SECONDS = 5.0
-_POLL_SECONDS = 0.05  # between two readings of what a program has written
-_MAX_UNREADABLE = 20  # readings in a row that the kernel may refuse
-_START = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import guard; del sys.path[0]; guard.main()"
-_ENVIRONMENT = {
-    "LC_ALL": "C.UTF-8",
-    "PATH": "/usr/bin:/bin",
-    "PYTHONHASHSEED": "0",  # so that sets of strings have the same order in every run
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-}
-_INHERITED = ("LD_LIBRARY_PATH",)  # some interpreters do not start without it
 
 
 @functools.cache

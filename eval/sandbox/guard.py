@@ -155,7 +155,7 @@ class Channel:
             self.end(f"sent an invalid value: {error}")
 
     def number(self, value: Any) -> int:
-        """Return the number of a `Remote`. Raise TypeError for objects of the tests, which cannot cross."""
+        """Return the number of a `Remote`. Raise TypeError for objects of the tests, which cannot be sent."""
         if not isinstance(value, Remote):
             raise TypeError(f"a {type(value).__name__} of the tests cannot be passed to the program")
         return value._number
@@ -174,6 +174,7 @@ def main() -> None:
         return
     passed, reason, late = False, None, f"ran longer than {job['seconds']:g} s"
     try:
+        # If the candidate has ended already, the alarm must not replace its reason.
         signal.signal(signal.SIGALRM, lambda *_: None if channel.ended is not None else channel.end(late))
         signal.setitimer(signal.ITIMER_REAL, job["seconds"])
         passed, reason = check(wire.receive(0), channel)
@@ -188,7 +189,7 @@ def main() -> None:
 
 
 def check(job: dict, channel: Channel) -> tuple[bool, str]:
-    """Run the tests against the candidate and return whether they passed, and a reason."""
+    """Run the tests against the candidate. Return whether they passed, and `passed` or the exception in one line."""
     namespace: dict[str, Any] = {"__name__": "tests"}
     seed_random(job["helpers"] + job["tests"])
     try:

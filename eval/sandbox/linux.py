@@ -254,7 +254,7 @@ def seccomp() -> None:
     # Offset 4 of the data holds the architecture, offset 0 the number of the call.
     program = [
         (_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit_arch), _KILL,
-        (_LOAD, 0, 0, 0), (_AT_LEAST, 0, 1, 0x40000000), _KILL,  # another numbering on x86-64
+        (_LOAD, 0, 0, 0), (_AT_LEAST, 0, 1, 0x40000000), _KILL,  # x32: a second numbering on x86-64
         (_EQUAL, 0, 1, _CLONE3), _NOT_IMPLEMENTED,
     ]  # fmt: skip
     for row in _PARTLY.values():
