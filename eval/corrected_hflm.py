@@ -309,8 +309,8 @@ class CorrectedHFLM(HFLM):
     def _model_generate(self, context: Tensor, **arguments) -> Tensor:
         """Generate as `HFLM` does, and remove the text after the tokenizer's EOS token.
 
-        The model stops at the EOS token of its own configuration. If that is another one, a row goes on until its batch
-        is finished, and since `HFLM` decodes without special tokens, nothing would cut the text there.
+        The model stops at the EOS token of its configuration. If the tokenizer has another one, a row goes on after it
+        until its batch is finished. `HFLM` decodes without special tokens, so it could not cut the text there.
         """
         tokens = super()._model_generate(context=context, **arguments)  # [batch, prompt and answer]
         if (eos := self.tokenizer.eos_token_id) is None:

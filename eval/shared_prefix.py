@@ -90,8 +90,8 @@ class SharedPrefixLM(CorrectedHFLM):
 
         def score_questions(questions: Sequence[list[PromptRow]]) -> None:
             rows = [row for choices in questions for row in choices]
-            # Questions come sorted, the longest first, so those of a batch have nearly the same length. All contexts
-            # are cut to the length of the last, so that they need no padding. `score_choices` computes the rest.
+            # Questions come sorted, the longest first, so a batch holds nearly equal lengths. All contexts are cut to
+            # the length of the last, so that they need no padding. `score_choices` computes the rest of each.
             length = questions[-1][0].first
             if not pays((len(rows) - len(questions)) * (length - depth)):
                 return self._in_batches(rows, score_rows)

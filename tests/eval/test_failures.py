@@ -19,7 +19,7 @@ def test_failures_of_all_benchmarks_are_two_lines_one_for_each_reason(tmp_path):
     assert "--allow-code-execution" in code
 
 
-def test_a_single_failure_or_one_of_another_reason_keeps_its_own_line():
+def test_a_failure_keeps_its_line_if_it_is_alone_or_of_the_reason_other():
     gsm8k, bbh, mmlu = (benchmarks()[name] for name in ("gsm8k", "bbh", "mmlu"))
     failures = {
         gsm8k: TaskFailure(Reason.ABSENT, "GSM8K: gone."),

@@ -142,7 +142,7 @@ def test_the_group_has_the_15_benchmarks_of_table_3_in_order():
 
 
 @pytest.mark.slow
-def test_no_stock_task_is_shadowed(caplog):
+def test_no_stock_task_is_overridden(caplog):
     with caplog.at_level(logging.WARNING, logger="lm_eval"):
         manager = TaskManager(include_path=task_path())
     assert not [record for record in caplog.messages if "overrides" in record or "attnres" in record]

@@ -13,7 +13,7 @@ def words(rng: random.Random, length: int) -> list[int]:
 
 
 def questions(rng: random.Random, examples: int, items: int, question: int, choice: int) -> Requests:
-    """Return items with four choices after common examples. Lengths are tokens; those of questions and choices vary."""
+    """Return items with four choices after common examples. Lengths are in tokens; questions and choices vary."""
     shared, requests = words(rng, examples), []
     for _ in range(items):
         context = shared + words(rng, question + rng.randrange(5))

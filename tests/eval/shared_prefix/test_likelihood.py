@@ -143,7 +143,7 @@ def test_a_model_that_cannot_go_on_from_its_cache_is_computed_whole(name, overri
 
 
 def test_a_model_that_fails_with_a_cache_is_computed_without_one(tiny_config, scored):
-    """Kimi Linear with KDA layers alone is such a model: no layer of its cache knows the number of tokens."""
+    """Kimi Linear with KDA layers alone is such a model: no layer of its cache counts the tokens."""
     fields = tiny_config().to_dict() | {"model_type": "kimi_linear", "layer_types": ["linear_attention"] * 4}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(KimiLinearConfig(**fields)).eval()

@@ -137,7 +137,7 @@ def test_an_empty_or_too_long_continuation_raises_an_error_of_one_line(pair, len
     assert "\n" not in str(error.value)
 
 
-def test_likelihoods_that_are_nan_end_the_call(make_model, tokenizer):
+def test_likelihoods_that_are_nan_raise_an_error(make_model, tokenizer):
     """The harness would take the first of NaN values as the largest: a broken model would always answer A."""
     model = make_model("llama")
     weight = model.lm_head.weight
