@@ -6,7 +6,6 @@ no lm_eval, so that `attnres push` works without it.
 """
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,10 +134,13 @@ def write_results(out: Path, results: HubResults) -> list[Path]:
     """
     folder = out / FOLDER
     for path in sorted(folder.glob("*.yaml")):
-        if path.name in results.entries:
-            _check_replaceable(path)
-        elif _is_written_here(path):
-            path.unlink()
+        if _is_written_here(path):
+            if path.name not in results.entries:
+                path.unlink()
+        elif path.name in results.entries:
+            raise FileExistsError(
+                f"{path} was not written by attnres eval, and would be replaced. Rename or remove it."
+            )
     if results.entries:
         folder.mkdir(parents=True, exist_ok=True)
     for name, entry in results.entries.items():
@@ -159,11 +161,6 @@ def _head(name: str) -> str:
 def _is_written_here(path: Path) -> bool:
     """Return whether `write_results` wrote a file."""
     return path.is_file() and path.read_bytes().startswith(_head(path.name).encode())
-
-
-def _check_replaceable(path: Path) -> None:
-    if os.path.lexists(path) and not _is_written_here(path):
-        raise FileExistsError(f"{path} was not written by attnres eval, and would be replaced. Rename or remove it.")
 
 
 def read_results(folder: Path) -> dict[Path, list[EvalResultEntry]]:
