@@ -1,1 +1,1 @@
-"""Evaluation: the 15 benchmarks of the paper, through lm-evaluation-harness."""
+"""Evaluate models on the 15 benchmarks of the paper and on other tasks, through lm-evaluation-harness."""

@@ -37,7 +37,7 @@ def pick(tasks: str, include_path: Path | None = None) -> list[Benchmark]:
     known = benchmarks()
     names = [*dict.fromkeys(name.strip() for name in tasks.split(",") if name.strip())]
     if not names:
-        raise ValueError(f"No benchmark is named. There is paper (all), {', '.join(known)}.")
+        raise ValueError(f"--tasks names no benchmark. There is paper (all), {', '.join(known)}.")
     paper = [benchmark for name, benchmark in known.items() if name in names or "paper" in names]
     if include_path or {*names} - {*known, "paper"}:
         return paper + describe([name for name in names if name != "paper"], include_path, known)
@@ -48,7 +48,7 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
     """Return the benchmark's tasks with their data, for `lm_eval.evaluator.evaluate`.
 
     Args:
-        benchmark: One of [`pick`] or [`benchmarks`].
+        benchmark: A benchmark from [`pick`] or [`benchmarks`].
         data: A folder that holds data sets as `ORG/NAME`, laid out as on the Hub. Nothing is then read from the
             network. Without it, the data set comes from the Hub or its cache.
 
@@ -56,8 +56,8 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
         Tasks and groups by name, as `lm_eval.tasks.TaskManager.load` returns them.
 
     Raises:
-        FileNotFoundError: The data set, or a part of it that the benchmark needs, is missing or damaged. The message is
-            one line with the remedy.
+        FileNotFoundError: The data set, or a part of it that the benchmark needs, is missing or damaged, or a function
+            of the task file fails. The message is one line with the remedy.
         RuntimeError: A template of a task file takes too much time or memory.
     """
     overrides, folder = {}, None
@@ -84,8 +84,8 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
 
     try:
         with _quiet_hub(), bounded_templates():
-            # The private factory, because `TaskManager.load` passes no overrides on to the tasks of a group. It takes a
-            # group given as a mapping, but then overrides each member's `task` with the list of the members.
+            # The public `TaskManager.load` does not pass overrides on to the tasks of a group. Given the group as a
+            # mapping with overrides, it replaces the `task` of each member by the list of all members.
             tasks = manager._factory.build(
                 manager.task_index[benchmark.group], overrides=overrides, registry=manager.task_index
             )
@@ -94,8 +94,8 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
     except KeyError as error:
         raise data_missing(benchmark, data, f"it has no split or column {error}") from error
     except ConnectionError as error:
-        # Each further attempt would take half a minute. Data in the cache loads without the network. The environment
-        # variable for this is read only at import, so the constants that came of it are set.
+        # Go offline for the rest of the run, because each further attempt would take half a minute. Data in the cache
+        # still loads. The environment variable HF_HUB_OFFLINE is read only at import, so set what was read from it.
         datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
         raise data_missing(benchmark, data, str(error), is_absent=True) from error
     except DatasetsError as error:
@@ -109,7 +109,7 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
 
 @contextmanager
 def _quiet_hub() -> Iterator[None]:
-    """Suppress the Hub's progress bars, and its log line for each attempt at a request."""
+    """Suppress the progress bars of `datasets`, and the Hub's log line for each attempt at a request."""
     import datasets
     from huggingface_hub.utils import logging as hub_logging
 
@@ -125,10 +125,10 @@ def _quiet_hub() -> Iterator[None]:
 
 
 def _cache_path(folder: Path) -> Path:
-    """Return where `datasets` shall keep its converted form of a folder's data.
+    """Return the folder in which `datasets` keeps its converted form of a folder's data.
 
-    By default it chooses a path that depends on the folder's README alone. Two folders with the same README would share
-    one cache entry, and a replaced data file would go unnoticed.
+    By default, `datasets` chooses a path that depends on the folder's README alone. Two folders with the same README
+    would share one cache entry, and a replaced data file would go unnoticed.
     """
     import datasets
 

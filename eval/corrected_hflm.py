@@ -1,9 +1,9 @@
-"""`HFLM`, the model class of lm-evaluation-harness, with faults corrected that change numbers or end a run.
+"""Correct the faults of `HFLM`, the model class of lm-evaluation-harness, that change numbers or end a run.
 
 `CorrectedHFLM` treats special tokens as a model sees them in use, refuses incomplete checkpoints and NaN, and halves
 its batches when memory runs out. `shared_prefix` builds on it and makes likelihoods fast.
 
-Private methods of `HFLM` are overridden where it has no public method for the step, such as the encoding of a pair.
+Private methods of `HFLM` are overridden where no public method does the step, such as the encoding of a pair.
 """
 
 import logging
@@ -74,7 +74,7 @@ class CorrectedHFLM(HFLM):
     # --- Loading ---------------------------------------------------------------------------------------------------
 
     def _get_config(self, pretrained: str, **options) -> None:
-        """Read the configuration as `HFLM` does, once its numbers are known to fit the weights."""
+        """Check that the sizes in the configuration fit the weights, then read it as `HFLM` does."""
         if options.get("gguf_file") is None:
             check_source_sizes(pretrained, options.get("revision"))
         super()._get_config(pretrained, **options)
@@ -103,7 +103,7 @@ class CorrectedHFLM(HFLM):
         """The number of tokens that the tokenizer appends to a text."""
         if self.backend != "causal":  # an encoder reads its EOS token
             return 0
-        # Encode one letter without and with special tokens, and count the tokens after it.
+        # Encode one letter without and with special tokens, and count the tokens after it (0 if it is not found).
         bare, whole = (self.tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
         starts = (i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare)
         return len(whole) - len(bare) - next(starts, len(whole) - len(bare))
@@ -153,7 +153,7 @@ class CorrectedHFLM(HFLM):
         return (ids[:, :-num_appended], mask[:, :-num_appended]) if num_appended else (ids, mask)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Encode a pair as `HFLM` does. Neither part is empty unless its text is."""
+        """Encode a pair as `HFLM` does. A part is empty only if its text is empty."""
         context_tokens, continuation_tokens = super()._encode_pair(context, continuation)
         if not context_tokens:  # the context is all spaces, which `HFLM` moves to the continuation
             context_tokens = [self.prefix_token_id]
@@ -180,7 +180,7 @@ class CorrectedHFLM(HFLM):
             requests: The texts, as the harness wraps them.
             disable_tqdm: Whether to draw no progress bar.
         """
-        windows, owners = [], []
+        windows, owners = [], []  # `owners`: the index of each window's text
         for index, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0], add_special_tokens=False)
             if tokens[:1] == [self.prefix_token_id]:  # the text contains it
@@ -201,6 +201,15 @@ class CorrectedHFLM(HFLM):
     ) -> list[Answer]:
         """Check requests, let `_score_requests` answer them, and check the answers.
 
+        Args:
+            requests: The requests. Contexts and continuations must not be empty.
+            disable_tqdm: Whether to draw no progress bar.
+            override_bs: `None`, except for the windows of `loglikelihood_rolling`, which report no progress. The batch
+                size does not depend on it.
+
+        Returns:
+            The answers, in the order of the requests.
+
         Raises:
             RuntimeError: One sequence alone does not fit in memory; a part of a request is empty or longer than the
                 model reads; or an answer is NaN.
@@ -218,7 +227,7 @@ class CorrectedHFLM(HFLM):
         lengths = [len(context) + len(continuation) - 1 for _, context, continuation in requests]
         check_token_ids((i for _, *parts in requests for part in parts for i in part), self.model, "a question")
         self._count_cut(sum(length > self.max_length for length in lengths), len(requests))
-        # The windows of long texts are parts of a call, which are not reported. They come with a batch size.
+        # `loglikelihood_rolling` passes a batch size. The number of its windows is not that of the caller's requests.
         is_inner = override_bs is not None
         longest = min(max(lengths, default=0), self.max_length)
         with (
@@ -228,7 +237,7 @@ class CorrectedHFLM(HFLM):
 
             def finish(scored: dict[int, Answer]) -> None:
                 if any(math.isnan(value) for value, _ in scored.values()):
-                    # NaN loses each comparison, so that the first choice would win.
+                    # Every comparison with NaN is false, so the harness would take the first choice as the answer.
                     raise RuntimeError(
                         "The model computes log-likelihoods that are NaN: its weights are damaged or its dtype "
                         "overflows."
@@ -243,7 +252,7 @@ class CorrectedHFLM(HFLM):
         return [answers[index] for index in range(len(requests))]
 
     def _score_requests(self, requests: Sequence[Request], finish: Finish) -> None:
-        """Answer requests by `HFLM`, each on its own, the longest first. `finish` takes answers as they come."""
+        """Compute each request by itself with `HFLM`, the longest first, and pass answers to `finish` as they come."""
         score = partial(super()._loglikelihood_tokens, disable_tqdm=True)
 
         def run(batch: Sequence[int]) -> None:
@@ -280,8 +289,9 @@ class CorrectedHFLM(HFLM):
         prompts = [self.tok_encode(request.args[0]) for request in requests]
         check_token_ids(chain.from_iterable(prompts), self.model, "a question")
         lengths = [len(prompt) for prompt in prompts]
-        most = [self.max_length - request.args[1].get("max_gen_toks", self.max_gen_toks) for request in requests]
-        self._count_cut(sum(length > limit for length, limit in zip(lengths, most)), len(requests))
+        # The answer is reserved first. A prompt has the rest of the context.
+        limits = [self.max_length - request.args[1].get("max_gen_toks", self.max_gen_toks) for request in requests]
+        self._count_cut(sum(length > limit for length, limit in zip(lengths, limits)), len(requests))
         generate = partial(super().generate_until, disable_tqdm=True)
         with self._reported(len(requests), "generate_until", disable_tqdm) as report:
 
@@ -299,8 +309,8 @@ class CorrectedHFLM(HFLM):
     def _model_generate(self, context: Tensor, **arguments) -> Tensor:
         """Generate as `HFLM` does, and remove the text after the tokenizer's EOS token.
 
-        The model stops at the EOS token of its own configuration. If that is another one, a row goes on until its batch
-        is finished, and since `HFLM` decodes without special tokens, nothing would cut the text there.
+        The model stops at the EOS token of its configuration. If the tokenizer has another one, a row goes on after it
+        until its batch is finished. `HFLM` decodes without special tokens, so it could not cut the text there.
         """
         tokens = super()._model_generate(context=context, **arguments)  # [batch, prompt and answer]
         if (eos := self.tokenizer.eos_token_id) is None:
@@ -330,7 +340,7 @@ class CorrectedHFLM(HFLM):
             else:
                 start += len(batch)
                 continue
-            # Outside of the `except` clause, because the error keeps the tensors alive of all frames that it passed.
+            # Outside of the `except` clause, because the error keeps alive the tensors of all frames that it passed.
             self.batch_size_per_gpu = min(self.batch_size, len(batch) // 2)
             clear_device_cache(garbage_collection=True)
             logger.warning("Out of memory at batch size %d: going on with %d.", len(batch), self.batch_size)
@@ -339,7 +349,7 @@ class CorrectedHFLM(HFLM):
     def _reported(
         self, total: int, kind: str, is_silent: bool, is_inner: bool = False
     ) -> Iterator[Callable[[int], None]]:
-        """Yield a function that takes the number of finished requests, and shows it by `progress` or a bar."""
+        """Yield a function that shows the number of finished requests: by `progress`, a bar, or not at all."""
         if self.progress is not None and not is_inner:
             yield self.progress
             return

@@ -1,6 +1,6 @@
-"""Check a data set in the folder of `--data` before `datasets` reads it, and tell which version was read.
+"""Check a data set in the folder of `--data` before `datasets` reads it, and find the commit that was read.
 
-A README and links may not lead to files outside of the folder.
+A data set comes from others. Its README and its links must not lead to files outside of its folder.
 """
 
 import os
@@ -21,9 +21,9 @@ def check(folder: Path) -> None:
         ValueError: The README is broken or names a file outside of the folder, or a link leads out of the folder. The
             message is one line.
     """
-    inside = os.path.realpath(folder)
+    root = os.path.realpath(folder)
     for path in sorted(folder.rglob("*")):
-        if path.is_symlink() and os.path.commonpath([inside, os.path.realpath(path)]) != inside:
+        if path.is_symlink() and os.path.commonpath([root, os.path.realpath(path)]) != root:
             raise ValueError(
                 f"{path} is a link to {os.path.realpath(path)}, outside the folder: put the file itself there"
             )
@@ -71,7 +71,7 @@ def _file_names(configs: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def damaged_file(folder: Path) -> str | None:
-    """Return one line on the first Parquet file that cannot be read, or `None`. `datasets` does not name the file."""
+    """Return one line that names the first damaged Parquet file, or `None`. Errors of `datasets` do not name it."""
     from pyarrow import ArrowException, parquet
 
     for path in sorted(folder.rglob("*.parquet")):

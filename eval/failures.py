@@ -16,9 +16,9 @@ from .paper import Benchmark
 
 
 class Reason(Enum):
-    """The kind of a failure. Benchmarks share the first two; `OTHER` concerns one benchmark alone."""
+    """The kind of a failure. Several benchmarks can share the first two; `OTHER` concerns one benchmark alone."""
 
-    RUNS_CODE = auto()  # it runs generated programs, which was not allowed
+    RUNS_CODE = auto()  # it runs generated programs, and --allow-code-execution is missing
     ABSENT = auto()  # the data set is not in the folder, or the Hub cannot be reached
     OTHER = auto()
 
@@ -118,7 +118,7 @@ def _absent_line(benchmarks: Sequence[Benchmark], data: Path | None) -> str:
 
 
 def _remedy(download: str, data: Path | None, gated: Sequence[str]) -> str:
-    """Return the end of a message: how to get data sets by a download command, `gated` ones with their terms."""
+    """Return the end of a message: how to get data sets by the command `download`, and the terms of `gated` ones."""
     remedy = f"`{download}`"
     if data is None:
         remedy = f"go online, or run {remedy} on a machine that is, and give `--data DATA`"

@@ -6,7 +6,6 @@ no lm_eval, so that `attnres push` works without it.
 """
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 FOLDER = ".eval_results"
 
-# The harness's name of how a benchmark asks -> the words in `notes`.
+# The harness's name for the kind of request -> the words in `notes`.
 _SCORING = {"generate_until": "of generated answers", "multiple_choice": "by likelihood of the choices"}
 
 
@@ -52,7 +51,7 @@ def make_results(rows: Sequence["ReportRow"], results: Mapping[str, Any], baseli
     Args:
         rows: The rows, from [`attnres.eval.rows.make_row`].
         results: The model's results, from [`attnres.eval.suite.collect`].
-        baseline: The second model as named in the command. Of a directory only the last part is published.
+        baseline: The second model as named in the command. Only the last part of a directory's path is published.
     """
     entries, incomplete, not_on_hub = {}, [], []
     for row in rows:
@@ -90,14 +89,14 @@ def _file_name(row: "ReportRow") -> str:
 
 
 def _notes(row: "ReportRow", software: Mapping[str, str], baseline: str | None) -> str:
-    """Return the text that says how a number was computed."""
+    """Return the text on how a number was computed."""
     metric, filter_name = row.benchmark.metric.split(",")
-    scoring = (
-        f"{metric}{'' if filter_name == 'none' else f' ({filter_name})'} {_SCORING.get(row.output_type, '')}".strip()
-    )
+    name = metric if filter_name == "none" else f"{metric} ({filter_name})"
+    scoring = f"{name} {_SCORING.get(row.output_type, '')}".strip()
     facts = [f"{row.shots}-shot", f"{scoring} in percent", f"{row.items:,} items"]
     if row.second:
-        facts.append(f"{' ('.join(row.benchmark.second.split(','))}) {row.second.score.value:.2f}")
+        second_metric, second_filter = row.benchmark.second.split(",")
+        facts.append(f"{second_metric} ({second_filter}) {row.second.score.value:.2f}")
     if row.score.stderr is not None:
         facts.append(f"standard error {row.score.stderr:.2f}")
     if row.cut:
@@ -135,10 +134,13 @@ def write_results(out: Path, results: HubResults) -> list[Path]:
     """
     folder = out / FOLDER
     for path in sorted(folder.glob("*.yaml")):
-        if path.name in results.entries:
-            _check_replaceable(path)
-        elif _is_written_here(path):
-            path.unlink()
+        if _is_written_here(path):
+            if path.name not in results.entries:
+                path.unlink()
+        elif path.name in results.entries:
+            raise FileExistsError(
+                f"{path} was not written by attnres eval, and would be replaced. Rename or remove it."
+            )
     if results.entries:
         folder.mkdir(parents=True, exist_ok=True)
     for name, entry in results.entries.items():
@@ -152,18 +154,13 @@ def _to_yaml(name: str, entry: EvalResultEntry) -> str:
 
 
 def _head(name: str) -> str:
-    """Return the first line of a file. It holds the file's name, so a copy under another name counts as yours."""
+    """Return the first line of a file. It holds the file's name, so that your copy under another name is kept."""
     return f"# {name}, written by attnres eval\n"
 
 
 def _is_written_here(path: Path) -> bool:
     """Return whether `write_results` wrote a file."""
     return path.is_file() and path.read_bytes().startswith(_head(path.name).encode())
-
-
-def _check_replaceable(path: Path) -> None:
-    if os.path.lexists(path) and not _is_written_here(path):
-        raise FileExistsError(f"{path} was not written by attnres eval, and would be replaced. Rename or remove it.")
 
 
 def read_results(folder: Path) -> dict[Path, list[EvalResultEntry]]:
@@ -209,7 +206,7 @@ def _check(entry: EvalResultEntry) -> None:
     """Raise ValueError if an entry breaks a rule of the Hub that `huggingface_hub` does not check."""
     if not _is_on_hub(entry.dataset_id):
         raise ValueError(f"its data set {_shortened(entry.dataset_id)} must be an id such as ORG/NAME")
-    if not _is_score(entry.value):
+    if not _is_finite_number(entry.value):
         raise ValueError(f"its value {_shortened(entry.value)} must be a finite number")
     for field in ("task_id", "dataset_revision", "date", "notes"):
         value = getattr(entry, field)
@@ -217,8 +214,8 @@ def _check(entry: EvalResultEntry) -> None:
             raise ValueError(f"its {field} {_shortened(value)} must be text (put it in quotes)")
 
 
-def _is_score(value: object) -> bool:
-    """Return whether a value is a finite number."""
+def _is_finite_number(value: object) -> bool:
+    """Return whether a value is a finite number, and not a truth value."""
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # an integer beyond the largest float

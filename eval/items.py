@@ -1,7 +1,7 @@
-"""Tell whether two answers are answers to the same item, by the hashes of its document, prompt and gold answer.
+"""Identify items by the hashes of their document, prompt and gold answer, to see whether two results have the same.
 
-A prompt alone does not identify an item. Where only the gold answers of a data set changed, every prompt is as before,
-but the scores cannot be compared. The hashes are those that the harness puts into each sample that it returns.
+A prompt alone does not identify an item. If only the gold answers of a data set changed, every prompt is as before, but
+the scores cannot be compared. The hashes are those that the harness puts into each sample that it returns.
 """
 
 import json
@@ -11,19 +11,19 @@ from typing import Any
 from lm_eval.api.task import Task
 from lm_eval.utils import handle_non_serializable, hash_string
 
-# The harness's name of a hash -> what is hashed, for messages.
+# The harness's name of a hash -> the part of an item that it covers, as messages name it.
 HASHES = {"doc_hash": "documents", "prompt_hash": "prompts", "target_hash": "gold answers"}
 
 Items = dict[int, tuple[str, ...]]  # number of the item -> its hashes, in the order of `HASHES`
 
 
 def items_of(samples: Iterable[Mapping[str, Any]]) -> Items:
-    """Return the items that the samples of one task answer."""
+    """Return the items that the samples of one task answer, by number."""
     return {sample["doc_id"]: tuple(sample[name] for name in HASHES) for sample in samples}
 
 
-def items_now(task: Task, limit: int | None) -> Items:
-    """Return the items that a task would ask now. No model runs: ten thousand items take seconds.
+def current_items(task: Task, limit: int | None) -> Items:
+    """Return the items that a run of a task would ask. No model runs: ten thousand items take seconds.
 
     Args:
         task: The task, with its seed and its number of shots set. Its requests are built and dropped again.
@@ -42,13 +42,13 @@ def items_now(task: Task, limit: int | None) -> Items:
 
 
 def drop_requests(task: Task) -> None:
-    """Release the prompts of a task, which thousands of items need not keep in memory."""
+    """Release the prompts of a task, because thousands of items take much memory."""
     # The public `instances` cannot be set.
     task._instances = None
 
 
-def changed(first: Items, second: Items) -> str:
-    """Return which parts of the items differ, such as `documents and gold answers`, or an empty text.
+def differing_parts(first: Items, second: Items) -> str:
+    """Return the parts in which items differ, such as `documents and gold answers`; empty if all are the same.
 
     Args:
         first: The items of one result.
@@ -61,4 +61,4 @@ def changed(first: Items, second: Items) -> str:
     return " and ".join(parts)
 
 
-__all__ = ["HASHES", "Items", "changed", "drop_requests", "items_now", "items_of"]
+__all__ = ["HASHES", "Items", "current_items", "differing_parts", "drop_requests", "items_of"]

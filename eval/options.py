@@ -1,4 +1,4 @@
-"""The options of one evaluation, which pass through every step of a run."""
+"""The options of one evaluation, which every step of a run receives."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class EvalOptions:
 
     Attributes:
         model: The directory or Hub id of the model.
-        out: The folder for results. A run that was stopped goes on there.
+        out: The folder for results. A stopped run with the same `out` resumes there.
         benchmarks: The benchmarks, from [`attnres.eval.benchmarks.pick`].
         baseline: The directory or Hub id of a second model, which is compared with the first item by item.
         data: A folder that holds the data sets as `ORG/NAME`, read instead of the Hub.

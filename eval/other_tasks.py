@@ -1,4 +1,4 @@
-"""Describe tasks that are not the paper's, of lm_eval or your own, as a `Benchmark`.
+"""Describe other tasks than the paper's, from lm_eval or your own folder, as a `Benchmark`.
 
 A task can be reported if its number is a mean over items. The headline number is the first such metric of a task, or
 the first metric that a group aggregates.
@@ -21,7 +21,7 @@ from .task_index import TaskConfig, find_task_manager, index_folders, member_nam
 _FORMATS = {"arrow", "csv", "json", "pandas", "parquet", "text", "webdataset", "xml"}
 # Scorers that run generated programs in the sandbox.
 _SANDBOXED_SCORERS = {"attnres.eval.code.humaneval", "attnres.eval.code.mbpp"}
-# The harness's names of the two filters that most of its tasks with numbers as answers have.
+# The two filters that most of the harness's tasks with numeric answers have.
 _STRICT_AND_FLEXIBLE = {"strict-match", "flexible-extract"}
 
 
@@ -34,18 +34,18 @@ def describe(names: Collection[str], include_path: Path | None, paper: Collectio
         paper: The names of the paper's benchmarks.
 
     Returns:
-        One benchmark per name, in their order.
+        One benchmark per name that is not in `paper`, in the order of `names`.
 
     Raises:
-        ValueError: A task does not exist, has no mean to report, or takes the name of a benchmark of the paper. The
-            message is one line.
+        ValueError: A task does not exist, has no mean score to report, or takes the name of a benchmark of the paper.
+            The message is one line.
     """
     try:
         import lm_eval  # noqa: F401
     except ModuleNotFoundError as error:
         others = ", ".join(name for name in names if name not in paper)
         raise ValueError(
-            f"{others}: not of the paper's. Other tasks need lm_eval: {install_command('eval')}"
+            f"--tasks {others}: tasks that are not the paper's need lm_eval: {install_command('eval')}"
         ) from error
     if include_path is not None:
         if not include_path.is_dir():
@@ -59,25 +59,26 @@ def describe(names: Collection[str], include_path: Path | None, paper: Collectio
 
 
 def _describe(name: str, include_path: Path | None, paper: Collection[str]) -> Benchmark:
+    """Describe one task or group. Raise ValueError in one line if it does not exist or cannot be reported."""
     index = find_task_manager(name, include_path).task_index
     if name not in index:
         hint = did_you_mean(name, [*paper, *index], otherwise_all=False)
         raise ValueError(
-            f"There is no benchmark {name!r}.{hint} There is paper (all), {', '.join(paper)}, what "
-            f"`lm_eval ls tasks` lists, and the tasks of --include-path.{_unreadable_files(include_path)}"
+            f"There is no benchmark {name!r}.{hint} There is paper (all), {', '.join(paper)}, every task "
+            f"that `lm_eval ls tasks` lists, and the tasks of --include-path.{_unreadable_files(include_path)}"
         )
     kind, config = index[name].kind.name, index[name].cfg or {}
     if kind == "PY_TASK":
         raise ValueError(f"{name} is a task with its own Python class, which attnres eval does not run: use lm_eval.")
     if kind == "TAG" or (kind == "GROUP" and not config.get("aggregate_metric_list")):
         members = sorted(index[name].tags) if kind == "TAG" else member_names(config)
-        raise ValueError(f"{name} has no number of its own. Name its tasks: {','.join(members)}.")
+        raise ValueError(f"{name} has no score for all of its tasks together. Name them: {','.join(members)}.")
     leaves = [*_leaves(config, index, {})]
     unsafe = [leaf for leaf in leaves if leaf.get("unsafe_code")]
     # The index writes a function as a path: the task file's folder, then the name after `!function`.
     if not all(os.path.basename(str(leaf.get("process_results"))) in _SANDBOXED_SCORERS for leaf in unsafe):
         raise ValueError(
-            f"{name} runs generated programs, and not in the sandbox: use humaneval or mbpp, or score it by "
+            f"{name} runs generated programs outside the sandbox: use humaneval or mbpp, or score it by "
             "`process_results: !function attnres.eval.code.humaneval` (or `.mbpp`)."
         )
     datasets = {_dataset(leaf) for leaf in leaves}
@@ -98,17 +99,18 @@ def _describe(name: str, include_path: Path | None, paper: Collection[str]) -> B
 
 
 def _leaves(config: TaskConfig, index: Mapping[str, Any], overrides: TaskConfig) -> Iterator[TaskConfig]:
-    """Yield the configuration of each single task of a group, with what the groups above it override."""
+    """Yield the configuration of each single task of a group, with the overrides of the groups above it."""
     if not isinstance(config.get("task"), list):
         yield {**config, **overrides}
         return
+    # A group overrides keys of its tasks. Only the keys that this module reads matter here.
     keys = config.keys() & {"dataset_path", "filter_list", "metric_list", "unsafe_code"}
     group_overrides = {key: config[key] for key in keys}
     for item in config["task"]:
         entry = index.get(member_name(item))
         item_overrides = item if isinstance(item, dict) and "task" in item else {}
         merged = {**group_overrides, **overrides, **item_overrides}
-        merged.pop("task", None)
+        merged.pop("task", None)  # the member's name
         if entry is None:  # the member is defined within the group
             yield from _leaves(item if isinstance(item, dict) else {}, index, {**group_overrides, **overrides})
         elif entry.kind.name == "TAG":
@@ -127,7 +129,8 @@ def _dataset(leaf: TaskConfig) -> str | None:
 def _metrics_to_report(name: str, config: TaskConfig, leaf: TaskConfig) -> tuple[str, str | None]:
     """Return the keys, `metric,filter`, of the headline number and of a second number.
 
-    The second number uses the flexible filter where the headline uses the strict one, and the other way round.
+    The second number uses the flexible filter where the headline uses the strict one, and the strict filter where the
+    headline uses the flexible one. It is `None` if the task does not have both filters.
     """
     filters = [step["name"] for step in leaf.get("filter_list") or []] or ["none"]
     if aggregated := config.get("aggregate_metric_list"):
@@ -164,7 +167,7 @@ def _metrics(leaf: TaskConfig) -> Iterator[tuple[str, bool]]:
 
 def _unreadable_files(include_path: Path | None) -> str:
     """Return the end of a message: the task files that lm_eval cannot read and skips silently."""
-    # A private name of the harness, since only its own loader knows what it accepts: includes, functions, tags.
+    # A private name of the harness, because only its loader checks a file exactly: includes, functions, tags.
     from lm_eval.tasks._yaml_loader import load_yaml as load_task
 
     broken = []

@@ -1,7 +1,7 @@
 """The 15 benchmarks of the paper, described by the YAML files in `tasks/`.
 
-The task files state each fact once, and this module reads them. It needs no lm_eval, so that the command line can list
-the benchmarks quickly. Other tasks are described as a `Benchmark` too, by `other_tasks`.
+The task files state each fact once, and this module reads them. It does not import lm_eval, so that the command line
+lists the benchmarks quickly. `other_tasks` describes other tasks as a `Benchmark` too.
 """
 
 from dataclasses import dataclass
@@ -29,13 +29,14 @@ class Benchmark:
             as `exact_match,flexible-extract`. `None` if there is none.
         category: `General`, `Math & code` or `Chinese`. `Other` for tasks that are not the paper's.
         dataset: The data set's id on the Hub, such as `cais/mmlu`. `None` if the task file names data files.
-        leaderboard: The name of this benchmark in the data set's `eval.yaml`, if the Hub has a leaderboard of it.
+        leaderboard: The name of this benchmark in the data set's `eval.yaml`. `None` if the Hub has no leaderboard for
+            it.
         shots: The number of examples in the prompt. `None` if the task decides.
         baseline: The paper's number for the standard model in percent. `None` if it reports none.
         attn_res: The paper's number for Block AttnRes in percent. `None` if it reports none.
         runs_code: Whether scoring runs programs that the model wrote.
         gated: Whether the Hub requires you to accept terms before the download.
-        include_path: The folder of your own task files, given by `--include-path`.
+        include_path: The folder of your own task files, given by `--include-path`. `None` if you gave none.
     """
 
     name: str
@@ -95,6 +96,7 @@ def _describe(name: str) -> Benchmark:
         group=group["group"],
         metric=f"{headline['metric']},{filter_name}",
         second=f"{headline['metric']},{others[0]}" if others else None,
+        # The other fields stand under their own names.
         **{key: metadata[key] for key in metadata if key in Benchmark.__dataclass_fields__},
     )
 

@@ -1,8 +1,8 @@
 """Find the beginnings of prompts that are worth computing once.
 
 The prompts of a benchmark share an instruction, its examples, a passage or a question. Sorted, they form a tree. Each
-node is a beginning that several rows have in common. Since a forward pass has a cost of its own, a beginning becomes a
-node only if that saves at least `PASS` tokens.
+node is a beginning that several rows have in common. Since each forward pass has a fixed cost, a beginning becomes a
+node only if that saves at least `PASS_TOKENS` tokens.
 """
 
 from array import array
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 
-# What one more forward pass must save, in tokens. A pass over fewer than about this many tokens costs the same as one
-# over a single token. It is bound by reading the weights (accelerators) or by the overhead of operations (CPU).
-PASS = 128
+# The number of tokens that one more forward pass must save. A pass over fewer than about this many tokens takes as long
+# as a pass over one token: reading the weights (accelerators) or the overhead of operations (CPU) bounds its time.
+PASS_TOKENS = 128
 
 
 def pays(num_saved: int) -> bool:
     """Return whether saving this many tokens is worth one more forward pass."""
-    return num_saved >= PASS
+    return num_saved >= PASS_TOKENS
 
 
 @dataclass
@@ -61,11 +61,11 @@ def make_rows(pairs: Sequence[tuple[list[int], list[int]]], max_length: int) -> 
     """Return the rows that answer all requests.
 
     The model reads `context + continuation` without the last token. Two choices of one context become one row if the
-    one reads the tokens of the other and more.
+    tokens of the one begin with the tokens of the other.
 
     Args:
         pairs: The context and the continuation of each request.
-        max_length: The number of tokens that the model reads. Longer sequences lose their beginning.
+        max_length: The greatest number of tokens that the model reads. Longer sequences lose their beginning.
 
     Returns:
         The rows, sorted by their context.
@@ -109,7 +109,7 @@ def make_tree(rows: list[PromptRow], prefix: Sequence[int] = ()) -> Node:
         if pays((len(group) - 1) * (len(shared) - len(prefix))):
             node.children.append(make_tree(group, shared))
         else:
-            # Not worth a node. Divide the rows by their next token, and search each part.
+            # This beginning is not worth a node. Divide the rows by their next token, and search each part.
             depth = len(shared)
             branches = groupby(group, key=lambda row: row.tokens[depth : min(depth + 1, row.first)])
             pending += [list(members) for _, members in branches]

@@ -16,12 +16,12 @@ from rich.table import Table
 
 from .rows import ReportRow
 
-# Explains the rows of second filters.
-SECOND = (
-    "A benchmark with a filter in parentheses is the line above it again: the same answers, taken from the text in "
-    "another way. flexible-extract takes the last number or the last answer that is announced, however it is marked."
+# The note that explains the rows of second filters.
+SECOND_NOTE = (
+    "A line with a filter in parentheses scores the same generated texts as the line above it, but takes the answers "
+    "from them in another way. flexible-extract takes the last number or announced answer, however it is marked."
 )
-# The longest labels of the chart.
+# The greatest lengths of labels in the chart: titles of benchmarks, and names of models.
 TITLE_CHARACTERS, MODEL_CHARACTERS = 24, 48
 
 # Characters that Markdown reads as markup. An underscore within a word is plain text.
@@ -59,11 +59,11 @@ def to_markdown(
     if baseline and (pairs := sum(row.pair is not None for row in all_rows)):
         lines += [
             "",
-            "Both models answer the same prompts. The difference is paired, item by item: its interval that of Agresti "
-            f"and Min, p that of McNemar's exact test. Of {pairs} tests at 5%, {0.05 * pairs:.1f} would come "
+            "Both models answer the same prompts. The difference is paired item by item, with the interval of Agresti "
+            f"and Min, and p is that of McNemar's exact test. Of {pairs} tests at 5%, {0.05 * pairs:.1f} would come "
             "out significant if the models were equal.",
         ]
-    notes = [SECOND] if len(all_rows) > len(rows) else []
+    notes = [SECOND_NOTE] if len(all_rows) > len(rows) else []
     notes += [note for note in (cut_note(rows, model), revision_note(rows)) if note]
     for note in notes:
         lines += ["", _as_markdown(note)]
@@ -95,7 +95,7 @@ def cut_note(rows: Sequence[ReportRow], model: str) -> str | None:
 
 
 def revision_note(rows: Sequence[ReportRow]) -> str | None:
-    """Return a sentence on the benchmarks whose data the two models read at different commits, if there are any."""
+    """Return a sentence on the benchmarks whose data the models read at different commits; `None` if there are none."""
     differing = ", ".join(
         f"{row.benchmark.title} ({row.revision[:7]}, baseline {row.baseline_revision[:7]})"
         for row in rows
@@ -107,7 +107,7 @@ def revision_note(rows: Sequence[ReportRow]) -> str | None:
 
 
 def to_table(rows: Sequence[ReportRow], model: str, baseline: str | None) -> Table:
-    """Return the report as a table for the terminal, which leaves out the shots to be narrower.
+    """Return the report as a table for the terminal. To be narrower, it leaves out the shots.
 
     Args:
         rows: The benchmarks that have a result.
@@ -126,7 +126,7 @@ def to_table(rows: Sequence[ReportRow], model: str, baseline: str | None) -> Tab
 
 
 def plot(rows: Sequence[ReportRow], path: str | os.PathLike, model: str, baseline: str | None) -> None:
-    """Draw the scores as bars with their standard errors, a group for each benchmark, to a PNG file.
+    """Draw the scores as bars with their standard errors, grouped by benchmark, and write them to a PNG file.
 
     Long names are shortened in the middle. The models' names stand below the axes, where they cover no bar.
 

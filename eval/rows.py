@@ -7,7 +7,7 @@ from typing import Any
 
 from lm_eval.tasks.manager import TaskDict
 
-from .items import changed, items_of
+from .items import differing_parts, items_of
 from .paired import Paired, compare_pairs
 from .paper import Benchmark
 from .store import ResultStore
@@ -20,7 +20,7 @@ class Score:
     """A headline number.
 
     Attributes:
-        value: Percent.
+        value: The number in percent.
         stderr: The standard error in percent; `None` for a single item.
     """
 
@@ -42,14 +42,15 @@ class ReportRow:
         score: The model's number.
         cut: The share of prompts, from 0 to 1, that lost their beginning because the model's context is shorter.
         baseline: The second model's number, if there is a second model.
-        pair: The comparison item by item, if there is a second model and all scores are 0 or 1.
+        pair: The comparison item by item, if there is a second model, all scores are 0 or 1, and the number is the mean
+            over items.
         whole: The number of items of the whole benchmark.
-        output_type: The harness's name of how the benchmark asks, such as `generate_until`.
+        output_type: The harness's name for the kind of request, such as `generate_until`.
         date: When the last task was evaluated (ISO 8601); `None` if unknown.
         revision: The commit of the data set on the Hub; `None` if unknown.
         baseline_revision: The commit that the second model's evaluation read; `None` if unknown.
-        second: The row of the benchmark's second filter, titled `BENCHMARK (FILTER)`. It scores the same texts, and no
-            paper reports it.
+        second: The row of the benchmark's second filter, titled `BENCHMARK (FILTER)`. It scores the same texts. The
+            paper does not report it.
     """
 
     benchmark: Benchmark
@@ -89,6 +90,7 @@ def make_row(
     if benchmark.second:
         filter_name = benchmark.second.split(",")[1]
         title = f"{benchmark.title} ({filter_name})"
+        # The paper reports no numbers for the second filter.
         second = replace(benchmark, title=title, metric=benchmark.second, second=None, baseline=None, attn_res=None)
         row = make_row(replace(benchmark, second=None), tasks, results, store, baseline)
         return replace(row, benchmark=benchmark, second=make_row(second, tasks, results, store, baseline))
@@ -112,8 +114,8 @@ def make_row(
     baseline_results, baseline_store = baseline
     stored_baseline = {name: baseline_store.read(name) for name in stored}
     for name in stored:
-        items, baseline_items = (items_of(results[name]["samples"]) for results in (stored, stored_baseline))
-        if parts := changed(items, baseline_items):
+        items, baseline_items = (items_of(by_task[name]["samples"]) for by_task in (stored, stored_baseline))
+        if parts := differing_parts(items, baseline_items):
             raise RuntimeError(
                 f"{benchmark.title}: the two models were not scored on the same {parts} of the task {name}. Remove "
                 f"{baseline_store.path(name)} or {store.path(name)}, whichever is older, and the same command computes "
@@ -122,8 +124,8 @@ def make_row(
     baseline_item_scores = _item_scores(benchmark, stored_baseline)
     baseline_score = _score(benchmark, baseline_results)
     paired = [*item_scores.values()], [baseline_item_scores[item] for item in item_scores]
-    # A group may weigh its tasks alike instead of their items. Then its number is not the mean over items, and a
-    # comparison of items would be one of another number.
+    # A group may weigh all of its tasks alike, whatever their number of items. Then its number is not the mean over
+    # items, and a comparison of items would not be about that number.
     are_means = all(
         math.isclose(100 * sum(scores) / len(scores), number.value, abs_tol=1e-6)
         for scores, number in zip(paired, (score, baseline_score))

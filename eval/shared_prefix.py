@@ -8,13 +8,13 @@ the beginning alone, so that every prompt can continue from a copy of it.
 
 1. `prefix_tree.make_rows` turns requests into rows: one sequence of tokens, with all continuations that it answers.
 2. `prefix_tree.make_tree` finds the beginnings that are worth a forward pass. They form a tree.
-3. `_score_node` walks the tree from the root. It reads a node's beginning once, as one sequence, on top of its parent's
+3. `_score_node` walks the tree from the root. It computes a node's beginning once, as one sequence, from its parent's
    cache.
-4. Within a node, the rows of one question (one context, several choices) share once more. The contexts of a batch of
-   questions are read together, and each choice continues from a copy of its question's entry in the cache.
+4. Within a node, the rows of one question (one context, several choices) share that context too. A batch computes the
+   contexts of several questions, and each choice continues from a copy of its question's entry in the cache.
 5. `_score_rows` computes logits only at the positions that predict a continuation, and sums the log-probabilities.
 
-Whether a model can do this is measured with a few tokens (`abilities`). One that cannot computes each row on its own.
+`abilities` measures with a few tokens whether a model can do this. A model that cannot computes each row whole.
 """
 
 import copy
@@ -58,18 +58,21 @@ class Abilities(NamedTuple):
 class SharedPrefixLM(CorrectedHFLM):
     """A model in the harness that computes common beginnings of prompts once.
 
-    Its numbers are those of [`CorrectedHFLM`][attnres.eval.corrected_hflm.CorrectedHFLM], which takes the same
+    Its numbers equal those of [`CorrectedHFLM`][attnres.eval.corrected_hflm.CorrectedHFLM], which takes the same
     arguments. With `logits_cache=False`, and for encoder-decoder models, each request is computed on its own.
     """
 
     def _score_requests(self, requests: Sequence[Request], finish: Finish) -> None:
-        """Answer requests along the tree of their beginnings. `finish` takes answers as they come."""
+        """Compute requests along the tree of their beginnings, and pass answers to `finish` as they come."""
         if self.backend != "causal" or not self.logits_cache:
             return super()._score_requests(requests, finish)
         rows = make_rows([(context, continuation) for _, context, continuation in requests], self.max_length)
+        # The longest row that may continue from a cache; -1 if none may.
         limit = _fixed_positions_length(self.config) if rows and self.abilities.share_prefix else -1
-        self._score_node(make_tree([row for row in rows if len(row.tokens) <= limit]), True, None, finish)
-        self._score_node(Node([], [row for row in rows if len(row.tokens) > limit]), False, None, finish)
+        tree = make_tree([row for row in rows if len(row.tokens) <= limit])
+        self._score_node(tree, share_questions=True, cache=None, finish=finish)
+        whole = Node([], [row for row in rows if len(row.tokens) > limit])
+        self._score_node(whole, share_questions=False, cache=None, finish=finish)
 
     def _score_node(self, node: Node, share_questions: bool, cache: Cache | None, finish: Finish) -> None:
         """Score the rows of a node and of all nodes below it.
@@ -87,12 +90,12 @@ class SharedPrefixLM(CorrectedHFLM):
 
         def score_questions(questions: Sequence[list[PromptRow]]) -> None:
             rows = [row for choices in questions for row in choices]
-            # Questions come sorted by length. Cut to the shortest, which is nearly as long as the others, their
-            # contexts need no padding. The rest of each context is computed with the choices.
+            # Questions come sorted, the longest first, so a batch holds nearly equal lengths. All contexts are cut to
+            # the length of the last, so that they need no padding. `score_choices` computes the rest of each.
             length = questions[-1][0].first
             if not pays((len(rows) - len(questions)) * (length - depth)):
                 return self._in_batches(rows, score_rows)
-            contexts = self._read([choices[0].tokens[depth:length] for choices in questions], cache)
+            contexts = self._extend([choices[0].tokens[depth:length] for choices in questions], cache)
             entry_of = {id(row): entry for entry, choices in enumerate(questions) for row in choices}
 
             def score_choices(rows: Sequence[PromptRow]) -> None:
@@ -114,14 +117,19 @@ class SharedPrefixLM(CorrectedHFLM):
 
             def score_child(children: Sequence[Node]) -> None:
                 (child,) = children
-                child_cache = self._read([child.prefix[depth:]], cache)
+                child_cache = self._extend([child.prefix[depth:]], cache)
                 self._score_node(child, share_questions, child_cache, finish)
 
-            # A batch of one, so that a lack of memory is handled as elsewhere.
+            # A batch of one, so that `_in_batches` handles a lack of memory here too.
             self._in_batches([child], score_child)
 
-    def _read(self, tokens: Sequence[list[int]], cache: Cache | None) -> Cache:
-        """Return the cache after `tokens`: rows of equal length that all continue from `cache`, of batch size 1."""
+    def _extend(self, tokens: Sequence[list[int]], cache: Cache | None) -> Cache:
+        """Return a cache with one entry for each row of `tokens`: the entry of `cache`, continued by that row.
+
+        Args:
+            tokens: Rows of equal length.
+            cache: A cache of batch size 1, which stays unchanged; `None` for an empty one.
+        """
         last_positions = [[len(row) - 1] for row in tokens]
         entries = _copy_entries(cache, [0] * len(tokens))
         return self._forward(tokens, last_positions, self.abilities, entries, use_cache=True)[1]
@@ -129,7 +137,7 @@ class SharedPrefixLM(CorrectedHFLM):
     def _score_rows(
         self, rows: Sequence[PromptRow], entries: Sequence[int], depth: int, cache: Cache | None
     ) -> dict[int, Answer]:
-        """Answer all requests of some rows.
+        """Compute the answers to all requests of some rows.
 
         Args:
             rows: The rows.
@@ -144,7 +152,7 @@ class SharedPrefixLM(CorrectedHFLM):
         positions = [list(range(row.first - depth, len(row.tokens) - depth)) for row in rows]
         copies = _copy_entries(cache, entries)
         logits, _ = self._forward(tokens, positions, self.abilities, copies, use_cache=cache is not None)
-        # In the dtype that `HFLM` uses, so that rounding is the same.
+        # The dtype of `HFLM`, so that rounding is the same.
         log_probs = F.log_softmax(logits, dim=-1, dtype=self.softmax_dtype)  # [rows, positions, vocabulary]
         greedy = logits.argmax(dim=-1).tolist()
         indices, sums, is_greedy = [], [], []
@@ -171,7 +179,7 @@ class SharedPrefixLM(CorrectedHFLM):
         Args:
             tokens: Rows of token ids. Shorter rows are padded on the right, where a causal model does not look.
             positions: The positions of each row whose logits are needed. Shorter lists are padded with their last.
-            abilities: What the model can do.
+            abilities: The abilities to use. Only `keep_logits` matters here.
             cache: The cache that the rows continue; it is changed.
             use_cache: Whether to return a cache.
 
@@ -185,34 +193,34 @@ class SharedPrefixLM(CorrectedHFLM):
         arguments = {"logits_to_keep": keep} if abilities.keep_logits else {}
         if use_cache:
             arguments |= {self._cache_name: cache, "use_cache": True}
-        elif "use_cache" in self._accepted:
+        elif "use_cache" in self._argument_names:
             arguments |= {"use_cache": False}
         dtype = self.mixed_precision_dtype
         with torch.autocast(device_type=self.device.type, dtype=dtype, enabled=dtype is not None):
             outputs = self.model(ids, **arguments)
         logits = outputs.logits
         if not abilities.keep_logits:
-            # From the end, since the virtual tokens of a tuned prompt come first and have logits too.
+            # Counted from the end, because the virtual tokens of prompt tuning come first and have logits too.
             logits = torch.take_along_dim(logits[:, -width:], keep[..., None].to(logits.device), dim=1)
-        # A model with code of its own may return the cache under another name than it takes it.
+        # A model with remote code may return the cache under another name than that of its argument.
         return logits, next((outputs[name] for name in _CACHE_NAMES if name in outputs), None)
 
     @cached_property
-    def _accepted(self) -> Set[str]:
-        """The names of the arguments that the model takes, or the model inside an adapter."""
+    def _argument_names(self) -> Set[str]:
+        """The names of the arguments that the model takes. For an adapter, those of the model inside it."""
         forward = getattr(self.model, "get_base_model", lambda: self.model)().forward
         return inspect.signature(forward).parameters.keys()
 
     @property
     def _cache_name(self) -> str | None:
         """The name of the argument that takes a cache; `None` if the model takes none."""
-        return next((name for name in _CACHE_NAMES if name in self._accepted), None)
+        return next((name for name in _CACHE_NAMES if name in self._argument_names), None)
 
     @cached_property
     def abilities(self) -> Abilities:
-        """What the model can do, measured with a few tokens: both ways must compute the same logits.
+        """What the model can do, measured with a few tokens: each ability must give the logits of a plain forward pass.
 
-        Neither the model's name nor the type of its cache would tell. Some layers of linear attention, for example,
+        The model's name and the type of its cache do not show this. For example, some layers of linear attention
         compute several tokens at once as if nothing came before them.
         """
         vocab_size = self.config.get_text_config().vocab_size
@@ -227,11 +235,11 @@ class SharedPrefixLM(CorrectedHFLM):
             except Exception as error:  # a model that cannot do it may raise anything
                 logger.debug("%s: %s: %s", type(self.model).__name__, type(error).__name__, error)
                 return False
-            # Half the digits of the dtype. A model that ignores a part of the sequence is further away.
+            # Half the digits of the dtype must agree. If a model ignores a part of the sequence, the error is larger.
             return error.item() <= torch.finfo(expected.dtype).eps ** 0.5
 
         abilities = Abilities(
-            keep_logits="logits_to_keep" in self._accepted
+            keep_logits="logits_to_keep" in self._argument_names
             and agrees(lambda: self._forward(tokens.tolist(), end, Abilities(keep_logits=True))[0])
         )
 
@@ -239,12 +247,12 @@ class SharedPrefixLM(CorrectedHFLM):
             _, cache = self._forward(tokens[:1, :7].tolist(), [[6]], abilities, use_cache=True)
             # A single token, then several, from one cache. If the first changed it, the second would be wrong.
             copies = _copy_entries(cache, [0, 0])
-            one, _ = self._forward(tokens[:, 7:8].tolist(), [[0]] * 2, abilities, copies, use_cache=True)
+            single, _ = self._forward(tokens[:, 7:8].tolist(), [[0]] * 2, abilities, copies, use_cache=True)
             copies = _copy_entries(cache, [0, 0])
-            more, _ = self._forward(tokens[:, 7:].tolist(), [list(range(5))] * 2, abilities, copies, use_cache=True)
-            return torch.cat([one, more[:, 1:]], dim=1)
+            several, _ = self._forward(tokens[:, 7:].tolist(), [list(range(5))] * 2, abilities, copies, use_cache=True)
+            return torch.cat([single, several[:, 1:]], dim=1)
 
-        takes_cache = self._cache_name is not None and "use_cache" in self._accepted
+        takes_cache = self._cache_name is not None and "use_cache" in self._argument_names
         share_prefix = takes_cache and agrees(continue_from_copies)
         if not share_prefix:
             logger.warning(
@@ -254,20 +262,20 @@ class SharedPrefixLM(CorrectedHFLM):
 
 
 def _copy_entries(cache: Cache | None, entries: Sequence[int]) -> Cache | None:
-    """Return a cache whose batch holds a copy of the given `entries` of `cache`, which stays as it is."""
+    """Return a cache whose batch holds copies of the given `entries` of `cache`, which stays unchanged."""
     if cache is None:
         return None
     copies = copy.deepcopy(cache)
-    # Beam search reorders every kind of layer so. `batch_select_indices` leaves out linear attention.
+    # The method of beam search, which reorders every kind of layer. `batch_select_indices` omits linear attention.
     copies.reorder_cache(torch.tensor(entries))
     return copies
 
 
 def _fixed_positions_length(config: PretrainedConfig) -> float:
-    """Return up to which length a token's position is encoded in the same way, however long the sequence is.
+    """Return the length of a sequence up to which a position's encoding does not depend on that length.
 
-    Some kinds of RoPE change the encoding of all positions once a sequence is longer than that. A row longer than that
-    cannot continue from a shorter one.
+    Some kinds of RoPE change the encoding of all positions in longer sequences. A longer row therefore cannot continue
+    from the cache of a shorter one. `math.inf` for all other kinds.
     """
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     # The parameters may stand one level deeper, for each type of layer.

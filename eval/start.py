@@ -1,6 +1,6 @@
-"""Checks before an evaluation that need neither lm_eval nor PyTorch: wrong paths, and data that is not there.
+"""Check paths and data before an evaluation, without importing lm_eval or PyTorch.
 
-The command line runs them first, so that a mistake costs no time.
+The command line runs these checks first, so that a mistake costs no time.
 """
 
 import json
@@ -23,7 +23,7 @@ RESULTS, BASELINE_RESULTS, REPORT, CHART = "results.json", "baseline.json", "rep
 
 
 def check_run(options: EvalOptions) -> None:
-    """Check the names of models and folders, and that a new report in `out` will lose nothing of an earlier one.
+    """Check the names of models and folders, and that a new report in `out` shows all that an earlier one shows.
 
     Raises:
         FileExistsError: `out` holds other files than those of an evaluation, or a report with more benchmarks or
@@ -46,14 +46,14 @@ def check_run(options: EvalOptions) -> None:
     if lost := find_lost(out, options.benchmarks):
         tasks = ",".join([*(benchmark.name for benchmark in options.benchmarks), *lost])
         raise FileExistsError(
-            f"{out / REPORT} shows {', '.join(lost)} too, and would lose that. Give --tasks {tasks}, where what is "
-            "finished is not computed again, or choose another --out."
+            f"{out / REPORT} also shows {', '.join(lost)}, which a new report would lose. Give --tasks {tasks} "
+            "(finished tasks are not computed again), or choose another --out."
         )
     if options.baseline is None and (out / BASELINE_RESULTS).exists():
         name = _read(out / BASELINE_RESULTS)["config"]["model_args"]["pretrained"]
         raise FileExistsError(
-            f"{out / REPORT} compares with {name}, and would lose that. Give --baseline {name}, or choose "
-            "another --out."
+            f"{out / REPORT} compares with {name}, which a new report would lose. Give --baseline {name}, or "
+            "choose another --out."
         )
 
 
@@ -81,6 +81,7 @@ def _read(path: Path) -> dict:
     """Return the results file of an earlier run. Raise ValueError if a part that this module uses is damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        # Use each part once as this module does, so that a damaged part raises here.
         content["results"].keys(), content["config"]["model_args"]["pretrained"]
         {child for children in content["group_subtasks"].values() for child in children}
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
@@ -89,9 +90,9 @@ def _read(path: Path) -> dict:
 
 
 def find_missing(benchmarks: Sequence[Benchmark], data: Path | None, allow_code_execution: bool) -> Failures:
-    """Return the benchmarks that cannot run, as far as that shows without loading anything.
+    """Return the failures that are certain before any data is loaded.
 
-    If the Hub cannot be reached, the data sets in its cache are used, and the Hub is not asked again.
+    If the Hub cannot be reached, this process uses the data sets in the Hub's cache and sends no further requests.
 
     Args:
         benchmarks: The benchmarks to evaluate.
@@ -99,7 +100,7 @@ def find_missing(benchmarks: Sequence[Benchmark], data: Path | None, allow_code_
         allow_code_execution: Whether generated programs may run.
     """
     failures: Failures = {}
-    # Asking a slow Hub takes seconds, and the answer is the same for every data set.
+    # One request for all data sets, because a slow Hub takes seconds to answer.
     hub_is_offline = cache(is_offline)
     for benchmark in benchmarks:
         if benchmark.runs_code and not allow_code_execution:
@@ -109,7 +110,7 @@ def find_missing(benchmarks: Sequence[Benchmark], data: Path | None, allow_code_
                 error = data_missing(benchmark, data, f"there is no folder {folder}")
                 failures[benchmark] = TaskFailure(Reason.ABSENT, str(error))
         elif benchmark.dataset is not None and not _is_cached(benchmark.dataset) and hub_is_offline():
-            # The environment variable of that name is read only at import.
+            # The environment variable HF_HUB_OFFLINE is read only at import, so set the constant.
             constants.HF_HUB_OFFLINE = True
             error = data_missing(benchmark, None, "the Hub cannot be reached, and its cache does not have it")
             failures[benchmark] = TaskFailure(Reason.ABSENT, str(error))
@@ -117,7 +118,7 @@ def find_missing(benchmarks: Sequence[Benchmark], data: Path | None, allow_code_
 
 
 def _is_cached(dataset: str) -> bool:
-    """Return whether the cache of the Hub or of `datasets` holds anything of a data set."""
+    """Return whether the cache of the Hub or of `datasets` holds at least a part of a data set."""
     prepared = Path(os.environ.get("HF_DATASETS_CACHE", Path(constants.HF_HOME) / "datasets"))
     # `datasets` writes `TIGER-Lab/MMLU-Pro` as `TIGER-Lab___mmlu-pro`.
     folder = dataset.replace("/", "___").lower()

@@ -22,8 +22,8 @@ class ResultStore:
 
     Args:
         folder: The folder; it is created.
-        setup: Everything that decides the numbers. A folder with results of another setup is refused. A folder without
-            results takes the new setup, so that a run that found no data can continue with data from elsewhere.
+        setup: All settings that decide the numbers. A folder with results of another setup is refused. A folder without
+            results takes the new setup, so that a run that found no data can continue with another data folder.
 
     Raises:
         FileExistsError: The folder holds results of another setup.
@@ -74,7 +74,7 @@ class ResultStore:
 
 
 def _read(path: Path, remedy: str) -> dict[str, Any]:
-    """Return the object in a JSON file. Raise ValueError, ending in the remedy, if there is none."""
+    """Return the object in a JSON file. Raise ValueError, whose message ends in `remedy`, if the file holds none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -99,11 +99,14 @@ def to_json(content: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 def _check_same(folder: Path, stored: Mapping[str, Any], setup: Mapping[str, Any]) -> None:
-    """Raise an error that names the first setting in which two setups differ."""
+    """Raise FileExistsError for the first setting in which two setups differ, or ValueError if a setting is missing."""
     for key, value in setup.items():
         if stored.get(key) == value:
             continue
-        if key not in stored:  # the file was emptied, or is of another version
-            raise ValueError(f"{folder / SETUP} does not say the {key}. Choose another --out, or remove the folder.")
-        difference = f"other {key}" if isinstance(value, dict) else f"{key} {stored.get(key)!r}, not {value!r}"
-        raise FileExistsError(f"{folder} holds results with {difference}. Choose another --out, or remove the folder.")
+        if key not in stored:  # the file was emptied, or another version wrote it
+            raise ValueError(f"{folder / SETUP} lacks {key!r}. Choose another --out, or remove the folder.")
+        # Sizes and times of files, or versions of packages, would make the message too long.
+        difference = f"other {key!r}" if isinstance(value, dict) else f"{key} {stored.get(key)!r}, not {value!r}"
+        raise FileExistsError(
+            f"{folder} holds results whose {SETUP} has {difference}. Choose another --out, or remove the folder."
+        )

@@ -1,4 +1,4 @@
-"""Check that a stored result still answers what its task asks now, before it is reported without a model.
+"""Check that a stored result still fits its task, before it is reported without running a model again.
 
 Between two runs a file may be damaged or edited, and a task's form, scoring code or data may change. One report would
 then silently mix the answers to different questions.
@@ -14,15 +14,15 @@ from typing import Any
 
 from lm_eval.api.task import Task
 
-from .items import HASHES, changed, items_now, items_of
+from .items import HASHES, current_items, differing_parts, items_of
 from .paper import Benchmark
 from .store import ResultStore, to_json
 
 # The parts of the harness's results that are stored for each task, beside the samples.
 PARTS = ("results", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
 
-# Keys of a task's configuration that may differ between runs that ask the same. The data may lie elsewhere, and the
-# run itself sets the others.
+# Keys of a task's configuration that may differ between runs that ask the same questions. The data may lie elsewhere,
+# and the run itself sets the others.
 _MAY_DIFFER = {"dataset_path", "dataset_kwargs", "metadata", "generation_kwargs", "num_fewshot"}
 # A function prints with its address, which differs from process to process.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -37,13 +37,13 @@ def read_result(store: ResultStore, benchmark: Benchmark, name: str) -> dict[str
         name: The task's name.
 
     Raises:
-        ValueError: The result is damaged, was edited, or lacks a part, as one of another version may. The message is
-            one line.
+        ValueError: The result is damaged, was edited, or lacks a part, as a result of another version may. The message
+            is one line.
     """
     stored = store.read(name)
     if wrong := _wrong_part(stored, benchmark, name):
         raise ValueError(
-            f"{store.path(name)} is not a result that this version reads: its {wrong} is missing or of another form. "
+            f"{store.path(name)} is not in the format of this version: its {wrong} is missing or has another form. "
             "Remove it, and the same command computes it again."
         )
     return stored
@@ -59,7 +59,7 @@ def check_same_task(task: Task, stored: Mapping[str, Any], path: Path) -> None:
     """
     if stored["scoring"] != scoring_digest(task):
         raise ValueError(
-            f"{path} is a result of other scoring code than the task {task.task_name} has now. "
+            f"{path} was scored by other code than the task {task.task_name} has now. "
             "Choose another --out, or remove the file to compute it again."
         )
     config_before = stored["configs"][task.task_name]
@@ -71,7 +71,7 @@ def check_same_task(task: Task, stored: Mapping[str, Any], path: Path) -> None:
         values = [_ADDRESS.sub("", to_json({key: config.get(key)})) for config in (before, now)]
         if values[0] != values[1]:
             raise ValueError(
-                f"{path} is a result with another {key} of the task {task.task_name}. "
+                f"{path} was computed with another {key} of the task {task.task_name}. "
                 "Choose another --out, or remove the file to compute it again."
             )
 
@@ -85,9 +85,9 @@ def check_same_items(task: Task, stored: Mapping[str, Any], path: Path, limit: i
         path: The file of the result, for the message.
         limit: How many items of the task are asked, from the first; `None` for all.
     """
-    if parts := changed(items_of(stored["samples"]), items_now(task, limit)):
+    if parts := differing_parts(items_of(stored["samples"]), current_items(task, limit)):
         raise ValueError(
-            f"{path} is a result on other {parts} than the task {task.task_name} has now: its data changed. "
+            f"{path} was computed on other {parts} than the task {task.task_name} has now: its data changed. "
             "Choose another --out, or remove the file to compute it again."
         )
 
@@ -95,8 +95,8 @@ def check_same_items(task: Task, stored: Mapping[str, Any], path: Path, limit: i
 def scoring_digest(task: Task) -> str:
     """Return a hash of the Python code that extracts and scores a task's answers.
 
-    The configuration says no more of this code than the names of functions. The hash covers the files of the functions
-    that the task file names, and files in the same folder from which those import functions.
+    The configuration holds only the names of these functions. The hash covers the files of the functions that the task
+    file names, and the files in the same folder from which they import functions.
     """
     config = task.config
     steps = [step for entry in config.filter_list or [] for step in entry["filter"]]
@@ -106,9 +106,9 @@ def scoring_digest(task: Task) -> str:
         if isinstance(function, FunctionType):
             folder = Path(function.__code__.co_filename).parent
             imported = [value for value in function.__globals__.values() if isinstance(value, FunctionType)]
-            paths = {Path(one.__code__.co_filename) for one in (function, *imported)}
+            paths = {Path(used.__code__.co_filename) for used in (function, *imported)}
             files |= {path for path in paths if path.parent == folder and path.is_file()}
-    # Contents only: the place of the package does not count.
+    # Contents only, so that an installation in another place gives the same hash.
     return sha256("".join(sorted(sha256(path.read_bytes()).hexdigest() for path in files)).encode()).hexdigest()
 
 
@@ -116,7 +116,8 @@ def _wrong_part(stored: Mapping[str, Any], benchmark: Benchmark, name: str) -> s
     """Return the first part of a result that is missing or of another form, or `None` if all are in order."""
     number = (int, float)
     metric_keys = [key for key in (benchmark.metric, benchmark.second) if key]
-    # The path of each part -> its type. What holds a part stands above it.
+    # The keys that lead to each part -> its type. A part stands below the dictionary that holds it, so that each lookup
+    # below is in a dictionary.
     form: dict[tuple[str, ...], Any] = {
         **{(part,): dict for part in PARTS},
         ("results", name): dict,
@@ -136,12 +137,12 @@ def _wrong_part(stored: Mapping[str, Any], benchmark: Benchmark, name: str) -> s
         ("dataset_revision",): (str, NoneType),
         ("date",): (str, NoneType),
     }
-    for place, kind in form.items():
+    for keys, kind in form.items():
         part: Any = stored
-        for key in place:
+        for key in keys:
             part = part.get(key)
         if not isinstance(part, kind):
-            return " of ".join(reversed(place))
+            return " of ".join(reversed(keys))
     if not isinstance(stored["configs"][name].get("metadata") or {}, dict):
         return f"metadata of {name} of configs"
     metric_by_filter = {filter_name: metric for metric, filter_name in (key.split(",") for key in metric_keys)}

@@ -1,7 +1,7 @@
 """Run models on benchmarks by lm-evaluation-harness, one task after the other, and store each result as it ends.
 
-The steps of a run, in order: `load_all` reads the data of every benchmark, `find_unfinished` compares stored results
-with what is asked now, `run_jobs` evaluates a model on what is left, and `collect` puts the stored results together.
+The steps of a run, in order: `load_all` reads the data of every benchmark, `find_unfinished` checks stored results and
+lists the tasks without one, `run_jobs` evaluates a model on these, and `collect` combines the stored results.
 """
 
 import importlib.metadata
@@ -34,9 +34,9 @@ from .templates import TemplateTooLong, bounded_templates
 
 Loaded = dict[Benchmark, TaskDict]
 
-# For the estimate of the time left: an answer of so many tokens takes as long as one choice.
+# For the estimate of the time left: generating this many tokens takes about as long as scoring one choice.
 TOKENS_LIKE_A_CHOICE = 32
-# The tokens that the harness reserves for an answer where the task does not say.
+# The tokens that the harness reserves for an answer if the task sets no number.
 DEFAULT_GENERATED_TOKENS = 256
 
 
@@ -69,7 +69,7 @@ def load_all(
             loaded[benchmark] = load(benchmark, data)
         except DataMissing as error:
             failures[benchmark] = TaskFailure(Reason.ABSENT if error.is_absent else Reason.OTHER, str(error))
-        except RuntimeError as error:  # this machine has no sandbox, or a template takes too much
+        except RuntimeError as error:  # this machine has no sandbox, or a template takes too much time or memory
             failures[benchmark] = TaskFailure(Reason.OTHER, f"{benchmark.title}: {error}")
     # Results are stored by the task's name, and two benchmarks may ask one task in different ways.
     benchmark_of: dict[str, Benchmark] = {}
@@ -88,7 +88,7 @@ class Job:
     Attributes:
         benchmark: The benchmark that holds the task.
         task: The task with its data.
-        work: An estimate of its cost in choices, for the progress bar.
+        work: An estimate of its cost, for the progress bar. The unit is the cost of scoring one choice.
     """
 
     benchmark: Benchmark
@@ -97,9 +97,9 @@ class Job:
 
 
 def find_unfinished(loaded: Loaded, store: ResultStore, limit: int | None, seed: int) -> list[Job]:
-    """Return the tasks that the store has no result of, in order.
+    """Return the tasks that have no stored result, in order.
 
-    A stored result is reported again without a model, so it must answer what its task asks now.
+    A stored result is reported without running a model again, so its task must not have changed since.
 
     Args:
         loaded: The tasks, as [`load_all`] returns them.
@@ -108,8 +108,8 @@ def find_unfinished(loaded: Loaded, store: ResultStore, limit: int | None, seed:
         seed: The seed of the prompts.
 
     Raises:
-        ValueError: A stored result is damaged, was edited, or answers something else than its task asks now: another
-            form of the task, or other documents, prompts or gold answers. The message is one line.
+        ValueError: A stored result is damaged or was edited; or the task's configuration, scoring code, documents,
+            prompts or gold answers changed since. The message is one line.
     """
     jobs = []
     for benchmark, tasks in loaded.items():
@@ -129,7 +129,7 @@ def find_unfinished(loaded: Loaded, store: ResultStore, limit: int | None, seed:
 
 
 def _work(task: Task, limit: int | None) -> float:
-    """Estimate the cost of a task in choices."""
+    """Estimate the cost of a task, in the unit of `Job.work`."""
     num_items = min(len(task.task_docs), limit or len(task.task_docs))
     if task.OUTPUT_TYPE != "generate_until":
         return num_items
@@ -158,10 +158,10 @@ def run_jobs(
         store: Where the results go.
         limit: How many items of each task are asked, from the first; `None` for all.
         seed: The seed of the prompts.
-        on_work: Called with the benchmark that runs and the work done so far, in the unit of [`Job`].
+        on_work: Called with the benchmark that runs and the work done so far, in the unit of `Job.work`.
 
     Returns:
-        The benchmarks that failed, such as for lack of memory with a single sequence. The others go on.
+        The failures, for example because a single sequence does not fit in memory. The other benchmarks go on.
     """
     failures: Failures = {}
     done_before = 0.0
@@ -185,10 +185,11 @@ def _evaluate(lm: SharedPrefixLM, task: Task, limit: int | None, seed: int) -> d
     """Evaluate one task.
 
     Returns:
-        The harness's result without the texts of the items, and further facts for the report.
+        The parts `PARTS` of the harness's result, its samples without the texts of the items, and further facts for the
+        report.
     """
     _prepare(task, seed)
-    # A task may reserve more for its answer than a short context has. Leave at least half to the prompt.
+    # A task may reserve more tokens for its answer than a short context has. Leave at least half to the prompt.
     if task.OUTPUT_TYPE == "generate_until" and _longest_answer(task) > lm.max_length // 2:
         task.set_config("generation_kwargs", {"max_gen_toks": lm.max_length // 2}, update=True)
     cut_before = lm.cut_requests
@@ -212,7 +213,7 @@ def _evaluate(lm: SharedPrefixLM, task: Task, limit: int | None, seed: int) -> d
 
 
 def _prepare(task: Task, seed: int) -> None:
-    """Set everything that decides which prompts a task makes."""
+    """Set the seed and the number of shots of a task, which decide its prompts."""
     set_seed(seed)
     task.set_fewshot_seed(seed)
     if task.config.num_fewshot is None:
@@ -225,7 +226,7 @@ def _quiet_harness() -> Iterator[None]:
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
-    # `Task.build_all_requests` draws its bar in any case: it has no argument for it, and tqdm reads the environment
+    # `Task.build_all_requests` always draws a bar: it has no argument against that, and tqdm reads the environment
     # variable TQDM_DISABLE only at import.
     lm_eval.api.task.tqdm = partial(tqdm, disable=True)
     try:
@@ -270,7 +271,7 @@ def collect(loaded: Loaded, store: ResultStore) -> dict[str, Any]:
 
 
 def _remove_paths(config: dict[str, Any], benchmark: Benchmark) -> None:
-    """Remove from a task's configuration where this machine has its files. Results get published."""
+    """Remove the paths of this machine from a task's configuration, because results get published."""
     if benchmark.dataset is not None:
         config["dataset_path"] = benchmark.dataset
     config.pop("dataset_kwargs", None)

@@ -1,6 +1,6 @@
 """The index in which lm_eval looks up tasks by name, built from as few of its folders as possible.
 
-To index all task files of lm_eval takes up to half a minute, so only the folders that are needed are read.
+Indexing all task files of lm_eval takes up to half a minute, so only the folders that are needed are indexed.
 """
 
 import logging
@@ -23,9 +23,9 @@ def task_manager() -> "TaskManager":
     """Return the index of the paper's benchmarks, with the tasks of lm_eval that they build on."""
     stock = _stock_path()
     folders = [stock / folder for folder in stock_folders()]
-    # Another version of lm_eval may have moved a folder. Then the whole index is read.
-    are_there = all(folder.is_dir() for folder in folders)
-    return index_folders([*(folders if are_there else []), task_path()], include_defaults=not are_there)
+    # Another version of lm_eval may have moved a folder. Then all of its folders are indexed.
+    folders_exist = all(folder.is_dir() for folder in folders)
+    return index_folders([*(folders if folders_exist else []), task_path()], include_defaults=not folders_exist)
 
 
 @cache
@@ -47,9 +47,9 @@ def find_task_manager(name: str, include_path: Path | None) -> "TaskManager":
     files = (path for path in stock.rglob("*.yaml") if whole_word.search(path.read_bytes()))
     folders = sorted({stock / path.relative_to(stock).parts[0] for path in files})
     folders += [*task_manager().include_path, *([include_path] if include_path else [])]
-    few = index_folders(folders, include_defaults=False)
-    if name not in few.task_index or _is_complete(name, few):
-        return few
+    manager = index_folders(folders, include_defaults=False)
+    if name not in manager.task_index or _is_complete(name, manager):
+        return manager
     return index_folders(folders, include_defaults=True)
 
 
@@ -62,7 +62,7 @@ def index_folders(folders: Sequence[Path], include_defaults: bool) -> "TaskManag
     """
     import lm_eval.tasks
 
-    # Folders share tags such as `math_word_problems`. The index warns of that, but nothing here looks up such a tag.
+    # The harness warns of tags that several folders use, such as `math_word_problems`. That does no harm here.
     logger = logging.getLogger("lm_eval.tasks._index")
     level = logger.level
     logger.setLevel(logging.ERROR)

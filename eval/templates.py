@@ -1,6 +1,6 @@
 """Compile the templates of task files once, and stop those that take too much time or memory.
 
-Anyone can write a task file. A loop such as `{% for i in range(10**12) %}` would hang a run silently, and
+Anyone can write a task file. A loop such as `{% for i in range(10**12) %}` would make a run hang silently, and
 `{{ "x" * 10**10 }}` would take all memory in one step, which nothing can interrupt. Two limits prevent this:
 
 - Each render has a limit on the processor time of this process, so that a busy or sleeping machine does not count.
@@ -25,13 +25,13 @@ from jinja2.runtime import Context
 from jinja2.sandbox import SandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
 from markupsafe import Markup
 
-# For one prompt of one item. Usual templates take less than a thousandth of it.
+# Processor time for one render. Usual templates take less than a thousandth of it.
 TEMPLATE_SECONDS = 10.0
 # Characters of a text, or elements of a list. The longest prompts of benchmarks have about 100,000 characters.
 MAX_LENGTH = 10_000_000
-# Of a whole number: 30,000 digits. Python prints at most 4,300.
+# Bits of a whole number: 30,000 digits. Python prints at most 4,300.
 MAX_BITS = 100_000
-MAX_RANGE = 100_000
+MAX_RANGE = 100_000  # numbers in a `range`
 
 
 class TemplateTooLong(RuntimeError):
@@ -45,7 +45,7 @@ class _TooLarge(Exception):
 class _TimeIsUp(BaseException):
     """The alarm of the time limit.
 
-    It is no `Exception`, because Jinja catches these while it computes constants, and would compute them again.
+    A `BaseException`, because Jinja catches `Exception` while it computes constants, and would compute them again.
     """
 
 
@@ -59,8 +59,8 @@ def bounded_templates() -> Iterator[None]:
     Raises:
         TemplateTooLong: Inside the context, from any code that renders a template.
     """
-    # The harness renders every template by `lm_eval.utils.env`, a global that neither a task nor an argument can
-    # replace. Its one method that the harness calls is replaced for a while on that object.
+    # The harness renders every template by the global `lm_eval.utils.env`, which no argument can replace. It calls one
+    # method of that object, which is replaced here inside the context.
     environment = lm_eval.utils.env
     compile_template = environment.from_string
     bounded = _BoundedEnvironment(
@@ -68,7 +68,7 @@ def bounded_templates() -> Iterator[None]:
         undefined=environment.undefined,
         keep_trailing_newline=environment.keep_trailing_newline,
     )
-    # Where both have a filter or a global, such as `range`, the bounded one stays.
+    # If both environments have a filter or a global, such as `range`, the bounded one stays.
     for name, function in environment.filters.items():
         bounded.filters.setdefault(name, function)
     bounded.tests |= environment.tests
@@ -98,7 +98,7 @@ class _BoundedTemplate:
             parts, length = [], 0
             for part in self._template.generate(*arguments, **values):
                 length += len(part)
-                _check("the text that it writes", length)
+                _check("the rendered text", length)
                 parts.append(part)
             return "".join(parts)
 
@@ -124,8 +124,8 @@ def _within_bounds(work: Callable[[], Any], source: str) -> Any:
 def _within_time(work: Callable[[], Any]) -> Any:
     """Return the result of `work`, or raise _TimeIsUp once it took `TEMPLATE_SECONDS`.
 
-    The alarm raises only while `armed` is true. It may come in the `finally` clause below, after a long step in C. It
-    then leaves this function as if it had come before.
+    The alarm raises only while `armed` is true. After a long step in C, it may raise inside the inner `finally` clause.
+    The caller sees no difference: _TimeIsUp leaves this function.
     """
     armed = False
 
@@ -140,7 +140,7 @@ def _within_time(work: Callable[[], Any]) -> Any:
             result = work()
         finally:
             armed = False
-        # An alarm within a destructor or a weak reference's callback is lost: Python prints it and goes on.
+        # Python prints and drops an exception in a destructor or a weak reference's callback. So the alarm may be lost.
         if time.process_time() - start > 2 * TEMPLATE_SECONDS:
             raise _TimeIsUp
         return result
@@ -149,7 +149,7 @@ def _within_time(work: Callable[[], Any]) -> Any:
 
 
 def _alarm(is_armed: Callable[[], bool]) -> Callable[[], None]:
-    """Set an alarm that raises _TimeIsUp in this thread after `TEMPLATE_SECONDS` if it is armed then.
+    """Set an alarm that raises _TimeIsUp in this thread after `TEMPLATE_SECONDS`, if `is_armed()` is true then.
 
     Returns:
         The function that cancels the alarm. After its call, nothing is raised.
@@ -194,7 +194,7 @@ def _alarm_by_thread(is_armed: Callable[[], bool]) -> Callable[[], None]:
     def cancel() -> None:
         with lock:
             ended.set()
-            # An exception that was raised and has not arrived yet is taken back by NULL.
+            # NULL takes back an exception that was raised in the thread and has not arrived there yet.
             raise_in_thread(caller, None)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -202,13 +202,13 @@ def _alarm_by_thread(is_armed: Callable[[], bool]) -> Callable[[], None]:
 
 
 def _check(name: str, size: int, bound: int = MAX_LENGTH, unit: str = "characters or elements") -> None:
-    """Raise _TooLarge if the size of what `name` describes exceeds its bound."""
+    """Raise _TooLarge, with `name` in its message, if a size exceeds its bound."""
     if size > bound:
         raise _TooLarge(f"{name} must be at most {bound:,} {unit}")
 
 
 def _length(value: Any) -> int:
-    """Return the length of a text or list, and 0 for other values, which do not grow when they are joined."""
+    """Return the length of a text or list, and 0 for other values."""
     return len(value) if isinstance(value, str | bytes | list | tuple) else 0
 
 
@@ -229,10 +229,10 @@ def _check_format(spec: str, arguments: Any = ()) -> None:
 def _check_operation(operator: str, left: Any, right: Any) -> None:
     """Check the size of a binary operator's result before it is computed."""
     if operator == "+":
-        _check("what `+` joins", _length(left) + _length(right))
+        _check("the result of `+`", _length(left) + _length(right))
     elif operator == "%" and isinstance(left, str | bytes):
         text = left if isinstance(left, str) else left.decode("latin-1")
-        # Only what follows a `%` is a format. Other numbers belong to the text.
+        # Only numbers after a `%` are widths. Other numbers belong to the text.
         _check_format(" ".join(re.findall(r"%(?:\([^)]*\))?([^a-zA-Z%]*)", text)), right)
     elif isinstance(left, int) and isinstance(right, int):
         bits, other = left.bit_length(), right.bit_length()
@@ -243,11 +243,11 @@ def _check_operation(operator: str, left: Any, right: Any) -> None:
     elif operator == "*":
         sequence, times = (right, left) if isinstance(left, int) else (left, right)
         if isinstance(times, int):
-            _check("what `*` repeats", _length(sequence) * times)
+            _check("the result of `*`", _length(sequence) * times)
 
 
 def _check_call(function: Any, arguments: tuple, keywords: dict[str, Any]) -> None:
-    """Check the methods of texts whose result can be longer than what they are given."""
+    """Check calls of the methods of texts and integers that can return far more than they receive."""
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
     numbers = [abs(value) for value in (*arguments, *keywords.values()) if isinstance(value, int)]
     size = max(numbers, default=0)
@@ -256,7 +256,7 @@ def _check_call(function: Any, arguments: tuple, keywords: dict[str, Any]) -> No
             _check(f"the width of `{name}`", size)
         elif name == "expandtabs":
             tab = "\t" if isinstance(owner, str) else b"\t"
-            _check("what `expandtabs` returns", size * owner.count(tab) + len(owner))
+            _check("the result of `expandtabs`", size * owner.count(tab) + len(owner))
         elif name == "replace" and len(arguments) >= 2:
             _check_replacement(owner, *arguments[:2])
         elif name == "join" and arguments and isinstance(arguments[0], list | tuple):
@@ -267,28 +267,28 @@ def _check_call(function: Any, arguments: tuple, keywords: dict[str, Any]) -> No
 
 def _check_replacement(text: Any, old: Any, new: Any) -> None:
     if isinstance(text, str | bytes) and type(text) is type(old) is type(new):
-        _check("what `replace` returns", len(text) + text.count(old) * len(new))
+        _check("the result of `replace`", len(text) + text.count(old) * len(new))
 
 
 def _check_join(separator: Any, parts: Any) -> None:
-    _check("what `join` returns", _length(separator) * len(parts) + sum(map(_length, parts)))
+    _check("the result of `join`", _length(separator) * len(parts) + sum(map(_length, parts)))
 
 
 def _bounded_range(*arguments: int) -> range:
     numbers = range(*arguments)
-    # `len` fails for the longest ranges.
+    # `len` fails for the longest ranges. This count may be one too high.
     count = max(0, (numbers.stop - numbers.start) // numbers.step + 1)
     _check("`range`", count - 1, MAX_RANGE, "numbers")
     return numbers
 
 
-# Filters that pad or repeat -> their check, which takes the filter's arguments.
+# Filters that pad or repeat -> the check of their arguments.
 _FILTER_CHECKS: dict[str, Callable[..., object]] = {
     "batch": lambda value, count, fill=None: _check("the size of `batch`", count),
     "center": lambda value, width=80: _check("the width of `center`", width),
     "format": lambda value, *arguments, **named: _check_operation("%", str(value), arguments or named),
     "indent": lambda value, width=4, *_, **__: _check(
-        "what `indent` returns", (width if isinstance(width, int) else len(width)) * (str(value).count("\n") + 1)
+        "the result of `indent`", (width if isinstance(width, int) else len(width)) * (str(value).count("\n") + 1)
     ),
     "join": lambda value, d="", attribute=None: isinstance(value, list | tuple) and _check_join(str(d), value),
     "replace": lambda value, old, new, count=None: _check_replacement(str(value), str(old), str(new)),
@@ -299,7 +299,7 @@ _FILTER_CHECKS: dict[str, Callable[..., object]] = {
 
 
 class _BoundedFormats:
-    """A mixin that checks the format of each field of `str.format` once its width is known, also from an argument."""
+    """A mixin that checks the format of each field of `str.format`, after widths from arguments are filled in."""
 
     def format_field(self, value: Any, format_spec: str) -> Any:
         if isinstance(value, str | int | float):  # dates and the like read formats in another way
@@ -316,11 +316,11 @@ class _BoundedEscapeFormatter(_BoundedFormats, SandboxedEscapeFormatter):
 
 
 def _checked_filter(function: Callable[..., Any], check: Callable[..., object]) -> Callable[..., Any]:
-    """Return a filter that first checks its arguments."""
+    """Return a filter that calls `check` with its arguments first."""
     # Jinja passes its context or environment to some filters, before the value.
     skipped = int(hasattr(function, "jinja_pass_arg"))
 
-    @wraps(function)  # keeps that attribute
+    @wraps(function)  # keeps `jinja_pass_arg`
     def checked(*arguments: Any, **keywords: Any) -> Any:
         check(*arguments[skipped:], **keywords)
         return function(*arguments, **keywords)
@@ -329,7 +329,7 @@ def _checked_filter(function: Callable[..., Any], check: Callable[..., object]) 
 
 
 class _BoundedCodeGenerator(CodeGenerator):
-    """A code generator that compiles `~` to a call of the environment, which can then check it."""
+    """A code generator that compiles `~` to a call of `_BoundedEnvironment.concatenate`, which checks the sizes."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.concatenate((")
@@ -342,7 +342,7 @@ class _BoundedCodeGenerator(CodeGenerator):
 class _BoundedEnvironment(SandboxedEnvironment):
     """Jinja's sandbox with a limit for each operation that can build something large in one step.
 
-    Methods without a docstring override those of the sandbox: they check, then call it.
+    Methods without a docstring override those of Jinja's sandbox: they check, then call the overridden method.
     """
 
     code_generator_class = _BoundedCodeGenerator

@@ -10,15 +10,15 @@
 
 A program runs only with seccomp, the limits, and at least one of namespaces and Landlock (both if the kernel has both).
 
-The program cannot forge the verdict, because its tests run in a second process that receives only plain data from it
-(`guard`).
+The program cannot forge the verdict, because its tests run in a second process, the guard, which receives only plain
+data from it.
 
 Two gaps remain: faults of the kernel itself, and side channels (timing, load). Without `namespaces`, a program can also
 learn which files exist, though not their content.
 
 A test fails if it needs more than plain data from the program, for example if it passes a function to the program or
-compares an object of the program by `==`. A call that changes a list, set or dictionary among its arguments changes it
-for the tests too, unless it is nested in a tuple or an object.
+compares objects of the program by their `__eq__`. A call that changes a list, set or dictionary among its arguments
+changes it for the tests too, unless it is nested in a tuple or an object.
 """
 
 import contextlib
@@ -39,14 +39,35 @@ from attnres.eval.sandbox import wire
 
 LAYERS = ("namespaces", "landlock", "seccomp")
 
+_REFUSAL = (
+    "Programs that a model wrote are not run on this machine, because it cannot contain them. The sandbox needs Linux "
+    "with seccomp, and with Landlock (Linux 6.2 or newer) or user namespaces (which containers often forbid)."
+)
+
+_MARGIN_SECONDS = 5.0  # after a program's time limit, until a guard that is stuck is killed
+_POLL_SECONDS = 0.05  # between two readings of what a program has written
+_MAX_UNREADABLE = 20  # readings in a row that the kernel may refuse
+# The guard process has no site-packages (-S), so it imports its modules from this folder by name.
+_START = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import guard; del sys.path[0]; guard.main()"
+# The whole environment of the guard and the program, with `_INHERITED`.
+_ENVIRONMENT = {
+    "LC_ALL": "C.UTF-8",
+    "PATH": "/usr/bin:/bin",
+    "PYTHONHASHSEED": "0",  # so that sets of strings have the same order in every run
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+_INHERITED = ("LD_LIBRARY_PATH",)  # some interpreters do not start without it
+
 
 @dataclass(frozen=True)
 class Limits:
     """The resources that one program may use together with its tests.
 
     Attributes:
-        seconds: Wall-clock seconds. Reference solutions of MBPP take milliseconds, and the slowest two seconds. With
-            the usual limit of 3 s, a score would depend on the machine's load.
+        seconds: Wall-clock seconds. Most reference solutions of MBPP take milliseconds; the slowest takes two seconds.
+            With the usual limit of 3 s, a score would depend on the machine's load.
         memory: Bytes of address space, for each of the two processes.
         file: Bytes of one file, and of the printed output.
         disk: Bytes of all files.
@@ -69,7 +90,7 @@ class Outcome:
     Attributes:
         passed: Whether it passed its tests.
         reason: One line on why it failed, or `passed`.
-        seconds: How long it took.
+        seconds: How long the run took, in wall-clock seconds.
     """
 
     passed: bool
@@ -96,9 +117,10 @@ def run(
         names: The names in `tests` that the program must define.
         modules: The modules of the standard library in `tests` that the program must import. The tests receive the real
             modules, even if the program defines something else by that name.
-        helpers: Source that defines other names for the tests. It is trusted as the tests are.
-        setup: Source of the tests that uses the program's classes. It runs in the program's process, after the program.
-        limits: The resources that it may use.
+        helpers: Source that defines other names for the tests. It is trusted and runs where the tests run.
+        setup: Source that prepares the tests with the program's classes. It runs in the program's process, after the
+            program.
+        limits: The resources that the program may use.
         layers: The layers to use: seccomp and at least one other. By default all that work on this machine.
 
     Raises:
@@ -151,13 +173,8 @@ def available() -> tuple[str, ...]:
     return tuple(layer for layer in LAYERS if layer not in missing)
 
 
-_REFUSAL = (
-    "Programs that a model wrote are not run on this machine, where nothing would contain them. It takes Linux with "
-    "seccomp and with Landlock (Linux 6.2 or newer) or user namespaces (which a container must be allowed)."
-)
-
-
 def _enough(layers: Collection[str]) -> bool:
+    """Return whether layers suffice: seccomp and at least one other, all of them known."""
     return "seccomp" in layers and len({*layers}) > 1 and {*layers} <= {*LAYERS}
 
 
@@ -165,8 +182,8 @@ def _run(program: dict, tests: dict, limits: Limits, layers: tuple[str, ...]) ->
     """Start the guard in a temporary folder, send it the program and its tests, and return its verdict."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="attnres-program-", ignore_cleanup_errors=True) as folder:
-        places = dict(folder=os.path.realpath(folder), readable=_readable(), packages=_packages(), caller=os.getpid())
-        job = wire.frame(dict(**program, layers=layers, **places, **asdict(limits))) + wire.frame(tests)
+        paths = dict(folder=os.path.realpath(folder), readable=_readable(), packages=_packages(), caller=os.getpid())
+        job = wire.frame(dict(**program, layers=layers, **paths, **asdict(limits))) + wire.frame(tests)
         with os.fdopen(os.memfd_create("job"), "w+b") as file:
             file.write(job)
             file.seek(0)
@@ -176,19 +193,19 @@ def _run(program: dict, tests: dict, limits: Limits, layers: tuple[str, ...]) ->
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 cwd=folder,
-                env=_ENVIRONMENT | {name: os.environ[name] for name in _KEPT if name in os.environ},
+                env=_ENVIRONMENT | {name: os.environ[name] for name in _INHERITED if name in os.environ},
                 start_new_session=True,
             )
         try:
-            reason = _watch(guard.pid, folder, limits, counts="namespaces" not in layers)
+            reason = _watch(guard.pid, folder, limits, count_writes="namespaces" not in layers)
         finally:
-            # However the guard ended, end everything that it started. It was not waited for yet, so the number of its
-            # group cannot belong to another process by now.
+            # However the guard ended, end everything that it started. Nothing has waited for the guard yet, so no other
+            # process group can have its number by now.
             os.killpg(guard.pid, signal.SIGKILL)
             answer, errors = guard.communicate()
     if answer:
         verdict = wire.unframe(answer)
-    elif errors:  # the guard failed at its start; later it writes to the program's output
+    elif errors:  # the guard failed at its start; later its errors go to the program's output
         verdict = dict(error=errors.decode(errors="replace").strip().splitlines()[-1])
     else:
         verdict = dict(passed=False, reason=reason or "the guard was killed")
@@ -197,36 +214,36 @@ def _run(program: dict, tests: dict, limits: Limits, layers: tuple[str, ...]) ->
     return Outcome(verdict["passed"], verdict["reason"], time.monotonic() - start)
 
 
-def _watch(pid: int, folder: str, limits: Limits, counts: bool) -> str | None:
-    """Wait until the process `pid` has ended, or return a reason to end it.
+def _watch(pid: int, folder: str, limits: Limits, count_writes: bool) -> str | None:
+    """Wait until the guard has ended, or return the reason to end it.
 
     Args:
-        pid: The guard.
+        pid: The guard's process id.
         folder: The folder in which the program may write.
-        limits: The resources that it may use.
-        counts: Whether to read the kernel's counter of written bytes too. The named files in the folder are not all: a
-            file without a name lasts as long as it is open, mapped, or on its way through a socket. Namespaces need no
-            counter, since their folder lies in a file system in memory of limited size.
+        limits: The resources that the program may use.
+        count_writes: Whether to read the kernel's counter of written bytes too. A sum over the folder misses files
+            without a name, which last as long as they are open, mapped, or on their way through a socket. Namespaces
+            need no counter, because there the folder is a file system in memory of limited size.
     """
     # The guard keeps the time. The margin is for a guard that is stuck itself, for example in a comparison.
-    end = time.monotonic() + limits.seconds + _MARGIN
-    child, num_blind_looks = None, 0
+    end = time.monotonic() + limits.seconds + _MARGIN_SECONDS
+    child, num_unreadable = None, 0
     descriptor = os.pidfd_open(pid)
     try:
         ended = select.poll()
         ended.register(descriptor, select.POLLIN)
-        while not ended.poll(_GLANCE * 1000):
+        while not ended.poll(_POLL_SECONDS * 1000):
             if time.monotonic() > end:
                 return "the guard did not end"
             sizes = []
             for name in os.listdir(folder):
                 with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                     sizes.append(os.lstat(os.path.join(folder, name)).st_size)
-            child = child or (_child(pid) if counts else None)
+            child = child or (_child(pid) if count_writes else None)
             written = _written(child) if child else 0
-            num_blind_looks = num_blind_looks + 1 if written is None else 0
-            if num_blind_looks > _BLIND:
-                return "the kernel does not say how much it writes"
+            num_unreadable = num_unreadable + 1 if written is None else 0
+            if num_unreadable > _MAX_UNREADABLE:
+                return "the kernel does not show how much it writes"
             if len(sizes) > limits.files or max(sum(sizes), written or 0) > limits.disk:
                 return f"wrote more than {limits.files} files or {limits.disk >> 20} MiB"
     finally:
@@ -234,7 +251,7 @@ def _watch(pid: int, folder: str, limits: Limits, counts: bool) -> str | None:
 
 
 def _child(guard: int) -> int | None:
-    """Return the process in which the guard runs the program."""
+    """Return the id of the process in which the guard runs the program, its only child; `None` before it exists."""
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # ended meanwhile
             fields = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
@@ -249,28 +266,13 @@ def _written(pid: int) -> int | None:
     System calls that the kernel does not count are refused (`linux.seccomp`).
 
     Returns:
-        The number; `None` if the kernel does not tell, as before the program starts.
+        The number. 0 if the process has ended. `None` if the kernel does not show it, as before the program starts.
     """
     try:
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
     except OSError:
         return None if os.path.exists(f"/proc/{pid}") else 0
     return int(dict(line.split(": ") for line in lines)["wchar"])
-
-
-_MARGIN = 5.0  # seconds
-_GLANCE = 0.05  # seconds between two looks at what a program has written
-_BLIND = 20  # how many looks in a row the kernel may refuse to tell
-_START = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import guard; del sys.path[0]; guard.main()"
-_ENVIRONMENT = {
-    "LC_ALL": "C.UTF-8",
-    "PATH": "/usr/bin:/bin",
-    "PYTHONHASHSEED": "0",  # so that sets of strings have the same order in every run
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-}
-_KEPT = ("LD_LIBRARY_PATH",)  # some interpreters do not start without it
 
 
 @functools.cache
@@ -281,7 +283,7 @@ def _packages() -> list[str]:
 
 @functools.cache
 def _readable() -> list[str]:
-    """Return what a program may read: Python's files, installed packages, the system's libraries and time zones."""
+    """Return the paths that a program may read: Python, installed packages, the system's libraries and time zones."""
     python = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.join(sys.base_prefix, "lib")}
     libraries = "/lib /lib64 /usr/lib /usr/lib64 /usr/local/lib /nix/store /etc/ld.so.cache"
     others = "/usr/share/zoneinfo /etc/localtime /dev/null /dev/zero /dev/random /dev/urandom"

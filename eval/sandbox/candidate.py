@@ -1,8 +1,9 @@
 """The untrusted process: run the program, then answer the guard's questions about what the program defines.
 
-This process never sees the tests. It calls a function with given arguments and sends back the result as plain data.
-Neither safety nor the verdict relies on this code: a program that replaces all of it can still only send values. The
-child process loads this module and `wire` by themselves, without the package.
+This process never receives the tests. It calls a function with given arguments and sends back the result as plain data.
+Neither safety nor the verdict relies on this code: a program that replaces all of it can still only send values.
+
+This module and `wire` are imported as top-level modules, without the package.
 """
 
 import operator
@@ -13,7 +14,7 @@ from typing import Any
 
 import wire
 
-# What the guard may do with an object that stays here.
+# The operations that the guard may request on an object that stays here.
 OPERATIONS: dict[str, Callable] = {
     "call": lambda function, /, *args, **kwargs: function(*args, **kwargs),
     "getattr": getattr,
@@ -29,13 +30,16 @@ OPERATIONS: dict[str, Callable] = {
 
 
 def serve(read: int, write: int, program: str, setup: str) -> None:
-    """Load the program, then the tests' set-up code in its namespace, and answer questions as long as there are any.
+    """Load the program, then the tests' set-up code in its namespace, and answer questions until the guard ends.
 
     Args:
         read: The pipe of the questions.
         write: The pipe of the answers.
         program: The source of the program.
         setup: The source of the set-up code.
+
+    Raises:
+        EOFError: The guard has ended.
     """
     kept: dict[int, Any] = {}  # the objects to which the guard holds references
 
@@ -43,7 +47,7 @@ def serve(read: int, write: int, program: str, setup: str) -> None:
         kept[id(value)] = value
         return id(value)
 
-    # Not "__main__", since the code under that condition is not part of a solution.
+    # Not "__main__", so that code under `if __name__ == "__main__"` does not run.
     module = types.ModuleType("program")
     sys.modules["program"] = module
 

@@ -4,8 +4,8 @@
             <--------verdict-----------         <--plain data--
 
 The tests run here, never in the candidate, which is forked before the tests are read and so holds no copy of them. The
-functions that they test are `Remote` objects: every call is a question over a pipe, and every answer plain data (see
-`wire`). It runs as `python -c "... import guard; guard.main()"`, without the package and without site-packages.
+functions that they test are `Remote` objects: every call is a question over a pipe, and every answer is plain data (see
+`wire`). The guard runs as `python -c "... import guard; guard.main()"`, without the package and without site-packages.
 """
 
 import builtins
@@ -23,7 +23,7 @@ import wire
 
 
 class Stopped(BaseException):
-    """The exception for a candidate that has ended. It is no `Exception`, so that a test cannot catch it."""
+    """The exception for a candidate that has ended. A `BaseException`, which `except Exception` in a test passes on."""
 
 
 class Remote:
@@ -95,8 +95,8 @@ class Channel:
         """Send a question and return the answer. `None` waits for a message that the candidate sends by itself.
 
         Raises:
-            Stopped: The candidate has ended or sent something else than an answer.
-            Exception: The exception of the program that the question caused.
+            Stopped: The candidate has ended or sent an invalid answer.
+            Exception: The question caused an exception in the program. It has the same built-in type and text.
         """
         if self.ended:
             raise Stopped(self.ended)
@@ -107,9 +107,9 @@ class Channel:
         except (EOFError, BrokenPipeError):
             self.end("")
         except (ValueError, RecursionError, MemoryError) as error:
-            self.end(f"sent what is no answer: {error}")
+            self.end(f"sent an invalid answer: {error}")
         if not isinstance(answer, dict):
-            self.end("sent what is no answer")
+            self.end("sent an invalid answer")
         if "end" in answer:
             self.end(str(answer["end"])[:1000])
         if "error" in answer:
@@ -152,10 +152,10 @@ class Channel:
         try:
             return wire.decode(data, lambda number: self.objects.setdefault(number, Remote(self, number)))
         except Exception as error:
-            self.end(f"sent what is no value: {error}")
+            self.end(f"sent an invalid value: {error}")
 
     def number(self, value: Any) -> int:
-        """Return the number of a `Remote`. Raise TypeError for objects of the tests, which cannot cross."""
+        """Return the number of a `Remote`. Raise TypeError for objects of the tests, which cannot be sent."""
         if not isinstance(value, Remote):
             raise TypeError(f"a {type(value).__name__} of the tests cannot be passed to the program")
         return value._number
@@ -174,12 +174,14 @@ def main() -> None:
         return
     passed, reason, late = False, None, f"ran longer than {job['seconds']:g} s"
     try:
+        # If the candidate has ended already, the alarm must not replace its reason.
         signal.signal(signal.SIGALRM, lambda *_: None if channel.ended is not None else channel.end(late))
         signal.setitimer(signal.ITIMER_REAL, job["seconds"])
         passed, reason = check(wire.receive(0), channel)
         signal.setitimer(signal.ITIMER_REAL, 0)
     except Stopped:
         pass
+    # A candidate that closed its pipe may need a moment to exit. Its wait status then gives the reason.
     status = finish(pid, 0.2 if channel.ended == "" else 0)
     if channel.ended is not None:
         passed, reason = False, channel.ended or describe(status)
@@ -187,9 +189,9 @@ def main() -> None:
 
 
 def check(job: dict, channel: Channel) -> tuple[bool, str]:
-    """Run the tests against the candidate and return whether they passed, and a reason."""
+    """Run the tests against the candidate. Return whether they passed, and `passed` or the exception in one line."""
     namespace: dict[str, Any] = {"__name__": "tests"}
-    settle_chance(job["helpers"] + job["tests"])
+    seed_random(job["helpers"] + job["tests"])
     try:
         exec(compile(job["helpers"], "<helpers>", "exec", dont_inherit=True), namespace)
         channel.ask(None)  # returns once the program is loaded
@@ -211,8 +213,8 @@ def check(job: dict, channel: Channel) -> tuple[bool, str]:
     return True, "passed"
 
 
-def settle_chance(code: str) -> None:
-    """Let code that draws from `random` draw the same numbers in every run."""
+def seed_random(code: str) -> None:
+    """Seed `random` if the code mentions it, so that the code draws the same numbers in every run."""
     if "random" in code:
         import_module("random").seed(0)
 
@@ -224,7 +226,8 @@ def start(job: dict) -> tuple[int, Channel]:
     if "namespaces" in layers:
         linux.namespaces(folder, job["readable"], job["disk"], job["files"])
     os.chdir(folder)
-    output = os.open("output", os.O_RDWR | os.O_CREAT | os.O_APPEND)  # counted by the limit on file size
+    # Printed output goes to a file without a name, so that the limit on file size holds for it.
+    output = os.open("output", os.O_RDWR | os.O_CREAT | os.O_APPEND)
     os.unlink("output")
     if "landlock" in layers:
         linux.landlock(folder, job["readable"])
@@ -261,21 +264,24 @@ def become_candidate(job: dict, read: int, write: int, parent: int) -> None:
     layers = job["layers"]
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    low = sorted({read, write})
-    for first, last in zip((3, low[0] + 1, low[1] + 1), (low[0], low[1], 1 << 10)):
+    # Close the ranges of descriptors before, between and after the two pipes.
+    low, high = sorted((read, write))
+    for first, last in (3, low), (low + 1, high), (high + 1, 1 << 10):
         os.closerange(first, last)
     sys.path[:] = [path for path in sys.path if os.path.exists(path)] + job["packages"]
     sys.argv[:] = ["program"]
-    settle_chance(job["program"])
+    seed_random(job["program"])
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     linux.die_with_parent(0 if "namespaces" in layers else parent)
     if "landlock" in layers:
-        # Once more, so that from its own Landlock domain it cannot reach the guard.
+        # A second call puts the candidate into its own Landlock domain, from which it cannot reach the guard.
         linux.landlock(job["folder"], job["readable"])
     if "namespaces" not in layers:
-        # The caller counts what the candidate writes. Its memory stays closed to other programs by Landlock.
+        # The caller reads the kernel's counter of written bytes. Landlock still closes the candidate's memory to other
+        # programs.
         linux.show_counts()
     linux.seccomp()
+    # The program must not import these by name.
     for name in "guard", "linux", "wire", "candidate":
         sys.modules.pop(name, None)
     wire.send(write, {"value": None})
@@ -296,7 +302,7 @@ def finish(pid: int, patience: float) -> int | None:
     """Wait for the candidate, then kill it.
 
     Args:
-        pid: The candidate.
+        pid: The candidate's process id.
         patience: Seconds to wait for it to end by itself.
 
     Returns:
@@ -314,7 +320,7 @@ def finish(pid: int, patience: float) -> int | None:
 
 
 def describe(status: int | None) -> str:
-    """Return how the candidate ended, from its wait status."""
+    """Return how the candidate ended, from the wait status that `finish` returns."""
     if status is None:
         return "closed its pipe"
     if os.WIFSIGNALED(status):

@@ -1,8 +1,9 @@
-"""Restrict a process by the means of Linux, through system calls: namespaces, Landlock, seccomp.
+"""Restrict a process by system calls of Linux: namespaces, Landlock, seccomp.
 
 Each function restricts the calling process for good, or raises OSError if this kernel or container lacks the means.
 Sources: the kernel's documentation (userspace-api/landlock, userspace-api/seccomp_filter) and the man pages of
-unshare(2), mount_setattr(2), prctl(2), capset(2). The child process loads this module by itself, without the package.
+unshare(2), mount_setattr(2), prctl(2), capset(2). The guard imports this module as a top-level module, without the
+package.
 """
 
 import ctypes
@@ -20,7 +21,7 @@ _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 1 << 12, 1 << 14, 
 _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID = -100, 0x8000, 1, 2
 # Numbers of the newer system calls, the same on every architecture.
 _MOUNT_SETATTR, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 442, 444, 445, 446
-_LANDLOCK_MINIMUM = 3  # Linux 6.2: earlier ones let a process empty any file of its user
+_LANDLOCK_MINIMUM = 3  # Linux 6.2: earlier versions let a process truncate any file of its user
 
 
 def _call(function: str, *arguments) -> int:
@@ -41,7 +42,11 @@ def _prctl(option: int, *arguments) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when the process that started it ends, however it ends."""
+    """Let the kernel kill this process when its parent ends, however that ends.
+
+    Args:
+        parent: The parent's process id; 0 if the parent is outside of this process namespace.
+    """
     _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
@@ -53,12 +58,12 @@ def hide_memory() -> None:
 
 
 def show_counts() -> None:
-    """Undo `hide_memory`: let processes of the same user read /proc/PID/io, and with it the rest."""
+    """Undo `hide_memory`, so that processes of the same user can read /proc/PID/io."""
     _prctl(_PR_SET_DUMPABLE, 1)
 
 
 def drop_privileges() -> None:
-    """Give up all capabilities, so that none can be gained by executing a file either."""
+    """Give up all capabilities for good: executing a file gives none back."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     header = struct.pack("Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     _call("capset", header, bytes(24))
@@ -84,7 +89,7 @@ def namespaces(folder: str, readable: list[str], size: int, files: int) -> None:
             file.write(content)
     _mount("/", _MS_REC | _MS_PRIVATE)
     _mount(folder, _MS_NOSUID | _MS_NODEV, "tmpfs", "mode=755")
-    # Sorted, so that a folder comes before the files in it.
+    # Real paths first, then the links to them. Sorted, so that a folder comes before the files in it.
     for real in sorted({os.path.realpath(path) for path in readable}):
         if os.path.exists(real) and not os.path.lexists(folder + real):
             _bind(real, folder + real)
@@ -93,12 +98,13 @@ def namespaces(folder: str, readable: list[str], size: int, files: int) -> None:
             parent = os.path.dirname(path)
             os.makedirs(folder + parent, exist_ok=True)
             os.symlink(os.path.relpath(os.path.realpath(path), parent), folder + path)
+    # The program's folder keeps its path under the new root.
     os.makedirs(folder + folder, exist_ok=True)
     read_only = struct.pack("QQQQ", _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID, 0, 0, 0)
     _syscall(_MOUNT_SETATTR, _AT_FDCWD, os.fsencode(folder), _AT_RECURSIVE, read_only, len(read_only))
     _mount(folder + folder, _MS_NOSUID | _MS_NODEV, "tmpfs", f"size={size},nr_inodes={files},mode=700")
     # Not pivot_root, which a machine that runs from its initial RAM disk refuses. Only two ways lead out of this root:
-    # a descriptor of a folder outside, of which there is none, and CAP_SYS_CHROOT, which `drop_privileges` gives up.
+    # a descriptor of a folder outside, but none is open, and CAP_SYS_CHROOT, which `drop_privileges` gives up.
     os.chroot(folder)
     os.chdir("/")
 
@@ -129,9 +135,9 @@ def landlock_version() -> int:
 def landlock(folder: str, readable: list[str]) -> None:
     """Allow this process to read files under `readable` and `folder`, and to create and write files in `folder`.
 
-    It can execute no file and make no folder. From version 4 of Landlock on, it has no TCP. From version 6 on, it can
-    neither use abstract Unix sockets nor signal processes outside. Outside are all processes that this very call did
-    not restrict, so a child that calls it once more can neither signal nor trace its parent.
+    The process cannot execute files or make folders. From version 4 of Landlock on, it has no TCP. From version 6 on,
+    it cannot use abstract Unix sockets or signal processes outside of its domain. Each call creates a domain inside the
+    one before. A child that calls this once more can therefore neither signal nor trace its parent.
 
     Args:
         folder: The folder for files of the program.
@@ -142,10 +148,11 @@ def landlock(folder: str, readable: list[str]) -> None:
     """
     version = landlock_version()
     if version < _LANDLOCK_MINIMUM:
-        raise OSError(errno.ENOSYS, f"Landlock is of version {version}, not {_LANDLOCK_MINIMUM} or later (Linux 6.2)")
+        raise OSError(errno.ENOSYS, f"Landlock must have version {_LANDLOCK_MINIMUM} (Linux 6.2), not {version}")
     write_file, read_file, read_dir, remove_file, make_file, truncate = 1 << 1, 1 << 2, 1 << 3, 1 << 5, 1 << 8, 1 << 14
-    rights = (1 << 15) - 1 | (version >= 5) << 15  # later: ioctl on devices
-    network, scope = 0b11 * (version >= 4), 0b11 * (version >= 6)
+    # Refuse all rights of the file system that this version knows; version 5 adds ioctl on devices, as bit 15.
+    rights = (1 << 15) - 1 | (version >= 5) << 15
+    network, scope = 0b11 * (version >= 4), 0b11 * (version >= 6)  # TCP; abstract sockets and signals
     ruleset_bytes = struct.pack("QQQ", rights, network, scope)[: 8 if version < 4 else 16 if version < 6 else 24]
     ruleset = _syscall(_LANDLOCK_CREATE, ruleset_bytes, len(ruleset_bytes), 0)
     try:
@@ -171,14 +178,14 @@ def landlock(folder: str, readable: list[str]) -> None:
 # System calls that no solution needs -> their numbers on x86_64 and aarch64, `None` if an architecture lacks one
 # (include/uapi/asm).
 _DENIED = {
-    # processes and threads, programs, signals, the order of scheduling
+    # processes and threads, programs, signals, scheduling
     "fork": (57, None), "vfork": (58, None), "clone": (56, 220), "execve": (59, 221), "execveat": (322, 281),
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240), "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424),
     "setsid": (112, 157), "setpgid": (109, 154), "setpriority": (141, 140), "ioprio_set": (251, 30),
     "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "sched_setattr": (314, 274),
     "sched_setaffinity": (203, 122), "setrlimit": (160, 164), "prlimit64": (302, 261),
-    # settings of this process: that it ends with its parent, that its memory is closed to others, this filter
+    # settings of this process: die_with_parent, hide_memory, this filter
     "prctl": (157, 167), "seccomp": (317, 277),
     # the memory of other processes, and kernel memory that the limits do not count
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "pidfd_getfd": (438, 438),
@@ -203,18 +210,18 @@ _DENIED = {
     "open_by_handle_at": (304, 265), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
     "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
     "fspick": (433, 433), "mount_setattr": (442, 442),
-    # interfaces through which a process gains the most of the kernel
+    # interfaces that expose large parts of the kernel
     "unshare": (272, 97), "setns": (308, 268), "bpf": (321, 280), "perf_event_open": (298, 241), "syslog": (103, 116),
     "userfaultfd": (323, 282), "io_uring_setup": (425, 425), "add_key": (248, 217), "request_key": (249, 218),
     "keyctl": (250, 219), "personality": (135, 92), "modify_ldt": (154, None),
 }  # fmt: skip
-_CLONE3 = 435  # answered "not implemented", upon which the C library tries clone
+_CLONE3 = 435  # refused as "not implemented", after which the C library tries clone
 
 # System calls that are allowed with certain arguments only -> (x86_64, aarch64, alternatives). In one of the
 # alternatives each test (argument, mask, values) must hold: `argument & mask` is one of the values.
 _ALL = 0xFFFFFFFF
 _PARTLY = {
-    # duplicates, locks, and flags without O_ASYNC: no signals to the owner of the other end, no leases
+    # duplicates, locks, and flags without O_ASYNC; so no signals to the owner of the other end, and no leases
     "fcntl": (72, 25, [[(1, _ALL, [0, 1, 2, 3, 5, 6, 7, 1030])], [(1, _ALL, [4]), (2, 0x2000, [0])]]),
     # TCGETS (is this a terminal?), TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
     "ioctl": (16, 29, [[(1, _ALL, [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451])]]),
@@ -225,9 +232,10 @@ _PARTLY = {
 }
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH_*
 # Classic BPF: (operation, jump if true, jump if false, operand) on the data {nr, arch, instruction pointer, arguments}.
-_LOAD, _AND, _JUMP, _EQUAL, _AT_LEAST, _GIVE = 0x20, 0x54, 0x05, 0x15, 0x35, 0x06
-_ALLOW, _REFUSE, _KILL = (_GIVE, 0, 0, 0x7FFF0000), (_GIVE, 0, 0, 0x00050000 | errno.EPERM), (_GIVE, 0, 0, 0x80000000)
-_LACKING = (_GIVE, 0, 0, 0x00050000 | errno.ENOSYS)
+_LOAD, _AND, _JUMP, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x05, 0x15, 0x35, 0x06
+_ALLOW, _KILL = (_RETURN, 0, 0, 0x7FFF0000), (_RETURN, 0, 0, 0x80000000)
+_REFUSE = (_RETURN, 0, 0, 0x00050000 | errno.EPERM)
+_NOT_IMPLEMENTED = (_RETURN, 0, 0, 0x00050000 | errno.ENOSYS)
 
 
 def seccomp() -> None:
@@ -243,14 +251,16 @@ def seccomp() -> None:
         raise OSError(errno.ENOSYS, f"no table of system calls for {machine}")
     column, audit_arch = _ARCHITECTURES[machine]
     denied = [row[column] for row in _DENIED.values() if row[column] is not None]
+    # Offset 4 of the data holds the architecture, offset 0 the number of the call.
     program = [
         (_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit_arch), _KILL,
-        (_LOAD, 0, 0, 0), (_AT_LEAST, 0, 1, 0x40000000), _KILL,  # another numbering on x86-64
-        (_EQUAL, 0, 1, _CLONE3), _LACKING,
+        (_LOAD, 0, 0, 0), (_AT_LEAST, 0, 1, 0x40000000), _KILL,  # x32: a second numbering on x86-64
+        (_EQUAL, 0, 1, _CLONE3), _NOT_IMPLEMENTED,
     ]  # fmt: skip
     for row in _PARTLY.values():
         check = [instruction for tests in row[2] for instruction in _alternative(tests)] + [_REFUSE]
         program += [(_EQUAL, 0, len(check), row[column]), *check]
+    # A denied number jumps to the last instruction.
     program += [(_EQUAL, len(denied) - i, 0, number) for i, number in enumerate(denied)] + [_ALLOW, _REFUSE]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
@@ -263,6 +273,6 @@ def _alternative(tests: list[tuple[int, int, list[int]]]) -> list[tuple[int, int
     for argument, mask, values in reversed(tests):
         otherwise = (_JUMP, 0, 0, len(code))
         compare = [(_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)]
-        # The lower half of the argument. The kernel looks at no more for these calls.
+        # Load the lower half of the argument. The kernel ignores the upper half for these calls.
         code = [(_LOAD, 0, 0, 16 + 8 * argument), (_AND, 0, 0, mask), *compare, otherwise, *code]
     return code

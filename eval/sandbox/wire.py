@@ -6,7 +6,7 @@
               in its process
 
 Reading a message runs no code of the other side. For example, an object whose `__eq__` always returns true arrives as
-a reference, which equals nothing else. The child process loads this module by itself, without the package.
+a reference, which equals nothing else. The guard imports this module as a top-level module, without the package.
 """
 
 import builtins
@@ -22,9 +22,9 @@ WIDEST_INTEGER = 1 << 63
 
 
 def _naive(moment) -> tuple:
-    """Return the clock fields of a `time` or `datetime`. Raise ValueError if it has a time zone, which cannot cross."""
+    """Return the clock fields of a `time` or `datetime`. Raise ValueError if it has a time zone, which is not sent."""
     if moment.tzinfo is not None:
-        raise ValueError("a time with a time zone does not cross")
+        raise ValueError("a time with a time zone is not plain data")
     return moment.hour, moment.minute, moment.second, moment.microsecond
 
 
@@ -68,7 +68,7 @@ def encode(value: Any, keep: Callable[[Any], int]) -> Any:
 
     Args:
         value: The value.
-        keep: Stores an object that is not plain data, and returns its number for a reference.
+        keep: Stores an object that is not plain data, and returns the number of its reference.
     """
     kind = type(value)
     if value is None or kind in (bool, str, float) or (kind is int and -WIDEST_INTEGER < value < WIDEST_INTEGER):
@@ -81,10 +81,10 @@ def encode(value: Any, keep: Callable[[Any], int]) -> Any:
         return encode(value.item(), keep)
     for base in kind.__mro__:
         name = f"{base.__module__}.{base.__qualname__}"
-        if name in PLAIN and not (base is int and kind is not int):
+        if name in PLAIN and not (base is int and kind is not int):  # `_SCALARS` covers subclasses of int
             try:
                 return {name: [encode(argument, keep) for argument in PLAIN[name](value)]}
-            except ValueError:
+            except ValueError:  # a time zone
                 break
         if base is list:
             return [encode(item, keep) for item in value]
@@ -102,7 +102,8 @@ def decode(data: Any, fetch: Callable[[int], Any]) -> Any:
         fetch: Returns the object of a reference by its number.
 
     Raises:
-        ValueError: The form has no meaning.
+        ValueError: The form names a type that is not in `PLAIN`, or has several keys.
+        KeyError: The form names an unknown built-in type.
     """
     if isinstance(data, list):
         return [decode(item, fetch) for item in data]

@@ -21,13 +21,13 @@ def quick_harness(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def hub(assets) -> Path:
-    """Return the folder of real data sets as `ORG/NAME`: those of 11 of the 15 benchmarks."""
+    """Return the folder of the real data sets of 11 of the 15 benchmarks, as `ORG/NAME`."""
     return assets / "hub"
 
 
 @pytest.fixture(scope="session")
 def synthetic_hub(tmp_path_factory) -> Path:
-    """Return a folder of small data sets in the form of the other four: GPQA, HumanEval, CMMLU, C-Eval."""
+    """Return a folder of small data sets in the form of the four others: GPQA, HumanEval, CMMLU, C-Eval."""
     from .synthetic import write_all
 
     folder = tmp_path_factory.mktemp("hub")

@@ -1,4 +1,4 @@
-"""Models for tests that need no weights: one that knows every answer, one that guesses, one that only listens."""
+"""Models without weights: with right answers, with the first choice, with a fixed text, and a recorder of prompts."""
 
 import re
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def cut(request: Instance, text: str) -> str:
 
 
 class Oracle(LM):
-    """A model that gives the right choice the likelihood 1, and writes the right answer as the shots do."""
+    """A model that gives the right choice the likelihood 1, and writes the right answer in the words of the shots."""
 
     def __init__(self, benchmark: Benchmark) -> None:
         super().__init__()
@@ -86,18 +86,18 @@ class FirstChoice(Oracle):
         return "The answer is (A)."
 
 
-class Says(Oracle):
+class FixedText(Oracle):
     """A model that always generates the same text."""
 
     def __init__(self, benchmark: Benchmark, text: str) -> None:
         super().__init__(benchmark)
-        self.said = text
+        self.fixed_text = text
 
     def text(self, doc: dict) -> str:
-        return self.said
+        return self.fixed_text
 
 
-class Listener(FirstChoice):
+class Recorder(FirstChoice):
     """A model that records its prompts: `prompts[task, doc_id]` are the texts that it received for one item."""
 
     def __init__(self, benchmark: Benchmark) -> None:
@@ -105,14 +105,14 @@ class Listener(FirstChoice):
         self.prompts: dict[tuple[str, int], list[str]] = {}
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        self.listen(requests)
+        self.record(requests)
         return super().loglikelihood(requests)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        self.listen(requests)
+        self.record(requests)
         return super().generate_until(requests)
 
-    def listen(self, requests: list[Instance]) -> None:
+    def record(self, requests: list[Instance]) -> None:
         for request in requests:
             self.prompts.setdefault((request.task_name, request.doc_id), []).append(repr(request.args))
 

@@ -1,4 +1,4 @@
-"""Write small data sets with the columns and the layout of the four that have no open copy."""
+"""Write small data sets with the columns and the layout of the four that the test assets lack."""
 
 import json
 from pathlib import Path

@@ -129,7 +129,7 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(("text", "value"), NUMBERS)
-def test_the_last_number_is_the_one_that_the_text_states_or_none(text, value):
+def test_the_last_number_is_read_if_the_text_states_a_single_value(text, value):
     for before in ("", "We had 3 apples.\n"):
         for extract in (answers.last_number, answers.last_number_or_percentage):
             ((taken,),) = extract([[before + text]], [{}])
@@ -137,7 +137,7 @@ def test_the_last_number_is_the_one_that_the_text_states_or_none(text, value):
 
 
 @pytest.mark.parametrize("text", ["12%", r"12\%", "12 %", "12％", "百分之12", r"\boxed{12\%}"])
-def test_a_percentage_is_a_number_of_percent_or_a_fraction_as_the_benchmark_has_it(text):
+def test_a_percentage_is_read_as_a_number_of_percent_or_as_a_fraction(text):
     assert answers.last_number([[text]], [{}]) == [["12"]]
     assert scoring.number(answers.last_number_or_percentage([[text]], [{}])[0][0]) == Fraction(12, 100)
 
@@ -174,7 +174,7 @@ ANNOUNCED = [
 
 
 @pytest.mark.parametrize(("doc", "text", "answer"), ANNOUNCED)
-def test_the_announced_answer_has_the_form_of_the_questions_answers(doc, text, answer):
+def test_the_announced_answer_has_the_form_of_the_gold_answers(doc, text, answer):
     assert answers.announced_answer([[text]], [doc]) == [[answer or answers.INVALID]]
 
 

@@ -1,4 +1,4 @@
-"""Describe, choose and load benchmarks, and name what is missing where their data is."""
+"""Benchmarks are described, chosen and loaded, and messages name missing or damaged data."""
 
 import os
 import shutil
@@ -28,19 +28,19 @@ def test_describing_the_benchmarks_does_not_import_the_harness():
     assert done.stdout.strip() == "False", done.stderr
 
 
-def test_paper_picks_all_and_names_pick_themselves_in_the_papers_order():
+def test_pick_returns_all_or_the_named_benchmarks_in_the_papers_order():
     assert pick("paper") == list(benchmarks().values())
     assert [benchmark.name for benchmark in pick("gsm8k, mmlu,gsm8k")] == ["mmlu", "gsm8k"]
     assert [benchmark.name for benchmark in benchmarks().values() if benchmark.runs_code] == ["humaneval", "mbpp"]
 
 
-def test_an_unknown_name_is_refused_in_one_line_that_lists_the_known_ones():
+def test_the_message_on_an_unknown_name_is_one_line_that_lists_the_known_names():
     with pytest.raises(ValueError) as error:
         pick("mmlu,hellaswga")
     message = str(error.value)
     assert "'hellaswga'" in message and "Did you mean `hellaswag`?" in message and "\n" not in message
     assert all(name in message for name in benchmarks())
-    with pytest.raises(ValueError, match="No benchmark is named"):
+    with pytest.raises(ValueError, match="--tasks names no benchmark"):
         pick(" , ")
 
 
@@ -55,8 +55,8 @@ def test_a_folder_given_relative_to_the_working_directory_is_read(hub, monkeypat
     assert len(load(benchmarks()["gsm8k"], Path("hub"))["tasks"]) == 1
 
 
-def test_another_folder_and_changed_files_are_read_anew(tmp_path):
-    """By itself, `datasets` looks at the README alone and would return the first folder's data three times."""
+def test_another_folder_or_changed_files_are_read_again(tmp_path):
+    """By default, `datasets` compares only the README, and would return the first folder's data three times."""
     benchmark, questions = benchmarks()["gpqa_diamond"], []
     for folder, count in (("one", 6), ("two", 7), ("one", 8)):
         write_data_set(tmp_path / folder / benchmark.dataset, {"gpqa_diamond": {"train": gpqa(count)}}, suffix="csv")
@@ -157,7 +157,7 @@ def with_damaged_pages(copy: Path) -> None:
         "content",
     ],
 )
-def test_what_is_missing_of_a_folder_is_said_in_one_line_with_the_remedy(name, damage, reason, hub, tmp_path):
+def test_the_message_on_damaged_data_is_one_line_with_the_remedy(name, damage, reason, hub, tmp_path):
     copy = copied(hub, tmp_path, name)
     damage(copy)
     benchmark = benchmarks()[name]
@@ -177,7 +177,7 @@ def test_the_remedy_for_a_gated_data_set_says_to_accept_its_terms(tmp_path):
 
 
 @pytest.mark.slow
-def test_without_a_network_the_hub_is_refused_in_one_line(tmp_path):
+def test_without_a_network_the_message_on_hub_data_is_one_line(tmp_path):
     code = "from attnres.eval.benchmarks import *\nfor name in ('gsm8k', 'gpqa_diamond'):\n"
     code += "    try: load(benchmarks()[name])\n    except FileNotFoundError as error: print(error)"
     offline = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
@@ -188,7 +188,7 @@ def test_without_a_network_the_hub_is_refused_in_one_line(tmp_path):
     assert "accept the terms" in gpqa_diamond and "hf auth login" in gpqa_diamond
 
 
-def test_only_the_first_data_set_waits_for_a_network_that_is_not_there(monkeypatch):
+def test_only_the_first_data_set_waits_for_a_missing_network(monkeypatch):
     """Each attempt would take half a minute."""
     tries = []
 
@@ -205,7 +205,7 @@ def test_only_the_first_data_set_waits_for_a_network_that_is_not_there(monkeypat
     assert tries == ["openai/gsm8k", "mandarjoshi/trivia_qa"]
 
 
-def test_loading_shows_no_progress_bars_and_leaves_them_as_they_were(hub, tmp_path, capfd):
+def test_loading_shows_no_progress_bars_and_enables_them_again(hub, tmp_path, capfd):
     import datasets
 
     copied(hub, tmp_path, "gsm8k")
@@ -224,7 +224,7 @@ def test_the_order_of_gpqas_choices_depends_on_the_question_alone(loaded, tmp_pa
     (task,) = loaded("gpqa_diamond")["tasks"].values()
     answers = [doc["answer"] for doc in task.eval_docs]
     assert len(set(answers)) > 1
-    again = [doc["answer"] for doc in task.eval_docs]  # the stock task would shuffle on
+    again = [doc["answer"] for doc in task.eval_docs]  # the stock task would give another order
     benchmark = benchmarks()["gpqa_diamond"]
     write_data_set(tmp_path / benchmark.dataset, {"gpqa_diamond": {"train": gpqa()[::-1]}}, suffix="csv")
     (reversed_task,) = load(benchmark, tmp_path)["tasks"].values()

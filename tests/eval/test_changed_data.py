@@ -73,7 +73,7 @@ def without_ids(test: pd.DataFrame) -> None:
     ],
 )
 @pytest.mark.parametrize("with_baseline", [False, True])
-def test_a_stored_number_is_not_repeated_on_other_data_and_nothing_is_lost(
+def test_a_stored_result_is_refused_when_its_data_changed_and_no_file_changes(
     change, parts, with_baseline, models, data, evaluated, tmp_path, monkeypatch
 ):
     """The run ends before a model is loaded and before a file of the report is written."""
@@ -88,7 +88,7 @@ def test_a_stored_number_is_not_repeated_on_other_data_and_nothing_is_lost(
     change(test)
     test.to_parquet(path)
     arguments = {"benchmarks": pick("arc_challenge"), "data": Path("hub")}
-    with pytest.raises(ValueError, match=f"^{out / STORED} is a result on other {parts} than the task arc_challenge"):
+    with pytest.raises(ValueError, match=f"^{out / STORED} was computed on other {parts} than the task arc_challenge"):
         run_eval(EvalOptions(models[0], out, baseline=models[1] if with_baseline else None, **arguments))
     assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
     shutil.rmtree("hub")
@@ -99,7 +99,7 @@ def test_a_stored_number_is_not_repeated_on_other_data_and_nothing_is_lost(
 
 @pytest.fixture
 def pair(models, data, evaluated, tmp_path) -> Callable:
-    """Return `pair(change)`: the row of the model beside a second one whose stored result was changed."""
+    """Return `pair(change)`: the row that compares the model with a copy whose stored result was changed."""
     (benchmark,) = pick("arc_challenge")
     tasks = load(benchmark, data)
     store = ResultStore(evaluated / "model", json.loads((evaluated / "model" / "setup.json").read_text()))
@@ -109,7 +109,7 @@ def pair(models, data, evaluated, tmp_path) -> Callable:
         result = store.read("arc_challenge")
         change(result)
         other.write("arc_challenge", result)
-        results = [collect({benchmark: tasks}, some) for some in (store, other)]
+        results = [collect({benchmark: tasks}, each_store) for each_store in (store, other)]
         return make_row(benchmark, tasks, results[0], store, (results[1], other)), results[0]
 
     return row
@@ -128,7 +128,7 @@ def test_two_models_are_compared_only_on_the_same_items(name, part, pair, tmp_pa
         pair(change)
 
 
-def test_the_report_says_when_the_data_s_commit_changed_between_the_models(pair):
+def test_the_report_names_different_data_commits_of_the_two_models(pair):
     row, results = pair(lambda result: result.update(dataset_revision="b" * 40))
     assert row.pair.difference == 0 and revision_note([row]) is None  # the first model's commit is unknown here
     row = dataclasses.replace(row, revision="a" * 40)

@@ -96,7 +96,7 @@ def test_program_cannot_replace_the_helpers_that_the_test_calls():
     assert not passes(doc, "    return text\n\n\ndef encode(text):\n    return text\n")
 
 
-def test_argument_that_the_solution_changes_is_changed_for_the_test():
+def test_changes_that_the_solution_makes_to_an_argument_reach_the_test():
     doc, _ = task("the function by its own name in the test")
     assert not passes(doc, "    numbers.sort(key=lambda n: n % 2)\n    return numbers\n")
 
@@ -133,20 +133,20 @@ def test_wrong_completion_of_mbpp_fails(completion):
     assert code.mbpp(MINIMAL, [completion]) == {"pass@1": 0.0}
 
 
-def test_program_brings_no_builtins_of_its_own_to_the_tests():
+def test_program_cannot_replace_builtins_in_the_tests():
     doc = MINIMAL | {"test_list": ["assert sum([add(1, 2), 0]) == 3"]}
     assert code.mbpp(doc, ["def add(a, b): return 9\ndef sum(x): return 3"]) == {"pass@1": 0.0}
     named = MINIMAL | {"code": "def sum(a, b): return a + b", "test_list": ["assert sum(1, 2) == 3"]}
     assert code.mbpp(named, ["def sum(a, b): return a + b"]) == {"pass@1": 1.0}
 
 
-def test_program_brings_no_module_of_its_own_to_the_tests():
+def test_program_cannot_replace_modules_in_the_tests():
     doc = MINIMAL | {
         "code": "import sys\ndef add(a, b): return a + b",
         "test_list": ["assert add(1, 2) == sys.maxsize"],
     }
-    own = "class sys: maxsize = 3\ndef add(a, b): return 3"
-    assert code.mbpp(doc, [own]) == {"pass@1": 0.0}
+    replacement = "class sys: maxsize = 3\ndef add(a, b): return 3"
+    assert code.mbpp(doc, [replacement]) == {"pass@1": 0.0}
     assert code.mbpp(doc, ["import sys\ndef add(a, b): return sys.maxsize"]) == {"pass@1": 1.0}
     named = MINIMAL | {"code": "def select(a, b): return a + b", "test_list": ["assert select(1, 2) == 3"]}
     assert code.mbpp(named, [named["code"]]) == {"pass@1": 1.0}
@@ -195,7 +195,7 @@ def test_references_of_mbpp_pass_and_stubs_fail():
 @pytest.mark.slow
 @pytest.mark.parametrize("split, tasks", {"test": 500, "train": 374, "validation": 90}.items())
 def test_all_references_of_mbpp_pass(split, tasks):
-    """None fails, since the set-up code of two tasks runs. The stock task leaves it out and reaches 0.998."""
+    """All pass because the set-up code of two tasks runs. The stock task leaves it out and reaches 0.998."""
     docs = documents(split)
     assert len(docs) == tasks
     assert failing(docs) == []

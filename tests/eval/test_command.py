@@ -24,8 +24,8 @@ from .. import forks
 
 LIMIT = 3
 COMPARED = 12  # items on which `other` and `source` differ
-SOME = "arc_challenge,gsm8k,cmath"
-TASKS = {"arc_challenge", "gsm8k_cot", "attnres_cmath_validation", "attnres_cmath_test"}
+BENCHMARKS = "arc_challenge,gsm8k,cmath"
+LEAF_TASKS = {"arc_challenge", "gsm8k_cot", "attnres_cmath_validation", "attnres_cmath_test"}
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +45,14 @@ def models(assets, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def evaluated(models, assets, tmp_path_factory) -> Path:
-    """Return the folder that a run of the retrofit beside its source wrote."""
+    """Return the folder of a run that compared the retrofit with its source."""
     out = tmp_path_factory.mktemp("evaluated") / "out"
-    arguments = {"baseline": str(models / "source"), "benchmarks": pick(SOME), "data": assets / "hub", "limit": LIMIT}
+    arguments = {
+        "baseline": str(models / "source"),
+        "benchmarks": pick(BENCHMARKS),
+        "data": assets / "hub",
+        "limit": LIMIT,
+    }
     run_eval(EvalOptions(str(models / "retrofit"), out, **arguments))
     return out
 
@@ -57,7 +62,7 @@ def evaluate(models, assets, monkeypatch) -> Callable:
     """Return `evaluate(model, out, **options)`, which calls `run_eval` in the folder of the models."""
     monkeypatch.chdir(models)
 
-    def run(model: str, out: Path, tasks: str = SOME, **arguments) -> None:
+    def run(model: str, out: Path, tasks: str = BENCHMARKS, **arguments) -> None:
         defaults = {"benchmarks": pick(tasks), "data": assets / "hub", "limit": LIMIT}
         run_eval(EvalOptions(model, out, **defaults | arguments))
 
@@ -71,14 +76,14 @@ def answers(folder: Path, task: str) -> list:
 
 def test_a_retrofit_scores_what_its_source_scores(evaluated):
     model, baseline = (json.loads((evaluated / name).read_text()) for name in ("results.json", "baseline.json"))
-    for benchmark in pick(SOME):
+    for benchmark in pick(BENCHMARKS):
         assert model["results"][benchmark.group] == baseline["results"][benchmark.group]
     assert answers(evaluated / "model", "gsm8k_cot") == answers(evaluated / "baseline", "gsm8k_cot")
 
 
-def test_results_json_is_the_harness_s(evaluated):
+def test_results_json_has_the_format_of_the_harness(evaluated):
     results = json.loads((evaluated / "results.json").read_text())
-    assert results["results"].keys() >= TASKS
+    assert results["results"].keys() >= LEAF_TASKS
     assert set(results["group_subtasks"]["attnres_cmath"]) == {"attnres_cmath_validation", "attnres_cmath_test"}
     assert results["groups"]["attnres_cmath"]["sample_len"] == 2 * LIMIT
     assert results["n-shot"]["gsm8k_cot"] == 8
@@ -93,16 +98,16 @@ def test_the_report_has_a_line_for_each_benchmark_beside_the_papers_numbers(eval
     header, _, *body = [[cell.strip() for cell in row] for row in rows]
     assert [row[0] for row in body if "(" in row[0]] == ["GSM8K (flexible-extract)", "CMath (flexible-extract)"]
     body = [row for row in body if "(" not in row[0]]
-    assert [row[0] for row in body] == [benchmark.title for benchmark in pick(SOME)]
+    assert [row[0] for row in body] == [benchmark.title for benchmark in pick(BENCHMARKS)]
     assert header[-2:] == ["paper: baseline", "paper: AttnRes"]
-    assert [row[-2:] for row in body] == [[str(b.baseline), str(b.attn_res)] for b in pick(SOME)]
+    assert [row[-2:] for row in body] == [[str(b.baseline), str(b.attn_res)] for b in pick(BENCHMARKS)]
     assert [int(row[1]) for row in body] == [LIMIT, LIMIT, 2 * LIMIT]
     assert all(row[5].startswith("+0.0 [-") and row[6] == "1" for row in body)
     assert "lost their beginning: ARC-Challenge 100%, GSM8K 100%" in report  # 25 and 8 shots in 512 tokens
     assert Image.open(evaluated / "scores.png").size[0] > 300
 
 
-def test_no_file_to_publish_names_a_folder_of_this_machine(evaluate, tmp_path, models, assets):
+def test_published_files_contain_no_path_of_this_machine(evaluate, tmp_path, models, assets):
     """Names and the data folder are relative, as you give them from the folder of the models."""
     (models / "hub").symlink_to(assets / "hub")
     with pytest.raises(RuntimeError, match="1 of 2 benchmarks"):
@@ -128,7 +133,7 @@ def test_a_model_that_answers_differently_is_compared_item_by_item(evaluate, tmp
 
 
 def test_finished_tasks_are_not_computed_again(evaluate, evaluated, models, tmp_path, monkeypatch):
-    """A run of another process continues from there by the same absolute names, without a model."""
+    """Another process resumes the run under the same absolute names, without loading a model."""
     monkeypatch.setattr("attnres.commands.eval._load_model", lambda *_: pytest.fail("a model was loaded"))
     (evaluated / ".results.json.partial").write_text('{"resul')  # a killed process leaves such a file
     before = (evaluated / "model" / "gsm8k_cot.json").stat().st_mtime_ns
@@ -138,14 +143,16 @@ def test_finished_tasks_are_not_computed_again(evaluate, evaluated, models, tmp_
     assert (evaluated / "report.md").read_text() == report
 
 
-def test_what_a_report_shows_is_not_lost_from_it(evaluate, evaluated, models, tmp_path):
+def test_a_run_that_would_remove_results_from_a_report_is_refused(evaluate, evaluated, models, tmp_path):
     model, source = str(models / "retrofit"), str(models / "source")
-    check_run(EvalOptions(model, evaluated, pick(f"{SOME},mmlu"), source))
-    shows = "report.md shows arc_challenge, cmath too, and would lose that. Give --tasks gsm8k,arc_challenge,cmath, "
-    with pytest.raises(FileExistsError, match=shows):
+    check_run(EvalOptions(model, evaluated, pick(f"{BENCHMARKS},mmlu"), source))
+    lost = (
+        r"report\.md also shows arc_challenge, cmath, which a new report would lose\. Give --tasks gsm8k,arc_challenge,"
+    )
+    with pytest.raises(FileExistsError, match=lost):
         check_run(EvalOptions(model, evaluated, pick("gsm8k"), source))
     with pytest.raises(FileExistsError, match=f"report.md compares with {source}, .* Give --baseline {source}"):
-        check_run(EvalOptions(model, evaluated, pick(SOME)))
+        check_run(EvalOptions(model, evaluated, pick(BENCHMARKS)))
     shutil.copytree(evaluated, tmp_path / "out")
     before = {path: path.read_bytes() for path in (tmp_path / "out").glob("*.*")}
     with pytest.raises(FileExistsError, match=r"report\.md shows gsm8k, and would lose that"):
@@ -153,10 +160,10 @@ def test_what_a_report_shows_is_not_lost_from_it(evaluate, evaluated, models, tm
     assert {path: path.read_bytes() for path in before} == before
     (tmp_path / "out" / "results.json").write_text('{"results": 3}')
     with pytest.raises(ValueError, match=r"results\.json is damaged .* Remove it: it is written again\."):
-        check_run(EvalOptions(model, tmp_path / "out", pick(SOME), source))
+        check_run(EvalOptions(model, tmp_path / "out", pick(BENCHMARKS), source))
 
 
-def test_a_missing_data_set_is_told_before_a_model_runs_and_the_others_go_on(evaluate, tmp_path, capsys):
+def test_missing_data_is_reported_before_a_model_runs_and_other_benchmarks_go_on(evaluate, tmp_path, capsys):
     with pytest.raises(RuntimeError, match="2 of 3 benchmarks have no result"):
         evaluate("source", tmp_path / "out", "arc_challenge,mbpp,ceval")
     first, *_ = output = capsys.readouterr().out.splitlines()
@@ -167,7 +174,7 @@ def test_a_missing_data_set_is_told_before_a_model_runs_and_the_others_go_on(eva
     assert "C-Eval" in report.partition("Without a result:")[2]
 
 
-def test_programs_run_where_that_is_allowed_and_the_report_says_how(evaluate, tmp_path, capsys):
+def test_allowed_programs_run_and_the_report_names_the_restrictions(evaluate, tmp_path, capsys):
     evaluate("source", tmp_path / "out", "mbpp", allow_code_execution=True, limit=2)
     line = f"with: {sandbox.level()}."
     assert f"Generated programs run {line}" in capsys.readouterr().out
@@ -177,16 +184,16 @@ def test_programs_run_where_that_is_allowed_and_the_report_says_how(evaluate, tm
 
 
 def test_results_of_another_model_or_limit_are_not_mixed(evaluate, evaluated, models):
-    with pytest.raises(FileExistsError, match=f"with limit {LIMIT}, not 7"):
+    with pytest.raises(FileExistsError, match=f"setup.json has limit {LIMIT}, not 7"):
         evaluate(str(models / "retrofit"), evaluated, limit=7)
     with pytest.raises(FileExistsError, match="retrofit', not 'source'"):
         evaluate("source", evaluated)
 
 
-def test_a_folder_of_other_things_is_left_alone(models, tmp_path):
+def test_a_folder_with_other_files_is_refused_and_unchanged(models, tmp_path):
     (tmp_path / "thesis.tex").write_text("five years")
     with pytest.raises(FileExistsError, match="holds other files"):
-        check_run(EvalOptions(str(models / "source"), tmp_path, pick(SOME)))
+        check_run(EvalOptions(str(models / "source"), tmp_path, pick(BENCHMARKS)))
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
@@ -198,10 +205,10 @@ def test_a_folder_of_other_things_is_left_alone(models, tmp_path):
         ({"baseline": "./missing"}, FileNotFoundError, "missing is not a directory"),
     ],
 )
-def test_bad_input_is_refused_in_one_line_and_leaves_nothing(models, monkeypatch, tmp_path, arguments, error, message):
+def test_bad_input_is_refused_in_one_line_and_writes_nothing(models, monkeypatch, tmp_path, arguments, error, message):
     monkeypatch.chdir(models)
     with pytest.raises(error, match=message) as caught:
-        check_run(EvalOptions("source", tmp_path / "out", pick(SOME), **arguments))
+        check_run(EvalOptions("source", tmp_path / "out", pick(BENCHMARKS), **arguments))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
@@ -238,7 +245,7 @@ def test_bad_usage_ends_with_status_2(arguments, message, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_without_the_harness_one_line_says_what_to_install(tmp_path):
+def test_without_the_harness_the_message_is_one_line_with_the_command_to_install_it(tmp_path):
     """`sys.modules` holds None for a package that cannot be imported."""
     code = "import sys; sys.modules['lm_eval'] = None; from attnres.commands.main import main; main()"
     done = forks.run("-c", code, "eval", "model", "--out", "out", cwd=tmp_path)
@@ -249,9 +256,9 @@ def test_without_the_harness_one_line_says_what_to_install(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_and_ends_with_the_same_numbers(models, assets, evaluated, tmp_path):
+def test_a_killed_run_resumes_and_ends_with_the_same_numbers(models, assets, evaluated, tmp_path):
     out = tmp_path / "out"
-    baseline = ["--baseline", models / "source", "--tasks", SOME, "--data", assets / "hub", "--limit", LIMIT]
+    baseline = ["--baseline", models / "source", "--tasks", BENCHMARKS, "--data", assets / "hub", "--limit", LIMIT]
     arguments = command(models / "retrofit", *baseline, "--out", out)
     with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         finished = out / "baseline" / "gsm8k_cot.json"
@@ -271,7 +278,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_numbers(models, assets, eva
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_says_that_it_can_go_on(models, assets, tmp_path):
+def test_an_interrupted_run_prints_how_to_resume_it(models, assets, tmp_path):
     out = tmp_path / "out"
     arguments = command(models / "source", "--tasks", "bbh", "--data", assets / "hub", "--out", out, "--limit", LIMIT)
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -286,10 +293,11 @@ def test_an_interrupted_run_says_that_it_can_go_on(models, assets, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_plain_harness_gives_the_same_scores(models, assets, evaluated, tmp_path):
-    """In the folder of the data, where `load_dataset("allenai/ai2_arc")` finds that folder first.
+def test_the_harness_alone_gives_the_same_scores(models, assets, evaluated, tmp_path):
+    """The harness runs in the folder of the data, where `load_dataset("allenai/ai2_arc")` finds that folder first.
 
-    It refuses to reserve more tokens for the answer than the model's context has; ours takes half of the context.
+    It refuses to reserve more tokens for an answer than the model's context has, so the test sets 256. `attnres eval`
+    reserves half of the context.
     """
     arguments = [
         "--model",
@@ -307,8 +315,8 @@ def test_the_plain_harness_gives_the_same_scores(models, assets, evaluated, tmp_
     done = run([sys.executable, "-m", "lm_eval", "run", *map(str, arguments)], cwd=assets / "hub", env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     (path,) = (tmp_path / "out").rglob("results_*.json")
-    theirs = json.loads(path.read_text())["results"]
-    ours = json.loads((evaluated / "baseline.json").read_text())["results"]
+    harness_results = json.loads(path.read_text())["results"]
+    our_results = json.loads((evaluated / "baseline.json").read_text())["results"]
     for name in ("attnres_arc_challenge", "attnres_gsm8k"):
         metric = benchmarks()[name.removeprefix("attnres_")].metric
-        assert theirs[name][metric] == ours[name][metric]
+        assert harness_results[name][metric] == our_results[name][metric]

@@ -45,7 +45,7 @@ def refusal(evaluated, model, hub, tmp_path, monkeypatch) -> Callable[[], str]:
     return run
 
 
-# Each is written with the hash of its content, as another version would.
+# Each changed result is stored with a valid hash, as another version of the package would store it.
 @pytest.mark.parametrize(
     ("change", "part"),
     [
@@ -64,34 +64,34 @@ def refusal(evaluated, model, hub, tmp_path, monkeypatch) -> Callable[[], str]:
         (lambda result: result["samples"][1].update(acc_norm=None), "acc_norm of a sample"),
     ],
 )
-def test_a_stored_result_of_another_form_is_named_with_the_part(change, part, refusal, tmp_path):
+def test_the_message_on_a_stored_result_of_another_form_names_the_part(change, part, refusal, tmp_path):
     path = tmp_path / "out" / "model" / f"{TASK}.json"
     store = ResultStore(path.parent, json.loads((path.parent / "setup.json").read_text()))
     result = store.read(TASK)
     change(result)
     store.write(TASK, result)
-    said = refusal()
-    assert said.startswith(f"{path} is not a result that this version reads: its {part} is missing or of another form")
-    assert said.endswith("Remove it, and the same command computes it again.")
+    message = refusal()
+    assert message.startswith(f"{path} is not in the format of this version: its {part} is missing or has another form")
+    assert message.endswith("Remove it, and the same command computes it again.")
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", "null", '{"results": ', '{"sha256": 3}', "NaN", "\x00"])
 @pytest.mark.parametrize("name", [f"model/{TASK}.json", "model/setup.json", "results.json"])
-def test_an_emptied_or_truncated_file_is_named(name, content, refusal, tmp_path):
+def test_the_message_names_an_emptied_or_truncated_file(name, content, refusal, tmp_path):
     (tmp_path / "out" / name).write_text(content)
-    said = refusal()
-    assert said.startswith(f"{tmp_path / 'out' / name} ")
-    assert ("remove the folder" if name.endswith("setup.json") else "Remove it") in said
+    message = refusal()
+    assert message.startswith(f"{tmp_path / 'out' / name} ")
+    assert ("remove the folder" if name.endswith("setup.json") else "Remove it") in message
 
 
 @pytest.mark.parametrize("change", [{"results": []}, {"group_subtasks": {"a": 3}}, {"config": {"model_args": 3}}])
-def test_a_report_s_numbers_of_another_form_are_named(change, refusal, tmp_path):
+def test_a_results_file_with_parts_of_another_form_is_named(change, refusal, tmp_path):
     path = tmp_path / "out" / "results.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     assert refusal().startswith(f"{path} is damaged (")
 
 
-def test_nan_in_a_stored_score_is_reported_as_such(evaluated, model, hub, tmp_path):
+def test_nan_in_a_stored_score_is_reported_as_nan(evaluated, model, hub, tmp_path):
     """Such a score is a measurement of a broken model, which a report must show."""
     shutil.copytree(evaluated, tmp_path / "out")
     store = ResultStore(tmp_path / "out" / "model", json.loads((evaluated / "model" / "setup.json").read_text()))

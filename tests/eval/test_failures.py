@@ -7,7 +7,7 @@ from attnres.eval.failures import Reason, TaskFailure, failure_lines
 from attnres.eval.start import find_missing
 
 
-def test_all_of_the_paper_without_data_are_told_in_two_lines(tmp_path):
+def test_failures_of_all_benchmarks_are_two_lines_one_for_each_reason(tmp_path):
     failures = find_missing([*benchmarks().values()], tmp_path, allow_code_execution=False)
     code, absent = failure_lines(failures, tmp_path)
     for benchmark in benchmarks().values():
@@ -19,7 +19,7 @@ def test_all_of_the_paper_without_data_are_told_in_two_lines(tmp_path):
     assert "--allow-code-execution" in code
 
 
-def test_one_alone_and_reasons_of_their_own_are_told_as_they_are():
+def test_a_failure_keeps_its_line_if_it_is_alone_or_of_the_reason_other():
     gsm8k, bbh, mmlu = (benchmarks()[name] for name in ("gsm8k", "bbh", "mmlu"))
     failures = {
         gsm8k: TaskFailure(Reason.ABSENT, "GSM8K: gone."),
@@ -29,7 +29,7 @@ def test_one_alone_and_reasons_of_their_own_are_told_as_they_are():
     assert failure_lines(failures, Path("data")) == ["GSM8K: gone.", "BBH: broken.", "MMLU: out of memory."]
 
 
-def test_what_has_a_folder_may_run(tmp_path):
+def test_a_benchmark_whose_data_folder_exists_is_not_missing(tmp_path):
     (tmp_path / "openai" / "gsm8k").mkdir(parents=True)
     chosen = [benchmarks()[name] for name in ("gsm8k", "bbh")]
     assert [benchmark.name for benchmark in find_missing(chosen, tmp_path, False)] == ["bbh"]

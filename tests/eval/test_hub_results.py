@@ -35,7 +35,7 @@ ARC, GSM8K = "arc_challenge_25shot.yaml", "gsm8k_8shot.yaml"
 ITEMS = {"allenai/ai2_arc": ("ARC-Challenge", 12), "openai/gsm8k": ("main", 3)}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
-OWN = """
+TASK_FILE = """
 task: {name}
 dataset_path: {dataset}
 dataset_name: ARC-Challenge
@@ -52,16 +52,16 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 
 @pytest.fixture(scope="module")
 def short_hub(hub, tmp_path_factory) -> Path:
-    """Return two data sets of the Hub as `hf download` leaves them, cut to a few items."""
+    """Return a folder of two data sets as `hf download` writes them, cut to a few items."""
     folder = tmp_path_factory.mktemp("hub")
     for name, (config, items) in ITEMS.items():
         splits = {path.stem: pd.read_parquet(path) for path in (hub / name / config).glob("*.parquet")}
         splits["test"] = splits["test"][:items]
         write_data_set(folder / name, {config: splits})
         for path in [path for path in (folder / name).rglob("*") if path.is_file()]:
-            note = folder / name / ".cache/huggingface/download" / f"{path.relative_to(folder / name)}.metadata"
-            note.parent.mkdir(parents=True, exist_ok=True)
-            note.write_text(f"{COMMIT}\netag\n{path.stat().st_mtime}\n")
+            record = folder / name / ".cache/huggingface/download" / f"{path.relative_to(folder / name)}.metadata"
+            record.parent.mkdir(parents=True, exist_ok=True)
+            record.write_text(f"{COMMIT}\netag\n{path.stat().st_mtime}\n")
     return folder
 
 
@@ -82,8 +82,8 @@ def models(assets, tmp_path_factory) -> Path:
 def evaluate(models, short_hub) -> Callable:
     """Return `evaluate(out, tasks, **options)`, which calls `run_eval` on the model `other`."""
 
-    def run(out: Path, tasks: str, own: Path | None = None, **arguments) -> None:
-        defaults = {"benchmarks": pick(tasks, own), "data": short_hub}
+    def run(out: Path, tasks: str, include_path: Path | None = None, **arguments) -> None:
+        defaults = {"benchmarks": pick(tasks, include_path), "data": short_hub}
         run_eval(EvalOptions(str(models / "other"), out, **defaults | arguments))
 
     return run
@@ -98,35 +98,35 @@ def evaluated(evaluate, models, tmp_path_factory) -> Path:
 
 def entries(folder: Path) -> dict[str, EvalResultEntry]:
     """Return the one entry of each file, as the Hub's own parser reads it."""
-    found = {}
+    by_file = {}
     for path in sorted((folder / FOLDER).glob("*")):
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
-        (found[path.name],) = parse_eval_result_entries(data)
-        assert eval_result_entries_to_yaml([found[path.name]]) == data
+        (by_file[path.name],) = parse_eval_result_entries(data)
+        assert eval_result_entries_to_yaml([by_file[path.name]]) == data
         assert result_error(data[0]) is None
-    return found
+    return by_file
 
 
 def numbers(out: Path) -> dict[str, float]:
     """Return the headline numbers in a run's results.json, by benchmark."""
     results = json.loads((out / "results.json").read_text())["results"]
-    found = {name: results.get(benchmark.group, {}) for name, benchmark in benchmarks().items()}
-    return {name: 100 * found[name][benchmarks()[name].metric] for name in found if found[name]}
+    groups = {name: results.get(benchmark.group, {}) for name, benchmark in benchmarks().items()}
+    return {name: 100 * groups[name][benchmarks()[name].metric] for name in groups if groups[name]}
 
 
 def test_each_benchmark_has_a_file_with_the_reports_number(evaluated):
-    found = entries(evaluated)
-    assert found.keys() == {ARC, GSM8K}
-    arc, gsm8k = found[ARC], found[GSM8K]
+    by_file = entries(evaluated)
+    assert by_file.keys() == {ARC, GSM8K}
+    arc, gsm8k = by_file[ARC], by_file[GSM8K]
     assert (arc.dataset_id, arc.task_id) == ("allenai/ai2_arc", "arc_challenge")
     assert (gsm8k.dataset_id, gsm8k.task_id) == ("openai/gsm8k", "gsm8k")
     assert {"arc_challenge": arc.value, "gsm8k": gsm8k.value} == pytest.approx(numbers(evaluated), abs=0.005)
-    assert 0 < arc.value < 100  # percent, and a value that would differ on a scale from 0 to 1
+    assert 0 < arc.value < 100  # 0 and 100% would not show whether the unit is percent
     row = next(line for line in (evaluated / "report.md").read_text().splitlines() if "ARC-Challenge" in line)
     assert row.split("|")[4].split("±")[0].strip() == f"{arc.value:.1f}"
 
 
-def test_notes_say_how_the_number_came_about(evaluated):
+def test_notes_describe_how_the_number_was_computed(evaluated):
     arc, gsm8k = entries(evaluated)[ARC].notes, entries(evaluated)[GSM8K].notes
     assert arc.startswith("25-shot; acc_norm by likelihood of the choices in percent; 12 items; standard error ")
     assert gsm8k.startswith("8-shot; exact_match (answer) of generated answers in percent; 3 items")
@@ -158,7 +158,7 @@ def test_date_and_revision_of_the_data_are_those_of_the_evaluation(evaluated):
         assert 0 <= (datetime.now(UTC) - date).total_seconds() < 3600
 
 
-def test_data_changed_since_its_download_have_no_known_revision(evaluate, short_hub, tmp_path):
+def test_data_changed_since_its_download_has_no_known_revision(evaluate, short_hub, tmp_path):
     data = tmp_path / "hub"
     shutil.copytree(short_hub, data)
     readme = data / "openai/gsm8k/README.md"
@@ -169,7 +169,7 @@ def test_data_changed_since_its_download_have_no_known_revision(evaluate, short_
     assert "Difference" not in entry.notes  # without a baseline
 
 
-def test_data_from_the_hub_have_the_commit_that_was_loaded(tmp_path):
+def test_the_revision_of_data_from_the_hub_is_the_commit_that_was_loaded(tmp_path):
     """`datasets` writes its converted files of a commit to a folder of that name, and reads them from there."""
     for commit in (COMMIT, "default-0123"):
         (tmp_path / commit).mkdir()
@@ -183,7 +183,7 @@ def test_data_from_the_hub_have_the_commit_that_was_loaded(tmp_path):
     assert revision(None, {"test": table}) is None
 
 
-def test_part_of_a_benchmark_is_not_published_and_the_output_says_so(evaluate, tmp_path, capsys):
+def test_part_of_a_benchmark_is_not_published_and_the_output_names_it(evaluate, tmp_path, capsys):
     evaluate(tmp_path / "out", "arc_challenge,gsm8k", limit=5)
     assert entries(tmp_path / "out").keys() == {GSM8K}  # all of its three items were asked
     output = capsys.readouterr().out.splitlines()
@@ -191,7 +191,7 @@ def test_part_of_a_benchmark_is_not_published_and_the_output_says_so(evaluate, t
     assert f"For the Hub, in {FOLDER} there: {GSM8K}. attnres push --results publishes them." in output
 
 
-def test_a_resumed_run_writes_the_same_files_and_leaves_those_of_others(
+def test_a_resumed_run_writes_the_same_files_and_keeps_files_of_others(
     evaluate, evaluated, models, tmp_path, monkeypatch
 ):
     out = tmp_path / "out"
@@ -210,26 +210,26 @@ def test_a_resumed_run_writes_the_same_files_and_leaves_those_of_others(
     assert {path.name: path.read_bytes() for path in (out / FOLDER).iterdir()} == before | mine
 
 
-def test_settings_of_one_benchmark_and_names_of_all_kinds_have_files_of_their_own(evaluate, tmp_path, capsys):
-    own = tmp_path / "tasks"
-    own.mkdir()
+def test_every_task_and_number_of_shots_has_a_separate_file_whatever_its_name(evaluate, tmp_path, capsys):
+    folder = tmp_path / "tasks"
+    folder.mkdir()
     names = {"arc_plain": 0, "arc_shown": 2, "../../up": 0, "/tmp/arc up": 1}
     for number, (name, shots) in enumerate(names.items()):
-        (own / f"{number}.yaml").write_text(OWN.format(name=name, shots=shots, dataset="allenai/ai2_arc"))
+        (folder / f"{number}.yaml").write_text(TASK_FILE.format(name=name, shots=shots, dataset="allenai/ai2_arc"))
     rows = [{"question": "1 + 1 =", "choices": {"text": ["1", "2"], "label": ["A", "B"]}, "answerKey": "B"}] * 2
-    (own / "data.json").write_text("\n".join(json.dumps(row) for row in rows))
-    local = OWN.format(name="local", shots=0, dataset="json").replace("dataset_name: ARC-Challenge", "dataset_kwargs:")
-    local = local.replace("dataset_kwargs:", f"dataset_kwargs: {{data_files: {own / 'data.json'}}}")
-    (own / "local.yaml").write_text(local.replace("test_split: test", "test_split: train"))
+    (folder / "data.json").write_text("\n".join(json.dumps(row) for row in rows))
+    local = TASK_FILE.format(name="local", shots=0, dataset="json")
+    local = local.replace("dataset_name: ARC-Challenge", f"dataset_kwargs: {{data_files: {folder / 'data.json'}}}")
+    (folder / "local.yaml").write_text(local.replace("test_split: test", "test_split: train"))
     out = tmp_path / "out"
-    evaluate(out, ",".join([*names, "local"]), own)
-    found = entries(out)
+    evaluate(out, ",".join([*names, "local"]), folder)
+    by_file = entries(out)
     files = ["arc_plain_0shot.yaml", "arc_shown_2shot.yaml"]
     files += ["%2E.%2F..%2Fup_0shot.yaml", "%2Ftmp%2Farc%20up_1shot.yaml"]
-    assert found.keys() == {*files}
-    assert [found[file].task_id for file in files] == [*names]
-    assert {entry.dataset_id for entry in found.values()} == {"allenai/ai2_arc"}
-    assert found[files[0]].notes.startswith("0-shot; acc by") and found[files[1]].notes.startswith("2-shot; acc by")
+    assert by_file.keys() == {*files}
+    assert [by_file[file].task_id for file in files] == [*names]
+    assert {entry.dataset_id for entry in by_file.values()} == {"allenai/ai2_arc"}
+    assert by_file[files[0]].notes.startswith("0-shot; acc by") and by_file[files[1]].notes.startswith("2-shot; acc by")
     assert "Not for the Hub: local: no data set with an id on the Hub.\n" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"tasks", "out"}
     assert [path for path in out.rglob("*.yaml") if path.parent != out / FOLDER] == []
@@ -245,22 +245,24 @@ def row(name: str = "mmlu", **changes) -> ReportRow:
 SOFTWARE = {"software": {"lm_eval": "0.4.13", "attnres": "1.0"}}
 
 
-def test_the_hubs_leaderboards_are_named_as_their_data_sets_name_them():
-    found = make_results([row(name) for name in ("gsm8k", "mmlu_pro", "gpqa_diamond", "mmlu")], SOFTWARE)
-    named = {entry.dataset_id: entry.task_id for entry in found.entries.values()}
+def test_entries_use_the_leaderboard_names_of_their_data_sets():
+    hub_results = make_results([row(name) for name in ("gsm8k", "mmlu_pro", "gpqa_diamond", "mmlu")], SOFTWARE)
+    named = {entry.dataset_id: entry.task_id for entry in hub_results.entries.values()}
     assert named.pop("cais/mmlu") == "mmlu"
     assert named == {"openai/gsm8k": "gsm8k", "TIGER-Lab/MMLU-Pro": "mmlu_pro", "Idavidrein/gpqa": "diamond"}
 
 
-def test_a_baseline_on_the_hub_keeps_its_name_and_scores_without_pairs_have_no_interval():
-    found = make_results([row(baseline=Score(49.0, 1.0))], SOFTWARE, "meta-llama/Llama-3.2-1B")
-    assert found.entries["mmlu_5shot.yaml"].notes.endswith("Difference from meta-llama/Llama-3.2-1B (49.00): +1.13.")
-    assert found.entries["mmlu_5shot.yaml"].value == 50.13
+def test_notes_name_a_baseline_on_the_hub_and_have_no_interval_without_pairs():
+    hub_results = make_results([row(baseline=Score(49.0, 1.0))], SOFTWARE, "meta-llama/Llama-3.2-1B")
+    assert hub_results.entries["mmlu_5shot.yaml"].notes.endswith(
+        "Difference from meta-llama/Llama-3.2-1B (49.00): +1.13."
+    )
+    assert hub_results.entries["mmlu_5shot.yaml"].value == 50.13
 
 
-def test_the_number_of_the_second_filter_stands_in_the_notes():
-    found = make_results([row("gsm8k", second=row("gsm8k", score=Score(61.5, 2)))], SOFTWARE)
-    (entry,) = found.entries.values()
+def test_notes_hold_the_number_of_the_second_filter():
+    hub_results = make_results([row("gsm8k", second=row("gsm8k", score=Score(61.5, 2)))], SOFTWARE)
+    (entry,) = hub_results.entries.values()
     assert entry.value == 50.13
     assert "; exact_match (answer) in percent; " in entry.notes
     assert "; exact_match (flexible-extract) 61.50; " in entry.notes
@@ -268,21 +270,21 @@ def test_the_number_of_the_second_filter_stands_in_the_notes():
 
 @pytest.mark.parametrize("dataset", [None, "piqa", "https://huggingface.co/datasets/a/b", "/data/mine", "a/b/c"])
 def test_without_an_id_on_the_hub_there_is_no_entry(dataset):
-    found = make_results([row(benchmark=dataclasses.replace(benchmarks()["mmlu"], dataset=dataset))], SOFTWARE)
-    assert found == HubResults({}, ["MMLU: no data set with an id on the Hub."])
+    hub_results = make_results([row(benchmark=dataclasses.replace(benchmarks()["mmlu"], dataset=dataset))], SOFTWARE)
+    assert hub_results == HubResults({}, ["MMLU: no data set with an id on the Hub."])
 
 
-def test_a_file_of_another_writer_is_not_replaced(tmp_path):
-    found = make_results([row()], SOFTWARE)
-    (path,) = write_results(tmp_path, found)
+def test_a_file_that_attnres_eval_did_not_write_is_not_replaced(tmp_path):
+    hub_results = make_results([row()], SOFTWARE)
+    (path,) = write_results(tmp_path, hub_results)
     path.write_text(path.read_text().partition("\n")[2])
     before = path.read_bytes()
     with pytest.raises(FileExistsError, match=r"mmlu_5shot\.yaml was not written by attnres eval.* Rename or remove"):
-        write_results(tmp_path, found)
+        write_results(tmp_path, hub_results)
     assert path.read_bytes() == before
 
 
-# Into the directory of a model
+# Reading result files
 
 
 @pytest.mark.parametrize(
@@ -311,7 +313,7 @@ def test_a_file_of_another_writer_is_not_replaced(tmp_path):
         (b"\xff\xfe\x00", "can't decode"),
     ],
 )
-def test_a_bad_file_is_named_in_one_line(content, reason, evaluated, tmp_path):
+def test_the_message_on_a_bad_result_file_is_one_line_that_names_it(content, reason, evaluated, tmp_path):
     shutil.copytree(evaluated / FOLDER, tmp_path / "out" / FOLDER)
     bad = tmp_path / "out" / FOLDER / "bad.yaml"
     bad.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -321,7 +323,7 @@ def test_a_bad_file_is_named_in_one_line(content, reason, evaluated, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_a_run_without_results_says_where_they_come_from(tmp_path):
+def test_reading_a_folder_without_results_raises_an_error_with_the_remedy(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"has no results to publish\. .* \(without --limit\)"):
         read_results(tmp_path)
 

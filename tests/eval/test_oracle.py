@@ -1,4 +1,4 @@
-"""A model that knows the answers scores 1, and one that guesses scores as often as guessing is right."""
+"""A model with the right answers scores 1. A model that always takes the first choice scores near chance."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Other tasks, of lm_eval and your own, run and are reported like the paper's benchmarks."""
+"""Tasks of lm_eval and of your own folder run and are reported like the paper's benchmarks."""
 
 import json
 import signal
@@ -14,7 +14,7 @@ from attnres.eval.benchmarks import benchmarks, load, pick
 from attnres.eval.options import EvalOptions
 from attnres.eval.templates import TemplateTooLong, bounded_templates
 
-OWN = """
+TASK_FILE = """
 task: {name}
 dataset_path: json
 dataset_kwargs:
@@ -30,8 +30,8 @@ metric_list:
 
 
 @pytest.fixture
-def own(tmp_path) -> Path:
-    """Return a folder with a task of your own, its data, and a group of it."""
+def folder(tmp_path) -> Path:
+    """Return a folder with the task `sums`, its data, and the group `pairs`, which holds that task."""
     folder = tmp_path / "tasks"
     folder.mkdir()
     rows = [{"question": f"{n} + 1 =", "choices": ["1", "7"], "answer": n % 2} for n in range(6)]
@@ -46,19 +46,18 @@ def own(tmp_path) -> Path:
 
 
 def task(name: str = "sums", kind: str = "multiple_choice", metric: str = "acc") -> str:
-    return OWN.format(name=name, kind=kind, metric=metric, data="DATA")
+    return TASK_FILE.format(name=name, kind=kind, metric=metric, data="DATA")
 
 
-def test_the_users_own_task_is_described_and_loaded(own):
-    (sums,) = pick("sums", own)
+def test_a_users_task_is_described_and_loaded(folder):
+    (sums,) = pick("sums", folder)
     assert (sums.name, sums.title, sums.metric, sums.dataset, sums.baseline) == ("sums", "sums", "acc,none", None, None)
-    found = load(sums, None)["tasks"]["sums"]
-    assert len(found.eval_docs) == 6
-    (pairs,) = pick("pairs", own)
+    assert len(load(sums, None)["tasks"]["sums"].eval_docs) == 6
+    (pairs,) = pick("pairs", folder)
     assert (pairs.title, pairs.metric) == ("My | pairs", "acc,none")
 
 
-def test_lm_evals_tasks_stand_after_the_papers():
+def test_tasks_of_lm_eval_come_after_the_papers_benchmarks():
     picked = pick("minerva_math_algebra,gsm8k,gsm8k_cot,mmlu")
     assert [benchmark.name for benchmark in picked] == ["mmlu", "gsm8k", "minerva_math_algebra", "gsm8k_cot"]
     assert picked[:2] == [benchmarks()["mmlu"], benchmarks()["gsm8k"]]
@@ -68,15 +67,15 @@ def test_lm_evals_tasks_stand_after_the_papers():
 
 
 @pytest.mark.slow
-def test_a_task_of_a_folder_that_the_paper_does_not_need_is_found():
+def test_a_task_in_a_folder_that_the_paper_does_not_use_is_found():
     (piqa,) = pick("piqa")
     assert (piqa.metric, piqa.dataset) == ("acc,none", "baber/piqa")
 
 
-def test_the_folder_of_data_serves_other_tasks_too(hub):
+def test_other_tasks_read_the_data_folder_too(hub):
     (challenge,) = pick("attnres_arc_challenge")
-    (found,) = load(challenge, hub)["tasks"].values()
-    assert str(hub / "allenai/ai2_arc") == found.DATASET_PATH
+    (loaded,) = load(challenge, hub)["tasks"].values()
+    assert str(hub / "allenai/ai2_arc") == loaded.DATASET_PATH
 
 
 @pytest.mark.parametrize(
@@ -86,46 +85,51 @@ def test_the_folder_of_data_serves_other_tasks_too(hub):
         ("mmlu", task("mmlu"), "mmlu is a benchmark of the paper. Give the task in .*new.yaml another name"),
         ("other", "task: [unclosed", r"no benchmark 'other'.* Not readable: .*new.yaml \("),
         ("likely", task("likely", "loglikelihood", "perplexity"), "likely has no metric that is a mean .*perplexity"),
-        ("bare", "group: bare\ntask: [sums]", "bare has no number of its own. Name its tasks: sums"),
-        ("code", task("code") + "unsafe_code: true", "code runs generated programs, and not in the sandbox"),
+        ("bare", "group: bare\ntask: [sums]", "bare has no score for all of its tasks together. Name them: sums"),
+        ("code", task("code") + "unsafe_code: true", "code runs generated programs outside the sandbox"),
         ("python", "task: python\nclass: !function a.B", "python is a task with its own Python class"),
     ],
 )
-def test_what_cannot_be_run_is_refused_in_one_line(tasks, file, message, own):
-    (own / "new.yaml").write_text(file)
+def test_a_task_that_cannot_be_run_is_refused_in_one_line(tasks, file, message, folder):
+    (folder / "new.yaml").write_text(file)
     with pytest.raises(ValueError, match=message) as error:
-        pick(tasks, own)
+        pick(tasks, folder)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("file", ["new.yaml", "_shared"])
-def test_a_task_file_whose_aliases_multiply_is_refused_before_the_harness_reads_it(file, own):
-    """This holds for a file that only an `include` names too, whatever its suffix."""
+def test_a_task_file_with_multiplying_aliases_is_refused_before_the_harness_reads_it(file, folder):
+    """A file that only an `include` names is checked too, whatever its suffix."""
     aliases = ["a: &a [x, x, x, x, x, x, x, x, x]"]
     aliases += [f"{name}: &{name} [{', '.join([f'*{of}'] * 9)}]" for of, name in zip("abcdefgh", "bcdefghi")]
     bomb = task("mine") + "metadata:\n" + "".join(f"  {line}\n" for line in aliases)
-    (own / "new.yaml").write_text(f"include: {file}\ntask: mine\n")
-    (own / file).write_text(bomb)
-    with pytest.raises(ValueError, match=rf"^--include-path: {own / file} cannot be used: its aliases .* repeat more"):
-        pick("mine", own)
+    (folder / "new.yaml").write_text(f"include: {file}\ntask: mine\n")
+    (folder / file).write_text(bomb)
+    with pytest.raises(
+        ValueError, match=rf"^--include-path: {folder / file} cannot be used: its aliases .* repeat more"
+    ):
+        pick("mine", folder)
 
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
-def test_a_template_that_does_not_end_ends_its_benchmark(own, model, tmp_path, capsys, monkeypatch):
-    """It does so while the task is loaded or while prompts of later items are made. Other benchmarks go on."""
+def test_an_endless_template_fails_its_benchmark_alone(folder, model, tmp_path, capsys, monkeypatch):
+    """The template of `at_once` is stopped while the task is loaded, that of `later` while a later prompt is made."""
     monkeypatch.setattr("attnres.eval.templates.TEMPLATE_SECONDS", 0.2)
     templates = {"at_once": LOOP, "later": "x{% if answer %}" + LOOP + "{% endif %}"}
     for name, template in templates.items():
-        text = task(name).replace("DATA", str(own / "data.json")).replace("doc_to_text: question", "doc_to_text: TEXT")
-        (own / f"{name}.yaml").write_text(text.replace("TEXT", json.dumps(template)))
+        text = task(name).replace("DATA", str(folder / "data.json"))
+        text = text.replace("doc_to_text: question", f"doc_to_text: {json.dumps(template)}")
+        (folder / f"{name}.yaml").write_text(text)
     with pytest.raises(RuntimeError, match="2 of 3 benchmarks"):
-        run_eval(EvalOptions(model, tmp_path / "out", benchmarks=pick("sums,at_once,later", own), limit=4))
+        run_eval(EvalOptions(model, tmp_path / "out", benchmarks=pick("sums,at_once,later", folder), limit=4))
     output = capsys.readouterr().out.splitlines()
     for name, template in templates.items():
-        said = f"Left out: {name}: A template of its task file takes more than 0.2 s for one item. Look for a loop that"
-        assert sum(line.startswith(said) and template[:40] in line for line in output) == 1
+        expected = (
+            f"Left out: {name}: A template of its task file takes more than 0.2 s for one item. Look for a loop that"
+        )
+        assert sum(line.startswith(expected) and template[:40] in line for line in output) == 1
     assert "| sums | 4 |" in (tmp_path / "out" / "report.md").read_text()
 
 
@@ -137,16 +141,16 @@ def render(template: str, **values: object) -> str:
 
 # Template -> the bound that the message names.
 TOO_LARGE = [
-    ('{{ "x" * 10**10 }}', "what `*` repeats must be at most 10,000,000"),
-    ("{{ q * 10**10 }}", "what `*` repeats"),
-    ("{{ 10**10 * q }}", "what `*` repeats"),
-    ("{{ [0] * 10**10 }}", "what `*` repeats"),
+    ('{{ "x" * 10**10 }}', "the result of `*` must be at most 10,000,000"),
+    ("{{ q * 10**10 }}", "the result of `*`"),
+    ("{{ 10**10 * q }}", "the result of `*`"),
+    ("{{ [0] * 10**10 }}", "the result of `*`"),
     ("{{ 9 ** (9 ** 9) % 10 }}", "a power must be at most 100,000 bits"),
     ("{% set n = namespace(v=3) %}{% for i in range(99) %}{% set n.v = n.v * n.v %}{% endfor %}", "a product"),
-    ("{% set n = namespace(v=q) %}{% for i in range(99) %}{% set n.v = n.v + n.v %}{% endfor %}", "what `+` joins"),
+    ("{% set n = namespace(v=q) %}{% for i in range(99) %}{% set n.v = n.v + n.v %}{% endfor %}", "the result of `+`"),
     (
         "{% set n = namespace(v=q) %}{% for i in range(99) %}{% set n.v = n.v ~ n.v %}{% endfor %}",
-        "what `join` returns",
+        "the result of `join`",
     ),
     ('{{ "%99999999999d" % 1 }}', "the width in a format"),
     ('{{ "%(a)99999999999d" % {"a": 1} }}', "the width in a format"),
@@ -160,17 +164,17 @@ TOO_LARGE = [
     ("{{ q | center(10**10) }}", "the width of `center`"),
     ("{{ q | center(99999999999) }}", "the width of `center`"),
     ('{{ [q] | map("center", 10**10) | list }}', "the width of `center`"),
-    ("{{ q | indent(10**10, true) }}", "what `indent` returns"),
+    ("{{ q | indent(10**10, true) }}", "the result of `indent`"),
     ("{{ [q] | batch(10**10, 0) | list }}", "the size of `batch`"),
     ("{{ [q] | slice(10**10) | list }}", "the number of `slice`"),
     ("{{ 1.5 | round(10**10, 'floor') }}", "the precision of `round`"),
-    ('{{ (q * 9999).replace("", "x" * 9999) }}', "what `replace` returns"),
-    ('{{ (q * 9999) | replace("", "x" * 9999) }}', "what `replace` returns"),
-    ('{{ ("x" * 9999).join((q * 9999) | list) }}', "what `join` returns"),
-    ('{{ (q * 9999) | list | join("x" * 9999) }}', "what `join` returns"),
+    ('{{ (q * 9999).replace("", "x" * 9999) }}', "the result of `replace`"),
+    ('{{ (q * 9999) | replace("", "x" * 9999) }}', "the result of `replace`"),
+    ('{{ ("x" * 9999).join((q * 9999) | list) }}', "the result of `join`"),
+    ('{{ (q * 9999) | list | join("x" * 9999) }}', "the result of `join`"),
     ("{{ range(10 ** 12) | list }}", "`range` must be at most 100,000 numbers"),
     ("{{ range(0 - 10 ** 30, 10 ** 30, 7) | list }}", "`range` must be at most 100,000 numbers"),
-    ("{% set t = q * 10**6 %}{% for i in range(99999) %}{{ t }}{% endfor %}", "the text that it writes"),
+    ("{% set t = q * 10**6 %}{% for i in range(99999) %}{{ t }}{% endfor %}", "the rendered text"),
 ]
 
 
@@ -183,14 +187,14 @@ def test_a_template_that_builds_too_much_is_refused_in_one_line(template, bound)
     assert bound in text and template[:60] in text and "\n" not in text
 
 
-def test_a_template_that_does_not_end_is_ended_in_a_thread_too(monkeypatch):
-    """There no signal arrives."""
+def test_an_endless_template_is_stopped_in_a_thread_too(monkeypatch):
+    """Only the main thread receives signals."""
     monkeypatch.setattr("attnres.eval.templates.TEMPLATE_SECONDS", 0.1)
     with bounded_templates(), ThreadPoolExecutor(1) as pool, pytest.raises(TemplateTooLong, match=r"more than 0\.1 s"):
         pool.submit(render, LOOP).result()
 
 
-def test_templates_with_large_values_in_reason_are_rendered_as_the_harness_does():
+def test_templates_within_the_bounds_are_rendered_as_the_harness_does():
     templates = [
         '{{ q * 1000 }}{{ "%05d|%s" % (7, q) }}{{ 50000000 }}{{ "100% of 99999999999" }}',
         '{{ "{:>8}|{:.2f}|{n}".format(q, 2.0, n=10**12) }}{{ 2 ** 100 }}{{ 10**9 * 10**9 }}{{ [1] + [2] }}',
@@ -205,8 +209,8 @@ def test_templates_with_large_values_in_reason_are_rendered_as_the_harness_does(
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
-def test_an_alarm_that_fires_as_a_template_ends_is_still_one_line(in_thread, monkeypatch):
-    """A long step in C is interrupted only when it ends, which here is after the last step."""
+def test_an_alarm_at_the_end_of_a_template_still_raises_the_error(in_thread, monkeypatch):
+    """An alarm is delivered only when a step in C ends. Here that step is the last."""
     from attnres.eval import templates
 
     def outcome() -> str:
@@ -218,10 +222,10 @@ def test_an_alarm_that_fires_as_a_template_ends_is_still_one_line(in_thread, mon
     monkeypatch.setattr(templates, "TEMPLATE_SECONDS", 0.05)
     if in_thread:
         with ThreadPoolExecutor(1) as pool:
-            said = pool.submit(outcome).result()
+            message = pool.submit(outcome).result()
     else:
-        said = outcome()
-    assert said == (
+        message = outcome()
+    assert message == (
         "TemplateTooLong: A template of its task file takes more than 0.05 s for one item. "
         "Look for a loop that does not end: {{ q }}"
     )
@@ -258,15 +262,15 @@ def test_templates_are_bounded_only_while_the_harness_reads_tasks():
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 
 
-def test_a_folder_of_tasks_that_is_not_there_is_named(tmp_path):
+def test_the_message_names_a_missing_folder_of_tasks(tmp_path):
     with pytest.raises(ValueError, match=f"--include-path {tmp_path}/no is not a directory"):
         pick("mmlu", tmp_path / "no")
 
 
-def test_programs_of_a_users_task_run_in_the_sandbox(own):
+def test_programs_of_a_users_task_run_in_the_sandbox(folder):
     scored = "unsafe_code: true\nprocess_results: !function attnres.eval.code.mbpp\n"
-    (own / "new.yaml").write_text(task("mine") + scored)
-    assert pick("mine", own)[0].runs_code
+    (folder / "new.yaml").write_text(task("mine") + scored)
+    assert pick("mine", folder)[0].runs_code
 
 
 SCORE = """
@@ -277,27 +281,27 @@ def score(doc, results):
 """
 
 
-def test_a_stored_number_is_not_repeated_when_the_code_that_scored_it_changed(own, model, tmp_path, monkeypatch):
-    """The code is that of the task file's function, or of a file beside it that the function uses."""
-    monkeypatch.syspath_prepend(own)
-    helpers, out = own / "own_helpers.py", tmp_path / "out"
+def test_a_stored_result_is_refused_when_the_code_that_scored_it_changed(folder, model, tmp_path, monkeypatch):
+    """The function of the task file changes, or a file beside it that the function uses."""
+    monkeypatch.syspath_prepend(folder)
+    helpers, out = folder / "own_helpers.py", tmp_path / "out"
     helpers.write_text("def is_right(doc, results):\n    return True\n")
-    (own / "scores.py").write_text(SCORE)
+    (folder / "scores.py").write_text(SCORE)
     text = (
-        task("scored", "generate_until").replace("DATA", str(own / "data.json")).replace("doc_to_choice: choices", "")
+        task("scored", "generate_until")
+        .replace("DATA", str(folder / "data.json"))
+        .replace("doc_to_choice: choices", "")
     )
     generation = "generation_kwargs: {max_gen_toks: 2}\nprocess_results: !function scores.score\n"
     text += "    aggregation: mean\n    higher_is_better: true\n" + generation
-    (own / "scored.yaml").write_text(text)
-    run_eval(EvalOptions(model, out, benchmarks=pick("scored", own), limit=2))
-    run_eval(EvalOptions(model, out, benchmarks=pick("scored", own), limit=2))
-    for path in (helpers, own / "scores.py"):
+    (folder / "scored.yaml").write_text(text)
+    run_eval(EvalOptions(model, out, benchmarks=pick("scored", folder), limit=2))
+    run_eval(EvalOptions(model, out, benchmarks=pick("scored", folder), limit=2))
+    for path in (helpers, folder / "scores.py"):
         before = path.read_text()
         path.write_text(before.replace("True", "False").replace("float(", "1 - float("))
-        with pytest.raises(
-            ValueError, match=r"scored\.json is a result of other scoring code than the task scored has"
-        ):
-            run_eval(EvalOptions(model, out, benchmarks=pick("scored", own), limit=2))
+        with pytest.raises(ValueError, match=r"scored\.json was scored by other code than the task scored has"):
+            run_eval(EvalOptions(model, out, benchmarks=pick("scored", folder), limit=2))
         path.write_text(before)
 
 
@@ -306,18 +310,18 @@ def model(assets) -> str:
     return str(assets / "checkpoints" / "stories260K-hf")
 
 
-def test_a_users_task_is_reported_beside_the_papers(own, model, hub, tmp_path, monkeypatch):
+def test_a_users_task_is_reported_beside_the_papers_benchmarks(folder, model, hub, tmp_path, monkeypatch):
     out = tmp_path / "out"
     arguments = {"data": hub, "limit": 4}
-    run_eval(EvalOptions(model, out, benchmarks=pick("arc_challenge,pairs", own), **arguments))
+    run_eval(EvalOptions(model, out, benchmarks=pick("arc_challenge,pairs", folder), **arguments))
     report = (out / "report.md").read_text()
     (line,) = [line for line in report.splitlines() if r"My \| pairs" in line and line.startswith("|")]
     assert line.endswith("| - | - |") and "| 4 | 1 |" in line
-    assert str(own) not in (out / "results.json").read_text()
+    assert str(folder) not in (out / "results.json").read_text()
     monkeypatch.setattr("attnres.commands.eval._load_model", lambda *_: pytest.fail("a model was loaded"))
-    run_eval(EvalOptions(model, out, benchmarks=pick("pairs,arc_challenge", own), **arguments))
+    run_eval(EvalOptions(model, out, benchmarks=pick("pairs,arc_challenge", folder), **arguments))
     (out / "results.json").unlink()
-    with pytest.raises(ValueError, match=r"sums\.json is a result with another num_fewshot of the task sums"):
-        run_eval(EvalOptions(model, out, benchmarks=pick("sums", own), **arguments))
+    with pytest.raises(ValueError, match=r"sums\.json was computed with another num_fewshot of the task sums"):
+        run_eval(EvalOptions(model, out, benchmarks=pick("sums", folder), **arguments))
     with pytest.raises(ValueError, match="pairs and sums both hold the task sums"):
-        run_eval(EvalOptions(model, tmp_path / "other", benchmarks=pick("pairs,sums", own), **arguments))
+        run_eval(EvalOptions(model, tmp_path / "other", benchmarks=pick("pairs,sums", folder), **arguments))

@@ -14,7 +14,7 @@ SCORES = st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 1
 
 
 @given(SCORES)
-def test_the_difference_is_that_of_the_means_and_changes_sign_with_the_order(pairs):
+def test_the_difference_of_the_means_changes_sign_with_the_order(pairs):
     first, second = zip(*pairs)
     forth, back = compare_pairs(first, second), compare_pairs(second, first)
     assert forth.difference == pytest.approx(np.mean(first) - np.mean(second))
@@ -25,7 +25,7 @@ def test_the_difference_is_that_of_the_means_and_changes_sign_with_the_order(pai
 
 
 @pytest.mark.parametrize("wins, losses", list(product([0, 1, 5, 12], [0, 3, 7])))
-def test_p_is_the_chance_of_a_split_of_the_discordant_items_as_uneven_as_this_one(wins, losses):
+def test_the_p_value_is_the_probability_of_a_split_at_least_as_uneven(wins, losses):
     discordant = wins + losses
     chance = [math.comb(discordant, k) / 2**discordant for k in range(discordant + 1)]
     expected = sum(p for p in chance if p <= chance[wins] * (1 + 1e-9))
@@ -45,7 +45,7 @@ def test_95_of_100_intervals_hold_the_true_difference(first, second, agreement):
     assert held / trials > 0.94
 
 
-def test_models_that_agree_everywhere_are_not_proven_equal():
+def test_the_interval_of_models_that_agree_everywhere_is_not_a_point():
     pair = compare_pairs([1.0, 0.0] * 50, [1.0, 0.0] * 50)
     assert (pair.difference, pair.p_value) == (0, 1)
     assert pair.low == pytest.approx(-pair.high)
@@ -56,6 +56,6 @@ def test_models_that_agree_everywhere_are_not_proven_equal():
     "scores, baseline, message",
     [([1.0], [1.0, 0.0], "1 and 2 scores"), ([], [], "0 and 0 scores"), ([0.5], [1.0], "must be 0 or 1, got 0.5")],
 )
-def test_scores_without_pairs_are_refused(scores, baseline, message):
+def test_scores_that_form_no_pairs_are_refused(scores, baseline, message):
     with pytest.raises(ValueError, match=message):
         compare_pairs(scores, baseline)

@@ -9,7 +9,7 @@ from rich.markdown import Markdown
 
 from attnres.eval.benchmarks import benchmarks
 from attnres.eval.paired import compare_pairs
-from attnres.eval.report import plot, to_markdown, to_table
+from attnres.eval.report import SECOND_NOTE, plot, to_markdown, to_table
 from attnres.eval.rows import ReportRow, Score
 
 RESULTS = {
@@ -32,7 +32,7 @@ def shown(text: str) -> list[str]:
     return ["".join(child.content for child in token.children) for token in tokens if token.type == "inline"]
 
 
-def test_names_stand_in_the_report_as_they_are():
+def test_the_report_shows_names_unchanged():
     title, model, baseline, failure = (f"{place} {WILD}" for place in ("Title", "Model", "Baseline", "Failure"))
     parts = shown(to_markdown([row(title)], [failure], model, baseline, RESULTS))
     for name in (title, model, baseline, failure):
@@ -50,7 +50,7 @@ def test_names_of_any_kind_are_drawn_and_printed(name, tmp_path):
     assert to_table([row(name)], name, f"{name}2").row_count == 1
 
 
-def test_the_second_filter_has_a_line_of_its_own_below(tmp_path):
+def test_the_second_filter_has_a_separate_line_below(tmp_path):
     first = row("GSM8K")
     second = dataclasses.replace(row("GSM8K (flexible-extract)", baseline=None, attn_res=None), score=Score(75, 20))
     rows = [dataclasses.replace(first, second=second), row("Last")]
@@ -59,14 +59,12 @@ def test_the_second_filter_has_a_line_of_its_own_below(tmp_path):
     assert [line[0] for line in lines[1:]] == ["| GSM8K", "| GSM8K (flexible-extract)", "| Last"]
     assert lines[2][3] == "75.0 ± 20.0" and lines[2][-2:] == ["-", "- |"]
     assert "Of 3 tests at 5%" in text and "on the paper's benchmarks" in text
-    assert "is the line above it again" in text and "is the line above it" not in to_markdown(
-        [first], [], "m", "b", RESULTS
-    )
+    assert SECOND_NOTE in text and SECOND_NOTE not in to_markdown([first], [], "m", "b", RESULTS)
     assert to_table(rows, "m", "b").row_count == 3
     plot(rows, tmp_path / "scores.png", "m", "b")
 
 
-def test_what_the_paper_does_not_report_is_left_open():
+def test_numbers_that_the_paper_does_not_report_are_dashes():
     other = row("Mine", baseline=None, attn_res=None)
     both = to_markdown([row(), other], [], "m", None, RESULTS)
     assert "| 74.6 |" in both and "| - | - |" in both and "# m on benchmarks\n" in both
@@ -81,7 +79,7 @@ def test_scores_other_than_right_and_wrong_are_compared_without_a_test():
 
 
 @pytest.mark.parametrize("number", [1, 15])
-def test_the_chart_has_room_for_one_benchmark_and_for_all_with_long_names(number, tmp_path, monkeypatch):
+def test_the_chart_has_room_for_long_names_of_one_benchmark_and_of_all(number, tmp_path, monkeypatch):
     """No text is cut off, and the legend stands below the axes, where it covers no bar."""
     monkeypatch.setattr(plt, "close", lambda figure: None)
     names = [f"/a/very/long/path/of/a/model/that/goes/on/and/on/{'x' * 60}-{end}" for end in ("seed-0", "seed-1")]

@@ -18,7 +18,7 @@ import pytest
 from attnres.eval import sandbox
 from attnres.eval.sandbox import LAYERS, Limits, linux
 
-from .levels import ALL_LEVELS
+from .layers import EACH_COMBINATION
 
 
 @pytest.fixture
@@ -36,12 +36,13 @@ def processes() -> set[psutil.Process]:
     }
 
 
-def gone(some: set[psutil.Process]) -> bool:
-    return not psutil.wait_procs(some, timeout=60)[1]
+def gone(started: set[psutil.Process]) -> bool:
+    """Return whether all these processes end within a minute."""
+    return not psutil.wait_procs(started, timeout=60)[1]
 
 
 def attack(program: str, layers=None, **limits) -> sandbox.Outcome:
-    """Run a program whose function `attack` returns "done" if nothing stops it. The program passes if it does."""
+    """Run a program whose function `attack` returns "done" if nothing stops it, which counts as passed."""
     return sandbox.run(program, "assert attack() == 'done'", names=["attack"], limits=Limits(**limits), layers=layers)
 
 
@@ -50,13 +51,13 @@ def body(*lines: str) -> str:
 
 
 def signal_owner(*lines: str) -> list[str]:
-    """Return code that runs `lines` for the pipe `d` on which the guard's questions come."""
+    """Return code that runs `lines` for each pipe `d` of the program, such as that of the guard's questions."""
     return ["import stat", "for d in range(3, 64):", "    try: pipe = stat.S_ISFIFO(os.fstat(d).st_mode)",
             "    except OSError: continue", *(f"    if pipe: {line}" for line in lines)]  # fmt: skip
 
 
 REFUSED = r"PermissionError|OSError|Errno"
-# Name -> (program, the reason of its failure). HOME, PORT, DOOR, BOX, VICTIM: see `untouched`.
+# Name -> (program, possible reasons of its failure). `untouched` defines HOME, PORT, DOOR, BOX, VICTIM and CALLER.
 ATTACKS = {
     "loops": (body("while True: pass"), "ran longer than 0.2 s"),
     "loops while it loads": ("while True: pass", "ran longer than 0.2 s"),
@@ -211,7 +212,7 @@ ATTACKS = {
 
 @pytest.fixture
 def untouched(tmp_path, monkeypatch):
-    """Return the first lines of a program that name targets of attacks. After the test, all are as before."""
+    """Return the first lines of a program, which name targets of attacks. After the test, no target has changed."""
     monkeypatch.setenv("ATTNRES_TEST_TOKEN", "SECRET")
     home = tmp_path / "home"
     home.mkdir()
@@ -247,7 +248,7 @@ def untouched(tmp_path, monkeypatch):
     victim.wait()
 
 
-@ALL_LEVELS
+@EACH_COMBINATION
 @pytest.mark.parametrize("name", ATTACKS)
 def test_hostile_program_is_contained_and_fails(name, layers, untouched, folders):
     program, reason = ATTACKS[name]
@@ -285,13 +286,13 @@ def answer(x):
 """
 
 
-@ALL_LEVELS
+@EACH_COMBINATION
 def test_honest_program_passes_under_every_layer(layers):
     test = "assert answer(4) == [4, (), 2.0, 4, ['a', 'b']]"
     assert sandbox.run(HONEST, test, names=["answer"], layers=layers).reason == "passed"
 
 
-@ALL_LEVELS
+@EACH_COMBINATION
 def test_program_may_use_an_event_loop_locks_and_temporary_files(layers):
     program = """
 import asyncio, fcntl, os, tempfile, threading
@@ -325,7 +326,7 @@ def state() -> dict:
     )
 
 
-def test_caller_is_left_as_it_was(folders):
+def test_caller_is_unchanged_after_runs(folders):
     attack(body())
     before = state()
     assert attack(body()).passed
@@ -354,7 +355,7 @@ def attack():
 """
 
 
-@ALL_LEVELS
+@EACH_COMBINATION
 def test_death_of_the_caller_kills_the_program(layers, folders):
     program = f"{CLINGING}attack()"
     caller = get_context("fork").Process(target=attack, args=(program, layers), kwargs={"seconds": 60})
@@ -369,9 +370,9 @@ def test_death_of_the_caller_kills_the_program(layers, folders):
     assert gone(set(started))
 
 
-@ALL_LEVELS
-def test_death_of_the_guard_by_its_own_limit_kills_the_program(layers, folders, monkeypatch):
-    monkeypatch.setattr(sandbox, "_MARGIN", 100)
+@EACH_COMBINATION
+def test_program_dies_with_a_guard_that_exceeds_its_own_limit(layers, folders, monkeypatch):
+    monkeypatch.setattr(sandbox, "_MARGIN_SECONDS", 100)
     before = processes()
     # A long call of a built-in function uses up the guard's processor time of 2 s before its clock can interrupt.
     tests = "sum(range(10**12))"
@@ -382,7 +383,7 @@ def test_death_of_the_guard_by_its_own_limit_kills_the_program(layers, folders, 
 
 
 def test_guard_that_hangs_is_killed(monkeypatch, folders):
-    monkeypatch.setattr(sandbox, "_MARGIN", 0.3)
+    monkeypatch.setattr(sandbox, "_MARGIN_SECONDS", 0.3)
     before = processes()
     # No signal handler runs within one call of a built-in function, so the guard's own clock cannot end this.
     outcome = sandbox.run(body(), "sum(range(10**12))", names=["attack"], limits=Limits(seconds=1))
@@ -413,7 +414,7 @@ def machine_without(monkeypatch):
         ("landlock", "namespaces (user, process, network, IPC, mount), seccomp, resource limits"),
     ],
 )
-def test_layer_that_a_machine_lacks_is_left_out_and_the_report_says_so(lacks, level, machine_without):
+def test_layer_that_a_machine_lacks_is_left_out_and_not_named(lacks, level, machine_without):
     machine_without(lacks)
     assert sandbox.available() == tuple(layer for layer in LAYERS if layer != lacks)
     assert sandbox.level() == level
@@ -423,7 +424,7 @@ def test_layer_that_a_machine_lacks_is_left_out_and_the_report_says_so(lacks, le
 
 
 @pytest.mark.parametrize("lacks", [("namespaces", "landlock"), ("seccomp",), LAYERS], ids="+".join)
-def test_machine_that_cannot_contain_a_program_runs_none_and_says_what_to_do(lacks, machine_without, tmp_path):
+def test_machine_that_cannot_contain_programs_refuses_them_with_the_remedy(lacks, machine_without, tmp_path):
     machine_without(*lacks)
     program = f"open({str(tmp_path / 'ran')!r}, 'w').close()\n{body()}"
     for call in (sandbox.level, lambda: attack(program), lambda: attack(program, ["landlock", "seccomp"])):
@@ -435,9 +436,9 @@ def test_machine_that_cannot_contain_a_program_runs_none_and_says_what_to_do(lac
     assert not (tmp_path / "ran").exists()
 
 
-def test_other_systems_than_linux_run_none(monkeypatch):
+def test_other_systems_than_linux_run_no_programs(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(RuntimeError, match=r"It takes Linux with seccomp.* This is darwin\.$"):
+    with pytest.raises(RuntimeError, match=r"The sandbox needs Linux with seccomp.* This is darwin\.$"):
         sandbox.available.__wrapped__()
 
 
@@ -449,7 +450,7 @@ def test_every_layer_that_the_machine_offers_is_used():
     assert sandbox.available() == tuple(layer for layer in LAYERS if offered[layer])
 
 
-def test_level_names_what_is_used():
+def test_level_names_the_layers_in_use():
     everything = "namespaces (user, process, network, IPC, mount), Landlock, seccomp, resource limits"
     assert sandbox.level(LAYERS) == everything
     assert sandbox.level() == sandbox.level(sandbox.available())

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from attnres.eval import sandbox
 from attnres.eval.sandbox import wire
 
-from .levels import ALL_LEVELS
+from .layers import EACH_COMBINATION
 
 # Programs that try to pass `assert answer(3) == 42` without the answer.
 CHEATS = {
@@ -71,9 +71,9 @@ def answer(x): raise Stopped("passed")""",
 }
 
 
-@ALL_LEVELS
+@EACH_COMBINATION
 @pytest.mark.parametrize("name", CHEATS)
-def test_program_cannot_pass_but_by_its_values(name, layers):
+def test_program_passes_only_by_its_values(name, layers):
     outcome = sandbox.run(CHEATS[name], "assert answer(3) == 42", names=["answer"], layers=layers)
     assert not outcome.passed, outcome
     honest = CHEATS[name] + "\ndef answer(x): return 42"
@@ -112,18 +112,18 @@ def attack(prefix):
 
 
 @pytest.mark.parametrize(
-    "own",
+    "definition",
     [
         "class sys: getsizeof = lambda x: 41",
         "sys = type('sys', (), {'getsizeof': lambda x: 41})",
         "def sys(): return 1",
     ],
 )
-def test_program_brings_no_module_of_its_own_to_the_tests(own):
-    program, tests = f"{own}\ndef size(x): return 41", "assert size('ab') == sys.getsizeof('ab')"
+def test_program_cannot_replace_modules_in_the_tests(definition):
+    program, tests = f"{definition}\ndef size(x): return 41", "assert size('ab') == sys.getsizeof('ab')"
     outcome = sandbox.run(program, tests, names=["size"], modules=["sys"])
     assert outcome.reason.startswith("NameError: name 'sys' is not defined")
-    imported = f"import math as sys\n{program.removeprefix(own)}"  # the tests receive the real module
+    imported = f"import math as sys\n{program.removeprefix(definition)}"  # the tests receive the real module
     assert sandbox.run(imported, tests, names=["size"], modules=["sys"]).reason.startswith("AssertionError")
 
 
@@ -232,7 +232,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("name", HOLDS)
-def test_values_of_a_program_behave_in_tests_as_in_one_process(name):
+def test_tests_use_a_programs_values_as_in_one_process(name):
     program, tests = HOLDS[name]
     assert sandbox.run(program, tests, names=["f", "Pair"], modules=["sys"]).reason == "passed"
 
@@ -253,7 +253,7 @@ def test_reason_of_a_failure_names_the_exception_and_the_test(test, reason):
     assert (outcome.passed, outcome.reason) == (False, reason)
 
 
-def test_helpers_are_those_of_the_tests_and_setup_is_run_with_the_program():
+def test_helpers_run_with_the_tests_and_setup_runs_with_the_program():
     program = "def double(x): return 0\nclass Node: pass\ndef f(node): return node.value"
     tests = "assert double(f(root)) == 6"
     outcome = sandbox.run(
@@ -266,6 +266,6 @@ def test_helpers_are_those_of_the_tests_and_setup_is_run_with_the_program():
     assert outcome.passed
 
 
-def test_helper_does_not_stand_in_for_what_the_program_lacks():
+def test_helper_does_not_replace_a_function_that_the_program_lacks():
     outcome = sandbox.run("def g(x): return 1", "assert f(0) == 1", names=["f"], helpers="def f(x): return 1")
     assert outcome.reason == "NameError: name 'f' is not defined in: assert f(0) == 1"

@@ -7,7 +7,7 @@ import pytest
 from attnres.eval import scoring
 from attnres.eval.benchmarks import benchmarks
 
-from .models import GOLD_TEXT, Says, evaluate
+from .models import GOLD_TEXT, FixedText, evaluate
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_triviaqa_accepts_any_of_the_names():
         assert scoring.triviaqa(doc, [text])["exact_match"] == 0, text
 
 
-def test_math_accepts_what_either_judge_accepts():
+def test_math_accepts_an_answer_that_either_judge_accepts():
     solution = r"The answers are $\boxed{-2}$ and $\boxed{1}$."
     doc = {"solution": solution, "answer": "1"}
     ending = "Final Answer: The final answer is ${}$. I hope it is correct."
@@ -125,7 +125,7 @@ def scores(loaded, name: str, text: str) -> dict[str, float]:
     """Return the scores of a text for the first item of a benchmark, by filter."""
     task = next(iter(loaded(name)["tasks"].values()))
     doc = task.eval_docs[0]
-    model = Says(benchmarks()[name], text.replace("GOLD", GOLD[name](doc)))
+    model = FixedText(benchmarks()[name], text.replace("GOLD", GOLD[name](doc)))
     request = task.construct_requests(doc, "", metadata=(task.task_name, 0, 1))
     request.resps = model.generate_until([request])
     task._instances = [request]
@@ -134,7 +134,7 @@ def scores(loaded, name: str, text: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("name", "text", "score"), WRITTEN)
-def test_an_answer_is_found_in_what_the_model_writes(name, text, score, loaded):
+def test_the_headline_filter_finds_answers_in_the_words_of_the_shots(name, text, score, loaded):
     assert scores(loaded, name, text)[benchmarks()[name].metric.split(",")[1]] == score
 
 
@@ -168,22 +168,22 @@ MARKED = [
 
 
 @pytest.mark.parametrize(("name", "text", "flexible"), MARKED)
-def test_a_marked_answer_is_found_by_the_second_filter(name, text, flexible, loaded):
+def test_the_second_filter_finds_marked_answers(name, text, flexible, loaded):
     benchmark = benchmarks()[name]
     assert benchmark.second == "exact_match,flexible-extract"
     assert scores(loaded, name, text) == {benchmark.metric.split(",")[1]: 0, "flexible-extract": flexible}
 
 
 @pytest.mark.parametrize("name", GOLD_TEXT)
-def test_saying_nothing_scores_nothing(name, loaded):
+def test_an_empty_answer_scores_zero(name, loaded):
     benchmark = benchmarks()[name]
-    assert evaluate(Says(benchmark, ""), benchmark, loaded(name), limit=2)["headline"] == 0.0
+    assert evaluate(FixedText(benchmark, ""), benchmark, loaded(name), limit=2)["headline"] == 0.0
 
 
 def test_programs_that_do_nothing_fail(loaded):
     for name in ("humaneval", "mbpp"):
         benchmark = benchmarks()[name]
-        assert evaluate(Says(benchmark, "    pass\n"), benchmark, loaded(name), limit=3)["headline"] == 0.0
+        assert evaluate(FixedText(benchmark, "    pass\n"), benchmark, loaded(name), limit=3)["headline"] == 0.0
 
 
 def test_the_shots_of_mgsm_are_whole(loaded):

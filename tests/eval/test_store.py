@@ -11,7 +11,7 @@ SETUP = {
 }
 
 
-def test_what_was_written_is_there_for_the_next_run_with_the_same_settings(tmp_path):
+def test_a_store_with_the_same_setup_reads_earlier_results(tmp_path):
     ResultStore(tmp_path / "model", SETUP).write("gsm8k", {"results": {"exact_match": 0.5}, "answer": "四"})
     again = ResultStore(tmp_path / "model", SETUP)
     assert "gsm8k" in again
@@ -23,9 +23,9 @@ def test_what_was_written_is_there_for_the_next_run_with_the_same_settings(tmp_p
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model": "b"}, "holds results with model 'a', not 'b'. Choose another --out"),
-        ({"limit": None}, "holds results with limit 100, not None"),
-        ({"files": {"model.safetensors": [1, 3]}}, "holds results with other files"),
+        ({"model": "b"}, "holds results whose setup.json has model 'a', not 'b'. Choose another --out"),
+        ({"limit": None}, "holds results whose setup.json has limit 100, not None"),
+        ({"files": {"model.safetensors": [1, 3]}}, "holds results whose setup.json has other 'files'"),
     ],
 )
 def test_results_of_other_settings_are_refused_and_kept(tmp_path, change, message):
@@ -35,7 +35,7 @@ def test_results_of_other_settings_are_refused_and_kept(tmp_path, change, messag
     assert "gsm8k" in ResultStore(tmp_path, SETUP)
 
 
-def test_a_result_cut_off_while_it_was_written_does_not_count(tmp_path):
+def test_a_partially_written_result_does_not_count(tmp_path):
     """A killed process may leave a partial file, but under another name."""
     store = ResultStore(tmp_path, SETUP)
     (tmp_path / ".gsm8k.json.partial").write_text('{"results": ')
@@ -60,7 +60,7 @@ RESULT = {"results": {"gsm8k": {"exact_match,none": 0.5}}, "samples": [{"doc_id"
     ],
     ids=["score", "sample", "hash", "cut off", "list", "text"],
 )
-def test_an_edited_result_is_noticed_and_the_line_names_the_file_and_what_to_do(tmp_path, change, message):
+def test_an_edited_or_damaged_result_is_refused_with_the_file_and_the_remedy(tmp_path, change, message):
     store = ResultStore(tmp_path, SETUP)
     store.write("gsm8k", RESULT)
     assert store.read("gsm8k")["samples"] == RESULT["samples"]
@@ -74,7 +74,7 @@ def test_an_edited_result_is_noticed_and_the_line_names_the_file_and_what_to_do(
 
 
 @pytest.mark.parametrize("content", ["{", "3", ""])
-def test_a_damaged_setup_is_refused_and_the_line_says_what_to_do(tmp_path, content):
+def test_a_damaged_setup_is_refused_with_the_remedy(tmp_path, content):
     ResultStore(tmp_path, SETUP)
     (tmp_path / "setup.json").write_text(content)
     with pytest.raises(ValueError, match=r"is damaged .*Choose another --out, or remove the folder"):
@@ -82,7 +82,7 @@ def test_a_damaged_setup_is_refused_and_the_line_says_what_to_do(tmp_path, conte
 
 
 @pytest.mark.parametrize("task", ["setup", "group::task", "../../outside", "a/b", "..", "名前 1"])
-def test_a_task_of_any_name_is_kept_in_a_file_of_its_own(tmp_path, task):
+def test_every_task_name_gives_a_separate_file_in_the_folder(tmp_path, task):
     store = ResultStore(tmp_path / "out" / "model", SETUP)
     store.write(task, RESULT)
     assert store.read(task)["samples"] == RESULT["samples"]
@@ -91,11 +91,11 @@ def test_a_task_of_any_name_is_kept_in_a_file_of_its_own(tmp_path, task):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_without_a_result_the_setup_can_become_another(tmp_path):
+def test_a_store_without_results_accepts_another_setup(tmp_path):
     """This happens when a run found no data, and the next one reads it from another folder."""
     ResultStore(tmp_path, SETUP)
     store = ResultStore(tmp_path, SETUP | {"limit": 7})
     assert store.setup == SETUP | {"limit": 7}
     store.write("gsm8k", {})
-    with pytest.raises(FileExistsError, match="holds results with limit 7"):
+    with pytest.raises(FileExistsError, match=r"holds results whose setup\.json has limit 7"):
         ResultStore(tmp_path, SETUP)

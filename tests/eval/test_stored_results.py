@@ -20,7 +20,7 @@ MODELS = {"stories260K": "retrofit/baseline", "retrofit": "retrofit/results", "h
 
 @pytest.fixture(scope="module")
 def stored() -> dict[str, Any]:
-    """The harness's files by their former names, such as `healed/results`."""
+    """Return the harness's files by the names that they had in the run, such as `healed/results`."""
     return json.loads(lzma.decompress(ARCHIVE.read_bytes()))
 
 
@@ -40,7 +40,7 @@ def score(results: dict[str, Any], benchmark: Benchmark) -> str:
 
 
 def difference(items: int, wins: int, losses: int) -> list[str]:
-    """The cells of a paired comparison: the interval of Agresti and Min, and McNemar's exact test."""
+    """Return the cells of a paired comparison: the interval of Agresti and Min, and McNemar's exact test."""
     centre = (wins - losses) / (items + 2)
     margin = norm.ppf(0.975) * math.sqrt(wins + losses + 1 - (items + 2) * centre**2) / (items + 2)
     p_value = binomtest(wins, wins + losses).pvalue if wins + losses else 1.0
@@ -59,21 +59,21 @@ def test_every_number_of_a_report_comes_from_the_stored_results(name, stored):
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")][1:]
     by_title = {benchmark.title: benchmark for benchmark in benchmarks().values()}
     assert len(rows) == 11
-    for title, items, shots, own, other, *paired in rows:
+    for title, items, shots, score_cell, baseline_cell, *paired in rows:
         benchmark = by_title[title]
         tasks = list(leaves(results, benchmark.group))
         count = sum(results["n-samples"][task]["effective"] for task in tasks)
         assert items == f"{count:,}" and shots == str(max(results["n-shot"][task] for task in tasks))
-        assert (own, other) == (score(results, benchmark), score(baseline, benchmark))
-        # Single items are not stored: some number of items that only one model solves must give all the shown digits.
+        assert (score_cell, baseline_cell) == (score(results, benchmark), score(baseline, benchmark))
+        # Items are not stored, so the numbers of wins and losses are unknown. Some pair of them must give the cells.
         more = round(count * (percent(results, benchmark) - percent(baseline, benchmark)) / 100)
         losses = range(max(0, -more), count - max(0, more))
         assert any(difference(count, lost + more, lost) == paired[:2] for lost in losses), title
         assert paired[2:] == [f"{benchmark.baseline:.1f}", f"{benchmark.attn_res:.1f}"]
 
 
-def test_the_table_of_tasks_is_that_of_the_stored_results(stored):
-    """Task, items, shots, metric, and the score of each model in percent."""
+def test_the_table_of_tasks_shows_the_stored_results(stored):
+    """The columns are task, items, shots, metric, and the score of each model in percent."""
     results = stored["healed/results"]
     rows = [["task", "items", "shots", "metric", *MODELS]]
     for benchmark in benchmarks().values():

@@ -19,7 +19,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from attnres.eval.benchmarks import benchmarks, task_path
 from attnres.eval.task_index import task_manager
 
-from .models import Listener, evaluate
+from .models import Recorder, evaluate
 
 FILES = sorted(task_path().glob("*.yaml"))
 # Title, category, baseline and AttnRes as in Table 3 of arXiv 2603.15031, in its order; then the shots.
@@ -87,18 +87,18 @@ def problems(path: Path) -> list[str]:
     for section in known.keys() - {""} & config.keys():
         content = config[section] if isinstance(config[section], list) else [config[section]]
         entries += [(section, entry) for entry in content]
-    found = [
+    faults = [
         f"unknown key {key!r} in {part or path.name}" for part, entry in entries for key in entry.keys() - known[part]
     ]
     for step in (step for entry in config.get("filter_list", []) for step in entry["filter"]):
         if step["function"] not in filter_registry:
-            found.append(f"unknown filter {step['function']!r}")
+            faults.append(f"unknown filter {step['function']!r}")
     for name in config["task"] if is_group else [config.get("task")]:
         if name not in task_manager().task_index:
-            found.append(f"the harness does not know {name!r}")
+            faults.append(f"the harness has no task {name!r}")
     if is_group and config["group"] not in task_manager().task_index:
-        found.append(f"the harness does not know {config['group']!r}")
-    return found
+        faults.append(f"the harness has no task {config['group']!r}")
+    return faults
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -110,13 +110,13 @@ def test_each_file_is_valid(path):
     ("file", "good", "bad", "problem"),
     [
         ("gsm8k.yaml", "num_fewshot: 8", "num_fewshots: 8", "unknown key 'num_fewshots'"),
-        ("gsm8k.yaml", "- gsm8k_cot", "- gsm8k_cott", "does not know 'gsm8k_cott'"),
+        ("gsm8k.yaml", "- gsm8k_cot", "- gsm8k_cott", "has no task 'gsm8k_cott'"),
         ("gsm8k.yaml", "function: regex", "function: regexp", "unknown filter 'regexp'"),
         ("gsm8k.yaml", "weight_by_size", "weighted", "unknown key 'weighted'"),
         ("gsm8k.yaml", "max_gen_toks", "max_tokens", "unknown key 'max_tokens'"),
         ("gsm8k.yaml", "scoring.gsm8k", "scoring.gsm9k", "has no function 'gsm9k'"),
         ("arc_challenge.yaml", "sampler: first_n", "sampling: first_n", "unknown key 'sampling'"),
-        ("cmath.yaml", "group: attnres_cmath", "group: attnres_cmaht", "does not know 'attnres_cmaht'"),
+        ("cmath.yaml", "group: attnres_cmath", "group: attnres_cmaht", "has no task 'attnres_cmaht'"),
         ("attnres_cmath_test.yaml", "output_type: generate", "output_type\n  generate", "ScannerError"),
         ("attnres_cmath_validation.yaml", "attnres_cmath_test.yaml", "attnres_cmath.yaml", "FileNotFoundError"),
     ],
@@ -142,7 +142,7 @@ def test_the_group_has_the_15_benchmarks_of_table_3_in_order():
 
 
 @pytest.mark.slow
-def test_no_stock_task_is_shadowed(caplog):
+def test_no_stock_task_is_overridden(caplog):
     with caplog.at_level(logging.WARNING, logger="lm_eval"):
         manager = TaskManager(include_path=task_path())
     assert not [record for record in caplog.messages if "overrides" in record or "attnres" in record]
@@ -193,7 +193,7 @@ def raw_question(doc: dict) -> str:
     )
 
 
-def test_the_first_items_of_gpqa_get_other_shots_than_themselves(loaded):
+def test_the_first_items_of_gpqa_are_not_their_own_shots(loaded):
     (task,) = loaded("gpqa_diamond")["tasks"].values()
     numbers = [
         [number for number in range(len(task.eval_docs)) if f"item {number}?" in task.fewshot_context(doc, 5)]
@@ -206,12 +206,12 @@ def test_the_first_items_of_gpqa_get_other_shots_than_themselves(loaded):
 
 def test_prompts_do_not_depend_on_the_limit(loaded):
     for name in ("arc_challenge", "gpqa_diamond", "triviaqa", "mgsm", "cmath"):
-        benchmark, kept = benchmarks()[name], []
+        benchmark, prompts = benchmarks()[name], []
         for limit in (2, 5):
-            listener = Listener(benchmark)
-            evaluate(listener, benchmark, loaded(name), limit=limit)
-            kept.append(listener.prompts)
-        few, more = kept
+            recorder = Recorder(benchmark)
+            evaluate(recorder, benchmark, loaded(name), limit=limit)
+            prompts.append(recorder.prompts)
+        few, more = prompts
         assert len(few) < len(more)
         assert few == {item: more[item] for item in few}
 
@@ -232,7 +232,7 @@ def test_prompts_are_the_same_in_every_process_and_order(hub, synthetic_hub):
 
 
 @pytest.mark.slow
-def test_the_plain_harness_runs_the_tasks(hub, tmp_path):
+def test_the_harness_alone_runs_the_tasks(hub, tmp_path):
     """Run `lm_eval run` from a folder that holds the data sets as `ORG/NAME`."""
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "dummy", "--include_path", task_path()]
     command += ["--tasks", "attnres_gsm8k,attnres_cmath,attnres_arc_challenge", "--limit", "2"]

@@ -13,7 +13,7 @@ def words(rng: random.Random, length: int) -> list[int]:
 
 
 def questions(rng: random.Random, examples: int, items: int, question: int, choice: int) -> Requests:
-    """Return items with four choices after common examples. Lengths are tokens; those of questions and choices vary."""
+    """Return items with four choices after common examples. Lengths are in tokens; questions and choices vary."""
     shared, requests = words(rng, examples), []
     for _ in range(items):
         context = shared + words(rng, question + rng.randrange(5))
@@ -21,9 +21,9 @@ def questions(rng: random.Random, examples: int, items: int, question: int, choi
     return requests
 
 
-def assert_same(found: list, expected: list, tolerance: float = 1e-4) -> None:
-    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
-    for (value, _), (reference, _) in zip(found, expected):
+def assert_same(actual: list, expected: list, tolerance: float = 1e-4) -> None:
+    assert [greedy for _, greedy in actual] == [greedy for _, greedy in expected]
+    for (value, _), (reference, _) in zip(actual, expected):
         assert value == pytest.approx(reference, abs=tolerance)
 
 

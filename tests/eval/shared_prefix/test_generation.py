@@ -32,7 +32,7 @@ def test_each_prompt_is_generated_with_its_own_arguments_beside_prompts_of_its_l
     assert [shape for shape in shapes if shape[1] > 1] == [(2, 41), (2, 4), (2, 6)]
 
 
-def test_progress_takes_the_place_of_bars(model, tokenizer, capfd):
+def test_progress_replaces_bars(model, tokenizer, capfd):
     done = []
     lm = SharedPrefixLM(model, tokenizer=tokenizer, batch_size=2, progress=done.append)
     pairs = [(context, f" w{j} w9") for context in texts(random.Random(0), 4, 9, 200) for j in range(3, 7)]

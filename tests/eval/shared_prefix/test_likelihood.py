@@ -1,4 +1,4 @@
-"""`SharedPrefixLM` gives the likelihoods that the harness's own model gives, for fewer tokens."""
+"""`SharedPrefixLM` gives the likelihoods of the harness's model class, and computes fewer tokens."""
 
 import random
 
@@ -20,7 +20,7 @@ from .prompts import Requests, assert_same, questions, texts, words
 
 @st.composite
 def any_requests(draw) -> Requests:
-    """Contexts may be empty, begin alike or begin another; continuations may coincide or begin alike."""
+    """Draw requests. Contexts may be empty, begin alike or begin another; continuations may coincide or begin alike."""
     token = st.integers(3, 6)
     texts = draw(st.lists(st.lists(token, min_size=1, max_size=30), min_size=1, max_size=3))
     requests = []
@@ -44,22 +44,22 @@ def test_any_requests_have_the_scores_of_the_stock_harness(name, make_model, tok
         stock._max_length = ours._max_length = max_length
         ours.batch_size_per_gpu = batch_size
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(prefix_tree, "PASS", least_saving)
-            found = ours._loglikelihood_tokens(requests)
-        assert_same(found, stock._loglikelihood_tokens(requests, disable_tqdm=True))
+            patch.setattr(prefix_tree, "PASS_TOKENS", least_saving)
+            actual = ours._loglikelihood_tokens(requests)
+        assert_same(actual, stock._loglikelihood_tokens(requests, disable_tqdm=True))
 
     check()
 
 
 @pytest.mark.parametrize("name", ["llama", "block size 2"])
-def test_what_greedy_decoding_gives_is_greedy(name, make_model, scored):
+def test_the_tokens_of_greedy_decoding_are_marked_as_greedy(name, make_model, scored):
     model = make_model(name)
     context = words(random.Random(0), 200)
     ids = model.generate(torch.tensor([context]), max_new_tokens=6, do_sample=False, eos_token_id=-1)
     greedy = ids[0, 200:].tolist()
     other = [*greedy[:4], 3 if greedy[4] != 3 else 4]
-    found = scored(SharedPrefixLM, model, [(None, context, c) for c in (greedy, other, greedy[:1], other[4:])])
-    assert [is_greedy for _, is_greedy in found] == [True, False, True, False]
+    actual = scored(SharedPrefixLM, model, [(None, context, c) for c in (greedy, other, greedy[:1], other[4:])])
+    assert [is_greedy for _, is_greedy in actual] == [True, False, True, False]
 
 
 def test_examples_are_computed_once_and_single_token_choices_in_one_pass(model, scored, tokenizer, calls):
@@ -67,12 +67,12 @@ def test_examples_are_computed_once_and_single_token_choices_in_one_pass(model, 
     lm = SharedPrefixLM(model, tokenizer=tokenizer, batch_size=4)
     assert lm.abilities.share_prefix
     shapes = calls(model)
-    found = lm._loglikelihood_tokens(requests, disable_tqdm=True)
+    actual = lm._loglikelihood_tokens(requests, disable_tqdm=True)
     assert shapes[0] == (1, 300)
     assert [rows for rows, _ in shapes[1:]] == [4, 4]
     assert all(20 <= length <= 24 for _, length in shapes[1:])
     shapes.clear()
-    assert_same(found, scored(HFLM, model, requests))
+    assert_same(actual, scored(HFLM, model, requests))
     assert sum(rows * length for rows, length in shapes) > 8 * 300
 
 
@@ -81,16 +81,16 @@ def test_choices_of_several_tokens_share_their_question(model, scored, tokenizer
     lm = SharedPrefixLM(model, tokenizer=tokenizer, batch_size=4)
     assert lm.abilities.share_prefix
     shapes = calls(model)
-    found = lm._loglikelihood_tokens(requests, disable_tqdm=True)
+    actual = lm._loglikelihood_tokens(requests, disable_tqdm=True)
     # First the four contexts without their last token, cut to the shortest. Then the rest of each with its choices.
     assert shapes[0][0] == 4
     assert 59 <= shapes[0][1] < 64
     assert [rows for rows, _ in shapes[1:]] == [4] * 4
     assert all(length < 20 for _, length in shapes[1:])
-    assert_same(found, scored(HFLM, model, requests))
+    assert_same(actual, scored(HFLM, model, requests))
 
 
-def test_a_choice_that_another_begins_with_costs_nothing(model, tokenizer, calls):
+def test_a_choice_that_is_the_beginning_of_another_costs_nothing(model, tokenizer, calls):
     lm = SharedPrefixLM(model, tokenizer=tokenizer, batch_size=4)
     assert lm.abilities
     shapes = calls(model)
@@ -111,11 +111,11 @@ def test_logits_are_computed_at_the_continuation_only(name, make_model, tokenize
     assert shapes == [(2, 3)]
 
 
-def test_cut_at_the_maximum_length_prompts_have_the_scores_of_the_stock_harness(model, scored, caplog):
+def test_prompts_cut_at_the_maximum_length_have_the_scores_of_the_stock_harness(model, scored, caplog):
     requests = questions(random.Random(0), examples=60, items=4, question=10, choice=3)
-    found = scored(SharedPrefixLM, model, requests, max_length=50)
+    actual = scored(SharedPrefixLM, model, requests, max_length=50)
     assert "16 of 16 requests lose their beginning: the model reads 50 tokens." in caplog.messages
-    assert_same(found, scored(HFLM, model, requests, max_length=50))
+    assert_same(actual, scored(HFLM, model, requests, max_length=50))
 
 
 def test_rotary_embeddings_that_depend_on_the_length_are_not_shared_across_it(scored):
@@ -137,33 +137,33 @@ def test_rotary_embeddings_that_depend_on_the_length_are_not_shared_across_it(sc
 def test_a_model_that_cannot_go_on_from_its_cache_is_computed_whole(name, overrides, scored, caplog):
     model = small(name, **overrides)
     requests = questions(random.Random(0), examples=150, items=3, question=9, choice=3)
-    found = scored(SharedPrefixLM, model, requests)
+    actual = scored(SharedPrefixLM, model, requests)
     assert sum("cannot go on from a copy of its cache: prefixes are not shared." in m for m in caplog.messages) == 1
-    assert_same(found, scored(HFLM, model, requests))
+    assert_same(actual, scored(HFLM, model, requests))
 
 
 def test_a_model_that_fails_with_a_cache_is_computed_without_one(tiny_config, scored):
-    """Kimi Linear with KDA layers alone is such a model: no layer of its cache knows the number of tokens."""
+    """Kimi Linear with KDA layers alone is such a model: no layer of its cache counts the tokens."""
     fields = tiny_config().to_dict() | {"model_type": "kimi_linear", "layer_types": ["linear_attention"] * 4}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(KimiLinearConfig(**fields)).eval()
     requests = questions(random.Random(0), examples=150, items=2, question=9, choice=3)
     with pytest.raises(ValueError, match="only contain LinearAttention layers"):
         scored(HFLM, model, requests)
-    found = scored(SharedPrefixLM, model, requests)
+    actual = scored(SharedPrefixLM, model, requests)
     model.config.use_cache = False
-    assert_same(found, scored(HFLM, model, requests))
+    assert_same(actual, scored(HFLM, model, requests))
 
 
 def test_in_bfloat16_the_choices_are_those_of_the_stock_harness(scored):
     model = small("llama").bfloat16()
     requests = questions(random.Random(0), examples=100, items=12, question=9, choice=2)
-    found, expected = (scored(lm, model, requests, softmax_dtype="float32") for lm in (SharedPrefixLM, HFLM))
-    noise = max(abs(a - b) for (a, _), (b, _) in zip(found, expected))
+    actual, expected = (scored(lm, model, requests, softmax_dtype="float32") for lm in (SharedPrefixLM, HFLM))
+    noise = max(abs(a - b) for (a, _), (b, _) in zip(actual, expected))
     assert noise < 0.1
     for i in range(0, len(requests), 4):
         values = [value for value, _ in expected[i : i + 4]]
-        best = max(range(4), key=lambda c: found[i + c][0])
+        best = max(range(4), key=lambda c: actual[i + c][0])
         assert values[best] >= max(values) - 2 * noise
 
 

@@ -55,7 +55,7 @@ def test_out_of_memory_halves_the_batch_of_generation(model, tokenizer, calls, c
     assert done == [2, 4, 6, 8, 10]
 
 
-def test_before_a_batch_is_repeated_what_it_held_is_freed(model, tokenizer, monkeypatch):
+def test_the_memory_of_a_failed_batch_is_freed_before_it_is_repeated(model, tokenizer, monkeypatch):
     lm = SharedPrefixLM(model, tokenizer=tokenizer, batch_size=4)
     assert lm.abilities
     held, freed, forward = [], [], model.forward
@@ -75,7 +75,7 @@ def test_before_a_batch_is_repeated_what_it_held_is_freed(model, tokenizer, monk
 
 
 @pytest.mark.parametrize("kind", ["likelihood", "generation"])
-def test_one_sequence_too_long_for_the_memory_is_a_line_that_says_so(kind, model, tokenizer, calls):
+def test_a_single_sequence_that_does_not_fit_raises_an_error_of_one_line(kind, model, tokenizer, calls):
     lm = SharedPrefixLM(model, tokenizer=tokenizer, batch_size=2)
     assert lm.abilities
     calls(model, most=0)

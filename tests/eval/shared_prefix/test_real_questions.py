@@ -46,8 +46,8 @@ def test_several_processes_share_the_questions(source, assets, tmp_path):
     environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads((tmp_path / "results.json").read_text())
-    assert found["processes"] == 2
-    assert found["requests"] == 16  # four of the seven questions
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["processes"] == 2
+    assert results["requests"] == 16  # four of the seven questions
     expected = evaluate(HFLM(str(source), device="cpu", batch_size=4), "hellaswag", assets / "hub", limit=7)
-    assert found["results"] == expected
+    assert results["results"] == expected

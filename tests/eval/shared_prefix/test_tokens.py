@@ -46,12 +46,12 @@ def read(monkeypatch) -> list[tuple[list[int], list[int]]]:
     return pairs
 
 
-def rolling(*some: str) -> list[Instance]:
-    return [Instance("loglikelihood_rolling", {}, (text,), i) for i, text in enumerate(some)]
+def rolling(*documents: str) -> list[Instance]:
+    return [Instance("loglikelihood_rolling", {}, (text,), i) for i, text in enumerate(documents)]
 
 
-def pairs_of(*some: tuple[str, str]) -> list[Instance]:
-    return [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(some)]
+def pairs_of(*pairs: tuple[str, str]) -> list[Instance]:
+    return [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
 
 
 TEMPLATES = ["$A", "<s> $A", "<s> $A </s>"]
@@ -61,19 +61,19 @@ TEMPLATES = ["$A", "<s> $A", "<s> $A </s>"]
 @pytest.mark.parametrize("written", ["", "<s> "])
 def test_a_long_text_is_scored_after_one_bos_token(template, written, model, tokenizer, adding, read):
     """Whatever the tokenizer adds, the sum equals that of the stock harness with a tokenizer that adds nothing."""
-    some = texts(random.Random(0), 70, 9, 19, 20, 21)
+    documents = texts(random.Random(0), 70, 9, 19, 20, 21)
     stock = HFLM(model, tokenizer=tokenizer, batch_size=2, max_length=20)
     ours = SharedPrefixLM(model, tokenizer=adding(template), batch_size=2, max_length=20)
-    found = ours.loglikelihood_rolling(rolling(*(written + text for text in some)), disable_tqdm=True)
-    assert found == pytest.approx(stock.loglikelihood_rolling(rolling(*some), disable_tqdm=True), abs=1e-4)
-    assert sum(len(continuation) for _, continuation in read) == sum(len(text.split()) for text in some)
+    actual = ours.loglikelihood_rolling(rolling(*(written + text for text in documents)), disable_tqdm=True)
+    assert actual == pytest.approx(stock.loglikelihood_rolling(rolling(*documents), disable_tqdm=True), abs=1e-4)
+    assert sum(len(continuation) for _, continuation in read) == sum(len(text.split()) for text in documents)
     assert not any(token in (1, 2) for _, continuation in read for token in continuation)
 
 
 def test_the_stock_harness_scores_a_second_bos_token(model, tokenizer, adding):
     """If this fails, `loglikelihood_rolling` of the stock harness may be right by now, and the guide outdated."""
     requests = rolling(*texts(random.Random(0), 9))
-    lms = [HFLM(model, tokenizer=some, batch_size=1) for some in (tokenizer, adding())]
+    lms = [HFLM(model, tokenizer=used, batch_size=1) for used in (tokenizer, adding())]
     right, stock = (lm.loglikelihood_rolling(requests, disable_tqdm=True)[0] for lm in lms)
     assert abs(right - stock) > 0.5
 
@@ -90,18 +90,18 @@ def test_a_context_has_one_bos_token_and_no_eos_token(template, context, expecte
 
 
 @pytest.mark.parametrize("written", ["", "<s> "])
-def test_a_prompt_that_is_generated_from_does_not_end_in_an_eos_token(written, model, tokenizer, adding):
-    some = texts(random.Random(1), 30, 9, 70, 4)
+def test_a_prompt_for_generation_does_not_end_in_an_eos_token(written, model, tokenizer, adding):
+    documents = texts(random.Random(1), 30, 9, 70, 4)
     expected = HFLM(model, tokenizer=tokenizer, batch_size=1)
-    expected = expected.generate_until(generation([f"<s> {text}" for text in some]), disable_tqdm=True)
+    expected = expected.generate_until(generation([f"<s> {text}" for text in documents]), disable_tqdm=True)
     for max_length in (None, 90):
         lm = SharedPrefixLM(model, tokenizer=adding("<s> $A </s>"), batch_size=3, max_length=max_length)
-        found = lm.generate_until(generation([written + text for text in some]), disable_tqdm=True)
-        assert found == expected
+        actual = lm.generate_until(generation([written + text for text in documents]), disable_tqdm=True)
+        assert actual == expected
 
 
 def test_an_answer_ends_at_the_tokenizers_eos_token_whatever_else_is_in_its_batch(model, tokenizer, adding):
-    """The configuration's EOS is another. The stock harness, with several prompts in a batch, reads on after it."""
+    """The model's configuration has another EOS. The stock harness then reads on after the tokenizer's, in a batch."""
     requests = generation(texts(random.Random(1), 30, 9, 70, 4, 5, 12), max_gen_toks=12, until=[])
     stock = HFLM(model, tokenizer=tokenizer, batch_size=1)
     words = [text.split() for text in stock.generate_until(requests, disable_tqdm=True)]
@@ -130,15 +130,15 @@ def test_a_continuation_that_is_joined_with_its_context_is_scored_alone(model, r
     [(("w5", ""), "one has 0: ''"), (("w5", " w6" * 30), "one has 30: ' w6 w6")],
     ids=["empty", "long"],
 )
-def test_a_continuation_that_cannot_be_scored_ends_the_call_in_one_line(pair, length, model, adding):
+def test_an_empty_or_too_long_continuation_raises_an_error_of_one_line(pair, length, model, adding):
     lm = SharedPrefixLM(model, tokenizer=adding(), batch_size=2, max_length=20)
     with pytest.raises(RuntimeError, match=f"must have 1 to 20 tokens, after a context .* but {length}") as error:
         lm.loglikelihood(pairs_of(("w5", " w6"), pair), disable_tqdm=True)
     assert "\n" not in str(error.value)
 
 
-def test_likelihoods_that_are_nan_end_the_call(make_model, tokenizer):
-    """Of NaN values, the first counts as the largest: a broken model would always answer A, and score as A does."""
+def test_likelihoods_that_are_nan_raise_an_error(make_model, tokenizer):
+    """The harness would take the first of NaN values as the largest: a broken model would always answer A."""
     model = make_model("llama")
     weight = model.lm_head.weight
     before = weight.detach().clone()

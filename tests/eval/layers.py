@@ -10,6 +10,6 @@ except RuntimeError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 COMBINATIONS = [("namespaces", "seccomp"), ("landlock", "seccomp"), sandbox.LAYERS]
-ALL_LEVELS = pytest.mark.parametrize(
+EACH_COMBINATION = pytest.mark.parametrize(
     "layers", [layers for layers in COMBINATIONS if {*layers} <= {*AVAILABLE}], ids="+".join
 )
