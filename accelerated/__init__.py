@@ -1,8 +1,8 @@
 """Implementations of depth attention for CPUs and GPUs, and inference plans for passes without gradients.
 
-The models look here for implementations that are faster than PyTorch's operations: `IMPLEMENTATIONS` holds them in
-order of preference. This folder is installed and never travels with weights. It imports no other part of `attnres`,
-and neither `numba` nor `triton` before they are used.
+`IMPLEMENTATIONS` holds the implementations that are faster than PyTorch's operations, in order of preference. This
+folder is installed and never travels with weights. It imports no other part of `attnres`, and imports `numba` and
+`triton` at their first use only.
 """
 
 from collections.abc import MutableMapping
@@ -26,24 +26,24 @@ def inference_plan(model: nn.Module, connection: type[nn.Module], key_norm: type
 
     Args:
         model: the decoder.
-        connection: the class that computes depth attention; a class derived from it may compute more.
-        key_norm: the class of its key norm.
+        connection: the class of all connections. One of a derived class gets no plan, because it may compute more.
+        key_norm: the class of all key norms.
 
     Returns:
-        The plan, or `None` where the connections must be called themselves.
+        The plan, or `None` if the model must call its connections one by one.
     """
     return registration.inference_plan(model, IMPLEMENTATIONS, (connection, key_norm))
 
 
 def accelerate_delta_attention(attention: nn.Module) -> None:
-    """Make a layer of delta attention faster where no GPU kernel applies; its weights stay.
+    """Replace functions of a delta attention layer by ones that are faster without a GPU kernel; its weights stay.
 
     Args:
         attention: a `DeltaAttention` of the model's files.
     """
     from .delta_attention import accelerate
 
-    # Model code that an earlier version saved has the layer of `transformers`, whose functions cannot be replaced.
+    # Model code that an earlier version saved uses the layer of `transformers`, whose functions cannot be replaced.
     if hasattr(attention, "convolve"):
         accelerate(attention)
 

@@ -1,7 +1,7 @@
-"""The link between kernels and autograd, the same for every implementation.
+"""Make kernels differentiable, in the same way for every implementation.
 
 A backward pass runs a kernel. If that pass is differentiated itself (`create_graph=True`), PyTorch's operations compute
-it from the query and the sources instead, equal to rounding.
+it from the query and the sources instead; the two are equal up to rounding.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ class BackwardRequest:
     Args:
         grad: gradient of `h`, `[..., D]`, of any strides.
         grad_weights: gradient of `a`, `[n, ...]`, or `None` for zeros.
-        later_grads: for each source the gradient `[..., D]` that later reads have sent to it, or `None` for zeros. It
-            is added to the gradient that is returned for the source.
+        later_grads: for each source the gradient `[..., D]` from later reads, or `None` for zeros. The backward pass
+            must add it to the gradient that it returns for the source.
         query: `w * g`, `[D]` in float32.
         sources: the n sources `[..., D]`.
         saved: tensors that the forward pass has saved.
@@ -49,25 +49,26 @@ def differentiable(
     forward: Callable[[Tensor, Sequence[Tensor], float, bool], tuple[Tensor, Tensor, tuple[Tensor, ...]]],
     backward: Callable[[BackwardRequest], Gradients],
 ) -> Callable[..., tuple[Tensor, Tensor, Sequence[Tensor]]]:
-    """Return [`Implementation.run`] from two kernels, neither of which is differentiable by itself.
+    """Make [`Implementation.run`] of two kernels, which autograd cannot differentiate.
 
     Args:
         forward: `(query, sources, eps, is_sum) -> (h, a, saved)`, where `saved` are tensors for `backward`.
-        backward: function from a [`BackwardRequest`] to the gradients.
+        backward: `(request) -> (grad_query, grad_sources)`; see [`BackwardRequest`] and [`Gradients`].
     """
 
     class DepthAttention(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *arguments: Tensor | float | bool) -> tuple[Tensor, ...]:
-            # Not in the signature: `torch.compile` counts parameters to see whether `ctx` is one of them, and takes
-            # `(ctx, query, eps, is_sum, *sources)` with two sources for one without `ctx`.
+            # Unpacked here, because `torch.compile` counts the parameters of the signature to see whether `ctx` is one
+            # of them. It would mistake `(ctx, query, eps, is_sum, *sources)` with two sources for one without `ctx`.
             query, eps, is_sum, fuse_later_grads, *sources = arguments
             result, weights, saved = forward(query, sources, eps, is_sum)
             ctx.save_for_backward(query, *sources, *saved)
             ctx.eps, ctx.is_sum, ctx.count = eps, is_sum, len(sources)
-            ctx.set_materialize_grads(False)
+            ctx.set_materialize_grads(False)  # missing gradients are `None`, not tensors of zeros
             if not fuse_later_grads:
                 return result, weights
+            # As outputs of this node, the sources bring the gradients of later reads to its backward pass.
             ctx.mark_non_differentiable(*(s for s, needed in zip(sources, ctx.needs_input_grad[4:]) if not needed))
             return result, weights, *sources
 
@@ -103,9 +104,9 @@ def differentiable(
 def depth_attention_in_operations(
     query: Tensor, sources: Sequence[Tensor], eps: float, is_sum: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute `h` and `a` in PyTorch's operations, which can be differentiated any number of times.
+    """Compute `h` and `a` by PyTorch's operations, which can be differentiated any number of times.
 
-    The models have the same as `reference`. This package imports nothing of theirs, so it has its own.
+    The models' `reference` computes the same. `accelerated` may not import it.
 
     Args:
         query: `w * g`, `[D]` in float32.
@@ -124,13 +125,13 @@ def depth_attention_in_operations(
 
 
 def _differentiable_backward(request: BackwardRequest) -> Gradients:
-    """Compute the gradients in operations that can be differentiated themselves."""
-    # Views, since one source may have been computed from another: only the gradient through this read counts.
+    """Compute the gradients by operations that can be differentiated in turn."""
+    # One source may have been computed from another. Views keep the gradient to what flows through this read.
     leaves = [tensor.view_as(tensor) for tensor in (request.query, *request.sources)]
     needed = [request.needs_query, *request.needs_sources]
     outputs = depth_attention_in_operations(leaves[0], leaves[1:], request.eps, request.is_sum)
-    given = [pair for pair in zip(outputs, (request.grad, request.grad_weights)) if pair[1] is not None]
-    outputs, grads = zip(*given)
+    pairs = [pair for pair in zip(outputs, (request.grad, request.grad_weights)) if pair[1] is not None]
+    outputs, grads = zip(*pairs)
     needed_leaves = [leaf for leaf, is_needed in zip(leaves, needed) if is_needed]
     computed = iter(torch.autograd.grad(outputs, needed_leaves, grads, create_graph=True))
     grad_query, *grad_sources = [next(computed) if is_needed else None for is_needed in needed]
@@ -138,7 +139,7 @@ def _differentiable_backward(request: BackwardRequest) -> Gradients:
 
 
 def add_later_grad(grad: Tensor | None, later: Tensor | None) -> Tensor | None:
-    """Add the gradient of later reads to a source's own; `None` if that is not needed."""
+    """Add the gradient from later reads to a source's gradient; return `None` if the latter is not needed."""
     return grad if later is None or grad is None else grad + later
 
 

@@ -1,6 +1,7 @@
-"""All uses of names in `torch` and `transformers` that are not public, in one place.
+"""All uses of private names of `torch` and `transformers`.
 
-Where a version lacks such a name, the careful answer is given: that PyTorch's operations are being observed.
+If a version lacks such a name, a function here answers that PyTorch's operations are observed, so that no kernel
+replaces them.
 """
 
 from collections.abc import Callable
@@ -17,35 +18,35 @@ except (ImportError, AttributeError):
     _collector, _recorder_file = None, None
 
 
-def looks_at_operations() -> str | None:
-    """Return who observes PyTorch's operations, which a kernel would hide; `None` if nobody does."""
+def why_operations_are_observed() -> str | None:
+    """Return why a kernel may not hide PyTorch's operations, in a few words; `None` if nothing observes them."""
     try:
         if torch._C._functorch.maybe_current_level() is not None:
             return "torch.func transforms the function"
         if torch._C._get_tracing_state() is not None:
             return "the function is traced"
         if torch._C._len_torch_dispatch_stack() > 0:
-            return "a dispatch mode looks at the operations"
+            return "a dispatch mode observes the operations"
         if torch.autograd.forward_ad._current_level >= 0:
             return "forward-mode derivatives are computed"
     except AttributeError as error:
-        return f"this version of torch does not say who looks at the operations ({error})"
+        return f"this version of torch does not show what observes the operations ({error})"
     return None
 
 
 def has_hooks_on_all_modules() -> bool:
-    """Return whether there are hooks that run at the call of any module."""
+    """Return whether there are hooks that run when any module is called."""
     has_hooks = getattr(torch_module, "_has_any_global_hook", None)
     return has_hooks is None or has_hooks()
 
 
 def is_silent(hook: Callable) -> bool:
-    """Return whether a forward hook is one that records outputs for `transformers`, while none are asked for."""
+    """Return whether a forward hook only records outputs for `transformers`, and records none now."""
     return _collector is not None and getattr(hook, "__module__", None) == _recorder_file and not _collector.get()
 
 
-def calls_forward_alone() -> bool:
-    """Return whether `nn.Module.__call__` is PyTorch's own."""
+def module_call_is_unpatched() -> bool:
+    """Return whether `nn.Module.__call__`, and what it calls, are PyTorch's own."""
     names = ("__call__", "_wrapped_call_impl", "_call_impl")
     codes = [getattr(getattr(nn.Module, name, None), "__code__", None) for name in names]
     return all(code is not None and code.co_filename == torch_module.__file__ for code in codes)
@@ -56,4 +57,10 @@ def is_compiled(module: nn.Module) -> bool:
     return vars(module).get("_compiled_call_impl") is not None
 
 
-__all__ = ["calls_forward_alone", "has_hooks_on_all_modules", "is_compiled", "is_silent", "looks_at_operations"]
+__all__ = [
+    "has_hooks_on_all_modules",
+    "is_compiled",
+    "is_silent",
+    "module_call_is_unpatched",
+    "why_operations_are_observed",
+]

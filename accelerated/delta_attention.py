@@ -1,12 +1,12 @@
-"""Kimi Delta Attention for devices without its GPU kernel: equal to the recurrence, and made of matrix products.
+"""Compute Kimi Delta Attention by matrix products, on devices without its GPU kernel.
 
     S_t = (I - b_t k_t k_t^T) Diag(exp(g_t)) S_{t-1} + b_t k_t v_t^T        o_t = S_t^T q_t / sqrt(d_k)
 
 (Kimi Linear, arXiv 2510.26692, section 3.) Within a chunk this is a triangular system whose entries are products of two
 tokens with the decay between them, `sum_d x_t[d] y_s[d] exp(g_{s+1} + ... + g_t)[d]`. The decay is different for each
-channel, so one matrix product cannot give them all; but the chunk can be halved again and again. For a token `t` in
-the second half and a token `s` in the first, the decay is the product of two: from `s` to the middle, and from the
-middle to `t`. Neither exceeds one, however strong the decay is, and no number is the difference of larger ones.
+channel, so one matrix product cannot give all entries. But the chunk can be halved again and again. For a token `t` in
+the second half and a token `s` in the first, the decay is a product of two decays: from `s` to the middle, and from the
+middle to `t`. Neither exceeds one, however strong the decay is, and no entry is the difference of larger numbers.
 """
 
 import inspect
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
-# Below this length pairs of tokens are multiplied channel by channel: smaller matrix products cost more than they save.
+# Up to this length pairs of tokens are multiplied channel by channel: smaller matrix products cost more than they save.
 LEAF = 4
 
 
@@ -36,7 +36,7 @@ def chunk_kda(
     use_qk_l2norm_in_kernel: bool = False,
     starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the recurrence above in float32: its outputs, and the state after it.
+    """Compute the recurrence above in float32.
 
     Args:
         query: `[batch, seq, heads, d_k]`.
@@ -48,10 +48,11 @@ def chunk_kda(
         initial_state: `[batch, heads, d_k, d_v]`, zero by default.
         output_final_state: whether to return the state after the last token.
         use_qk_l2norm_in_kernel: whether to normalise queries and keys first.
-        starts: `[batch, seq]`, true where a document begins: the state before it is forgotten.
+        starts: `[batch, seq]`, true where a document begins, which forgets the state before it.
 
     Returns:
-        `[batch, seq, heads, d_v]` in the dtype of `query`, and the state in float32 if `output_final_state`.
+        The output `[batch, seq, heads, d_v]` in the dtype of `query`, and the last state `[batch, heads, d_k, d_v]` in
+        float32, or `None` without `output_final_state`.
     """
     if torch.is_autocast_enabled(query.device.type):
         with torch.autocast(query.device.type, enabled=False):
@@ -74,8 +75,9 @@ def chunk_kda(
     key_beta = key * beta
     scores, system = decayed_products(torch.stack((query, key_beta)), key, g, starts is not None)
     since_start = _decay(g.cumsum(-2))
-    # Each token writes its value less the value that the state already holds for its key. That value stems from the
-    # chunk itself, which the triangular system (I + strictly lower part) solves, and from the state before the chunk.
+    # Each token writes its value minus the value that the state already holds for its key. The part of that value from
+    # the chunk itself is found by the triangular system (I + strictly lower part); the part from the state before the
+    # chunk is subtracted in the loop below.
     written = torch.cat((value * beta, key_beta * since_start), -1)
     written = torch.linalg.solve_triangular(system, written, upper=False, unitriangular=True)
     new, old_keys = written.split((value.shape[-1], key.shape[-1]), -1)
@@ -95,12 +97,12 @@ def chunk_kda(
 
 
 def decayed_products(later: Tensor, earlier: Tensor, g: Tensor, has_starts: bool = False) -> Tensor:
-    """Compute products of pairs of tokens, with the decay between them.
+    """Compute the products of all pairs of tokens, with the decay between the two.
 
         P[t, s] = sum_d later_t[d] earlier_s[d] exp(g_{s+1} + ... + g_t)[d]    for s <= t, and 0 above the diagonal
 
     Args:
-        later: `[kinds, ..., length, d]`, one or more kinds for each token; the length is a power of 2.
+        later: `[kinds, ..., length, d]`, one or more vectors for each token; the length is a power of 2.
         earlier: `[..., length, d]`.
         g: logarithms of the decay, `[..., length, d]`.
         has_starts: whether `g` may be `-inf`, in all channels of a token at once.
@@ -131,8 +133,8 @@ def decayed_products(later: Tensor, earlier: Tensor, g: Tensor, has_starts: bool
 
 
 def _decay(log: Tensor, is_hidden: Tensor | bool = False) -> Tensor:
-    """Compute `exp(log)`, but 0 where it is hidden or below 1e-17: products of such numbers would be denormal."""
-    # For a denormal number processors take a hundred times as long.
+    """Compute `exp(log)`, but 0 where it is hidden or less than `exp(-40)`."""
+    # Products of smaller numbers would be denormal, and processors take a hundred times as long for those.
     return log.masked_fill((log < -40) | is_hidden, -torch.inf).exp()
 
 
@@ -143,45 +145,45 @@ def _sum_after(g: Tensor) -> Tensor:
 
 def _has_kernel(package: str) -> bool:
     """Return whether `transformers` takes GPU kernels from a package: there is a GPU, and the package imports."""
-    # What is installed may lack its own dependencies; `transformers` takes its slow fallback then.
+    # An installed package may lack its own dependencies. Then `transformers` takes its slow fallback.
     with suppress(ImportError):
         return torch.accelerator.is_available() and bool(import_module(package))
     return False
 
 
-def _where_no_kernel_applies(name: str, package: str, plain: Callable | None = None) -> Callable:
-    """Return a function of Kimi Linear's file, but in PyTorch where its kernels do not run.
+def _by_device(name: str, package: str, plain: Callable | None = None) -> Callable:
+    """Return a function of `modeling_kimi_linear` that runs its GPU kernel on GPUs, and PyTorch's operations on CPUs.
 
-    `transformers` chooses between the two once, by whether the package is there, and not by the tensors' device.
+    `transformers` chooses between the two once, when the package can be imported, and not by the tensors' device.
 
     Args:
         name: name of the function.
         package: package that has the kernel.
-        plain: the function to use instead; by default the one of `transformers` without the package.
+        plain: the function for CPUs; by default the one that `transformers` uses without the package.
     """
     kernel = getattr(kimi_linear, name)
     plain = plain or inspect.unwrap(kernel)
-    understood = inspect.signature(plain).parameters
+    parameters = inspect.signature(plain).parameters  # fewer than those of the kernel
 
     @wraps(plain)
     def function(tensor: Tensor, *args, **kwargs):
         if _runs_kernel(function, tensor):
             return kernel(tensor, *args, **kwargs)
-        return plain(tensor, *args, **{key: value for key, value in kwargs.items() if key in understood})
+        return plain(tensor, *args, **{key: value for key, value in kwargs.items() if key in parameters})
 
     function.has_kernel = _has_kernel(package)
     return function
 
 
 def _runs_kernel(function: Callable, tensor: Tensor) -> bool:
-    """Return whether a function of [`_where_no_kernel_applies`] runs a GPU kernel on the tensor."""
+    """Return whether a function of [`_by_device`] runs a GPU kernel on the tensor."""
     return function.has_kernel and tensor.device.type != "cpu"
 
 
-chunk_kimi_delta_attention = _where_no_kernel_applies("chunk_kimi_delta_attention", "fla", chunk_kda)
-recurrent_kimi_delta_attention = _where_no_kernel_applies("recurrent_kimi_delta_attention", "fla")
-causal_conv1d_fn = _where_no_kernel_applies("causal_conv1d_fn", "causal_conv1d")
-causal_conv1d_update = _where_no_kernel_applies("causal_conv1d_update", "causal_conv1d")
+chunk_kimi_delta_attention = _by_device("chunk_kimi_delta_attention", "fla", chunk_kda)
+recurrent_kimi_delta_attention = _by_device("recurrent_kimi_delta_attention", "fla")
+causal_conv1d_fn = _by_device("causal_conv1d_fn", "causal_conv1d")
+causal_conv1d_update = _by_device("causal_conv1d_update", "causal_conv1d")
 
 
 def chunk(
@@ -197,8 +199,8 @@ def chunk(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the recurrence as `delta_attention_attnres.chunk` does, with the same arguments and result.
 
-    Rows of several documents cost no more than others. If `cu_seqlens` is not given, a kernel's call finds the borders
-    by `seq_idx`, for which it waits for the device.
+    Rows of several documents cost no more than others. If a kernel runs and `cu_seqlens` is missing, the borders are
+    derived from `seq_idx`, which waits for the device.
     """
     options = {"initial_state": initial_state, "output_final_state": output_final_state}
     options["use_qk_l2norm_in_kernel"] = True
@@ -219,7 +221,7 @@ def chunk(
 def step(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, output_final_state: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the recurrence for one token, as `delta_attention_attnres.step`."""
+    """Compute the recurrence for one token, as `delta_attention_attnres.step` does."""
     options = {"output_final_state": output_final_state, "use_qk_l2norm_in_kernel": True}
     return recurrent_kimi_delta_attention(query, key, value, g=g, beta=beta, initial_state=initial_state, **options)
 
@@ -232,7 +234,7 @@ def convolve(
     activation: str | None,
     seq_idx: Tensor | None = None,
 ) -> Tensor:
-    """Compute the convolution as `delta_attention_attnres.convolve`, which is the first argument."""
+    """Compute the convolution as `convolve_documents` does, the `convolve` of `delta_attention_attnres`."""
     options = {"weight": weight, "bias": bias, "activation": activation}
     if seq_idx is None:
         return causal_conv1d_fn(inputs, **options)
@@ -242,14 +244,14 @@ def convolve(
 
 
 def convolve_step(inputs: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """Compute the convolution for one token, as `delta_attention_attnres.convolve_step`."""
+    """Compute the convolution for one token, as `delta_attention_attnres.convolve_step` does."""
     return causal_conv1d_update(inputs, state, weight=weight, bias=bias, activation=activation)
 
 
 def accelerate(attention: nn.Module) -> None:
-    """Let a `DeltaAttention` of the model's files compute with the functions above, on the same weights."""
+    """Make a `DeltaAttention` of the model's files use the functions above; its weights stay."""
     attention.chunk, attention.step, attention.convolve_step = chunk, step, convolve_step
-    # A partial function, and not a bound method: a copied or unpickled layer would keep the method of the original.
+    # A partial function, because a copied or unpickled layer would keep a bound method of the original.
     attention.convolve = partial(convolve, type(attention).convolve)
 
 

@@ -1,10 +1,10 @@
 """Plan the reads of one forward pass without gradients: validate the model once, then dispatch every read.
 
-A connection that is called by itself asks each time whether it and the norm after it do only what their classes say,
-and which kernels serve. In decoding, the weights of a sublayer push everything else out of the processor's caches, and
-these answers would take longer than the attention over the depth. Only the sources are looked at in each read.
+A connection that is called by itself checks each time which kernels can run. In decoding, these checks would take
+longer than the depth attention, because the weights of each sublayer push all else out of the processor's caches. With
+a plan, a read checks its sources only.
 
-[`InferencePlan`] is the part that all devices share; `numba/plan.py` and `triton/plan.py` derive from it.
+[`InferencePlan`] holds what all devices share. `numba/plan.py` and `triton/plan.py` derive from it.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from . import compat
 from .phases import group_size, two_phases_pay
 from .plain import is_plain_module, is_plain_rms_norm, is_unpatched, modules_are_called_plainly
 
-# A connection, its key norm, and the module that runs next, if one does.
+# A connection, its key norm, and the module, usually a norm, that runs next, if there is one.
 Read = tuple[nn.Module, nn.Module, nn.Module | None]
 Sources = tuple[Tensor, ...]
 Phase = tuple[Tensor, ...] | None  # the result of phase 1, of one read or of all reads in a group
@@ -25,7 +25,7 @@ Norm = tuple[Tensor, float] | None  # weight and epsilon
 
 
 class InferencePlan:
-    """The reads of one pass: of each sublayer in turn, and of the output. [`make_plan`] makes it.
+    """The reads of one pass, of each sublayer in turn and of the output. [`make_plan`] makes an instance.
 
     Args:
         reads: all reads of the pass, in order.
@@ -36,9 +36,9 @@ class InferencePlan:
         self._queries = queries
         self._positions = {id(connection): position for position, (connection, _, _) in enumerate(reads)}
         self._key_norms = [key_norm for _, key_norm, _ in reads]
-        # Norms that the kernels can compute after the read, if their weights have the sources' dtype.
+        # Norms that the kernels can compute with the read, if their weights have the sources' dtype.
         self._norms: list[Norm] = [None if norm is None else _plain_norm(norm) for _, _, norm in reads]
-        # The current group: the reads that phase 1 serves, the sources that it read with their stamps, and its result.
+        # The current group: its reads, the sources that phase 1 has read for them, their stamps, and its result.
         self._group: range = range(0)
         self._phase_sources: Sources = ()
         self._stamps: list[tuple] = []
@@ -52,12 +52,12 @@ class InferencePlan:
             state: the sources, each `[batch, seq, hidden]`; the embedding alone before the first write.
 
         Returns:
-            The input `[batch, seq, hidden]`, and whether the norm that runs next has been applied to it.
+            The input `[batch, seq, hidden]`, and whether the norm that runs next is already applied to it.
         """
         sources = state if isinstance(state, tuple) else (state,)
         position = self._positions[id(connection)]
-        is_served = not torch.is_grad_enabled() and sources[0].shape[-1:] == self._queries.shape[1:]
-        prepared = self._prepare(sources) if is_served else None
+        is_inference = not torch.is_grad_enabled() and sources[0].shape[-1:] == self._queries.shape[1:]
+        prepared = self._prepare(sources) if is_inference else None
         if prepared is None:
             return connection(state, self._key_norms[position]())[0], False
         if position not in self._group or not self._begins_with_phase_sources(sources):
@@ -70,14 +70,14 @@ class InferencePlan:
         return self._read(position, multiplier, connection.eps, prepared, phase, norm), norm is not None
 
     def _begins_with_phase_sources(self, sources: Sources) -> bool:
-        """Return whether the sources begin with those that phase 1 read, unchanged since."""
+        """Return whether the sources begin with those that phase 1 has read, unchanged since then."""
         return len(sources) >= len(self._phase_sources) and all(
             a is b and stamp == _stamp(b) for a, b, stamp in zip(self._phase_sources, sources, self._stamps)
         )
 
     def _begin_group(self, start: int, connection: nn.Module, sources: Sources, prepared: Any) -> None:
-        """Begin a group of reads at the read `start`, and run phase 1 for it where that pays."""
-        # Within a block the last source is a sum that still grows.
+        """Begin a group at the read of position `start`. Run phase 1 if it pays; else the group is this read alone."""
+        # Within a block the last source is a sum that still grows, so a group begins at the border of a block.
         is_boundary = connection.sublayer % connection.block_size == 0
         count, remaining = len(sources), len(self._norms) - start
         pays = is_boundary and two_phases_pay(count, sources[0].numel())
@@ -89,7 +89,7 @@ class InferencePlan:
             self._phase_sources, self._stamps = sources, [_stamp(source) for source in sources]
 
     def _prepare(self, sources: Sources) -> Any:
-        """Return the sources in the form that the device's kernels take, or `None` where these do not serve them."""
+        """Return the sources in the form that the device's kernels take, or `None` if no kernel takes them."""
         raise NotImplementedError
 
     def _takes_norm(self, weight: Tensor, sources: Sources) -> bool:
@@ -101,12 +101,12 @@ class InferencePlan:
         raise NotImplementedError
 
     def _read(self, position: int, multiplier: int, eps: float, prepared: Any, phase: Phase, norm: Norm) -> Tensor:
-        """Compute one read `[batch, seq, hidden]`, from its part of phase 1 if there is one, and the norm after it."""
+        """Compute a read `[batch, seq, hidden]`, continued from its part of phase 1 if any, and `norm` of it if any."""
         raise NotImplementedError
 
 
 def make_plan(plan_class: type[InferencePlan], device: str, reads: Sequence[Read]) -> InferencePlan | None:
-    """Make a plan for a pass, if every module in it does only what its class says.
+    """Make a plan for a pass, if every connection and key norm computes what its class defines.
 
     Args:
         plan_class: the plan of a device.
@@ -114,27 +114,28 @@ def make_plan(plan_class: type[InferencePlan], device: str, reads: Sequence[Read
         reads: all reads of the pass, in order.
 
     Returns:
-        The plan, or `None` where the connections must be called themselves.
+        The plan, or `None` if the model must call its connections one by one.
     """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or compat.looks_at_operations() is not None:
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or compat.why_operations_are_observed() is not None:
         return None
     if not reads or not modules_are_called_plainly():
         return None
-    kind, key_norm_kind, first = type(reads[0][0]), type(reads[0][1]), reads[0][0].weight
-    # A patch of how a connection writes may be meant for reads too.
-    if not all(is_unpatched(*method) for method in ((kind, "forward"), (kind, "write"), (key_norm_kind, "forward"))):
+    connection_class, key_norm_class, first = type(reads[0][0]), type(reads[0][1]), reads[0][0].weight
+    # A patched `write` may make another state, which the connection must read itself.
+    methods = (connection_class, "forward"), (connection_class, "write"), (key_norm_class, "forward")
+    if not all(is_unpatched(*method) for method in methods):
         return None
-    form = reads[0][0].eps, reads[0][0].scale, reads[0][0].block_size
+    settings = reads[0][0].eps, reads[0][0].scale, reads[0][0].block_size
     weights, key_norm_weights = [], []
     for connection, key_norm, _ in reads:
-        if type(connection) is not kind or type(key_norm) is not key_norm_kind:
+        if type(connection) is not connection_class or type(key_norm) is not key_norm_class:
             return None
         if "write" in vars(connection):
             return None
         if not (is_plain_module(connection) and is_plain_module(key_norm)):
             return None
-        # The reads of a group are computed together, so they must be alike.
-        if (connection.eps, connection.scale, connection.block_size) != form:
+        # The reads of a group are computed together, so all must have the same settings.
+        if (connection.eps, connection.scale, connection.block_size) != settings:
             return None
         weights.append(connection._parameters.get("weight"))
         key_norm_weights.append(key_norm._parameters.get("weight"))
@@ -158,7 +159,7 @@ def _plain_norm(norm: nn.Module) -> Norm:
 
 
 def _stamp(source: Tensor) -> tuple:
-    """Return a mark that changes with the tensor's memory, shape or, where PyTorch counts changes, its numbers."""
+    """Return a value that changes with the tensor's memory, shape and, where PyTorch counts changes, its numbers."""
     return source.data_ptr(), source.shape, None if source.is_inference() else source._version
 
 

@@ -3,7 +3,7 @@
     l_i = query . s_i / sqrt(mean(s_i^2) + eps),   a = softmax(l),   h = sum_i a_i s_i  (times n for the scale `sum`)
 
 `query` is `w * g` `[D]`, the pseudo-query times the key norm's weight. Model code that was saved beside weights may be
-older or newer than this package: both compare `INTERFACE`, and the model runs in plain PyTorch where it differs.
+older or newer than this package. It has an `INTERFACE` too, and runs in plain PyTorch if the two numbers differ.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+# Increase it with each change of a signature below, or of what the models call in `__init__`.
 INTERFACE = 2
 
 
@@ -22,12 +23,12 @@ class Implementation:
     Args:
         run: `(query, sources, eps, is_sum, fuse_later_grads=False) -> (h, a, sources)`, differentiable. `query` is
             `[D]` in float32, `sources` are n >= 1 tensors `[..., D]` of one shape, `h` has their dtype, `a` is
-            `[n, ...]` in float32. The returned sources are those given; with `fuse_later_grads`, the backward pass of
-            this read also adds the gradients that later reads send to them.
-        supports: `(query, sources) -> reason`, why it cannot run on these tensors here, in a few words; `None` where it
-            can. The first call may take seconds, because it compiles and tries the kernels.
-        pays: `(query, sources) -> bool`, whether it is worth loading for these sizes. `auto` asks it before `supports`.
-        inference_plan: `(reads) -> InferencePlan | None`, a plan for a pass without gradients.
+            `[n, ...]` in float32. The returned sources equal those given. With `fuse_later_grads`, later reads must
+            take the returned ones: the backward pass of this read then adds the gradients of those reads.
+        supports: `(query, sources) -> str | None`, the reason why it cannot run on these tensors, in a few words, or
+            `None` if it can. The first call may take seconds, because it compiles and tries the kernels.
+        pays: `(query, sources) -> bool`, whether these sizes are worth loading it. `auto` calls it before `supports`.
+        inference_plan: `(reads) -> InferencePlan | None`, a plan for a pass without gradients; see `make_plan`.
     """
 
     run: Callable[..., tuple[Tensor, Tensor, Sequence[Tensor]]]

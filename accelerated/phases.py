@@ -3,13 +3,13 @@
     phase 1    all queries of a group of sublayers against the sources that exist when the group begins
     phase 2    each sublayer: the newer sources, merged with its part of phase 1 by online softmax
 
-The result is exact (AttnRes, section 4.2). Phase 1 writes a sum for each query, and phase 2 reads it back: two phases
-pay where that costs less than the readings of sources that they save.
+The result is exact (AttnRes, section 4.2). Phase 1 writes a sum for each query, and phase 2 reads it back. Two phases
+pay if this costs less than the readings of sources that they save.
 """
 
 # Cost of a sum, written and read back, in readings of a source; measured by `python -m benchmarks`, part "phases".
 _COST_OF_SUM = 1.9
-# Up to so many bytes, all sources stay in the caches, and reading them costs next to nothing.
+# Up to this many bytes, all sources stay in the caches, and reading them costs next to nothing.
 _CACHED = 4 << 20
 
 
@@ -24,7 +24,7 @@ def two_phases_pay(sources: int, numbers: int) -> bool:
 
 
 def group_size(block_size: int, sources: int, reads: int) -> int:
-    """Return how many sublayers one phase 1 serves; 1 where two phases do not pay.
+    """Return how many sublayers one phase 1 serves; 1 if two phases do not pay.
 
     A group of `k` blocks reads the sources once instead of `k S` times, but reads its own newer blocks, up to `k - 1`,
     for each sublayer: `n / (k S) + (k - 1) / 2` is least at `k = sqrt(2 n / S)`.

@@ -9,7 +9,7 @@ from .compat import is_compiled
 from .inference_plan import InferencePlan
 from .interface import Implementation
 
-Attended = tuple[Tensor, Tensor, Sequence[Tensor]]
+Attended = tuple[Tensor, Tensor, Sequence[Tensor]]  # `h`, `a` and the sources, see `Implementation.run`
 
 
 def register(interface: MutableMapping, implementations: Mapping[str, Implementation]) -> None:
@@ -36,7 +36,7 @@ def register(interface: MutableMapping, implementations: Mapping[str, Implementa
 
 
 def _by_name(name: str, implementation: Implementation) -> Any:
-    """Return the function for an implementation that was chosen by name: it raises where that cannot run."""
+    """Return `run` of an implementation that the user chose by name; it raises `ValueError` where it cannot run."""
 
     def run(
         query: Tensor, sources: Sequence[Tensor], eps: float, is_sum: bool, fuse_later_grads: bool = False
@@ -52,7 +52,7 @@ def _by_name(name: str, implementation: Implementation) -> Any:
 def inference_plan(
     model: nn.Module, implementations: Mapping[str, Implementation], classes: tuple[type[nn.Module], type[nn.Module]]
 ) -> InferencePlan | None:
-    """Make the plan of the first implementation that has one for this pass; see [`attnres.accelerated.inference_plan`].
+    """Make a plan by the first implementation that can; see [`attnres.accelerated.inference_plan`].
 
     Args:
         model: the decoder.
@@ -61,17 +61,18 @@ def inference_plan(
     """
     name = model.config.depth_attention_implementation
     candidates = implementations.values() if name == "auto" else filter(None, [implementations.get(name)])
-    makers = [candidate.inference_plan for candidate in candidates if candidate.inference_plan is not None]
+    make_plans = [candidate.inference_plan for candidate in candidates if candidate.inference_plan is not None]
     # A layer that is wrapped or compiled may not call its connections in the order of a plan.
-    if not makers or any("sublayers" not in vars(layer) or is_compiled(layer) for layer in model.layers):
+    if not make_plans or any("sublayers" not in vars(layer) or is_compiled(layer) for layer in model.layers):
         return None
-    owners = [(layer._modules, sublayer.name, sublayer.first) for layer in model.layers for sublayer in layer.sublayers]
-    owners.append((model._modules, "output_attn_res", None))
-    reads = [(modules[f"{name}_proj"], modules[f"{name}_norm"], modules.get(first)) for modules, name, first in owners]
-    connection, key_norm, _ = reads[-1]  # `make_plan` checks that all others have the classes of one
+    # Of each read: the modules of its layer, the name of its connection, and the name of the module that runs next.
+    places = [(layer._modules, sublayer.name, sublayer.first) for layer in model.layers for sublayer in layer.sublayers]
+    places.append((model._modules, "output_attn_res", None))
+    reads = [(modules[f"{name}_proj"], modules[f"{name}_norm"], modules.get(first)) for modules, name, first in places]
+    connection, key_norm, _ = reads[-1]  # one is enough: `make_plan` checks that all reads have the same classes
     if (type(connection), type(key_norm)) != classes:
         return None
-    return next((plan for plan in (make(reads) for make in makers) if plan is not None), None)
+    return next((plan for plan in (make_plan(reads) for make_plan in make_plans) if plan is not None), None)
 
 
 __all__ = ["inference_plan", "register"]

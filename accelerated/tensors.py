@@ -2,12 +2,12 @@
 
 from torch import Tensor, nn
 
-# No subclass: those are tensors of other devices, distributed or quantised ones, and have no plain address.
+# Types whose numbers lie at `data_ptr()`. A subclass may be distributed, quantised or on another device.
 PLAIN = (Tensor, nn.Parameter)
 
 
 def packed(tensor: Tensor) -> Tensor:
-    """Return the tensor with its numbers in a row; a copy where they are not."""
+    """Return the tensor contiguous and without a pending negation: itself if it is so already, or else a copy."""
     return tensor.contiguous().resolve_neg()
 
 

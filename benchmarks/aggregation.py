@@ -1,4 +1,4 @@
-"""Inputs, ways and lower bound of one measured aggregation.
+"""The inputs and ways of one measured aggregation, and a lower bound of its time.
 
 The bound is the memory traffic that no way can avoid, at the speed of `copy_` on buffers of that size, measured in turn
 with the ways. Sources have E elements each, and a copy of E elements moves 2E:
@@ -46,7 +46,7 @@ class Inputs:
         self.key_norm_weight, self.grad = random(width), random(tokens, width).detach()
         self.eps = 1e-6
         self.moved = {"forward": (n + 1) * tokens * width, "backward": (2 * n + 1) * tokens * width}
-        # Written once, because pages that were never written all map to one page, and reading that takes no time.
+        # Ones, because pages that were never written all map to the same page, and reading that takes no time.
         self.copy_from, self.copy_to = torch.ones(2, self.moved["backward"] // 2, dtype=dtype, device=device)
 
     def call(self, function: Peer) -> Tensor:
@@ -94,7 +94,7 @@ def runnable(ways: Ways) -> tuple[Ways, dict[str, str]]:
         The ways that run, and for each other way the first line of its error.
 
     Raises:
-        Exception: the error of our own fastest way or of the bound, which must run.
+        Exception: the error of `OURS` or `BOUND`, which must run.
     """
     working, missing = {}, {}
     for name, way in ways.items():

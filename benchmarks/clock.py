@@ -37,7 +37,7 @@ class Clock:
         self._until = self._now() + share * self.left()
 
     def row(self, rows_left: int) -> float | None:
-        """Return the seconds for the next row, of `rows_left` in this part, or `None` if the part is over."""
+        """Return the seconds for the next row if `rows_left` rows share the part, or `None` if the part is over."""
         left = self._until - self._now()
         return left / rows_left if left > 0 else None
 
@@ -45,7 +45,7 @@ class Clock:
     def stops(self) -> Iterator[None]:
         """Interrupt the code inside the `with` block when the budget is spent.
 
-        Works in the main thread only, which gets the signal.
+        It works in the main thread only, because Python handles signals there.
 
         Raises:
             OutOfTime: the budget is spent.
@@ -54,7 +54,7 @@ class Clock:
         def stop(number: int, frame: object) -> None:
             raise OutOfTime
 
-        # Again every second: Python drops an exception that is raised while it deletes an object.
+        # The signal repeats every second, because Python drops an exception that is raised while it deletes an object.
         before = signal.signal(signal.SIGALRM, stop)
         signal.setitimer(signal.ITIMER_REAL, max(0.001, self.left()), 1.0)
         try:

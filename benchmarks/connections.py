@@ -1,7 +1,7 @@
 """Compare every residual connection with the residual stream, on the same weights.
 
-Measures a training step, its memory, and decoding. Attention residuals run by their kernels, as where `attnres` is
-installed; the other connections run by PyTorch's operations.
+It measures a training step, its memory, and decoding. Attention residuals run by their kernels, and the other
+connections by PyTorch's operations.
 """
 
 from collections.abc import Iterator

@@ -2,8 +2,8 @@
 
     python benchmarks/convert.py [--gigabytes 4] [--repeats 5] [--folder DIR]
 
-The two take turns. Each writes into a directory that is removed afterwards, and the disk's buffers are flushed in
-between. Writes `results/convert.json`.
+The two take turns. Each writes into a directory that is removed afterwards. Before each turn, the disk's buffers are
+flushed. The script writes `results/convert.json`.
 """
 
 import argparse
@@ -31,7 +31,7 @@ RESULTS = Path(__file__).parent / "results" / "convert.json"
 
 
 def make_checkpoint(folder: Path, gigabytes: float) -> None:
-    """Write a Llama of hidden size 2048 in bfloat16, with random weights, in shards of half a gigabyte."""
+    """Write a Llama of hidden size 2048 in bfloat16, with random weights, in shards of about half a gigabyte."""
     shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 16}
     layers = max(1, round(gigabytes / 0.134))  # a layer of this shape has 0.134 GB
     config = LlamaConfig(**shape, num_hidden_layers=layers, dtype="bfloat16", architectures=["LlamaForCausalLM"])
@@ -54,7 +54,7 @@ def make_checkpoint(folder: Path, gigabytes: float) -> None:
 
 
 def seconds(action: Callable[[Path], object], target: Path) -> float:
-    """Return the seconds that `action(target)` takes. `target` must not exist; it is made before and removed after."""
+    """Return the seconds that `action(target)` takes. `target` is made before and removed afterwards."""
     target.mkdir()
     os.sync()
     start = time.perf_counter()
@@ -66,7 +66,7 @@ def seconds(action: Callable[[Path], object], target: Path) -> float:
 
 def peak_megabytes(command: list[str]) -> float:
     """Return the peak resident memory of a command in its own process, mapped files included, in MiB."""
-    # A small process starts the command, because the kernel also counts the memory of the process that starts it.
+    # A small process starts the command, because the kernel counts the memory of the process that starts a command too.
     code = (
         "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); "
         "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"

@@ -6,12 +6,12 @@
 2. `tests`: the tests of the kernels, if pytest is installed;
 3. `ops`: one aggregation against a copy of the memory that it moves;
 4. `models`: models against the standard residual stream, for prefill, a training step and decoding;
-5. `libraries`: one aggregation by the kernels of libraries, which may spend all time left on tuning themselves;
+5. `libraries`: one aggregation by the kernels of libraries, which may spend all remaining time on tuning themselves;
 6. `tiles`, only with `--only tiles`: other tiles of our kernels than the chosen ones.
 
-Needs Python, torch, triton, transformers and the checkout (`pip install --no-deps --no-build-isolation -e .`). Every
+It needs Python, torch, triton, transformers and the checkout (`pip install --no-deps --no-build-isolation -e .`). Every
 row is stored as soon as it is measured, so a run that is cut off keeps its rows. If time is short, there are fewer
-repeats, and then fewer rows. `--quick` makes everything tiny, to see that it runs, also without a GPU.
+repeats, and then fewer rows. `--quick` takes tiny sizes, to see that everything runs, also without a GPU.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run from the command line.
 
     Args:
-        arguments: of the command line; those of the process by default.
+        arguments: arguments of the command line; by default those of the process.
 
     Returns:
         The exit status: 1 if there is no GPU or an implementation or a test is wrong. Bad usage exits with 2.

@@ -24,10 +24,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def measure(device: str, quick: bool, clock: Clock) -> Iterator[dict]:
-    """Yield one row per implementation, dtype and case. One that does not run says why, once per dtype."""
+    """Yield one row per implementation, dtype and case, or one with the reason per dtype that does not run."""
     cases = [(dtype, case) for case in (QUICK if quick else CASES) for dtype in DTYPES]
     refused = set()
-    # A library may tune itself for half a minute per width, so it runs after all others and on two widths only.
+    # A library may tune itself for half a minute per width, so it runs after all others and for two cases only.
     names = [name for name in DEPTH_ATTENTION if name not in ("auto", *LIBRARIES)]
     todo = [(case, names) for case in cases] + [(case, LIBRARIES) for case in cases[:2]]
     for number, ((dtype, case), names) in enumerate(todo):
@@ -68,26 +68,26 @@ def compared(attend: Callable, query: Tensor, sources: list[Tensor]) -> dict:
     error = 0.0
     for is_sum in (False, True):
         exact = [tensor.detach().double().requires_grad_() for tensor in (query, *sources)]
-        found = attend(query, sources, EPS, is_sum)[:2]
+        actual = attend(query, sources, EPS, is_sum)[:2]
         expected = reference(exact[0], exact[1:], None, EPS, is_sum)
-        found = [*found, *torch.autograd.grad(loss(*found), (query, *sources))]
+        actual = [*actual, *torch.autograd.grad(loss(*actual), (query, *sources))]
         expected = [*expected, *torch.autograd.grad(loss(*expected), exact)]
-        error = max(error, *(relative_error(*pair) for pair in zip(found, expected)))
+        error = max(error, *(relative_error(*pair) for pair in zip(actual, expected)))
     return judged(error, sources[0].dtype)
 
 
 @torch.no_grad()
 def two_phases(query: Tensor, sources: list[Tensor]) -> dict:
-    """Compare phase one over the first half of the sources, a read of all sources, and the norm after it."""
+    """Compare phase one over half of the sources, the read that continues from it, and the norm after the read."""
     half, width, dtype = len(sources) // 2, query.numel(), sources[0].dtype
     phase = None
     if half:
         phase = tuple(part[1] for part in phase_one(torch.stack([-query, query]), EPS, *sources[:half]))
     weight = torch.linspace(-2, 3, width, device=query.device).to(dtype)
-    found = read_fused(query, EPS, 1, sources[half:], phase, dtype, weight, EPS)
+    actual = read_fused(query, EPS, 1, sources[half:], phase, dtype, weight, EPS)
     expected, _ = reference(query.double(), [source.double() for source in sources], None, EPS, False)
     expected = torch.nn.functional.rms_norm(expected, (width,), weight.double(), EPS)
-    return judged(relative_error(found, expected), dtype, roundings=3)
+    return judged(relative_error(actual, expected), dtype, roundings=3)
 
 
 def loss(result: Tensor, weights: Tensor) -> Tensor:
@@ -98,15 +98,15 @@ def loss(result: Tensor, weights: Tensor) -> Tensor:
     return (result * direction.to(result.dtype)).double().sum() + (weights.double() * direction.sum(-1)).square().sum()
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return the largest difference, relative to the largest entry, or infinity if any entry is not a number."""
-    # With one source the query's gradient is zero, computed as a difference of numbers near one: hence the least scale.
-    error = (found.double() - expected).abs().max() / expected.abs().max().clamp(min=LEAST_SCALE)
+    # The scale has a minimum because with one source the query's gradient is zero, a difference of numbers near one.
+    error = (actual.double() - expected).abs().max() / expected.abs().max().clamp(min=LEAST_SCALE)
     return error.item() if bool(error.isfinite()) else float("inf")
 
 
 def judged(error: float, dtype: torch.dtype, roundings: int = 1) -> dict:
-    """Return the error, the error allowed after so many roundings to `dtype`, and whether the former is within it."""
+    """Return the error, the error that is allowed after `roundings` roundings to `dtype`, and whether it is allowed."""
     allowed = 5e-5 + 2 * roundings * torch.finfo(dtype).eps
     return {"error": error, "allowed": allowed, "is_right": error <= allowed}
 

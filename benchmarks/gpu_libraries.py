@@ -1,6 +1,6 @@
 """Measure one aggregation on a GPU by the kernels of libraries, in turn with ours.
 
-Some of the libraries tune themselves for a minute at first.
+Some of the libraries tune themselves for a minute at their first call.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,6 @@
 """Compare attention residuals with the standard residual stream in models on a GPU, in bfloat16, on the same weights.
 
-Measures prefill, a training step and decoding: as they are (eager), as CUDA graphs, and compiled, for S = 4, S = 8 and
-Full.
+It measures prefill, a training step and decoding, each eagerly, as CUDA graphs and compiled, for S = 4, S = 8 and Full.
 """
 
 import gc
@@ -23,20 +22,20 @@ from .timing import Setting, Ways, compare, interleave
 
 TARGETS = {"prefill": 1.02, "training step": 1.03, "decoding": 1.02}  # of ours / standard
 CONNECTIONS: dict[str, dict] = {"Block S=4": {"block_size": 4}, "Block S=8": {"block_size": 8}, "Full": {"full": True}}
-# In eager mode also with depth attention by PyTorch's operations, and by fla's kernels where these run.
+# Implementations that are measured too, in eager mode: PyTorch's operations, and fla's kernels where they run.
 OTHERS = ("eager", "fla")
 WITH_OTHERS = "Block S=4"  # the one connection that is also measured with `OTHERS`
 BATCH, TOKENS, DECODED = 4, 2048, 8
 
 
 def compiled(prepare: Callable[..., Ways], models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
-    """Return the ways of a workload for models that are each compiled by themselves."""
+    """Return the ways of a workload for models of which each is compiled."""
     torch.compiler.reset()
     return prepare({name: _Compiled(model) for name, model in models.items()}, ids)
 
 
 class _Compiled:
-    """A model whose calls are compiled. Everything else is the model's own."""
+    """A model whose calls are compiled. All other attributes are those of the model."""
 
     def __init__(self, model: PreTrainedModel):
         self._model, self._call = model, torch.compile(model, dynamic=False)
@@ -56,7 +55,7 @@ class _Compiled:
         return self
 
 
-# Mode -> workload -> function that prepares its ways. Within a mode, quick workloads come first.
+# Mode -> workload -> function that prepares its ways. In each mode, quick workloads come first.
 MODES: dict[str, dict[str, Callable[[dict[str, PreTrainedModel], Tensor], Ways]]] = {
     "eager": {
         "prefill": workloads.prefill,
@@ -74,7 +73,7 @@ MODES: dict[str, dict[str, Callable[[dict[str, PreTrainedModel], Tensor], Ways]]
         "training step": partial(compiled, workloads.training_step),
     },
 }
-COST = {"eager": 2, "CUDA graph": 2, "compiled": 5}  # share of the time that a row of each mode gets
+COST = {"eager": 2, "CUDA graph": 2, "compiled": 5}  # mode -> time that a row gets, relative to other modes
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ def measure(device: str, quick: bool, clock: Clock) -> Iterator[dict]:
             times = interleave(
                 ways, setting, calls=DECODED if point.workload == "decoding" else 1, most_seconds=0.7 * seconds
             )
-        except Exception as error:  # cannot be captured, cannot be compiled, or does not fit the memory
+        except Exception as error:  # the model cannot be captured or compiled, or does not fit into memory
             yield row | {"missing": (next(iter(str(error).splitlines()), "") or type(error).__name__)[:200]}
             ways = None
             _free(device)
@@ -172,7 +171,7 @@ def variants(point: Point, device: str) -> dict[str, PreTrainedModel]:
 
 
 def other_name(other: str, connection: str) -> str:
-    """Return the name of the way with this connection by another implementation."""
+    """Return the name of the model with this connection and another implementation."""
     return EAGER + connection if other == "eager" else f"{other}, {connection}"
 
 

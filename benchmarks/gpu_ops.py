@@ -1,7 +1,7 @@
 """Measure one aggregation on a GPU in bfloat16, against a copy of the memory that it must move.
 
-Replays of CUDA graphs are timed. They show the GPU's own time without Python, which takes longer to launch a small
-kernel than the kernel runs. Models in eager mode (`gpu_models`) pay that too. `gpu_libraries` adds other kernels.
+Replays of CUDA graphs are timed. They show the GPU's time without Python's, which takes longer to launch a small kernel
+than the kernel runs. Models in eager mode (`gpu_models`) pay for launches too. `gpu_libraries` adds other kernels.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from .timing import Setting, Ways, compare, interleave
 
 TARGET = 1.3  # of ours / bound
 ELEMENTS = 2**24  # values of each source, so that all sources are far larger than the caches
-# Points with the same number of sources are together, because libraries tune their kernels per number and width.
+# Points with the same number of sources follow each other, because libraries tune their kernels per number and width.
 SOURCES, WIDTHS = (5, 9, 17, 2), (1024, 2048)
 PASSES = {"forward": forward, "forward+backward": forward_and_backward}
 
@@ -33,7 +33,7 @@ def measure(device: str, quick: bool, clock: Clock, peers: Mapping[str, Peer] | 
         peers: other functions to measure, by name.
 
     Yields:
-        Times and ratios of ours and of the peers, or what is missing and why.
+        Times and ratios of ours and of the peers, and the reason for each way that is missing.
     """
     setting = Setting(repeats=2 if quick else 30, quick=quick, device=device)
     points = [(2, 64)] if quick else list(product(SOURCES, WIDTHS))

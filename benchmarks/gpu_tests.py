@@ -11,7 +11,7 @@ from .clock import Clock
 
 ROOT = Path(__file__).parents[1]
 TESTS = "tests/accelerated"
-LEAST = 20  # seconds, below which no run begins
+LEAST = 20  # seconds that must be left for a run to begin
 
 
 def measure(device: str, quick: bool, clock: Clock) -> Iterator[dict]:
@@ -31,7 +31,7 @@ def run(seconds: float, quick: bool) -> dict:
     if quick:
         options += ["--collect-only"]
     elif find_spec("xdist") is not None:
-        options += ["--numprocesses", "8"]  # most of the time goes to the compiler, on the CPU
+        options += ["--numprocesses", "8"]  # the compiler, which runs on the CPU, takes most of the time
     command = [sys.executable, "-m", "pytest", TESTS, *options]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)

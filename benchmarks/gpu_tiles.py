@@ -1,6 +1,6 @@
 """Compare tiles of the kernels on a GPU.
 
-Measures one aggregation with the chosen tile and with others, against a copy of the memory that it moves.
+It measures one aggregation with the chosen tile and with others, against a copy of the memory that it moves.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ CHOSEN = "chosen"
 
 
 def measure(device: str, quick: bool, clock: Clock) -> Iterator[dict]:
-    """Yield one row per point and pass. A tile's name is `elements/elements per thread`, and `/programs` backward."""
+    """Yield one row per point and pass. A tile is named `elements/elements per thread`, backward with `/programs`."""
     setting = Setting(repeats=2 if quick else 10, quick=quick, device=device)
     for number, (n, width, dtype) in enumerate(POINTS):
         row = {"sources": n, "width": width, "dtype": dtype}
@@ -72,7 +72,7 @@ def backwards(inputs: Inputs) -> dict:
 
 
 def table(rows: list[dict]) -> tuple[str, list[str], list[list[str]], str]:
-    """Return title, columns, cells and note of a table with the chosen tile beside the best one tried."""
+    """Return title, columns, cells and note of a table with the chosen tile beside the best tile that was tried."""
     cells = []
     for row in rows:
         if "ratios" not in row:

@@ -1,6 +1,6 @@
 """Capture the workloads of models as CUDA graphs.
 
-A graph is replayed without Python, so its time is the GPU's own.
+A graph is replayed without Python, so only the GPU's time is measured.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ WARM_UP = 3  # calls before the one that is captured
 
 
 def graphed(way: Callable[[], None]) -> Callable[[], None]:
-    """Capture the kernels that a call launches, after some warm-up calls, and return a function that replays them."""
+    """Capture the kernels that a call launches, after some warm-up calls. Return a function that replays them."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -47,7 +47,7 @@ def training_step(models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
 
 
 def decoding(models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
-    """Return a way per model that decodes one token with a static cache. Cache and position count on the GPU."""
+    """Return a way per model that decodes one token with a static cache. The GPU advances cache and position."""
 
     def one(model: PreTrainedModel) -> Callable[[], None]:
         cache = StaticCache(config=model.config, max_cache_len=ids.shape[1] + ROOM)

@@ -1,7 +1,7 @@
 """Compare delta attention without a GPU, `accelerated.delta_attention`, with the fallback of transformers.
 
-Measures time and peak memory of a forward and backward pass on 512 tokens, and the error of each against the recurrence
-in float64.
+It measures the time and the peak memory of a forward and a backward pass on 512 tokens, and the error of each against
+the recurrence in float64.
 """
 
 import inspect
@@ -57,8 +57,8 @@ def recurrence(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tenso
         key: `[batch, seq, heads, d_k]`.
         value: `[batch, seq, heads, d_v]`.
         g: logarithms of the decay, `[batch, seq, heads, d_k]`.
-        beta: step sizes, `[batch, seq, heads]`.
-        **options: ignored; the compared functions take them.
+        beta: rates at which tokens write to the state, `[batch, seq, heads]`.
+        **options: ignored; [`gradients`] passes them to every function.
 
     Returns:
         The output `[batch, seq, heads, d_v]` and the last state `[batch, heads, d_k, d_v]`.
@@ -74,16 +74,16 @@ def recurrence(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tenso
 
 
 def gradients(compute: Callable[..., tuple[Tensor, Tensor]], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Run a forward and backward pass; return the output and the gradients of the sum of its squares."""
+    """Run a forward and a backward pass. Return the output, and the gradients of the sum of its squares."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
     output, _ = compute(**leaves, output_final_state=True, use_qk_l2norm_in_kernel=True)
     grads = torch.autograd.grad(output.square().sum(), leaves.values())
     return {"output": output.detach()} | dict(zip(leaves, grads))
 
 
-def largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def largest_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Return the largest error of the output and all gradients, each relative to its largest entry."""
-    return max(((found[name] - true).abs().max() / true.abs().max()).item() for name, true in expected.items())
+    return max(((actual[name] - exact).abs().max() / exact.abs().max()).item() for name, exact in expected.items())
 
 
 def tables(rows: list[dict]) -> dict[str, Table]:

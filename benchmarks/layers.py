@@ -1,6 +1,6 @@
 """Measure models on a CPU with one layer of the fast path switched off at a time.
 
-A layer that gains no model 2% is not worth its code.
+A layer that makes no model 2% faster is not worth its code.
 """
 
 import gc
@@ -27,7 +27,7 @@ EVERYTHING = "ours"
 
 @contextmanager
 def eager(model: PreTrainedModel) -> Iterator[None]:
-    """Run depth attention by PyTorch's operations, as where only PyTorch is installed."""
+    """Run depth attention by PyTorch's operations, which is how it runs if only PyTorch is installed."""
     with patch.object(model.config, "depth_attention_implementation", "eager"):
         yield
 
@@ -55,7 +55,7 @@ def without_fused_norm(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def without_later_grads(model: PreTrainedModel) -> Iterator[None]:
-    """Let autograd add the gradients of sublayers that read a source later."""
+    """Let autograd, and not the backward kernel, add the gradients of sublayers that read a source later."""
     attend = attn_res_attnres.attend
     with patch.object(attn_res_attnres, "attend", lambda *args, fuse_later_grads: attend(*args)):
         yield
@@ -68,11 +68,11 @@ LAYERS: dict[str, Callable[[PreTrainedModel], object]] = {
     "no fused norm": without_fused_norm,
     "no fused gradients": without_later_grads,
 }
-_OF_PLANS = ("eager", "no inference plan", "no fused norm")
+_LAYERS_WITHOUT_GRADIENTS = ("eager", "no inference plan", "no fused norm")
 # Workload -> function that prepares it, calls per repeat, repeats per repeat of the setting, and the layers it uses.
 WORKLOADS: dict[str, tuple[Callable, int, int, tuple[str, ...]]] = {
-    "prefill": (prefill, 1, 2, (*_OF_PLANS, "no two phases")),
-    "decoding": (decoding, DECODED, 4, _OF_PLANS),
+    "prefill": (prefill, 1, 2, (*_LAYERS_WITHOUT_GRADIENTS, "no two phases")),
+    "decoding": (decoding, DECODED, 4, _LAYERS_WITHOUT_GRADIENTS),
     "training step": (training_step, 1, 1, ("eager", "no fused gradients")),
 }
 
@@ -100,7 +100,7 @@ def measure(setting: Setting) -> Iterator[dict]:
 
 
 def _switched(ways: Mapping[str, Callable[[], object]], model: PreTrainedModel) -> Ways:
-    """Wrap each way so that it runs without the layer of its name."""
+    """Wrap each way that is named after a layer, so that it runs without this layer."""
 
     def switch(way: Callable[[], object], layer: Callable[[PreTrainedModel], object]) -> Callable[[], None]:
         def run() -> None:

@@ -20,7 +20,7 @@ PACKAGES = ("attnres", "torch", "transformers", "numba", "triton", "fla-core", "
 
 
 def describe(device: str) -> dict:
-    """Return machine, versions, commit and date; `device` is `"cpu"` or one of CUDA."""
+    """Return the machine, versions, commit and date. `device` is `"cpu"` or a CUDA device."""
     machine = {
         "processor": _processor(),
         "cores": psutil and psutil.cpu_count(logical=False),
@@ -36,7 +36,7 @@ def describe(device: str) -> dict:
         "machine": machine,
         "versions": {"python": platform.python_version()} | _versions(),
         "commit": _git("rev-parse", "HEAD"),
-        # The files that the measurements themselves write do not make it dirty.
+        # The files that measurements write are left out, because they say nothing of the measured code.
         "dirty": bool(_git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!benchmarks/README.md")),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -58,7 +58,7 @@ class Others:
         """Return busy seconds of all processes, busy seconds of this process and its children, and idle seconds."""
         system, process = psutil.cpu_times(), psutil.Process().cpu_times()
         idle = system.idle + getattr(system, "iowait", 0.0)
-        # The time of guests is already part of that of users.
+        # The times `guest` and `guest_nice` are already in `user` and `nice`.
         busy = sum(system) - idle - getattr(system, "guest", 0.0) - getattr(system, "guest_nice", 0.0)
         return busy, sum(process[:4]), idle
 

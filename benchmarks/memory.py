@@ -1,8 +1,8 @@
 """Compare the peak memory of a training step with that of the standard residual stream.
 
-The allocator counts it tensor by tensor, so that two runs give the same number. The memory of the whole process differs
-between runs by more than the target. There are two ratios: of everything (weights, moments of AdamW, gradients,
-activations), and of what only the step holds (gradients, activations).
+The allocator counts it tensor by tensor, so that two runs give the same number. The memory of the whole process would
+differ between runs by more than the target. There are two ratios: of all tensors (weights, moments of AdamW, gradients,
+activations), and of those that live within the step (gradients, activations).
 """
 
 import gc
@@ -43,16 +43,16 @@ def measure(setting: Setting) -> Iterator[dict]:
 
 
 def step_bytes(model: nn.Module, step: Callable[[], object], device: str) -> dict[str, int]:
-    """Return the peak bytes of a training step: of `all` tensors in it, and of those that only the `step` holds."""
+    """Return the peak bytes of a training step: of `all` tensors, and of those that live within the `step`."""
     step()  # the optimizer makes its moments in the first step
-    # A weight and its two moments. Gradients are made and freed within the step.
+    # Each parameter counts three times: itself and its two moments. Its gradient lives within the step.
     held = sum(3 * parameter.nbytes for parameter in model.parameters())
     peak = peak_bytes(step, device)
     return {"all": held + peak, "step": peak}
 
 
 def peak_bytes(function: Callable[[], object], device: str = "cpu") -> int:
-    """Return the most bytes that a call holds at once beyond those held before it, as the allocator counts them."""
+    """Return the most bytes that a call holds at once, beyond those held before it, as the allocator counts them."""
     if device != "cpu":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

@@ -1,8 +1,8 @@
 """Compare models with attention residuals with the standard residual stream, on the same weights.
 
-Measures prefill of 512 tokens, a training step on them (forward, backward, AdamW), and decoding after them, one token
-at a time. Decoding runs as it is, and as `generate` compiles it with a static cache (on Llama only, because compiling
-takes a while). The paper's pseudocode is measured beside.
+It measures prefill of 512 tokens, a training step on them (forward, backward, AdamW), and decoding after them, one
+token at a time. Decoding runs eagerly, and as `generate` compiles it with a static cache (on Llama only, because
+compiling takes a while). The paper's pseudocode is measured too.
 """
 
 import gc
@@ -28,7 +28,7 @@ TARGETS = {
     "decoding": (1.02, 1.05),
     "decoding, compiled": (1.02, 1.05),
 }
-# In a model this small, the number of operations decides the time.
+# In a model this small, the time depends on the number of operations and not on their sizes.
 TOY = "Llama, d = 64"
 TOY_TARGETS = {"prefill": 1.3, "training step": 1.1, "decoding": 1.3}
 

@@ -1,11 +1,11 @@
-"""Compare multiple choice with shared prefixes with the stock harness, on real questions of MMLU and HellaSwag.
+"""Compare multiple choice with shared prefixes against the stock harness, on real questions of MMLU and HellaSwag.
 
     ATTNRES_ASSETS=DIR python benchmarks/multiple_choice.py [--questions 15] [--repeats 3] [--batch-size 8]
 
-Three ways take turns: `SharedPrefixLM`; the harness's `HFLM`, whose logits cache runs choices of one token in one pass;
-and `HFLM` without this cache, with one pass per choice. All must give the same scores. The models have random weights
-and a context of 4,096 tokens. The processor time of one thread is compared, which other processes disturb less than the
-time by the clock. Writes `results/multiple_choice.json`.
+Three ways take turns: `SharedPrefixLM`; the harness's `HFLM`, whose logits cache runs all choices of one token in one
+pass; and `HFLM` without this cache, which runs one pass per choice. All must give the same scores. The models have
+random weights and a context of 4,096 tokens. Ratios are of the processor time of one thread, which other processes
+disturb less than the time by the clock. The script writes `results/multiple_choice.json`.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def questions(data: Path, limit: int) -> Iterator[tuple[str, list[Task]]]:
 
 
 def score(tasks: list[Task], answers: dict[int, tuple[float, bool]]) -> dict[str, float]:
-    """Return the means of the tasks' own metrics over all questions; `answers` are by `id` of the request."""
+    """Return the means of the tasks' metrics over all questions. `answers` has the `id` of each request as its key."""
     values: dict[str, list[float]] = {}
     for task in tasks:
         for _, group in groupby(task.instances, key=lambda instance: instance.doc_id):

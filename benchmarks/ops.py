@@ -35,7 +35,7 @@ def measure(setting: Setting) -> Iterator[dict]:
         for width in sizes.widths:
             for n in sizes.sources:
                 inputs = Inputs(n, width, sizes.elements // width, getattr(torch, dtype), setting.device)
-                # Both passes use one compilation, before the next size resets it.
+                # Both passes share a compilation, which the next size resets.
                 peers = PEERS | {COMPILED: compiled_reference()}
                 for name, ways in (("forward", forward), ("forward+backward", forward_and_backward)):
                     row = {
@@ -87,6 +87,6 @@ def peers_of(row: dict) -> list[str]:
 
 
 def judge(row: dict) -> str:
-    """Return whether ours meets the target, or `-` where the width has none."""
+    """Return whether ours meets the target, or `-` if there is no target for the width."""
     ratio = row["ratios"][f"{OURS} / {BOUND}"]["median"]
     return verdict(ratio, TARGET) if row["width"] >= TARGET_FROM_WIDTH else "-"

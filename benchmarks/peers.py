@@ -1,7 +1,7 @@
-"""Depth attention as others write it, to be timed beside ours.
+"""Other code for depth attention, to time beside ours.
 
-Each peer is a function `(query, sources, key_norm_weight, eps) -> h` with `query` and `key_norm_weight` `[D]`, each
-source `[..., D]` and `h` like a source. All but `inkling2` compute `attnres.depth_attention_reference`.
+A peer is a function `(query, sources, key_norm_weight, eps) -> h`. `query` and `key_norm_weight` are `[D]`, each source
+is `[..., D]`, and `h` is like a source. All but `inkling2` compute `attnres.depth_attention_reference`.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ Peer = Callable[[Tensor, Sequence[Tensor], Tensor, float], Tensor]
 
 
 def pseudocode(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor, eps: float) -> Tensor:
-    """Compute the paper's pseudocode: stack, RMSNorm, einsum, softmax, einsum, all in the model's dtype."""
+    """Compute the paper's pseudocode: stack, RMSNorm, einsum, softmax, einsum, all in the sources' dtype."""
     values = torch.stack(tuple(sources))
     keys = F.rms_norm(values, values.shape[-1:], key_norm_weight, eps)
     logits = torch.einsum("d, n ... d -> n ...", query, keys)
@@ -37,8 +37,8 @@ def inkling2(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor |
     """Compute `Inkling2BlockAttentionResidual` of transformers, to compare its cost.
 
     It is **another function**: it normalises values too, divides logits by `sqrt(D)`, and its norm has no weight. In
-    transformers the finished blocks are already one tensor, and the partial sum is concatenated to it. That is one copy
-    of all sources, like the stack here.
+    transformers the finished blocks are one tensor already, and the partial sum is concatenated to it. That copies all
+    sources once, like the stack here.
     """
     values = torch.stack(tuple(sources), -2).float()  # [..., n, D]
     values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
@@ -49,18 +49,18 @@ def inkling2(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor |
 
 
 def compiled_reference() -> Peer:
-    """Compile our readable form for the shapes of its first call."""
-    # Otherwise a second shape would compile for all shapes, and a ninth would not compile at all.
+    """Compile `attnres.depth_attention_reference` for the shapes of its first call."""
+    # Without a reset, a second shape would compile for all shapes, and a ninth would not compile at all.
     torch.compiler.reset()
     return torch.compile(depth_attention_reference, dynamic=False)
 
 
-# Column -> function. With a GPU, `gpu_peers` adds the kernels of libraries.
+# Name of a column -> its function. With a GPU, `gpu_peers` adds the kernels of libraries.
 PEERS: dict[str, Peer] = {"pseudocode": pseudocode, "fla naive": fla_naive, "inkling2": inkling2}
 
 
 def gpu_peers() -> dict[str, Peer]:
-    """Return the functions of `peers_gpu` that have the signature of a peer, by name; none without a GPU."""
+    """Return the functions of `peers_gpu` that have the signature of a peer, by name; nothing without a GPU."""
     if not torch.cuda.is_available():
         return {}
     from . import peers_gpu

@@ -1,7 +1,8 @@
 """Kernels of other libraries for depth attention on a GPU, with the signature that `peers` describes.
 
-All compute `attnres.depth_attention_reference` with `scale="mean"`. None has `"sum"`, which takes one more pass over
-the result. Each function imports its library when you call it; the libraries are not dependencies of this package.
+All compute `attnres.depth_attention_reference` with `scale="mean"`. None of them has the scale `"sum"`, which would
+take one more pass over the result. Each function imports its library when it is called, because the libraries are not
+dependencies of this package.
 """
 
 from collections.abc import Sequence
@@ -13,9 +14,10 @@ from torch import Tensor
 def fla_fused(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor, eps: float) -> Tensor:
     """Call `fla.ops.attnres.fused_attnres` of flash-linear-attention (`fla-core`), which is made for training.
 
-    It takes the sources without stacking them, and computes in float32. Gradients of the query, the norm's weight and
-    all sources are summed in a fixed order; the depth weights have no gradient. For the query's gradient it writes one
-    `[tokens, D]` in float32. It tunes its kernels at the first call for each width and each of 8, 16, 32, 64 sources.
+    It takes the sources without stacking them, and computes in float32. It sums the gradients of the query, the norm's
+    weight and all sources in a fixed order, and ignores gradients of the depth weights. For the query's gradient it
+    writes a tensor `[tokens, D]` in float32. It tunes its kernels for each width and each of 8, 16, 32, 64 sources, at
+    the first call.
 
     Raises:
         ValueError: a row of a source is not a multiple of 16 bytes, which the kernels assume without a check.
@@ -32,7 +34,7 @@ def liger(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor, eps
     """Call `liger_attn_res` of Liger Kernel, which is made for training.
 
     It takes one stacked tensor `[n, ..., D]`, so the stack is part of its cost. (Its documentation also names a list,
-    but its autograd function refuses that.) It rounds keys to the dtype of the norm's weight, and sums the query's
+    but its autograd function refuses a list.) It rounds keys to the dtype of the norm's weight. It sums the query's
     gradient by atomic additions, so two calls differ. It reads every source twice forward and twice backward.
     """
     from liger_kernel.transformers.functional import liger_attn_res
@@ -49,7 +51,7 @@ def flash_attn_res(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Te
 
     Raises:
         ValueError: the width is not a power of two, which the kernels need. Version 0.1.12 also raises it on import
-            with Triton 3.9, which refuses a name among its tuning keys. Triton 3.4 and 3.6 accept that name.
+            with Triton 3.9, which refuses one of its tuning keys. Triton 3.4 and 3.6 accept that key.
     """
     from flash_attn_res import phase_1_batched_attention_triton_op
 
@@ -61,8 +63,7 @@ def flash_attn_res(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Te
 def flash_attn_res_two_phases(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor, eps: float) -> Tensor:
     """Call both phases of flash-attn-res, with the last source as the partial sum and the others as finished blocks.
 
-    Otherwise like [`flash_attn_res`]. In a model the queries of a block share phase one; this is the cost for a block
-    with one query.
+    All else is as in [`flash_attn_res`]. In a model the queries of a block share phase one. Here a block has one query.
     """
     from flash_attn_res import phase_1_batched_attention_triton_op, phase_2_online_softmax_merge_triton_op
 

@@ -1,6 +1,6 @@
 """Compare two-phase inference with one attention per sublayer, and check the rule that chooses between them.
 
-Measures G sublayers of Full AttnRes. The first reads n sources, and each later one reads one source more.
+It measures G sublayers of Full AttnRes. The first one reads n sources, and each later one reads one source more.
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from .timing import Setting, compare, interleave
 
 TOKENS, WIDTH, EPS = 512, 1024, 1e-6
 SOURCES, QUERIES = (2, 4, 8, 16, 32), (2, 4, 8)
-# Bytes of sources that are read in turn, so many that each source comes from memory and not from a cache. A model reads
-# its weights between two sublayers, which has the same effect.
+# Bytes of all sources. Calls take them in turn, and they are so many that each comes from memory and not from a cache.
+# In a model, the weights that are read between two sublayers have this effect.
 POOL = 2**29
 BOTH, EAGER = "two phases / one", "eager / one"
 
@@ -49,18 +49,18 @@ def measure(setting: Setting) -> Iterator[dict]:
 
 
 class Sets:
-    """A pool of sources that gives other ones in each call.
+    """A pool of sources. Each call takes other sources from it.
 
     Args:
         pool: all sources.
-        size: number of sources that a call takes.
+        size: number of sources of a call.
     """
 
     def __init__(self, pool: tuple[Tensor, ...], size: int):
         self.pool, self.size, self.start = pool, size, 0
 
     def take(self) -> tuple[Tensor, ...]:
-        """Return the next sources, from the start of the pool again at its end."""
+        """Return the next sources. At the end of the pool, start again."""
         self.start = self.start + self.size if self.start + 2 * self.size <= len(self.pool) else 0
         return self.pool[self.start : self.start + self.size]
 
@@ -72,7 +72,7 @@ def one_by_one(queries: Tensor, n: int, sources: tuple[Tensor, ...], implementat
 
 
 def in_two_phases(queries: Tensor, n: int, sources: tuple[Tensor, ...]) -> None:
-    """Compute the same by one phase over the first `n` sources and one merge per query."""
+    """Compute the same by one phase 1 over the first `n` sources, and one phase 2 per query."""
     taken = call.checked(sources)
     sums, statistics = kernels.phase_one(queries, EPS, call.checked(sources[:n]))
     for i, query in enumerate(queries):
@@ -87,12 +87,12 @@ def tables(rows: list[dict]) -> dict[str, Table]:
     def judge(row: dict) -> str:
         return "two phases" if row["chosen"] else "one"
 
-    right = [(row["ratios"][BOTH]["median"] < 1) == row["chosen"] for row in rows]
+    is_faster = [(row["ratios"][BOTH]["median"] < 1) == row["chosen"] for row in rows]
     return {
         "phases": make_table(
             "Two phases against one attention for each sublayer",
             ["sources", "sublayers", BOTH, "the rule takes", EAGER],
             [[row["sources"], row["sublayers"], cell(row, BOTH), judge(row), cell(row, EAGER)] for row in rows],
-            note=f"The rule takes the faster way in {sum(right)} of {len(rows)} rows.",
+            note=f"The rule takes the faster way in {sum(is_faster)} of {len(rows)} rows.",
         )
     }

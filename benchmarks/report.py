@@ -17,13 +17,13 @@ def open_console() -> Console:
 
 
 def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], note: str = "") -> Table:
-    """Make a table with numbers aligned to the right. Below it stand the number of targets met, if any, and a note.
+    """Make a table with numbers aligned to the right. The number of targets met, if there are any, is shown below it.
 
     Args:
-        title: stands above the table.
-        columns: their heads.
+        title: text above the table.
+        columns: heads of the columns.
         rows: cells, which may be numbers. A cell with a target comes from [`verdict`].
-        note: stands below the table.
+        note: text below the table.
 
     Returns:
         The table, to print or to pass to [`markdown`].

@@ -1,4 +1,4 @@
-"""Run the parts, print their tables and store their results, for `python -m benchmarks` and `attnres bench`."""
+"""Measure the parts, print their tables and store their results, for `python -m benchmarks` and `attnres bench`."""
 
 import warnings
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from attnres.analysis.tables import update_tables
 from attnres.utils.progress import ProgressBar
 from attnres.utils.quiet import quiet_transformers
 
-from . import connections, kda, layers, memory, models, ops, phases, scaling
+from . import connections, imports, kda, layers, memory, models, ops, phases, scaling
 from .machine import Others, describe
 from .report import markdown, open_console, store
 from .timing import Setting, keep_freed_memory
@@ -26,10 +26,11 @@ PARTS = {
     "layers": layers,
     "kda": kda,
     "memory": memory,
+    "imports": imports,
     "scaling": scaling,
 }
 HERE = Path(__file__).parent
-BUSY = 0.05  # share of the machine that other processes may take before the numbers are in doubt
+BUSY = 0.05  # share of the machine that other processes may take before a run is reported as disturbed
 
 
 def run_bench(parts: Sequence[str], setting: Setting, out: Path | None) -> None:

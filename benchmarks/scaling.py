@@ -1,11 +1,11 @@
 """Measure how the cost of attention residuals grows with depth, block size, width and length.
 
-Measures prefill of a Llama shape, as a ratio to the standard model. Beside it stands the prediction of the paper's
-traffic model (Table 1), in units of d values per token and sublayer, for N blocks of S sublayers:
+It measures prefill of a Llama shape, as a ratio to the standard model, and compares it with the paper's traffic model
+(Table 1). That counts units of d values per token and sublayer, for N blocks of S sublayers:
 
     residual 3        Block, two-phase N/S + 5        Full, two-phase S + N, for the best S
 
-The traffic beyond that of the residual stream, at the measured speed of `copy_`, is the predicted added time.
+The predicted added time is the traffic beyond that of the residual stream, at the measured speed of `copy_`.
 """
 
 import gc
@@ -49,7 +49,7 @@ def measure(setting: Setting) -> Iterator[dict]:
     source = torch.ones(COPY_BYTES // 4, device=setting.device)
     target = torch.zeros_like(source)
     for panel, values in panels.items():
-        # Models of one shape are measured together, so that they share the standard model and the turns.
+        # Block sizes are measured together, because they share the standard model and the turns.
         points = [base | {panel: value} for value in values]
         shared = [points] if panel == "block_size" else [[point] for point in points]
         for group in shared:
@@ -72,7 +72,7 @@ def measure(setting: Setting) -> Iterator[dict]:
 
 def traffic(sublayers: int, block_size: int) -> float:
     """Return the values moved per token and sublayer, in units of the width (the paper's Table 1)."""
-    if block_size == 1:  # Full runs in groups of the best size
+    if block_size == 1:  # Full reads in groups of the best size
         return min(size + math.ceil(sublayers / size) for size in range(1, sublayers + 1))
     return math.ceil(sublayers / block_size) / block_size + 5
 

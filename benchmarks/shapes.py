@@ -1,4 +1,4 @@
-"""Build the measured models: a backbone with random weights, and the same weights under each residual connection."""
+"""Build the measured models: a standard model with random weights, and each connection on the same weights."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from .peers import pseudocode
 
 T = TypeVar("T")
 
-# Small, so that the layers, where residual connections are, make up most of the time.
+# Small, so that most of the time goes to the layers, which have the residual connections.
 VOCABULARY = 8192
 STANDARD = "standard"
 CONNECTIONS: dict[str, dict] = {
@@ -25,10 +25,10 @@ CONNECTIONS: dict[str, dict] = {
     "Block S=2": {"block_size": 2},
     "Full": {"full": True},
 }
-# The only connection measured with the pseudocode, which with Full takes several times as long as the whole model.
+# The one connection that is measured with the pseudocode. With Full, that takes several times as long as the model.
 WITH_PSEUDOCODE = "Block S=4"
 PSEUDOCODE = f"pseudocode, {WITH_PSEUDOCODE}"
-EAGER = "eager, "  # prefix of a connection's name: depth attention by PyTorch's operations
+EAGER = "eager, "  # prefix of a connection's name if depth attention runs by PyTorch's operations
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def llama(width: int = 1024, layers: int = 12) -> PreTrainedConfig:
 
 
 def kimi_linear(layers: int = 8, hidden_size: int = 1024) -> PreTrainedConfig:
-    """Return the paper's Kimi Linear configuration of width 1024 with 8 layers and 16 experts, not 256."""
+    """Return the paper's Kimi Linear configuration `attnres-296m` with fewer layers, and with 16 experts of 256."""
     return load(
         "attnres-296m",
         hidden_size=hidden_size,
@@ -83,7 +83,7 @@ def shapes(quick: bool) -> dict[str, Shape]:
 
 
 def variants(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, PreTrainedModel]:
-    """Return models on the same weights: the standard one, two per connection, and one with the paper's pseudocode."""
+    """Return models on the same weights by name: standard, ours and eager per connection, and the pseudocode."""
     standard = build(shape.config, dtype, device)
     models = {STANDARD: standard} | {name: connect(standard, **CONNECTIONS[name]) for name in shape.connections}
     models |= {EAGER + name: connect(standard, "eager", **CONNECTIONS[name]) for name in shape.connections}
@@ -91,7 +91,7 @@ def variants(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, PreTrai
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """Return a model in evaluation mode with the same random weights in each call."""
+    """Return a model in evaluation mode. Its random weights are the same in each call."""
     torch.manual_seed(0)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
@@ -100,7 +100,7 @@ def build(config: PreTrainedConfig, dtype: torch.dtype, device: str) -> PreTrain
 def connect(standard: PreTrainedModel, implementation: str = "auto", **blocks: int | bool) -> PreTrainedModel:
     """Retrofit a standard model, with small random pseudo-queries, so that it computes nearly the same function.
 
-    With small queries, experts get the same tokens as in the standard model. They are not zero, so that no
+    With small queries, experts get the same tokens as in the standard model. The queries are not zero, so that no
     implementation can skip work.
 
     Args:
@@ -139,7 +139,7 @@ def with_pseudocode(model: PreTrainedModel) -> PreTrainedModel:
     """Replace depth attention by the paper's pseudocode in a model with attention residuals, and return the model."""
     for module in model.modules():
         if isinstance(module, AttnRes):
-            # The tensors of the module stay; only its forward pass changes.
+            # The module keeps its tensors. Only its forward pass changes.
             module.__class__ = Pseudocode
     return model
 
@@ -148,18 +148,18 @@ def compared(results: Mapping[str, T], connection: str) -> dict[str, T]:
     """Select the results to compare for one connection.
 
     Args:
-        results: one per model of [`variants`].
-        connection: its name.
+        results: the result of each model of [`variants`].
+        connection: name of the connection.
 
     Returns:
-        The results of both ways of the connection, of the standard model, and of the pseudocode if it is measured.
+        The results of the connection's two models, of the standard model, and of the pseudocode if it is measured.
     """
     chosen = {"ours": results[connection], "ours eager": results[EAGER + connection], "standard": results[STANDARD]}
     return chosen | ({"pseudocode": results[PSEUDOCODE]} if connection == WITH_PSEUDOCODE else {})
 
 
 def unique_parameters(models: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters of all models, each once; the models share most of them."""
+    """Return the parameters of all models without repetition; the models share most of them."""
     return list({id(parameter): parameter for model in models for parameter in model.parameters()}.values())
 
 

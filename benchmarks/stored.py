@@ -1,6 +1,6 @@
 """Turn rows of results into cells and tables, and store them in files.
 
-Needs nothing but `attnres`, so that it also runs on a GPU machine without rich.
+This file needs no package beside `attnres`, so it also runs on a GPU machine without `rich`.
 """
 
 import json
@@ -31,7 +31,7 @@ def targets_met(rows: Iterable[Sequence[str]]) -> str:
 
 
 def markdown_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> str:
-    """Return a Markdown table between its title and its note, padded so that it also reads well on a terminal."""
+    """Return a Markdown table between its title and its note, padded so that it reads well on a terminal too."""
     widths = [max(map(len, cells)) for cells in zip(columns, *rows)]
     lines = [columns, ["-" * width for width in widths], *rows]
     lines = [" | ".join(text.ljust(width) for text, width in zip(line, widths)) for line in lines]
@@ -40,7 +40,7 @@ def markdown_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[s
 
 
 def store(path: Path, content: Mapping) -> None:
-    """Write JSON with one line per row of results. A reader finds the old file or the new one, never a part."""
+    """Write JSON with one line per row of results. The file is replaced as a whole."""
     head = {key: value for key, value in content.items() if key != "rows"}
     rows = ",\n".join("  " + json.dumps(row) for row in content["rows"])
     path.parent.mkdir(parents=True, exist_ok=True)

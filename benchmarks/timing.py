@@ -1,4 +1,6 @@
-"""Measure times that can be compared: all ways in one process, in turn, and ratios of times taken together.
+"""Measure times that can be compared: all ways take turns in one process, and ratios are taken within a turn.
+
+A way is a function without arguments that does one of the things to compare.
 
     A B C A B C ...        ratio of A to B = median over repeats r of A_r / B_r
 
@@ -23,11 +25,11 @@ LEAST_REPEATS = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """How everything is measured. `quick` takes tiny sizes, which only show that it runs."""
+    """How to measure all parts."""
 
-    threads: int = 2
-    repeats: int = 5
-    quick: bool = False
+    threads: int = 2  # of PyTorch, on a CPU
+    repeats: int = 5  # times that all ways take their turn
+    quick: bool = False  # tiny sizes, which show only that everything runs
     device: str = "cpu"
 
 
@@ -50,14 +52,14 @@ class Ratio:
 
     @classmethod
     def of(cls, numerators: Sequence[float], denominators: Sequence[float]) -> "Ratio":
-        """Return the ratio of values that were measured in the same repeats.
+        """Return the median and quartiles of the ratios of two ways.
 
         Args:
             numerators: one value per repeat.
-            denominators: as many.
+            denominators: one value per repeat, in the same order.
 
         Raises:
-            ValueError: the numbers of values differ, or there are none.
+            ValueError: the numbers of values differ, or there are no values.
         """
         ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
         if len(ratios) == 1:
@@ -82,9 +84,9 @@ def interleave(
     Args:
         ways: functions to measure, by name.
         setting: number of repeats and the device.
-        calls: calls of a way per repeat; by default as many as take `least_seconds`, at least one.
-        least_seconds: that the calls of a repeat should take.
-        most_seconds: no repeat begins later than this after the start, except the first three.
+        calls: calls of a way per repeat; by default as many as take `least_seconds`, and at least one.
+        least_seconds: the time that the calls of a way in a repeat should take.
+        most_seconds: the time after which no repeat begins, except the first three.
 
     Returns:
         The times of each way, in the order of the repeats.
@@ -92,7 +94,7 @@ def interleave(
     times, begin = {}, time.monotonic()
     for name, way in ways.items():
         seconds, _ = _sample(way, 1, setting.device)
-        if not calls:  # timed again, because the first call may compile
+        if not calls:  # time it again, because the first call may compile
             seconds, _ = _sample(way, 1, setting.device)
         times[name] = Times(calls or min(MOST_CALLS, math.ceil(least_seconds / seconds)))
     with _collected_between() as collect:
@@ -112,8 +114,8 @@ def compare(times: Mapping[str, Times], pairs: Mapping[str, tuple[str, str]]) ->
     """Return the times and ratios to store in a row.
 
     Args:
-        times: by way.
-        pairs: name of a ratio -> its two ways, numerator first. A pair with a way that has no times is left out.
+        times: the times of each way.
+        pairs: name of a ratio -> its two ways, numerator first. A pair is left out if one of its ways has no times.
 
     Returns:
         All times, and the ratios by the clock and of the processor.
@@ -127,7 +129,7 @@ def compare(times: Mapping[str, Times], pairs: Mapping[str, tuple[str, str]]) ->
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory, as the allocators do that PyTorch recommends (jemalloc, tcmalloc).
+    """Make glibc keep freed memory, like the allocators that PyTorch recommends (jemalloc, tcmalloc).
 
     By default glibc gives memory back to the system at the end of one way, and the next way pays for its pages again.
     That takes up to a tenth of a pass, depending by chance on the last block of the heap.
@@ -140,7 +142,7 @@ def keep_freed_memory() -> None:
 
 
 def _sample(way: Callable[[], object], calls: int, device: str) -> tuple[float, float]:
-    """Return the seconds per call by the clock (on a GPU by its events) and of the processor."""
+    """Return the seconds per call, by the clock (on a GPU, between events) and of the processor."""
     if device != "cpu":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
@@ -158,7 +160,10 @@ def _sample(way: Callable[[], object], calls: int, device: str) -> tuple[float, 
 
 @contextmanager
 def _collected_between() -> Iterator[Callable[[], object]]:
-    """Yield a function that collects garbage, which otherwise does not happen inside. Objects that exist are frozen."""
+    """Yield a function that collects garbage. Inside the `with` block Python does not do so by itself.
+
+    Objects from before are frozen, so that a collection is quick.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     gc.collect()

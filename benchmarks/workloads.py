@@ -1,4 +1,7 @@
-"""Prepare the timed workloads of several models: prefill, a training step, decoding."""
+"""Prepare the timed workloads of several models: prefill, a training step, decoding.
+
+Each function takes models by name and token ids `[batch, seq]`, and returns one way to time per model.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -16,7 +19,7 @@ ROOM = 512  # tokens that fit into a static cache after those of the prefill
 
 
 def prefill(models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
-    """Return a prefill of token ids `[batch, seq]` with a new cache for each model."""
+    """Return a prefill with a new cache for each model."""
 
     @torch.no_grad()
     def way(model: PreTrainedModel) -> None:
@@ -29,14 +32,15 @@ def training_step(models: dict[str, PreTrainedModel], ids: Tensor, capturable: b
     """Return a training step for each model: forward, backward, fused AdamW.
 
     Args:
-        models: by name; they share weights.
+        models: models that share weights, by name.
         ids: token ids, `[batch, seq]`, which are the labels too.
-        capturable: take an optimizer that CUDA graphs can capture.
+        capturable: whether CUDA graphs must be able to capture the optimizer.
 
     Returns:
         One way per model.
     """
-    # One optimizer for all models. It steps only parameters with a gradient, so shared weights have their moments once.
+    # One optimizer serves all models, so that shared weights have their moments only once. It steps only the parameters
+    # that have a gradient, which are those of the model that has just run.
     parameters = unique_parameters(models.values())
     optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True, capturable=capturable)
 
@@ -49,7 +53,7 @@ def training_step(models: dict[str, PreTrainedModel], ids: Tensor, capturable: b
 
 
 def decoding(models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
-    """Return a way per model that decodes one token into the model's cache. In a repeat all caches have one length."""
+    """Return a way per model that decodes one token. Within a repeat, the caches of all models have the same length."""
 
     def one(model: PreTrainedModel) -> Callable[[], None]:
         with torch.no_grad():
@@ -65,7 +69,7 @@ def decoding(models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
 
 
 def compiled_decoding(models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
-    """Do the same as [`decoding`] by the compiled calls of `generate(cache_implementation="static")` on a GPU."""
+    """Do the same as [`decoding`] by the compiled calls of `generate(cache_implementation="static")` on GPUs."""
     torch.compiler.reset()
     options = CompileConfig() if ids.is_cuda else CompileConfig(mode="default")
 
@@ -82,7 +86,7 @@ def compiled_decoding(models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
         def way() -> None:
             nonlocal position
             if position == room:
-                cache.reset()  # the cost of a token does not depend on its position in a static cache
+                cache.reset()  # in a static cache, the cost of a token does not depend on its position
                 position = 0
             inputs = model.prepare_inputs_for_generation(
                 ids[:, :1],

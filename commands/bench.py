@@ -25,6 +25,7 @@ class BenchPart(StrEnum):
     layers = "layers"
     kda = "kda"
     memory = "memory"
+    imports = "imports"
     scaling = "scaling"
 
 

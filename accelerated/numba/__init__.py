@@ -1,6 +1,6 @@
 """Depth attention by loops that `numba` compiles for the processor at hand (the extra `cpu`).
 
-Importing this folder does not import `numba`: that starts when [`supports`] is first called.
+Importing this folder does not import `numba`. The first call of [`supports`] does.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from ..interface import Implementation
 from . import call, engine, kernels
 from .plan import make_cpu_plan
 
-# A small model is not worth the seconds that the loops take to load. Size alone decides, and not whether they are
-# loaded already: so the same call always gives the same bits.
-_WIDE, _MANY = 256, 1 << 15  # numbers in a row, and in all sources
+# A small model is not worth the seconds that the loops take to load. The size alone decides, whether they are loaded
+# already or not, so that the same call always gives the same bits.
+_WIDE, _MANY = 256, 1 << 15  # numbers in a row, and in all sources; from either on, the loops are used
 
 run = differentiable(kernels.forward, kernels.backward)
 
@@ -25,12 +25,12 @@ run = differentiable(kernels.forward, kernels.backward)
 def supports(query: Tensor, sources: Sequence[Tensor]) -> str | None:
     """Return why the loops cannot run on these tensors, or `None` if they can; see [`Implementation`].
 
-    They take plain tensors in memory: the query in float32, the sources all in float32 or all in bfloat16.
+    They take plain tensors on the CPU: the query in float32, the sources all in float32 or all in bfloat16.
     """
     if torch.compiler.is_compiling():
-        return "compiled, operations are fused"
-    if (why := compat.looks_at_operations()) is not None:
-        return why
+        return "torch.compile fuses PyTorch's operations instead"
+    if (reason := compat.why_operations_are_observed()) is not None:
+        return reason
     if not query.numel():
         return "the sources have no width"
     if query.dtype is not torch.float32:
@@ -39,8 +39,8 @@ def supports(query: Tensor, sources: Sequence[Tensor]) -> str | None:
     if dtype not in call.SERVED:
         return f"the sources are {dtype}, not float32 or bfloat16"
     for tensor in (query, *sources):
-        if (why := call.unfit(tensor)) is not None:
-            return why
+        if (reason := call.why_unfit(tensor)) is not None:
+            return reason
     if any(source.dtype is not dtype for source in sources):
         return "the sources are of several dtypes"
     return engine.failure(kernels.trial, dtype)
@@ -52,7 +52,7 @@ def pays(query: Tensor, sources: Sequence[Tensor]) -> bool:
 
 
 def inference_plan(reads: Sequence[Read]) -> InferencePlan | None:
-    """Make a plan of the loops for a pass without gradients, or return `None`; see [`Implementation`]."""
+    """Make a plan that reads by the loops in a pass without gradients; see [`Implementation`]."""
     return make_cpu_plan(reads, supports, pays)
 
 

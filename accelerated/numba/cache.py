@@ -1,8 +1,8 @@
-"""Cache of compiled loops on disk, so that seconds of compiling are spent once and not in each process.
+"""Cache compiled loops on disk, so that only the first process spends seconds on compiling.
 
-`numba`'s own cache only asks whether the file of the function itself has changed, raises at a damaged file, and needs a
-folder that it can write to. Here the key is the text of all files that the code was compiled from, and a checksum tells
-damaged files. Without a cached file, or without a place for it, loops are compiled, and nothing fails.
+`numba`'s own cache checks only whether the file of the function itself has changed, raises at a damaged file, and needs
+a folder that it can write to. Here the name of the folder depends on the text of all files that the loops are compiled
+from, and a checksum finds damaged files. Without a cached file, or without a folder for it, the loops are compiled.
 """
 
 import hashlib
@@ -24,28 +24,28 @@ _DIGEST = hashlib.sha256().digest_size
 
 
 class MachineCode(NullCache):
-    """The compiled forms of one function, a file for each signature and processor.
+    """The machine code of one function, in a file for each signature and processor.
 
-    It takes the place of `numba`'s cache of a function, for which `numba` has no public interface: `load_overload` and
-    `save_overload` are the two methods that it calls.
+    An instance replaces `numba`'s cache of the function, for which there is no public interface. `numba` calls
+    `load_overload` and `save_overload`.
     """
 
     def __init__(self, name: str):
         self._name = name
 
     def load_overload(self, sig, target_context):
-        """Return the compiled form for a signature, or `None`."""
+        """Return the machine code for a signature, or `None` if it must be compiled."""
         target_context.refresh()
         try:
             content = self._path(sig, target_context.codegen()).read_bytes()
             if hashlib.sha256(content[_DIGEST:]).digest() != content[:_DIGEST]:
-                return None  # a damaged file; it is written anew
+                return None  # a damaged file, which `save_overload` replaces
             return CompileResult._rebuild(target_context, *pickle.loads(content[_DIGEST:]))
-        except Exception:  # no file, or a file of another version: the loop is compiled
+        except Exception:  # there is no file, or another version has written it
             return None
 
     def save_overload(self, sig, data) -> None:
-        """Write a compiled form to disk, where that is possible."""
+        """Write machine code to disk if possible."""
         try:
             content = dumps(data._reduce())
             path = self._path(sig, data.codegen)
@@ -53,7 +53,7 @@ class MachineCode(NullCache):
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
                 file.write(hashlib.sha256(content).digest() + content)
             os.replace(file.name, path)
-        except Exception:  # a full disk, say: the loops are compiled and run all the same
+        except Exception:  # for example a full disk; the compiled loop runs all the same
             return
 
     def _path(self, sig, codegen) -> Path:
@@ -63,20 +63,23 @@ class MachineCode(NullCache):
 
 @cache
 def folder() -> Path:
-    """Return the folder for the machine code of these sources: the first one that can be written to.
+    """Return a writable folder for machine code, in NUMBA_CACHE_DIR or else in the user's cache or beside this file.
 
     Raises:
         OSError: no folder can be written to.
     """
-    own = f"attnres-{sources_digest()[:32]}"
-    chosen = [numba.config.CACHE_DIR] if numba.config.CACHE_DIR else [_user_cache() / "attnres", _HERE / "__pycache__"]
-    for parent in map(Path, chosen):
+    if numba.config.CACHE_DIR:  # NUMBA_CACHE_DIR
+        parents = [Path(numba.config.CACHE_DIR)]
+    else:
+        parents = [_user_cache() / "attnres", _HERE / "__pycache__"]
+    for parent in parents:
+        path = parent / f"attnres-{sources_digest()[:32]}"
         try:
-            (parent / own).mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=parent / own).close()
+            path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=path).close()
         except OSError:
             continue
-        return parent / own
+        return path
     raise OSError("no folder for compiled loops can be written to")
 
 

@@ -1,7 +1,7 @@
 """Validate every tensor before its address reaches a loop, and call the loops.
 
-The loops expect a plain tensor in memory of the shape and dtype that the call is for, contiguous and with its storage.
-The callers' frames hold the tensors until the loops return.
+The loops expect plain tensors in memory, contiguous, not freed, and of the shapes and dtypes of the call. The callers'
+frames hold the tensors until the loops return.
 """
 
 from array import array
@@ -21,10 +21,10 @@ _CHUNKS = 64
 
 
 class Unfit(ValueError):
-    """Raised for a tensor that the loops do not take; the message names the tensor and the reason."""
+    """Raised for tensors that the loops do not take; the message describes the tensor and what is expected."""
 
 
-class Sources(NamedTuple):
+class CheckedSources(NamedTuple):
     """Checked sources `[..., D]` of one shape and dtype: their addresses, and the tensors that own the memory."""
 
     addresses: list[int]
@@ -32,51 +32,52 @@ class Sources(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
 
-    def after(self, number: int) -> "Sources":
+    def after(self, number: int) -> "CheckedSources":
         """Return all but the first `number` sources. The result may be empty."""
         return self._replace(addresses=self.addresses[number:], tensors=self.tensors[number:])
 
 
-def checked(sources: Sequence[Tensor]) -> Sources:
+def checked(sources: Sequence[Tensor]) -> CheckedSources:
     """Check sources, and copy those that are not contiguous.
 
     Args:
         sources: at least one tensor `[..., D]`.
 
     Raises:
-        Unfit: they are not plain tensors in memory of one shape, all in float32 or all in bfloat16.
+        Unfit: the sources are not plain tensors in memory of one shape, all in float32 or all in bfloat16.
     """
     addresses, tensors = [], []
     shape, dtype = sources[0].shape, sources[0].dtype
     if dtype not in SERVED or not shape:
-        raise Unfit(f"the sources are {_described(sources[0])}, not [..., D] in float32 or bfloat16")
+        raise Unfit(f"the sources must be [..., D] in float32 or bfloat16, got {_described(sources[0])}")
     for source in sources:
         try:
             address = _address(source, shape, dtype)
         except Unfit:
-            if unfit(source) or source.shape != shape:
+            # Copies make contiguous what is not, and nothing else.
+            if why_unfit(source) or source.shape != shape:
                 raise
             source = source.contiguous().resolve_neg()
             address = _address(source, shape, dtype)
         addresses.append(address)
         tensors.append(source)
-    return Sources(addresses, tensors, shape, dtype)
+    return CheckedSources(addresses, tensors, shape, dtype)
 
 
-def unfit(tensor: Tensor) -> str | None:
+def why_unfit(tensor: Tensor) -> str | None:
     """Return why the loops do not take a tensor, whatever its shape and dtype; `None` if they do."""
     if type(tensor) not in PLAIN:
         return f"a tensor is a {type(tensor).__name__}"
     if not tensor.is_cpu:
         return f"a tensor is on {tensor.device}, not in memory"
     if tensor.layout is not torch.strided:
-        return f"a tensor is laid out as {tensor.layout}"
+        return f"a tensor has the layout {tensor.layout}"
     return None
 
 
 def forward(
     query: Tensor,
-    sources: Sources,
+    sources: CheckedSources,
     result: Tensor,
     weights: Tensor | None,
     multiplier: int,
@@ -92,27 +93,28 @@ def forward(
         sources: the checked sources.
         result: `[..., D]` in the dtype of the sources; it is written.
         weights: `[n, ...]` in float32, or `None`; it is written.
-        multiplier: the number of all sources for the scale `sum`, one for `mean`.
+        multiplier: the number of all sources, also those of phase one, for the scale `sum`; 1 for `mean`.
         eps: epsilon of the key norm.
         norm_weight: weight `[D]` of a plain RMSNorm in the dtype of the sources, or `None` for no norm.
         norm_eps: epsilon of that norm.
-        phase: the query's part of the result of phase one for other sources. There are no weights then.
+        phase: sums `[..., D]` and statistics `[..., 2]` of phase one over earlier sources, in float32, from which this
+            call continues. `weights` must be `None` then.
 
     Raises:
-        Unfit: a tensor is not of these shapes and dtypes, contiguous, and in memory.
+        Unfit: a tensor has another shape or dtype, is not contiguous, or is not in memory.
     """
     shape, dtype = sources.shape, sources.dtype
     tokens, width = shape[:-1], shape[-1:]
     if phase is None:
         sums = statistics = 0
         if not sources.addresses:
-            raise Unfit("there is no source")
+            raise Unfit("there must be at least one source")
     else:
         if weights is not None:
-            raise Unfit("weights are asked for of sources that phase one has read")
+            raise Unfit("`weights` must be `None` after phase one, which keeps no weights of its sources")
         sums = _address(phase[0], shape, torch.float32)
         statistics = _address(phase[1], (*tokens, 2), torch.float32)
-    # By place and not by name, which would take as long as a check.
+    # Without keywords, which would take as long as a check. This call is the one that decoding repeats.
     addresses = Forward(
         _address(query, width, torch.float32),
         _address(result, shape, dtype),
@@ -124,7 +126,7 @@ def forward(
     _run("forward", sources, multiplier, addresses, sources.addresses, eps, norm_eps)
 
 
-def phase_one(queries: Tensor, sources: Sources, sums: Tensor, statistics: Tensor, eps: float) -> None:
+def phase_one(queries: Tensor, sources: CheckedSources, sums: Tensor, statistics: Tensor, eps: float) -> None:
     """Compute phase one into memory that the caller has allocated; see [`kernels.phase_one`]. All is in float32.
 
     Args:
@@ -139,7 +141,7 @@ def phase_one(queries: Tensor, sources: Sources, sums: Tensor, statistics: Tenso
     """
     shape, number = sources.shape, len(queries)
     if not sources.addresses:
-        raise Unfit("there is no source")
+        raise Unfit("there must be at least one source")
     addresses = PhaseOne(
         queries=_address(queries, (number, shape[-1]), torch.float32),
         sums=_address(sums, (number, *shape), torch.float32),
@@ -153,7 +155,7 @@ def backward(
     grad: Tensor,
     grad_weights: Tensor | None,
     grad_query: Tensor,
-    sources: Sources,
+    sources: CheckedSources,
     grad_sources: Sequence[Tensor | None],
     later_grads: Sequence[Tensor | None],
     multiplier: int,
@@ -165,11 +167,11 @@ def backward(
         query: `w * g`, `[D]` in float32.
         grad: gradient of the result, `[..., D]` in the dtype of the sources.
         grad_weights: gradient of the weights, `[n, ...]` in float32, or `None`.
-        grad_query: `[chunks(shape), D]` in float32, zeros; the query's gradient is added, as the sum of the rows.
+        grad_query: `[chunks(shape), D]` in float32, zeros. The call adds to it; the sum of the rows is the gradient.
         sources: the checked sources.
         grad_sources: for each source `[..., D]` in its dtype, which is written, or `None` if it is not needed.
-        later_grads: for each source a gradient of the same kind that is added to its own, or `None`.
-        multiplier: the number of sources for the scale `sum`, one for `mean`.
+        later_grads: for each source a gradient like these, which is added, or `None`.
+        multiplier: the number of sources for the scale `sum`, 1 for `mean`.
         eps: epsilon of the key norm.
 
     Raises:
@@ -177,22 +179,25 @@ def backward(
     """
     shape, dtype, n = sources.shape, sources.dtype, len(sources.addresses)
     if not n == len(grad_sources) == len(later_grads):
-        raise Unfit(f"of {n} sources there are {len(grad_sources)} gradients and {len(later_grads)} later ones")
+        raise Unfit(
+            f"expected {n} gradients and {n} later gradients, one per source, got {len(grad_sources)} and "
+            f"{len(later_grads)}"
+        )
     addresses = Backward(
         query=_address(query, shape[-1:], torch.float32),
         grad=_address(grad, shape, dtype),
         grad_weights=0 if grad_weights is None else _address(grad_weights, (n, *shape[:-1]), torch.float32),
         grad_query=_address(grad_query, (chunks(shape), shape[-1]), torch.float32),
     )
-    of_sources = [*sources.addresses]
-    of_sources += [0 if tensor is None else _address(tensor, shape, dtype) for tensor in (*grad_sources, *later_grads)]
-    _run("backward", sources, multiplier, addresses, of_sources, eps)
+    per_source = [*sources.addresses]
+    per_source += [0 if tensor is None else _address(tensor, shape, dtype) for tensor in (*grad_sources, *later_grads)]
+    _run("backward", sources, multiplier, addresses, per_source, eps)
 
 
 def chunks(shape: torch.Size) -> int:
-    """Return the number of chunks that the tokens of `[..., D]` are divided into, for threads to take in turn.
+    """Return the number of chunks into which the tokens of `[..., D]` are divided among threads.
 
-    A single chunk, or none, is computed without threads.
+    It does not depend on the number of threads. A single chunk is computed without threads.
     """
     return _chunks(_tokens(shape))
 
@@ -206,7 +211,11 @@ def _tokens(shape: torch.Size) -> int:
 
 
 def _address(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Return the address of a tensor's numbers, after all that the loops rely on has been checked."""
+    """Return the address of a tensor's numbers.
+
+    Raises:
+        Unfit: the loops could not use the address.
+    """
     if (
         tensor.shape != shape
         or tensor.dtype is not dtype
@@ -215,11 +224,11 @@ def _address(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> int:
         or not tensor.is_contiguous()
         or tensor.is_neg()
     ):
-        raise Unfit(f"a tensor is {_described(tensor)}, not {tuple(shape)} in {dtype}, contiguous and in memory")
+        raise Unfit(f"a tensor must be {tuple(shape)} in {dtype}, contiguous and in memory, got {_described(tensor)}")
     address = tensor.data_ptr()
-    # Rows of bfloat16 may begin between two words.
+    # Nearly every address is a multiple of 4, which is quick to check and enough for both dtypes.
     if (address == 0 and tensor.numel() > 0) or (address & 3 and address % dtype.itemsize):
-        raise Unfit(f"the storage of a tensor, {_described(tensor)}, is freed or not aligned")
+        raise Unfit(f"the memory of a tensor must be kept and aligned, got a freed or odd one: {_described(tensor)}")
     return address
 
 
@@ -229,28 +238,30 @@ def _described(tensor: Tensor) -> str:
 
 def _run(
     loop: str,
-    sources: Sources,
+    sources: CheckedSources,
     number: int,
     addresses: Sequence[int],
-    of_sources: Sequence[int],
+    per_source: Sequence[int],
     eps: float,
     norm_eps: float = 0.0,
 ) -> None:
+    """Run a loop on the arguments that `layout` describes; `number` is `Call.number`."""
     tokens, n, item = _tokens(sources.shape), len(sources.addresses), sources.dtype.itemsize
-    # One argument, since `numba` looks at the type of each: for many that takes longer than a token's depth attention.
-    call = Call(MAGIC, len(addresses) + len(of_sources), tokens, sources.shape[-1], n, number, item)
-    arguments = array("q", (*call, *addresses, *of_sources))
+    # One array, because numba inspects the type of each argument, and for many that takes longer than the depth
+    # attention of a token.
+    call = Call(MAGIC, len(addresses) + len(per_source), tokens, sources.shape[-1], n, number, item)
+    arguments = array("q", (*call, *addresses, *per_source))
     engine.run(loop, _chunks(tokens), arguments.buffer_info()[0], eps, norm_eps, item)
 
 
 __all__ = [
     "SERVED",
-    "Sources",
+    "CheckedSources",
     "Unfit",
     "backward",
     "checked",
     "chunks",
     "forward",
     "phase_one",
-    "unfit",
+    "why_unfit",
 ]

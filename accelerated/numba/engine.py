@@ -1,7 +1,7 @@
 """Start `numba`, and run its loops on as many threads as PyTorch uses.
 
-Nothing here ends a forward pass or a process. Where `numba` does not start, `failure` says so once, and PyTorch's
-operations compute. Where its threads do not start, one thread computes. So it does in a forked process, where OpenMP
+No failure of `numba` ends a forward pass. If `numba` does not start, `failure` warns once, and PyTorch's operations
+compute. If its threads do not start, one thread computes. In a forked process one thread computes too, because OpenMP
 would wait for threads that the fork has lost.
 """
 
@@ -15,15 +15,15 @@ from importlib.util import find_spec
 
 import torch
 
-# Lock that is held while threads run, if their library serves only one caller at a time.
-_turn: AbstractContextManager | None = None
-_start = threading.Lock()
-_may_start = True
+# Held while numba's threads run: a lock if their library serves only one caller at a time. `None` before they start.
+_run_lock: AbstractContextManager | None = None
+_start_lock = threading.Lock()
+_threads_may_start = True
 
 
 def _after_fork() -> None:
-    global _turn, _start, _may_start
-    _turn, _start, _may_start = None, threading.Lock(), False
+    global _run_lock, _start_lock, _threads_may_start
+    _run_lock, _start_lock, _threads_may_start = None, threading.Lock(), False
 
 
 if hasattr(os, "register_at_fork"):
@@ -32,13 +32,13 @@ if hasattr(os, "register_at_fork"):
 
 @cache
 def failure(trial: Callable[[torch.dtype], None], dtype: torch.dtype) -> str | None:
-    """Return why the loops do not run here, or `None` if they do; found out once, by a trial.
+    """Return why the loops do not run here, or `None` if they do. Only the first call for a dtype tries them.
 
     Args:
-        trial: function that compiles and runs the loops.
-        dtype: dtype of the sources, its argument.
+        trial: `(dtype) -> None`, which compiles and runs the loops, and raises if they fail.
+        dtype: dtype of the sources.
     """
-    reason = _missing()
+    reason = _why_numba_does_not_start()
     if reason is None:
         try:
             trial(dtype)
@@ -48,7 +48,7 @@ def failure(trial: Callable[[torch.dtype], None], dtype: torch.dtype) -> str | N
 
 
 @cache
-def _missing() -> str | None:
+def _why_numba_does_not_start() -> str | None:
     if find_spec("numba") is None:
         return "numba is not installed"
     try:
@@ -62,15 +62,16 @@ def _missing() -> str | None:
     return None
 
 
-def _warn(what: str, error: Exception) -> str:
-    reason = f"{what} ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
-    warnings.warn(f"{reason}: depth attention does without it", RuntimeWarning, stacklevel=2)
+def _warn(problem: str, error: Exception) -> str:
+    """Warn of a problem, and return it with the first line of its error."""
+    reason = f"{problem} ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
+    warnings.warn(f"{reason}: depth attention is computed without it", RuntimeWarning, stacklevel=2)
     return reason
 
 
 @cache
 def _loops() -> tuple[dict, dict]:
-    from .loops import LIKE, LOOPS  # importing `numba` takes a while: at first use
+    from .loops import LIKE, LOOPS  # at first use, because importing `numba` takes a while
 
     return LOOPS, LIKE
 
@@ -84,48 +85,48 @@ def run(name: str, chunks: int, arguments: int, eps: float, norm_eps: float, ite
         arguments: address of the arguments, see `layout`.
         eps: epsilon of the key norm.
         norm_eps: epsilon of the norm after the read.
-        item: bytes of a source's number.
+        item: bytes of a number in the sources, 4 or 2.
 
     Raises:
         ValueError: the arguments are not laid out as the loops were compiled for.
     """
     loops, like = _loops()
-    of_chunk, of_chunks = loops[name]
+    run_chunk, run_chunks = loops[name]
     threads = torch.get_num_threads() if chunks > 1 else 1
-    turn = (_turn or _start_threads()) if threads > 1 else None
-    if turn is None:
+    run_lock = (_run_lock or _start_threads()) if threads > 1 else None
+    if run_lock is None:
         for chunk in range(chunks):
-            of_chunk(chunk, chunks, arguments, eps, norm_eps, like[item])
+            run_chunk(chunk, chunks, arguments, eps, norm_eps, like[item])
         return
     import numba
 
-    with turn:
+    with run_lock:
         before = numba.get_num_threads()
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
         try:
-            of_chunks(chunks, arguments, eps, norm_eps, like[item])
+            run_chunks(chunks, arguments, eps, norm_eps, like[item])
         finally:
             numba.set_num_threads(before)
 
 
 def _start_threads() -> AbstractContextManager | None:
-    """Start the threads, and return the lock to hold while they run; `None` where they do not start."""
-    global _turn, _may_start
-    with _start:
-        if _turn is None and _may_start:
+    """Start numba's threads, and return the lock to hold while they run, or `None` if they do not start."""
+    global _run_lock, _threads_may_start
+    with _start_lock:
+        if _run_lock is None and _threads_may_start:
             import numba
 
             threads = torch.get_num_threads()
             try:
-                numba.get_num_threads()  # starts them, and tells OpenMP, which PyTorch shares, to use them all
-                is_for_one = numba.threading_layer() == "workqueue"
-                _turn = threading.Lock() if is_for_one else nullcontext()
+                numba.get_num_threads()  # starts them, and sets OpenMP, which PyTorch shares, to use them all
+                serves_one_caller = numba.threading_layer() == "workqueue"
+                _run_lock = threading.Lock() if serves_one_caller else nullcontext()
             except Exception as error:
-                _may_start = False
+                _threads_may_start = False
                 _warn("numba's threads do not start", error)
             finally:
-                torch.set_num_threads(threads)
-        return _turn
+                torch.set_num_threads(threads)  # undoes what numba has set
+        return _run_lock
 
 
 __all__ = ["failure", "run"]

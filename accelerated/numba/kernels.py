@@ -1,8 +1,8 @@
-"""Depth attention on a CPU in one pass: every source is read from memory once, and every result written once.
+"""Depth attention on a CPU in one pass: every source is read from memory once, and every result is written once.
 
-The rows of one token fit into the cache next to the core, and everything else happens there. PyTorch's operations
-would each read all tokens of a source from memory. Every allocation names dtype and device, since a program may have
-set other defaults.
+The rows of one token fit into the cache next to the core, and all else happens there. PyTorch's operations would each
+read all tokens of a source from memory. Every allocation names its dtype and device, because a program may have set
+other defaults.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from ..autograd import BackwardRequest, Gradients
 from ..tensors import packed
 from . import call
 
-_CPU = torch.device("cpu")  # quicker than passing its name
+_CPU = torch.device("cpu")  # faster to pass than the name
 
 
 def forward(
@@ -30,24 +30,26 @@ def forward(
         eps: epsilon of the key norm.
         is_sum: whether to multiply the result by n.
     """
-    rows = call.checked(sources)
-    result, weights = _empty(rows.shape, rows.dtype), _empty((len(sources), *rows.shape[:-1]), torch.float32)
-    call.forward(_vector(query), rows, result, weights, len(sources) if is_sum else 1, eps)
+    checked = call.checked(sources)
+    result = _empty(checked.shape, checked.dtype)
+    weights = _empty((len(sources), *checked.shape[:-1]), torch.float32)
+    call.forward(_vector(query), checked, result, weights, len(sources) if is_sum else 1, eps)
     return result, weights, ()
 
 
 def backward(request: BackwardRequest) -> Gradients:
     """Compute the gradients that are needed; see [`BackwardRequest`]."""
-    rows = call.checked(request.sources)
-    grad_sources = [_empty(rows.shape, rows.dtype) if needed else None for needed in request.needs_sources]
-    # A row for each chunk of tokens, added up in order: the result does not depend on the number of threads.
-    grad_query = torch.zeros(call.chunks(rows.shape), rows.shape[-1], dtype=torch.float32, device="cpu")
+    checked = call.checked(request.sources)
+    grad_sources = [_empty(checked.shape, checked.dtype) if needed else None for needed in request.needs_sources]
+    # One row for each chunk of tokens, and a sum in their order, so that the result does not depend on the number of
+    # threads.
+    grad_query = torch.zeros(call.chunks(checked.shape), checked.shape[-1], dtype=torch.float32, device="cpu")
     call.backward(
         _vector(request.query),
         packed(request.grad),
         None if request.grad_weights is None else packed(request.grad_weights),
         grad_query,
-        rows,
+        checked,
         grad_sources,
         [None if later is None else packed(later) for later in request.later_grads],
         len(request.sources) if request.is_sum else 1,
@@ -56,7 +58,7 @@ def backward(request: BackwardRequest) -> Gradients:
     return grad_query.sum(0) if request.needs_query else None, grad_sources
 
 
-def phase_one(queries: Tensor, eps: float, rows: call.Sources) -> tuple[Tensor, Tensor]:
+def phase_one(queries: Tensor, eps: float, sources: call.CheckedSources) -> tuple[Tensor, Tensor]:
     """Compute phase 1: the queries of several sublayers against the sources that all of them read.
 
         m_q = max_i l_qi,   z_q = sum_i exp(l_qi - m_q),   u_q = sum_i exp(l_qi - m_q) s_i,   l_qi = q . RMSNorm(s_i)
@@ -64,14 +66,14 @@ def phase_one(queries: Tensor, eps: float, rows: call.Sources) -> tuple[Tensor, 
     Args:
         queries: `w * g` of G sublayers, `[G, D]` in float32.
         eps: epsilon of the key norm.
-        rows: the checked sources.
+        sources: the checked sources.
 
     Returns:
         `u` `[G, ..., D]`, and `(m, z)` `[G, ..., 2]`, in float32. `call.forward` continues from one entry of each.
     """
-    sums = _empty((len(queries), *rows.shape), torch.float32)
-    statistics = _empty((len(queries), *rows.shape[:-1], 2), torch.float32)
-    call.phase_one(_vector(queries), rows, sums, statistics, eps)
+    sums = _empty((len(queries), *sources.shape), torch.float32)
+    statistics = _empty((len(queries), *sources.shape[:-1], 2), torch.float32)
+    call.phase_one(_vector(queries), sources, sums, statistics, eps)
     return sums, statistics
 
 
@@ -88,7 +90,7 @@ def trial(dtype: torch.dtype) -> None:
     query = torch.ones(5, dtype=torch.float32, device="cpu")
     result, weights, _ = forward(query, [ones, ones], 1e-6, True)
     if not (result == 2).all() or not (weights == 0.5).all():
-        raise RuntimeError("a first call returned wrong numbers")
+        raise RuntimeError("the first call returned wrong numbers")
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -96,9 +98,9 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _vector(tensor: Tensor) -> Tensor:
-    """Return a query in float32, with its numbers in a row."""
-    is_one = tensor.dtype is torch.float32 and tensor.is_contiguous() and not tensor.is_neg()
-    return tensor if is_one else packed(tensor.to(torch.float32))
+    """Return queries in float32, contiguous and without a pending negation."""
+    is_ready = tensor.dtype is torch.float32 and tensor.is_contiguous() and not tensor.is_neg()
+    return tensor if is_ready else packed(tensor.to(torch.float32))
 
 
 __all__ = ["backward", "forward", "phase_one", "trial"]

@@ -2,8 +2,8 @@
 
     Call, then the addresses of one of `Forward`, `PhaseOne` and `Backward`, then the addresses of the sources
 
-(in a backward pass also those of the sources' gradients and of later gradients). An address of zero is no tensor. The
-compiled side raises if the `magic` number or the number of addresses is another than it was compiled for.
+In a backward pass, the addresses of the sources' gradients and of the later gradients follow. An address of zero means
+that there is no tensor. The compiled side raises if `magic` or the number of addresses is not as it was compiled for.
 """
 
 import zlib
@@ -11,19 +11,19 @@ from typing import NamedTuple
 
 
 class Call(NamedTuple):
-    """The first numbers of every call; `number` is the multiplier of the result, or phase one's number of queries."""
+    """The first numbers of every call. `number` is the result's multiplier, or in phase one the number of queries."""
 
     magic: int
-    addresses: int
+    addresses: int  # how many follow
     tokens: int
     width: int
     sources: int
     number: int
-    item: int  # bytes of a source's number
+    item: int  # bytes of a number in the sources
 
 
 class Forward(NamedTuple):
-    """`query` and `weights` are of float32, `norm_weight` as the result; `sums` and `statistics` are phase one's."""
+    """Addresses of the tensors of `call.forward`; `sums` and `statistics` are the results of phase one."""
 
     query: int
     result: int
@@ -34,7 +34,7 @@ class Forward(NamedTuple):
 
 
 class PhaseOne(NamedTuple):
-    """All three are of float32."""
+    """Addresses of the tensors of `call.phase_one`."""
 
     queries: int
     sums: int
@@ -42,7 +42,7 @@ class PhaseOne(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """`grad_query` has a row for each chunk of tokens."""
+    """Addresses of the tensors of `call.backward`; `grad_query` has a row for each chunk of tokens."""
 
     query: int
     grad: int
@@ -50,6 +50,7 @@ class Backward(NamedTuple):
     grad_query: int
 
 
+# Changes with every name and order above, so that machine code of another layout raises instead of misreading.
 _LAYOUT = [(part.__name__, part._fields) for part in (Call, Forward, PhaseOne, Backward)]
 MAGIC = zlib.crc32(repr(_LAYOUT).encode())
 

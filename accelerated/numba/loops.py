@@ -1,9 +1,10 @@
-"""The loops over tokens, compiled by `numba` for the processor at hand: in seconds at first, then from `cache`.
+"""The loops over tokens. `numba` compiles them for the processor at hand, in seconds; later processes load them.
 
     l_i = r_i (query . s_i),  r_i = 1 / sqrt(mean(s_i^2) + eps),   a = softmax(l),   h = sum_i a_i s_i
 
-Each loop takes the address of the arguments that `call` has written, see `layout`, and computes one chunk of tokens.
-Statistics are in float32; rows of bfloat16 are converted as they are read and written.
+Each loop takes the address of the arguments that `call` has written (see `layout`), and computes one chunk of tokens.
+Statistics are in float32. Rows of bfloat16 are converted when they are read and written. `docs/guides/numba.md`
+explains how to change and debug the loops.
 """
 
 import numba
@@ -22,14 +23,16 @@ from .rows import (
     scale,
 )
 
-# Weights below this, before they are divided by their sum, are set to zero: their products would be denormal numbers,
-# for which processors take a hundred times as long.
+# Smaller weights, before they are divided by their sum, are set to zero. Their products would be denormal numbers, for
+# which processors take a hundred times as long.
 _SMALLEST = np.float32(1e-36)
-# Sources are prefetched so many bytes ahead of a token: about as long as memory takes to answer.
+# Bytes that sources are prefetched ahead of a token: computing these takes about as long as memory takes to answer.
 _AHEAD = 1024
-_FLOAT, _HALF = np.float32(0), np.uint16(0)  # a number of a row's type: float32, or the bits of bfloat16
+# The argument `like` of a loop is one of these. numba infers the type of a row's numbers from it: float32, or the bits
+# of bfloat16.
+_FLOAT, _HALF = np.float32(0), np.uint16(0)
 
-# Index of each argument in the array.
+# Named tuples of indices: `_CALL.width` is the place of `width` in the array of arguments.
 _CALL, _FORWARD = Call(*range(len(Call._fields))), Forward(*range(len(Forward._fields)))
 _PHASE_ONE, _BACKWARD = PhaseOne(*range(len(PhaseOne._fields))), Backward(*range(len(Backward._fields)))
 
@@ -39,18 +42,19 @@ _parallel_jit = numba.njit(nogil=True, parallel=True)
 
 @_jit
 def _vector(address, width, like):
+    """Return the `width` numbers at an address as an array."""
     return numba.carray(pointer(address, like), (width,))
 
 
 @_jit
 def _arguments(address, others, each):
-    """Return the numbers of a call and its addresses: `others` of them, and `each` for every source."""
+    """Return the numbers of a call and its addresses, which must be `others` and `each` more for every source."""
     call = _vector(address, len(_CALL), np.int64(0))
     if call[_CALL.magic] != MAGIC:
-        raise ValueError("the arguments of a loop are laid out for another version of it")
+        raise ValueError("the arguments of a loop must be laid out as it was compiled for, got another version")
     n, addresses = call[_CALL.sources], call[_CALL.addresses]
     if addresses != others + each * n:
-        raise ValueError("a loop was called with another number of addresses than it takes")
+        raise ValueError("the number of addresses must be that of the loop's tensors, got another number of addresses")
     numbers = _vector(address + 8 * len(_CALL), addresses, np.int64(0))
     return call[_CALL.tokens], call[_CALL.width], n, call[_CALL.number], call[_CALL.item], numbers
 
@@ -65,7 +69,7 @@ def _largest(logits, largest):
 
 @_jit
 def _exponentials(logits, largest, weights):
-    """Write the weights before they are divided by their sum, and return that sum."""
+    """Write the weights that are not yet divided by their sum, and return the sum."""
     total = np.float32(0)
     for i in range(len(logits)):
         weights[i] = np.exp(logits[i] - largest)
@@ -77,7 +81,7 @@ def _exponentials(logits, largest, weights):
 
 @_jit
 def _softmax(logits, multiplier, weights, mixing):
-    """Compute the weights, and the factors of the sources: for the scale `sum` exactly one at equal logits."""
+    """Write the weights, and the factors of the sources, which at equal logits are exactly one for the scale `sum`."""
     total = _exponentials(logits, _largest(logits, logits[0]), weights)
     for i in range(len(logits)):
         mixing[i] = weights[i] * np.float32(multiplier) / total
@@ -107,7 +111,7 @@ def _logit(dot_product, square, width, eps):
 
 @_jit
 def _enter(tokens, chunk, chunks, sources, size):
-    """Return the tokens of a chunk, and how many rows ahead to prefetch; begin to read the first rows."""
+    """Return the first token of a chunk, its end, and how many rows ahead to prefetch. Prefetch the first rows."""
     first, end = chunk * tokens // chunks, (chunk + 1) * tokens // chunks
     rows = min(max(1, _AHEAD // max(1, size)), end - first)
     for i in range(len(sources)):
@@ -117,13 +121,13 @@ def _enter(tokens, chunk, chunks, sources, size):
 
 @_jit
 def _ahead(token, end, rows, size):
-    """Return how many bytes ahead to prefetch at a token, 0 at the end of a chunk."""
+    """Return how many bytes ahead to prefetch at a token; 0 near the end of a chunk."""
     return rows * size if token + rows < end else 0
 
 
 @_jit
 def _normalise(row, eps, is_half, bits):
-    """Divide a row by its root mean square, and round where the module of a norm rounds."""
+    """Divide a row in float32 by its root mean square, and round it where the module of a norm rounds."""
     if is_half:
         _round(row, bits)
     factor = np.float32(1) / np.sqrt(dot(row, row) / np.float32(len(row)) + np.float32(eps))
@@ -134,14 +138,14 @@ def _normalise(row, eps, is_half, bits):
 
 @_jit
 def _round(row, bits):
-    """Round a row to bfloat16."""
+    """Round a row in float32 to numbers of bfloat16; `bits` is scratch."""
     scale(bits, np.float32(1), row)
     scale(row, np.float32(1), bits)
 
 
 @_jit
 def forward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
-    """Compute depth attention for one chunk, from phase one or not, and the norm after it if there is one."""
+    """Compute depth attention for one chunk, continued from phase one if given, and the norm of it if given."""
     tokens, width, n, multiplier, item, addresses = _arguments(arguments, len(_FORWARD), 1)
     sources, size = addresses[len(_FORWARD) :], width * item
     has_norm, has_phase = addresses[_FORWARD.norm_weight] != 0, addresses[_FORWARD.sums] != 0
@@ -151,7 +155,7 @@ def forward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
     all_weights = _vector(addresses[_FORWARD.weights], n * tokens, _FLOAT)
     logits, weights, mixing = np.empty((3, n), np.float32)
     rows, base, factor = np.empty(n, np.int64), np.zeros(width, np.float32), np.float32(0)
-    own, norm, bits = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.uint16)
+    wide, norm, bits = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.uint16)
     if has_norm:
         scale(norm, np.float32(1), _vector(addresses[_FORWARD.norm_weight], width, like))
     for token in range(first, end):
@@ -171,18 +175,18 @@ def forward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
                 all_weights[i * tokens + token] = weights[i]
         result = _vector(addresses[_FORWARD.result] + token * size, width, like)
         if has_norm:
-            mix(like, own, factor, base, mixing, rows)
-            _normalise(own, norm_eps, item == 2, bits)
+            mix(like, wide, factor, base, mixing, rows)
+            _normalise(wide, norm_eps, item == 2, bits)
             for d in range(width):
-                own[d] *= norm[d]
-            scale(result, np.float32(1), own)
+                wide[d] *= norm[d]
+            scale(result, np.float32(1), wide)
         else:
             mix(like, result, factor, base, mixing, rows)
 
 
 @_jit
 def phase_one_chunk(chunk, chunks, arguments, eps, norm_eps, like):
-    """Compute phase one for one chunk; four queries share each reading of a source."""
+    """Compute phase one for one chunk. Four queries share each reading of a source, and the rest read it singly."""
     tokens, width, n, queries, item, addresses = _arguments(arguments, len(_PHASE_ONE), 1)
     sources, size, fours = addresses[len(_PHASE_ONE) :], width * item, queries - queries % 4
     all_queries, all_sums = addresses[_PHASE_ONE.queries], addresses[_PHASE_ONE.sums]
@@ -195,9 +199,9 @@ def phase_one_chunk(chunk, chunks, arguments, eps, norm_eps, like):
             rows[i] = sources[i] + token * size
             row = _vector(rows[i], width, like)
             for q in range(0, fours, 4):
-                found = dots_and_square(row, _four(all_queries + q * width * 4, width, width), ahead)
+                products = dots_and_square(row, _four(all_queries + q * width * 4, width, width), ahead)
                 for k in range(4):
-                    logits[q + k, i], _ = _logit(found[k], found[4], width, eps)
+                    logits[q + k, i], _ = _logit(products[k], products[4], width, eps)
             for q in range(fours, queries):
                 product, square = dots_and_square(row, (_vector(all_queries + q * width * 4, width, _FLOAT),), ahead)
                 logits[q, i], _ = _logit(product, square, width, eps)
@@ -226,14 +230,14 @@ def _four(address, width, apart):
 
 @_jit
 def backward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
-    """Compute the gradients of one chunk, after all statistics of the forward pass again.
+    """Compute the gradients of one chunk. Compute the statistics of the forward pass again before.
 
     With c_i = grad . s_i, the gradient of a logit is m_i (c_i - sum_j a_j c_j), where m_i are the factors of the
-    sources; that of a source has a part along `grad`, one along the query and one along the source itself.
+    sources. The gradient of a source has a part along `grad`, one along the query and one along the source itself.
     """
     tokens, width, n, multiplier, item, addresses = _arguments(arguments, len(_BACKWARD), 3)
-    size, of_sources = width * item, addresses[len(_BACKWARD) :]
-    sources, grad_sources, later_grads = of_sources[:n], of_sources[n : 2 * n], of_sources[2 * n :]
+    size, per_source = width * item, addresses[len(_BACKWARD) :]
+    sources, grad_sources, later_grads = per_source[:n], per_source[n : 2 * n], per_source[2 * n :]
     all_weight_grads = addresses[_BACKWARD.grad_weights]
     first, end, rows_ahead = _enter(tokens, chunk, chunks, sources, size)
     query = _vector(addresses[_BACKWARD.query], width, _FLOAT)
@@ -246,7 +250,7 @@ def backward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
         scale(grad, np.float32(1), _vector(addresses[_BACKWARD.grad] + token * size, width, like))
         for i in range(n):
             rows[i] = sources[i] + token * size
-            # A gradient that is not needed is written to `nowhere`, a missing later gradient is read from `zeros`.
+            # Gradients that are not needed go to `nowhere`. Missing later gradients come from `zeros`.
             targets[i] = grad_sources[i] + token * size if grad_sources[i] else nowhere.ctypes.data
             others[i] = later_grads[i] + token * size if later_grads[i] else zeros.ctypes.data
             product, similarity[i], square = dots_and_square(_vector(rows[i], width, like), (query, grad), ahead)
@@ -267,7 +271,7 @@ def backward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
 @_parallel_jit
 def forward_chunks(chunks, arguments, eps, norm_eps, like):
     """Run [`forward_chunk`] on several threads."""
-    _arguments(arguments, len(_FORWARD), 1)  # in a thread, nothing may be raised
+    _arguments(arguments, len(_FORWARD), 1)  # checks them here, because a thread must not raise
     for chunk in numba.prange(chunks):
         forward_chunk(chunk, chunks, arguments, eps, norm_eps, like)
 
@@ -275,7 +279,7 @@ def forward_chunks(chunks, arguments, eps, norm_eps, like):
 @_parallel_jit
 def backward_chunks(chunks, arguments, eps, norm_eps, like):
     """Run [`backward_chunk`] on several threads."""
-    _arguments(arguments, len(_BACKWARD), 3)  # in a thread, nothing may be raised
+    _arguments(arguments, len(_BACKWARD), 3)  # checks them here, because a thread must not raise
     for chunk in numba.prange(chunks):
         backward_chunk(chunk, chunks, arguments, eps, norm_eps, like)
 
@@ -283,7 +287,7 @@ def backward_chunks(chunks, arguments, eps, norm_eps, like):
 @_parallel_jit
 def phase_one_chunks(chunks, arguments, eps, norm_eps, like):
     """Run [`phase_one_chunk`] on several threads."""
-    _arguments(arguments, len(_PHASE_ONE), 1)  # in a thread, nothing may be raised
+    _arguments(arguments, len(_PHASE_ONE), 1)  # checks them here, because a thread must not raise
     for chunk in numba.prange(chunks):
         phase_one_chunk(chunk, chunks, arguments, eps, norm_eps, like)
 
@@ -294,10 +298,10 @@ LOOPS = {
     "backward": (backward_chunk, backward_chunks),
     "phase one": (phase_one_chunk, phase_one_chunks),
 }
-LIKE = {4: _FLOAT, 2: _HALF}  # bytes of a number -> a number of the rows' type
+LIKE = {4: _FLOAT, 2: _HALF}  # bytes of a number -> the argument `like`
 
-for _of_chunk, _of_chunks in LOOPS.values():
-    for _dispatcher in (_of_chunk, _of_chunks):
+for _pair in LOOPS.values():
+    for _dispatcher in _pair:
         # `numba` has no public way to set a function's cache.
         _dispatcher._cache = MachineCode(_dispatcher.__name__)
 

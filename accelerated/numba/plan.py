@@ -1,4 +1,4 @@
-"""The inference plan on a CPU, by the compiled loops of this folder."""
+"""The inference plan on a CPU, which reads by the compiled loops of this folder."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,32 +8,32 @@ from torch import Tensor
 from ..inference_plan import InferencePlan, Norm, Phase, Read, Sources, make_plan
 from . import call, kernels
 
-_FEW_TOKENS = 16  # for so many tokens, the inputs of all sublayers are allocated at once
+_FEW_TOKENS = 16  # up to this many tokens, the inputs of all sublayers are allocated at once
 
 
 class CpuPlan(InferencePlan):
-    """Reads by the compiled loops. `make_cpu_plan` sets `supports` and `pays`, the functions of the implementation."""
+    """A plan that reads by the compiled loops. `make_cpu_plan` sets `supports` and `pays`; see `Implementation`."""
 
     supports: Callable[[Tensor, Sequence[Tensor]], str | None]
     pays: Callable[[Tensor, Sequence[Tensor]], bool]
 
     def __init__(self, reads: Sequence[Read], queries: Tensor):
         super().__init__(reads, queries)
-        self._served: torch.dtype | None = None  # the dtype of sources for which the loops are known to run
+        self._supported: torch.dtype | None = None  # the last dtype of sources for which `supports` found no reason
         self._each_query = queries.unbind()
-        self._results: list[Tensor] = []  # allocated for the reads to come
+        self._results: list[Tensor] = []  # memory for the results of coming reads
 
-    def _prepare(self, sources: Sources) -> call.Sources | None:
-        # In this order: to load the loops takes half a second, and seconds on a new machine, too much for a small
-        # model. A single token is taken whatever its size: in generation, others follow.
+    def _prepare(self, sources: Sources) -> call.CheckedSources | None:
+        # `pays` comes first, because `supports` loads the loops, in half a second, or in many on a new machine. That is
+        # too long for a small model. A token of any size is taken, because in generation more tokens follow.
         is_token = sources[0].shape[-2:-1] == (1,)
         if not (is_token or self.pays(self._each_query[0], sources)):
             return None
         dtype = sources[0].dtype
-        if dtype is not self._served:
+        if dtype is not self._supported:
             if self.supports(self._each_query[0], sources) is not None:
                 return None
-            self._served = dtype
+            self._supported = dtype
         try:
             return call.checked(sources)
         except call.Unfit:
@@ -43,11 +43,11 @@ class CpuPlan(InferencePlan):
         fits = weight.dtype is sources[0].dtype and weight.shape == sources[0].shape[-1:]
         return fits and weight.is_cpu and weight.is_contiguous()
 
-    def _phase_one(self, queries: Tensor, eps: float, prepared: call.Sources) -> Phase:
+    def _phase_one(self, queries: Tensor, eps: float, prepared: call.CheckedSources) -> Phase:
         return kernels.phase_one(queries, eps, prepared)
 
     def _read(
-        self, position: int, multiplier: int, eps: float, prepared: call.Sources, phase: Phase, norm: Norm
+        self, position: int, multiplier: int, eps: float, prepared: call.CheckedSources, phase: Phase, norm: Norm
     ) -> Tensor:
         result = self._result(prepared.shape, prepared.dtype)
         newer = prepared if phase is None else prepared.after(len(self._phase_sources))
@@ -57,7 +57,7 @@ class CpuPlan(InferencePlan):
         return result
 
     def _result(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return memory for a result; for few tokens that of all reads is allocated at once, which is quicker."""
+        """Return memory for a result. For few tokens, the memory of all reads is allocated at once, which is faster."""
         if shape.numel() > _FEW_TOKENS * shape[-1]:
             return torch.empty(shape, dtype=dtype, device="cpu")
         if not self._results or self._results[-1].shape != shape or self._results[-1].dtype is not dtype:
@@ -70,12 +70,12 @@ def make_cpu_plan(
     supports: Callable[[Tensor, Sequence[Tensor]], str | None],
     pays: Callable[[Tensor, Sequence[Tensor]], bool],
 ) -> InferencePlan | None:
-    """Make a plan of the loops, or return `None`; see [`make_plan`].
+    """Make a plan that reads by the loops, or return `None`; see [`make_plan`].
 
     Args:
         reads: all reads of the pass, in order.
-        supports: the implementation's answer whether the loops run on tensors.
-        pays: the implementation's answer whether they are worth loading.
+        supports: as in [`Implementation`].
+        pays: as in [`Implementation`].
     """
     plan = make_plan(CpuPlan, "cpu", reads)
     if plan is not None:

@@ -1,4 +1,4 @@
-"""Depth attention on a GPU: our Triton kernels, and the operation of flash-linear-attention, by one interface."""
+"""Depth attention on a GPU: our Triton kernels, and the operation of flash-linear-attention, behind one interface."""
 
 from ..interface import Implementation
 from . import flash_linear_attention, implementation
@@ -7,9 +7,16 @@ from .launch import phase_one, read_fused
 
 IMPLEMENTATIONS = {
     "triton": Implementation(
-        implementation.run, implementation.supports, implementation.pays, implementation.inference_plan
+        run=implementation.run,
+        supports=implementation.supports,
+        pays=implementation.pays,
+        inference_plan=implementation.inference_plan,
     ),
-    "fla": Implementation(flash_linear_attention.run, flash_linear_attention.supports, flash_linear_attention.pays),
+    "fla": Implementation(
+        run=flash_linear_attention.run,
+        supports=flash_linear_attention.supports,
+        pays=flash_linear_attention.pays,
+    ),
 }
 
 __all__ = ["IMPLEMENTATIONS", "kernels_available", "phase_one", "read_fused"]

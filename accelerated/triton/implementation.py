@@ -1,4 +1,4 @@
-"""Depth attention by the Triton kernels: whether they run here, and the functions of [`Implementation`]."""
+"""Depth attention by the Triton kernels: a check that they run on a device, and the functions of [`Implementation`]."""
 
 import functools
 import warnings
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..autograd import BackwardRequest, Gradients, differentiable
-from ..compat import looks_at_operations
+from ..compat import why_operations_are_observed
 from ..inference_plan import InferencePlan, Read, make_plan
 from ..tensors import PLAIN, packed
 from . import launch
@@ -29,18 +29,20 @@ def why_not_on(device: torch.device, width: int) -> str | None:
     if device.type != "cuda":
         return f"the sources are on {device}, not on a GPU"
     if width > launch.MAX_WIDTH:
-        return f"the sources are {width} wide, and the kernels take {launch.MAX_WIDTH} at most"
+        return f"the sources are {width} wide, and the kernels take at most {launch.MAX_WIDTH}"
     return _tried_on(device)
 
 
 @torch.compiler.assume_constant_result
 def _tried_on(device: torch.device) -> str | None:
-    return _trial(device)  # a function of its own, since `torch.compile` would trace through the cache's wrapper
+    # Separate from `_trial`, because `torch.compile` would trace through the wrapper of `functools.cache`.
+    return _trial(device)
 
 
 @functools.cache
 @torch.no_grad()
 def _trial(device: torch.device) -> str | None:
+    """Run each kernel for inference once; return why they do not run, or `None` if their results are right."""
     if not torch.cuda.is_available():
         return "PyTorch sees no GPU"
     if isinstance(launch.kernels(), str):
@@ -70,8 +72,8 @@ def supports(query: Tensor, sources: Sequence[Tensor]) -> str | None:
         if tensor.device != query.device:
             return f"the tensors are on {query.device} and {tensor.device}"
         if tensor.dtype not in launch.DTYPES:
-            return f"the kernels compute in float32, and a tensor is {tensor.dtype}"
-    return None if torch.compiler.is_compiling() else looks_at_operations()
+            return f"the kernels take float32, bfloat16 and float16, not {tensor.dtype}"
+    return None if torch.compiler.is_compiling() else why_operations_are_observed()
 
 
 def pays(query: Tensor, sources: Sequence[Tensor]) -> bool:
@@ -102,7 +104,7 @@ def _backward(request: BackwardRequest) -> Gradients:
 
 
 def _all_or_none(grads: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return the gradients with a tensor of zeros for each that is missing; an empty list if all are."""
+    """Return the gradients, with zeros for each that is missing, or an empty list if all are missing."""
     present = [grad for grad in grads if grad is not None]
     if len(present) == len(grads) or not present:
         return [packed(grad) for grad in present]
@@ -118,7 +120,7 @@ def run(
 ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
     """Compute depth attention; see [`Implementation`].
 
-    Sources of several dtypes are cast to their common dtype for the kernels; the returned sources are uncast.
+    Sources of several dtypes are cast to their common dtype for the kernels. The returned sources are those given.
     """
     dtype = launch.common_dtype(sources)
     if all(source.dtype is dtype for source in sources):
@@ -128,7 +130,7 @@ def run(
 
 
 def inference_plan(reads: Sequence[Read]) -> InferencePlan | None:
-    """Make a plan of the kernels for a pass without gradients, or return `None`; see [`Implementation`]."""
+    """Make a plan that reads by the kernels in a pass without gradients; see [`Implementation`]."""
     first = reads[0][0].weight
     return make_plan(GpuPlan, "cuda", reads) if kernels_available(first.device, first.shape[-1]) else None
 

@@ -2,10 +2,10 @@
 
     l_i = query . s_i / sqrt(mean(s_i^2) + eps),   a = softmax(l),   h = factor * sum_i a_i s_i
 
-All arithmetic is in float32. The sources are separate tensors: a tuple of pointers, padded to `N` by repeating one, of
-which the first `count` count. A loop picks one of a chunk of them at a time: unrolled over all sources it would take
-a kernel for each number of these, minutes to compile and more registers than there are. Offsets are of 64 bits
-wherever a number of tokens enters into them.
+All arithmetic is in float32. The sources are separate tensors, given as a tuple of pointers. Only the first `count` are
+sources; the tuple is padded to `N` by repeating one. A loop picks from a chunk of pointers. Unrolled over all sources,
+it would need another kernel for each number of sources, minutes to compile, and more registers than there are. An
+offset that depends on the number of tokens has 64 bits.
 """
 
 import triton
@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def _pick(sources, i, FIRST: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr):
-    """Return pointer `i` of those from `FIRST` to `FIRST + CHUNK`, both included; for another `i`, any pointer."""
+    """Return pointer `i`, which must be from `FIRST` to `FIRST + CHUNK`; for another `i`, return any pointer."""
     pointer = sources[FIRST]
     for k in tl.static_range(1, CHUNK + 1):
         if FIRST + k < N:
@@ -24,7 +24,7 @@ def _pick(sources, i, FIRST: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr)
 
 @triton.jit
 def _whole_tokens(tile, tokens, WIDTH: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return a tile's tokens, which of them exist, the mask of its elements, and their offsets in `[tokens, WIDTH]`."""
+    """Return a tile's tokens, the mask of those that exist, the mask of its elements, and their offsets."""
     token = tl.cast(tile, tl.int64) * TOKENS + tl.arange(0, TOKENS)
     column = tl.arange(0, COLUMNS)
     is_token = token < tokens
@@ -37,14 +37,14 @@ def _load_next(
     sources, i, count, offset, is_token, column,
     FIRST: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Load the tile of source `i + 1`, so that it arrives while source `i` is reduced; none after the last source."""
+    """Load the tile of source `i + 1`, so that it arrives while source `i` is reduced; zeros after the last source."""
     end = tl.where(i + 1 < count, WIDTH, 0)
     return tl.load(_pick(sources, i + 1, FIRST, CHUNK, N) + offset, mask=is_token & (column < end), other=0.0)
 
 
 @triton.jit
 def _join(maximum, normaliser, mixture, logit, source):
-    """Add a source to the running softmax: maximum `[...]`, normaliser `[...]`, mixture `[..., columns]`."""
+    """Add a source to the online softmax: maximum `[...]`, normaliser `[...]`, mixture `[..., columns]`."""
     highest = tl.maximum(maximum, logit)
     before, now = tl.exp(maximum - highest), tl.exp(logit - highest)
     mixture = mixture * before[:, None] + now[:, None] * source
@@ -53,7 +53,7 @@ def _join(maximum, normaliser, mixture, logit, source):
 
 @triton.jit
 def _normalised(mixture, normaliser, factor):
-    # In this order `factor` over the normaliser is exactly one at zero queries, and `sum` is the plain sum.
+    # At zero queries `factor / normaliser` is exactly one for the scale `sum`, so the result is the plain sum.
     return mixture * tl.div_rn(normaliser * 0.0 + factor, normaliser)[:, None]
 
 
@@ -64,7 +64,7 @@ def forward_kernel(
     N: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, HAS_PHASE: tl.constexpr, HAS_NORM: tl.constexpr,
     KEEPS_STATISTICS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write `result` `[tokens, WIDTH]`, continued from an entry of phase one or not, and normed or not.
+    """Write `result` `[tokens, WIDTH]`, continued from an entry of phase one with `HAS_PHASE`, normed with `HAS_NORM`.
 
     For training it also writes `weights`, `logits` and `inverse_rms`, each `[count, tokens]`.
     """
@@ -94,14 +94,14 @@ def forward_kernel(
             maximum, normaliser, mixture = _join(maximum, normaliser, mixture, logit, source)
     mixture = _normalised(mixture, normaliser, factor)
     if HAS_NORM:
-        # The norm's module gets its input rounded, and rounds before it multiplies.
+        # The norm's module gets a rounded input, and rounds once more before it multiplies by its weight.
         mixture = mixture.to(result.dtype.element_ty).to(tl.float32)
         mixture *= tl.rsqrt(tl.sum(mixture * mixture, 1) / WIDTH + norm_eps)[:, None]
         norm_row = tl.load(norm_weight + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
         mixture = norm_row * mixture.to(result.dtype.element_ty).to(tl.float32)
     tl.store(result + offset, mixture.to(result.dtype.element_ty), mask=inside)
     if KEEPS_STATISTICS:
-        tl.debug_barrier()  # the logits were stored by other threads of this program
+        tl.debug_barrier()  # other threads of this program have stored the logits
         for i in range(count):
             logit = tl.load(logits + i * stride + token, mask=is_token, other=0.0)
             tl.store(weights + i * stride + token, tl.div_rn(tl.exp(logit - maximum), normaliser), mask=is_token)
@@ -116,7 +116,7 @@ def backward_kernel(
 ):  # fmt: skip
     """Write `grad_sources`, and this program's part of the query's gradient to a row of `partial`.
 
-    `later_grads` are the gradients that later reads send to the sources; they are added. `contracted` is scratch.
+    `later_grads`, the sources' gradients from later reads, are added. `contracted` `[count, tokens]` is scratch.
     """
     stride = tl.cast(tokens, tl.int64)  # between the statistics of two sources
     column = tl.arange(0, COLUMNS)
@@ -126,7 +126,7 @@ def backward_kernel(
     for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
         token, is_token, inside, offset = _whole_tokens(tile, tokens, WIDTH, TOKENS, COLUMNS)
         grad_row = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
-        # The incoming gradients, contracted with d h / d a_i and d a_i / d a_i, and their mean.
+        # The gradient of each weight a_i, through the result and directly, and the mean of these by the weights.
         mean = tl.zeros([TOKENS], tl.float32)
         coming = tl.load(sources[0] + offset, mask=inside, other=0.0)
         for first in tl.static_range(0, N, CHUNK):
@@ -140,7 +140,7 @@ def backward_kernel(
                     similarity += tl.load(grad_weights + i * stride + token, mask=is_token, other=0.0)
                 mean += tl.load(weights + i * stride + token, mask=is_token, other=0.0) * similarity
                 tl.store(contracted + i * stride + token, similarity, mask=is_token)
-        tl.debug_barrier()  # they were stored by other threads of this program
+        tl.debug_barrier()  # other threads of this program have stored them
         for first in tl.static_range(0, N, CHUNK):
             for i in range(first, tl.minimum(first + CHUNK, count)):
                 pointer = _pick(sources, i, first, CHUNK, N)
@@ -169,9 +169,9 @@ def phase_one_kernel(
     N: tl.constexpr, CHUNK: tl.constexpr, NUMBER: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write `mixtures` `[NUMBER, tokens, WIDTH]`, `maxima` and `normalisers` `[NUMBER, tokens]`.
+    """Write `mixtures` `[NUMBER, tokens, WIDTH]`, and `maxima` and `normalisers` `[NUMBER, tokens]`.
 
-    A program computes one token for `ROWS` queries.
+    `NUMBER` is the number of queries. A program computes one token for `ROWS` of them, one of `GROUPS` groups.
     """
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     row, column = tl.program_id(0) % GROUPS * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)

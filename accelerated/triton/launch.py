@@ -1,13 +1,13 @@
-"""Launch the Triton kernels: check every tensor before a kernel gets its address, allocate outputs, pick tiles.
+"""Launch the Triton kernels: check every tensor before a kernel gets its address, allocate outputs, choose tiles.
 
-- `forward` and `backward`, for training: one pass over the sources by online softmax. The backward pass reads them once
-  more (and once from the cache) and writes their gradients, to which it adds the gradients of later reads. The query's
-  gradient is summed in two steps, in a fixed order.
+- `forward` and `backward`, for training: one pass over the sources by online softmax. The backward pass reads the
+  sources once more (and once from the cache) and writes their gradients, to which it adds the gradients from later
+  reads. It sums the query's gradient in two steps, in a fixed order.
 - `phase_one`, for inference: the queries of several sublayers against the sources that all of them read, in one pass.
 - `read_fused`, for inference: the read of one sublayer, continued from phase one or not, and the norm that follows.
 
-Everything is computed in float32 and rounded once, on writing; a norm rounds where its module does. `query` is `w * g`
-throughout: the pseudo-query times the key norm's weight.
+Everything is computed in float32 and rounded once, when it is written. A norm rounds where its module does. `query` is
+always `w * g`, the pseudo-query times the key norm's weight.
 """
 
 import functools
@@ -21,17 +21,17 @@ from ..tensors import PLAIN, packed
 
 MAX_WIDTH = 16384
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# As measured on an H100 (`benchmarks/gpu.md`).
-_TILE = 1024  # elements in a tile, as far as whole tokens allow
-_PER_THREAD = 32  # of these
-_QUERY_TILE = 16384  # elements of the queries that a program keeps
-_CHUNK = 8  # pointers among which a loop picks
-_PROGRAMS = 2048  # at most, that share the sum of the query's gradient
+# Chosen by measurements on an H100 (`benchmarks/gpu.md`).
+_TILE = 1024  # elements of a tile, as far as whole tokens allow
+_PER_THREAD = 32  # elements of a tile that a thread computes
+_QUERY_TILE = 16384  # elements of the queries that a program keeps in registers
+_CHUNK = 8  # pointers from which a loop picks
+_PROGRAMS = 2048  # most programs that share the sum of the query's gradient
 
 
 @functools.cache
 def kernels() -> ModuleType | str:
-    """Return the module of the kernels, or why there are none. Triton is imported on first use, in seconds."""
+    """Return the module of the kernels, or why it does not load. The first call imports Triton, which takes seconds."""
     try:
         from . import kernels
     except ModuleNotFoundError:
@@ -42,7 +42,7 @@ def kernels() -> ModuleType | str:
 
 
 def common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    """Return the dtype that all tensors promote to."""
+    """Return the dtype to which the dtypes of all tensors promote."""
     return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
 
@@ -60,7 +60,7 @@ def phase_one(queries: Tensor, eps: float, *sources: Tensor) -> tuple[Tensor, Te
         `u` `[G, ..., D]`, `m` and `z` `[G, ...]`, in float32. `read_fused` continues from one entry of each.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit each other.
+        ValueError: the shapes, dtypes or devices do not fit each other.
     """
     dtype = common_dtype(sources)
     return _phase_one(packed(queries), eps, [packed(source.to(dtype)) for source in sources])
@@ -76,7 +76,7 @@ def read_fused(
     norm_weight: Tensor | None = None,
     norm_eps: float = 0.0,
 ) -> Tensor:
-    """Compute the read of one sublayer: `h` of phase one's sources and of newer ones, or the RMSNorm of `h`.
+    """Compute the read of one sublayer, `h`, over the sources of phase one and newer ones, or the RMSNorm of `h`.
 
     Not differentiable.
 
@@ -85,10 +85,10 @@ def read_fused(
     Args:
         query: `w * g`, `[D]`, float32; `D <= MAX_WIDTH`.
         eps: epsilon of the key norm.
-        multiplier: `k`: the number of all sources, phase one's too, for the scale `sum`; one for `mean`.
-        sources: the sources that phase one did not see, each `[..., D]`; at least one if there is no phase.
+        multiplier: `k`: the number of all sources, also those of phase one, for the scale `sum`; 1 for `mean`.
+        sources: the sources that phase one did not read, each `[..., D]`; at least one if `phase` is `None`.
         phase: one entry of the result of `phase_one`: `u` `[..., D]`, `m` and `z` `[...]`, in float32.
-        dtype: dtype of the result; by default the common one of `sources`, or that of `u`.
+        dtype: dtype of the result; by default the common dtype of `sources`, or without sources that of `u`.
         norm_weight: weight `[D]` of an RMSNorm like Llama's, in the dtype of the result; no norm if `None`.
         norm_eps: epsilon of this norm.
 
@@ -96,25 +96,25 @@ def read_fused(
         `h`, or `norm_weight * (h * rsqrt(mean(h^2) + norm_eps))`, `[..., D]`; rounded where the norm's module rounds.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit each other.
+        ValueError: the shapes, dtypes or devices do not fit each other.
     """
     if sources:
         common = common_dtype(sources)
         sources = [packed(source.to(common)) for source in sources]
-    begun = (None, None, None) if phase is None else [packed(tensor) for tensor in phase]
-    dtype = dtype or (sources[0] if sources else begun[0]).dtype
+    phase = (None, None, None) if phase is None else [packed(tensor) for tensor in phase]
+    dtype = dtype or (sources[0] if sources else phase[0]).dtype
     norm_weight = None if norm_weight is None else packed(norm_weight)
-    return _read(packed(query), eps, multiplier, sources, *begun, dtype, norm_weight, norm_eps)
+    return _read(packed(query), eps, multiplier, sources, *phase, dtype, norm_weight, norm_eps)
 
 
 def _operator(allocate: Callable) -> Callable:
-    """Make a function one operator for `torch.compile`, which cannot see through tuples of pointers.
+    """Make a function a single operator for `torch.compile`, which cannot trace through tuples of pointers.
 
-    Outside of compiled code the function is called directly: the dispatch of an operator would cost more time than a
-    small kernel takes.
+    Code that is not compiled calls the function itself, because the dispatch of an operator would take longer than a
+    small kernel.
 
     Args:
-        allocate: function of the same arguments that returns outputs of the right shapes and dtypes, not computed.
+        allocate: takes the same arguments, and returns outputs of the right shapes and dtypes without computing them.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -135,8 +135,8 @@ def _require(device: torch.device, *groups: tuple[Iterable[Tensor | None], Seque
     """Validate every tensor before its pointer reaches a kernel.
 
     Args:
-        device: device that all tensors must be on.
-        groups: tensors, some of which may be `None`, with the shape and dtype that all of them must have.
+        device: the device of all tensors.
+        groups: tensors, some of which may be `None`, with the shape and dtype that they must have.
 
     Raises:
         ValueError: a tensor has another shape, dtype or device, or is not contiguous.
@@ -149,26 +149,26 @@ def _require(device: torch.device, *groups: tuple[Iterable[Tensor | None], Seque
             is_plain = type(tensor) in PLAIN and tensor.is_contiguous() and not tensor.is_neg()
             if not (is_alike and is_plain and (tensor.data_ptr() or not tensor.numel())):
                 raise ValueError(
-                    f"A kernel takes contiguous {dtype} of shape {tuple(shape)} on {device}, not a "
-                    f"{type(tensor).__name__} of {tensor.dtype}, shape {tuple(tensor.shape)}, strides "
-                    f"{tuple(tensor.stride())} on {tensor.device}, or without its storage."
+                    f"A kernel takes a contiguous tensor of {dtype}, shape {tuple(shape)}, on {device}, not freed. "
+                    f"Got a {type(tensor).__name__} of {tensor.dtype}, shape {tuple(tensor.shape)}, strides "
+                    f"{tuple(tensor.stride())}, on {tensor.device}."
                 )
 
 
 def _require_rows(query: Tensor, sources: Sequence[Tensor]) -> torch.Size:
-    """Return the shape of the sources; raise `ValueError` if the kernels do not take their dtype or width."""
+    """Return the shape of the sources. Raise `ValueError` if the kernels do not take the query or the sources."""
     shape = sources[0].shape
     if sources[0].dtype not in DTYPES or not shape or not 1 <= shape[-1] <= MAX_WIDTH:
         raise ValueError(
-            f"A kernel takes rows of 1 to {MAX_WIDTH} of {', '.join(map(str, DTYPES))}, "
-            f"not {sources[0].dtype} of shape {tuple(shape)}."
+            f"A kernel takes rows of 1 to {MAX_WIDTH} numbers in {', '.join(map(str, DTYPES))}. "
+            f"Got {sources[0].dtype} of shape {tuple(shape)}."
         )
     _require(query.device, ([query], shape[-1:], torch.float32), (sources, shape, sources[0].dtype))
     return shape
 
 
 def _tile(width: int) -> dict[str, int]:
-    """Return the numbers of tokens and columns of a tile, powers of two, and of warps for it."""
+    """Return a tile's numbers of tokens and columns, which are powers of two, and its number of warps."""
     columns = _power_of_two(width)
     tokens = max(1, min(32, _TILE // columns))
     return {"TOKENS": tokens, "COLUMNS": columns, "num_warps": _warps(tokens * columns)}
@@ -187,7 +187,7 @@ def _cdiv(a: int, b: int) -> int:
 
 
 def _pointers(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the tensors, padded by the first one so that few kernels suffice: for 1, 2, 4, 8, 16, 24, ... tensors."""
+    """Return the tensors, padded by the first one to 1, 2, 4, 8, 16, 24, ... tensors, so that few kernels suffice."""
     number = len(tensors)
     padded = _power_of_two(number) if number <= _CHUNK else _CHUNK * _cdiv(number, _CHUNK)
     return (*tensors, *[tensors[0]] * (padded - number))
@@ -198,7 +198,7 @@ def _sizes(pointers: tuple[Tensor, ...], width: int) -> dict[str, int]:
 
 
 def _empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Allocate an output of a kernel: contiguous, on the device of `like`, whatever a program's defaults are."""
+    """Allocate an output of a kernel on the device of `like`, whatever defaults a program has set."""
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
@@ -212,7 +212,7 @@ def _forward_outputs(query, sources, eps, is_sum):
 def forward(
     query: Tensor, sources: Sequence[Tensor], eps: float, is_sum: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the result `[..., D]`, and the weights, logits and inverse RMS of all sources, each `[n, ...]`.
+    """Compute the result `[..., D]`, and the weights, logits and 1 / RMS of all sources, each `[n, ...]` in float32.
 
     Args:
         query: `w * g`, `[D]`, float32.
@@ -240,8 +240,8 @@ def _backward_outputs(
 ):
     width = query.numel()
     tiles = _cdiv(grad.numel() // width, _tile(width)["TOKENS"])
-    each = max(1, _cdiv(tiles, _PROGRAMS))  # about as many for every program
-    partial = _empty(query, (max(1, _cdiv(tiles, each)), width), torch.float32)
+    tiles_per_program = max(1, _cdiv(tiles, _PROGRAMS))
+    partial = _empty(query, (max(1, _cdiv(tiles, tiles_per_program)), width), torch.float32)
     return partial, [_empty(query, source.shape, source.dtype) for source in sources] if needs_sources else []
 
 
@@ -258,17 +258,17 @@ def backward(
     is_sum: bool,
     needs_sources: bool,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Compute the query's gradient in parts `[programs, D]`, and the sources' gradients if they are needed.
+    """Compute the query's gradient, in parts `[programs, D]` to sum, and the sources' gradients or an empty list.
 
     Args:
         grad: gradient of the result, `[..., D]`.
         grad_weights: gradient of the weights, `[n, ...]`, or `None`.
-        later_grads: gradients `[..., D]` that are added to the sources' own, one for each source or none at all.
+        later_grads: gradients `[..., D]` to add to those of the sources, one for each source, or an empty list.
         query: `w * g`, `[D]`, float32.
         sources: n tensors `[..., D]`.
-        weights: as [`forward`] returned them.
-        logits: as [`forward`] returned them.
-        inverse_rms: as [`forward`] returned it.
+        weights: from [`forward`].
+        logits: from [`forward`].
+        inverse_rms: from [`forward`].
         is_sum: whether the result was multiplied by n.
         needs_sources: whether the sources' gradients are needed.
     """
@@ -313,7 +313,7 @@ def _phase_one(queries: Tensor, eps: float, sources: Sequence[Tensor]) -> tuple[
     )
     pointers = _pointers(sources)
     tokens, columns = sources[0].numel() // width, _power_of_two(width)
-    # As many queries at once as a program can keep in registers; the others read the sources again, from the cache.
+    # A program computes as many queries as fit into its registers. Others read the sources again, from the cache.
     rows = min(_power_of_two(number), max(1, _QUERY_TILE // columns))
     groups = _cdiv(number, rows)
     if tokens:
@@ -342,7 +342,7 @@ def _read(
     norm_weight: Tensor | None,
     norm_eps: float,
 ) -> Tensor:
-    # The kernel takes one pointer at least, of which it uses nothing where no source counts.
+    # The kernel takes at least one pointer. Without sources it gets the mixture's, and reads nothing through it.
     rows = sources or [mixture]
     shape = _require_rows(query, rows)
     result = _read_outputs(query, eps, multiplier, sources, mixture, maximum, normaliser, dtype, norm_weight, norm_eps)

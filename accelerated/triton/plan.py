@@ -1,4 +1,4 @@
-"""The inference plan on a GPU, by the Triton kernels of this folder."""
+"""The inference plan on a GPU, which reads by the Triton kernels of this folder."""
 
 from torch import Tensor
 
@@ -7,7 +7,7 @@ from . import launch
 
 
 class GpuPlan(InferencePlan):
-    """Reads by the Triton kernels."""
+    """A plan that reads by the Triton kernels."""
 
     def _prepare(self, sources: Sources) -> Sources | None:
         dtype, device, shape = sources[0].dtype, self._queries.device, sources[0].shape

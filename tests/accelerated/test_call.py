@@ -53,7 +53,7 @@ def test_each_tensor_of_a_call_is_checked(name, change):
     has_phase = name in ("sums", "statistics")
     phase = (given["sums"], given["statistics"]) if has_phase else None
     weights = None if has_phase else given["weights"]
-    with pytest.raises(call.Unfit, match=r"a tensor is \("):
+    with pytest.raises(call.Unfit, match=r"a tensor must be"):
         call.forward(given["query"], rows, given["result"], weights, 1, 1e-6, given["norm_weight"], 1e-6, phase)
 
 

@@ -13,7 +13,7 @@ from attnres.accelerated.phases import group_size, two_phases_pay
 pytest.importorskip("numba")
 
 
-def phase_two(query: Tensor, multiplier: int, phase: tuple[Tensor, Tensor], rows: call.Sources) -> Tensor:
+def phase_two(query: Tensor, multiplier: int, phase: tuple[Tensor, Tensor], rows: call.CheckedSources) -> Tensor:
     result = torch.empty(rows.shape, dtype=rows.dtype)
     call.forward(query, rows, result, None, multiplier, 1e-6, phase=phase)
     return result

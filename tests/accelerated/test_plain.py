@@ -12,7 +12,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.utils import output_capturing
 
 from attnres.accelerated import compat
-from attnres.accelerated.plain import has_no_hooks, is_plain_rms_norm, is_unpatched, modules_are_called_plainly
+from attnres.accelerated.plain import is_plain_rms_norm, is_unpatched, modules_are_called_plainly, runs_forward_alone
 from attnres.attn_res_attnres import AttnRes
 
 BOTH = (torch.float32, torch.bfloat16)
@@ -69,7 +69,7 @@ def replaced(norm: nn.Module) -> None:
 )
 def test_a_norm_that_does_more_is_not_plain(change):
     norm = LlamaRMSNorm(4)
-    assert has_no_hooks(norm) and is_plain_rms_norm(norm, torch.float32)
+    assert runs_forward_alone(norm) and is_plain_rms_norm(norm, torch.float32)
     change(norm)
     assert not is_plain_rms_norm(norm, torch.float32)
 
@@ -87,7 +87,7 @@ def wrapped(self, x, forward=LlamaRMSNorm.forward):
 def test_a_patch_of_a_class_is_one(monkeypatch, patch):
     norm = LlamaRMSNorm(4)
     monkeypatch.setattr(LlamaRMSNorm, "forward", patch)
-    assert not has_no_hooks(norm) and not is_plain_rms_norm(norm, torch.float32)
+    assert not runs_forward_alone(norm) and not is_plain_rms_norm(norm, torch.float32)
     monkeypatch.undo()
     assert is_plain_rms_norm(norm, torch.float32)
 
@@ -98,7 +98,7 @@ def test_a_patch_of_how_modules_are_called_is_one(monkeypatch):
     assert not modules_are_called_plainly()
     monkeypatch.undo()
     monkeypatch.setattr(LlamaRMSNorm, "__call__", lambda self, *args: self.forward(*args))
-    assert modules_are_called_plainly() and not has_no_hooks(LlamaRMSNorm(4))
+    assert modules_are_called_plainly() and not runs_forward_alone(LlamaRMSNorm(4))
 
 
 def test_a_hook_on_all_modules_is_one():
@@ -116,19 +116,19 @@ def test_a_patched_method_is_one(monkeypatch):
 def test_hooks_that_record_count_while_they_do():
     norm = LlamaRMSNorm(4)
     output_capturing.install_output_capuring_hook(norm, "norms", 0)
-    assert has_no_hooks(norm)
+    assert runs_forward_alone(norm)
     token = output_capturing._active_collector.set({"norms": []})
-    assert not has_no_hooks(norm)
+    assert not runs_forward_alone(norm)
     output_capturing._active_collector.reset(token)
-    assert has_no_hooks(norm)
+    assert runs_forward_alone(norm)
 
 
 def test_what_a_version_does_not_tell_is_taken_for_somebody_looking(monkeypatch):
     monkeypatch.setattr(compat, "_collector", None)
     norm = LlamaRMSNorm(4)
     output_capturing.install_output_capuring_hook(norm, "norms", 0)
-    assert not has_no_hooks(norm)
+    assert not runs_forward_alone(norm)
     monkeypatch.delattr(nn.modules.module, "_has_any_global_hook")
     assert not modules_are_called_plainly()
     monkeypatch.delattr(torch._C, "_len_torch_dispatch_stack")
-    assert "does not say" in compat.looks_at_operations()
+    assert "does not show" in compat.why_operations_are_observed()
