@@ -1,4 +1,4 @@
-"""Fixtures: other processes, and kernels that compute what is as small as in these tests."""
+"""Fixtures: code in other processes, and CPU kernels that run for small tensors too."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from .. import forks
 
 @pytest.fixture(scope="module")
 def cpu_kernels() -> Iterator[None]:
-    """The kernels of a CPU are worth it for what is as small as in these tests too."""
+    """Make the CPU kernels run for tensors as small as in these tests."""
     pytest.importorskip("numba")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(on_cpu, "_MANY", 0)
@@ -21,7 +21,7 @@ def cpu_kernels() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def printed(tmp_path_factory) -> Callable[..., str]:
-    """`printed(code, **environment)`: what a fork of a process without numba prints; it must not fail."""
+    """`printed(code, **environment)` runs code in a fork of a process without numba, and returns what it prints."""
     elsewhere = tmp_path_factory.mktemp("cwd")
 
     def run(code: str, **environment: str) -> str:

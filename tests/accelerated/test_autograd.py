@@ -1,4 +1,4 @@
-"""The derivative around the kernels: gradients of later readers, and derivatives of derivatives."""
+"""Derivatives of the kernels: gradients of later reads, and second derivatives."""
 
 import pytest
 import torch
@@ -15,7 +15,10 @@ run = IMPLEMENTATION.run
 
 
 def chain(queries: list[Tensor], sources: list[Tensor], dtype: torch.dtype | None) -> Tensor:
-    """Each read's result is a source of the next; one source is used beside. In `dtype` the reference, or ours."""
+    """Return a loss over several reads. Each result is a source of the next read, and one source is used directly.
+
+    Our kernels compute the reads, or with a `dtype` the reference.
+    """
     total = 0
     for query in queries:
         if dtype is None:
@@ -36,7 +39,7 @@ def chain(queries: list[Tensor], sources: list[Tensor], dtype: torch.dtype | Non
     frozen=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_gradients_of_later_readers_are_added(n, reads, tokens, width, frozen, seed):
+def test_gradients_of_later_reads_are_added(n, reads, tokens, width, frozen, seed):
     torch.manual_seed(seed)
     queries = [torch.randn(width, requires_grad=True) for _ in range(reads)]
     sources = [torch.randn(tokens, width, requires_grad=i > 0 or not frozen) for i in range(n)]
@@ -50,21 +53,20 @@ def test_gradients_of_later_readers_are_added(n, reads, tokens, width, frozen, s
         torch.testing.assert_close(ours.double(), right, rtol=0, atol=1e-4 * max(1, size))
 
 
-def test_what_needs_no_gradient_goes_on_as_such():
+def test_a_source_that_needs_no_gradient_is_returned_as_one_that_needs_none():
     frozen, trained = torch.randn(3, 8), torch.randn(3, 8, requires_grad=True)
     _, _, sources = run(torch.randn(8, requires_grad=True), [frozen, trained], 1e-6, False, fuse_later_grads=True)
     assert [source.requires_grad for source in sources] == [False, True]
     assert [source.data_ptr() for source in sources] == [frozen.data_ptr(), trained.data_ptr()]
 
 
-def test_without_gradients_the_sources_go_on_themselves():
+def test_without_gradients_the_given_sources_are_returned():
     sources = (torch.randn(3, 8), torch.randn(3, 8))
     with torch.no_grad():
         assert run(torch.randn(8), sources, 1e-6, False, fuse_later_grads=True)[2] is sources
 
 
-def test_a_bfloat16_gradient_is_rounded_once_for_each_read_and_not_twice():
-    """Of two reads, a gradient is the sum of both: ours plus that of the later read, rounded together."""
+def test_the_gradients_of_two_reads_are_added_before_they_are_rounded_to_bfloat16():
     torch.manual_seed(0)
     sources = [torch.randn(64, 32).bfloat16().requires_grad_() for _ in range(2)]
     query = torch.randn(32)
@@ -79,7 +81,7 @@ def test_a_bfloat16_gradient_is_rounded_once_for_each_read_and_not_twice():
 
 
 def second_derivatives(query: Tensor, first: Tensor, use_weights: bool, fuse: bool, ours: bool) -> tuple[Tensor, ...]:
-    """Of two reads of sources one of which comes of another; a gradient penalty, as of a discriminator."""
+    """Return the gradients of two reads whose sources stem from one tensor, and those of a penalty on them."""
     sources = [first, first.sin() * 2, first.cos()]
     if ours:
         result, weights, sources = run(query, sources, 1e-2, True, fuse_later_grads=fuse)
@@ -104,7 +106,7 @@ def test_the_backward_pass_is_differentiable(use_weights, fuse):
         torch.testing.assert_close(ours.double(), right, rtol=0, atol=1e-4 * right.abs().max().item())
 
 
-def test_the_kernel_runs_where_nobody_differentiates_the_backward_pass():
+def test_the_backward_kernel_runs_unless_the_backward_pass_is_differentiated():
     calls = []
 
     def backward(request):
@@ -121,7 +123,7 @@ def test_the_kernel_runs_where_nobody_differentiates_the_backward_pass():
 
 
 @pytest.mark.parametrize("used", ["result", "weights", "later"])
-def test_a_part_of_the_outputs_may_be_used(used):
+def test_the_gradients_are_right_if_one_output_alone_is_used(used):
     torch.manual_seed(0)
     query, source = torch.randn(16, requires_grad=True), torch.randn(5, 16, requires_grad=True)
     sources = [source, source.sin()]
@@ -135,14 +137,14 @@ def test_a_part_of_the_outputs_may_be_used(used):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_compiled_the_kernel_of_the_backward_pass_is_in_the_graph():
-    """As Triton's are, which are operators for the compiler; here by operations in their place."""
+def test_a_compiled_graph_contains_the_backward_kernel():
+    """Operations stand in for the Triton kernels, which are operators for the compiler."""
 
     def forward(query, sources, eps, is_sum):
         return *depth_attention_in_operations(query, sources, eps, is_sum), (query,)
 
     def backward(request):
-        return request.query * 7, [request.grad * 5 for _ in request.sources]  # wrong, so that it shows
+        return request.query * 7, [request.grad * 5 for _ in request.sources]  # wrong numbers, which show that it ran
 
     read = differentiable(forward, backward)
     query, source = torch.randn(8, requires_grad=True), torch.randn(3, 8, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Addresses leave Python for tensors that are what the loops expect, and for no others."""
+"""The loops get the addresses only of tensors with the shape, dtype and layout that they expect."""
 
 from array import array
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def test_each_tensor_of_a_call_is_checked(name, change):
         call.forward(given["query"], rows, given["result"], weights, 1, 1e-6, given["norm_weight"], 1e-6, phase)
 
 
-def test_numbers_that_are_negated_when_they_are_read_are_read_so():
+def test_a_view_with_a_pending_negation_is_negated():
     source = torch.randn(3, 8)
     views = [source, torch._neg_view(source)]
     result, _, _ = IMPLEMENTATION.run(QUERY, views, 1e-6, True)
@@ -67,14 +67,14 @@ def test_numbers_that_are_negated_when_they_are_read_are_read_so():
 @pytest.mark.parametrize("change", [(0, MAGIC + 1), (1, 5), (1, 0)], ids=["other magic", "fewer", "none"])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("name", "others"), [("forward", Forward), ("phase one", PhaseOne), ("backward", Backward)])
-def test_the_compiled_side_refuses_what_is_laid_out_otherwise(change, threads, name, others):
+def test_the_loops_refuse_arguments_of_another_layout(change, threads, name, others):
     of_sources = 3 if name == "backward" else 1
     count = len(others._fields) + of_sources
     numbers = array("q", [*Call(MAGIC, count, 0, 8, 1, 1, 4), *[0] * count])
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        engine.run(name, 2, numbers.buffer_info()[0], 1e-6, 0.0, 4)  # no token, nothing to do
+        engine.run(name, 2, numbers.buffer_info()[0], 1e-6, 0.0, 4)  # without tokens the call does nothing
         numbers[change[0]] = change[1]
         with pytest.raises(ValueError, match=r"laid out|number of addresses"):
             engine.run(name, 2, numbers.buffer_info()[0], 1e-6, 0.0, 4)

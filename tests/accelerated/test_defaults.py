@@ -1,4 +1,4 @@
-"""What a program sets as PyTorch's defaults changes nothing: all that is allocated says its dtype and its device."""
+"""PyTorch's default dtype and device change no result, because every allocation names both."""
 
 import pytest
 

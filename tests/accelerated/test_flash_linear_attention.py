@@ -1,6 +1,6 @@
-"""The operation of flash-linear-attention behind the seam: what it lacks is added, what it does not take is refused.
+"""The operation of flash-linear-attention: what it lacks is added, and tensors that it does not take are refused.
 
-On a GPU its kernels run; elsewhere two functions stand in for them that take and return what theirs do.
+On a GPU its kernels run. Elsewhere two functions with the same arguments and results replace them.
 """
 
 import sys
@@ -61,7 +61,7 @@ def test_the_result_the_weights_and_all_gradients_are_those_of_the_reference(n, 
 
 
 @pytest.mark.gpu
-def test_gradients_of_later_reads_and_of_gradients_are_there_too():
+def test_gradients_of_later_reads_and_second_derivatives_are_added():
     def twice(attend: Callable, query: Tensor, sources: list[Tensor]) -> tuple[Tensor, ...]:
         result, weights, later = attend(query, sources)
         value = loss(result, weights) + (later[0] * result).double().square().sum()
@@ -80,7 +80,7 @@ def test_gradients_of_later_reads_and_of_gradients_are_there_too():
 
 
 class OnGPU(Tensor):
-    """Says that it is on a GPU."""
+    """A tensor whose `is_cuda` is true on any device."""
 
     is_cuda = True
 
@@ -96,7 +96,7 @@ class OnGPU(Tensor):
         (64, lambda sources: [source.double() for source in sources], "float32"),
     ],
 )
-def test_what_it_takes_for_granted_is_asked_first(width, change, reason):
+def test_tensors_that_its_kernels_cannot_take_are_refused(width, change, reason):
     query, sources = make(2, (3,), width)
     sources = [source.detach() for source in sources]
     assert reason in FLA.supports(query.detach().as_subclass(OnGPU), change(sources))
@@ -106,12 +106,12 @@ def test_what_it_takes_for_granted_is_asked_first(width, change, reason):
 
 
 @pytest.mark.skipif(find_spec("fla") is None, reason="needs fla-core")
-def test_the_operation_that_is_installed_takes_these_arguments(monkeypatch):
+def test_the_installed_operation_takes_the_expected_arguments(monkeypatch):
     monkeypatch.undo()
     assert not isinstance(flash_linear_attention._operations(), str)
 
 
-def test_one_of_other_arguments_is_refused(monkeypatch):
+def test_an_operation_with_other_arguments_is_refused(monkeypatch):
     monkeypatch.undo()
     flash_linear_attention._operations.cache_clear()
     fused = SimpleNamespace(fused_attnres_fwd=lambda q: None, fused_attnres_bwd=lambda q: None)

@@ -26,10 +26,10 @@ WIDTH = 48
 def decoder(
     sublayers: int = 9, block_size: int = 1, scale: str = "mean", norms: bool = True, width: int = WIDTH
 ) -> Reads:
-    """The connections of a decoder whose sublayers are nothing else, and last that of its output."""
+    """Return the connection, key norm and norm of each sublayer of a decoder, and last those of its output."""
     torch.manual_seed(0)
     config = AttnResConfig(hidden_size=width, attn_res_block_size=block_size, attn_res_scale=scale)
-    found = []
+    reads = []
     for sublayer in range(sublayers + 1):
         connection, key_norm = AttnRes(config, sublayer), ResidualNorm(width)
         nn.init.normal_(connection.weight)
@@ -37,8 +37,8 @@ def decoder(
         norm = LlamaRMSNorm(width, 1e-5) if norms and sublayer < sublayers else None
         if norm is not None:
             nn.init.normal_(norm.weight, 1, 0.3)
-        found.append((connection, key_norm, norm))
-    return found
+        reads.append((connection, key_norm, norm))
+    return reads
 
 
 def in_dtype(reads: Reads, dtype: torch.dtype) -> Reads:
@@ -46,7 +46,7 @@ def in_dtype(reads: Reads, dtype: torch.dtype) -> Reads:
 
 
 def check_pass(reads: Reads, embedding: Tensor) -> None:
-    """Each read, with the norm after it, is what calling the connection and the norm makes of the same state."""
+    """Check that each read of a plan, with the norm after it, equals calling the connection and the norm."""
     plan, state = IMPLEMENTATION.inference_plan(reads), embedding
     for connection, key_norm, norm in reads:
         h, is_normed = plan.read(connection, state)
@@ -60,7 +60,7 @@ def check_pass(reads: Reads, embedding: Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 40])
 @pytest.mark.parametrize(("block_size", "scale"), [(1, "mean"), (3, "sum"), (4, "mean")])
-def test_without_norms_a_pass_is_the_same_to_the_last_bit(block_size, scale, tokens, dtype):
+def test_without_norms_a_plan_computes_the_same_bits_as_single_reads(block_size, scale, tokens, dtype):
     reads = in_dtype(decoder(block_size=block_size, scale=scale, norms=False), dtype)
     embedding = torch.randn(2, tokens, WIDTH).to(dtype)
     plan, state = IMPLEMENTATION.inference_plan(reads), embedding
@@ -76,10 +76,10 @@ def test_without_norms_a_pass_is_the_same_to_the_last_bit(block_size, scale, tok
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [7, 64, 300, 1024])
-def test_a_norm_that_was_computed_with_a_read_is_what_its_module_makes_of_it(dtype, width):
-    # Rounded where the module rounds. The mean of squares is summed up in another order than PyTorch's, which moves
-    # float32 by some units in the last place, and bfloat16 where the two lie on either side of a rounding: seldom (once
-    # in 100,000 numbers), and by one such unit before the weight and one after it.
+def test_a_norm_computed_with_a_read_equals_its_module(dtype, width):
+    # Both round in the same places, but the loops sum the squares in another order than PyTorch. This moves float32 by
+    # some units in the last place. It moves bfloat16 where it changes a rounding, in about one of 100,000 numbers, by
+    # one unit before the weight and one after it.
     reads = in_dtype(decoder(width=width), dtype)
     plan, state = IMPLEMENTATION.inference_plan(reads), torch.randn(2, 30, width).to(dtype)
     for connection, key_norm, norm in reads[:-1]:
@@ -117,7 +117,7 @@ def to_meta(module: nn.Module) -> None:
 @pytest.mark.parametrize("place", [0, 4, -1])
 @pytest.mark.parametrize("part", [0, 1], ids=["connection", "key norm"])
 @pytest.mark.parametrize("change", [watch, watch_before, replace_forward, nn.Module.compile, to_meta])
-def test_connections_that_do_more_than_their_class_are_called(place, part, change):
+def test_there_is_no_plan_if_a_connection_or_key_norm_does_more_than_its_class(place, part, change):
     reads = decoder()
     assert IMPLEMENTATION.inference_plan(reads) is not None
     change(reads[place][part])
@@ -126,14 +126,14 @@ def test_connections_that_do_more_than_their_class_are_called(place, part, chang
 
 @torch.no_grad()
 @pytest.mark.parametrize(("of", "name"), [(AttnRes, "forward"), (AttnRes, "write"), (ResidualNorm, "forward")])
-def test_a_patched_class_is_called(monkeypatch, of, name):
+def test_there_is_no_plan_if_a_class_is_patched(monkeypatch, of, name):
     monkeypatch.setattr(of, name, lambda self, *args: torch.ones(1))
     assert IMPLEMENTATION.inference_plan(decoder()) is None
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("change", ["watched", "replaced", "patched", "other dtype", "other kind"])
-def test_a_norm_that_does_more_than_its_class_is_called(monkeypatch, change):
+def test_a_norm_that_does_more_than_its_class_is_left_to_the_model(monkeypatch, change):
     reads = decoder()
     norm = reads[4][2]
     if change == "watched":
@@ -155,20 +155,20 @@ def test_a_norm_that_does_more_than_its_class_is_called(monkeypatch, change):
     assert seen == [change != "patched" and i != 4 for i in range(9)]
 
 
-def test_it_is_for_passes_without_gradients():
+def test_there_is_a_plan_only_without_gradients_and_without_hooks_on_all_modules():
     reads = decoder()
     assert IMPLEMENTATION.inference_plan(reads) is None
     with torch.no_grad():
         plan = IMPLEMENTATION.inference_plan(reads)
         with register_module_forward_hook(lambda *args: None):
             assert IMPLEMENTATION.inference_plan(reads) is None
-    h, is_normed = plan.read(reads[0][0], torch.randn(2, 3, WIDTH))  # gradients, in the middle of a pass
+    h, is_normed = plan.read(reads[0][0], torch.randn(2, 3, WIDTH))  # gradients are enabled in the middle of a pass
     assert h.requires_grad and not is_normed
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_what_kernels_do_not_serve_is_left_to_the_connections(dtype):
+def test_sources_of_other_dtypes_are_left_to_the_connections(dtype):
     reads = in_dtype(decoder(), dtype)
     h, is_normed = IMPLEMENTATION.inference_plan(reads).read(reads[0][0], torch.randn(2, 3, WIDTH).to(dtype))
     assert h.dtype is dtype and not is_normed
@@ -181,14 +181,14 @@ def test_what_kernels_do_not_serve_is_left_to_the_connections(dtype):
     [lambda source: source.mT.contiguous().mT, lambda source: source.double(), lambda source: source[:, ::2]],
     ids=["not contiguous", "other dtype", "fewer tokens"],
 )
-def test_each_read_looks_at_the_sources_that_are_new(change: Callable[[Tensor], Tensor], has_phases, monkeypatch):
-    """Sources that change in the middle of a pass: no decoder of the family has them, and a user's may."""
+def test_each_read_checks_all_its_sources(change: Callable[[Tensor], Tensor], has_phases, monkeypatch):
+    """Sources may change in the middle of a pass. No decoder of the family does this, but a user's may."""
     if has_phases:
         monkeypatch.setattr(phases, "_CACHED", 0)
     reads = decoder(norms=False)
     plan, sources = IMPLEMENTATION.inference_plan(reads), (torch.randn(2, 6, WIDTH),)
     for connection, key_norm, _ in reads:
-        if len(sources) == 6:  # with phases, within the group of sublayers that reads four of them at once
+        if len(sources) == 6:  # with phases, this lies within a group whose phase one has read four of them
             sources = tuple(change(source) for source in sources)
         expected, _, _ = connection(sources, key_norm())
         torch.testing.assert_close(plan.read(connection, sources)[0], expected)
@@ -197,7 +197,7 @@ def test_each_read_looks_at_the_sources_that_are_new(change: Callable[[Tensor], 
 
 @torch.no_grad()
 @pytest.mark.parametrize("shape, is_read", [((2, 1), True), ((2, 3), False), ((1, 16), False)])
-def test_of_what_is_small_one_token_is_read_by_the_loops_and_more_by_the_connections(shape, is_read, monkeypatch):
+def test_of_small_sources_the_loops_read_one_token_and_the_connections_several(shape, is_read, monkeypatch):
     monkeypatch.setattr(on_cpu, "_MANY", 1 << 15)
     reads, embedding = decoder(), torch.randn(*shape, WIDTH)
     h, is_normed = IMPLEMENTATION.inference_plan(reads).read(reads[0][0], embedding)
@@ -221,7 +221,7 @@ def other_data(source: Tensor) -> None:
 @pytest.mark.parametrize("has_phases", [False, True])
 @pytest.mark.parametrize("change", [other_numbers, other_memory, other_data])
 @pytest.mark.parametrize("which", [0, -1])
-def test_a_source_that_is_changed_between_two_reads_is_read_as_it_is(change, has_phases, which, monkeypatch):
+def test_a_source_that_changes_between_two_reads_is_read_again(change, has_phases, which, monkeypatch):
     if has_phases:
         monkeypatch.setattr(phases, "_CACHED", 0)
     reads = decoder(norms=False)
@@ -236,7 +236,7 @@ def test_a_source_that_is_changed_between_two_reads_is_read_as_it_is(change, has
 
 @torch.no_grad()
 @pytest.mark.parametrize("has_phases", [False, True])
-def test_a_source_whose_memory_is_gone_is_not_read(has_phases, monkeypatch):
+def test_a_source_with_freed_memory_is_left_to_the_connection(has_phases, monkeypatch):
     if has_phases:
         monkeypatch.setattr(phases, "_CACHED", 0)
     addresses = []
@@ -249,13 +249,13 @@ def test_a_source_whose_memory_is_gone_is_not_read(has_phases, monkeypatch):
     assert addresses
     addresses.clear()
     sources[1].untyped_storage().resize_(0)
-    # The connection is called instead, which may raise; here it says that it was.
+    # The real connection might raise, so this one only reports the call.
     monkeypatch.setattr(AttnRes, "forward", lambda self, *args: ("called",))
     assert plan.read(reads[5][0], sources) == ("called", False) and not addresses
 
 
 @torch.no_grad()
-def test_a_source_of_another_shape_goes_to_the_connection(monkeypatch):
+def test_a_source_of_another_shape_is_left_to_the_connection(monkeypatch):
     reads = decoder(norms=False)
     plan = IMPLEMENTATION.inference_plan(reads)
     whole = torch.randn(2, 6, WIDTH)
@@ -266,12 +266,12 @@ def test_a_source_of_another_shape_goes_to_the_connection(monkeypatch):
 
 @pytest.fixture
 def groups(monkeypatch) -> list[tuple[int, int]]:
-    """Fills with the number of queries and of sources of each phase one."""
+    """Return a list that gets the numbers of queries and sources of each phase one."""
     seen, begin = [], CpuPlan._phase_one
 
-    def spy(self, queries, eps, taken):
-        seen.append((len(queries), len(taken.addresses)))
-        return begin(self, queries, eps, taken)
+    def spy(self, queries, eps, sources):
+        seen.append((len(queries), len(sources.addresses)))
+        return begin(self, queries, eps, sources)
 
     monkeypatch.setattr(CpuPlan, "_phase_one", spy)
     monkeypatch.setattr(phases, "_CACHED", 0)
@@ -292,14 +292,15 @@ def test_in_two_phases_a_pass_computes_the_same(groups, monkeypatch, block_size,
 
 
 @torch.no_grad()
-def test_full_attention_residuals_are_read_in_groups_and_the_output_belongs_to_the_last(groups):
+def test_full_attention_residuals_are_read_in_groups_of_which_the_last_includes_the_output(groups):
     reads = decoder(sublayers=16)
     check_pass(reads, torch.randn(2, 20, WIDTH))
-    assert groups == [(3, 4), (4, 7), (5, 11), (2, 16)]  # of 16 sublayers and the output; three sources are too few
+    # The first three of 17 reads have too few sources for a group.
+    assert groups == [(3, 4), (4, 7), (5, 11), (2, 16)]
 
 
 @torch.no_grad()
-def test_where_memory_is_not_the_cost_there_are_no_phases(groups, monkeypatch):
+def test_sources_that_fit_into_the_caches_are_read_in_one_phase(groups, monkeypatch):
     monkeypatch.setattr(phases, "_CACHED", 4 << 20)
     reads = decoder(sublayers=16)
     check_pass(reads, torch.randn(2, 20, WIDTH))

@@ -1,4 +1,4 @@
-"""Depth attention by compiled loops: the numbers and the gradients of the reference, and when it is used."""
+"""The compiled loops compute the results and gradients of the reference, and run where they should."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     eps=st.sampled_from((1e-6, 0.5)),
     seed=st.integers(0, 99),
 )
-def test_numbers_and_gradients_are_those_of_the_reference(n, tokens, width, dtype, is_sum, large, eps, seed):
+def test_results_and_gradients_equal_those_of_the_reference(n, tokens, width, dtype, is_sum, large, eps, seed):
     torch.manual_seed(seed)
     leaves = [large * torch.randn(width), *(torch.randn(tokens, width).to(dtype) for _ in range(n))]
     leaves = [leaf.requires_grad_() for leaf in leaves]
@@ -72,7 +72,7 @@ def every_second(source: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("change", [in_columns, repeated, every_second])
-def test_strides_are_any(change):
+def test_sources_and_query_may_have_any_strides(change):
     sources = [change(torch.randn(4, 6, 24)) for _ in range(2)]
     query = torch.randn(48)[::2]
     expected = depth_attention_reference(query, sources)
@@ -94,7 +94,7 @@ class Subclass(Tensor):
         (torch.ones(4), torch.ones(2, 4).to_sparse(), "sparse"),
     ],
 )
-def test_what_it_does_not_support_it_says(query, source, words):
+def test_the_reason_names_what_is_not_supported(query, source, words):
     assert words in IMPLEMENTATION.supports(query, [source, source])
 
 
@@ -102,19 +102,19 @@ def test_sources_of_two_dtypes_are_not_supported():
     assert "several" in IMPLEMENTATION.supports(torch.ones(4), [torch.ones(2, 4), torch.ones(2, 4).bfloat16()])
 
 
-def test_who_looks_at_operations_sees_them():
+def test_the_loops_do_not_run_while_operations_are_observed():
     query, sources = torch.ones(4), [torch.ones(2, 4)] * 2
-    said = []
+    reasons = []
 
     def ask(source: Tensor) -> Tensor:
-        said.append(IMPLEMENTATION.supports(query, [source, source]))
+        reasons.append(IMPLEMENTATION.supports(query, [source, source]))
         return source.sum()
 
     torch.func.vmap(ask)(sources[0])
     torch.func.jacrev(ask)(sources[0])
     torch.func.jvp(ask, (sources[0],), (sources[0],))
     torch.func.functional_call(torch.nn.Identity(), {}, ask(sources[0]))
-    assert [why is None for why in said] == [False, False, False, True]
+    assert [reason is None for reason in reasons] == [False, False, False, True]
     from torch.autograd import forward_ad
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -122,13 +122,13 @@ def test_who_looks_at_operations_sees_them():
         ask(sources[0])
     with FlopCounterMode(display=False):
         ask(sources[0])
-    assert "forward-mode" in said[-2] and "dispatch mode" in said[-1]
+    assert "forward-mode" in reasons[-2] and "dispatch mode" in reasons[-1]
 
 
-def test_it_pays_by_size_alone():
-    seen = [IMPLEMENTATION.pays(torch.ones(d), [torch.ones(t, d)] * 2) for t, d in ((9, 99), (999, 33), (1, 512))]
-    assert seen == [False, True, True]
+def test_the_size_alone_decides_whether_the_loops_pay():
+    pays = [IMPLEMENTATION.pays(torch.ones(d), [torch.ones(t, d)] * 2) for t, d in ((9, 99), (999, 33), (1, 512))]
+    assert pays == [False, True, True]
 
 
-def test_it_is_preferred():
+def test_the_loops_are_the_first_choice():
     assert next(iter(IMPLEMENTATIONS)) == "numba"

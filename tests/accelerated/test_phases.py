@@ -1,4 +1,4 @@
-"""Two-phase inference is the same function, and is chosen where it saves memory traffic."""
+"""Two-phase inference computes the same function, and is chosen if it saves memory traffic."""
 
 import pytest
 import torch

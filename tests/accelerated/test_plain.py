@@ -1,4 +1,4 @@
-"""Modules that do what the source of their class says, and those that do more."""
+"""The checks tell modules that compute what their class defines from modules that do more."""
 
 from functools import wraps
 
@@ -19,7 +19,7 @@ BOTH = (torch.float32, torch.bfloat16)
 
 
 class Clamped(nn.Module):
-    """Llama's, line by line, and one line more."""
+    """Llama's RMSNorm with one more line."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -84,7 +84,7 @@ def wrapped(self, x, forward=LlamaRMSNorm.forward):
 
 
 @pytest.mark.parametrize("patch", [mine, wrapped, LlamaRMSNorm.extra_repr, torch.compile(mine)])
-def test_a_patch_of_a_class_is_one(monkeypatch, patch):
+def test_a_norm_of_a_patched_class_is_not_plain(monkeypatch, patch):
     norm = LlamaRMSNorm(4)
     monkeypatch.setattr(LlamaRMSNorm, "forward", patch)
     assert not runs_forward_alone(norm) and not is_plain_rms_norm(norm, torch.float32)
@@ -92,7 +92,7 @@ def test_a_patch_of_a_class_is_one(monkeypatch, patch):
     assert is_plain_rms_norm(norm, torch.float32)
 
 
-def test_a_patch_of_how_modules_are_called_is_one(monkeypatch):
+def test_a_patched_module_call_is_found(monkeypatch):
     assert modules_are_called_plainly()
     monkeypatch.setattr(nn.Module, "__call__", lambda self, *args: self.forward(*args))
     assert not modules_are_called_plainly()
@@ -101,19 +101,19 @@ def test_a_patch_of_how_modules_are_called_is_one(monkeypatch):
     assert modules_are_called_plainly() and not runs_forward_alone(LlamaRMSNorm(4))
 
 
-def test_a_hook_on_all_modules_is_one():
+def test_a_hook_on_all_modules_is_found():
     with nn.modules.module.register_module_forward_hook(lambda *args: None):
         assert not modules_are_called_plainly()
     assert modules_are_called_plainly()
 
 
-def test_a_patched_method_is_one(monkeypatch):
+def test_a_patched_method_is_found(monkeypatch):
     assert is_unpatched(AttnRes, "write")
     monkeypatch.setattr(AttnRes, "write", mine)
     assert not is_unpatched(AttnRes, "write")
 
 
-def test_hooks_that_record_count_while_they_do():
+def test_a_recording_hook_counts_only_while_it_records():
     norm = LlamaRMSNorm(4)
     output_capturing.install_output_capuring_hook(norm, "norms", 0)
     assert runs_forward_alone(norm)
@@ -123,7 +123,7 @@ def test_hooks_that_record_count_while_they_do():
     assert runs_forward_alone(norm)
 
 
-def test_what_a_version_does_not_tell_is_taken_for_somebody_looking(monkeypatch):
+def test_operations_count_as_observed_if_a_version_lacks_a_name(monkeypatch):
     monkeypatch.setattr(compat, "_collector", None)
     norm = LlamaRMSNorm(4)
     output_capturing.install_output_capuring_hook(norm, "norms", 0)

@@ -1,4 +1,4 @@
-"""Where compiled loops cannot start, others compute; what they leave behind is as it was: threads, forks, the cache."""
+"""If the loops cannot start, PyTorch computes. Threads, forks and the cache of machine code stay sound."""
 
 import os
 import shutil
@@ -27,17 +27,17 @@ print(reasons[0], "|", sum("depth attention is computed without it" in str(warni
 
 
 def printed_anew(code: str, **environment: str) -> str:
-    """What a process prints that imports all itself: PyTorch reads OMP_NUM_THREADS when it is imported."""
+    """Return what a fresh process prints. PyTorch reads OMP_NUM_THREADS on import, which a fork has done already."""
     command, environment = [sys.executable, "-P", "-c", code], os.environ | environment
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
     assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
     return done.stdout.strip()
 
 
-def test_importing_starts_nothing():
+def test_importing_loads_no_compiler():
     code = """
 import sys, transformers.modeling_utils
-before = set(sys.modules)  # a PyTorch with CUDA brings its Triton in
+before = set(sys.modules)  # a PyTorch with CUDA imports its Triton
 import attnres.accelerated
 loaded = sys.modules.keys() - before
 print(*attnres.accelerated.IMPLEMENTATIONS, sorted({"numba", "llvmlite", "triton", "fla"} & loaded))
@@ -46,7 +46,7 @@ print(*attnres.accelerated.IMPLEMENTATIONS, sorted({"numba", "llvmlite", "triton
     assert output.split()[0] == "numba" and output.endswith(" []")
 
 
-def test_without_compiling_numba_is_not_used(printed):
+def test_numba_is_not_used_if_its_compiler_is_disabled(printed):
     assert printed(ASK, NUMBA_DISABLE_JIT="1").endswith("NUMBA_DISABLE_JIT is set) | 1")
 
 
@@ -58,7 +58,7 @@ def test_a_numba_that_fails_to_load_is_not_used(printed, tmp_path, error):
     assert answer == f"numba does not start ({error}: of another build) | 1"
 
 
-def test_a_missing_numba_is_no_reason_to_warn(printed):
+def test_a_missing_numba_does_not_warn(printed):
     hide = "import sys; sys.modules['numba'] = None\nimport importlib.util as util; find = util.find_spec\n"
     hide += "util.find_spec = lambda name, *args: None if name == 'numba' else find(name, *args)\n"
     assert printed(hide + ASK) == "numba is not installed | 0"
@@ -66,8 +66,8 @@ def test_a_missing_numba_is_no_reason_to_warn(printed):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="folders are protected by permissions")
-def test_where_nothing_can_be_written_it_is_compiled_each_time(printed, tmp_path):
-    # To a superuser no folder is read-only: what should be folders are files.
+def test_the_loops_are_compiled_each_time_if_no_folder_is_writable(printed, tmp_path):
+    # A superuser can write to every folder, so files take the places of folders.
     for name in ("cache", "home"):
         (tmp_path / name).write_text("")
     copy_of_package(tmp_path)
@@ -78,14 +78,14 @@ def test_where_nothing_can_be_written_it_is_compiled_each_time(printed, tmp_path
 
 
 def copy_of_package(folder: Path) -> Path:
-    """A copy that imports as `accelerated`, once `folder` is in the path."""
+    """Copy the package to `folder`, from which it imports as `accelerated`."""
     source = Path(attnres.accelerated.__file__).parent
     return shutil.copytree(source, folder / "accelerated", ignore=shutil.ignore_patterns("__pycache__"))
 
 
 @pytest.fixture
 def small_loop(monkeypatch, tmp_path) -> Callable[[], numba.core.registry.CPUDispatcher]:
-    """`small_loop()`: a function whose machine code is kept as that of the loops is, and compiled in no time."""
+    """`small_loop()` returns a function that compiles quickly and uses the cache of the loops."""
     monkeypatch.setattr(cache, "folder", lambda: tmp_path)
 
     def add_one(number):
@@ -99,7 +99,7 @@ def small_loop(monkeypatch, tmp_path) -> Callable[[], numba.core.registry.CPUDis
     return build
 
 
-def test_the_loops_are_kept():
+def test_every_loop_uses_the_cache():
     assert all(isinstance(loop._cache, cache.MachineCode) for pair in loops.LOOPS.values() for loop in pair)
 
 
@@ -130,7 +130,7 @@ SUM = """
 import torch
 from accelerated.numba import IMPLEMENTATION
 query, sources = torch.zeros(512), [torch.full((4, 512), 2.0)] * 2
-print(IMPLEMENTATION.run(query, sources, 1e-6, True)[0].mean().item())  # not tried before: it may be wrong here
+print(IMPLEMENTATION.run(query, sources, 1e-6, True)[0].mean().item())  # without `supports`, which checks results
 """
 
 
@@ -138,7 +138,7 @@ print(IMPLEMENTATION.run(query, sources, 1e-6, True)[0].mean().item())  # not tr
 def test_a_change_of_any_kernel_file_is_compiled(printed, tmp_path):
     folder = copy_of_package(tmp_path) / "numba"
     environment = {"PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-    # The base, which is zeros, must not be, for a change of the loads to show.
+    # The base must not be zeros, or a change of its factor would not show.
     zeros, ones = "np.zeros(width, np.float32), np.float32(", "np.ones(width, np.float32), np.float32("
     replace(folder / "loops.py", f"{zeros}0)", f"{ones}0)")
     assert printed(SUM, **environment) == "4.0"
@@ -183,9 +183,9 @@ def test_compiled_or_loaded_on_one_thread_or_two_the_bits_are_the_same(printed, 
 
 
 @pytest.mark.parametrize("threads", [1, os.cpu_count() + 1])
-def test_pytorch_and_numba_keep_the_threads_that_they_were_given(printed, threads):
-    # One thread of two processes each, on as many cores: with a second one, which waits for the other process to let
-    # it run, each operation took twenty times as long.
+def test_pytorch_and_numba_keep_their_numbers_of_threads(printed, threads):
+    # Two processes with one thread each may share two cores. If numba gave PyTorch a second thread, each operation
+    # would wait for the other process, and take twenty times as long.
     code = f"""
 import threading, torch, numba
 from attnres.accelerated.numba import IMPLEMENTATION
@@ -227,7 +227,7 @@ def test_several_threads_may_call_at_once(layer):
     assert answer.endswith(" 0") and (layer == "default" or answer.startswith("workqueue"))
 
 
-def test_threads_that_do_not_start_are_done_without():
+def test_one_thread_computes_if_the_threads_do_not_start():
     code = CROWD.replace("numba.threading_layer()", "'none'")
     environment = os.environ | {"NUMBA_THREADING_LAYER": "unheard-of", "NUMBA_NUM_THREADS": "2"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment)

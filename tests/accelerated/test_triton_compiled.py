@@ -1,4 +1,4 @@
-"""The kernels under `torch.compile` and in CUDA graphs, and compiled for GPUs that are not there."""
+"""The kernels under `torch.compile` and in CUDA graphs, and compiled for GPUs that this machine lacks."""
 
 import os
 import subprocess
@@ -14,12 +14,12 @@ from attnres.accelerated.triton import implementation, read_fused
 
 from .triton_cases import EPS, begin, everything, fused, make, needs_triton, on_gpu, run, with_kernels
 
-SESSION = Path(__file__).with_name("compile_session.py")
+SESSION = Path(__file__).with_name("triton_compile_session.py")
 
 
 @with_kernels
 @pytest.mark.slow
-def test_torch_compile_takes_them_whole_and_for_any_number_of_tokens():
+def test_torch_compile_makes_one_graph_for_any_number_of_tokens():
     def attend(query: Tensor, sources: list[Tensor], is_sum: bool) -> tuple[Tensor, Tensor]:
         assert implementation._tried_on(query.device) is None or not query.is_cuda
         sources = [2 * sources[0], *sources[1:]]
@@ -44,7 +44,7 @@ def test_torch_compile_takes_them_whole_and_for_any_number_of_tokens():
 
 
 @on_gpu
-def test_a_cuda_graph_replays_them_on_new_sources():
+def test_a_cuda_graph_replays_the_kernels_on_new_sources():
     query, sources = make(3, (8,), 1024, torch.bfloat16)
     with torch.no_grad():
         fused(query, sources, False)  # compiles them
@@ -62,7 +62,7 @@ def test_a_cuda_graph_replays_them_on_new_sources():
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> Iterator[Path]:
-    """What the kernels are in Triton's first representation, in folders by capability, and a report of each."""
+    """Return a folder with Triton's first representation and the machine code of each kernel, by capability."""
     folder = tmp_path_factory.mktemp("compiled")
     for capability in (80, 90):
         environment = os.environ | {"TRITON_CACHE_DIR": str(folder / f"cache{capability}")}
@@ -75,7 +75,7 @@ def compiled(tmp_path_factory) -> Iterator[Path]:
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
-def test_they_compile_for_a_gpu_that_is_not_there(capability, compiled):
+def test_the_kernels_compile_for_a_gpu_that_this_machine_lacks(capability, compiled):
     kernels = [path.name.partition("-")[0] for path in (compiled / str(capability)).glob("*.ttir")]
     assert {name: kernels.count(name) for name in set(kernels)} == {
         "forward_kernel": 3 * (1 + 3),
@@ -90,10 +90,10 @@ def test_they_compile_for_a_gpu_that_is_not_there(capability, compiled):
 
 @needs_triton
 @pytest.mark.slow
-def test_no_product_with_the_number_of_tokens_is_of_32_bits(compiled):
-    """Statistics of 64 sources of 2^26 tokens are more than 2^31 numbers; so are rows of 2^20 tokens."""
-    found = list((compiled / "90").glob("*.ttir"))
-    for path in found:
+def test_every_product_with_the_number_of_tokens_has_64_bits(compiled):
+    """The statistics of 64 sources of 2^26 tokens are more than 2^31 numbers. So are the rows of 2^20 tokens."""
+    paths = list((compiled / "90").glob("*.ttir"))
+    for path in paths:
         products = [line for line in path.read_text().splitlines() if "arith.muli" in line and "%tokens" in line]
         assert not [line for line in products if "i32" in line.rpartition(":")[2]], path.name
-    assert found
+    assert paths

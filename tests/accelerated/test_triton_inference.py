@@ -1,4 +1,4 @@
-"""The kernels for inference: phase one and a read, together one attention over all sources, and then the norm."""
+"""The kernels for inference: phase one and a read make one attention over all sources, then the norm follows."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ READS = [
 @pytest.mark.parametrize("is_sum", [False, True])
 @pytest.mark.parametrize("finished, fresh, shape, width", READS)
 @torch.no_grad()
-def test_a_read_is_one_attention_over_all_sources_and_then_the_norm(finished, fresh, shape, width, is_sum, dtype):
+def test_phase_one_and_a_read_equal_one_attention_and_the_norm(finished, fresh, shape, width, is_sum, dtype):
     n = finished + fresh
     query, sources = make(n, shape, width, dtype, sharpness=3.0)
     read = query, EPS, n if is_sum else 1, sources[finished:], begin(query, sources[:finished]), dtype
@@ -65,11 +65,11 @@ def test_a_read_is_one_attention_over_all_sources_and_then_the_norm(finished, fr
 @torch.no_grad()
 def test_a_norm_rounds_where_the_module_rounds(dtype):
     if INTERPRETED and dtype == torch.bfloat16:
-        pytest.skip("Triton's interpreter does not round to bfloat16, it cuts off")
+        pytest.skip("Triton's interpreter truncates to bfloat16 and does not round")
     query, sources = make(5, (37,), 64, dtype)
     norm = make_norm(64, dtype)
     found = read_fused(query, EPS, 1, sources, norm_weight=norm.weight, norm_eps=NORM_EPS)
-    # All bits alike, but for those that the order of a sum decides.
+    # All bits are equal except those that depend on the order of a sum.
     assert (found == norm(read_fused(query, EPS, 1, sources))).double().mean() > 0.98
 
 
@@ -110,7 +110,7 @@ def test_at_zero_queries_a_read_is_the_plain_sum_to_the_last_bit(finished, fresh
 
 @with_kernels
 @torch.no_grad()
-def test_what_is_read_may_be_views_and_of_several_dtypes():
+def test_sources_may_be_views_and_of_several_dtypes():
     query, (a, b, c, d) = make(4, (4, 6), 8)
     phase = begin(query, [a, b.half()])
     views = [c.transpose(0, 1).contiguous().transpose(0, 1), d[:1].half().expand(4, 6, 8)]
@@ -121,14 +121,14 @@ def test_what_is_read_may_be_views_and_of_several_dtypes():
 
 @with_kernels
 @torch.no_grad()
-def test_no_token_is_no_error():
+def test_sources_may_have_no_tokens():
     query, sources = make(2, (0, 4), 8)
     assert read_fused(query, EPS, 1, sources, begin(query, sources)).shape == (0, 4, 8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("fresh, is_begun", [(0, True), (2, False), (2, True)])
-def test_a_compiler_knows_shapes_and_dtypes_without_running_a_kernel(fresh, is_begun, dtype, monkeypatch):
+def test_torch_compile_gets_shapes_and_dtypes_without_running_a_kernel(fresh, is_begun, dtype, monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     query, source = torch.empty(8, device="meta"), torch.empty(2, 3, 8, dtype=dtype, device="meta")
     phase = begin(query, [source]) if is_begun else None

@@ -1,4 +1,4 @@
-"""Starts the tests of the kernels once more, in Triton's interpreter."""
+"""The tests of the kernels pass in Triton's interpreter too."""
 
 import os
 import re
@@ -17,9 +17,9 @@ FILES = sorted({path.name for path in Path(__file__).parent.glob("test_triton_*.
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
-def test_the_kernels_in_tritons_interpreter(file):
+def test_the_tests_of_the_kernels_pass_in_tritons_interpreter(file):
     if tuple(map(int, version("triton").split(".")[:2])) < (3, 9):
-        pytest.skip("older interpreters cannot loop with the numpy of today")
+        pytest.skip("interpreters before Triton 3.9 cannot loop with current versions of numpy")
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(Path(__file__).parents[2])]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(Path(__file__).with_name(file))],

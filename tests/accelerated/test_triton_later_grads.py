@@ -1,4 +1,4 @@
-"""With `fuse_later_grads`, gradients of those who read the sources later are added inside this read's own kernel."""
+"""With `fuse_later_grads`, the backward kernel of a read adds the gradients of later reads."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ def through_reference(query: Tensor, sources: list[Tensor]) -> tuple[Tensor, Ten
 
 
 def chain(attend: Callable, queries: list[Tensor], sources: list[Tensor]) -> Tensor:
-    """The loss of reads of which each is a source of the next; of what goes on from the last one, one is used."""
+    """Return a loss over several reads. Each result is a source of the next read, and one returned source is used."""
     total = 0
     for query in queries:
         result, weights, sources = attend(query, sources)
@@ -33,10 +33,10 @@ def chain(attend: Callable, queries: list[Tensor], sources: list[Tensor]) -> Ten
 @pytest.mark.parametrize(
     "n, reads, shape, width", [(1, 1, (3,), 1), (1, 9, (2, 3), 7), (2, 2, (37,), 65), (17, 3, (3,), 24)]
 )
-def test_what_goes_on_brings_the_gradients_of_later_reads(n, reads, shape, width, dtype):
+def test_the_returned_sources_bring_the_gradients_of_later_reads(n, reads, shape, width, dtype):
     queries = [make(1, shape, width, seed=i)[0] for i in range(reads)]
     _, sources = make(n, shape, width, dtype)
-    sources[-1].requires_grad_(n == 1)  # of several, the last needs no gradient
+    sources[-1].requires_grad_(n == 1)  # the last of several needs no gradient
     leaves = [leaf for leaf in (*queries, *sources) if leaf.requires_grad]
     found = torch.autograd.grad(chain(fusing, queries, sources), leaves)
     assert [grad.dtype for grad in found] == [leaf.dtype for leaf in leaves]
@@ -48,7 +48,7 @@ def test_what_goes_on_brings_the_gradients_of_later_reads(n, reads, shape, width
         torch.testing.assert_close(grad.double(), right, rtol=0, atol=slack * max(1, right.abs().max().item()))
 
 
-def test_they_are_added_before_the_one_rounding():
+def test_gradients_of_later_reads_are_added_before_rounding():
     query, sources = make(3, (37,), 64, torch.float16)
 
     def grads(attend: Callable, query: Tensor, sources: list[Tensor]) -> tuple[Tensor, ...]:
@@ -61,7 +61,7 @@ def test_they_are_added_before_the_one_rounding():
     assert (found == expected.half()).double().mean() > 0.99
 
 
-def test_what_goes_on_is_the_same_memory_and_needs_a_gradient_where_it_did():
+def test_the_returned_sources_share_their_memory_and_requires_grad_with_the_given_ones():
     query, (frozen, a, b) = make(3, (4, 6), 8)
     sources = [frozen.detach(), a, b.transpose(0, 1).contiguous().transpose(0, 1)]
     result, _, later = fusing(query, sources)

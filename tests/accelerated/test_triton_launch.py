@@ -1,4 +1,4 @@
-"""No address leaves Python for a kernel unchecked, and no kernel touches what lies beside its tensors."""
+"""Every tensor is checked before a kernel gets its address, and no kernel touches memory beside its tensors."""
 
 import os
 import subprocess
@@ -13,35 +13,35 @@ from attnres.accelerated.triton import launch, phase_one, read_fused
 
 from .triton_cases import DEVICE, EPS, HAS_TRITON, INTERPRETED, begin, make, with_kernels
 
-SESSION = Path(__file__).with_name("guarded_session.py")
+SESSION = Path(__file__).with_name("triton_guard_pages_session.py")
 
 
 class Wrapped(Tensor):
-    """A subclass: its memory may be elsewhere, or nowhere."""
+    """A subclass, whose memory may be elsewhere."""
 
 
 def change(tensors: list[Tensor], how: str) -> list[Tensor]:
-    """The tensors, the last of which does not fit the others."""
+    """Return the tensors with the last one changed so that it does not fit the others."""
     *others, last = tensors
     changed = {
         "longer": lambda: last.repeat(*[2] * last.ndim),
         "shorter": lambda: last[..., :-1].contiguous(),
         "of another dtype": lambda: last.to(torch.float16 if last.dtype is torch.float32 else torch.float32),
-        "elsewhere": lambda: last.to("meta"),
-        "of strides": lambda: torch.stack([last, last], -1)[..., 0],
+        "on another device": lambda: last.to("meta"),
+        "not contiguous": lambda: torch.stack([last, last], -1)[..., 0],
         "a subclass": lambda: last.as_subclass(Wrapped),
     }[how]()
     return [*others, changed]
 
 
-WAYS = ["longer", "shorter", "of another dtype", "elsewhere", "of strides", "a subclass"]
+CHANGES = ["longer", "shorter", "of another dtype", "on another device", "not contiguous", "a subclass"]
 
 
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("how", CHANGES)
 @pytest.mark.parametrize("what", ["sources", "query", "grad", "grad_weights", "later_grads", "saved"])
 @torch.no_grad()
 def test_training_refuses_a_tensor_that_does_not_fit_before_it_launches(what, how, monkeypatch):
-    monkeypatch.setattr(launch, "kernels", lambda: None)  # launching one is an error of another kind
+    monkeypatch.setattr(launch, "kernels", lambda: None)  # a launch would raise another error
     query, sources = make(3, (5,), 8, torch.bfloat16)
     saved = [torch.ones(3, 5, device=DEVICE) for _ in range(3)]
     given = {
@@ -64,7 +64,7 @@ def test_training_refuses_a_tensor_that_does_not_fit_before_it_launches(what, ho
 
 
 @pytest.mark.parametrize("what", ["sources", "query", "u", "m", "norm"])
-@pytest.mark.parametrize("how", ["longer", "shorter", "of another dtype", "elsewhere", "a subclass"])
+@pytest.mark.parametrize("how", [change for change in CHANGES if change != "not contiguous"])
 @torch.no_grad()
 def test_a_read_refuses_a_tensor_that_does_not_fit(what, how, monkeypatch):
     monkeypatch.setattr(launch, "kernels", lambda: None)
@@ -95,7 +95,7 @@ def test_rows_that_no_kernel_takes_are_refused(width):
 
 @with_kernels
 @torch.no_grad()
-def test_default_dtype_and_device_change_nothing_of_a_read():
+def test_the_default_dtype_and_device_do_not_change_a_read():
     query, sources = make(3, (2,), 8)
     expected = read_fused(query, EPS, 1, sources[1:], begin(query, sources[:1]))
     before = torch.get_default_dtype()
@@ -118,12 +118,12 @@ def guarded(*arguments: str) -> subprocess.CompletedProcess:
 @pytest.mark.skipif(not (HAS_TRITON and INTERPRETED), reason="needs Triton's interpreter, which uses real addresses")
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["end", "begin"])
-def test_nothing_beside_the_tensors_is_touched(side):
+def test_no_memory_beside_the_tensors_is_touched(side):
     done = guarded(side, "1", "7", "64", "65")
     assert (done.returncode, done.stdout) == (0, "unharmed\n"), done.stderr[-2000:]
 
 
 @pytest.mark.skipif(not (HAS_TRITON and INTERPRETED), reason="needs Triton's interpreter, which uses real addresses")
 @pytest.mark.slow
-def test_a_touch_beside_a_tensor_would_be_seen():
+def test_a_read_beside_a_tensor_would_be_noticed():
     assert guarded("beyond").returncode < 0

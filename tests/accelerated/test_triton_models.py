@@ -1,4 +1,4 @@
-"""Models that train and infer by the Triton kernels are the models that do so in PyTorch's operations."""
+"""Models compute the same by the Triton kernels as by PyTorch's operations, in training and inference."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_training_adds_the_gradients_of_later_reads_and_checkpointing_changes_no
     monkeypatch.setattr(implementation, "_all_or_none", lambda grads: later.append(grads) or all_or_none(grads))
     found = gradients(model)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
-    # Nobody reads after the last read, which is the first here; after any other, every source is read again.
+    # The backward pass begins with the last read, which no read follows. All sources of other reads are read later too.
     assert [any(grad is None for grad in grads) for grads in later] == [True] + [False] * 6
     for reentrant in (False, True):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -66,7 +66,7 @@ def test_training_adds_the_gradients_of_later_reads_and_checkpointing_changes_no
 @pytest.mark.slow
 @pytest.mark.parametrize("block_size", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_reads_of_a_pass_are_those_of_its_connections(block_size, dtype, monkeypatch):
+def test_a_plan_computes_the_reads_of_the_connections(block_size, dtype, monkeypatch):
     monkeypatch.setattr(phases, "_CACHED", 0)
     model = make_model(block_size, num_hidden_layers=6).eval().to(dtype)
     tokens = torch.arange(40, device=DEVICE).view(2, -1)

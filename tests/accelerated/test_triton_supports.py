@@ -1,4 +1,4 @@
-"""Where the Triton kernels run, and what they say where they do not."""
+"""Where the Triton kernels run, and the reasons where they do not."""
 
 import subprocess
 import sys
@@ -16,11 +16,11 @@ TRITON = IMPLEMENTATIONS["triton"]
 
 @pytest.fixture
 def as_if_on_gpu(monkeypatch):
-    """The device is none of the reasons."""
+    """Leave out the checks of the device."""
     monkeypatch.setattr(implementation, "why_not_on", lambda device, width: None)
 
 
-def test_without_a_gpu_they_are_not_available_and_say_so():
+def test_without_a_gpu_the_reason_is_the_device():
     assert not kernels_available("cpu")
     assert kernels_available("cuda") == (HAS_TRITON and not INTERPRETED and torch.cuda.is_available())
     query, sources = torch.ones(8), [torch.ones(2, 8)]
@@ -29,21 +29,21 @@ def test_without_a_gpu_they_are_not_available_and_say_so():
     assert "meta" in TRITON.supports(query.to("meta"), [source.to("meta") for source in sources])
 
 
-def test_without_triton_they_say_so(monkeypatch):
+def test_without_triton_the_reason_is_its_absence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(launch, "kernels", lambda: "Triton is not installed")
     assert implementation.why_not_on(torch.device("cuda", 99), 8) == "Triton is not installed"
 
 
-def test_wide_rows_are_named():
+def test_the_reason_for_wide_rows_names_the_limit():
     assert str(launch.MAX_WIDTH) in implementation.why_not_on(torch.device("cuda"), launch.MAX_WIDTH + 1)
 
 
 @pytest.mark.slow
-def test_to_import_the_package_loads_neither_triton_nor_fla():
+def test_importing_the_package_loads_neither_triton_nor_fla():
     program = "import sys, attnres.accelerated; print([name for name in ('triton', 'fla') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
-    # `transformers` itself looks for them, where they are installed.
+    # `transformers` itself imports them if they are installed.
     alone = subprocess.run(
         [
             sys.executable,
@@ -58,14 +58,14 @@ def test_to_import_the_package_loads_neither_triton_nor_fla():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_plain_tensors_of_their_dtypes_are_taken(dtype, as_if_on_gpu):
+def test_plain_tensors_of_each_dtype_are_taken(dtype, as_if_on_gpu):
     query, sources = make(3, (5,), 8, dtype)
     assert TRITON.supports(query, sources) is None
     assert TRITON.pays(query, sources)
 
 
 class Wrapped(Tensor):
-    """Somebody's own kind of tensor."""
+    """A subclass that a user defines."""
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ class Wrapped(Tensor):
         (lambda source: source.as_subclass(Wrapped), "Wrapped"),
     ],
 )
-def test_other_tensors_are_refused_by_name(change, reason, as_if_on_gpu):
+def test_the_reason_names_what_is_wrong_with_a_tensor(change, reason, as_if_on_gpu):
     query, sources = make(3, (5,), 8)
     assert reason in TRITON.supports(query, [*sources[:2], change(sources[2])])
 
@@ -88,7 +88,7 @@ def test_fake_tensors_are_refused(as_if_on_gpu):
         assert TRITON.supports(torch.ones(8), [torch.ones(2, 8)]) is not None
 
 
-def test_under_a_transform_they_do_not_run(as_if_on_gpu):
+def test_the_kernels_do_not_run_under_a_transform(as_if_on_gpu):
     query, sources = make(2, (5,), 8)
     reasons = []
 
@@ -102,7 +102,7 @@ def test_under_a_transform_they_do_not_run(as_if_on_gpu):
 
 
 @on_gpu
-def test_they_are_available_on_a_gpu():
+def test_the_kernels_are_available_on_a_gpu():
     assert kernels_available("cuda")
     assert not kernels_available("cuda", width=launch.MAX_WIDTH + 1)
     query, sources = make(3, (5,), 8)

@@ -1,4 +1,4 @@
-"""The kernels for training are `depth_attention_reference` in float64, up to rounding, with its derivatives."""
+"""The kernels for training equal `depth_attention_reference` in float64 up to rounding, with its derivatives."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ from .triton_cases import (
 
 pytestmark = KERNELS
 
-# Number of sources, shape, width: each number once at least, and each width; 37 tokens fill no tile to the end.
+# Number of sources, shape, width. 37 tokens leave a tile partly empty.
 CASES = [
     (1, (2, 3), 1),
     (1, (1, 5), 1000),
@@ -66,7 +66,7 @@ def test_at_zero_queries_sum_is_the_plain_sum_to_the_last_bit():
     assert torch.equal(weights, torch.full_like(weights, 1 / 17))
 
 
-def test_a_program_with_many_tiles_sums_the_gradient_of_the_query_over_all_of_them_each_time_alike(monkeypatch):
+def test_the_gradient_of_the_query_is_summed_over_many_tiles_in_a_fixed_order(monkeypatch):
     monkeypatch.setattr(launch, "_PROGRAMS", 3)
     query, sources = make(3, (4, 111), 64)
     once, again = (everything(fused, query, sources, False) for _ in range(2))
@@ -97,7 +97,7 @@ def test_negated_views_have_their_sign():
         torch.testing.assert_close(fused(query, views, False), reference(query, views, False))
 
 
-def test_only_the_gradients_asked_for_are_computed(monkeypatch):
+def test_only_the_requested_gradients_are_computed(monkeypatch):
     query, sources = make(3, (2,), 8)
     expected = everything(reference, query, sources, False)[2:]
     sources[1].requires_grad_(False)
@@ -145,7 +145,7 @@ def test_the_gradient_of_the_gradient_is_that_of_the_reference(is_sum):
         torch.testing.assert_close(grad.double(), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
-def test_no_token_is_no_error():
+def test_sources_may_have_no_tokens():
     query, sources = make(2, (0, 4), 8)
     result, weights, *grads = everything(fused, query, sources, False)
     assert (result.shape, weights.shape) == ((0, 4, 8), (2, 0, 4))
@@ -153,7 +153,7 @@ def test_no_token_is_no_error():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
-def test_default_dtype_and_device_change_nothing(dtype):
+def test_the_default_dtype_and_device_change_nothing(dtype):
     query, sources = make(3, (2,), 8)
     expected = everything(fused, query, sources, False)
     before = torch.get_default_dtype()

@@ -1,7 +1,7 @@
-"""What the tests of the Triton kernels share: where they run, their inputs, and what is right.
+"""Helpers of the tests of the Triton kernels: where they run, their inputs, and expected results.
 
-They run on a GPU if there is one, and else in Triton's interpreter, in which `test_triton_interpreted.py` starts them
-again: with TRITON_INTERPRET=1, on the CPU. Without Triton they skip.
+The tests run on a GPU if there is one, and with TRITON_INTERPRET=1 on the CPU, in Triton's interpreter. Otherwise they
+skip, and `test_triton_interpreted.py` starts them again in the interpreter.
 """
 
 import os
@@ -22,9 +22,9 @@ EPS = 1e-5
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 RUNS = HAS_TRITON and (INTERPRETED or DEVICE == "cuda")
-# For a whole file (`pytestmark`), and for a test.
+# Marks of a file whose tests need the kernels (`pytestmark`); `with_kernels` sets them on a single test.
 KERNELS = [pytest.mark.gpu, pytest.mark.skipif(not RUNS, reason="needs Triton, and a GPU or its interpreter")]
-needs_triton = pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="needs Triton, as it is")
+needs_triton = pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="needs Triton, and not its interpreter")
 
 
 def with_kernels(test: Callable) -> Callable:
@@ -40,7 +40,7 @@ def on_gpu(test: Callable) -> Callable:
 
 
 def make(n: int, shape: tuple[int, ...], width: int, dtype=torch.float32, sharpness=1.0, seed=0):
-    """A query whose logits have about the standard deviation `sharpness`, and sources, with gradients."""
+    """Return a query whose logits have about the standard deviation `sharpness`, and sources; all need gradients."""
     generator = torch.Generator().manual_seed(seed)
     query = sharpness * width**-0.5 * torch.randn(width, generator=generator)
     sources = [torch.randn(*shape, width, generator=generator).to(DEVICE, dtype) for _ in range(n)]
@@ -61,7 +61,7 @@ def reference(query: Tensor, sources: list[Tensor], is_sum: bool) -> tuple[Tenso
 
 
 def begin(query: Tensor, sources: list[Tensor]) -> tuple[Tensor, ...] | None:
-    """Phase one of these sources for `query`, which is one of two; nothing without a source."""
+    """Return the part of phase one for `query`, which is the second of two; `None` without sources."""
     if not sources:
         return None
     phase = phase_one(torch.stack([-query, query]), EPS, *sources)
@@ -74,14 +74,14 @@ def in_float64(*tensors: Tensor) -> list[Tensor]:
 
 
 def loss(result: Tensor, weights: Tensor) -> Tensor:
-    # Of values that every dtype can hold: a gradient has the dtype of the result.
+    # Every dtype can hold these numbers exactly, because a gradient has the dtype of the result.
     direction = torch.linspace(-64, 64, result.numel(), dtype=torch.float64, device=DEVICE).round() / 64
     direction = direction.reshape(result.shape)
     return (result * direction.to(result.dtype)).double().sum() + (weights.double() * direction.sum(-1)).square().sum()
 
 
 def everything(attend: Callable, query: Tensor, sources: list[Tensor], is_sum: bool) -> list[Tensor]:
-    """Result, weights and the gradients of the query and every source, through both."""
+    """Return result and weights, and the gradients of the query and every source through both."""
     result, weights = attend(query, sources, is_sum)
     return [result, weights, *torch.autograd.grad(loss(result, weights), (query, *sources))]
 

@@ -1,4 +1,4 @@
-"""Tests that the budget of time is shared among parts and rows, and interrupts whatever runs at its end."""
+"""Tests that parts and rows share the budget of time, and that its end interrupts the code that runs."""
 
 import contextlib
 import time

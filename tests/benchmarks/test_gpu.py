@@ -45,7 +45,7 @@ def test_the_check_finds_a_wrong_implementation(clock, monkeypatch):
     assert "wrong" in str(gpu_check.table(rows))
 
 
-def test_not_a_number_is_wrong():
+def test_a_result_that_is_not_a_number_is_wrong():
     assert not gpu_check.judged(gpu_check.relative_error(torch.tensor([float("nan")]), torch.ones(1)), torch.float32)[
         "is_right"
     ]
@@ -172,12 +172,12 @@ def test_the_command_prints_and_stores_all_it_can_and_needs_neither_rich_nor_typ
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(capsys):
+def test_without_a_gpu_the_command_names_the_remedy(capsys):
     assert gpu.main([]) == 1
     assert "no GPU" in capsys.readouterr().err
 
 
-def test_a_budget_of_nothing_is_bad_usage(capsys):
+def test_a_budget_of_no_time_is_bad_usage(capsys):
     with pytest.raises(SystemExit) as stopped:
         gpu.main(["--minutes", "0"])
     assert stopped.value.code == 2

@@ -1,15 +1,17 @@
-"""Tests of the helpers of the parts: memory peaks, delta attention, the traffic model, machines, tables, files."""
+"""Tests of parts and their helpers: memory, delta attention, the traffic model, imports, machines, tables, files."""
 
 import json
+import subprocess
 from importlib.metadata import version
 
 import pytest
 import torch
 
-from benchmarks import kda, machine, memory, report, scaling
+from benchmarks import imports, kda, machine, memory, report, scaling
+from benchmarks.timing import Setting
 
 
-def test_the_peak_is_what_is_held_at_once():
+def test_the_peak_counts_the_memory_that_is_held_at_once():
     def two_then_one() -> torch.Tensor:
         first, second = torch.zeros(1000), torch.zeros(3000)
         del first, second
@@ -57,10 +59,24 @@ def test_a_machine_is_described_with_versions_and_commit():
     assert about.keys() >= {"commit", "dirty", "date"}
 
 
-def test_the_own_work_is_not_that_of_others():
+def test_own_work_does_not_count_as_that_of_others():
     others = machine.Others()
     torch.randn(10**6).sort()
     assert 0 <= others.share() <= 1
+
+
+def test_imports_are_timed_in_fresh_processes_and_compared(monkeypatch):
+    monkeypatch.setattr(imports, "IMPORTS", {imports.OURS: "import sched", imports.STOCK: "import decimal"})
+    (row,) = imports.measure(Setting(repeats=2, quick=True))
+    assert {name: len(times["wall"]) for name, times in row["seconds"].items()} == {"attnres": 2, "Kimi Linear": 2}
+    assert min(row["seconds"][imports.OURS]["wall"]) > 0
+    (table,) = imports.tables([row]).values()
+    assert "<= 1.15" in report.markdown(table)
+
+
+def test_an_import_that_fails_is_an_error():
+    with pytest.raises(subprocess.CalledProcessError):
+        imports.seconds("import no_such_module")
 
 
 def test_a_table_counts_its_targets_and_reads_the_same_in_markdown():

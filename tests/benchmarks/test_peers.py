@@ -91,7 +91,7 @@ def test_the_pseudocode_takes_the_place_of_every_connection_of_ours():
     assert counts == [2 * 2 + 1, 0]
 
 
-def test_a_connection_of_the_benchmark_is_the_one_that_is_asked_for():
+def test_a_model_gets_the_requested_connection():
     standard = variants(shapes(quick=True)["Llama"], torch.float32, "cpu")[STANDARD]
     assert connect(standard, block_size=2).config.attn_res_block_size == 2
     assert connect(standard, full=True).config.attn_res_block_size == 1
@@ -105,7 +105,7 @@ def test_on_a_gpu_the_kernels_of_libraries_are_peers_too(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_they_are_not():
+def test_without_a_gpu_no_kernels_of_libraries_are_peers():
     assert peers.gpu_peers() == {}
 
 

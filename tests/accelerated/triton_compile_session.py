@@ -1,6 +1,6 @@
-"""Compiles every kernel for a GPU that need not be there, and writes what Triton made of each.
+"""Compile every kernel for a GPU that this machine may lack, and write Triton's output of each.
 
-python compile_session.py CAPABILITY DIR
+python triton_compile_session.py CAPABILITY DIR
 """
 
 import sys
@@ -17,7 +17,7 @@ CAPABILITY, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
 
 
 class NoGPU:
-    """All that Triton asks of a driver in order to compile."""
+    """A driver with no more than Triton needs to compile."""
 
     def get_current_target(self):
         return GPUTarget("cuda", CAPABILITY, 32)

@@ -1,8 +1,8 @@
-"""Runs every kernel in Triton's interpreter on tensors that end, or begin, where a page begins that nobody may touch.
+"""Run every kernel in Triton's interpreter on tensors between pages without access.
 
-    python guarded_session.py end|begin WIDTH...
+    python triton_guard_pages_session.py end|begin WIDTH...
 
-What a kernel reads or writes outside of them ends this process with a signal.
+A read or write beyond the end, or before the beginning, of a tensor kills this process with a signal.
 """
 
 import ctypes
@@ -17,11 +17,11 @@ from attnres.accelerated.triton import launch
 
 LIBRARY = ctypes.CDLL(None, use_errno=True)
 PAGE, NO_ACCESS = mmap.PAGESIZE, 0
-KEPT = []  # pages live as long as the process
+KEPT = []  # keeps the pages as long as the process lives
 
 
 def guarded(shape: tuple[int, ...], dtype: torch.dtype, at_end: bool) -> Tensor:
-    """Uninitialised, between two pages without access: up to the second, or from where the first ends."""
+    """Return an uninitialised tensor between two pages without access, next to the second or to the first."""
     size = max(1, math.prod(shape) * dtype.itemsize)
     pages = -(-size // PAGE)
     memory = mmap.mmap(-1, (pages + 2) * PAGE)
@@ -60,7 +60,7 @@ def guarded_copy(tensor: Tensor, at_end: bool) -> Tensor:
 
 if __name__ == "__main__":
     side, *widths = sys.argv[1:]
-    if side == "beyond":  # shows that a touch of the next page is seen
+    if side == "beyond":  # shows that the guards work: this read must kill the process
         ctypes.string_at(guarded((4,), torch.float32, True).data_ptr() + 16, 1)
     for width in widths:
         main(int(width), side == "end")

@@ -1,6 +1,8 @@
-"""Every tensor between pages that nobody may touch: what is read or written beyond its ends ends this process.
+"""Run the loops on tensors between pages without access: a read or write beyond a tensor's ends kills this process.
 
-guard_pages_session.py DTYPE        run by `test_guard_pages.py`; prints how many calls it made
+numba_guard_pages_session.py DTYPE [beyond]
+
+`test_guard_pages.py` runs it. It prints the number of cases; with `beyond` it then writes beyond a tensor.
 """
 
 import ctypes
@@ -21,7 +23,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Guarded:
-    """Tensors whose numbers begin at the beginning of a page or end at the end of one; unmapped when it is closed."""
+    """Makes tensors that begin where a page begins, or end where a page ends. The next page has no access."""
 
     def __init__(self, at_end: bool):
         self.at_end, self.maps = at_end, []
@@ -75,9 +77,7 @@ def case(guarded: Guarded, width: int, n: int, tokens: int, dtype: torch.dtype) 
     sums, statistics = guarded.empty((5, *shape), float32), guarded.empty((5, tokens, 2), float32)
     call.phase_one(queries, call.checked(sources[:begun]), sums, statistics, 1e-6)
     completed = guarded.empty(shape, dtype)
-    # Of the queries the last one's part alone ends at a page's end, and the first one's begins at a beginning.
-    place = 4 if guarded.at_end else 0
-    phase = (guarded.copy(sums[place]), guarded.copy(statistics[place]))
+    phase = (guarded.copy(sums[0]), guarded.copy(statistics[0]))  # all queries are equal
     call.forward(query, rows.after(begun), completed, None, n, 1e-6, phase=phase)
     torch.testing.assert_close(completed.float(), expected.float(), rtol=0.02, atol=0.02)
     call.forward(query, rows.after(begun), completed, None, n, 1e-6, norm_weight, 1e-6, phase)
@@ -94,9 +94,8 @@ def main() -> None:
             for n, tokens in ((1 + i % 5, 1 + i % 3), (1 + 7 * i % 40, 1 + (i + 2) % 5)):
                 case(Guarded(at_end), width, n, tokens, dtype)
                 done += 1
-    # That a guard is one: the process is to die of this.
     print(done, flush=True)
-    if sys.argv[2:] == ["beyond"]:
+    if sys.argv[2:] == ["beyond"]:  # shows that the guards work: this write must kill the process
         guarded = Guarded(True)
         short = guarded.empty((2, 64), dtype)
         ctypes.memset(short.data_ptr(), 0, short.numel() * dtype.itemsize + 1)
