@@ -26,7 +26,7 @@ def inference_plan(model: nn.Module, connection: type[nn.Module], key_norm: type
 
     Args:
         model: the decoder.
-        connection: the class of all connections. One of a derived class gets no plan, because it may compute more.
+        connection: the class of all connections. A derived class gets no plan, because it may compute more.
         key_norm: the class of all key norms.
 
     Returns:

@@ -154,7 +154,7 @@ def _has_kernel(package: str) -> bool:
 def _by_device(name: str, package: str, plain: Callable | None = None) -> Callable:
     """Return a function of `modeling_kimi_linear` that runs its GPU kernel on GPUs, and PyTorch's operations on CPUs.
 
-    `transformers` chooses between the two once, when the package can be imported, and not by the tensors' device.
+    `transformers` chooses between the two once, by whether the package imports, and not by the tensors' device.
 
     Args:
         name: name of the function.

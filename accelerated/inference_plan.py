@@ -101,7 +101,7 @@ class InferencePlan:
         raise NotImplementedError
 
     def _read(self, position: int, multiplier: int, eps: float, prepared: Any, phase: Phase, norm: Norm) -> Tensor:
-        """Compute a read `[batch, seq, hidden]`, continued from its part of phase 1 if any, and `norm` of it if any."""
+        """Compute a read `[batch, seq, hidden]`, continued from its part of phase 1 and normed if these are given."""
         raise NotImplementedError
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-# Increase it with each change of a signature below, or of what the models call in `__init__`.
+# Increase it whenever a signature below changes, or one of the functions in `__init__.py`, which the models call.
 INTERFACE = 2
 
 
@@ -27,7 +27,7 @@ class Implementation:
             take the returned ones: the backward pass of this read then adds the gradients of those reads.
         supports: `(query, sources) -> str | None`, the reason why it cannot run on these tensors, in a few words, or
             `None` if it can. The first call may take seconds, because it compiles and tries the kernels.
-        pays: `(query, sources) -> bool`, whether these sizes are worth loading it. `auto` calls it before `supports`.
+        pays: `(query, sources) -> bool`, whether these sizes are worth the time to load it. `auto` calls `pays` first.
         inference_plan: `(reads) -> InferencePlan | None`, a plan for a pass without gradients; see `make_plan`.
     """
 

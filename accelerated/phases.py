@@ -26,8 +26,9 @@ def two_phases_pay(sources: int, numbers: int) -> bool:
 def group_size(block_size: int, sources: int, reads: int) -> int:
     """Return how many sublayers one phase 1 serves; 1 if two phases do not pay.
 
-    A group of `k` blocks reads the sources once instead of `k S` times, but reads its own newer blocks, up to `k - 1`,
-    for each sublayer: `n / (k S) + (k - 1) / 2` is least at `k = sqrt(2 n / S)`.
+    A group of `k` blocks reads the n sources once instead of `k S` times. But each of its sublayers reads the newer
+    blocks of the group, up to `k - 1`. On average a sublayer takes `n / (k S) + (k - 1) / 2` readings, and fewest for
+    `k = sqrt(2 n / S)`.
 
     Args:
         block_size: S, in sublayers.

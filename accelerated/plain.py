@@ -52,7 +52,8 @@ def is_unpatched(module_class: type[nn.Module], name: str) -> bool:
         module_class: class of a module.
         name: name of the method.
     """
-    method = getattr(module_class, name, None)  # an argument, so that the cache has no answer yet for a patched method
+    # An argument of the cached function, so that a patch of the method makes a new entry.
+    method = getattr(module_class, name, None)
     return module_class.__call__ is nn.Module.__call__ and _is_of_its_file(module_class, name, method)
 
 
@@ -69,7 +70,8 @@ def _is_of_its_file(module_class: type, name: str, method: Callable | None) -> b
 def is_plain_rms_norm(module: nn.Module, dtype: torch.dtype) -> bool:
     """Return whether calling a module on numbers of `dtype` is `weight * (x * rsqrt(mean(x^2) + variance_epsilon))`.
 
-    The mean must be in float32, and the bracket rounded to `dtype`. A trial on some numbers must agree bit for bit.
+    The mean must be in float32, and the product in parentheses rounded to `dtype`. A trial on some numbers must agree
+    bit for bit.
 
     Args:
         module: the norm.

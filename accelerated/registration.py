@@ -1,4 +1,4 @@
-"""Registration of the implementations with the models: by name, as `auto`, and as inference plans."""
+"""Register the implementations with the models, by name and as `auto`, and make their inference plans."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Checks and copies of tensors that every implementation needs before a kernel sees an address."""
+"""Checks and copies of tensors that every implementation makes before a kernel gets an address."""
 
 from torch import Tensor, nn
 

@@ -3,6 +3,7 @@
 Each import runs in a fresh process, which measures the import alone and not the start of Python. The two take turns.
 """
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,7 +41,10 @@ def seconds(statement: str) -> tuple[float, float]:
         "print(time.perf_counter() - wall, time.process_time() - cpu)"
     )
     # With `-P` the current folder is not on the path, so no folder of the checkout hides an installed module.
-    done = subprocess.run([sys.executable, "-P", "-c", program], check=True, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-P", "-c", program]
+    # The processes must be able to keep bytecode. Otherwise every import would compile the files of the checkout again.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     wall, cpu = map(float, done.stdout.split())
     return wall, cpu
 

@@ -36,14 +36,14 @@ def supports(query: Tensor, sources: Sequence[Tensor]) -> str | None:
     if query.dtype is not torch.float32:
         return f"the query is {query.dtype}, not float32"
     dtype = sources[0].dtype
-    if dtype not in call.SERVED:
+    if dtype not in call.DTYPES:
         return f"the sources are {dtype}, not float32 or bfloat16"
     for tensor in (query, *sources):
         if (reason := call.why_unfit(tensor)) is not None:
             return reason
     if any(source.dtype is not dtype for source in sources):
         return "the sources are of several dtypes"
-    return engine.failure(kernels.trial, dtype)
+    return engine.why_loops_do_not_run(kernels.trial, dtype)
 
 
 def pays(query: Tensor, sources: Sequence[Tensor]) -> bool:

@@ -15,7 +15,7 @@ from ..tensors import PLAIN
 from . import engine
 from .layout import MAGIC, Backward, Call, Forward, PhaseOne
 
-SERVED = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16)
 _TOKENS_IN_PARALLEL = 16  # fewer tokens are not worth waking other threads
 _CHUNKS = 64
 
@@ -48,13 +48,13 @@ def checked(sources: Sequence[Tensor]) -> CheckedSources:
     """
     addresses, tensors = [], []
     shape, dtype = sources[0].shape, sources[0].dtype
-    if dtype not in SERVED or not shape:
+    if dtype not in DTYPES or not shape:
         raise Unfit(f"the sources must be [..., D] in float32 or bfloat16, got {_described(sources[0])}")
     for source in sources:
         try:
             address = _address(source, shape, dtype)
         except Unfit:
-            # Copies make contiguous what is not, and nothing else.
+            # A copy helps only a tensor that is not contiguous or has a pending negation.
             if why_unfit(source) or source.shape != shape:
                 raise
             source = source.contiguous().resolve_neg()
@@ -228,7 +228,7 @@ def _address(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> int:
     address = tensor.data_ptr()
     # Nearly every address is a multiple of 4, which is quick to check and enough for both dtypes.
     if (address == 0 and tensor.numel() > 0) or (address & 3 and address % dtype.itemsize):
-        raise Unfit(f"the memory of a tensor must be kept and aligned, got a freed or odd one: {_described(tensor)}")
+        raise Unfit(f"the memory of a tensor must be aligned and not freed, got that of {_described(tensor)}")
     return address
 
 
@@ -255,7 +255,7 @@ def _run(
 
 
 __all__ = [
-    "SERVED",
+    "DTYPES",
     "CheckedSources",
     "Unfit",
     "backward",

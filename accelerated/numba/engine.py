@@ -1,6 +1,6 @@
 """Start `numba`, and run its loops on as many threads as PyTorch uses.
 
-No failure of `numba` ends a forward pass. If `numba` does not start, `failure` warns once, and PyTorch's operations
+No failure of `numba` ends a forward pass. If `numba` does not start, there is one warning, and PyTorch's operations
 compute. If its threads do not start, one thread computes. In a forked process one thread computes too, because OpenMP
 would wait for threads that the fork has lost.
 """
@@ -31,7 +31,7 @@ if hasattr(os, "register_at_fork"):
 
 
 @cache
-def failure(trial: Callable[[torch.dtype], None], dtype: torch.dtype) -> str | None:
+def why_loops_do_not_run(trial: Callable[[torch.dtype], None], dtype: torch.dtype) -> str | None:
     """Return why the loops do not run here, or `None` if they do. Only the first call for a dtype tries them.
 
     Args:
@@ -63,7 +63,7 @@ def _why_numba_does_not_start() -> str | None:
 
 
 def _warn(problem: str, error: Exception) -> str:
-    """Warn of a problem, and return it with the first line of its error."""
+    """Warn of a problem. Return the problem with the first line of its error."""
     reason = f"{problem} ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
     warnings.warn(f"{reason}: depth attention is computed without it", RuntimeWarning, stacklevel=2)
     return reason
@@ -129,4 +129,4 @@ def _start_threads() -> AbstractContextManager | None:
         return _run_lock
 
 
-__all__ = ["failure", "run"]
+__all__ = ["run", "why_loops_do_not_run"]

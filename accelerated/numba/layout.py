@@ -1,4 +1,4 @@
-"""Layout of the compiled loops' arguments: an array of 64-bit numbers, by name for both sides of the call.
+"""Layout of the loops' arguments in an array of 64-bit numbers. Python and the compiled code use the same names.
 
     Call, then the addresses of one of `Forward`, `PhaseOne` and `Backward`, then the addresses of the sources
 

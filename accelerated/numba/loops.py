@@ -145,7 +145,7 @@ def _round(row, bits):
 
 @_jit
 def forward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
-    """Compute depth attention for one chunk, continued from phase one if given, and the norm of it if given."""
+    """Compute depth attention for one chunk, continued from phase one and normed if these are given."""
     tokens, width, n, multiplier, item, addresses = _arguments(arguments, len(_FORWARD), 1)
     sources, size = addresses[len(_FORWARD) :], width * item
     has_norm, has_phase = addresses[_FORWARD.norm_weight] != 0, addresses[_FORWARD.sums] != 0

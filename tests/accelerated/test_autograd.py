@@ -14,17 +14,17 @@ pytest.importorskip("numba")
 run = IMPLEMENTATION.run
 
 
-def chain(queries: list[Tensor], sources: list[Tensor], dtype: torch.dtype | None) -> Tensor:
+def chain(queries: list[Tensor], sources: list[Tensor], is_reference: bool) -> Tensor:
     """Return a loss over several reads. Each result is a source of the next read, and one source is used directly.
 
-    Our kernels compute the reads, or with a `dtype` the reference.
+    Our kernels compute the reads, or with `is_reference` the reference.
     """
     total = 0
     for query in queries:
-        if dtype is None:
-            result, _, sources = run(query, sources, 1e-6, False, fuse_later_grads=True)
-        else:
+        if is_reference:
             result = depth_attention_reference(query, sources, None, 1e-6)
+        else:
+            result, _, sources = run(query, sources, 1e-6, False, fuse_later_grads=True)
         total = total + (result * sources[0]).sum()
         sources = [*sources, result.sin()]
     return total + sources[-1].sum()
@@ -44,9 +44,9 @@ def test_gradients_of_later_reads_are_added(n, reads, tokens, width, frozen, see
     queries = [torch.randn(width, requires_grad=True) for _ in range(reads)]
     sources = [torch.randn(tokens, width, requires_grad=i > 0 or not frozen) for i in range(n)]
     leaves = [leaf for leaf in (*queries, *sources) if leaf.requires_grad]
-    actual = torch.autograd.grad(chain(queries, sources, None), leaves)
+    actual = torch.autograd.grad(chain(queries, sources, is_reference=False), leaves)
     exact = [leaf.detach().double().requires_grad_(leaf.requires_grad) for leaf in (*queries, *sources)]
-    loss = chain(exact[:reads], exact[reads:], torch.float64)
+    loss = chain(exact[:reads], exact[reads:], is_reference=True)
     expected = torch.autograd.grad(loss, [leaf for leaf in exact if leaf.requires_grad])
     for ours, right in zip(actual, expected):
         size = right.abs().max().item() if right.numel() else 0
