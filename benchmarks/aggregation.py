@@ -19,7 +19,7 @@ from .peers import Peer
 from .timing import Ways
 
 OURS, EAGER, BOUND = "ours", "ours eager", "bound"
-# The package's own ways: its fastest kernels, and PyTorch's operations alone.
+# The ways of this package: its fastest kernels, and PyTorch's operations alone.
 WAYS: dict[str, Peer] = {OURS: depth_attention, EAGER: partial(depth_attention, implementation="eager")}
 
 

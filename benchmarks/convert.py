@@ -65,7 +65,7 @@ def seconds(action: Callable[[Path], object], target: Path) -> float:
 
 
 def peak_megabytes(command: list[str]) -> float:
-    """Return the peak resident memory of a command in its own process, mapped files included, in MiB."""
+    """Run a command; return the peak resident memory of its process in MiB, mapped files included."""
     # A small process starts the command, because the kernel counts the memory of the process that starts a command too.
     code = (
         "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); "

@@ -48,7 +48,7 @@ def without_two_phases(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def without_fused_norm(model: PreTrainedModel) -> Iterator[None]:
-    """Compute the norm after the read, in its own pass."""
+    """Compute the norm in a separate pass after the read."""
     with patch.object(inference_plan, "_plain_norm", lambda norm: None):
         yield
 

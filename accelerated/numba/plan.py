@@ -19,7 +19,7 @@ class CpuPlan(InferencePlan):
 
     def __init__(self, reads: Sequence[Read], queries: Tensor):
         super().__init__(reads, queries)
-        self._supported: torch.dtype | None = None  # the last dtype of sources for which `supports` found no reason
+        self._supported: torch.dtype | None = None  # the last dtype of sources that `supports` has accepted
         self._each_query = queries.unbind()
         self._results: list[Tensor] = []  # memory for the results of coming reads
 

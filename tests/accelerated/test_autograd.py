@@ -81,7 +81,7 @@ def test_the_gradients_of_two_reads_are_added_before_they_are_rounded_to_bfloat1
 
 
 def second_derivatives(query: Tensor, first: Tensor, use_weights: bool, fuse: bool, ours: bool) -> tuple[Tensor, ...]:
-    """Return the gradients of two reads whose sources stem from one tensor, and those of a penalty on them."""
+    """Return the gradients of two reads whose sources stem from one tensor, and the gradients of a penalty on them."""
     sources = [first, first.sin() * 2, first.cos()]
     if ours:
         result, weights, sources = run(query, sources, 1e-2, True, fuse_later_grads=fuse)

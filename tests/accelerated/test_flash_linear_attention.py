@@ -54,9 +54,9 @@ def by_fla(query: Tensor, sources: list[Tensor], is_sum: bool) -> tuple[Tensor, 
 @pytest.mark.parametrize("n", [1, 3, 9])
 def test_the_result_the_weights_and_all_gradients_are_those_of_the_reference(n, is_sum):
     query, sources = make(n, (2, 3), 64)
-    found = everything(by_fla, query, sources, is_sum)
+    actual = everything(by_fla, query, sources, is_sum)
     query, *sources = in_float64(query, *sources)
-    for tensor, exact in zip(found, everything(reference, query, sources, is_sum), strict=True):
+    for tensor, exact in zip(actual, everything(reference, query, sources, is_sum), strict=True):
         torch.testing.assert_close(tensor.double(), exact, rtol=1e-4, atol=1e-4 * exact.abs().max().item())
 
 
@@ -72,10 +72,10 @@ def test_gradients_of_later_reads_and_second_derivatives_are_added():
         return *first, *second, *plain
 
     query, sources = make(3, (2,), 64)
-    found = twice(lambda q, s: FLA.run(q, s, EPS, True, fuse_later_grads=True), query, sources)
+    actual = twice(lambda q, s: FLA.run(q, s, EPS, True, fuse_later_grads=True), query, sources)
     query, *sources = in_float64(query, *sources)
     expected = twice(lambda q, s: (*reference(q, s, True), s), query, sources)
-    for tensor, exact in zip(found, expected, strict=True):
+    for tensor, exact in zip(actual, expected, strict=True):
         torch.testing.assert_close(tensor.double(), exact, rtol=1e-3, atol=1e-4 * exact.abs().max().item())
 
 

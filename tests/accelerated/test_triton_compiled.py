@@ -37,8 +37,8 @@ def test_torch_compile_makes_one_graph_for_any_number_of_tokens():
     compiled, compiled_phases = (torch.compile(function, fullgraph=True) for function in (attend, in_phases))
     for tokens in (5, 7, 9):
         query, sources = make(3, (2, tokens), 24)
-        found, expected = (everything(function, query, sources, True) for function in (compiled, attend))
-        torch.testing.assert_close(found, expected)
+        actual, expected = (everything(function, query, sources, True) for function in (compiled, attend))
+        torch.testing.assert_close(actual, expected)
         with torch.no_grad():
             torch.testing.assert_close(compiled_phases(query, sources), in_phases(query, sources))
 

@@ -53,10 +53,10 @@ def test_phase_one_and_a_read_equal_one_attention_and_the_norm(finished, fresh, 
     query, sources = make(n, shape, width, dtype, sharpness=3.0)
     read = query, EPS, n if is_sum else 1, sources[finished:], begin(query, sources[:finished]), dtype
     weight = make_norm(width, dtype).weight
-    found, normed = read_fused(*read), read_fused(*read, weight, NORM_EPS)
-    assert (found.dtype, normed.dtype) == (dtype, dtype)
+    actual, normed = read_fused(*read), read_fused(*read, weight, NORM_EPS)
+    assert (actual.dtype, normed.dtype) == (dtype, dtype)
     expected, _ = reference(*in_float64(query), in_float64(*sources), is_sum)
-    assert_equal_up_to_rounding([found], [expected])
+    assert_equal_up_to_rounding([actual], [expected])
     assert_equal_up_to_rounding([normed], [F.rms_norm(expected, (width,), weight.double(), NORM_EPS)], roundings=3)
 
 
@@ -68,9 +68,9 @@ def test_a_norm_rounds_where_the_module_rounds(dtype):
         pytest.skip("Triton's interpreter truncates to bfloat16 and does not round")
     query, sources = make(5, (37,), 64, dtype)
     norm = make_norm(64, dtype)
-    found = read_fused(query, EPS, 1, sources, norm_weight=norm.weight, norm_eps=NORM_EPS)
+    actual = read_fused(query, EPS, 1, sources, norm_weight=norm.weight, norm_eps=NORM_EPS)
     # All bits are equal except those that depend on the order of a sum.
-    assert (found == norm(read_fused(query, EPS, 1, sources))).double().mean() > 0.98
+    assert (actual == norm(read_fused(query, EPS, 1, sources))).double().mean() > 0.98
 
 
 @with_kernels
@@ -83,8 +83,8 @@ def test_phase_one_serves_every_query(number, tile, monkeypatch):
     queries = torch.randn(number, 7, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     phase = phase_one(queries, EPS, *blocks)
     for i, query in enumerate(queries):
-        found = read_fused(query, EPS, 1, [partial], tuple(tensor[i] for tensor in phase))
-        assert_equal_up_to_rounding([found], [reference(*in_float64(query), in_float64(*blocks, partial), False)[0]])
+        actual = read_fused(query, EPS, 1, [partial], tuple(tensor[i] for tensor in phase))
+        assert_equal_up_to_rounding([actual], [reference(*in_float64(query), in_float64(*blocks, partial), False)[0]])
 
 
 @with_kernels
@@ -94,8 +94,8 @@ def test_a_read_is_exact_where_one_logit_is_far_above_the_others(is_phase_sharp)
     query, sources = make(4, (5,), 64, sharpness=100.0)
     far = sources[0 if is_phase_sharp else 3]
     far.copy_(query)  # its logit is about 800
-    found = read_fused(query, EPS, 1, sources[2:], begin(query, sources[:2]))
-    torch.testing.assert_close(found, far, rtol=1e-5, atol=1e-5)
+    actual = read_fused(query, EPS, 1, sources[2:], begin(query, sources[:2]))
+    torch.testing.assert_close(actual, far, rtol=1e-5, atol=1e-5)
 
 
 @with_kernels
@@ -114,9 +114,9 @@ def test_sources_may_be_views_and_of_several_dtypes():
     query, (a, b, c, d) = make(4, (4, 6), 8)
     phase = begin(query, [a, b.half()])
     views = [c.transpose(0, 1).contiguous().transpose(0, 1), d[:1].half().expand(4, 6, 8)]
-    found = read_fused(query, EPS, 1, views, tuple(t.transpose(0, 1).contiguous().transpose(0, 1) for t in phase))
-    assert found.dtype == torch.float32
-    assert_equal_up_to_rounding([found], [reference(*in_float64(query), in_float64(a, b.half(), *views), False)[0]])
+    actual = read_fused(query, EPS, 1, views, tuple(t.transpose(0, 1).contiguous().transpose(0, 1) for t in phase))
+    assert actual.dtype == torch.float32
+    assert_equal_up_to_rounding([actual], [reference(*in_float64(query), in_float64(a, b.half(), *views), False)[0]])
 
 
 @with_kernels

@@ -38,12 +38,12 @@ def test_the_returned_sources_bring_the_gradients_of_later_reads(n, reads, shape
     _, sources = make(n, shape, width, dtype)
     sources[-1].requires_grad_(n == 1)  # the last of several needs no gradient
     leaves = [leaf for leaf in (*queries, *sources) if leaf.requires_grad]
-    found = torch.autograd.grad(chain(fusing, queries, sources), leaves)
-    assert [grad.dtype for grad in found] == [leaf.dtype for leaf in leaves]
+    actual = torch.autograd.grad(chain(fusing, queries, sources), leaves)
+    assert [grad.dtype for grad in actual] == [leaf.dtype for leaf in leaves]
     exact = in_float64(*queries, *sources)
     value = chain(through_reference, exact[:reads], exact[reads:])
     expected = torch.autograd.grad(value, exact[: len(leaves)])
-    for grad, right in zip(found, expected, strict=True):
+    for grad, right in zip(actual, expected, strict=True):
         slack = 1e-4 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
         torch.testing.assert_close(grad.double(), right, rtol=0, atol=slack * max(1, right.abs().max().item()))
 
@@ -55,10 +55,10 @@ def test_gradients_of_later_reads_are_added_before_rounding():
         result, weights, later = attend(query, sources)
         return torch.autograd.grad(loss(result, weights) + loss(later[1], weights[0]), sources[1])
 
-    (found,) = grads(fusing, query, sources)
+    (actual,) = grads(fusing, query, sources)
     exact_query, *exact = in_float64(query, *sources)
     (expected,) = grads(through_reference, exact_query, exact)
-    assert (found == expected.half()).double().mean() > 0.99
+    assert (actual == expected.half()).double().mean() > 0.99
 
 
 def test_the_returned_sources_share_their_memory_and_requires_grad_with_the_given_ones():

@@ -102,10 +102,10 @@ def test_the_default_dtype_and_device_do_not_change_a_read():
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            found = read_fused(query, EPS, 1, sources[1:], begin(query, sources[:1]))
+            actual = read_fused(query, EPS, 1, sources[1:], begin(query, sources[:1]))
     finally:
         torch.set_default_dtype(before)
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 def guarded(*arguments: str) -> subprocess.CompletedProcess:

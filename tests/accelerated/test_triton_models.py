@@ -52,15 +52,15 @@ def test_training_adds_the_gradients_of_later_reads_and_checkpointing_changes_no
     model = make_model(block_size, 3).train()
     later, all_or_none = [], implementation._all_or_none
     monkeypatch.setattr(implementation, "_all_or_none", lambda grads: later.append(grads) or all_or_none(grads))
-    found = gradients(model)
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    actual = gradients(model)
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
     # The backward pass begins with the last read, which no read follows. All sources of other reads are read later too.
     assert [any(grad is None for grad in grads) for grads in later] == [True] + [False] * 6
     for reentrant in (False, True):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         if reentrant:
             model.enable_input_require_grads()
-        assert all(map(torch.equal, gradients(model), found))
+        assert all(map(torch.equal, gradients(model), actual))
 
 
 @pytest.mark.slow

@@ -44,19 +44,19 @@ CASES = [
 @pytest.mark.parametrize("n, shape, width", CASES)
 def test_the_result_the_weights_and_all_gradients_are_those_of_the_reference(n, shape, width, is_sum, dtype):
     query, sources = make(n, shape, width, dtype)
-    found = everything(fused, query, sources, is_sum)
-    assert found[0].dtype == dtype and [grad.dtype for grad in found[3:]] == [dtype] * n
+    actual = everything(fused, query, sources, is_sum)
+    assert actual[0].dtype == dtype and [grad.dtype for grad in actual[3:]] == [dtype] * n
     query, *sources = in_float64(query, *sources)
     expected = everything(reference, query, sources, is_sum)
-    assert_equal_up_to_rounding(found, expected)
+    assert_equal_up_to_rounding(actual, expected)
 
 
 @pytest.mark.parametrize("sharpness", [30.0, 1000.0])
 def test_sharp_weights_are_as_exact(sharpness):
     query, sources = make(9, (5,), 64, sharpness=sharpness)
-    found, _ = fused(query, sources, False)
+    actual, _ = fused(query, sources, False)
     query, *sources = in_float64(query, *sources)
-    torch.testing.assert_close(found.double(), reference(query, sources, False)[0], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(actual.double(), reference(query, sources, False)[0], rtol=1e-3, atol=1e-3)
 
 
 def test_at_zero_queries_sum_is_the_plain_sum_to_the_last_bit():
@@ -85,8 +85,8 @@ def test_sources_may_be_views_and_of_several_dtypes_and_the_query_a_column():
         assert result.dtype == torch.float32
         return [result, weights, *torch.autograd.grad(loss(result, weights), (column, a, b, c))]
 
-    for found, expected in zip(through_views(fused), through_views(reference)):
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    for actual, expected in zip(through_views(fused), through_views(reference)):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_negated_views_have_their_sign():
@@ -102,8 +102,8 @@ def test_only_the_requested_gradients_are_computed(monkeypatch):
     expected = everything(reference, query, sources, False)[2:]
     sources[1].requires_grad_(False)
     result, weights = fused(query, sources, False)
-    found = torch.autograd.grad(loss(result, weights), (query, sources[0], sources[2]))
-    torch.testing.assert_close(list(found), [expected[i] for i in (0, 1, 3)], rtol=1e-4, atol=1e-4)
+    actual = torch.autograd.grad(loss(result, weights), (query, sources[0], sources[2]))
+    torch.testing.assert_close(list(actual), [expected[i] for i in (0, 1, 3)], rtol=1e-4, atol=1e-4)
 
     for source in sources:
         source.requires_grad_(False)
@@ -115,19 +115,19 @@ def test_only_the_requested_gradients_are_computed(monkeypatch):
         return outputs
 
     monkeypatch.setattr(launch, "backward", backward)
-    (found,) = torch.autograd.grad(loss(*fused(query, sources, False)), query)
-    torch.testing.assert_close(found, expected[0], rtol=1e-4, atol=1e-4)
+    (actual,) = torch.autograd.grad(loss(*fused(query, sources, False)), query)
+    torch.testing.assert_close(actual, expected[0], rtol=1e-4, atol=1e-4)
     assert made == []
 
 
 @pytest.mark.parametrize("used", [0, 1])
 def test_one_of_the_two_results_alone_has_the_right_gradients(used):
     query, sources = make(3, (2,), 8)
-    found, expected = (
+    actual, expected = (
         torch.autograd.grad(attend(query, sources, False)[used].square().sum(), (query, *sources))
         for attend in (fused, reference)
     )
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("is_sum", [False, True])
@@ -139,9 +139,9 @@ def test_the_gradient_of_the_gradient_is_that_of_the_reference(is_sum):
         return torch.autograd.grad(sum(grad.double().square().sum() for grad in first), (query, *sources))
 
     query, sources = make(3, (2,), 8)
-    found = twice(fused, query, sources)
+    actual = twice(fused, query, sources)
     query, *sources = in_float64(query, *sources)
-    for grad, expected in zip(found, twice(reference, query, sources), strict=True):
+    for grad, expected in zip(actual, twice(reference, query, sources), strict=True):
         torch.testing.assert_close(grad.double(), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 

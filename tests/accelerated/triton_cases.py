@@ -86,8 +86,8 @@ def everything(attend: Callable, query: Tensor, sources: list[Tensor], is_sum: b
     return [result, weights, *torch.autograd.grad(loss(result, weights), (query, *sources))]
 
 
-def assert_equal_up_to_rounding(found: list[Tensor], expected: list[Tensor], roundings: int = 1) -> None:
-    for tensor, exact in zip(found, expected):
+def assert_equal_up_to_rounding(actual: list[Tensor], expected: list[Tensor], roundings: int = 1) -> None:
+    for tensor, exact in zip(actual, expected):
         size = exact.abs().max().item()
         tolerance = {"rtol": 2 * roundings * torch.finfo(tensor.dtype).eps, "atol": 2e-5 * size + 1e-6}
         torch.testing.assert_close(tensor.double(), exact, **tolerance)
