@@ -1,8 +1,8 @@
 """Show the report of an inspection in a browser: `attnres inspect --serve`.
 
 The server is for one user on one machine. Other machines cannot reach it, but any page in the user's browser can send
-it requests, even under the page's own host name (DNS rebinding). So it answers only requests for its own address, and
-only with the files of a report, whatever else lies in the folder.
+it requests, even under the page's own host name (DNS rebinding). So the server answers only requests for its own
+address, and serves only the files of the report, not other files in the folder.
 """
 
 import os
@@ -39,7 +39,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers `GET` and `HEAD` for the files of a report."""
+    """A handler of requests: it answers `GET` and `HEAD` for the files of a report."""
 
     server: "ReportServer"
     server_version, sys_version = "attnres", ""
@@ -113,7 +113,9 @@ class ReportServer(ThreadingHTTPServer):
                 f"{folder} has no {PAGE}: name the model to inspect, or the --out of an earlier call."
             )
         if not report_files(folder):
-            raise FileNotFoundError(f"{folder} is no report of `attnres inspect`: it has no {NUMBERS} of one.")
+            raise FileNotFoundError(
+                f"{folder} is no report of `attnres inspect`: its {NUMBERS} is missing, or of another program."
+            )
         if page.is_symlink():
             raise FileNotFoundError(
                 f"{page} is a link, and links are not followed: name the folder of {page.resolve()}."
@@ -126,17 +128,17 @@ class ReportServer(ThreadingHTTPServer):
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a regular file to read. Raise OSError for another kind of file, or a link, which could lead anywhere."""
-    # Without O_NONBLOCK, opening a pipe would wait until somebody writes to it.
-    number = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-    with os.fdopen(number, "rb") as file:
-        if not stat.S_ISREG(os.fstat(number).st_mode):
+    """Open a regular file to read. Raise OSError for any other file and for a link, which may lead anywhere."""
+    # Without O_NONBLOCK, opening a pipe would wait until another process writes to it.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise FileNotFoundError(path)
         yield file
 
 
 def serve(folder: Path) -> None:
-    """Serve a report on this machine alone, and open its page, until the process is interrupted.
+    """Serve a report to this machine alone, and open its page in a browser. Return only by an exception.
 
     Args:
         folder: The directory that `attnres inspect` has written.
