@@ -16,7 +16,7 @@ from .batches import Batch, as_batches, mask_of
 from .measurement import DrawableMeasurement
 from .watching import family_member, measuring, run
 
-_ATTENTIONS = ("self_attn", "attention")  # names that decoder layers have for the module that mixes tokens
+_ATTENTIONS = ("self_attn", "attention")  # names of the attention module in the decoder layers of backbones
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -67,7 +67,7 @@ def attention_sinks(model: PreTrainedModel, batches: Batch | Iterable[Batch]) ->
                 weights = result[1] if isinstance(result, tuple) and len(result) > 1 else None
                 if not (isinstance(weights, Tensor) and weights.ndim == 4):  # linear attention has no weights
                     return
-                # weights: [batch, heads, queries, keys]
+                # The weights are [batch, heads, queries, keys].
                 on_first = weights[torch.arange(len(first)), :, :, first]  # [batch, heads, queries]
                 total = on_first.transpose(1, 2)[later.to(weights.device)].double().sum(0).cpu()  # [heads]
                 totals[index] = total if totals[index] is None else totals[index] + total

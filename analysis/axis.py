@@ -47,6 +47,7 @@ class DepthAxis:
 
     def members(self, source: int) -> range:
         """Return the indices in `outputs` of the outputs that the source with this index sums up."""
+        # Source 0 is the embedding alone. The last block may be shorter than the others.
         first = (source - 1) * self.block_size + 1
         return range(first, min(first + self.block_size, len(self.outputs))) if source else range(1)
 
@@ -77,7 +78,7 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 
 
 def sublayer_names(config: PreTrainedConfig) -> list[str]:
-    """Return the names of all sublayers: `attention 0`, `MLP 0`, ..., or `layer 0`, ... where these are parallel."""
+    """Return the names of all sublayers: `attention 0`, `MLP 0`, ..., or `layer 0`, ... for parallel sublayers."""
     layers, sublayers = range(config.num_hidden_layers), config.sublayers
     return [f"{_KINDS.get(sublayer.name, sublayer.name)} {layer}" for layer in layers for sublayer in sublayers]
 

@@ -217,7 +217,7 @@ def _write_numbers(axes: Axes, numbers: np.ndarray, colors: np.ndarray, width: f
     for row, column in np.argwhere(np.isfinite(numbers)):
         color = "black" if lightness[row, column] > 0.5 else "white"
         text = f"{numbers[row, column]:.{digits}f}"
-        if width < 0.27:
+        if width < 0.27:  # there is space for three characters
             text = text.replace("0.", ".", 1) if abs(numbers[row, column]) < 0.995 else text[:-1]
         axes.text(column, row, text, ha="center", va="center", fontsize=SMALL, color=color)
 

@@ -86,7 +86,7 @@ def inspect_model(
     tokens: int = 8192,
     intervention_tokens: int = 2048,
     batch_size: int = 8,
-    advance: Callable[[str, float], Any] = lambda what, share: None,
+    advance: Callable[[str, float], Any] = lambda name, share: None,
 ) -> Inspection:
     """Make all measurements of this folder on one text, in the memory that one batch takes.
 
@@ -94,7 +94,7 @@ def inspect_model(
         model: A causal language model of the family, or a standard one on a backbone that the family knows. The
             residual stream of a standard model is measured, on the same weights.
         tokenizer: The tokenizer of the model.
-        text: The text to read: an `InspectedText`, a string, or the path of a text file.
+        text: The text to read: an `InspectedText`, the text itself as a string, or a text file as a `Path`.
         name: The name of the model in the report; by default the path or Hub id that the model was loaded from.
         length: The number of tokens of a sequence.
         tokens: The largest number of tokens to read. Only whole sequences are read.
@@ -120,7 +120,7 @@ def inspect_model(
         text = InspectedText("text", text) if isinstance(text, str) else read_text(text, max(tokens, length))
     member = family_member(model)
     ids, words = cut(text, tokenizer, length, tokens)
-    check_token_ids(ids, model, f"{text.name}, by this tokenizer,")
+    check_token_ids(ids, model, f"{text.name}, by this tokenizer,")  # the name is the subject of its message
     batches = ids.split(batch_size)
     intervention_batches = ids[: math.ceil(intervention_tokens / length)].split(batch_size)
 

@@ -81,7 +81,7 @@ def interventions(
     depth = attention.depth if attention else depth_axis(model)
 
     def loss_with(make_intervention: Callable[[], Any] = lambda: None) -> float:
-        """Return the loss in nats per token over all batches, with a new intervention for each."""
+        """Return the loss in nats per token over all batches, with a new intervention for each pass."""
         total = tokens = 0.0
         for batch in batches:
             intervention = make_intervention()

@@ -141,7 +141,7 @@ def mean_of_known(values: Tensor) -> float:
 
 
 def number(value: float, digits: int = 2) -> str:
-    """Write a number for people: `0.027`, `6.4`, `1,204`.
+    """Format a number for people: `0.027`, `6.4`, `1,204`.
 
     Args:
         value: The number; NaN is written as a dash.
@@ -157,12 +157,12 @@ def number(value: float, digits: int = 2) -> str:
 
 
 def signed(value: float) -> str:
-    """Write a number with its sign: `+0.027`."""
+    """Format a number with its sign: `+0.027`."""
     return number(value) if value < ZERO else f"+{number(value)}"
 
 
 def percent(value: float) -> str:
-    """Write a share in percent: `39%` for 0.39."""
+    """Format a share in percent: `39%` for 0.39."""
     return f"{number(100 * value)}%"
 
 

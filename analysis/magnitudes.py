@@ -106,7 +106,8 @@ def _forward(model: PreTrainedModel, batch: Batch, mask: Tensor, num_sources: li
     newest = stream = None  # the newest output, and the sum to which it was added: [batch, seq, hidden]
 
     def add(name: str, tensor: Tensor) -> Tensor:
-        counted = tensor[mask.to(tensor.device)].double()  # [tokens, hidden]
+        """Append the summed mean squares of a tensor to its values. Return the counted tokens `[tokens, hidden]`."""
+        counted = tensor[mask.to(tensor.device)].double()
         values[name].append(counted.square().mean(-1).sum().cpu())
         return counted
 
@@ -126,9 +127,9 @@ def _forward(model: PreTrainedModel, batch: Batch, mask: Tensor, num_sources: li
         if weights is not None:
             num_sources.append(len(weights))
         add("stream", stream)
-        sizes = add("inputs", inputs).abs().flatten()
-        values["largest"].append(sizes.max().cpu())
-        values["median"].append(sizes.median().cpu() * mask.sum().cpu())
+        absolute = add("inputs", inputs).abs().flatten()
+        values["largest"].append(absolute.max().cpu())
+        values["median"].append(absolute.median().cpu() * mask.sum().cpu())
         return result
 
     def write(connection: nn.Module, original: Any, state: Any, output: Tensor) -> Any:
@@ -156,6 +157,7 @@ def _gradients(model: PreTrainedModel, sequence: dict[str, Tensor]) -> Tensor:
     probes: list[Tensor] = []
 
     def probed(output: Tensor) -> Tensor:
+        """Return the output plus a new zero, which is appended to `probes`."""
         probes.append(torch.zeros_like(output, requires_grad=True))
         return output + probes[-1]
 

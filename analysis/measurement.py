@@ -59,7 +59,7 @@ def standard_deviation(mean: Tensor, mean_of_squares: Tensor) -> Tensor:
 
 
 def _shown(value: object) -> str:
-    """Return the `repr` of a field: of tensors and lists, only their shapes."""
+    """Return the text of a field for `repr`: the shape of a tensor, the length of a list, else its `repr`."""
     if isinstance(value, Tensor):
         return f"<{' x '.join(map(str, value.shape))}>"
     if isinstance(value, DepthAxis):

@@ -84,7 +84,7 @@ def _describe_reads(inspection: Inspection) -> list[str]:
     attention, depth = inspection.depth_attention, inspection.depth
     sentences = []
 
-    # The output, if it has a choice.
+    # The output, if it has two sources or more.
     num_sources = attention.num_sources[-1]
     if num_sources > 1:
         embedding, nearest = (shares_of_weight(w, attention)[-1] for w in (attention.embedding, attention.nearest))
@@ -96,7 +96,7 @@ def _describe_reads(inspection: Inspection) -> list[str]:
             f"share would be {percent(1 / num_sources)}."
         )
 
-    # The sublayers that have a choice, and how they differ by kind.
+    # The sublayers that have two sources or more, and their differences by kind.
     sublayers = sublayers_with_choice(inspection)
     if sublayers:
         even = sum(1 / attention.num_sources[sublayer] for sublayer in sublayers) / len(sublayers)
@@ -245,14 +245,14 @@ def _describe_sinks(inspection: Inspection) -> list[str]:
     layers = [layer for layer, value in enumerate(sinks.mean.tolist()) if not math.isnan(value)]
     if not layers:
         return ["All attention over the sequence is linear: it has no weights, and so no sinks to measure."]
-    which = f"{len(layers)} layers"
+    counted_layers = f"{len(layers)} layers"
     if len(layers) < len(sinks.mean):
-        are = "is" if len(layers) == 1 else "are"
-        which = f"the {len(layers)} of {len(sinks.mean)} layers that {are} not linear"
+        verb = "is" if len(layers) == 1 else "are"
+        counted_layers = f"the {len(layers)} of {len(sinks.mean)} layers that {verb} not linear"
     most = max(layers, key=lambda layer: sinks.mean[layer].item())
     return [
         f"Later tokens give {percent(mean_of_known(sinks.mean))} of their attention to the first token, on average "
-        f"over {which}; even attention would give it {percent(sinks.uniform)}.",
+        f"over {counted_layers}; uniform attention would give it {percent(sinks.uniform)}.",
         f"Layer {most} gives it most, {percent(sinks.mean[most].item())}, and its strongest head "
         f"{percent(sinks.strongest[most].item())}.",
     ]
@@ -272,13 +272,13 @@ def _compare_reads(one: Inspection, other: Inspection) -> str:
 def _compare_mixing(one: Inspection, other: Inspection) -> str:
     first, second = one.mixing.mean, other.mixing.mean
     if first.shape != second.shape:
-        return "Their depths differ, so their depth-mixing matrices do not compare."
-    apart = (second - first).abs()
-    if apart.max() <= _CONSTANT:
+        return "Their depths differ, so their depth-mixing matrices cannot be compared."
+    difference = (second - first).abs()
+    if difference.max() <= _CONSTANT:
         is_plain_sum = (first - 1)[_lower_triangle(first)].abs().max() <= _CONSTANT
         remark = ": every reader gets the plain sum of the embedding and of all outputs before it"
         return f"Their depth-mixing matrices are the same{remark if is_plain_sum else ''}."
-    consumer, output = divmod(apart.argmax().item(), len(apart))
+    consumer, output = divmod(difference.argmax().item(), len(difference))
     return (
         f"Their depth-mixing matrices differ most in how much of {_with_article(one.depth.outputs[output])} "
         f"{_with_article(one.depth.consumers[consumer])} gets: {number(first[consumer, output].item())} in A and "
@@ -304,7 +304,7 @@ def _compare_interventions(one: Inspection, other: Inspection) -> str:
     rises = _in_both(signed, HIDDEN_EMBEDDING, one, other, "nats ")
     hidden = f"hiding the embedding changes the loss by {rises}."
     if not read_same_tokens(one, other):
-        return f"The models read different tokens, so their losses do not compare; {hidden}"
+        return f"The models read different tokens, so their losses cannot be compared; {hidden}"
     difference = other.interventions.loss - one.interventions.loss
     if abs(difference) < ZERO:
         return f"On the same tokens both have the same loss; {hidden}"
@@ -319,9 +319,9 @@ def _compare_sinks(one: Inspection, other: Inspection) -> str:
     return f"The first token gets {percent(first)} of the attention in A and {percent(second)} in B."
 
 
-def _in_both(write: Callable[[float], str], name: str, one: Inspection, other: Inspection, unit: str = "") -> str:
-    """Write a key number of both models: `0.11 in A and 0.20 in B`; `unit` stands after each number."""
-    values = [f"{write(key_numbers_of(i)[name])} {unit}in {label}" for label, i in zip(LABELS, (one, other))]
+def _in_both(style: Callable[[float], str], name: str, one: Inspection, other: Inspection, unit: str = "") -> str:
+    """Format a key number of both models: `0.11 in A and 0.20 in B`, with `unit` after each number."""
+    values = [f"{style(key_numbers_of(i)[name])} {unit}in {label}" for label, i in zip(LABELS, (one, other))]
     return " and ".join(values)
 
 

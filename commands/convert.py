@@ -118,7 +118,7 @@ def _describe_unread(names: Sequence[str]) -> str:
     more = f" and {len(names) - MAX_NAMED:,} more" if len(names) > MAX_NAMED else ""
     tensors = counted(len(names), "tensor")
     return (
-        f"Warning: the model does not read {tensors} of the source: {first}{more}. Copied unchanged, and not verified."
+        f"Warning: the model does not read {tensors} of the source: {first}{more}. Copied unchanged and not verified."
     )
 
 
@@ -149,7 +149,7 @@ def _write_card(plan: Plan, stage: Path, source: str, name: str, comparison: Fun
     if plan.difference is not None:
         parts.append(f"Not the same function: {plan.difference}.")
     elif comparison is None:
-        parts.append("That the result computes the same function was not verified.")
+        parts.append("It was not verified that the result computes the same function.")
     else:
         parts.append(f"The result computed the same function as its source: {comparison}.")
     step = " ".join(map(printable, parts))
@@ -161,7 +161,7 @@ def _write_card(plan: Plan, stage: Path, source: str, name: str, comparison: Fun
 def _verify(
     console: Console, plan: Plan, stage: Path, verify: bool | None, texts: Sequence[str]
 ) -> FunctionComparison | None:
-    """Compare source and result. Print and return the comparison; return `None` without comparing, if told so.
+    """Compare source and result. Print and return the comparison; return `None` if they are not compared.
 
     Raises:
         RuntimeError: Source and result compute different functions, although the plan promises the same function.

@@ -66,7 +66,7 @@ def run_eval(options: EvalOptions) -> None:
     """
     console = Console(soft_wrap=True, highlight=False)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise RuntimeError("attnres eval runs as one process. Over several, use accelerate launch -m lm_eval.")
+        raise RuntimeError("attnres eval runs in one process. For several, use accelerate launch -m lm_eval.")
     folders = {name: find(name) for name in filter(None, (options.model, options.baseline))}
     for folder in folders.values():
         load_tokenizer(folder)  # a model without a tokenizer must fail before any data is loaded
@@ -85,8 +85,8 @@ def run_eval(options: EvalOptions) -> None:
         print_failures(console, failures, options.data)
         if lost := find_lost(options.out, loaded):
             raise FileExistsError(
-                f"{options.out / REPORT} shows {', '.join(lost)}, and would lose that. Make this benchmark load here "
-                "too, or choose another --out."
+                f"{options.out / REPORT} shows {', '.join(lost)}, and would lose that. Make its data load in this "
+                "run too, or choose another --out."
             )
         if any(benchmark.runs_code for benchmark in loaded):
             console.print(f"Generated programs run with: {sandbox.level()}.")

@@ -16,9 +16,9 @@ from types import FrameType, TracebackType
 
 SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 # Errors with messages for users, wherever they are raised.
-_OF_THE_SYSTEM = (ImportError, OSError)
+_FOR_USERS = (ImportError, OSError)
 # Errors with messages for users if this package raises them. From another package they are unforeseen.
-_EXPLAINED = (ArithmeticError, RuntimeError, ValueError)
+_FOR_USERS_IF_OURS = (ArithmeticError, RuntimeError, ValueError)
 _RESEND_AFTER = 0.05  # seconds until a lost signal is sent again
 
 
@@ -83,7 +83,7 @@ def guarded() -> Iterator[None]:
 
 
 def _line(number: int) -> str:
-    """Return the line that ends a command which got this signal."""
+    """Return the line to print when this signal ends the command."""
     return f"attnres: {SIGNALS[signal.Signals(number)]}."
 
 
@@ -125,8 +125,8 @@ def _describe(error: BaseException) -> str:
     if _state.debug:
         print(trace, end="", file=sys.stderr)
     if is_lost_connection(error):
-        return "attnres: another process of this run has failed; see its message."
-    if isinstance(error, _OF_THE_SYSTEM) or (isinstance(error, _EXPLAINED) and _is_ours(error.__traceback__)):
+        return "attnres: another process of this run has ended; see its message."
+    if isinstance(error, _FOR_USERS) or (isinstance(error, _FOR_USERS_IF_OURS) and _is_ours(error.__traceback__)):
         return f"attnres: {text or type(error).__name__}"
     line = f"attnres: unforeseen {type(error).__name__}{text and ': '}{text}"
     return line if _state.debug else f"{line} ({_write(trace)})"

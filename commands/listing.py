@@ -15,7 +15,7 @@ from .guard import loading
 
 
 class Listed(StrEnum):
-    """The kinds of names, in the order in which `list` prints them. The last two need PyTorch, so they come last."""
+    """The kinds of names, in the order of `list`. The last two come last, since they need PyTorch."""
 
     recipes = "recipes"
     connections = "connections"
@@ -29,7 +29,7 @@ HEADINGS = {
     Listed.recipes: "Recipes (attnres train NAME)",
     Listed.connections: "Residual connections (attnres convert --residual NAME)",
     Listed.tasks: "Benchmarks of the paper (attnres eval --tasks NAME,...)",
-    Listed.backbones: "Backbones, whose models attnres convert takes",
+    Listed.backbones: "Backbones of the models that attnres convert takes",
 }
 
 

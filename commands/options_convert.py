@@ -52,7 +52,7 @@ def convert(
         int | None, typer.Option(min=1, help=help_of("num_blocks", "number of blocks.  [default: about 8]"))
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help=help_of("full", "Full AttnRes, every sublayer a block."))
+        bool, typer.Option("--full", help=help_of("full", "Full AttnRes: every sublayer is a block."))
     ] = False,
     scale: Annotated[
         Scale | None,

@@ -80,7 +80,7 @@ def inspect(
         if not serve:
             raise typer.BadParameter("MODEL is missing: give a directory or Hub id.")
         if others := [flag(name) for name in given_options(context) if name not in ("serve", "out")]:
-            raise typer.BadParameter(f"{' and '.join(others)} needs MODEL.")
+            raise typer.BadParameter(f"{' and '.join(others)} {'needs' if len(others) == 1 else 'need'} MODEL.")
         with loading():
             from .serving import serve as serve_report
         serve_report(out)

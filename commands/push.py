@@ -82,7 +82,7 @@ def run_push(
         )
     if dry_run:
         console.print(
-            f"\nThe card of a new repository, where COMMIT will be that of the upload:\n\n{card}", markup=False
+            f"\nThe card of a new repository, where COMMIT stands for the commit of the upload:\n\n{card}", markup=False
         )
         return
     logging.set_verbosity_error()  # the notes printed here take the place of its warnings

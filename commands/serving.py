@@ -59,6 +59,8 @@ class _Handler(BaseHTTPRequestHandler):
     do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_CONNECT = do_TRACE = _refuse
 
     def _answer(self, with_content: bool) -> None:
+        """Answer a request for a file of the report, or with the status that rejects it."""
+        # Exactly one `Host` header must name this server.
         if [host.lower() for host in self.headers.get_all("Host", [])] not in self.server.hosts:
             self._send(HTTPStatus.MISDIRECTED_REQUEST)
             return
@@ -86,6 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.NOT_FOUND)
 
     def _send(self, status: HTTPStatus, headers: dict[str, str] | None = None) -> None:
+        """Send a status and the headers of every answer, with these headers added."""
         self.send_response(status)
         for name, value in ({"Content-Length": "0"} | _HEADERS | (headers or {})).items():
             self.send_header(name, value)
@@ -123,7 +126,7 @@ class ReportServer(ThreadingHTTPServer):
         self.folder = folder
         super().__init__((host, 0), _Handler)
         names = ("localhost", "127.0.0.1", "[::1]", f"[{host}]" if ":" in host else host)
-        self.hosts = [[f"{name}:{self.server_port}"] for name in names]
+        self.hosts = [[f"{name}:{self.server_port}"] for name in names]  # lists of one, like the header's values
 
 
 @contextmanager

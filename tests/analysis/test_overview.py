@@ -170,7 +170,7 @@ def test_sinks_are_described_for_layers_that_have_weights():
     assert sentences(one)["Attention sinks"][0] == [
         [
             "Later tokens give 30% of their attention to the first token, on average over the 1 of 2 layers that is "
-            "not linear; even attention would give it 4.0%.",
+            "not linear; uniform attention would give it 4.0%.",
             "Layer 1 gives it most, 30%, and its strongest head 60%.",
         ]
     ]
@@ -212,7 +212,7 @@ def test_connections_without_depth_attention_are_compared_by_their_matrices():
         "1.0 in A and \N{MINUS SIGN}0.50 in B."
     )
     _, comparison = sentences(full_attn_res(4, 8), standard())["What is read from where"]
-    assert comparison == "Their depths differ, so their depth-mixing matrices do not compare."
+    assert comparison == "Their depths differ, so their depth-mixing matrices cannot be compared."
 
 
 def test_rounding_is_no_difference():
@@ -238,7 +238,7 @@ def test_losses_on_different_tokens_are_not_compared():
         assert isnan(dict(differences(one, different))["loss, in nats per token"])
         assert dict(differences(one, different))["rise of the loss with the embedding hidden"] == pytest.approx(1.81)
         assert sentences(one, different)["What is used"][1] == (
-            "The models read different tokens, so their losses do not compare; hiding the embedding changes the "
+            "The models read different tokens, so their losses cannot be compared; hiding the embedding changes the "
             "loss by +0.69 nats in A and +2.5 nats in B."
         )
 
