@@ -41,7 +41,7 @@ def attention_sinks(model: PreTrainedModel, batches: Batch | Iterable[Batch]) ->
     thread may run the model during this call.
 
     Args:
-        model: A causal language model of the family, or a standard one on a backbone that the family knows.
+        model: A causal language model of the family, or a standard one on a backbone in `BACKBONES`.
         batches: One or several, each token ids `[batch, seq]` or the mapping that a tokenizer returns. The first token
             of a sequence is the first that its attention mask keeps.
 

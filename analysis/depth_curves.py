@@ -247,7 +247,7 @@ def _finish_depth_figure(
         all_axes: Its panels.
         models: The measurement of each model by its label.
         depths: The depth axis of each model.
-        stars: What a star stands for; empty if there are no curves by kind.
+        stars: The meaning of a star; empty if there are no curves by kind.
     """
     notes = []
     if stars:

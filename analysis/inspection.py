@@ -91,7 +91,7 @@ def inspect_model(
     """Make all measurements of this folder on one text, in the memory that one batch takes.
 
     Args:
-        model: A causal language model of the family, or a standard one on a backbone that the family knows. The
+        model: A causal language model of the family, or a standard one on a backbone in `BACKBONES`. The
             residual stream of a standard model is measured, on the same weights.
         tokenizer: The tokenizer of the model.
         text: The text to read: an `InspectedText`, the text itself as a string, or a text file as a `Path`.
@@ -101,8 +101,8 @@ def inspect_model(
         intervention_tokens: How many of these tokens each intervention reads. There is a pass for each source and each
             consumer. 0 makes no interventions.
         batch_size: The number of sequences of a batch.
-        advance: Called now and then as `advance(name, share)`, with the name of the current measurement and the share
-            of all work that is done, from 0 to 1.
+        advance: Called to report progress as `advance(name, share)`, with the name of the current measurement and the
+            share of all work that is done, from 0 to 1.
 
     Returns:
         The measurements, with facts about the model and the text.

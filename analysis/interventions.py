@@ -60,7 +60,7 @@ def interventions(
     Each intervention takes a pass over all batches; [`count_passes`] counts these passes.
 
     Args:
-        model: A causal language model of the family, or a standard one on a backbone that the family knows.
+        model: A causal language model of the family, or a standard one on a backbone in `BACKBONES`.
         batches: One or several, each token ids `[batch, seq]` or the mapping that a tokenizer returns.
         attention: The depth attention of the model, if it has any. The sources, and their number for each consumer, are
             taken from it. Without it, each output is a source, and no weights are made uniform.

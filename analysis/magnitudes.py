@@ -50,7 +50,7 @@ def magnitudes(model: PreTrainedModel, batches: Batch | Iterable[Batch], gradien
     The `grad` of parameters stays as it is. Parameters may be frozen.
 
     Args:
-        model: A causal language model of the family, or a standard one on a backbone that the family knows.
+        model: A causal language model of the family, or a standard one on a backbone in `BACKBONES`.
         batches: One or several, each token ids `[batch, seq]` or the mapping that a tokenizer returns. Tokens that
             an attention mask leaves out do not count.
         gradients: Whether to measure gradients too. This takes the memory of a training step on one sequence.

@@ -67,7 +67,7 @@ def depth_mixing(model: PreTrainedModel, batches: Batch | Iterable[Batch]) -> De
     """Measure `M` over all tokens of the batches.
 
     Args:
-        model: A causal language model of the family, or a standard one on a backbone that the family knows.
+        model: A causal language model of the family, or a standard one on a backbone in `BACKBONES`.
         batches: One or several, each token ids `[batch, seq]` or the mapping that a tokenizer returns. Tokens that
             an attention mask leaves out do not count.
 
@@ -97,7 +97,7 @@ def mixing_matrix(model: PreTrainedModel, batches: Batch | Iterable[Batch]) -> T
     """Measure the mean of `M` over all tokens of the batches.
 
     Args:
-        model: A causal language model of the family, or a standard one on a backbone that the family knows.
+        model: A causal language model of the family, or a standard one on a backbone in `BACKBONES`.
         batches: One or several, as [`depth_mixing`] takes them.
 
     Returns:
@@ -113,7 +113,7 @@ def rows_by_token(model: PreTrainedModel, sequence: Batch) -> Tensor:
     """Measure `M` of each token of one sequence.
 
     Args:
-        model: A causal language model of the family, or a standard one on a backbone that the family knows.
+        model: A causal language model of the family, or a standard one on a backbone in `BACKBONES`.
         sequence: Token ids `[1, seq]`, or a mapping with them.
 
     Returns:
@@ -133,7 +133,7 @@ def token_mixing(model: PreTrainedModel, batch: Batch) -> TokenMixing:
     This takes (L + 1)^2 numbers for each token, and for each of its channels where channels differ.
 
     Args:
-        model: A causal language model of the family, or a standard one on a backbone that the family knows.
+        model: A causal language model of the family, or a standard one on a backbone in `BACKBONES`.
         batch: Token ids `[batch, seq]`, or the mapping that a tokenizer returns.
 
     Returns:

@@ -65,9 +65,9 @@ def overview(inspections: Sequence[Inspection]) -> list[Section]:
     sections = [
         Section(title, [describe(i) for i in inspections], compare(*inspections) if is_comparison else "")
         for title, describe, compare in (
-            ("What is read from where", _describe_reads, _compare_reads),
+            ("Weights of the sources", _describe_reads, _compare_reads),
             ("Magnitudes and gradients", _describe_magnitudes, _compare_magnitudes),
-            ("What is used", _describe_interventions, _compare_interventions),
+            ("Use of the sources", _describe_interventions, _compare_interventions),
             ("Attention sinks", _describe_sinks, _compare_sinks),
         )
     ]

@@ -39,7 +39,7 @@ def family_member(model: PreTrainedModel) -> PreTrainedModel:
     """Return a model of the family itself. For a standard model, make a family member that computes the same.
 
     Args:
-        model: A model of the family, or a standard causal language model on a backbone that the family knows.
+        model: A model of the family, or a standard causal language model on a backbone in `BACKBONES`.
 
     Returns:
         A model with residual connections. The member for a standard model shares that model's tensors and has the

@@ -35,7 +35,7 @@ def train(
     attnres train finetune model=my-attnres train=ORG/DATA out=runs/more steps=500
     attnres train pretrain model=attnres-194m tokenizer=ORG/NAME train=ORG/DATA out=runs/new
     """
-    # Matplotlib draws the loss curve at the end of a run. It must not be found missing after hours of training.
+    # Matplotlib draws the loss curve. Without this check, its import fails seconds later and names another extra.
     if missing := next((name for name in ("yaml", "matplotlib") if find_spec(name) is None), None):
         raise RuntimeError(f"attnres train needs the package {missing}: {install_command('train')}")
     from attnres.training.recipe import read_recipe

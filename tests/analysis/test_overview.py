@@ -23,7 +23,7 @@ def changed(inspection, part: str, **fields):
 
 
 def test_reads_are_described_by_shares_of_the_weight():
-    assert sentences(block_attn_res())["What is read from where"] == (
+    assert sentences(block_attn_res())["Weights of the sources"] == (
         [
             [
                 "The output gives 38% of its weight to the embedding and 12% to block 2, the nearest source; most, "
@@ -43,18 +43,18 @@ def test_reads_are_described_by_shares_of_the_weight():
 def test_weights_that_do_not_sum_to_one_are_described_by_shares_of_their_sum():
     inspection = block_attn_res()
     doubled = changed(inspection, "depth_attention", mean=2 * inspection.depth_attention.mean)
-    assert sentences(doubled)["What is read from where"] == sentences(inspection)["What is read from where"]
+    assert sentences(doubled)["Weights of the sources"] == sentences(inspection)["Weights of the sources"]
 
 
 def test_weights_that_are_the_same_for_every_token_are_described_so():
     inspection = block_attn_res()
     still = changed(inspection, "depth_attention", spread=1e-9 * inspection.depth_attention.spread)
-    (lines,), _ = sentences(still)["What is read from where"]
+    (lines,), _ = sentences(still)["Weights of the sources"]
     assert lines[-1] == "Weights are the same for every token."
 
 
 def test_a_residual_stream_is_described_as_a_plain_sum():
-    assert sentences(standard())["What is read from where"] == (
+    assert sentences(standard())["Weights of the sources"] == (
         [
             [
                 "The residual connection has no depth attention, so its depth-mixing matrix is shown.",
@@ -69,7 +69,7 @@ def test_another_connection_is_described_by_the_entries_of_its_matrix():
     inspection = standard()
     mean, spread = inspection.mixing.mean.clone(), inspection.mixing.spread.clone()
     mean[-1, 0], mean[2, 1], mean[-1, -1], spread[3, 0] = 0.5, -0.25, 1.5, 0.3
-    (lines,), _ = sentences(changed(inspection, "mixing", mean=mean, spread=spread))["What is read from where"]
+    (lines,), _ = sentences(changed(inspection, "mixing", mean=mean, spread=spread))["Weights of the sources"]
     assert lines[1:] == [
         "The output reads the embedding with a weight of 0.50 and MLP 1, the last sublayer, with 1.5; over the matrix, "
         "weights lie between \N{MINUS SIGN}0.25 and 1.5, as means over tokens.",
@@ -130,7 +130,7 @@ def test_gradients_of_many_sublayers_are_those_of_the_first_and_last_quarter():
 
 
 def test_interventions_are_described_by_the_largest_rises():
-    assert sentences(block_attn_res())["What is used"] == (
+    assert sentences(block_attn_res())["Use of the sources"] == (
         [
             [
                 "The loss is 1.833 nats per token, over 60 predicted tokens.",
@@ -146,19 +146,19 @@ def test_interventions_that_cost_nothing_are_described_so():
     inspection = block_attn_res()
     hidden, uniform = inspection.interventions.hidden, inspection.interventions.uniform
     helped = changed(inspection, "interventions", hidden=-hidden.abs(), uniform=-uniform.abs())
-    (lines,), _ = sentences(helped)["What is used"]
+    (lines,), _ = sentences(helped)["Use of the sources"]
     assert lines[1:] == [
         "No source raises the loss when it is hidden.",
         "Making the weights of any one reader uniform does not raise the loss.",
     ]
     with_uniform = changed(helped, "depth_attention", distance=0 * inspection.depth_attention.distance)
-    assert sentences(with_uniform)["What is used"][0][0][-1] == "All weights are uniform already."
-    assert "All weights are uniform." in sentences(with_uniform)["What is read from where"][0][0]
+    assert sentences(with_uniform)["Use of the sources"][0][0][-1] == "All weights are uniform already."
+    assert "All weights are uniform." in sentences(with_uniform)["Weights of the sources"][0][0]
 
 
 def test_without_interventions_there_is_no_section_about_them():
-    assert "What is used" not in sentences(block_attn_res(interventions=None))
-    _, comparison = sentences(block_attn_res(interventions=None), standard())["What is used"]
+    assert "Use of the sources" not in sentences(block_attn_res(interventions=None))
+    _, comparison = sentences(block_attn_res(interventions=None), standard())["Use of the sources"]
     assert comparison == ""
 
 
@@ -184,12 +184,12 @@ def test_sinks_are_described_for_layers_that_have_weights():
 def test_two_models_are_compared_section_by_section():
     sections = sentences(block_attn_res(), standard())
     assert {title: comparison for title, (_, comparison) in sections.items()} == {
-        "What is read from where": "Their depth-mixing matrices are the same: every reader gets the plain sum of the "
+        "Weights of the sources": "Their depth-mixing matrices are the same: every reader gets the plain sum of the "
         "embedding and of all outputs before it.",
         "Magnitudes and gradients": "The magnitude of the mixture that the output reads, over the embedding, is 1.0 in "
         "A and 1.0 in B; the first sublayers get 3.2 times the gradients of the last in A and 3.2 in B.",
-        "What is used": "On the same tokens the loss of B is 0.083 nats lower than that of A; hiding the embedding "
-        "changes the loss by +0.69 nats in A and +2.5 nats in B.",
+        "Use of the sources": "On the same tokens the loss of B is 0.083 nats lower than that of A; hiding the "
+        "embedding changes the loss by +0.69 nats in A and +2.5 nats in B.",
         "Attention sinks": "The first token gets 31% of the attention in A and 31% in B.",
     }
     assert all(len(models) == 2 for models, _ in sections.values())
@@ -198,7 +198,7 @@ def test_two_models_are_compared_section_by_section():
 def test_two_models_with_depth_attention_are_compared_by_their_weights():
     inspection = block_attn_res()
     other = changed(inspection, "depth_attention", spread=2 * inspection.depth_attention.spread)
-    assert sentences(inspection, other)["What is read from where"][1] == (
+    assert sentences(inspection, other)["Weights of the sources"][1] == (
         "Sublayers give the nearest source 42% in A and 42% in B; the standard deviation over tokens is 0.11 in A and "
         "0.21 in B on average."
     )
@@ -207,11 +207,11 @@ def test_two_models_with_depth_attention_are_compared_by_their_weights():
 def test_connections_without_depth_attention_are_compared_by_their_matrices():
     one, mean = standard(), standard().mixing.mean.clone()
     mean[3, 1] = -0.5
-    assert sentences(one, changed(one, "mixing", mean=mean))["What is read from where"][1] == (
+    assert sentences(one, changed(one, "mixing", mean=mean))["Weights of the sources"][1] == (
         f"Their depth-mixing matrices differ most in how much of {one.depth.outputs[1]} {one.depth.consumers[3]} gets: "
         "1.0 in A and \N{MINUS SIGN}0.50 in B."
     )
-    _, comparison = sentences(full_attn_res(4, 8), standard())["What is read from where"]
+    _, comparison = sentences(full_attn_res(4, 8), standard())["Weights of the sources"]
     assert comparison == "Their depths differ, so their depth-mixing matrices cannot be compared."
 
 
@@ -219,7 +219,7 @@ def test_rounding_is_no_difference():
     one = block_attn_res()
     other = changed(one, "interventions", loss=one.interventions.loss + 1e-8)
     assert dict(differences(one, other))["loss, in nats per token"] == 0
-    assert sentences(one, other)["What is used"][1].startswith("On the same tokens both have the same loss;")
+    assert sentences(one, other)["Use of the sources"][1].startswith("On the same tokens both have the same loss;")
 
 
 def test_a_stream_that_ends_below_its_largest_grows_all_the_same():
@@ -237,7 +237,7 @@ def test_losses_on_different_tokens_are_not_compared():
     for different in (words, text, few):
         assert isnan(dict(differences(one, different))["loss, in nats per token"])
         assert dict(differences(one, different))["rise of the loss with the embedding hidden"] == pytest.approx(1.81)
-        assert sentences(one, different)["What is used"][1] == (
+        assert sentences(one, different)["Use of the sources"][1] == (
             "The models read different tokens, so their losses cannot be compared; hiding the embedding changes the "
             "loss by +0.69 nats in A and +2.5 nats in B."
         )
@@ -277,4 +277,4 @@ def test_shares_are_percents():
 
 def test_the_next_source_is_named_with_its_article():
     inspection = changed(block_attn_res(), "interventions", hidden=torch.tensor([0.25, 0.75, 0.0]).double())
-    assert "next is the embedding (0.25 nats)." in sentences(inspection)["What is used"][0][0][1]
+    assert "next is the embedding (0.25 nats)." in sentences(inspection)["Use of the sources"][0][0][1]

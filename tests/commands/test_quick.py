@@ -106,8 +106,8 @@ def test_these_commands_import_nothing_heavy_and_write_nothing(seen):
     ],
 )
 def test_the_shell_completes_commands_names_and_recipes(words, expected, tmp_path):
-    asked = {"_ATTNRES_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-    done = subprocess.run([ATTNRES], env=os.environ | asked, capture_output=True, text=True, timeout=60, check=True)
+    request = {"_ATTNRES_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = subprocess.run([ATTNRES], env=os.environ | request, capture_output=True, text=True, timeout=60, check=True)
     assert set(done.stdout.split()) == expected
 
 
@@ -145,7 +145,7 @@ def test_every_help_has_an_example():
 
 
 def test_train_names_a_missing_matplotlib_before_it_imports_pytorch(tmp_path):
-    """Matplotlib draws the loss curve at the end of a run. `None` in `sys.modules` makes its import fail."""
+    """Matplotlib draws the loss curve. `None` in `sys.modules` makes its import fail."""
     code = "import sys; sys.modules['matplotlib'] = None\nimport atexit\n"
     code += "atexit.register(lambda: print([name for name in ('torch', 'transformers') if name in sys.modules]))\n"
     code += "import attnres_cli; sys.argv[0] = 'attnres'; attnres_cli.main()"

@@ -46,7 +46,7 @@ def server(folder: Path):
         server.shutdown()
 
 
-def ask(server: ReportServer, path: str, method: str = "GET", hosts: tuple[str, ...] = ("127.0.0.1:PORT",)):
+def request(server: ReportServer, path: str, method: str = "GET", hosts: tuple[str, ...] = ("127.0.0.1:PORT",)):
     """Send a request, and return the status, the headers and the content of the answer."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
     connection.putrequest(method, path, skip_host=True)
@@ -67,10 +67,10 @@ def test_the_files_of_the_report_are_served_with_their_types(server):
         "sinks.png": "image/png",
         "sublayers.csv": "text/csv; charset=utf-8",
     }.items():
-        status, headers, content = ask(server, f"/{name}")
+        status, headers, content = request(server, f"/{name}")
         assert (status, headers["Content-Type"], content) == (200, kind, (server.folder / name).read_bytes())
-    assert ask(server, "/report.html?x=1#y")[0] == 200
-    status, headers, _ = ask(server, "/")
+    assert request(server, "/report.html?x=1#y")[0] == 200
+    status, headers, _ = request(server, "/")
     assert (status, headers["Location"]) == (302, "/report.html")
 
 
@@ -84,13 +84,13 @@ def test_the_files_of_the_report_are_served_with_their_types(server):
     ],
 )
 def test_other_files_are_not_served(server, path):
-    status, _, content = ask(server, path)
+    status, _, content = request(server, path)
     assert (status, content) == (404, b"")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:PORT", "localhost:PORT", "LocalHost:PORT", "[::1]:PORT"])
 def test_the_names_of_this_machine_are_answered(server, host):
-    assert ask(server, "/report.html", hosts=(host,))[0] == 200
+    assert request(server, "/report.html", hosts=(host,))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -109,32 +109,32 @@ def test_the_names_of_this_machine_are_answered(server, host):
 def test_a_request_for_another_host_is_rejected(server, hosts):
     """Otherwise, a web page whose host name leads to this machine could read the report."""
     for path in ("/report.html", "/", "/x"):
-        status, _, content = ask(server, path, hosts=hosts)
+        status, _, content = request(server, path, hosts=hosts)
         assert (status, content) == (421, b"")
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "PROPFIND"])
 def test_methods_that_write_are_rejected(server, method):
-    status, headers, _ = ask(server, "/report.html", method)
+    status, headers, _ = request(server, "/report.html", method)
     assert status in (405, 501)
     assert not [name for name in headers if name.startswith("Access-Control")]
 
 
 def test_head_returns_only_headers(server):
-    got, head = ask(server, "/sinks.svg"), ask(server, "/sinks.svg", "HEAD")
+    get, head = request(server, "/sinks.svg"), request(server, "/sinks.svg", "HEAD")
     assert head[2] == b""
-    assert {**got[1], "Date": ""} == {**head[1], "Date": ""}
+    assert {**get[1], "Date": ""} == {**head[1], "Date": ""}
 
 
 def test_headers_keep_other_pages_out(server):
     for path in ("/report.html", "/sinks.svg", "/x"):
-        headers = ask(server, path)[1]
+        headers = request(server, path)[1]
         assert headers["X-Content-Type-Options"] == "nosniff"
         assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
         assert headers["X-Frame-Options"] == "DENY"
         assert headers["Referrer-Policy"] == "no-referrer"
         assert "Python" not in headers["Server"]
-    assert "sandbox" in ask(server, "/sinks.svg")[1]["Content-Security-Policy"]
+    assert "sandbox" in request(server, "/sinks.svg")[1]["Content-Security-Policy"]
 
 
 def test_a_folder_without_a_report_is_rejected(folder):
