@@ -1,7 +1,8 @@
-"""Entry of the console script `attnres`.
+"""The entry point of the console script `attnres`.
 
-It lies outside the package `attnres`, whose import takes seconds because it registers the model family. Help texts and
-wrong arguments need no model: the package sees `is_running` and leaves the registration to the command that needs it.
+The import of the package `attnres` registers the model family, which takes seconds. Help texts and errors in arguments
+do not need the family. So this file lies outside the package and sets `is_running` first. Then the package does not
+register the family, and a command that needs it does.
 """
 
 is_running = False
@@ -17,6 +18,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    import attnres_cli  # the package looks for the module by this name, and here it is called `__main__`
+    import attnres_cli  # the package looks for a module of this name, but this one is called `__main__`
 
     attnres_cli.main()

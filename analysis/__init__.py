@@ -1,6 +1,7 @@
-"""Measurements of what a model does across its depth: as tensors, figures and a page.
+"""Measure how a model uses its depth, and show the result as tensors, figures or a page.
 
-Measurements need neither matplotlib nor bokeh nor jinja2. The modules that do are imported when something is drawn.
+Measurements do not need matplotlib, bokeh or jinja2. The modules that need them are imported at the first figure or
+report.
 """
 
 import os
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 
 def _make_figure(measurement: DrawableMeasurement, path: str | os.PathLike | None, **options: Any) -> "Figure":
+    """Draw a measurement, for `DrawableMeasurement.plot`."""
     from .figures import draw_measurement
 
     return draw_measurement(measurement, path, **options)
@@ -30,7 +32,7 @@ DrawableMeasurement.figure_maker = _make_figure
 
 
 def __getattr__(name: str) -> Any:
-    """Import `write_report` when it is asked for, with the libraries that a report needs."""
+    """Import `write_report` on first access, since it needs matplotlib, bokeh and jinja2."""
     if name == "write_report":
         from .report import write_report
 

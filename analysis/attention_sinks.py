@@ -16,7 +16,7 @@ from .batches import Batch, as_batches, mask_of
 from .measurement import DrawableMeasurement
 from .watching import family_member, measuring, run
 
-_ATTENTIONS = ("self_attn", "attention")  # names that decoder layers have for the module that mixes tokens
+_ATTENTIONS = ("self_attn", "attention")  # names of the attention module in the decoder layers of backbones
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -25,8 +25,8 @@ class AttentionSinks(DrawableMeasurement):
 
     Attributes:
         mean: The mean over heads, `[layers]` in float64; NaN where attention is linear and has no weights.
-        strongest: The weight of the head that gives most, `[layers]`; NaN likewise.
-        uniform: The weight if every token attended equally to all tokens up to itself.
+        strongest: The weight of the head that gives the first token most, `[layers]` in float64; NaN likewise.
+        uniform: The weight on the first token if every token attended equally to all tokens up to itself.
     """
 
     mean: Tensor
@@ -35,15 +35,15 @@ class AttentionSinks(DrawableMeasurement):
 
 
 def attention_sinks(model: PreTrainedModel, batches: Batch | Iterable[Batch]) -> AttentionSinks:
-    """Measure the attention weight on the first token over the batches, which may be streamed.
+    """Measure the attention weight on the first token over the batches.
 
-    Other implementations of attention do not return their weights, so the model uses `eager` meanwhile. No other
-    thread may run the model then.
+    The model uses the `eager` implementation of attention meanwhile, since others do not return their weights. No other
+    thread may run the model during this call.
 
     Args:
-        model: A causal language model of the family, or a standard one on a backbone that the family knows.
-        batches: One or several, each token ids `[batch, seq]` or what a tokenizer returns. The first token of a
-            sequence is the first that its attention mask keeps.
+        model: A causal language model of the family, or a standard one on a backbone in `BACKBONES`.
+        batches: One or several, each token ids `[batch, seq]` or the mapping that a tokenizer returns. The first token
+            of a sequence is the first that its attention mask keeps.
 
     Returns:
         The weights by layer, over all tokens but the first of each sequence.
@@ -53,7 +53,7 @@ def attention_sinks(model: PreTrainedModel, batches: Batch | Iterable[Batch]) ->
     """
     model = family_member(model)
     layers = decoder_of(model).layers
-    totals: list[Tensor | None] = [None] * len(layers)  # of each layer, sums over tokens: [heads]
+    totals: list[Tensor | None] = [None] * len(layers)  # sums over tokens, [heads] for each layer
     uniform, num_queries, thread = 0.0, 0, threading.get_ident()
     with measuring(model), _eager(model), torch.no_grad():
         for batch in as_batches(batches):
@@ -62,12 +62,12 @@ def attention_sinks(model: PreTrainedModel, batches: Batch | Iterable[Batch]) ->
 
             # `first` and `later` are bound as defaults, since the loop gives them other values for the next batch.
             def add_weights(index: int, result: Any, first: Tensor = first, later: Tensor = later) -> None:
-                if threading.get_ident() != thread:  # another thread's pass
+                if threading.get_ident() != thread:  # a pass of another thread
                     return
                 weights = result[1] if isinstance(result, tuple) and len(result) > 1 else None
                 if not (isinstance(weights, Tensor) and weights.ndim == 4):  # linear attention has no weights
                     return
-                # weights: [batch, heads, queries, keys]
+                # The weights are [batch, heads, queries, keys].
                 on_first = weights[torch.arange(len(first)), :, :, first]  # [batch, heads, queries]
                 total = on_first.transpose(1, 2)[later.to(weights.device)].double().sum(0).cpu()  # [heads]
                 totals[index] = total if totals[index] is None else totals[index] + total

@@ -1,7 +1,8 @@
-"""The depth axis of a model: the names that rows and columns of every measurement have.
+"""The depth axis of a model: the names of the rows and columns of every measurement.
 
-A *consumer* is a sublayer or the model's output: each of them reads a mixture of *sources*. Sources are the embedding
-and the outputs of sublayers or, in Block AttnRes, sums of a block of them. L is the number of sublayers throughout.
+A *consumer* is a sublayer or the model's output. Each consumer reads a mixture of *sources*: the embedding and the
+outputs of sublayers or, in Block AttnRes, the sum of the outputs of each block. Reports and figures call a consumer a
+*reader*. In all files of this folder, L is the number of sublayers.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+# Names of sublayers in the model -> names for people.
 _KINDS = {"self_attention_res": "attention", "mlp_res": "MLP", "parallel_res": "layer"}
 
 
@@ -18,13 +20,13 @@ class DepthAxis:
     """The names along the depth of a model.
 
     Attributes:
-        kinds: The kinds of sublayers in a decoder layer, in order: `("attention", "MLP")`, or `("layer",)` where the
-            two are parallel.
+        kinds: The kinds of sublayers in a decoder layer, in order: `("attention", "MLP")`, or `("layer",)` where
+            attention and MLP are parallel.
         consumers: `attention 0`, `MLP 0`, ..., `output`; L + 1 names.
         outputs: `embedding`, then the names of the sublayers; L + 1 names. These are the columns of a depth-mixing
             matrix.
-        sources: What depth attention chooses from: `embedding`, then blocks by number or, where blocks hold one
-            sublayer, the sublayers. Without depth attention, the same as `outputs`.
+        sources: The sources of depth attention: `embedding`, then `block 1`, `block 2`, ... or, where blocks hold one
+            sublayer, the names of the sublayers. Without depth attention, the same as `outputs`.
         block_size: The number of sublayers in a block; 1 where there are no blocks.
     """
 
@@ -40,11 +42,12 @@ class DepthAxis:
         return len(self.consumers) - 1
 
     def kind(self, consumer: int) -> str:
-        """Return the kind of a consumer; `output` for the last one."""
+        """Return the kind of the consumer with this index: one of `kinds`, or `output` for index L."""
         return self.kinds[consumer % len(self.kinds)] if consumer < self.num_sublayers else "output"
 
     def members(self, source: int) -> range:
-        """Return the indices in `outputs` of the outputs that a source sums up."""
+        """Return the indices in `outputs` of the outputs that the source with this index sums up."""
+        # Source 0 is the embedding alone. The last block may be shorter than the others.
         first = (source - 1) * self.block_size + 1
         return range(first, min(first + self.block_size, len(self.outputs))) if source else range(1)
 
@@ -69,28 +72,29 @@ def depth_axis(model: PreTrainedModel, num_sources: Sequence[int] | None = None)
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """Return the module that holds the decoder layers, also where an adapter wraps the model."""
+    """Return the module that holds the decoder layers of a model of the family, also inside an adapter."""
+    # Only this module has the connection through which the output reads.
     return next(module for module in model.modules() if hasattr(module, "output_attn_res_proj"))
 
 
 def sublayer_names(config: PreTrainedConfig) -> list[str]:
-    """Return the names of all sublayers: `attention 0`, `MLP 0`, ..., or `layer 0`, ... where the two are parallel."""
+    """Return the names of all sublayers: `attention 0`, `MLP 0`, ..., or `layer 0`, ... for parallel sublayers."""
     layers, sublayers = range(config.num_hidden_layers), config.sublayers
     return [f"{_KINDS.get(sublayer.name, sublayer.name)} {layer}" for layer in layers for sublayer in sublayers]
 
 
 def _count_sublayers(model: PreTrainedModel) -> int:
     """Count the sublayers that a pass runs, L."""
-    # A model may have fewer layers than its configuration counts, if somebody took layers out of it, or more, of which
-    # a pass runs only as many as the configuration counts.
+    # A user may have removed layers without changing the configuration. If there are more layers than the
+    # configuration counts, a pass runs only the counted ones.
     return min(len(decoder_of(model).layers), model.config.num_hidden_layers) * len(model.config.sublayers)
 
 
 def _block_size(num_sources: Sequence[int]) -> int:
-    """Return the number of sublayers in a block: the distance at which consumers gain a source."""
-    # A block becomes a source when its first sublayer has written, and the next consumer is the first to read it. So
-    # the first consumer with 2 sources marks the begin of block 1, the first with 3 that of block 2. If there is but
-    # one block, it ends with the model.
+    """Return the number of sublayers in a block, from the number of sources of each consumer."""
+    # A block becomes a source when its first sublayer has written. The next consumer is the first to read it. So block
+    # 1 begins before the first consumer with 2 sources, and block 2 before the first with 3. The difference of the two
+    # is the block size. A single block ends with the model.
     begins = [list(num_sources).index(count) for count in range(2, max(num_sources) + 1)] + [len(num_sources)]
     return begins[1] - begins[0] if len(begins) > 1 else 1
 

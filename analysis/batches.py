@@ -1,7 +1,7 @@
-"""Batches of token ids as measurements take them: which tokens count, and which are predicted.
+"""Batches of token ids, and masks of the tokens that measurements count.
 
-A batch is a tensor of token ids `[batch, seq]`, or a mapping such as a tokenizer returns. Tokens that its attention
-mask leaves out do not count in any measurement.
+A batch is a tensor of token ids `[batch, seq]`, or a mapping such as a tokenizer returns. Measurements do not count
+tokens that the attention mask leaves out.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,8 +13,8 @@ Batch = Tensor | Mapping[str, Tensor]
 
 
 def as_batches(batches: Batch | Iterable[Batch]) -> Iterable[Batch]:
-    """Return one batch as a list of one, and several batches as they are."""
-    # A string is wrapped too, so that it is refused as one batch and not letter by letter.
+    """Return a single batch in a list, and an iterable of batches as it is."""
+    # A string is wrapped too: `inputs_of` then rejects the string itself and not its first letter.
     return [batches] if isinstance(batches, (Tensor, Mapping, str)) else batches
 
 
@@ -27,18 +27,18 @@ def inputs_of(batch: Batch) -> dict[str, Tensor]:
     Raises:
         ValueError: The token ids are not a tensor `[batch, seq]`.
     """
-    given = batch if isinstance(batch, Mapping) else {"input_ids": batch}
-    ids = given.get("input_ids")
+    inputs = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+    ids = inputs.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2:
-        what = f"a tensor of shape {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        actual = f"a tensor of shape {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(
-            f"token ids must be a tensor [batch, seq], as of a tokenizer with return_tensors='pt', not {what}."
+            f"token ids must be a tensor [batch, seq], got {actual}: call the tokenizer with return_tensors='pt'."
         )
-    return {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
 
 
 def mask_of(batch: Batch) -> Tensor:
-    """Return which tokens of a batch count: all but those that its attention mask leaves out.
+    """Return the mask of the tokens that count: all tokens, or those that the batch's attention mask keeps.
 
     Args:
         batch: Token ids `[batch, seq]`, or a mapping with `input_ids` among others.
@@ -53,14 +53,14 @@ def mask_of(batch: Batch) -> Tensor:
     ids = inputs["input_ids"]
     mask = inputs.get("attention_mask", torch.ones_like(ids))
     if mask.shape != ids.shape:
-        raise ValueError(f"the attention mask has shape {list(mask.shape)}, but must be [batch, seq].")
+        raise ValueError(f"the attention mask must have shape [batch, seq], got {list(mask.shape)}.")
     if not mask.any():
-        raise ValueError("the attention mask leaves out every token.")
+        raise ValueError("the attention mask must keep at least one token.")
     return mask.bool()
 
 
 def predicted_mask(batch: Batch) -> Tensor:
-    """Return which tokens of a batch are predicted: those that count and follow one that counts.
+    """Return the mask of the tokens that are predicted: they count, and so does the token before them.
 
     Args:
         batch: Token ids `[batch, seq]`, or a mapping with `input_ids` among others.
@@ -76,7 +76,7 @@ def predicted_mask(batch: Batch) -> Tensor:
 
 
 def split_sequences(batch: Batch) -> list[dict[str, Tensor]]:
-    """Split a batch into batches of one sequence, without the sequences in which no token counts.
+    """Split a batch into batches of one sequence. Sequences in which no token counts are left out.
 
     Args:
         batch: Token ids `[batch, seq]`, or a mapping with `input_ids` among others.

@@ -1,8 +1,8 @@
 """The learned depth attention of a model: how much each consumer takes from each source, and how that varies by token.
 
-    h_l = sum_i a_{i->l} s_i        l = 0, ..., L - 1 the sublayers and l = L the output; i the sources of consumer l
+    h_l = sum_i a_{i->l} s_i        l = 0, ..., L - 1 for the sublayers, l = L for the output; i = the sources of l
 
-There is one weight `a_{i->l}` for each token. The statistics here are over the tokens of a text.
+The weight `a_{i->l}` is one number for each token. The statistics here are over the tokens of a text.
 """
 
 import math
@@ -38,13 +38,13 @@ class DepthAttention(DrawableMeasurement):
         mean: The mean weights `[L + 1, sources]`: a row for each sublayer in turn and one for the output. Rows sum to
             one, unless weights are sigmoids. Sources that a consumer does not have are NaN. Sources that a window
             drops are zero.
-        spread: The standard deviations of the weights over tokens, `[L + 1, sources]`. Weights may differ from token
-            to token also where their mean is uniform.
-        entropy: `H(a) / log K` with K sources, `[L + 1]`, a mean over tokens: 1 for uniform weights, 0 for a single
-            source that has all the weight; NaN where K is 1.
+        spread: The standard deviations of the weights over tokens, `[L + 1, sources]`. Weights can differ from token
+            to token although their mean is uniform.
+        entropy: `H(a) / log K` with K sources, `[L + 1]`, a mean over tokens: 1 for uniform weights, 0 if one source
+            has all the weight; NaN where K is 1.
         distance: The distance from uniform weights, `sum_i |a_i - 1/K| / 2` with the weights as shares of their sum,
-            `[L + 1]`, a mean over tokens. This is the share of the weight that would have to move.
-        tokens: The number of tokens that were counted.
+            `[L + 1]`, a mean over tokens. This share of the weight would have to move to make the weights uniform.
+        tokens: The number of counted tokens.
     """
 
     depth: DepthAxis
@@ -71,7 +71,7 @@ class DepthAttention(DrawableMeasurement):
 
     @property
     def rest(self) -> Tensor:
-        """The mean weight on all sources between these two, `[L + 1]`; NaN where there are none."""
+        """The mean weight on all sources between the embedding and the last, `[L + 1]`; NaN if there are none."""
         return torch.stack(
             [
                 row[1 : count - 1].sum() if count > 2 else row.new_tensor(math.nan)
@@ -104,19 +104,19 @@ class DepthAttention(DrawableMeasurement):
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
-            ValueError: The file name has another suffix, or `values` is another word.
+            ValueError: The file name has another suffix, or `values` is not one of these.
             FileNotFoundError: The folder does not exist.
         """
         return DrawableMeasurement.figure_maker(self, path, values=values)
 
 
 def depth_attention(model: PreTrainedModel, batches: Batch | Iterable[Batch]) -> DepthAttention:
-    """Measure the depth weights `a_{i->l}` of every consumer over all tokens of the batches, which may be streamed.
+    """Measure the depth weights `a_{i->l}` of every consumer over all tokens of the batches.
 
     Args:
         model: A model of the family whose residual connections attend over the depth.
-        batches: One or several, each token ids `[batch, seq]` or what a tokenizer returns. Tokens that an attention
-            mask leaves out do not count.
+        batches: One or several, each token ids `[batch, seq]` or the mapping that a tokenizer returns. Tokens that
+            an attention mask leaves out do not count.
 
     Returns:
         Mean and standard deviation of each weight over tokens, and measures of how uniform the weights are.
@@ -128,7 +128,8 @@ def depth_attention(model: PreTrainedModel, batches: Batch | Iterable[Batch]) ->
     model, sums, tokens = family_member(model), None, 0
     for batch in as_batches(batches):
         mask = mask_of(batch)
-        # Sums over tokens, so that batches can be streamed: a list for each consumer, as `_sum_over_tokens` returns it.
+        # Only sums over tokens are kept, so batches can be streamed: for each consumer in turn, the list of four sums
+        # that `_sum_over_tokens` returns.
         batch_sums = [
             _sum_over_tokens(weights[:, mask.to(weights.device)].double().cpu())
             for weights in weights_by_token(model, batch)
@@ -149,7 +150,7 @@ def weights_by_token(model: PreTrainedModel, batch: Batch) -> list[Tensor]:
 
     Args:
         model: A model of the family.
-        batch: Token ids `[batch, seq]`, or what a tokenizer returns.
+        batch: Token ids `[batch, seq]`, or the mapping that a tokenizer returns.
 
     Returns:
         One tensor `[sources, batch, seq]` for each consumer in turn, on the device and in the dtype of the model.
@@ -169,15 +170,17 @@ def weights_by_token(model: PreTrainedModel, batch: Batch) -> list[Tensor]:
         run(model, batch)
     # Connections without depth attention return `None` in place of weights.
     if not recorded or any(weights is None for weights in recorded):
-        raise NoDepthAttention(f"{type(model).__name__} recorded no depth attention: it has no attention residuals.")
+        raise NoDepthAttention(
+            f"{type(model).__name__} has no attention residuals, so it has no depth attention: use `depth_mixing`."
+        )
     return recorded
 
 
 def share_measures(weights: Tensor) -> tuple[Tensor, Tensor]:
     """Compute how uniform depth weights are, token by token.
 
-    The weights are taken as shares of their sum, since sigmoids do not sum to one. K counts sources that a window
-    drops, too, so weights within a window are never uniform.
+    The weights are divided by their sum, since sigmoids do not sum to one. K also counts sources that a window drops,
+    so weights within a window are never uniform.
 
     Args:
         weights: Depth weights `[K, ...]`, K sources.
@@ -198,7 +201,7 @@ def _sum_over_tokens(weights: Tensor) -> list[Tensor]:
 
 
 def _table(rows: list[Tensor]) -> Tensor:
-    """Stack rows of different lengths, with NaN after the end of short ones."""
+    """Stack rows of different lengths, and fill the ends of short ones with NaN."""
     table = torch.full((len(rows), max(map(len, rows))), math.nan, dtype=torch.float64)
     for row, values in zip(table, rows):
         row[: len(values)] = values

@@ -1,7 +1,7 @@
 """Curves from the embedding to the output, of one model or several.
 
-A decoder layer is one step of the axis, so models with and without blocks can be compared. Models differ in colour,
-line and marker, and kinds of sublayers in the filling of the marker.
+The horizontal axis counts decoder layers, so models with and without blocks can be compared. Models differ in colour,
+line and marker. Kinds of sublayers differ in the filling of the marker.
 """
 
 import math
@@ -30,13 +30,13 @@ with require_extra("analysis"):
 _COLORS = ("#14387f", "#d95f02", "#1b9e77", "#a6448b", "#7a6a00")
 _LINES, _MARKERS = ("-", "--", "-.", ":"), ("o", "s", "^", "D", "v")
 _FILLED, _HOLLOW = "full", "none"
-_LOG_SPAN = 20  # an axis is logarithmic if the largest value is at least so many times the smallest
-_DECADES = 3  # powers of ten that a logarithmic axis with zero in it shows to each side
+_LOG_SPAN = 20  # an axis is logarithmic if the largest value is at least this multiple of the smallest
+_DECADES = 3  # powers of ten on each side of zero, on a logarithmic axis with both signs
 
 
 @styled
 def draw_weights_by_depth(attentions: Mapping[str, DepthAttention]) -> Figure:
-    """Draw how far the depth weights of each consumer are from uniform, and what they give to which source.
+    """Draw how far the depth weights of each consumer are from uniform, and how much goes to which source.
 
     The panels are entropy, distance from uniform weights, and the weights on the embedding, on the nearest source and
     on the sources between.
@@ -61,7 +61,8 @@ def draw_weights_by_depth(attentions: Mapping[str, DepthAttention]) -> Figure:
         for attention, style in _with_styles(attentions):
             depth = attention.depth
             _plot_by_kind(axes, depth, getattr(attention, name), _consumer_places(depth), style)
-    return _explained(figure, all_axes, attentions, [attention.depth for attention in attentions.values()], "output")
+    depths = [attention.depth for attention in attentions.values()]
+    return _finish_depth_figure(figure, all_axes, attentions, depths, "output")
 
 
 @styled
@@ -88,20 +89,21 @@ def draw_magnitudes(models: Mapping[str, Magnitudes]) -> Figure:
     figure, all_axes = _grid(len(panels))
     for axes, (name, (title, unit)) in zip(all_axes, panels.items()):
         axes.set(title=title, ylabel=unit)
-        for sizes, style in _with_styles(models):
-            depth = sizes.depth
+        for measurement, style in _with_styles(models):
+            depth = measurement.depth
             if name == "stream":
-                axes.plot(_output_places(depth), sizes.stream.numpy(), **style | {"marker": "none"})
+                axes.plot(_output_places(depth), measurement.stream.numpy(), **style | {"marker": "none"})
             else:
                 places = _output_places(depth) if name in ("outputs", "gradients") else _consumer_places(depth)
-                _plot_by_kind(axes, depth, getattr(sizes, name), places, style)
-        _scale_axis(axes, [getattr(sizes, name) for sizes in models.values()])
-    return _explained(figure, all_axes, models, [sizes.depth for sizes in models.values()], "embedding and output")
+                _plot_by_kind(axes, depth, getattr(measurement, name), places, style)
+        _scale_axis(axes, [getattr(measurement, name) for measurement in models.values()])
+    depths = [measurement.depth for measurement in models.values()]
+    return _finish_depth_figure(figure, all_axes, models, depths, "embedding and output")
 
 
 @styled
 def draw_sinks(models: Mapping[str, AttentionSinks]) -> Figure:
-    """Draw by layer how much of the attention goes to the first token.
+    """Draw the share of the attention that goes to the first token, by layer.
 
     Args:
         models: The attention sinks of each model by its label. A single model may have the label `""`.
@@ -123,7 +125,7 @@ def draw_sinks(models: Mapping[str, AttentionSinks]) -> Figure:
     axes.set(title="attention to the first token", ylabel="weight", xlim=(-0.5, layers - 0.5))
     axes.set_ylim(0, 1.08 * largest)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
-    return _finished(figure, [axes], models, note)
+    return _finish_figure(figure, [axes], models, note)
 
 
 @styled
@@ -136,27 +138,27 @@ def draw_interventions(models: Mapping[str, Interventions]) -> Figure:
     Returns:
         The figure.
     """
-    has_uniform = any(_has_values(measured.uniform) for measured in models.values())
+    has_uniform = any(_has_values(measurement.uniform) for measurement in models.values())
     figure, all_axes = _grid(1 + has_uniform, columns=1)
-    for measured, style in _with_styles(models):
-        _plot_over_members(all_axes[0], measured, style)
+    for measurement, style in _with_styles(models):
+        _plot_over_members(all_axes[0], measurement, style)
     all_axes[0].set_title("a source is hidden; the bar spans the outputs in it")
-    _scale_axis(all_axes[0], [measured.hidden for measured in models.values()], signed=True)
+    _scale_axis(all_axes[0], [measurement.hidden for measurement in models.values()], has_both_signs=True)
     if has_uniform:
-        for measured, style in _with_styles(models):
-            depth = measured.depth
-            _plot_by_kind(all_axes[1], depth, measured.uniform, _consumer_places(depth), style)
+        for measurement, style in _with_styles(models):
+            depth = measurement.depth
+            _plot_by_kind(all_axes[1], depth, measurement.uniform, _consumer_places(depth), style)
         all_axes[1].set_title("the weights of a reader are made uniform")
-        _scale_axis(all_axes[1], [measured.uniform for measured in models.values()], signed=True)
+        _scale_axis(all_axes[1], [measurement.uniform for measurement in models.values()], has_both_signs=True)
     for axes in all_axes:
         axes.axhline(0, color="gray", linewidth=0.8, zorder=0)
         axes.set_ylabel("rise of the loss (nats/token)")
-    depths = [measured.depth for measured in models.values()]
-    return _explained(figure, all_axes, models, depths, "output" if has_uniform else "")
+    depths = [measurement.depth for measurement in models.values()]
+    return _finish_depth_figure(figure, all_axes, models, depths, "output" if has_uniform else "")
 
 
 def _grid(count: int, columns: int = 2) -> tuple[Figure, list[Axes]]:
-    """Return a figure with `count` panels; the last one is as wide as the figure if it is alone in its row."""
+    """Return a figure with `count` panels. A last panel that is alone in its row is as wide as the figure."""
     columns = min(columns, count)
     rows = math.ceil(count / columns)
     figure = blank(WIDTH, 0.9 + 1.9 * rows if rows > 1 else 3.2)
@@ -174,12 +176,12 @@ def _with_styles(models: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, Any
 
 
 def _consumer_places(depth: DepthAxis) -> np.ndarray:
-    """Return the places of consumers on the axis, in decoder layers. The output follows the last layer."""
+    """Return the places of consumers on the axis in decoder layers, `[L + 1]`. The output follows the last layer."""
     return np.arange(len(depth.consumers)) / len(depth.kinds)
 
 
 def _output_places(depth: DepthAxis) -> np.ndarray:
-    """Return the places of outputs on the axis: that of their sublayer, and the embedding before the first one."""
+    """Return the places of outputs on the axis, `[L + 1]`: the embedding before layer 0, outputs at their sublayer."""
     return (np.arange(len(depth.outputs)) - 1) / len(depth.kinds)
 
 
@@ -202,24 +204,30 @@ def _plot_by_kind(axes: Axes, depth: DepthAxis, values: Tensor, places: np.ndarr
     axes.plot(places[~is_sublayer], values.numpy()[~is_sublayer], **star, fillstyle=_FILLED)
 
 
-def _plot_over_members(axes: Axes, measured: Interventions, style: Mapping[str, Any]) -> None:
-    """Plot a bar over all outputs that a source sums up, with a marker in its middle."""
-    depth = measured.depth
+def _plot_over_members(axes: Axes, measurement: Interventions, style: Mapping[str, Any]) -> None:
+    """Plot the rise for each hidden source: a bar over all outputs that the source sums up, with a marker."""
+    depth = measurement.depth
     places, half = _output_places(depth), 0.5 / len(depth.kinds)
     spans = [depth.members(source) for source in range(len(depth.sources))]
     left, right = ([places[span[end]] + sign * half for span in spans] for end, sign in ((0, -1), (-1, 1)))
-    axes.hlines(measured.hidden.numpy(), left, right, color=style["color"], linewidth=1.6)
+    axes.hlines(measurement.hidden.numpy(), left, right, color=style["color"], linewidth=1.6)
     middle = (np.array(left) + np.array(right)) / 2
-    axes.plot(middle, measured.hidden.numpy(), **style | {"linewidth": 0.5})
+    axes.plot(middle, measurement.hidden.numpy(), **style | {"linewidth": 0.5})
 
 
-def _scale_axis(axes: Axes, curves: Iterable[Tensor], signed: bool = False) -> None:
-    """Make the vertical axis logarithmic if the values span so much, and linear around zero if they have both signs."""
+def _scale_axis(axes: Axes, curves: Iterable[Tensor], has_both_signs: bool = False) -> None:
+    """Make the vertical axis logarithmic if the values span a factor of `_LOG_SPAN`.
+
+    Args:
+        axes: The panel.
+        curves: All values of the panel.
+        has_both_signs: Whether values may be zero or negative. The axis is then linear around zero.
+    """
     values = np.concatenate([curve.numpy() for curve in curves])
     sizes = np.abs(values[np.isfinite(values) & (values != 0)])
     if len(sizes) == 0 or sizes.max() < _LOG_SPAN * sizes.min():
         return
-    if signed:
+    if has_both_signs:
         axes.set_yscale("symlog", linthresh=10.0 ** (math.floor(math.log10(sizes.max())) - _DECADES + 1))
     else:
         axes.set_yscale("log")
@@ -229,24 +237,24 @@ def _has_values(values: Tensor) -> bool:
     return not values.isnan().all()
 
 
-def _explained(
+def _finish_depth_figure(
     figure: Figure, all_axes: Sequence[Axes], models: Mapping[str, Any], depths: Sequence[DepthAxis], stars: str
 ) -> Figure:
-    """Finish a figure whose axis is the depth: ticks, lines where blocks begin, and a note on the markers.
+    """Finish a figure whose axis is the depth: add ticks, lines where blocks begin, and a note on the markers.
 
     Args:
         figure: The figure.
         all_axes: Its panels.
         models: The measurement of each model by its label.
         depths: The depth axis of each model.
-        stars: What a star stands for; empty if there are no curves by kind.
+        stars: The meaning of a star; empty if there are no curves by kind.
     """
     notes = []
     if stars:
         kinds = next((depth.kinds for depth in depths if len(depth.kinds) > 1), ())
         notes += [*(f"{filling}: {kind}" for filling, kind in zip(("filled", "hollow"), kinds)), f"star: {stars}"]
     last = max(_consumer_places(depth)[-1] for depth in depths)
-    # Blocks are shown only if they begin at the same places in all models that have any.
+    # Lines are drawn only if blocks begin at the same places in all models with blocks.
     blocks = {(depth.block_size, depth.kinds) for depth in depths if depth.block_size > 1}
     for axes in all_axes:
         axes.set_xlim(-0.5 - 0.03 * last, 1.03 * last)
@@ -255,7 +263,7 @@ def _explained(
             for begin in np.arange(-0.5, last * len(kinds) - 0.5, size) / len(kinds):
                 axes.axvline(begin, color="0.85", linewidth=0.8, zorder=0)
         places = [place for place in MaxNLocator(integer=True, nbins=10).tick_values(0, last) if 0 <= place < last]
-        # A tick so near to the last one would overlap its name, "output".
+        # A tick close to the last one would overlap its name, "output".
         step = places[1] - places[0] if len(places) > 1 else 0
         places = [place for place in places if place <= last - 0.7 * step] or places
         has_output = axes.dataLim.xmax > last - 1e-6
@@ -263,11 +271,11 @@ def _explained(
         axes.set_xticks([*places, last][: len(names)], names)
     if len(blocks) == 1:
         notes.append("vertical lines: where blocks begin")
-    return _finished(figure, all_axes, models, "; ".join(notes))
+    return _finish_figure(figure, all_axes, models, "; ".join(notes))
 
 
-def _finished(figure: Figure, all_axes: Sequence[Axes], models: Mapping[str, Any], note: str) -> Figure:
-    """Finish a figure: the name of the axis, a note below, and a legend above if models have labels."""
+def _finish_figure(figure: Figure, all_axes: Sequence[Axes], models: Mapping[str, Any], note: str) -> Figure:
+    """Finish a figure: add the name of the axis, a note below, and a legend above if models have labels."""
     for axes in all_axes:
         axes.set_xlabel("decoder layer")
         axes.grid(axis="y", alpha=0.3)
@@ -275,7 +283,7 @@ def _finished(figure: Figure, all_axes: Sequence[Axes], models: Mapping[str, Any
         figure.supxlabel(note, fontsize=SMALL)
     if any(models):
         handles = [Line2D([], [], label=label, **style) for label, (_, style) in zip(models, _with_styles(models))]
-        # As many labels side by side as have room, each with its handle.
+        # As many columns as the longest label leaves room for.
         columns = min(4, len(models), max(1, 100 // (8 + max(map(len, models)))))
         figure.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False)
     return figure

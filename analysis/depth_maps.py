@@ -1,7 +1,7 @@
 """Maps of depth: a row for each consumer, a column for each source or output, and darker cells for larger values.
 
-The maps can be read in black and white. On a scale with two hues, which look alike then, cells below the middle are
-marked with a dot unless they have a number.
+The maps can be read in black and white. There, the two hues of a scale look alike, so cells below the middle of such a
+scale are marked with a dot unless they show a number.
 """
 
 import math
@@ -27,7 +27,7 @@ with require_extra("analysis"):
 
 VALUES = ("weight", "spread", "relative")
 
-# One colour map goes from pale to dark. The other has two hues, which are pale where they meet.
+# The first colour map goes from pale to dark. The second has two hues, and is pale in the middle.
 SEQUENTIAL = ListedColormap(matplotlib.colormaps["magma_r"](np.linspace(0.02, 0.88, 200)), "depth")
 DIVERGING = matplotlib.colormaps["PuOr_r"]
 # Sizes in inches.
@@ -47,7 +47,7 @@ class _Panel:
 
 @dataclass(frozen=True)
 class _Scale:
-    """What the colours mean. If `norm` begins below zero, two hues meet in zero."""
+    """The scale of the colours. If `norm` begins below zero, it has two hues, which meet in zero."""
 
     label: str
     norm: Normalize
@@ -73,18 +73,18 @@ def draw_depth_attention(
         attention: The depth attention to draw.
         values: `weight` draws the mean over tokens, with attention and MLP sublayers side by side, as in Figure 8 of
             the paper. `spread` draws the standard deviation over tokens in the same way. `relative` draws the mean
-            weight over the uniform one, which every row starts from, in one map with the weights as numbers.
+            weight divided by the uniform weight, in one map with the mean weights as numbers.
         label: The name of the model, for the title.
-        limit: The lowest end of the scale of `spread`, for maps that are compared side by side.
+        limit: The least value at which the scale of `spread` may end, to give two maps the same scale.
 
     Returns:
         The figure.
 
     Raises:
-        ValueError: `values` is another word.
+        ValueError: `values` is not one of these.
     """
     if values not in VALUES:
-        raise ValueError(f"values={values!r} cannot be drawn: choose one of {', '.join(map(repr, VALUES))}.")
+        raise ValueError(f"`values` must be one of {', '.join(map(repr, VALUES))}, got {values!r}.")
     depth, table, numbers = attention.depth, attention.mean, attention.mean
     statistic, rows_label = "mean over tokens", "reader: decoder layer"
     panels = []
@@ -102,7 +102,7 @@ def draw_depth_attention(
         # Drawn on a logarithmic scale: log2 of the weight times the number of sources.
         table = (table * table.isfinite().sum(1, keepdim=True)).log2()
         limit = _relative_limit(table)
-        # The logarithm of a weight of zero, as a window gives, is no missing value: it is drawn as the lowest colour.
+        # A window gives weights of zero. Their logarithm, minus infinity, gets the lowest colour and is not left white.
         table = table.clamp_min(-2 * limit)
         ticks = {share * limit: f"{2.0 ** (share * limit):.2f}" for share in (-1.0, -0.5, 0.0, 0.5, 1.0)}
         scale = _Scale("weight / uniform weight", Normalize(-limit, limit), ticks, "both")
@@ -122,7 +122,7 @@ def draw_mixing(mixing: DepthMixing, label: str = "", limit: float = 0.0) -> Fig
     Args:
         mixing: The matrix to draw.
         label: The name of the model, for the title.
-        limit: The lowest end of the scale, for matrices that are compared side by side.
+        limit: The least value at which the scale may end, to give two matrices the same scale.
 
     Returns:
         The figure.
@@ -143,17 +143,17 @@ def largest(table: Tensor) -> float:
 
 
 def _root_scale(label: str, largest: float) -> _Scale:
-    """Return a scale from zero to the largest value by square roots, since most weights are small among many."""
+    """Return a scale of square roots from zero to the largest value, which separates small weights."""
     ticks = (step * 10.0**power for power in range(-4, 6) for step in (1, 2, 5))
     shown = [0, *(tick for tick in ticks if largest / 60 < tick <= largest * 1.001)]
     return _Scale(label, PowerNorm(0.5, 0, largest), {tick: f"{tick:g}" for tick in shown})
 
 
 def _relative_limit(relative: Tensor) -> float:
-    """Return the end of the colours of a map of logarithms, so that nine tenths of what differs lie within it.
+    """Return the end of the scale for a map of logarithms: nine tenths of all values that are not zero lie within it.
 
-    A single cell then does not make all others pale. The limit is at least 0.05 (a factor of 1.04), so that rounding in
-    a map of uniform rows is not drawn as structure.
+    So a single large value does not make all other cells pale. The limit is at least 0.05 (a factor of 1.04), so that
+    rounding errors in a map of uniform rows are not drawn as structure.
     """
     differing = relative[relative.isfinite() & (relative.abs() > 1e-3)].abs()
     return max(0.05, differing.quantile(0.9).item()) if len(differing) else 0.05
@@ -169,13 +169,14 @@ def _draw(
         numbers: The numbers to write in the cells where they have space, `[rows, columns]`.
         panels: The maps, from left to right.
         columns: The names of the columns.
-        scale: What the colours mean.
-        group: The number of sublayers in a decoder layer. Names that do not fit are left out for whole layers.
+        scale: The scale of the colours.
+        group: The number of sublayers in a decoder layer. If names do not fit, those of whole layers are left out.
     """
     rows, width = len(panels[0].rows), len(columns) * len(panels)
     cell = min(0.5, (WIDTH - _MARGINS) / width), min(0.28, 6.5 / rows)  # width and height of a cell, in inches
-    is_upright = all((len(a + b) / 2 + 1) * _LETTER_WIDTH < cell[0] for a, b in pairwise(columns))
-    above = 1.0 if is_upright else 1.5
+    # Names are horizontal if neighbours do not touch, else vertical, which takes more space below the map.
+    is_horizontal = all((len(a + b) / 2 + 1) * _LETTER_WIDTH < cell[0] for a, b in pairwise(columns))
+    above = 1.0 if is_horizontal else 1.5
     figure = blank(_MARGINS + max(1.7 * len(panels), width * cell[0]), above + max(2.0, rows * cell[1]))
     all_axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     for axes, panel in zip(all_axes, panels):
@@ -192,7 +193,7 @@ def _draw(
         named = _named_places(len(columns), 1, cell[0], group)
         axes.set_xticks(named, [columns[place] for place in named])
         for label in axes.get_xticklabels():
-            label.set_rotation(0 if is_upright or label.get_text().isdigit() else 90)
+            label.set_rotation(0 if is_horizontal or label.get_text().isdigit() else 90)
         axes.set_title(panel.title)
     bar = figure.colorbar(image, ax=list(all_axes), label=scale.label, extend=scale.extend)
     if scale.ticks:
@@ -211,12 +212,12 @@ def _write_numbers(axes: Axes, numbers: np.ndarray, colors: np.ndarray, width: f
     """
     lightness = colors[..., :3] @ (0.299, 0.587, 0.114)
     largest = np.nanmax(np.abs(numbers), initial=1e-9)
-    # Where there is space, enough digits to show two significant ones of the largest number.
+    # In wide cells, the largest number is shown with at least two significant digits.
     digits = min(4, max(2, 1 - math.floor(math.log10(largest)))) if width >= 0.35 else 2
     for row, column in np.argwhere(np.isfinite(numbers)):
         color = "black" if lightness[row, column] > 0.5 else "white"
         text = f"{numbers[row, column]:.{digits}f}"
-        if width < 0.27:
+        if width < 0.27:  # there is space for three characters
             text = text.replace("0.", ".", 1) if abs(numbers[row, column]) < 0.995 else text[:-1]
         axes.text(column, row, text, ha="center", va="center", fontsize=SMALL, color=color)
 
@@ -232,9 +233,9 @@ def _named_places(count: int, first: int, distance: float, group: int) -> list[i
 
     Args:
         count: The number of places.
-        first: The first place after the end that may get a name.
+        first: The place of the first sublayer: 1 if the embedding comes before it, else 0.
         distance: The distance of neighbouring places in inches.
-        group: If not all places get a name, names are this number of places apart, or a multiple of it.
+        group: If not all places get a name, the distance of names is a multiple of this number of places.
     """
     least = math.ceil(_NAME_DISTANCE / distance)
     step = least if least == 1 else math.ceil(least / group) * group
@@ -243,7 +244,7 @@ def _named_places(count: int, first: int, distance: float, group: int) -> list[i
 
 
 def _labelled(figure: Figure, title: str, label: str, rows: str, columns: str) -> Figure:
-    """Put the title, with the name of the model, and the names of both axes on a figure."""
+    """Add the title, with the name of the model, and the labels of both axes to a figure."""
     figure.suptitle(f"{title}\n{label}" if label else title)
     maps = [axes for axes in figure.axes if axes.images]
     maps[0].set_ylabel(rows)

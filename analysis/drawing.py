@@ -1,7 +1,7 @@
-"""The parts that all figures share: their style, their size, and how they are written to files.
+"""The common parts of all figures: their style, their size, and writing them to files.
 
-Figures are not registered with `pyplot`, so no backend is chosen and no figure stays open. The settings of a user do
-not change them: the same numbers give the same bytes.
+Figures are not registered with `pyplot`, so no backend is chosen and no figure stays open. A user's settings of
+matplotlib do not change the figures: the same numbers give the same bytes.
 """
 
 import functools
@@ -20,7 +20,7 @@ with require_extra("analysis"):
     import matplotlib
     from matplotlib.figure import Figure
 
-WIDTH = 7.6  # inches: about the 800 pixels that a page has, so that fonts appear in their size
+WIDTH = 7.6  # inches; the page shows a figure at about this width, so fonts appear in their own size
 SMALL = 7  # points: the size of tick labels, and of numbers in a map
 STYLE = {
     "font.size": 8,
@@ -29,24 +29,24 @@ STYLE = {
     "legend.fontsize": 8,
     "figure.titlesize": 9.5,
 }
-# The defaults of matplotlib, in place of what a user has set, except for the settings of where figures are shown.
+# The defaults of matplotlib. They replace the user's settings, except for the backend.
 PLAIN = {
     name: value for name, value in matplotlib.rcParamsDefault.items() if not name.startswith(("backend", "webagg"))
 }
 _DPI = 150
-# The kinds of files, each with metadata to leave out, which would tell the day or the version of matplotlib.
+# Kind of file -> metadata to leave out, since they hold the date or the version of matplotlib.
 _METADATA = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
 
 
 class Drawing(Figure):
-    """A figure that notebooks show with any backend of matplotlib, or none."""
+    """A figure that notebooks show with any backend of matplotlib, or without one."""
 
     def _repr_png_(self) -> bytes:
         return _bytes(self, "png")
 
 
 def blank(width: float, height: float) -> Drawing:
-    """Return an empty figure that lays out what is drawn on it so that nothing is cut off.
+    """Return an empty figure whose layout leaves room for all labels.
 
     Args:
         width: The width in inches.
@@ -56,13 +56,13 @@ def blank(width: float, height: float) -> Drawing:
 
 
 def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
-    """Decorate a function that draws a figure, so that it draws in the style of this folder."""
+    """Decorate a function that draws a figure, so that it uses the style of this folder."""
 
     @functools.wraps(draw)
     def draw_in_style(*args: Any, **kwargs: Any) -> Figure:
         with matplotlib.rc_context(PLAIN | STYLE):
             figure = draw(*args, **kwargs)
-        # Most ticks are made when a figure is written, when the style is no longer in force.
+        # Most ticks are made when the figure is written, after this context has ended.
         for axes in figure.axes:
             axes.tick_params(labelsize=SMALL, which="both")
         return figure
@@ -87,21 +87,21 @@ def finish(figure: Figure, path: str | os.PathLike | None) -> Figure:
     if path is not None:
         path = Path(path)
         if path.suffix.lower().lstrip(".") not in _METADATA:
-            raise ValueError(f"a figure is written as .png or .svg, and {path.name!r} is neither: rename it.")
+            raise ValueError(f"the file name of a figure must end in .png or .svg, got {path.name!r}.")
         if not path.parent.is_dir():
-            raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to: make it first.")
+            raise FileNotFoundError(f"the folder {path.parent} for {path.name} was not found: make it first.")
         atomic_write(path, _bytes(figure, path.suffix.lower().lstrip(".")))
     return figure
 
 
 def _bytes(figure: Figure, kind: str) -> bytes:
     """Return the content of a PNG or SVG file."""
-    # A figure that is drawn twice is laid out a little differently the second time. A copy is always drawn first.
+    # The layout changes a little when a figure is drawn a second time, so every file is drawn from a fresh copy.
     figure = pickle.loads(pickle.dumps(figure))
     content = io.BytesIO()
     # Without a salt, ids in an SVG are random.
     with matplotlib.rc_context(PLAIN | STYLE | {"svg.hashsalt": "attnres"}), warnings.catch_warnings():
-        # Matplotlib draws letters that the font lacks, as in the name of a model, as boxes, and warns of each.
+        # Matplotlib draws a box for a letter that the font lacks, as in the name of a model, and warns each time.
         warnings.filterwarnings("ignore", "Glyph")
         figure.savefig(content, format=kind, dpi=_DPI, metadata=_METADATA[kind])
     return content.getvalue()

@@ -1,6 +1,6 @@
 """All figures of depth: maps of consumers by sources, and curves from the embedding to the output.
 
-Import figures from here. `draw_measurement` chooses the figure of a measurement, for its `plot` method.
+Other modules import the drawing functions from here. `draw_measurement` draws a measurement for its `plot` method.
 """
 
 import os
@@ -35,7 +35,7 @@ def draw_measurement(
 
     Raises:
         TypeError: The measurement has no figure.
-        ValueError: The file name has another suffix, or `values` is another word.
+        ValueError: The file name has another suffix, or `values` is not one of these.
         FileNotFoundError: The folder does not exist.
     """
     match measurement:

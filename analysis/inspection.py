@@ -24,18 +24,18 @@ from .watching import family_member
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LABELS = ("A", "B")  # the letters of two inspections that are compared, on the page, in figures and in files
-PASSAGE = 256  # tokens of the passage, at most: each weight of each of them is kept
-# The time of each measurement, in passes without gradients, for the progress bar.
+LABELS = ("A", "B")  # the letters of two compared inspections, on the page, in figures and in files
+PASSAGE_TOKENS = 256  # the largest number of tokens in the passage, of which every single weight is kept
+# The time of each measurement for the progress bar. The unit is a pass without gradients.
 _COSTS = {"depth mixing": 2, "magnitudes": 4, "attention sinks": 1}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Passage(Measurement):
-    """How much every consumer takes from every source, token by token.
+    """The beginning of the text, with the weight that every consumer gives every source at each token.
 
     Attributes:
-        words: The tokens as words of the text, `[tokens]`.
+        words: The tokens as words of the text, one for each token.
         weights: One tensor `[sources of the consumer, tokens]` in float32 for each consumer in turn: depth weights or,
             without depth attention, a row of the depth-mixing matrix up to its diagonal.
     """
@@ -46,7 +46,7 @@ class Passage(Measurement):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Inspection(Measurement):
-    """All that was measured of a model.
+    """All measurements of a model on one text.
 
     Attributes:
         model: Facts about the model: name, revision, class, connection, parameters, dtype, layers, sublayers, hidden
@@ -57,7 +57,7 @@ class Inspection(Measurement):
         mixing: The depth-mixing matrix.
         magnitudes: The magnitudes by depth.
         sinks: The attention sinks.
-        interventions: The interventions; `None` if they were left out.
+        interventions: The interventions; `None` if they were not made.
         passage: The beginning of the text, token by token.
     """
 
@@ -86,50 +86,51 @@ def inspect_model(
     tokens: int = 8192,
     intervention_tokens: int = 2048,
     batch_size: int = 8,
-    advance: Callable[[str, float], Any] = lambda what, share: None,
+    advance: Callable[[str, float], Any] = lambda name, share: None,
 ) -> Inspection:
-    """Make all measurements of this folder, in as much memory as one batch takes.
+    """Make all measurements of this folder on one text, in the memory that one batch takes.
 
     Args:
-        model: A causal language model of the family, or a standard one on a backbone that the family knows. The
+        model: A causal language model of the family, or a standard one on a backbone in `BACKBONES`. The
             residual stream of a standard model is measured, on the same weights.
         tokenizer: The tokenizer of the model.
-        text: The text to read, as a string or with its name; or the path of a file that holds it.
-        name: The name of the model; by default where it was loaded from.
+        text: The text to read: an `InspectedText`, the text itself as a string, or a text file as a `Path`.
+        name: The name of the model in the report; by default the path or Hub id that the model was loaded from.
         length: The number of tokens of a sequence.
-        tokens: The number of tokens to read at most, in whole sequences.
-        intervention_tokens: How many of these each intervention reads. There is a pass for each source and each
-            consumer. 0 leaves interventions out.
+        tokens: The largest number of tokens to read. Only whole sequences are read.
+        intervention_tokens: How many of these tokens each intervention reads. There is a pass for each source and each
+            consumer. 0 makes no interventions.
         batch_size: The number of sequences of a batch.
-        advance: Called now and then as `advance(what, share)` with the measurement that is made and the share of all
-            work that is done, from 0 to 1.
+        advance: Called to report progress as `advance(name, share)`, with the name of the current measurement and the
+            share of all work that is done, from 0 to 1.
 
     Returns:
         The measurements, with facts about the model and the text.
 
     Raises:
-        ValueError: The model is not of the family and cannot become a member; the text is shorter than one sequence,
-            `length` is out of range, the tokenizer gives ids that the model does not have, or the model's results are
-            not finite.
+        OSError: The text file cannot be read.
+        ValueError: The model is not of the family and cannot become a member; the text is not UTF-8 or shorter than one
+            sequence; `length` is out of range; the tokenizer gives ids that the model does not have; or the model's
+            results are not finite.
     """
     limit = getattr(model.config, "max_position_embeddings", None) or length
     if not 2 <= length <= limit:
-        raise ValueError(f"`length` is {length}, but must be from 2 to {limit:,}, the positions that the model has.")
+        raise ValueError(f"`length` must be from 2 to {limit:,}, the number of positions of the model, got {length}.")
     if not isinstance(text, InspectedText):
         text = InspectedText("text", text) if isinstance(text, str) else read_text(text, max(tokens, length))
     member = family_member(model)
     ids, words = cut(text, tokenizer, length, tokens)
-    check_token_ids(ids, model, f"{text.name}, by this tokenizer,")
+    check_token_ids(ids, model, f"{text.name}, by this tokenizer,")  # the name is the subject of its message
     batches = ids.split(batch_size)
     intervention_batches = ids[: math.ceil(intervention_tokens / length)].split(batch_size)
 
-    # Depth attention comes first: it says which sources there are, and how many passes the interventions take.
+    # Depth attention comes first: the sources, and so the number of passes for interventions, follow from it.
     advance("depth attention", 0.0)
     try:
         attention = depth_attention(member, batches)
-        weights = [row[:, 0].float().cpu() for row in weights_by_token(member, ids[:1, :PASSAGE])]
+        weights = [row[:, 0].float().cpu() for row in weights_by_token(member, ids[:1, :PASSAGE_TOKENS])]
     except NoDepthAttention:
-        attention, rows = None, rows_by_token(member, ids[:1, :PASSAGE]).float()
+        attention, rows = None, rows_by_token(member, ids[:1, :PASSAGE_TOKENS]).float()
         weights = [row[: index + 1] for index, row in enumerate(rows)]
     depth = attention.depth if attention else depth_axis(member)
 
@@ -139,11 +140,12 @@ def inspect_model(
     done = ids.numel()
     total = ids.numel() * (1 + sum(_COSTS.values())) + num_passes * intervention_work
 
-    def measured(what: str, measure: Callable[..., Any]) -> Any:
+    def run_measurement(name: str, measure: Callable[..., Any]) -> Any:
+        """Return the result of a measurement, and report progress."""
         nonlocal done
-        advance(what, done / total)
+        advance(name, done / total)
         result = measure(member, batches)
-        done += ids.numel() * _COSTS[what]
+        done += ids.numel() * _COSTS[name]
         return result
 
     def advance_interventions() -> None:
@@ -162,13 +164,13 @@ def inspect_model(
         },
         depth=depth,
         depth_attention=attention,
-        mixing=measured("depth mixing", depth_mixing),
-        magnitudes=measured("magnitudes", magnitudes),
-        sinks=measured("attention sinks", attention_sinks),
+        mixing=run_measurement("depth mixing", depth_mixing),
+        magnitudes=run_measurement("magnitudes", magnitudes),
+        sinks=run_measurement("attention sinks", attention_sinks),
         interventions=interventions(member, intervention_batches, attention, advance_interventions)
         if num_passes
         else None,
-        passage=Passage(words[:PASSAGE], weights),
+        passage=Passage(words[:PASSAGE_TOKENS], weights),
     )
 
 
@@ -188,4 +190,4 @@ def _model_facts(model: PreTrainedModel, member: PreTrainedModel, name: str | No
     }
 
 
-__all__ = ["LABELS", "PASSAGE", "Inspection", "Passage", "inspect_model"]
+__all__ = ["LABELS", "PASSAGE_TOKENS", "Inspection", "Passage", "inspect_model"]

@@ -1,12 +1,13 @@
-"""Interventions on the depth: what the loss says is used, which need not be what has much weight.
+"""Interventions on the depth: change what consumers read, and measure the rise of the loss.
 
-Two interventions are made, one at a time: a source is hidden from all consumers after it, or the depth weights of one
-consumer are made uniform. To hide a source, its share is subtracted from what later consumers read:
+The rise shows which sources the model uses. A source with a large weight need not be used. There are two kinds of
+intervention, made one at a time: a source is hidden from all consumers after it, or the depth weights of one consumer
+are made uniform. To hide a source, its share is subtracted from the inputs of later consumers:
 
-    h_l - sum_{i in source} M[l, i] v_i        with M, the depth-mixing matrix, as it is without the intervention
+    h_l - sum_{i in source} M[l, i] v_i        M = the depth-mixing matrix without the intervention
 
 The norm of a sublayer cancels the scale of its input, so for attention residuals this equals a softmax over the other
-sources. A block is hidden from the consumers after it. Those within it still read its running sum.
+sources. A block is hidden from the consumers after it. Consumers within it still read its running sum.
 """
 
 import copy
@@ -36,9 +37,9 @@ class Interventions(DrawableMeasurement):
         depth: The names of consumers and sources.
         loss: The loss of the model as it is.
         hidden: The rise of the loss when a source is hidden from all consumers after it, `[sources]` in float64.
-        uniform: The rise of the loss when a consumer's depth weights are made uniform, `[L + 1]` in float64; NaN where
-            the consumer has one source, or the model no depth attention.
-        tokens: The number of tokens that were predicted.
+        uniform: The rise of the loss when a consumer's depth weights are made uniform, `[L + 1]` in float64; NaN if the
+            consumer has one source, or if the model has no depth attention.
+        tokens: The number of predicted tokens.
     """
 
     depth: DepthAxis
@@ -54,19 +55,19 @@ def interventions(
     attention: DepthAttention | None = None,
     advance: Callable[[], Any] = lambda: None,
 ) -> Interventions:
-    """Measure what each source, and the depth weights of each consumer, are worth in loss.
+    """Measure how much the loss rises without each source, and without the depth weights of each consumer.
 
-    Each intervention takes a pass over all batches; [`count_passes`] counts them.
+    Each intervention takes a pass over all batches; [`count_passes`] counts these passes.
 
     Args:
-        model: A causal language model of the family, or a standard one on a backbone that the family knows.
-        batches: One or several, each token ids `[batch, seq]` or what a tokenizer returns.
-        attention: The depth attention of the model, if it has any: it says which sources there are, and how many each
-            consumer has. Without it, each output is a source, and no weights are made uniform.
+        model: A causal language model of the family, or a standard one on a backbone in `BACKBONES`.
+        batches: One or several, each token ids `[batch, seq]` or the mapping that a tokenizer returns.
+        attention: The depth attention of the model, if it has any. The sources, and their number for each consumer, are
+            taken from it. Without it, each output is a source, and no weights are made uniform.
         advance: Called without arguments after each pass over all batches.
 
     Returns:
-        The loss of the model, and the rise of the loss by each intervention.
+        The loss of the model, and its rise by each intervention.
 
     Raises:
         ValueError: There is no batch, no sequence has two tokens, or the model's results are not finite.
@@ -79,12 +80,12 @@ def interventions(
         raise ValueError("no sequence of at least two tokens was given.")
     depth = attention.depth if attention else depth_axis(model)
 
-    def loss_with(make: Callable[[], Any] = lambda: None) -> float:
-        """Return the loss over all batches; `make` makes the intervention for one pass."""
+    def loss_with(make_intervention: Callable[[], Any] = lambda: None) -> float:
+        """Return the loss in nats per token over all batches, with a new intervention for each pass."""
         total = tokens = 0.0
         for batch in batches:
-            change = make()
-            with watched(model, getattr(change, "read", None), getattr(change, "write", None)):
+            intervention = make_intervention()
+            with watched(model, getattr(intervention, "read", None), getattr(intervention, "write", None)):
                 count = _count_predicted(batch)
                 loss = summed_loss(model, batch).item() if count else 0.0
             total, tokens = total + loss, tokens + count
@@ -106,7 +107,7 @@ def interventions(
 
 
 def count_passes(depth: DepthAxis, attention: DepthAttention | None = None) -> int:
-    """Count the passes over its batches that [`interventions`] takes.
+    """Count the passes that [`interventions`] makes over its batches.
 
     Args:
         depth: The depth axis of the model.
@@ -116,20 +117,20 @@ def count_passes(depth: DepthAxis, attention: DepthAttention | None = None) -> i
 
 
 class _Hidden:
-    """One pass in which some outputs are hidden from the consumers after the last of them.
+    """The reads and writes of one pass in which some outputs are hidden from the consumers after them.
 
     Args:
-        members: The indices of the outputs that are hidden; 0 is the embedding.
+        members: The indices of the hidden outputs, which follow one another; 0 is the embedding.
     """
 
     def __init__(self, members: range):
         self.members = members
         self.num_reads = 0
-        # A second state, which the same reads and writes keep, but with zeros in place of the hidden outputs.
+        # A second state, made by the same reads and writes, but with zeros in place of the hidden outputs.
         self.state_without: Any = None
 
     def read(self, connection: nn.Module, original: Any, state: Any, *norm: Any) -> Any:
-        # The weights are those of the full state.
+        # The coefficients come from the full state, as without the intervention.
         coefficients = connection.coefficients(state, *norm)
         result = original(state, *norm)
         if self.num_reads == 0:  # the state is the embedding
@@ -138,7 +139,7 @@ class _Hidden:
         self.state_without = tree_map(lambda tensor: tensor.to(result[0].device), self.state_without)
         inputs, self.state_without = connection.mix(self.state_without, coefficients)
         self.num_reads += 1
-        # The first consumer reads nothing but the embedding, so it keeps it.
+        # Nothing is hidden from the first consumer, since the embedding is its only source.
         if self.num_reads <= max(self.members[-1], 1):
             return result
         return inputs.to(result[0].dtype), *result[1:]
@@ -150,7 +151,7 @@ class _Hidden:
 
 
 class _Uniform:
-    """One pass in which the depth weights of one consumer are uniform.
+    """The reads of one pass in which the depth weights of one consumer are uniform.
 
     Args:
         consumer: The index of the consumer.
@@ -164,8 +165,8 @@ class _Uniform:
         self.num_reads += 1
         if self.num_reads - 1 != self.consumer:
             return original(*arguments)
-        # Read by a copy of the connection whose query is zero. The class's `forward` is called, and not the module's,
-        # which may be wrapped in hooks.
+        # A copy of the connection with a zero query and no prior gives all sources the same weight. The class's
+        # `forward` is called, since the module's `forward` may be wrapped in hooks.
         uniform = copy.copy(connection)
         uniform.has_prior = False
         uniform._parameters = {

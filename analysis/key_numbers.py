@@ -1,6 +1,6 @@
-"""The numbers that sum up an inspection, how they differ between two, and how numbers are written for people.
+"""The key numbers of an inspection, their differences between two inspections, and their text for people.
 
-The page shows them as a table, and the overview makes sentences of them.
+The page shows the key numbers in a table. The overview uses them in sentences.
 """
 
 import math
@@ -12,22 +12,22 @@ from .depth_attention import DepthAttention
 from .inspection import Inspection
 
 MISSING = "\N{EN DASH}"  # in place of a number that does not exist
-ZERO = 1e-6  # smaller numbers are rounding, and are written as 0
-_EQUAL = 1e-5  # two numbers that differ by this share of them, or less, differ by rounding
+ZERO = 1e-6  # smaller numbers are rounding errors, and are written as 0
+_EQUAL = 1e-5  # a relative difference up to this is a rounding error
 
-# Names of key numbers that the overview or `differences` looks up.
+# Names of key numbers that the overview or `differences` looks up. The page shows these names.
 LOSS = "loss, in nats per token"
 HIDDEN_EMBEDDING = "rise of the loss with the embedding hidden"
 NEAREST = "weight of sublayers on the nearest source"
 SPREAD = "standard deviation of weights over tokens"
-OUTPUT_INPUT = "size of what the output reads, over the embedding"
-STREAM = "largest size of the stream, over the embedding"
+OUTPUT_INPUT = "magnitude of the mixture that the output reads, over the embedding"
+STREAM = "largest magnitude of the stream, over the embedding"
 FIRST_TOKEN = "attention on the first token"
 
 
 def key_numbers_of(inspection: Inspection) -> dict[str, float]:
     """Return the key numbers of an inspection by their names; NaN for a number that the model does not have."""
-    attention, sizes, interventions = inspection.depth_attention, inspection.magnitudes, inspection.interventions
+    attention, magnitudes, interventions = inspection.depth_attention, inspection.magnitudes, inspection.interventions
     sublayers, spread = sublayers_with_choice(inspection), (attention or inspection.mixing).spread
     output_embedding = output_nearest = distance = math.nan
     if attention:
@@ -41,12 +41,12 @@ def key_numbers_of(inspection: Inspection) -> dict[str, float]:
         "weight of the output on the nearest source": output_nearest,
         "weight of sublayers on the embedding": mean_share_of_sublayers(inspection, "embedding"),
         NEAREST: mean_share_of_sublayers(inspection, "nearest"),
-        "distance of their weights from even ones": distance,
+        "distance of sublayers' weights from uniform": distance,
         SPREAD: mean_of_known(spread[sublayers]),
-        OUTPUT_INPUT: (sizes.inputs[-1] / sizes.inputs[0]).item(),
-        STREAM: (sizes.stream.max() / sizes.stream[0]).item(),
+        OUTPUT_INPUT: (magnitudes.inputs[-1] / magnitudes.inputs[0]).item(),
+        STREAM: (magnitudes.stream.max() / magnitudes.stream[0]).item(),
         "gradients, first sublayers over last": gradient_ratio(inspection)[1],
-        "largest value read, over the median": sizes.largest.max().item(),
+        "largest value read, over the median": magnitudes.largest.max().item(),
         FIRST_TOKEN: mean_of_known(inspection.sinks.mean),
     }
 
@@ -55,11 +55,11 @@ def key_numbers(inspections: Sequence[Inspection]) -> list[tuple[str, list[float
     """Return the table of key numbers.
 
     Args:
-        inspections: One inspection, or several to stand side by side.
+        inspections: One inspection, or several to compare.
 
     Returns:
-        Pairs of a name and the number of each inspection. It is NaN where a model does not have it. A number that no
-        model has is left out.
+        Pairs of a name and the number of each inspection; NaN for a model that does not have the number. A number that
+        no model has is left out.
     """
     columns = [key_numbers_of(inspection) for inspection in inspections]
     rows = [(name, [column[name] for column in columns]) for name in columns[0]]
@@ -67,24 +67,24 @@ def key_numbers(inspections: Sequence[Inspection]) -> list[tuple[str, list[float
 
 
 def differences(one: Inspection, other: Inspection) -> list[tuple[str, float]]:
-    """Return by how much each key number of the second inspection is larger than that of the first.
+    """Subtract the key numbers of the first inspection from those of the second.
 
     Args:
         one: The first inspection.
         other: The second inspection.
 
     Returns:
-        Pairs of a name and a difference: 0 if it is rounding, NaN if the two numbers cannot be compared.
+        Pairs of a name and a difference: 0 for a rounding error, NaN if the two numbers cannot be compared.
     """
-    found = {}
+    by_name = {}
     for name, (first, second) in key_numbers([one, other]):
-        found[name] = 0.0 if math.isclose(first, second, rel_tol=_EQUAL) else second - first
+        by_name[name] = 0.0 if math.isclose(first, second, rel_tol=_EQUAL) else second - first
     if not read_same_tokens(one, other):
-        found[LOSS] = math.nan
-    # The stream of one model may be a residual stream, and that of the other the sum of a block.
+        by_name[LOSS] = math.nan
+    # A residual stream and the running sums of blocks are different things.
     if one.depth.block_size != other.depth.block_size or bool(one.depth_attention) != bool(other.depth_attention):
-        found[STREAM] = math.nan
-    return list(found.items())
+        by_name[STREAM] = math.nan
+    return list(by_name.items())
 
 
 def read_same_tokens(one: Inspection, other: Inspection) -> bool:
@@ -94,7 +94,7 @@ def read_same_tokens(one: Inspection, other: Inspection) -> bool:
         one: The first inspection.
         other: The second inspection.
     """
-    # The token ids are not kept. Text, cuts, words and counts tell enough.
+    # Inspections hold no token ids. Equal texts, sequence lengths, words and counts imply equal ids.
     first, second = ((i.text, i.passage.words, i.interventions and i.interventions.tokens) for i in (one, other))
     return first == second
 
@@ -106,11 +106,11 @@ def sublayers_with_choice(inspection: Inspection) -> list[int]:
 
 
 def shares_of_weight(weights: Tensor, attention: DepthAttention) -> list[float]:
-    """Return weights as shares of all the weight that their consumer gives.
+    """Divide one weight of each consumer by the sum of all weights of this consumer.
 
     Args:
         weights: A weight of each consumer, `[L + 1]`.
-        attention: The depth attention that the weights are from. Its rows sum to one, unless weights are sigmoids.
+        attention: The depth attention with all weights. Its rows sum to one, unless weights are sigmoids.
     """
     return (weights / attention.mean.nansum(1)).tolist()
 
@@ -120,7 +120,7 @@ def mean_share_of_sublayers(inspection: Inspection, source: str) -> float:
 
     Args:
         inspection: The inspection.
-        source: `embedding`, `nearest` or `rest`, as [`DepthAttention`] has them.
+        source: `embedding`, `nearest` or `rest`, a property of [`DepthAttention`].
     """
     attention, sublayers = inspection.depth_attention, sublayers_with_choice(inspection)
     if attention is None or not sublayers:
@@ -130,7 +130,7 @@ def mean_share_of_sublayers(inspection: Inspection, source: str) -> float:
 
 
 def gradient_ratio(inspection: Inspection) -> tuple[int, float]:
-    """Return a quarter of the number of sublayers, and the mean gradient of that many first ones over the last ones."""
+    """Return n, a quarter of the number of sublayers, and the mean gradient of the first n over that of the last n."""
     gradients, count = inspection.magnitudes.gradients[1:], max(1, inspection.depth.num_sublayers // 4)
     return count, (gradients[:count].mean() / gradients[-count:].mean()).item()
 
@@ -141,7 +141,7 @@ def mean_of_known(values: Tensor) -> float:
 
 
 def number(value: float, digits: int = 2) -> str:
-    """Write a number for people: `0.027`, `6.4`, `1,204`.
+    """Format a number for people: `0.027`, `6.4`, `1,204`.
 
     Args:
         value: The number; NaN is written as a dash.
@@ -157,12 +157,12 @@ def number(value: float, digits: int = 2) -> str:
 
 
 def signed(value: float) -> str:
-    """Write a number with its sign: `+0.027`."""
+    """Format a number with its sign: `+0.027`."""
     return number(value) if value < ZERO else f"+{number(value)}"
 
 
 def percent(value: float) -> str:
-    """Write a share in percent: `39%` for 0.39."""
+    """Format a share in percent: `39%` for 0.39."""
     return f"{number(100 * value)}%"
 
 

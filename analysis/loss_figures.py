@@ -1,4 +1,4 @@
-"""Figures of training: the loss curves of one or several models, and of two models run from the same seeds."""
+"""Figures of training: the loss curves of several models, and the mean curves of two models over the same seeds."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ Points = Sequence[tuple[int, float]]  # (step, loss in nats per token)
 def plot_loss_curves(
     curves: Mapping[str, Points], path: str | os.PathLike, compare: tuple[str, str] | None = None
 ) -> None:
-    """Draw training losses and, below them, the difference of two curves.
+    """Draw training losses and, if `compare` is given, the difference of two of them below.
 
     Args:
         curves: The points of each curve by its label.
@@ -46,22 +46,22 @@ def plot_loss_curves(
 
 
 def plot_paired_runs(runs: Mapping[str, Sequence[Points]], path: str | os.PathLike, points: int = 10) -> None:
-    """Draw the training loss of two models, run from the same seeds, and below it their difference within a seed.
+    """Draw the training loss of two models run from the same seeds and, below it, their difference at equal seeds.
 
     Lines are means over the seeds. Bands reach one standard deviation to either side.
 
     Args:
-        runs: The points of each seed by the label of the model, at the same steps in all runs. The difference is
-            first minus second.
+        runs: Two models: the label of each, and its points for each seed. All runs have points at the same steps. The
+            difference is first minus second.
         path: The `.png` or `.svg` file to write.
-        points: The number of points of a line. Each is a mean over steps, since single batches differ more than
-            models do.
+        points: The number of points of a line. Each is a mean over several steps, since the losses of single batches
+            differ more than those of the models.
 
     Raises:
         ValueError: The file name has another suffix.
         FileNotFoundError: The folder does not exist.
     """
-    # [seeds, steps]
+    # Losses, [seeds, steps].
     first, second = (np.array([[loss for _, loss in curve] for curve in curves]) for curves in runs.values())
     ends = np.array([step for step, _ in next(iter(runs.values()))[0]])
     parts = np.array_split(np.arange(len(ends)), min(points, len(ends)))

@@ -24,14 +24,15 @@ class Magnitudes(DrawableMeasurement):
 
     Attributes:
         depth: The names of consumers and outputs.
-        inputs: Of `h_l`, the input of each sublayer and of the output, before a norm.
-        outputs: Of `v_l`, the embedding and the output of each sublayer.
-        stream: Of the sum that each output was added to: the residual stream or, in blocks, the running sum of the
-            block. Where nothing is summed, the output itself.
-        gradients: Of the derivative by `v_l` of a sequence's loss, summed over its tokens; NaN if not measured.
-        largest: The largest `|h_l|` over the median one ("massive activations"). With several batches, the median is
-            the mean of their medians.
-        tokens: The number of tokens that were counted.
+        inputs: The magnitude of `h_l`, the input of each sublayer and of the output, before a norm.
+        outputs: The magnitude of `v_l`, the embedding and the output of each sublayer.
+        stream: The magnitude of the sum to which each output is added: the residual stream or, in blocks, the running
+            sum of the block. Where nothing is summed, the magnitude of the output itself.
+        gradients: The magnitude of the derivative of the loss by `v_l`. The loss is that of a sequence, summed over its
+            tokens. NaN if not measured.
+        largest: The largest `|h_l|`, divided by the median `|h_l|` ("massive activations"). Over several batches, the
+            median is the mean of the batches' medians.
+        tokens: The number of counted tokens.
     """
 
     depth: DepthAxis
@@ -44,15 +45,15 @@ class Magnitudes(DrawableMeasurement):
 
 
 def magnitudes(model: PreTrainedModel, batches: Batch | Iterable[Batch], gradients: bool = True) -> Magnitudes:
-    """Measure magnitudes over all tokens of the batches, which may be streamed.
+    """Measure magnitudes over all tokens of the batches.
 
-    The `grad` of parameters is not touched, and parameters may be frozen.
+    The `grad` of parameters stays as it is. Parameters may be frozen.
 
     Args:
-        model: A causal language model of the family, or a standard one on a backbone that the family knows.
-        batches: One or several, each token ids `[batch, seq]` or what a tokenizer returns. Tokens that an attention
-            mask leaves out do not count.
-        gradients: Whether to measure gradients, too. This takes the memory of a training step on one sequence.
+        model: A causal language model of the family, or a standard one on a backbone in `BACKBONES`.
+        batches: One or several, each token ids `[batch, seq]` or the mapping that a tokenizer returns. Tokens that
+            an attention mask leaves out do not count.
+        gradients: Whether to measure gradients too. This takes the memory of a training step on one sequence.
 
     Returns:
         The magnitudes of all sublayers.
@@ -68,7 +69,7 @@ def magnitudes(model: PreTrainedModel, batches: Batch | Iterable[Batch], gradien
         for batch in as_batches(batches):
             mask = mask_of(batch)
             tokens += int(mask.sum())
-            num_sources.clear()  # every pass counts the same sources anew
+            num_sources.clear()  # every pass appends the same counts again
             parts = [_forward(model, batch, mask, num_sources)]
             if gradients:
                 parts += [{"gradients": _gradients(model, sequence)} for sequence in split_sequences(batch)]
@@ -89,23 +90,24 @@ def magnitudes(model: PreTrainedModel, batches: Batch | Iterable[Batch], gradien
 
 @torch.no_grad()
 def _forward(model: PreTrainedModel, batch: Batch, mask: Tensor, num_sources: list[int]) -> dict[str, Tensor]:
-    """Run one pass and add up its values.
+    """Run one pass and sum its values over tokens.
 
     Args:
         model: A model of the family.
-        batch: Token ids `[batch, seq]`, or what a tokenizer returns.
+        batch: Token ids `[batch, seq]`, or the mapping that a tokenizer returns.
         mask: Which tokens count, `[batch, seq]`.
-        num_sources: An empty list, which gets the number of sources of each read with depth attention.
+        num_sources: An empty list. The number of sources of each read with depth attention is appended.
 
     Returns:
-        `inputs`, `outputs` and `stream`: sums over tokens of the mean squares of channels; `median`: medians times
-        the number of tokens; `largest`: the largest absolute inputs. Each `[L + 1]` in float64.
+        `inputs`, `outputs` and `stream`: the mean square over channels, summed over tokens; `median`: the median of
+        absolute inputs, times the number of tokens; `largest`: the largest absolute input. Each `[L + 1]` in float64.
     """
     values: dict[str, list[Tensor]] = {name: [] for name in ("inputs", "outputs", "stream", "largest", "median")}
-    newest = stream = None  # the newest output, and the sum that it was added to: [batch, seq, hidden]
+    newest = stream = None  # the newest output, and the sum to which it was added: [batch, seq, hidden]
 
     def add(name: str, tensor: Tensor) -> Tensor:
-        counted = tensor[mask.to(tensor.device)].double()  # [tokens, hidden]
+        """Append the summed mean squares of a tensor to its values. Return the counted tokens `[tokens, hidden]`."""
+        counted = tensor[mask.to(tensor.device)].double()
         values[name].append(counted.square().mean(-1).sum().cpu())
         return counted
 
@@ -116,18 +118,18 @@ def _forward(model: PreTrainedModel, batch: Batch, mask: Tensor, num_sources: li
         if newest is None:  # the first state is the embedding
             newest = stream = state
             add("outputs", newest)
-        elif weights is None:  # without depth attention, what is read is the stream
+        elif weights is None:  # without depth attention, the input is the stream
             stream = inputs
-        elif len(weights) > num_sources[-1]:  # a new source begins with the newest output
+        elif len(weights) > num_sources[-1]:  # the newest output begins a new block
             stream = newest
-        else:
+        else:  # the newest output joins the current block, which may have begun on another device
             stream = stream.to(newest.device) + newest
         if weights is not None:
             num_sources.append(len(weights))
         add("stream", stream)
-        sizes = add("inputs", inputs).abs().flatten()
-        values["largest"].append(sizes.max().cpu())
-        values["median"].append(sizes.median().cpu() * mask.sum().cpu())
+        absolute = add("inputs", inputs).abs().flatten()
+        values["largest"].append(absolute.max().cpu())
+        values["median"].append(absolute.median().cpu() * mask.sum().cpu())
         return result
 
     def write(connection: nn.Module, original: Any, state: Any, output: Tensor) -> Any:
@@ -144,16 +146,18 @@ def _forward(model: PreTrainedModel, batch: Batch, mask: Tensor, num_sources: li
 @torch.inference_mode(False)
 @torch.enable_grad()
 def _gradients(model: PreTrainedModel, sequence: dict[str, Tensor]) -> Tensor:
-    """Return sums over tokens of the mean squares of `d loss / d v_l`, `[L + 1]` in float64."""
-    # Autograd refuses tensors that were made in inference mode, and a copy was not.
+    """Return the mean square over channels of `d loss / d v_l`, summed over tokens, `[L + 1]` in float64."""
+    # Autograd rejects tensors that were made in inference mode. Their copies are made outside of it.
     sequence = {name: value.clone() for name, value in sequence.items()}
     mask = mask_of(sequence)
     if not predicted_mask(sequence).any():
         return torch.zeros(depth_axis(model).num_sublayers + 1, dtype=torch.float64)
-    # A zero added to each output. The derivative by it is that by the output, also where all weights are frozen.
+    # A zero is added to each output. The derivative by the zero equals the derivative by the output, and exists even if
+    # all weights are frozen.
     probes: list[Tensor] = []
 
     def probed(output: Tensor) -> Tensor:
+        """Return the output plus a new zero, which is appended to `probes`."""
         probes.append(torch.zeros_like(output, requires_grad=True))
         return output + probes[-1]
 

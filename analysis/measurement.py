@@ -1,4 +1,4 @@
-"""The base classes of all results in this folder: they show themselves by their shapes, and most can be drawn."""
+"""The base classes of all measurements: a `repr` that shows shapes instead of numbers, and `plot`."""
 
 import os
 from collections.abc import Callable
@@ -26,8 +26,8 @@ class Measurement:
 class DrawableMeasurement(Measurement):
     """A measurement that has a figure."""
 
-    # Called as `figure_maker(measurement, path, **options)`. Figures need to know the measurements, so measurements
-    # cannot import them; the package's `__init__.py`, which imports both, sets this.
+    # Called as `figure_maker(measurement, path, **options)`. `figures.py` imports the measurements, so they cannot
+    # import it. `__init__.py` sets this attribute instead.
     figure_maker: ClassVar[Callable[..., "Figure"]]
 
     def plot(self, path: str | os.PathLike | None = None) -> "Figure":
@@ -48,10 +48,10 @@ class DrawableMeasurement(Measurement):
 
 
 def standard_deviation(mean: Tensor, mean_of_squares: Tensor) -> Tensor:
-    """Return the standard deviation that belongs to a mean and a mean of squares, element by element.
+    """Compute the standard deviation (with division by n) from a mean and a mean of squares, element by element.
 
     Args:
-        mean: The mean of some values, of any shape.
+        mean: The mean of the values, of any shape.
         mean_of_squares: The mean of their squares, of the same shape.
     """
     # For equal values, rounding may leave a difference just below zero.
@@ -59,6 +59,7 @@ def standard_deviation(mean: Tensor, mean_of_squares: Tensor) -> Tensor:
 
 
 def _shown(value: object) -> str:
+    """Return the text of a field for `repr`: the shape of a tensor, the length of a list, else its `repr`."""
     if isinstance(value, Tensor):
         return f"<{' x '.join(map(str, value.shape))}>"
     if isinstance(value, DepthAxis):

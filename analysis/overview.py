@@ -1,6 +1,6 @@
-"""The findings of an inspection in plain sentences with their numbers, and how two inspections compare.
+"""Describe the findings of an inspection, or of two that are compared, in sentences with numbers.
 
-Every sentence is made from measurements alone. Where a measurement is missing, its sentence is left out.
+Every sentence depends on measurements alone. If a measurement is missing, its sentence is left out.
 """
 
 import math
@@ -33,8 +33,8 @@ from .key_numbers import (
     sublayers_with_choice,
 )
 
-_CONSTANT = 1e-5  # weights that vary or differ by this much, or less, do so by rounding
-_GROWS = 2.0  # a stream is said to grow if it ends at so many times the embedding, or more
+_CONSTANT = 1e-5  # a difference of weights up to this is a rounding error
+_GROWS = 2.0  # a stream grows if it ends at this multiple of the embedding's magnitude, or above
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Section:
 
     Attributes:
         title: The subject.
-        models: The sentences on each model.
-        comparison: A sentence on both models; empty where there is one model, or nothing to compare.
+        models: For each model, the sentences about it.
+        comparison: A sentence about both models; empty if there is one model, or nothing to compare.
     """
 
     title: str
@@ -53,21 +53,21 @@ class Section:
 
 
 def overview(inspections: Sequence[Inspection]) -> list[Section]:
-    """Write the findings of one inspection, or of two and how they compare.
+    """Describe one inspection, or two inspections and their differences.
 
     Args:
         inspections: One inspection or two.
 
     Returns:
-        A section for each subject that there are findings on.
+        A section for each subject that has findings.
     """
     is_comparison = len(inspections) == 2
     sections = [
         Section(title, [describe(i) for i in inspections], compare(*inspections) if is_comparison else "")
         for title, describe, compare in (
-            ("What is read from where", _describe_reads, _compare_reads),
+            ("Weights of the sources", _describe_reads, _compare_reads),
             ("Magnitudes and gradients", _describe_magnitudes, _compare_magnitudes),
-            ("What is used", _describe_interventions, _compare_interventions),
+            ("Use of the sources", _describe_interventions, _compare_interventions),
             ("Attention sinks", _describe_sinks, _compare_sinks),
         )
     ]
@@ -78,13 +78,13 @@ def overview(inspections: Sequence[Inspection]) -> list[Section]:
 
 
 def _describe_reads(inspection: Inspection) -> list[str]:
-    """Say how much consumers take from which source."""
+    """Describe how much consumers take from which source."""
     if inspection.depth_attention is None:
         return _describe_mixing(inspection)
     attention, depth = inspection.depth_attention, inspection.depth
     sentences = []
 
-    # The output, if it has a choice.
+    # The output, if it has two sources or more.
     num_sources = attention.num_sources[-1]
     if num_sources > 1:
         embedding, nearest = (shares_of_weight(w, attention)[-1] for w in (attention.embedding, attention.nearest))
@@ -96,7 +96,7 @@ def _describe_reads(inspection: Inspection) -> list[str]:
             f"share would be {percent(1 / num_sources)}."
         )
 
-    # The sublayers that have a choice, and how they differ by kind.
+    # The sublayers that have two sources or more, and their differences by kind.
     sublayers = sublayers_with_choice(inspection)
     if sublayers:
         even = sum(1 / attention.num_sources[sublayer] for sublayer in sublayers) / len(sublayers)
@@ -112,16 +112,16 @@ def _describe_reads(inspection: Inspection) -> list[str]:
                     (kind, percent(attention.distance[members].mean().item())) for kind, members in by_kind.items()
                 )
                 sentences.append(
-                    f"To make the weights even, {first_distance} of the weight would have to move in {first} sublayers "
-                    f"and {second_distance} in {second} sublayers, on average."
+                    f"To make the weights uniform, {first_distance} of the weight would have to move in {first} "
+                    f"sublayers and {second_distance} in {second} sublayers, on average."
                 )
             else:
-                sentences.append("All weights are even.")
+                sentences.append("All weights are uniform.")
     return [*sentences, _describe_spread(attention.spread, depth, depth.sources, sublayers)]
 
 
 def _describe_mixing(inspection: Inspection) -> list[str]:
-    """Say how much of which output consumers get, for a model without depth attention."""
+    """Describe how much of which output consumers get, for a model without depth attention."""
     depth, mean = inspection.depth, inspection.mixing.mean
     entries = mean[_lower_triangle(mean)]
     sentences = ["The residual connection has no depth attention, so its depth-mixing matrix is shown."]
@@ -137,7 +137,7 @@ def _describe_mixing(inspection: Inspection) -> list[str]:
 
 
 def _describe_spread(spread: Tensor, depth: DepthAxis, sources: Sequence[str], consumers: Sequence[int]) -> str:
-    """Say whether weights differ from token to token.
+    """Describe whether weights differ from token to token.
 
     Args:
         spread: The standard deviations over tokens, `[L + 1, sources]`; NaN where there is no weight.
@@ -158,14 +158,14 @@ def _describe_spread(spread: Tensor, depth: DepthAxis, sources: Sequence[str], c
 
 
 def _describe_magnitudes(inspection: Inspection) -> list[str]:
-    """Say how the stream and the gradients change with depth, and how large the largest value is."""
-    sizes, depth = inspection.magnitudes, inspection.depth
-    stream, outputs = sizes.stream, depth.outputs
-    # Full attention residuals add nothing up: their stream holds one output at a time.
+    """Describe how the stream and the gradients change with depth, and how large the largest value is."""
+    magnitudes, depth = inspection.magnitudes, inspection.depth
+    stream, outputs = magnitudes.stream, depth.outputs
+    # Full attention residuals do not sum outputs: their stream is one output at a time.
     stream_name = "the stream" if inspection.depth_attention is None else "single outputs"
     first, last, peak = stream[0].item(), stream[-1].item(), stream.argmax().item()
     output_input = number(key_numbers_of(inspection)[OUTPUT_INPUT])
-    read_by_output = f"What the output reads is {output_input} times the size of the embedding."
+    read_by_output = f"The mixture that the output reads has {output_input} times the magnitude of the embedding."
     if depth.block_size > 1:
         ends = [depth.members(source)[-1] for source in range(1, len(depth.sources))]
         sums = sorted((stream[end].item(), depth.sources[source]) for source, end in enumerate(ends, 1))
@@ -197,37 +197,37 @@ def _describe_magnitudes(inspection: Inspection) -> list[str]:
         late = f"the last {count}, on average" if count > 1 else "the last"
         sentences.append(f"{early} {number(ratio)} times as large as those of {late}.")
 
-    largest = sizes.largest.argmax().item()
+    largest = magnitudes.largest.argmax().item()
     sentences.append(
-        f"The largest value that a reader meets is {number(sizes.largest[largest].item())} times the median one "
+        f"The largest value that a reader meets is {number(magnitudes.largest[largest].item())} times the median one "
         f"({depth.consumers[largest]}); massive activations are known to reach 1,000 times and more."
     )
     return sentences
 
 
 def _describe_interventions(inspection: Inspection) -> list[str]:
-    """Say which source and whose weights the loss depends on most."""
-    measured, depth = inspection.interventions, inspection.depth
-    if measured is None:
+    """Describe on which source, and on which reader's weights, the loss depends most."""
+    interventions, depth = inspection.interventions, inspection.depth
+    if interventions is None:
         return []
-    sentences = [
-        f"The loss is {number(measured.loss, 4)} nats per token, over {counted(measured.tokens, 'predicted token')}."
-    ]
+    loss, hidden = interventions.loss, interventions.hidden
+    tokens = counted(interventions.tokens, "predicted token")
+    sentences = [f"The loss is {number(loss, 4)} nats per token, over {tokens}."]
 
-    most, *others = measured.hidden.argsort(descending=True).tolist()
-    if measured.hidden[most] > 0:
+    most, *others = hidden.argsort(descending=True).tolist()
+    if hidden[most] > 0:
         next_most = ""
         if others:
-            name, rise = _with_article(depth.sources[others[0]]), number(measured.hidden[others[0]].item())
+            name, rise = _with_article(depth.sources[others[0]]), number(hidden[others[0]].item())
             next_most = f", more than any other source; next is {name} ({rise} nats)"
-        rise = number(measured.hidden[most].item())
+        rise = number(hidden[most].item())
         sentences.append(f"Hiding {_with_article(depth.sources[most])} costs {rise} nats{next_most}.")
     else:
         sentences.append("No source raises the loss when it is hidden.")
 
     if inspection.depth_attention is not None and inspection.depth_attention.distance.max() <= _CONSTANT:
         return [*sentences, "All weights are uniform already."]
-    uniform = measured.uniform.nan_to_num(-math.inf)
+    uniform = interventions.uniform.nan_to_num(-math.inf)
     consumer = uniform.argmax().item()
     if math.isfinite(uniform[consumer]) and uniform[consumer] > 0:
         sentences.append(
@@ -240,19 +240,19 @@ def _describe_interventions(inspection: Inspection) -> list[str]:
 
 
 def _describe_sinks(inspection: Inspection) -> list[str]:
-    """Say how much attention the first token gets."""
+    """Describe how much attention the first token gets."""
     sinks = inspection.sinks
     layers = [layer for layer, value in enumerate(sinks.mean.tolist()) if not math.isnan(value)]
     if not layers:
         return ["All attention over the sequence is linear: it has no weights, and so no sinks to measure."]
-    which = f"{len(layers)} layers"
+    counted_layers = f"{len(layers)} layers"
     if len(layers) < len(sinks.mean):
-        are = "is" if len(layers) == 1 else "are"
-        which = f"the {len(layers)} of {len(sinks.mean)} layers that {are} not linear"
+        verb = "is" if len(layers) == 1 else "are"
+        counted_layers = f"the {len(layers)} of {len(sinks.mean)} layers that {verb} not linear"
     most = max(layers, key=lambda layer: sinks.mean[layer].item())
     return [
         f"Later tokens give {percent(mean_of_known(sinks.mean))} of their attention to the first token, on average "
-        f"over {which}; even attention would give it {percent(sinks.uniform)}.",
+        f"over {counted_layers}; uniform attention would give it {percent(sinks.uniform)}.",
         f"Layer {most} gives it most, {percent(sinks.mean[most].item())}, and its strongest head "
         f"{percent(sinks.strongest[most].item())}.",
     ]
@@ -272,13 +272,13 @@ def _compare_reads(one: Inspection, other: Inspection) -> str:
 def _compare_mixing(one: Inspection, other: Inspection) -> str:
     first, second = one.mixing.mean, other.mixing.mean
     if first.shape != second.shape:
-        return "Their depths differ, so their depth-mixing matrices do not compare."
-    apart = (second - first).abs()
-    if apart.max() <= _CONSTANT:
+        return "Their depths differ, so their depth-mixing matrices cannot be compared."
+    difference = (second - first).abs()
+    if difference.max() <= _CONSTANT:
         is_plain_sum = (first - 1)[_lower_triangle(first)].abs().max() <= _CONSTANT
-        what = ": every reader gets the plain sum of the embedding and of all outputs before it" if is_plain_sum else ""
-        return f"Their depth-mixing matrices are the same{what}."
-    consumer, output = divmod(apart.argmax().item(), len(apart))
+        remark = ": every reader gets the plain sum of the embedding and of all outputs before it"
+        return f"Their depth-mixing matrices are the same{remark if is_plain_sum else ''}."
+    consumer, output = divmod(difference.argmax().item(), len(difference))
     return (
         f"Their depth-mixing matrices differ most in how much of {_with_article(one.depth.outputs[output])} "
         f"{_with_article(one.depth.consumers[consumer])} gets: {number(first[consumer, output].item())} in A and "
@@ -287,7 +287,8 @@ def _compare_mixing(one: Inspection, other: Inspection) -> str:
 
 
 def _compare_magnitudes(one: Inspection, other: Inspection) -> str:
-    inputs = f"What the output reads, over the size of the embedding, is {_in_both(number, OUTPUT_INPUT, one, other)}"
+    ratios = _in_both(number, OUTPUT_INPUT, one, other)
+    inputs = f"The magnitude of the mixture that the output reads, over the embedding, is {ratios}"
     gradients = [number(gradient_ratio(inspection)[1]) for inspection in (one, other)]
     if MISSING in gradients:
         return f"{inputs}."
@@ -303,7 +304,7 @@ def _compare_interventions(one: Inspection, other: Inspection) -> str:
     rises = _in_both(signed, HIDDEN_EMBEDDING, one, other, "nats ")
     hidden = f"hiding the embedding changes the loss by {rises}."
     if not read_same_tokens(one, other):
-        return f"The models read different tokens, so their losses do not compare; {hidden}"
+        return f"The models read different tokens, so their losses cannot be compared; {hidden}"
     difference = other.interventions.loss - one.interventions.loss
     if abs(difference) < ZERO:
         return f"On the same tokens both have the same loss; {hidden}"
@@ -318,9 +319,9 @@ def _compare_sinks(one: Inspection, other: Inspection) -> str:
     return f"The first token gets {percent(first)} of the attention in A and {percent(second)} in B."
 
 
-def _in_both(write: Callable[[float], str], name: str, one: Inspection, other: Inspection, unit: str = "") -> str:
-    """Write a key number of both models: `0.11 in A and 0.20 in B`; `unit` stands after each number."""
-    values = [f"{write(key_numbers_of(i)[name])} {unit}in {label}" for label, i in zip(LABELS, (one, other))]
+def _in_both(style: Callable[[float], str], name: str, one: Inspection, other: Inspection, unit: str = "") -> str:
+    """Format a key number of both models: `0.11 in A and 0.20 in B`, with `unit` after each number."""
+    values = [f"{style(key_numbers_of(i)[name])} {unit}in {label}" for label, i in zip(LABELS, (one, other))]
     return " and ".join(values)
 
 
@@ -328,7 +329,7 @@ def _in_both(write: Callable[[float], str], name: str, one: Inspection, other: I
 
 
 def _lower_triangle(matrix: Tensor) -> Tensor:
-    """Return where a square matrix has entries that count: up to the diagonal."""
+    """Return the boolean mask of a square matrix's entries on and below the diagonal."""
     return matrix.new_ones(matrix.shape).tril().bool()
 
 

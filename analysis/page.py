@@ -1,7 +1,7 @@
-"""The page for people: one HTML file with all that an inspection found, which needs neither other files nor a network.
+"""Render the findings of an inspection as one HTML page, which needs neither other files nor a network.
 
 The same inspections and figures give the same bytes. Text from a model or a data set is escaped: by jinja2 in HTML, and
-by `_json` within the script element that carries the weights.
+by `_json` within the script element that holds the weights.
 """
 
 import base64
@@ -44,13 +44,13 @@ FIGURES = {
         "Where a cell is pale, all tokens are mixed alike; where it is dark, the weight depends on the token.",
     ),
     "depth_attention_relative": (
-        "Depth attention against even weights",
-        "each mean weight over the even one.",
-        "One hue has more than its even share, the other less.",
+        "Depth attention against uniform weights",
+        "each mean weight divided by the uniform one.",
+        "Cells of one hue have more than an even share of the weight, cells of the other hue less.",
     ),
     "weights_by_depth": (
         "Weights by depth",
-        "how far the weights of each reader are from even ones, and how much goes to the embedding, to the nearest "
+        "how far the weights of each reader are from uniform ones, and how much goes to the embedding, to the nearest "
         "source and to the rest.",
         "Read it from the left, the first sublayer, to the right, the output. The paper finds most weight on the "
         "nearest source, and lasting weight on the embedding.",
@@ -70,19 +70,20 @@ FIGURES = {
     "sinks": (
         "Attention sinks",
         "the attention that later tokens give to the first one, by layer.",
-        "The line of equal attention is what the first token would get by chance. Far above it, a layer uses the token "
-        "as a sink. Layers of linear attention have no weights to show.",
+        "The line of uniform attention is the share that the first token would get by chance. A layer far above it "
+        "uses the token as a sink. Layers of linear attention have no weights to show.",
     ),
     "interventions": (
         "Interventions",
         "the rise of the loss when one source is hidden, and when the weights of one reader are made uniform.",
-        "A large weight need not mean that a source is used: this tells. Zero means that nothing is lost.",
+        "A large weight need not mean that the model uses the source; the rise of the loss shows its use. Zero means "
+        "that nothing is lost.",
     ),
 }
 _TEMPLATES = Path(__file__).parent / "templates"
 _SCRIPTS = ("passage.js", "heat_map.js", "report.js")
 _BOKEH_SCRIPTS = ("bokeh.min.js", "bokeh-api.min.js")
-# Characters that the address of an image may hold as they are.
+# Characters that need no escape in the address of an image.
 _SAFE_IN_ADDRESSES = " !$()*+,-./:;=?@_~[]{}|^`"
 _LEVELS = 2**16 - 1  # the highest level of a weight in 16 bits
 # Control characters, some of which browsers drop, get visible signs.
@@ -94,7 +95,7 @@ _VISIBLE = str.maketrans(_CONTROL_SIGNS | {ord("\n"): "↵", ord("\t"): "→"})
 
 @dataclass(frozen=True)
 class _Word:
-    """A word of the text as a button, and the white space around it."""
+    """The button of a word of the text, and the white space around it."""
 
     before: str
     label: str
@@ -103,13 +104,13 @@ class _Word:
 
 
 def render(inspections: Sequence[Inspection], figures: Mapping[str, str], files: Sequence[str] = ()) -> str:
-    """Write the page.
+    """Render the page.
 
     Args:
         inspections: One inspection, or two that are compared.
         figures: The SVG text of each figure by its kind, in the order of the page. A kind is a key of `FIGURES`, or
             such a key followed by a colon and a label, as in `mixing: A`.
-        files: The names of the files beside the page, which it links.
+        files: The names of files in the folder of the page, to which the page links.
 
     Returns:
         The HTML text.
@@ -141,14 +142,14 @@ def render(inspections: Sequence[Inspection], figures: Mapping[str, str], files:
         versions=", ".join(f"{name} {version}" for name, version in versions().items()),
         style=Markup(_template_text("report.css")),
         scripts=[Markup(script) for script in scripts],
-        # The page's policy lets only scripts with these hashes run, so that no script that got into a name does.
+        # The page's policy allows only scripts with these hashes. A script in the name of a model would not run.
         hashes=Markup(" ".join(f"'sha256-{_sha256(script)}'" for script in scripts)),
         data=_json([_passage_data(inspection) for inspection in inspections]),
     )
 
 
 def _facts(inspections: Sequence[Inspection]) -> list[tuple[str, list[str]]]:
-    """Return the facts about models and texts: names, each with a value for each inspection."""
+    """Return the facts about models and texts: pairs of a name and the value of each inspection."""
 
     def facts_of(inspection: Inspection) -> dict[str, str]:
         model, text = inspection.model, inspection.text
@@ -170,7 +171,7 @@ def _facts(inspections: Sequence[Inspection]) -> list[tuple[str, list[str]]]:
 
 
 def _key_number_rows(inspections: Sequence[Inspection]) -> list[tuple[str, list[str]]]:
-    """Return the key numbers: names, each with the number of each inspection and, of two, their difference."""
+    """Return the key numbers: pairs of a name and the number of each inspection, with the difference of two."""
     by_name = dict(differences(*inspections)) if len(inspections) == 2 else {}
     return [
         (name, [number(value, 3) for value in (*values, *([by_name[name]] if by_name else ()))])
@@ -179,7 +180,7 @@ def _key_number_rows(inspections: Sequence[Inspection]) -> list[tuple[str, list[
 
 
 def _map_sentences(inspections: Sequence[Inspection]) -> list[tuple[str, bool]]:
-    """Return the begins of the sentences on the maps, each with whether it is on depth attention."""
+    """Return the beginnings of the sentences about the maps, each with whether the map shows depth attention."""
     has_attention = [inspection.depth_attention is not None for inspection in inspections]
     if len(has_attention) == 1:
         return [("The map shows", has_attention[0])]
@@ -189,7 +190,7 @@ def _map_sentences(inspections: Sequence[Inspection]) -> list[tuple[str, bool]]:
 
 
 def _strips(inspections: Sequence[Inspection]) -> list[dict[str, Any]]:
-    """Return the strips of words to choose from, each with the indices of its models: one strip if words are equal."""
+    """Return the strips of words to click on, each with the indices of its models: one strip if words are equal."""
     words = [inspection.passage.words for inspection in inspections]
     is_shared = len(words) == 2 and words[0] == words[1]
     model_indices = [[0, 1]] if is_shared else [[index] for index in range(len(words))]
@@ -197,14 +198,14 @@ def _strips(inspections: Sequence[Inspection]) -> list[dict[str, Any]]:
 
 
 def _word(word: str) -> _Word:
-    """Split a word into the label of its button and the white space around it, so that the text runs on as it is."""
+    """Split a word into the label of its button and the white space around it, which keeps the layout of the text."""
     word = word.replace("\r\n", "\n").replace("\r", "\n")
     inner = word.strip()
     if inner:
         start = word.index(inner)
         return _Word(word[:start], inner.translate(_VISIBLE), word[start + len(inner) :])
-    # A word of nothing but white space gets a button with signs for it. What follows the last line break indents the
-    # next line.
+    # A word of white space alone gets a button with visible signs. White space after its last line break stays outside
+    # the button, since it indents the next line.
     line = word[: word.rfind("\n") + 1] or word
     breaks, indent = "\n" * word.count("\n"), word.removeprefix(line)
     spoken = f"white space: {_names_of(word)}" if word else "nothing"
@@ -219,16 +220,16 @@ def _names_of(blank: str) -> str:
 
 
 def _figure(kind: str, svg: str) -> dict[str, str]:
-    """Return the texts of a figure and its address, which holds the figure itself."""
-    known, _, label = kind.partition(":")
-    if known not in FIGURES:
-        raise ValueError(f"no figure is known as {known!r}: there are {', '.join(FIGURES)}.")
-    title, shows, caption = FIGURES[known]
+    """Return the texts of a figure, and its address, which contains the figure itself."""
+    key, _, label = kind.partition(":")
+    if key not in FIGURES:
+        raise ValueError(f"the kind of a figure must be one of {', '.join(FIGURES)}, got {key!r}.")
+    title, shows, caption = FIGURES[key]
     return {
         "title": f"{title}, {label.strip()}" if label else title,
         "shows": shows,
         "caption": f"{shows[0].upper()}{shows[1:]} {caption}",
-        # In a drawing, runs of white space have no meaning. Quoted like this, it takes a fifth less than in base64.
+        # White space has no meaning in an SVG file. Percent encoding takes a fifth less space than base64.
         "source": f"data:image/svg+xml,{quote(' '.join(svg.split()), safe=_SAFE_IN_ADDRESSES)}",
     }
 
@@ -236,9 +237,9 @@ def _figure(kind: str, svg: str) -> dict[str, str]:
 def _passage_data(inspection: Inspection) -> dict[str, Any]:
     """Return the weights of the passage, for the script `passage.js`.
 
-    A consumer whose weights are the same for every token has them as numbers (`constant`). The weights of the others
-    follow one another in `data`, in base64: for each consumer `[sources, tokens]` levels in 16 bits, between its `low`
-    and `high`.
+    If the weights of a consumer are the same for every token, they are numbers in `constant`. The weights of the other
+    consumers follow one another in `data`, in base64: for each consumer `[sources, tokens]` levels in 16 bits, where 0
+    is its `low` and 65535 its `high`.
     """
     attention, depth, passage = inspection.depth_attention, inspection.depth, inspection.passage
     mean = (attention or inspection.mixing).mean
@@ -264,7 +265,7 @@ def _passage_data(inspection: Inspection) -> dict[str, Any]:
 
 
 def _json(value: Any) -> Markup:
-    """Write JSON that can neither end the script element that holds it, nor begin a comment there."""
+    """Return JSON that can neither end the script element around it nor begin a comment there."""
     return Markup(json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))
 
 

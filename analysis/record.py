@@ -1,6 +1,6 @@
-"""The numbers of an inspection in files: `inspection.json` with all of them, and CSV tables with a row for each fact.
+"""The numbers of an inspection as file contents: `inspection.json` with all numbers, and CSV tables.
 
-The same inspection gives the same bytes: numbers have six digits, and nothing tells the time.
+The same inspection gives the same bytes: numbers have six digits, and there are no dates.
 """
 
 import csv
@@ -19,11 +19,11 @@ from .depth_attention import DepthAttention
 from .inspection import LABELS, Inspection
 from .mixing import DepthMixing
 
-WRITTEN_BY = '"written_by": "attnres inspect"'  # stands in the JSON file of every report
+WRITTEN_BY = '"written_by": "attnres inspect"'  # marks the JSON file of every report
 _PACKAGES = ("attnres", "torch", "transformers")
 _DIGITS = 6
 # Fields of `Magnitudes` -> columns of `sublayers.csv`.
-_SIZES = {
+_MAGNITUDES = {
     "inputs": "input",
     "outputs": "output",
     "stream": "stream",
@@ -40,7 +40,7 @@ _WEIGHTS = {
 }
 # Names of tables -> their columns.
 TABLES = {
-    "sublayers.csv": ("model", "place", "name", "kind", *_SIZES.values(), *_WEIGHTS.values()),
+    "sublayers.csv": ("model", "place", "name", "kind", *_MAGNITUDES.values(), *_WEIGHTS.values()),
     "depth_attention.csv": ("model", "reader", "source", "mean", "spread"),
     "depth_mixing.csv": ("model", "reader", "output", "mean", "spread"),
     "attention_sinks.csv": ("model", "layer", "mean", "strongest_head", "uniform"),
@@ -49,13 +49,13 @@ TABLES = {
 
 
 def to_json(inspections: Sequence[Inspection]) -> str:
-    """Write all numbers of inspections, without those of the passage, as JSON.
+    """Return all numbers of inspections, except those of the passage, as a JSON text.
 
     Args:
         inspections: One inspection, or two that are compared.
 
     Returns:
-        The text of `inspection.json`. NaN, for numbers that do not exist, is null.
+        The text of `inspection.json`. A number that does not exist (NaN) is null.
     """
     record = {
         "written_by": "attnres inspect",
@@ -66,7 +66,7 @@ def to_json(inspections: Sequence[Inspection]) -> str:
 
 
 def _json_text(value: Any, indent: str = "") -> str:
-    """Write a value as JSON, with a line for each member of an object and each row of a matrix."""
+    """Return a value as JSON text, with a line for each member of an object and each row of a matrix."""
     inner = indent + " "
     if isinstance(value, dict):
         items, (begin, end) = [f"{json.dumps(key)}: {_json_text(item, inner)}" for key, item in value.items()], "{}"
@@ -78,7 +78,7 @@ def _json_text(value: Any, indent: str = "") -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that measure, by name."""
+    """Return the versions of Python and of the packages that the numbers depend on, by name."""
     return {name: version(name) for name in _PACKAGES} | {"python": platform.python_version()}
 
 
@@ -99,7 +99,7 @@ def numbers(inspection: Inspection) -> dict[str, Any]:
         and {name: plain(getattr(attention, name)) for name in ("mean", "spread", *_WEIGHTS)}
         | {"most_read": [plain(attention.most_read(consumer)) for consumer in range(len(depth.consumers))]},
         "mixing": {name: plain(getattr(inspection.mixing, name)) for name in ("mean", "spread")},
-        "magnitudes": {name: plain(getattr(inspection.magnitudes, name)) for name in _SIZES},
+        "magnitudes": {name: plain(getattr(inspection.magnitudes, name)) for name in _MAGNITUDES},
         "attention_sinks": {name: plain(getattr(inspection.sinks, name)) for name in ("mean", "strongest", "uniform")},
         "interventions": interventions
         and {name: plain(getattr(interventions, name)) for name in ("loss", "hidden", "uniform", "tokens")},
@@ -107,7 +107,7 @@ def numbers(inspection: Inspection) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON has it: tensors as lists, numbers with six digits, and NaN and infinity as `None`."""
+    """Convert a value for JSON: tensors to lists, floats to six digits, and NaN and infinity to `None`."""
     if isinstance(value, Tensor):
         return plain(value.tolist())
     if isinstance(value, (list, tuple)):
@@ -118,15 +118,15 @@ def plain(value: Any) -> Any:
 
 
 def to_csv(inspections: Sequence[Inspection]) -> dict[str, str]:
-    """Write the numbers of inspections as CSV tables.
+    """Return the numbers of inspections as CSV tables.
 
     Args:
         inspections: One inspection, or two that are compared.
 
     Returns:
-        The content of each table by its name in `TABLES`. Tables without rows are left out.
+        The text of each table by its name in `TABLES`. Tables without rows are left out.
     """
-    # Two models may have the same name. The letters of the page tell them apart.
+    # Two models may have the same name, so each gets its letter of the page.
     if len(inspections) > 1:
         models = [i.model | {"name": f"{letter}: {i.model['name']}"} for letter, i in zip(LABELS, inspections)]
         inspections = [replace(i, model=model) for i, model in zip(inspections, models)]
@@ -148,16 +148,18 @@ def to_csv(inspections: Sequence[Inspection]) -> dict[str, str]:
 
 
 def _sublayer_rows(inspection: Inspection) -> Iterator[tuple]:
-    """Yield a row for each sublayer, on its input and output, and one for the model's output, on its input."""
-    depth, sizes, attention = inspection.depth, inspection.magnitudes, inspection.depth_attention
-    nothing = [math.nan] * len(depth.consumers)
-    # These begin with the embedding, so the entry of a sublayer's output is one further than that of its input.
+    """Yield a row for each sublayer, on its input and output, and a row for the model's output, on its input."""
+    depth, magnitudes, attention = inspection.depth, inspection.magnitudes, inspection.depth_attention
+    missing = [math.nan] * len(depth.consumers)
+    # These fields begin with the embedding, so the output of sublayer l has index l + 1, and its input has index l.
     of_outputs = ("outputs", "stream", "gradients")
     columns = [
-        [*getattr(sizes, name)[1:].tolist(), math.nan] if name in of_outputs else getattr(sizes, name).tolist()
-        for name in _SIZES
+        [*getattr(magnitudes, name)[1:].tolist(), math.nan]
+        if name in of_outputs
+        else getattr(magnitudes, name).tolist()
+        for name in _MAGNITUDES
     ]
-    columns += [getattr(attention, name).tolist() if attention else nothing for name in _WEIGHTS]
+    columns += [getattr(attention, name).tolist() if attention else missing for name in _WEIGHTS]
     for place, (name, *values) in enumerate(zip(depth.consumers, *columns)):
         yield inspection.model["name"], place, name, depth.kind(place), *values
 
@@ -167,21 +169,21 @@ def _cell_rows(inspection: Inspection, matrix: DepthAttention | DepthMixing, col
     consumers = inspection.depth.consumers
     for row, (consumer, means, spreads) in enumerate(zip(consumers, matrix.mean.tolist(), matrix.spread.tolist())):
         for column, (name, mean, spread) in enumerate(zip(columns, means, spreads)):
-            # A consumer reads nothing that comes after it.
+            # Above the diagonal are sources that come after the consumer.
             if not math.isnan(mean) and column <= row:
                 yield inspection.model["name"], consumer, name, mean, spread
 
 
 def _intervention_rows(inspection: Inspection) -> Iterator[tuple]:
     """Yield a row for each source that was hidden, and each consumer whose weights were made uniform."""
-    measured, depth = inspection.interventions, inspection.depth
+    interventions, depth = inspection.interventions, inspection.depth
     for kind, names, rises in (
-        ("hidden", depth.sources, measured.hidden),
-        ("uniform", depth.consumers, measured.uniform),
+        ("hidden", depth.sources, interventions.hidden),
+        ("uniform", depth.consumers, interventions.uniform),
     ):
         for name, rise in zip(names, rises.tolist()):
             if not math.isnan(rise):
-                yield inspection.model["name"], kind, name, measured.loss + rise, rise
+                yield inspection.model["name"], kind, name, interventions.loss + rise, rise
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence]) -> str:

@@ -1,4 +1,4 @@
-"""An inspection as a directory: the page `report.html`, figures as PNG and SVG, and the numbers as JSON and CSV."""
+"""Write an inspection to a directory: the page `report.html`, figures as PNG and SVG, numbers as JSON and CSV."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 def write_report(inspections: Sequence[Inspection], out: str | os.PathLike, overwrite: bool = False) -> None:
-    """Write the report of one inspection, or of two that are compared, to a directory, all of it or nothing.
+    """Write the report of one inspection, or of two that are compared, to a directory. A failure leaves nothing there.
 
     Args:
         inspections: One inspection or two.
-        out: The directory to write, with the parents that it lacks.
+        out: The directory to write. Missing parents are made.
         overwrite: Whether to replace `out` if it holds a report and nothing else.
 
     Raises:
-        FileExistsError: `out` exists and is not to be replaced.
+        FileExistsError: `out` exists and must not be replaced.
         OSError: The files cannot be written.
     """
     with report_directory(out, overwrite) as folder:
@@ -40,30 +40,30 @@ def write_report(inspections: Sequence[Inspection], out: str | os.PathLike, over
 def report_directory(out: str | os.PathLike, overwrite: bool = False) -> Iterator[Path]:
     """Make a new directory that gets the name `out` when the block ends.
 
-    Enter it before work that takes long: it raises at once if `out` cannot be written.
+    Enter the block before long work: an `out` that cannot be written raises an error at once.
 
     Args:
         out: The directory to write.
         overwrite: Whether to replace `out` if it holds a report and nothing else.
 
     Yields:
-        The new directory, to be filled. It is removed if the block raises.
+        The new, empty directory. It is removed if the block raises an error.
 
     Raises:
-        FileExistsError: `out` exists and is not to be replaced.
+        FileExistsError: `out` exists and must not be replaced.
         OSError: The directory cannot be made.
     """
     if overwrite and Path(out).is_dir():
         names = report_names()
         others = sorted(path.name for path in Path(out).iterdir() if path.is_dir() or path.name not in names)
         if others:
-            raise FileExistsError(f"{out} holds {others[0]}, which is no part of a report. Choose another directory.")
+            raise FileExistsError(f"{out} holds {others[0]}, which is not part of a report: choose another directory.")
     with atomic_directory(out, overwrite=overwrite, marker=NUMBERS, content=WRITTEN_BY) as folder:
         yield folder
 
 
 def fill(folder: Path, inspections: Sequence[Inspection]) -> None:
-    """Write the files of a report.
+    """Write all files of a report.
 
     Args:
         folder: A directory that exists.
@@ -94,8 +94,8 @@ def labels(inspections: Sequence[Inspection]) -> list[str]:
         inspections: The inspections that figures show.
 
     Returns:
-        An empty label if there is one model. Else the letter of the page and the end of each model's name, as long as
-        it takes to tell them apart.
+        An empty label for a single model. For two, the letter of the page and the last parts of the model's path, as
+        many as make the labels differ.
     """
     if len(inspections) < 2:
         return [""] * len(inspections)
@@ -107,10 +107,10 @@ def labels(inspections: Sequence[Inspection]) -> list[str]:
 
 
 def _figures(inspections: Sequence[Inspection]) -> dict[str, Callable[[], "Figure"]]:
-    """Return functions that draw the figures of a report, by kind as [`render`] takes it, in the order of the page."""
+    """Return a function for each figure of a report, by its kind for [`render`], in the order of the page."""
     labelled = dict(zip(labels(inspections), inspections))
     draw: dict[str, Callable[[], Figure]] = {}
-    # Two models get the same scale.
+    # The maps of two models have the same scale.
     spread_limit = max((largest(i.depth_attention.spread) for i in inspections if i.depth_attention), default=0.0)
     mixing_limit = max(largest(i.mixing.mean) for i in inspections)
     for letter, (label, inspection) in zip(LABELS, labelled.items()):

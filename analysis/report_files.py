@@ -1,6 +1,6 @@
-"""The names of the files that a report of `attnres inspect` can hold, and the files of a report in a folder.
+"""The names of the files that a report of `attnres inspect` can have, and the files of the report in a folder.
 
-Publishing and serving a report go by these names, since its folder may hold other files, too.
+A folder with a report may hold other files too. Only files with these names are published and served.
 """
 
 from pathlib import Path
@@ -22,11 +22,11 @@ TOGETHER = {
     "sinks": "sinks",
     "interventions": "interventions",
 }
-_MAX_NUMBERS = 100 * 10**6  # bytes; a larger `inspection.json` is no report's, and is not read
+_MAX_NUMBERS = 100 * 10**6  # bytes; a larger `inspection.json` is not from a report, and is not read
 
 
 def figure_name(kind: str, letter: str = "") -> str:
-    """Return the name of a figure's files without suffix.
+    """Return the file name of a figure without its suffix.
 
     Args:
         kind: The kind of figure: a value of `MAPS`, `mixing`, or a key of `TOGETHER`.
@@ -36,19 +36,19 @@ def figure_name(kind: str, letter: str = "") -> str:
 
 
 def report_names() -> set[str]:
-    """Return the names of all files that a report can hold."""
+    """Return the names of all files that a report can have."""
     kinds = [figure_name(kind, letter) for kind in (*MAPS.values(), "mixing") for letter in ("", *LABELS)]
     return {PAGE, NUMBERS, *TABLES, *(f"{kind}{suffix}" for kind in (*kinds, *TOGETHER) for suffix in SUFFIXES)}
 
 
 def report_files(folder: Path) -> dict[str, Path]:
-    """Return the files of the report in a folder by their names, links included.
+    """Return the files of the report in a folder, including links.
 
     Args:
         folder: The folder to look in. The caller decides whether to follow a link.
 
     Returns:
-        The paths of the files. There are none if `attnres inspect` has not written to this folder.
+        The paths of the files by their names; empty if `attnres inspect` has not written to this folder.
     """
     numbers = folder / NUMBERS
     if not numbers.is_file() or numbers.stat().st_size > _MAX_NUMBERS:

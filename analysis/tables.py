@@ -1,7 +1,7 @@
-"""Tables of results in Markdown files, written in place between marks.
+"""Write tables of results into Markdown pages, between marks.
 
-Pages of this project show numbers that commands measure. A page marks the place of each table, and the command that
-measured the numbers replaces the table there.
+Pages of this project show numbers that commands measure. A page marks the place of each table. The command that
+measures the numbers replaces the table there.
 """
 
 import os
@@ -14,17 +14,17 @@ from attnres.utils.files import atomic_write, locked
 def update_tables(path: Path, tables: dict[str, str]) -> None:
     """Write tables between the marks `<!-- NAME -->` and `<!-- end -->` of a Markdown file.
 
-    A table without marks is added at the end of the file. A file that does not exist is made.
+    A table without marks is added at the end of the file. A missing file is made.
 
     Args:
         path: The Markdown file.
         tables: The tables in Markdown by the names of their marks.
 
     Raises:
-        ValueError: A mark has no end, or another mark before its end, or stands there twice, or the file is not UTF-8.
-            The file stays as it is.
+        ValueError: A mark has no end, has another mark before its end, or occurs twice; or the file is not UTF-8. The
+            file stays as it is.
     """
-    path = Path(os.path.realpath(path))  # so that the file is replaced and not a link to it
+    path = Path(os.path.realpath(path))  # so that a link stays, and the file behind it is replaced
     path.parent.mkdir(parents=True, exist_ok=True)
     # Another process may write other tables of the same page.
     with locked(path.with_name(f".{path.name}.lock"), path, wait=True):
@@ -32,11 +32,11 @@ def update_tables(path: Path, tables: dict[str, str]) -> None:
 
 
 def check_tables(path: Path, prefix: str) -> None:
-    """Check before long work that [`update_tables`] can write the tables of a page.
+    """Check that [`update_tables`] can write the tables of a page. Call this before long work.
 
     Args:
         path: The Markdown file, which need not exist.
-        prefix: The begin of the names of the marks to check.
+        prefix: The beginning of the names of the marks to check.
 
     Raises:
         ValueError: As for [`update_tables`].
@@ -53,14 +53,14 @@ def _read(path: Path) -> str:
 
 
 def _with_tables(path: Path, text: str, tables: dict[str, str]) -> str:
-    """Return the text of a file with these tables in it."""
+    """Return the text of a page with these tables; `path` is for error messages."""
     for name, table in tables.items():
         begin, end = f"<!-- {name} -->", "<!-- end -->"
         if begin not in text:
             text += f"\n{begin}\n{end}\n"
         head, _, rest = text.partition(begin)
         if begin in rest:
-            raise ValueError(f"{path}: `{begin}` stands there twice. Keep one of its tables.")
+            raise ValueError(f"{path}: `{begin}` occurs twice: keep one of its tables.")
         old, closing, tail = rest.partition(end)
         if not closing or "<!--" in old:
             raise ValueError(f"{path}: the table of `{begin}` does not end with `{end}`.")

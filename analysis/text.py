@@ -1,4 +1,4 @@
-"""The text that models are inspected on: cut into sequences of equal length, as token ids and as words for people."""
+"""Read a text to inspect models on, and cut it into sequences of equal length."""
 
 import hashlib
 import os
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from attnres.utils.wording import counted
 
-# Characters to read for each token that is needed. Few texts have so many characters in a token.
+# Characters to read for each token that is needed. Few texts have more characters in a token.
 _CHARACTERS_PER_TOKEN = 20
 
 
@@ -23,7 +23,7 @@ class InspectedText:
 
     Attributes:
         name: The name of the file, or a description of the text.
-        content: The text, or as much of it as is needed.
+        content: The beginning of the text, long enough for the inspection.
     """
 
     name: str
@@ -36,14 +36,14 @@ class InspectedText:
 
 
 def read_text(path: str | os.PathLike, tokens: int) -> InspectedText:
-    """Read the beginning of a file, enough for so many tokens, without the white space before it.
+    """Read the beginning of a file, and strip its leading white space.
 
     Args:
         path: A plain text file.
-        tokens: The number of tokens that are needed.
+        tokens: The number of tokens that the text must have; 20 characters are read for each.
 
     Returns:
-        The text, by the name of the file.
+        The text, with the name of the file.
 
     Raises:
         OSError: The file cannot be read.
@@ -52,7 +52,7 @@ def read_text(path: str | os.PathLike, tokens: int) -> InspectedText:
     try:
         with open(path, encoding="utf-8") as file:
             content = file.read(_CHARACTERS_PER_TOKEN * tokens).lstrip()
-            # The file may begin with more white space than was read.
+            # If only white space was read, the text begins later.
             while not content and (part := file.read(_CHARACTERS_PER_TOKEN * tokens)):
                 content = part.lstrip()
     except UnicodeDecodeError as error:
@@ -63,15 +63,15 @@ def read_text(path: str | os.PathLike, tokens: int) -> InspectedText:
 
 
 def language_reference(tokens: int) -> InspectedText:
-    """Return prose that is on every machine: the help pages of the Python language, as `help()` shows them.
+    """Return a text that is on every machine: the pages on the Python language that `help()` shows.
 
     Args:
-        tokens: The number of tokens that are needed.
+        tokens: The number of tokens that the text must have; 20 characters are returned for each.
 
     Returns:
         The beginning of the pages, in the order of their names.
     """
-    from pydoc_data.topics import topics  # half a megabyte, which only this needs
+    from pydoc_data.topics import topics  # half a megabyte, which only this function needs
 
     name = f"the language reference of Python {sys.version_info.major}.{sys.version_info.minor}"
     pages = "\n\n".join(topics[topic] for topic in sorted(topics))
@@ -81,39 +81,39 @@ def language_reference(tokens: int) -> InspectedText:
 def cut(text: InspectedText, tokenizer: PreTrainedTokenizerBase, length: int, tokens: int) -> tuple[Tensor, list[str]]:
     """Cut a text into sequences of equal length.
 
-    Each sequence begins with the token that the tokenizer puts in front of a text, if it puts one there.
+    If the tokenizer puts a BOS token in front of a text, every sequence begins with it.
 
     Args:
         text: The text to cut.
         tokenizer: The tokenizer of the model.
         length: The number of tokens of a sequence.
-        tokens: The number of tokens to return at most, but at least one sequence.
+        tokens: The largest number of tokens to return. At least one sequence is returned.
 
     Returns:
-        Token ids `[sequences, length]`, and the words of the first sequence, one for each token. Joined, the words
-        after the first token are the text itself.
+        Token ids `[sequences, length]` in int64, and the words of the first sequence, one for each token. The words
+        after the BOS token, joined, are the beginning of the text.
 
     Raises:
         ValueError: The text is shorter than one sequence.
     """
     encoded = tokenizer(text.content, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
-    ids, before = encoded["input_ids"], tokenizer("", verbose=False)["input_ids"]
-    before = [before[0]] if before and before[0] == tokenizer.bos_token_id else []
-    step = length - len(before)
+    ids, special = encoded["input_ids"], tokenizer("", verbose=False)["input_ids"]
+    prefix = [special[0]] if special and special[0] == tokenizer.bos_token_id else []
+    step = length - len(prefix)
     if len(ids) < step:
         raise ValueError(
             f"{text.name} has {counted(len(ids), 'token')}, but one sequence takes {step:,}: give a longer text or a "
             "smaller length."
         )
-    sequences = [before + ids[begin : begin + step] for begin in range(0, len(ids) - step + 1, step)]
-    first = sequences[0][len(before) :]
+    sequences = [prefix + ids[begin : begin + step] for begin in range(0, len(ids) - step + 1, step)]
+    first = sequences[0][len(prefix) :]
     words = tokenizer.convert_ids_to_tokens(first)
     if tokenizer.is_fast:
         ends = [0, *(end for _, end in encoded["offset_mapping"][:step])]
-        # A character that takes several tokens is shown at the first of them, and the others get a dot.
+        # Of the tokens of one character, the first gets the character, and the others get a dot.
         words = [text.content[begin:end] or "·" for begin, end in pairwise(ends)]
-    kept = sequences[: max(1, tokens // length)]
-    return torch.tensor(kept, dtype=torch.long), [*tokenizer.convert_ids_to_tokens(before), *words]
+    sequences = sequences[: max(1, tokens // length)]
+    return torch.tensor(sequences, dtype=torch.long), [*tokenizer.convert_ids_to_tokens(prefix), *words]
 
 
 __all__ = ["InspectedText", "cut", "language_reference", "read_text"]

@@ -1,7 +1,7 @@
-"""Passes of a model in which every read and write of its residual connections is seen, or changed.
+"""Record or change every read and write of a model's residual connections during its forward passes.
 
 A residual connection reads the input of a sublayer from a state that flows through the depth, and writes the sublayer's
-output to that state. All measurements of the depth stand between the model and these two operations (`watched`).
+output to that state. All measurements of the depth intercept these two operations by `watched`.
 """
 
 import threading
@@ -23,7 +23,7 @@ from .batches import Batch, inputs_of, predicted_mask
 
 # Only one measurement runs at a time in a process, since each replaces methods of modules and puts them back.
 _MEASURING = threading.RLock()
-# The module of the hooks by which `transformers` records outputs. They do nothing unless a call asks for outputs.
+# The module of the hooks by which `transformers` records outputs. They do nothing unless a call requests outputs.
 _OUTPUT_RECORDER = "transformers.utils.output_capturing"
 
 
@@ -36,14 +36,14 @@ def connections_of(model: nn.Module) -> list[nn.Module]:
 
 
 def family_member(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model itself if it is of the family, else a family member that computes the same with its weights.
+    """Return a model of the family itself. For a standard model, make a family member that computes the same.
 
     Args:
-        model: A model of the family, or a standard causal language model on a backbone that the family knows.
+        model: A model of the family, or a standard causal language model on a backbone in `BACKBONES`.
 
     Returns:
-        A model with residual connections. Made from a standard model, it shares its tensors and has the standard
-        residual stream.
+        A model with residual connections. The member for a standard model shares that model's tensors and has the
+        standard residual stream.
 
     Raises:
         ValueError: The model is not of the family and cannot become a member: its backbone is not known, it is
@@ -53,34 +53,35 @@ def family_member(model: PreTrainedModel) -> PreTrainedModel:
         return model
     model = getattr(model, "_orig_mod", model)  # the module inside the wrapper of `torch.compile`
     if hasattr(model, "peft_config"):
-        raise ValueError("a standard model must not have an adapter to be inspected: call `merge_and_unload` first.")
+        raise ValueError("a standard model with an adapter cannot be inspected: call `merge_and_unload` first.")
     hooks = [
         hook
         for module in model.modules()
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     ]
-    # A pass of the member calls other modules than these, so it would skip their hooks without a word.
+    # A pass of the member calls other modules, so it would skip these hooks silently.
     if any(getattr(hook, "__module__", None) != _OUTPUT_RECORDER for hook in hooks):
         raise ValueError(
             f"{type(model).__name__} has hooks, which would not be called: remove them, or inspect "
-            '`attnres.conversion.retrofit(model, "standard")` and put them there.'
+            '`attnres.conversion.retrofit(model, "standard")` and register them there.'
         )
     if model.config.model_type not in BACKBONES:
         raise ValueError(
-            f"the model type {model.config.model_type!r} cannot be inspected: it must be of the family or one of its "
-            f"backbones, {', '.join(map(repr, BACKBONES))}. `attnres.add_backbone` brings the family to others."
+            f"the model type {model.config.model_type!r} cannot be inspected: it must be one of "
+            f"{', '.join(map(repr, BACKBONES))}, or of the family. `attnres.add_backbone` adds another backbone."
         )
     member = retrofit(model, "standard")
-    places = getattr(model, "hf_device_map", {})
-    return dispatch_model(member, places) if len(set(places.values())) > 1 else member
+    # The member's modules are new, so `accelerate` must place them again.
+    device_map = getattr(model, "hf_device_map", {})
+    return dispatch_model(member, device_map) if len(set(device_map.values())) > 1 else member
 
 
 @contextmanager
 def measuring(model: nn.Module) -> Iterator[None]:
-    """Keep the model in evaluation mode and its compiled parts uncompiled within the block.
+    """Put the model into evaluation mode and turn compiled code off within the block.
 
     Args:
-        model: The model to measure. The mode of each of its modules is restored at the end.
+        model: The model to measure. Each of its modules returns to its own mode at the end.
     """
     with _MEASURING:
         training = [module for module in model.modules() if module.training]
@@ -100,23 +101,23 @@ def watched(
     read: Callable[..., tuple[Tensor, Tensor | None, Any]] | None = None,
     write: Callable[..., Any] | None = None,
 ) -> Iterator[None]:
-    """Put `read` and `write` between the model and its connections within the block, in this thread.
+    """Replace the read and the write of all residual connections within the block, for passes of this thread.
 
-    Within the block, connections are read one by one: the inference plan, which would read in their place, is off.
+    The inference plan, which reads without calling the connections, is off within the block.
 
     Args:
         model: A model of the family.
-        read: Called for every read as `read(connection, original, state, *norm)`, in the order of depth. `original`
-            is the method that it replaces; `norm` is the weight of the key norm, if the connection takes one. It
-            returns what `original(state, *norm)` returns: the input `[batch, seq, hidden]`, the depth weights
+        read: Called for every read as `read(connection, original, state, *norm)`, in the order of depth. `original` is
+            the replaced method; `norm` is the weight of the key norm, if the connection takes one. Like
+            `original(state, *norm)`, it must return the input `[batch, seq, hidden]`, the depth weights
             `[sources, batch, seq]` or `None`, and the state. `None` leaves reads as they are.
-        write: Called for every write as `write(connection, original, state, output)`. It returns the new state, as
-            `original(state, output)` does. `None` leaves writes as they are.
+        write: Called for every write as `write(connection, original, state, output)`. Like `original(state, output)`,
+            it must return the new state. `None` leaves writes as they are.
     """
     thread = threading.get_ident()
 
     def call(replacement: Callable[..., Any], connection: nn.Module, original: Callable[..., Any], *args: Any) -> Any:
-        # Another thread may run the same model meanwhile. Its passes are not watched.
+        # Another thread may run the same model meanwhile. Its passes must stay as they are.
         if threading.get_ident() != thread:
             return original(*args)
         return replacement(connection, original, *args)
@@ -145,10 +146,10 @@ def run(model: PreTrainedModel, batch: Batch, **kwargs: Any) -> Any:
 
     Raises:
         ValueError: The logits, or the last hidden state, hold NaN or infinity. The message names the first weight that
-            does, if there is one.
+            holds NaN or infinity, if there is one.
     """
     inputs, device = inputs_of(batch), model.device
-    # The device is "meta" where the model's first weight is offloaded. Hooks move the inputs then.
+    # The device is "meta" if the model's first weight is offloaded. Then hooks move the inputs.
     if device.type != "meta":
         inputs = {name: value.to(device) for name, value in inputs.items()}
     outputs = model(**inputs, use_cache=False, return_dict=True, **kwargs)
@@ -156,20 +157,20 @@ def run(model: PreTrainedModel, batch: Batch, **kwargs: Any) -> Any:
     if not result.isfinite().all():
         broken = (name for name, tensor in model.named_parameters() if not (tensor.is_meta or tensor.isfinite().all()))
         weight = next(broken, None)
-        why = f"`{weight}` holds values that are not finite" if weight else f"they overflow in {model.dtype}"
-        raise ValueError(f"the results of {type(model).__name__} are not finite: {why}.")
+        reason = f"`{weight}` holds values that are not finite" if weight else f"they overflow in {model.dtype}"
+        raise ValueError(f"the results of {type(model).__name__} are not finite: {reason}.")
     return outputs
 
 
 def summed_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Run one forward pass and return the loss of all predicted tokens together, in nats.
+    """Run one forward pass and return the loss in nats, summed over all predicted tokens.
 
     Args:
         model: A causal language model.
         batch: Token ids `[batch, seq]`, or a mapping with `input_ids` among others.
 
     Returns:
-        The sum over tokens of the cross entropy, a scalar in float32 or wider. Losses of a router are not in it.
+        The sum of the cross entropy, a scalar in float32 or wider, without the losses of a router.
 
     Raises:
         ValueError: The model is not a causal language model, or its results are not finite.
@@ -185,7 +186,7 @@ def summed_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 @contextmanager
 def _replaced(module: nn.Module, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method of one module within the block; the replacement gets the method before its arguments."""
+    """Replace a method of one module within the block. The replacement is called with the method as first argument."""
     original, is_on_instance = getattr(module, name), name in vars(module)
     setattr(module, name, partial(replacement, original))
     try:

@@ -1,1 +1,1 @@
-"""The command line: `main` is where it begins, `app` has its options, then one file a command."""
+"""The command line `attnres`: `main` runs it, `app` lists the commands, and each command has its own files."""

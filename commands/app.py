@@ -1,7 +1,7 @@
-"""Put the commands together into the command line.
+"""Assemble the command line from its commands.
 
 `options_NAME.py` declares the options of a command and checks paths and names without PyTorch, whose import takes
-seconds. It then imports `NAME.py`, which does the work.
+seconds. Then it imports `NAME.py`, which does the work.
 """
 
 from typing import Annotated
@@ -44,7 +44,7 @@ def attnres(
 ) -> None:
     """Attention Residuals for Transformers.
 
-    attnres list                                  the names that commands take
+    attnres list                                  names of recipes, connections, ...
     attnres convert MODEL my-attnres              put attention residuals into a pretrained model
     attnres train heal model=my-attnres train=text.jsonl out=runs/heal
     attnres eval my-attnres --baseline MODEL --out scores
@@ -55,12 +55,12 @@ def attnres(
     """
 
 
-# In the order of the help.
+# The help lists the commands in this order.
 app.command(cls=Command, short_help="Compare attention residuals with the residual stream, in minutes.")(demo)
 app.command(cls=Command)(convert)
 app.command(cls=Command)(train)
 app.command("eval", cls=Command)(evaluate)
-app.command(cls=Command, short_help="Show what a model does with its depth, as a page with figures.")(inspect)
+app.command(cls=Command, short_help="Show how a model uses its depth, as a page with figures.")(inspect)
 app.command(cls=Command, short_help="Publish a model on the Hub, with a card.")(push)
 app.command(cls=Command)(bench)
-app.command("list", cls=Command)(list_names)
+app.command("list", cls=Command, short_help="List the names that you can give to commands.")(list_names)

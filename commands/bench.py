@@ -10,7 +10,7 @@ import typer
 
 from attnres.utils.wording import install_command
 
-from .choices import Debug, given
+from .choices import Debug, given_options
 from .connections import flag
 from .guard import loading
 
@@ -42,20 +42,20 @@ def bench(
         list[BenchPart] | None, typer.Option(help="Measure this part; may be repeated.  [default: all]")
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads of PyTorch on the CPU.")] = 2,
-    repeats: Annotated[int, typer.Option(min=1, help="Times that all ways take their turn, on the CPU.")] = 5,
-    device: Annotated[Device, typer.Option(help="Measure on the CPU, or the parts of their own that GPUs have.")] = (
-        Device.cpu
-    ),
+    repeats: Annotated[int, typer.Option(min=1, help="Repeats of each measurement on the CPU, interleaved.")] = 5,
+    device: Annotated[Device, typer.Option(help="`cpu`, or `cuda` for the separate benchmark of GPUs.")] = Device.cpu,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for results.  [default: benchmarks/results; nowhere with --quick or on a GPU]"),
+        typer.Option(help="Folder for results.  [default: benchmarks/results; none with --quick or on a GPU]"),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes, to see that it runs; no measurement.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Use tiny sizes, to test the benchmark; the numbers mean nothing.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Measure speed and memory against peers.
 
-    From a checkout of the repository, where `python -m benchmarks` is the same.
+    This needs a checkout of the repository. There, `python -m benchmarks` is the same command.
 
     attnres bench --quick
     attnres bench --only models --threads 1
@@ -63,7 +63,7 @@ def bench(
     checkout = Path(__file__).resolve().parents[1]
     if (checkout / "benchmarks" / "run.py").is_file():
         sys.path.insert(0, str(checkout))
-    cpu_options = [flag(name) for name in ("only", "threads", "repeats") if name in given(context)]
+    cpu_options = [flag(name) for name in ("only", "threads", "repeats") if name in given_options(context)]
     if device == Device.cuda and cpu_options:
         raise typer.BadParameter(f"{' and '.join(cpu_options)} and --device cuda exclude each other.")
     try:
@@ -77,14 +77,14 @@ def bench(
         if error.name is None or error.name.partition(".")[0] != "benchmarks":
             raise
         raise RuntimeError(
-            "attnres bench needs a checkout of the repository, installed with pip install -e, "
-            "because benchmarks are not part of the package."
+            "attnres bench needs a checkout of the repository, installed with pip install -e: "
+            "benchmarks are not part of the package."
         ) from error
     if device == Device.cuda:
         raise typer.Exit(on_gpu([*(["--out", str(out)] if out else []), *(["--quick"] if quick else [])]))
     if find_spec("numba") is None:
         raise ModuleNotFoundError(
-            f"attnres bench measures the compiled loops, which need the package numba: {install_command('cpu')}"
+            f"attnres bench needs the package numba for the compiled loops: {install_command('cpu')}"
         )
     if out is None and not quick:
         out = HERE / "results"

@@ -1,6 +1,6 @@
-"""Shared parts of the commands: `--debug`, the error of a wrong value, marks of written directories, safe printing.
+"""Common parts of the commands: `--debug`, help texts, marks of written directories, safe printing.
 
-This file is imported for every help text, so it imports no PyTorch.
+Every help text imports this file, so it does not import PyTorch.
 """
 
 from typing import Annotated, Any
@@ -9,9 +9,10 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
-from .guard import show_tracebacks
+from .guard import printable, show_tracebacks
 
-# A directory with such a file may be replaced by `--overwrite`; see `attnres.utils.files.atomic_directory`.
+# `--overwrite` may replace a directory that has a file `marker` with this `content`; see
+# `attnres.utils.files.atomic_directory`.
 WRITTEN_MODEL = {"marker": "config.json", "content": '"model_type"'}
 WRITTEN_REPORT = {"marker": "inspection.json", "content": '"written_by": "attnres inspect"'}
 
@@ -22,26 +23,26 @@ Debug = Annotated[
 
 
 def _keep_examples(text: str | None) -> str | None:
-    """Mark the examples in a help text, the paragraphs that begin with `attnres `, so that their lines stay."""
-    # click fills every paragraph except those that begin with a line of a backspace character.
+    """Mark the examples in a help text, which are paragraphs that begin with `attnres `, to keep their line breaks."""
+    # click rewraps a paragraph unless its first line is a backspace character.
     return text and text.replace("\n\nattnres ", "\n\n\b\nattnres ")
 
 
 class CommandGroup(TyperGroup):
-    """A group of commands in whose help text the lines of examples stay."""
+    """A group of commands. Its help text keeps the line breaks of examples."""
 
     def __init__(self, *, help: str | None = None, **options: Any):
         super().__init__(help=_keep_examples(help), **options)
 
 
 class Command(TyperCommand):
-    """A command in whose help text the lines of examples stay, and whose errors are without a prefix of pydantic."""
+    """A command. Its help text keeps the line breaks of examples, and its errors lose the prefix of pydantic."""
 
     def __init__(self, name: str | None, *, help: str | None = None, **options: Any):
         super().__init__(name, help=_keep_examples(help), **options)
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
-        """Parse arguments as typer does, and raise its errors without the prefix `Value error, `."""
+        """Parse arguments as typer does, but raise errors without pydantic's prefix `Value error, `."""
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
@@ -50,15 +51,10 @@ class Command(TyperCommand):
 
 
 def shown(text: str) -> str:
-    """Return a text for `rich` that shows literally: markup is escaped, and control characters are shown as codes."""
+    """Escape a text, so that `rich` prints it literally: neither as markup nor with control characters."""
     return escape(printable(text))
 
 
-def printable(text: str) -> str:
-    """Return a text in which control characters and line ends are replaced by their escape codes."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
-def given(context: typer.Context) -> list[str]:
-    """Return the Python names of the options and arguments that the user has given."""
+def given_options(context: typer.Context) -> list[str]:
+    """Return the Python names of the options and arguments on the command line, without those left at a default."""
     return [name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"]

@@ -1,7 +1,7 @@
 """Describe the residual connections for the command line, without importing PyTorch.
 
-Everything that the command line shows of connections derives from this one table. `tests/commands/test_quick.py`
-compares it with the registry `attnres.CONNECTIONS`, whose import takes seconds.
+Help texts and options derive from this table. The import of the registry `attnres.CONNECTIONS` takes seconds;
+`tests/commands/test_quick.py` compares the table with it.
 """
 
 import math
@@ -27,7 +27,7 @@ def flag(option: str) -> str:
 
 
 def owners(option: str) -> str:
-    """Return the names of the connections that have an option, joined as in a sentence."""
+    """Return the names of the connections that have an option, as `a, b or c`."""
     *others, last = (name for name, (_, options) in CONNECTIONS.items() if option in options)
     return f"{', '.join(others)} or {last}" if others else last
 
@@ -41,14 +41,14 @@ def describe_connections() -> str:
 
 
 def remark_on_blocks(config: Any, num_blocks: int | None) -> str | None:
-    """Return a remark on the number of blocks of a retrofit, if it may not be what the user meant.
+    """Return a remark if a retrofit has another number of blocks than the user may expect.
 
     Args:
         config: The configuration of the result.
-        num_blocks: The number that the user asked for, if any.
+        num_blocks: The number of blocks that the user gave; `None` if not given.
 
     Returns:
-        A sentence, or None.
+        A sentence, or `None` if there is nothing to remark.
     """
     if config.residual_connection != owners("num_blocks"):
         return None
@@ -60,8 +60,8 @@ def remark_on_blocks(config: Any, num_blocks: int | None) -> str | None:
         return f"--num-blocks {num_blocks} becomes {count}: {sublayers} sublayers, {size} to a block."
     if num_blocks is None and count == 1 and size > 1:
         return (
-            f"a block size of {size} puts all {sublayers} sublayers into one block, so that each has but the embedding "
-            f"and one sum to attend to. --block-size {math.ceil(sublayers / 8)} would make about 8."
+            f"a block size of {size} puts all {sublayers} sublayers into one block, so that each attends only to the "
+            f"embedding and one sum. --block-size {math.ceil(sublayers / 8)} would make about 8 blocks."
         )
     return None
 

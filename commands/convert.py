@@ -1,6 +1,6 @@
-"""`attnres convert`: plan, write into a directory beside the target, verify, and rename it to the target.
+"""`attnres convert`: plan, write into a temporary directory beside the target, verify, and rename.
 
-The result gets its name only at the end, so that a failed or interrupted conversion leaves nothing behind.
+The result gets its name only at the end, so a failed or interrupted conversion leaves nothing behind.
 """
 
 import math
@@ -23,9 +23,10 @@ from attnres.utils.files import atomic_directory
 from attnres.utils.progress import ProgressBar, status
 from attnres.utils.wording import counted
 
-from .choices import WRITTEN_MODEL, printable, shown
+from .choices import WRITTEN_MODEL, shown
+from .guard import printable
 
-MAX_NAMED = 10  # tensors in one message
+MAX_NAMED = 10  # the largest number of tensors that a message names
 
 
 def run_convert(
@@ -48,15 +49,16 @@ def run_convert(
         target: The directory to write.
         make_plan: One of the `plan_*` functions of `attnres.conversion.convert`, with its other arguments bound.
         revision: The branch, tag or commit on the Hub.
-        verify: Whether to compare the two models' logits. By default if one of them fits in memory in float32.
+        verify: Whether to compare the two models' logits. `None`: if one of them fits in memory in float32.
         text: A file to compare on instead of the built-in prompts.
         hard_link: Whether to link the weights instead of copying them.
         overwrite: Whether to replace a model at `target`.
-        trust_remote_code: Whether to copy code that came with the source, such as that of its tokenizer.
-        num_blocks: The number of blocks that the user asked for. A note says so if it becomes another.
+        trust_remote_code: Whether to copy code that came with the source, such as the code of its tokenizer.
+        num_blocks: The number of blocks that the user gave. A note is printed if the result has another number.
 
     Raises:
-        OSError, RuntimeError, ValueError: Nothing is left behind, and the message names the file, tensor or value.
+        OSError, RuntimeError, ValueError: The conversion failed and left nothing behind. The message names the file,
+            tensor or value.
     """
     console = Console(soft_wrap=True, highlight=False)
     folder = find(source, revision)
@@ -87,12 +89,13 @@ def run_convert(
 
 
 def _progress(console: Console) -> ProgressBar:
+    """Return a progress bar in bytes, with the speed and the time that is left."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     return ProgressBar(*columns, TextColumn("left:"), TimeRemainingColumn(), console=console)
 
 
 def _describe(plan: Plan) -> str:
-    """Return lines on the source's size, the result's connections, and the tensors added or left out."""
+    """Return lines about the source's size, the result's connections, and the tensors added or left out."""
     checkpoint, config = plan.checkpoint, plan.config
     tensors, files = counted(len(checkpoint.entries), "tensor"), counted(len(checkpoint.shards), "file")
     parts = [f"{tensors} in {files}, {show_bytes(checkpoint.num_bytes)}"]
@@ -115,12 +118,12 @@ def _describe_unread(names: Sequence[str]) -> str:
     more = f" and {len(names) - MAX_NAMED:,} more" if len(names) > MAX_NAMED else ""
     tensors = counted(len(names), "tensor")
     return (
-        f"Warning: the model does not read {tensors} of the source: {first}{more}. Copied unchanged, and not verified."
+        f"Warning: the model does not read {tensors} of the source: {first}{more}. Copied unchanged and not verified."
     )
 
 
 def _read_text(path: Path) -> str:
-    """Return the beginning of a text file, as much as a comparison may need."""
+    """Return the beginning of a text file, long enough for a comparison."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_CHARACTERS)
@@ -132,7 +135,7 @@ def _read_text(path: Path) -> str:
 
 
 def _write_card(plan: Plan, stage: Path, source: str, name: str, comparison: FunctionComparison | None) -> None:
-    """Write the model card. It continues the source's card, if that is one of this package, by this conversion."""
+    """Write the model card. If the source has a card of this package, add this conversion to it."""
     folder, config = plan.checkpoint.folder, plan.config
     hub_id, commit = on_hub(folder, source)
     changed = "Retrofit" if plan.added else "Other options for the residual connections"
@@ -146,7 +149,7 @@ def _write_card(plan: Plan, stage: Path, source: str, name: str, comparison: Fun
     if plan.difference is not None:
         parts.append(f"Not the same function: {plan.difference}.")
     elif comparison is None:
-        parts.append("That the result computes the same function was not verified.")
+        parts.append("It was not verified that the result computes the same function.")
     else:
         parts.append(f"The result computed the same function as its source: {comparison}.")
     step = " ".join(map(printable, parts))
@@ -158,19 +161,19 @@ def _write_card(plan: Plan, stage: Path, source: str, name: str, comparison: Fun
 def _verify(
     console: Console, plan: Plan, stage: Path, verify: bool | None, texts: Sequence[str]
 ) -> FunctionComparison | None:
-    """Compare source and result and print the comparison, which is returned; None if they are not compared.
+    """Compare source and result. Print and return the comparison; return `None` if they are not compared.
 
     Raises:
-        RuntimeError: They compute different functions, which was not expected.
+        RuntimeError: Source and result compute different functions, although the plan promises the same function.
     """
     if verify is False:
         return None
     if verify is None and getattr(plan.config, "quantization_config", None) is not None:
-        console.print("Not verified: quantised weights need packages of their own. --verify tries all the same.")
+        console.print("Not verified: quantised weights need further packages. --verify compares nevertheless.")
         return None
     lacking = missing_memory(sum(math.prod(entry.shape) for entry in plan.checkpoint.entries.values()))
     if verify is None and lacking:
-        console.print(f"Not verified: {show_bytes(lacking)} more memory is needed. --verify tries all the same.")
+        console.print(f"Not verified: {show_bytes(lacking)} more memory is needed. --verify compares nevertheless.")
         return None
     with status(console, "Comparing the two models on text ..."):
         comparison = compare(plan.checkpoint.folder, stage, texts)

@@ -29,9 +29,9 @@ from attnres.utils.files import atomic_write, locked
 from attnres.utils.progress import ProgressBar, status
 from attnres.utils.quiet import quiet_transformers
 
-from .left_out import no_result, tell
+from .missing_results import failure_count_error, print_failures
 
-WIDE = 160  # characters of a table that goes to a file
+WIDE = 160  # the width in characters of a table that is not printed on a terminal
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class EvaluatedModel:
     """A model under evaluation.
 
     Attributes:
-        name: The name as you gave it.
-        folder: The directory of its files.
-        store: Its results.
+        name: The name as the user gave it.
+        folder: The directory of the model's files.
+        store: The stored results of the model.
     """
 
     name: str
@@ -50,10 +50,9 @@ class EvaluatedModel:
 
 
 def run_eval(options: EvalOptions) -> None:
-    """Evaluate one model, or two on the same prompts, and report in `options.out`.
+    """Evaluate one model, or two on the same prompts, and write the report to `options.out`.
 
-    Results are stored task by task, under the settings that decide them. A result that is there already is not computed
-    again.
+    Results are stored task by task, under the settings that decide them. A stored result is not computed again.
 
     Args:
         options: What to evaluate. Its names and folders must have passed [`attnres.eval.start.check_run`].
@@ -61,16 +60,16 @@ def run_eval(options: EvalOptions) -> None:
     Raises:
         FileExistsError: `out` holds results of other settings, or of a benchmark that cannot be loaded now.
         OSError: A model does not exist.
-        ValueError: A model has no tokenizer, or a stored result is damaged or answers something else than its task asks
-            now.
-        RuntimeError: Some benchmarks have no result. The others are reported.
+        ValueError: A model has no tokenizer, or a stored result is damaged or belongs to other prompts than the task
+            has now.
+        RuntimeError: The command runs in several processes, or some benchmarks have no result. The others are reported.
     """
     console = Console(soft_wrap=True, highlight=False)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise RuntimeError("attnres eval runs as one process. Over several, use accelerate launch -m lm_eval.")
+        raise RuntimeError("attnres eval runs in one process. For several, use accelerate launch -m lm_eval.")
     folders = {name: find(name) for name in filter(None, (options.model, options.baseline))}
     for folder in folders.values():
-        load_tokenizer(folder)  # refuses a model without one before any data is loaded
+        load_tokenizer(folder)  # a model without a tokenizer must fail before any data is loaded
     with _only_run(options.out), quiet_transformers():
         models = [
             EvaluatedModel(name, folders[name], ResultStore(options.out / role, _setup(name, folders[name], options)))
@@ -83,11 +82,11 @@ def run_eval(options: EvalOptions) -> None:
                 show(f"Loading the data of {benchmark.title} ...")
 
             loaded, failures = load_all(options.benchmarks, options.data, options.allow_code_execution, on_load)
-        tell(console, failures, options.data)
+        print_failures(console, failures, options.data)
         if lost := find_lost(options.out, loaded):
             raise FileExistsError(
-                f"{options.out / REPORT} shows {', '.join(lost)}, and would lose that. Let this run have it too, or "
-                "choose another --out."
+                f"{options.out / REPORT} shows {', '.join(lost)}, and would lose that. Make its data load in this "
+                "run too, or choose another --out."
             )
         if any(benchmark.runs_code for benchmark in loaded):
             console.print(f"Generated programs run with: {sandbox.level()}.")
@@ -97,26 +96,26 @@ def run_eval(options: EvalOptions) -> None:
             except (KeyboardInterrupt, SystemExit):
                 console.print("Stopped. The same command goes on from the tasks that are finished.")
                 raise
-            tell(console, failures_of_runs, options.data)
+            print_failures(console, failures_of_runs, options.data)
             failures |= failures_of_runs
             for benchmark in failures_of_runs:
                 loaded.pop(benchmark)
         if loaded:
             _report(console, options.out, models, loaded, failure_lines(failures, options.data))
     if failures:
-        raise no_result(len(failures), len(options.benchmarks))
+        raise failure_count_error(len(failures), len(options.benchmarks))
 
 
 @contextmanager
 def _only_run(out: Path) -> Iterator[None]:
-    """Hold the folder `out`. Raise FileExistsError if another run holds it."""
+    """Lock the folder `out` within the block. Raise FileExistsError if another run has locked it."""
     out.mkdir(parents=True, exist_ok=True)
     with locked(out / ".lock", out):
         yield
 
 
 def _setup(name: str, folder: Path, options: EvalOptions) -> dict:
-    """Return the settings that decide a model's numbers, with sizes and times that show whether a file was replaced."""
+    """Return the settings that decide a model's numbers, with file sizes and times that reveal a replaced file."""
     files = {
         path.name: [path.stat().st_size, path.stat().st_mtime_ns]
         for path in sorted(folder.iterdir())
@@ -135,7 +134,7 @@ def _setup(name: str, folder: Path, options: EvalOptions) -> dict:
 def _run_all(console: Console, models: Sequence[EvaluatedModel], loaded: Loaded, options: EvalOptions) -> Failures:
     """Evaluate each model on its unfinished tasks, with one progress bar for all of them."""
     failures: Failures = {}
-    with console.status("Comparing what is stored with what is asked now ..."):
+    with console.status("Comparing stored results with the tasks ..."):
         jobs_of = {model.name: find_unfinished(loaded, model.store, options.limit, options.seed) for model in models}
     total = sum(job.work for jobs in jobs_of.values() for job in jobs)
     order = {benchmark: number for number, benchmark in enumerate(loaded, 1)}
@@ -158,13 +157,14 @@ def _run_all(console: Console, models: Sequence[EvaluatedModel], loaded: Loaded,
             lm = _load_model(model.folder, options.batch_size)
             failures |= run_jobs(lm, jobs, model.store, limit=options.limit, seed=options.seed, on_work=on_work)
             done_before += sum(job.work for job in jobs)
-            # Make room for the next model.
+            # Free the memory for the next model.
             del lm
             torch.cuda.empty_cache()
     return failures
 
 
 def _load_model(folder: Path, batch_size: int) -> SharedPrefixLM:
+    """Load a model for `lm_eval` on the GPUs that are there, else on the CPU."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     has_several_devices = torch.cuda.device_count() > 1
@@ -181,7 +181,7 @@ def _report(
     rows = [make_row(benchmark, tasks, results[-1], model.store, baseline_pair) for benchmark, tasks in loaded.items()]
     names = model.name, baseline.name if baseline else None
     report = to_markdown(rows, failures, *names, results=results[-1])
-    # Everything that can be refused was refused above. From here on, files are replaced.
+    # All checks are above, since files are replaced from here on.
     for file, combined in zip((RESULTS, BASELINE_RESULTS), reversed(results)):
         atomic_write(out / file, to_json(combined, indent=2))
     atomic_write(out / REPORT, report)
@@ -195,7 +195,7 @@ def _report(
 
 
 def _write_for_hub(console: Console, out: Path, hub_results: HubResults) -> None:
-    """Write the entries for the Hub, and print which benchmarks have none."""
+    """Write the entries for the Hub, and print which benchmarks have no entry and why."""
     if written := write_results(out, hub_results):
         files = ", ".join(path.name for path in written)
         console.print(f"For the Hub, in {FOLDER} there: {escape(files)}. attnres push --results publishes them.")

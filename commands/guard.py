@@ -1,7 +1,7 @@
-"""Run a command so that signals and errors end in one line on the terminal and in the right exit status.
+"""Run a command so that signals and errors give one line on the terminal and the right exit status.
 
-While a command is loading, there is nothing to clean up, and a signal ends the process at once. While it works, a
-signal becomes an exception, so that unfinished files are removed. This file is imported first, so it imports little.
+While a command is loading, there is nothing to clean up, so a signal ends the process at once. While it works, a signal
+becomes an exception, so that unfinished files are removed. This file is imported first, so it imports little.
 """
 
 import _thread
@@ -15,31 +15,32 @@ from collections.abc import Iterator
 from types import FrameType, TracebackType
 
 SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-# Errors whose messages explain themselves wherever they are raised, and errors that do if this package raises them.
-_OF_THE_SYSTEM = (ImportError, OSError)
-_EXPLAINED = (ArithmeticError, RuntimeError, ValueError)
-_RESEND_AFTER = 0.05  # seconds
+# Errors with messages for users, wherever they are raised.
+_FOR_USERS = (ImportError, OSError)
+# Errors with messages for users if this package raises them. From another package they are unforeseen.
+_FOR_USERS_IF_OURS = (ArithmeticError, RuntimeError, ValueError)
+_RESEND_AFTER = 0.05  # seconds until a lost signal is sent again
 
 
 class _State:
     """The state of the command that this process runs."""
 
-    working = False  # whether it works, after loading
+    working = False  # whether the command has loaded its modules and works
     debug = False  # whether `--debug` was given
-    received: int | None = None  # the signal that ended it
+    received: int | None = None  # the signal that ended the command
 
 
 _state = _State()
 
 
 def show_tracebacks(is_given: bool) -> None:
-    """Show the traceback of an error that ends the command, as `--debug` does."""
+    """Handle `--debug`, which may stand before and after the command: show the traceback of an error."""
     _state.debug = _state.debug or is_given
 
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Import the model family, then run the block, which imports what a command needs; after it, the work begins."""
+    """Import the model family, then run the block with a command's own imports. After the block, the work begins."""
     _state.working = False
     importlib.import_module("attnres.family")
     yield
@@ -48,15 +49,15 @@ def loading() -> Iterator[None]:
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Run a command in the block, and leave by `SystemExit` with the exit status that `main.py` documents."""
+    """Run the block, a command, and raise `SystemExit` with the exit status that `main.py` documents."""
     _state.working, _state.debug, _state.received = False, False, None
     for number in SIGNALS:
-        # A shell lets background jobs ignore signals, which stays so.
+        # A shell makes background jobs ignore signals. They must still ignore them.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _receive)
     sys.unraisablehook = _raise_again
     format_warning = warnings.formatwarning
-    # The family's own warnings are for the user, so they are printed without the place in the code.
+    # Warnings of the model family are for users, so they are printed without the place in the code.
     warnings.formatwarning = lambda message, category, *place, **line: (
         f"attnres: warning: {' '.join(str(message).split())}\n"
         if category.__name__ == "FamilyWarning"
@@ -82,6 +83,7 @@ def guarded() -> Iterator[None]:
 
 
 def _line(number: int) -> str:
+    """Return the line to print when this signal ends the command."""
     return f"attnres: {SIGNALS[signal.Signals(number)]}."
 
 
@@ -97,7 +99,7 @@ def _receive(number: int, frame: FrameType | None) -> None:
 
 
 def _raise_again(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Send a signal again that arrived in a destructor or callback, where Python drops exceptions."""
+    """Send a signal again if it arrived in a destructor or callback, where Python drops its exception."""
     if _state.received is None or not isinstance(unraisable.exc_value, KeyboardInterrupt | SystemExit):
         sys.__unraisablehook__(unraisable)
         return
@@ -109,7 +111,7 @@ def _raise_again(unraisable: "sys.UnraisableHookArgs") -> None:
 
 
 def _describe(error: BaseException) -> str:
-    """Return an error in one line. The traceback of an unforeseen one is written to a file, which the line names."""
+    """Return an error in one line. For an unforeseen error, write the traceback to a file that the line names."""
     import traceback
 
     from attnres.utils.errors import is_lost_connection, why_not_written
@@ -117,21 +119,26 @@ def _describe(error: BaseException) -> str:
     text = why_not_written(error) if isinstance(error, OSError) else " ".join(str(error).split())
     if isinstance(error, ModuleNotFoundError) and text.startswith("No module named"):
         text = _name_extra(error, text)
-    # A name in the message may hold control characters, such as those that change the colours of a terminal.
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    # A name in the message may contain control characters, which could change the terminal.
+    text = printable(text)
     trace = "".join(traceback.format_exception(error))
     if _state.debug:
         print(trace, end="", file=sys.stderr)
     if is_lost_connection(error):
-        return "attnres: another process of this run has ended; its own message says why."
-    if isinstance(error, _OF_THE_SYSTEM) or (isinstance(error, _EXPLAINED) and _is_ours(error.__traceback__)):
+        return "attnres: another process of this run has ended; see its message."
+    if isinstance(error, _FOR_USERS) or (isinstance(error, _FOR_USERS_IF_OURS) and _is_ours(error.__traceback__)):
         return f"attnres: {text or type(error).__name__}"
     line = f"attnres: unforeseen {type(error).__name__}{text and ': '}{text}"
     return line if _state.debug else f"{line} ({_write(trace)})"
 
 
+def printable(text: str) -> str:
+    """Replace control characters and line ends in a text by their escape codes."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def _name_extra(error: ModuleNotFoundError, text: str) -> str:
-    """Return the message on a missing module, with the command that installs it if an extra of this package has it."""
+    """Add to the message about a missing module the command that installs it, if an extra of this package has it."""
     from attnres.utils.wording import extras_with, install_command
 
     extras = extras_with((error.name or "").partition(".")[0])
@@ -141,7 +148,7 @@ def _name_extra(error: ModuleNotFoundError, text: str) -> str:
 
 
 def _is_ours(trace: TracebackType | None) -> bool:
-    """Return whether the innermost frame of a traceback is in this package."""
+    """Return whether the innermost frame of a traceback is in this package or its benchmarks."""
     module = None
     while trace is not None:
         module, trace = trace.tb_frame.f_globals.get("__name__", ""), trace.tb_next
@@ -149,7 +156,7 @@ def _is_ours(trace: TracebackType | None) -> bool:
 
 
 def _write(trace: str) -> str:
-    """Write a traceback to a temporary file, and return where it is."""
+    """Write a traceback to a temporary file, and return the words that name this file."""
     import tempfile
 
     try:

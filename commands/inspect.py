@@ -32,7 +32,7 @@ class InspectedSource:
         revision: The branch, tag or commit of the model on the Hub.
         tokenizer: The directory or Hub id of the tokenizer; `None` if it is with the model.
         dtype: The dtype to load the model in, as `from_pretrained` takes it; `auto` is the stored one.
-        device: The device to load the model to, such as `cpu` or `cuda:1`; `auto` uses all accelerators there are.
+        device: The device to load the model to, such as `cpu` or `cuda:1`; `auto` uses all accelerators, else the CPU.
         trust_remote_code: Whether to run Python code that comes with the model.
     """
 
@@ -48,13 +48,13 @@ class InspectedSource:
 
         Raises:
             OSError: A file cannot be read.
-            ValueError: The model or its tokenizer is missing, incomplete or damaged, or there is no such device.
+            ValueError: The model or its tokenizer is missing, incomplete or damaged, or the device does not exist.
         """
         shared = {"trust_remote_code": self.trust_remote_code}
         check_source_sizes(self.name, self.revision)
         with _in_one_line(self.name, "configuration"):
             AutoConfig.from_pretrained(self.name, revision=self.revision, **shared)
-        # The tokenizer is loaded before the model, since it fails sooner.
+        # The tokenizer is loaded before the model, since it takes less time to fail.
         name = self.tokenizer or self.name
         remedy = "" if self.tokenizer else "name one by --tokenizer"
         try:
@@ -86,7 +86,7 @@ class InspectedSource:
         if accelerator:
             names += [str(torch.device(accelerator.type, i)) for i in range(torch.accelerator.device_count())]
         if self.device not in (*names, accelerator.type if accelerator else "cpu"):
-            raise ValueError(f"there is no device {self.device!r} here, but {', '.join(names)}.")
+            raise ValueError(f"the device must be one of auto, {', '.join(names)}, got {self.device!r}.")
         return self.device
 
 
@@ -99,7 +99,7 @@ _LOADING_ERRORS = (
 
 @contextmanager
 def _in_one_line(name: str, part: str) -> Iterator[None]:
-    """Raise errors of loading as a `ValueError` of one line that names the model and the part that was loaded."""
+    """Turn loading errors within the block into a `ValueError` of one line that names the model and the part."""
     try:
         yield
     except _LOADING_ERRORS as error:
@@ -107,13 +107,14 @@ def _in_one_line(name: str, part: str) -> Iterator[None]:
 
 
 def _explanation(name: str, part: str, error: BaseException) -> str:
-    return f"{name} has no {part} that loads. ({type(error).__name__}: {' '.join(str(error).split())})"
+    """Return the message that a part of a model, such as its tokenizer, cannot be loaded."""
+    return f"the {part} of {name} cannot be loaded. ({type(error).__name__}: {' '.join(str(error).split())})"
 
 
 def run_inspect(
     sources: list[InspectedSource], out: Path, *, text: Path | None, overwrite: bool, **settings: Any
 ) -> None:
-    """Inspect the models one after the other, so that one at a time is in memory, and write the report.
+    """Inspect the models one after the other, with one at a time in memory, and write the report.
 
     Args:
         sources: One model, or two to compare.
@@ -123,7 +124,7 @@ def run_inspect(
         settings: `tokens`, `length`, `intervention_tokens` and `batch_size`, as [`inspect_model`] takes them.
 
     Raises:
-        OSError: `out` exists and is not to be replaced, or a file cannot be read or written.
+        OSError: `out` exists and must not be replaced, or a file cannot be read or written.
         ValueError: A model, its tokenizer or the text cannot be used.
     """
     console = Console(soft_wrap=True, highlight=False)
@@ -144,7 +145,7 @@ def run_inspect(
 
             model, tokenizer = source.load()
             inspections.append(inspect_model(model, tokenizer, content, name=source.name, advance=advance, **settings))
-            # The model must be gone from memory before the next one is loaded.
+            # Free the memory before the next model is loaded.
             del model
             progress.update(bar, description=source.name, completed=1.0)
         bar = progress.add_task("report", total=None)

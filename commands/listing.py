@@ -15,7 +15,7 @@ from .guard import loading
 
 
 class Listed(StrEnum):
-    """The kinds of names that `list` prints, in this order. The last two need PyTorch."""
+    """The kinds of names, in the order of `list`. The last two come last, since they need PyTorch."""
 
     recipes = "recipes"
     connections = "connections"
@@ -29,24 +29,21 @@ HEADINGS = {
     Listed.recipes: "Recipes (attnres train NAME)",
     Listed.connections: "Residual connections (attnres convert --residual NAME)",
     Listed.tasks: "Benchmarks of the paper (attnres eval --tasks NAME,...)",
-    Listed.backbones: "Backbones, whose models attnres convert takes",
+    Listed.backbones: "Backbones of the models that attnres convert takes",
 }
 
 
 def list_names(
-    kind: Annotated[Listed | None, typer.Argument(metavar="KIND", help="Only these.  [default: all]")] = None,
+    kind: Annotated[
+        Listed | None, typer.Argument(metavar="KIND", help="List only names of this kind.  [default: all]")
+    ] = None,
     debug: Debug = False,
 ) -> None:
-    """List the names that commands take; configurations with their numbers of parameters.
+    """List the names that you can give to commands. Configurations are listed with their numbers of parameters.
 
     attnres list
     attnres list recipes
     """
-    print_names(kind)
-
-
-def print_names(kind: Listed | None) -> None:
-    """Print the names of one kind, or of all kinds. Those that need PyTorch come last."""
     console = Console(highlight=False)
     for listed in [kind] if kind else Listed:
         console.print(HEADINGS[listed], style="bold", soft_wrap=True)
@@ -54,12 +51,12 @@ def print_names(kind: Listed | None) -> None:
             console.print(*(f"  {line}" for line in _sizes()), sep="\n", soft_wrap=True)
         elif console.is_terminal:
             console.print(Padding("  ".join(_names(listed)), (0, 0, 1, 2)))
-        else:  # one name a line for `grep` and other programs
+        else:  # one name on each line, for `grep` and other programs
             console.print(*(f"  {name}" for name in _names(listed)), sep="\n", soft_wrap=True)
 
 
 def _sizes() -> list[str]:
-    """Return a line for each configuration: its name, and how many parameters it has in all and per token."""
+    """Return a line for each configuration: its name, and its numbers of parameters in all and per token."""
     with loading():
         from attnres.configuration import count_parameters, load
     names = configuration_names()
@@ -68,7 +65,7 @@ def _sizes() -> list[str]:
     for name in names:
         count = count_parameters(load(name))
         total, activated = _short(count.total), _short(count.activated_non_embedding)
-        # The names of the paper's models have the second number, which is a twentieth of the first.
+        # The paper names its models by the second number, which is a twentieth of the first.
         lines.append(f"{name:{width}}  {total:>6} parameters, {activated:>6} activated per token besides embeddings")
     return lines
 
@@ -79,7 +76,7 @@ def _short(number: int) -> str:
 
 
 def _names(kind: Listed) -> tuple[str, ...]:
-    """Return the names of a kind other than configurations."""
+    """Return the names of any kind except configurations."""
     if kind == Listed.recipes:
         return recipe_names()
     if kind == Listed.connections:

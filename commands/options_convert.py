@@ -11,7 +11,7 @@ import typer
 from attnres.utils.files import check_replaceable
 from attnres.utils.hub import check_source
 
-from .choices import WRITTEN_MODEL, Debug, given
+from .choices import WRITTEN_MODEL, Debug, given_options
 from .connections import CONNECTIONS, describe_connections, flag, owners
 from .guard import loading
 
@@ -27,13 +27,13 @@ class Scale(StrEnum):
 
 
 class Undone(StrEnum):
-    """The targets of a conversion back."""
+    """The results of undoing a retrofit."""
 
     standard = "standard"
 
 
 def help_of(option: str, text: str) -> str:
-    """Return the help of an option that only some connections have, which it names."""
+    """Return the help of an option that only some connections have, preceded by their names."""
     return f"{owners(option)}: {text}"
 
 
@@ -52,7 +52,7 @@ def convert(
         int | None, typer.Option(min=1, help=help_of("num_blocks", "number of blocks.  [default: about 8]"))
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help=help_of("full", "Full AttnRes, every sublayer a block."))
+        bool, typer.Option("--full", help=help_of("full", "Full AttnRes: every sublayer is a block."))
     ] = False,
     scale: Annotated[
         Scale | None,
@@ -66,18 +66,18 @@ def convert(
         typer.Option(
             "--set",
             metavar="FIELD=VALUE",
-            help="Set a field of the connection or of gated attention, as attention_gate=sdpa; repeatable.",
+            help="Set a field of the connection or of gated attention, such as attention_gate=sdpa; may be repeated.",
         ),
     ] = None,
     to: Annotated[Undone | None, typer.Option(help="`standard` undoes a retrofit that is not trained yet.")] = None,
     set_block_size: Annotated[
-        int | None, typer.Option(min=1, help="Regroup an AttnRes model, where its function stays the same.")
+        int | None, typer.Option(min=1, help="Change the blocks of an AttnRes model, if its function stays the same.")
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     verify: Annotated[
         bool | None,
         typer.Option(
-            "--verify/--no-verify", help="Compare the logits of both.  [default: if the model fits in memory]"
+            "--verify/--no-verify", help="Compare the logits of SRC and DST.  [default: if the model fits in memory]"
         ),
     ] = None,
     text: Annotated[
@@ -86,13 +86,13 @@ def convert(
     hard_link: Annotated[bool, typer.Option("--hard-link", help="Link the weights instead of copying them.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model at DST.")] = False,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Take code along that came with SRC, as for its tokenizer.")
+        bool, typer.Option("--trust-remote-code", help="Copy code that came with SRC, such as its tokenizer's.")
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Retrofit a pretrained decoder exactly, or the way back.
+    """Retrofit a pretrained decoder exactly, or undo a retrofit.
 
-    The result computes the same function as the decoder, from the same weights, and is ready to be trained.
+    The result computes the same function as the decoder with the same weights, and you can train it.
 
     attnres convert meta-llama/Llama-3.2-1B llama-attnres --num-blocks 8
     attnres convert my-model my-model-hc --residual identity_hc --streams 4
@@ -108,7 +108,7 @@ def convert(
         "streams": streams,
     }
     options = {name: value for name, value in values.items() if value is not None}
-    is_given = "residual" in given(context)
+    is_given = "residual" in given_options(context)
     fields = read_fields(settings or ())
     refuse_options(residual, options, {"--set-block-size": set_block_size, "--to": to}, is_given, bool(fields))
     check_source(source)
@@ -149,10 +149,10 @@ def read_fields(settings: Collection[str]) -> dict[str, object]:
         settings: Texts of the form `name=value`, with the value in YAML.
 
     Returns:
-        Name of the configuration field -> value.
+        The values by the names of the configuration fields.
 
     Raises:
-        typer.BadParameter: A text has another form, or a field is given twice.
+        typer.BadParameter: A text does not have this form, or a field is given twice.
     """
     from attnres.training.recipe import read_yaml
 
@@ -171,12 +171,12 @@ def read_fields(settings: Collection[str]) -> dict[str, object]:
 def refuse_options(
     residual: str, options: Collection[str], others: Mapping[str, object], is_given: bool, has_fields: bool
 ) -> None:
-    """Raise if options of `convert` are given that exclude each other.
+    """Raise an error if given options of `convert` exclude each other.
 
     Args:
         residual: The residual connection.
-        options: The options of the retrofit that are given.
-        others: The options of other conversions than a retrofit, with their values or None.
+        options: The names of the retrofit options that the user has given.
+        others: The options of other conversions, with their values; `None` if not given.
         is_given: Whether the user has given `--residual`.
         has_fields: Whether the user has given `--set`.
 

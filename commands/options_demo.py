@@ -15,25 +15,27 @@ def demo(
     out: Annotated[Path, typer.Option(help="Directory to write the model, figures and results to.")] = Path(
         "attnres-demo"
     ),
-    minutes: Annotated[float, typer.Option(min=0.01, help="Time to aim at, on 2 idle CPU cores.")] = 4.0,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Approximate time on 2 idle CPU cores.")] = 4.0,
     checkpoint: Annotated[
-        str | None, typer.Option(help="Retrofit this model (directory or Hub id) and train it on, not new ones.")
+        str | None,
+        typer.Option(help="Retrofit and train this model (directory or Hub id) instead of training new ones."),
     ] = None,
     text: Annotated[
         Path | None,
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="Use this file's text, not the Python sources; an empty line ends a document.",
+            help="Train on this file instead of Python sources; an empty line ends a document.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="The first of three; the same seed and text give the same numbers.")] = 0,
+    seed: Annotated[int, typer.Option(help="The first of three seeds; equal seeds and texts give equal numbers.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier demo wrote.")] = False,
     debug: Debug = False,
 ) -> None:
     """Compare attention residuals with the residual stream in small models, and retrofit one.
 
-    Both train from the same weights on the same batches, three times; then the standard model is retrofitted exactly.
+    The demo trains both models from the same weights on the same batches, with three seeds. Then it retrofits the
+    standard model exactly.
 
     attnres demo
     attnres demo --checkpoint MODEL --text FILE --out attnres-demo-2

@@ -23,36 +23,40 @@ def _print_task_path(is_given: bool) -> None:
 
 def evaluate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory or Hub id of the model.")],
-    out: Annotated[Path, typer.Option(help="Directory for results; a run that was stopped goes on there.")],
+    out: Annotated[Path, typer.Option(help="Directory for results; a stopped run continues from it.")],
     baseline: Annotated[
         str | None, typer.Option(metavar="MODEL", help="A second model, compared with the first item by item.")
     ] = None,
     tasks: Annotated[
         str,
         typer.Option(
-            metavar="paper|NAME,...", help="`paper` for all 15, some of them: mmlu,gsm8k, or tasks by lm_eval's names."
+            metavar="paper|NAME,...",
+            help="`paper` for all 15; or names of some, such as mmlu,gsm8k; or names of other lm_eval tasks.",
         ),
     ] = "paper",
     include_path: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Folder of your own task files, for --tasks. Code that they name by `!function` runs: trust it first.",
+            help="Folder of your own task files for --tasks. Code that they name by `!function` runs: trust it first.",
         ),
     ] = None,
     data: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Read the data sets from DIR/ORG/NAME, not from the Hub.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many items of each task.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Use only this number of items of each task, the first ones.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences at a time; halved when memory runs out.")] = 8,
     allow_code_execution: Annotated[
-        bool, typer.Option("--allow-code-execution", help="Run the programs that HumanEval and MBPP ask for.")
+        bool,
+        typer.Option("--allow-code-execution", help="Run the programs that the model writes for HumanEval and MBPP."),
     ] = False,
     print_task_path: Annotated[
         bool,
         typer.Option(
             "--print-task-path",
-            help="Print the directory for lm_eval's --include_path, and exit.",
+            help="Print the directory of the tasks, for lm_eval's --include_path, and exit.",
             callback=_print_task_path,
             is_eager=True,
             expose_value=False,
@@ -62,7 +66,7 @@ def evaluate(
 ) -> None:
     """Evaluate on the paper's 15 benchmarks.
 
-    With lm-evaluation-harness, which runs the same tasks by itself as well: `--print-task-path`.
+    This uses lm-evaluation-harness. To run the same tasks with lm_eval alone, see --print-task-path.
 
     attnres eval my-attnres --out scores --tasks mmlu,gsm8k --limit 100
     attnres eval my-attnres --baseline meta-llama/Llama-3.2-1B --out scores
@@ -75,7 +79,7 @@ def evaluate(
     from attnres.eval.options import EvalOptions
     from attnres.eval.start import check_run
 
-    from .left_out import stop_without_data
+    from .missing_results import stop_without_data
 
     try:
         benchmarks = pick(tasks, include_path)

@@ -9,15 +9,15 @@ import typer
 from attnres.utils.files import check_replaceable
 from attnres.utils.hub import check_source
 
-from .choices import WRITTEN_REPORT, Debug, given
+from .choices import WRITTEN_REPORT, Debug, given_options
 from .connections import flag
 from .guard import loading
 
-MANY = 10**9  # the largest number that an option takes
+LARGEST = 10**9  # the largest number that an option takes
 
 
 class Dtype(StrEnum):
-    """The dtypes to compute a model in; `auto` is the one it is stored in."""
+    """The dtypes to compute in; `auto` is the dtype of the stored model."""
 
     auto = "auto"
     float32 = "float32"
@@ -38,24 +38,30 @@ def inspect(
         typer.Option(exists=True, dir_okay=False, help="Text to read.  [default: Python's language reference]"),
     ] = None,
     out: Annotated[Path, typer.Option(help="Directory to write.")] = Path("inspection"),
-    tokens: Annotated[int, typer.Option(min=1, max=MANY, help="How much of the text to read.")] = 8192,
-    length: Annotated[int, typer.Option(min=2, max=MANY, help="Tokens of a sequence.")] = 256,
+    tokens: Annotated[int, typer.Option(min=1, max=LARGEST, help="Tokens of the text to read.")] = 8192,
+    length: Annotated[int, typer.Option(min=2, max=LARGEST, help="Tokens of a sequence.")] = 256,
     intervention_tokens: Annotated[
         int,
         typer.Option(
-            min=0, max=MANY, help="Tokens for each source that is hidden and each row made uniform; 0 leaves both out."
+            min=0,
+            max=LARGEST,
+            help="Tokens to read for each intervention (a source is hidden, or a row made uniform); 0 makes none.",
         ),
     ] = 2048,
-    batch_size: Annotated[int, typer.Option(min=1, max=MANY, help="Sequences at a time.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, max=LARGEST, help="Sequences at a time.")] = 8,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of MODEL on the Hub.")] = None,
-    compare_revision: Annotated[str | None, typer.Option(help="The same of the model of --compare.")] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Where the tokenizer is, if not with the model.")
+    compare_revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of the model of --compare on the Hub.")
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Numbers to compute in; `auto`: as stored.")] = Dtype.auto,
-    device: Annotated[str, typer.Option(help="`cpu`, `cuda:1`, ...; `auto`: what accelerators there are.")] = "auto",
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Directory or Hub id of the tokenizer, if not with the model."),
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype to compute in; `auto`: that of the stored model.")] = Dtype.auto,
+    device: Annotated[str, typer.Option(help="`cpu`, `cuda:1`, ...; `auto`: all accelerators, else the CPU.")] = "auto",
     serve: Annotated[
-        bool, typer.Option("--serve", help="Open the report in a browser; without MODEL, an earlier one.")
+        bool,
+        typer.Option("--serve", help="Show the report in a browser; without MODEL, show the earlier report in --out."),
     ] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with a model.")
@@ -63,21 +69,21 @@ def inspect(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier report in --out.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Show what a model does with its depth: what each sublayer reads, and what of that is used.
+    """Show how a model uses its depth: what each sublayer reads, and how much the loss depends on it.
 
-    Writes a page for a browser, report.html, its figures as PNG and SVG, and the numbers as JSON and CSV.
+    This writes a page for a browser (report.html), its figures as PNG and SVG, and the numbers as JSON and CSV.
 
     attnres inspect my-attnres --serve
     attnres inspect MODEL --compare my-attnres --text FILE --out before-and-after
     """
     if model is None:
         if not serve:
-            raise typer.BadParameter("MODEL is missing: a directory or Hub id.")
-        if others := [flag(name) for name in given(context) if name not in ("serve", "out")]:
-            raise typer.BadParameter(f"{' and '.join(others)} needs MODEL.")
+            raise typer.BadParameter("MODEL is missing: give a directory or Hub id.")
+        if others := [flag(name) for name in given_options(context) if name not in ("serve", "out")]:
+            raise typer.BadParameter(f"{' and '.join(others)} {'needs' if len(others) == 1 else 'need'} MODEL.")
         with loading():
             from .serving import serve as serve_report
-        serve_report(out)  # an earlier report
+        serve_report(out)
         return
     if compare is None and compare_revision is not None:
         raise typer.BadParameter("--compare-revision needs --compare.")

@@ -1,4 +1,4 @@
-"""The options of `attnres push`."""
+"""The options of `attnres push`. Their checks need the model family."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,16 +17,16 @@ def push(
         str,
         typer.Argument(
             metavar="REPO",
-            help="Repository to push to, as ORG/NAME; a bare NAME is in your account. Made if it is not there.",
+            help="Repository to push to, as ORG/NAME; a bare NAME is in your account. A missing repository is created.",
         ),
     ],
-    private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch to push to; made if it is not there.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch to push to; a missing branch is created.")] = None,
     create_pr: Annotated[
         bool, typer.Option("--create-pr", help="Open a pull request instead of changing the branch.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List the files and show the card, and upload nothing.")
+        bool, typer.Option("--dry-run", help="List the files and show the card, but upload nothing.")
     ] = False,
     message: Annotated[str | None, typer.Option(help="Message of the commit.  [default: Upload model]")] = None,
     results: Annotated[
@@ -43,14 +43,15 @@ def push(
     ] = None,
     overwrite_card: Annotated[
         bool,
-        typer.Option("--overwrite-card", help="Where the card was edited here and on the Hub, take the one here."),
+        typer.Option("--overwrite-card", help="If the card was edited here and on the Hub, use the one here."),
     ] = False,
     debug: Debug = False,
 ) -> None:
     """Publish a model on the Hub, with a card that says how it was made and how to use it.
 
-    Weights, configuration, the code that loads them, tokenizer and licence; with them what DIR/.eval_results and
-    DIR/inspection hold, or --results and --inspection name. Log in first: hf auth login.
+    This uploads weights, configuration, the code that loads them, tokenizer and licence. It also uploads the evaluation
+    results in DIR/.eval_results and the report in DIR/inspection, or those that --results and --inspection name. Log in
+    first: hf auth login.
 
     attnres push my-attnres me/my-attnres --dry-run
     attnres push my-attnres me/my-attnres --private --results scores --inspection inspection

@@ -23,20 +23,21 @@ def train(
             autocompletion=recipe_names,
         ),
     ],
-    changes: Annotated[list[str] | None, typer.Argument(metavar="key=value", help="Changes to it.")] = None,
+    changes: Annotated[list[str] | None, typer.Argument(metavar="key=value", help="Changes to the recipe.")] = None,
     debug: Debug = False,
 ) -> None:
     """Pre-train, heal or fine-tune by a recipe.
 
-    A recipe is a YAML file with the defaults of a run; each key=value changes one of them. In one process; over
-    several: accelerate launch -m attnres train RECIPE [key=value]...
+    A recipe is a YAML file with the settings of a run. Each key=value changes one of them. The command runs in one
+    process. To use several: accelerate launch -m attnres train RECIPE [key=value]...
 
     attnres train heal model=my-attnres train=text.jsonl out=runs/heal
     attnres train finetune model=my-attnres train=ORG/DATA out=runs/more steps=500
     attnres train pretrain model=attnres-194m tokenizer=ORG/NAME train=ORG/DATA out=runs/new
     """
-    if find_spec("yaml") is None:
-        raise RuntimeError(f"attnres train needs the package yaml: {install_command('train')}")
+    # Matplotlib draws the loss curve. Without this check, its import fails seconds later and names another extra.
+    if missing := next((name for name in ("yaml", "matplotlib") if find_spec(name) is None), None):
+        raise RuntimeError(f"attnres train needs the package {missing}: {install_command('train')}")
     from attnres.training.recipe import read_recipe
     from attnres.training.run_folder import check_folder
 

@@ -24,8 +24,8 @@ from attnres.utils.wording import counted
 
 from .choices import shown
 
-_MANY = 20  # names of files in one message
-_ACCOUNT = "YOUR-NAME"  # stands for the user's name, which a dry run does not know
+_MAX_NAMED = 20  # the largest number of files that a message names
+_ACCOUNT = "YOUR-NAME"  # in place of the user's account, which only the Hub knows
 
 
 def run_push(
@@ -43,26 +43,27 @@ def run_push(
         folder: The model's directory.
         repo: The id of the repository, as `ORG/NAME` or `NAME`.
         options: How to upload.
-        results: The directory of an `attnres eval` whose results to publish. By default those in `folder`.
-        inspection: The directory of an `attnres inspect` whose report to publish. By default the one in `folder`.
-        dry_run: Whether to list the files and show the card only. Then the Hub is not contacted.
+        results: The `--out` of an `attnres eval` whose results to publish; `None` for the results in `folder`.
+        inspection: The `--out` of an `attnres inspect` whose report to publish; `None` for the report in `folder`.
+        dry_run: Whether only to list the files and show the card, without contacting the Hub.
 
     Raises:
-        OSError, RuntimeError, ValueError: The model is not published. The message is one line that says what to do.
+        OSError, RuntimeError, ValueError: The model is not published. The message is one line with the remedy.
     """
     console = Console(soft_wrap=True, highlight=False)
     evaluated = _results(folder) if results is None else _results(results, is_required=True)
     report = _report(folder, inspection)
     with quiet_transformers(), status(console, "Checking the model ..."):
         publication = plan_publication(folder, evaluated, report)
-    # Models load by ORG/NAME only. The Hub knows the account that a bare name goes to; a dry run does not contact it.
+    # The card names the model by ORG/NAME. Only the Hub knows the account of a bare name, and a dry run does not
+    # contact the Hub.
     full_id = repo if "/" in repo else f"{_ACCOUNT}/{repo}"
     card = publication.card_for(full_id, "COMMIT" if dry_run else None)
     console.print(_table(publication, len(card.encode())))
     if left_out := publication.left_out:
-        others = f" and {counted(len(left_out) - _MANY, 'other file')}" if len(left_out) > _MANY else ""
-        console.print(f"Stays here: {', '.join(map(shown, left_out[:_MANY]))}{others}.")
-        console.print(f"(Only files of known names are uploaded. `hf upload {shown(repo)} FILE` adds another one.)")
+        others = f" and {counted(len(left_out) - _MAX_NAMED, 'other file')}" if len(left_out) > _MAX_NAMED else ""
+        console.print(f"Stays here: {', '.join(map(shown, left_out[:_MAX_NAMED]))}{others}.")
+        console.print(f"(Only files with known names are uploaded. `hf upload {shown(repo)} FILE` adds another file.)")
     place = shown(str(folder / CARD))
     metadata = read(card)
     if lacking := [name for name in ("license", "base_model") if not metadata.get(name)]:
@@ -72,7 +73,7 @@ def run_push(
         if wrong := no_hub_ids(metadata[name]) if metadata.get(name) else []:
             console.print(
                 f"Note: the Hub will refuse the card: its `{name}` must name Hub ids, not "
-                f"{', '.join(shown(str(value)) for value in wrong)}. Mend it in {place}."
+                f"{', '.join(shown(str(value)) for value in wrong)}. Correct it in {place}."
             )
     if full_id != repo:
         console.print(
@@ -81,7 +82,7 @@ def run_push(
         )
     if dry_run:
         console.print(
-            f"\nThe card of a new repository, where COMMIT will be that of the upload:\n\n{card}", markup=False
+            f"\nThe card of a new repository, where COMMIT stands for the commit of the upload:\n\n{card}", markup=False
         )
         return
     logging.set_verbosity_error()  # the notes printed here take the place of its warnings
@@ -96,7 +97,7 @@ def run_push(
 
 
 def _results(folder: Path, is_required: bool = False) -> dict[Path, list[EvalResultEntry]]:
-    """Return the results of evaluations in a folder by their files; raise if there are none but they are required."""
+    """Return the results of evaluations in a folder by their files. Raise an error if required results are missing."""
     paths = sorted((folder / FOLDER).glob("*.yaml"))
     for path in paths:
         check_text(folder, path)
@@ -104,10 +105,12 @@ def _results(folder: Path, is_required: bool = False) -> dict[Path, list[EvalRes
 
 
 def _report(folder: Path, inspection: Path | None) -> dict[str, Path]:
-    """Return the files of a report of `attnres inspect` by name; raise if `inspection` is given but has none."""
+    """Return the files of a report by name. Raise FileNotFoundError if `inspection` is given but has no report."""
     files = report_files(inspection or folder / INSPECTION)
     if inspection and not files:
-        raise FileNotFoundError(f"{inspection} is no report of `attnres inspect`: it has no inspection.json of one.")
+        raise FileNotFoundError(
+            f"{inspection} is no report of `attnres inspect`: its inspection.json is missing, or of another program."
+        )
     return files
 
 

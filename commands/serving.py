@@ -1,8 +1,8 @@
 """Show the report of an inspection in a browser: `attnres inspect --serve`.
 
 The server is for one user on one machine. Other machines cannot reach it, but any page in the user's browser can send
-it requests, even under the page's own host name (DNS rebinding). So it answers only requests for its own address, and
-only with the files of a report, whatever else lies in the folder.
+it requests, even under the page's own host name (DNS rebinding). So the server answers only requests for its own
+address, and serves only the files of the report, not other files in the folder.
 """
 
 import os
@@ -39,7 +39,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers `GET` and `HEAD` for the files of a report."""
+    """A handler of requests: it answers `GET` and `HEAD` for the files of a report."""
 
     server: "ReportServer"
     server_version, sys_version = "attnres", ""
@@ -59,6 +59,8 @@ class _Handler(BaseHTTPRequestHandler):
     do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_CONNECT = do_TRACE = _refuse
 
     def _answer(self, with_content: bool) -> None:
+        """Answer a request for a file of the report, or with the status that rejects it."""
+        # Exactly one `Host` header must name this server.
         if [host.lower() for host in self.headers.get_all("Host", [])] not in self.server.hosts:
             self._send(HTTPStatus.MISDIRECTED_REQUEST)
             return
@@ -86,6 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.NOT_FOUND)
 
     def _send(self, status: HTTPStatus, headers: dict[str, str] | None = None) -> None:
+        """Send a status and the headers of every answer, with these headers added."""
         self.send_response(status)
         for name, value in ({"Content-Length": "0"} | _HEADERS | (headers or {})).items():
             self.send_header(name, value)
@@ -113,7 +116,9 @@ class ReportServer(ThreadingHTTPServer):
                 f"{folder} has no {PAGE}: name the model to inspect, or the --out of an earlier call."
             )
         if not report_files(folder):
-            raise FileNotFoundError(f"{folder} is no report of `attnres inspect`: it has no {NUMBERS} of one.")
+            raise FileNotFoundError(
+                f"{folder} is no report of `attnres inspect`: its {NUMBERS} is missing, or of another program."
+            )
         if page.is_symlink():
             raise FileNotFoundError(
                 f"{page} is a link, and links are not followed: name the folder of {page.resolve()}."
@@ -121,22 +126,22 @@ class ReportServer(ThreadingHTTPServer):
         self.folder = folder
         super().__init__((host, 0), _Handler)
         names = ("localhost", "127.0.0.1", "[::1]", f"[{host}]" if ":" in host else host)
-        self.hosts = [[f"{name}:{self.server_port}"] for name in names]
+        self.hosts = [[f"{name}:{self.server_port}"] for name in names]  # lists of one, like the header's values
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a regular file to read. Raise OSError for another kind of file, or a link, which could lead anywhere."""
-    # Without O_NONBLOCK, opening a pipe would wait until somebody writes to it.
-    number = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-    with os.fdopen(number, "rb") as file:
-        if not stat.S_ISREG(os.fstat(number).st_mode):
+    """Open a regular file to read. Raise OSError for any other file and for a link, which may lead anywhere."""
+    # Without O_NONBLOCK, opening a pipe would wait until another process writes to it.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise FileNotFoundError(path)
         yield file
 
 
 def serve(folder: Path) -> None:
-    """Serve a report on this machine alone, and open its page, until the process is interrupted.
+    """Serve a report to this machine alone, and open its page in a browser. Return only by an exception.
 
     Args:
         folder: The directory that `attnres inspect` has written.

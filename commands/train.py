@@ -1,4 +1,4 @@
-"""The command `attnres train`, in one process or in each process that `accelerate launch -m attnres train` starts."""
+"""`attnres train`: run in one process, or in each process that `accelerate launch -m attnres train` starts."""
 
 import contextlib
 
@@ -9,11 +9,11 @@ from attnres.training.train import run_train
 
 
 def train_in_this_process(recipe: Recipe, name: str = "") -> None:
-    """Train by a recipe, and end the group of processes with the run, if there is one.
+    """Train by a recipe. If the run has several processes, leave their group at the end.
 
     Args:
         recipe: The recipe of the run.
-        name: The recipe's name, where it comes with `attnres`.
+        name: The name of the recipe, as the user gave it.
     """
     try:
         run_train(recipe, name)

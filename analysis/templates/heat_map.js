@@ -18,11 +18,11 @@ function palette(name) {
   });
 }
 
-// Colours follow square roots, so that small weights among many sources can be told apart.
+// Colours follow square roots, so that small weights can be told apart. `full` is the inverse of `root`.
 const root = (value) => Math.sign(value) * Math.sqrt(Math.abs(value));
 const full = (value) => value * Math.abs(value);
 
-/** Return the tooltip of a cell as HTML, in the colours of the page, which Bokeh's own tooltips lack. */
+/** Return the tooltip of a cell as HTML in the colours of the page, which Bokeh's own tooltips do not have. */
 function tooltip([reader, source], ...numbers) {
   const box = "margin:-5px;padding:6px 10px;background:var(--card);color:var(--ink);font:13px/1.5 sans-serif";
   const row = ([name, value]) =>
@@ -30,7 +30,7 @@ function tooltip([reader, source], ...numbers) {
   return `<div style="${box}"><b>${reader}</b> ${source}<table style="border-spacing:0">${numbers.map(row).join("")}</table></div>`;
 }
 
-/** The map of one model with its scale, and the list of what one reader (a sublayer, or the output) takes. */
+/** The map of one model with its scale, and the list of the weights of one reader (a sublayer, or the output). */
 class HeatMap {
   constructor(element, passage) {
     Object.assign(this, { element, passage, difference: false, token: 0 });
@@ -100,6 +100,7 @@ class HeatMap {
     };
   }
 
+  /** Draw the map for the first time, and fit it to its width from then on. */
   async draw() {
     const plot = this.find(".plot");
     this.paint();
@@ -129,7 +130,7 @@ class HeatMap {
     }
   }
 
-  /** Set the colours from the style sheet, which has others in dark mode. */
+  /** Set the colours from the style sheet, which has different ones in dark mode. */
   paint() {
     const [card, ink, quiet, line] = ["--card", "--ink", "--quiet", "--line"].map(colour);
     this.plot.background_fill_color = colour("--absent");
@@ -161,6 +162,7 @@ class HeatMap {
     this.paint();
   }
 
+  /** Show the weights of a token, given by its index and its word. */
   show(token, word) {
     this.token = token;
     this.source.data = this.columns();
@@ -178,7 +180,7 @@ class HeatMap {
     }
   }
 
-  /** List in numbers what the chosen reader takes, the largest weight first. */
+  /** List the weights of the chosen reader as numbers, the largest first. */
   list() {
     const { passage, token } = this;
     const reader = Number(this.find("select").value);

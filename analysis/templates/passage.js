@@ -25,11 +25,12 @@ class Passage {
     });
   }
 
+  /** Return the weight that a reader gives a source at a token, all by index. */
   weight(reader, source, token) {
     return this.rows[reader][source * this.tokens + token];
   }
 
-  /** Return the distance of each token's weights from the mean ones: half the absolute differences, a mean over readers. */
+  /** Return the distance of each token's weights from the mean weights, on average over readers of several sources. */
   distances() {
     const several = this.means.map((_, reader) => reader).filter((reader) => this.means[reader].length > 1);
     return Array.from({ length: this.tokens }, (_, token) => {
@@ -42,20 +43,21 @@ class Passage {
   }
 
   /**
-   * Return the ends of a colour scale on which all tokens can be compared, and the smallest and the largest value. A
-   * few values may lie beyond the ends. Readers of a single source do not count for the ends.
+   * Return a colour scale for all tokens: its ends `low` and `high`; `flat`, whether all values are zero up to
+   * rounding; and the smallest and largest value, `least` and `most`. A few values may lie beyond the ends. Readers of
+   * a single source do not count for the ends. `difference`: whether values are differences from the mean weights.
    */
   range(difference) {
     const values = this.rows.map((row, reader) =>
       row.map((weight, i) => (difference ? weight - this.means[reader][Math.floor(i / this.tokens)] : weight)),
     );
-    const ends = (rows) => {
+    const sort = (rows) => {
       const sorted = new Float64Array(rows.reduce((sum, row) => sum + row.length, 0));
       rows.reduce((begin, row) => (sorted.set(row, begin), begin + row.length), 0);
       return sorted.sort();
     };
-    const all = ends(values);
-    const sorted = ends(values.filter((_, reader) => this.means[reader].length > 1));
+    const all = sort(values);
+    const sorted = sort(values.filter((_, reader) => this.means[reader].length > 1));
     const at = (share) => sorted[Math.floor(share * (sorted.length - 1))] ?? 0;
     const [low, high] = [at(0.002), at(0.998)];
     const beyond = { least: all[0], most: all[all.length - 1] };
@@ -67,10 +69,10 @@ class Passage {
   }
 }
 
-/** Return the widest of several scales. A flat one, on which nothing can be seen, does not count beside others. */
-function union(given) {
-  const seen = given.filter((range) => !range.flat);
-  const ranges = seen.length ? seen : given;
+/** Return a scale that spans several scales. Flat ones count only if all are flat. */
+function union(scales) {
+  const visible = scales.filter((scale) => !scale.flat);
+  const ranges = visible.length ? visible : scales;
   const widest = (pick, name) => pick(...ranges.map((range) => range[name]));
   const [low, least] = ["low", "least"].map((name) => widest(Math.min, name));
   const [high, most] = ["high", "most"].map((name) => widest(Math.max, name));
@@ -78,7 +80,7 @@ function union(given) {
   return low < 0 ? { low: -Math.max(-low, high), high: Math.max(-low, high), least, most } : { low, high, least, most };
 }
 
-/** Write a number with three decimals or so; `signed` puts a plus before positive ones. */
+/** Return a number as text with three or four decimals; `signed` puts a plus before positive numbers. */
 function shownNumber(value, signed = false) {
   const text = Math.abs(value) < 0.00005 ? "0" : Math.abs(value) < 10 ? value.toFixed(Math.abs(value) < 0.01 ? 4 : 3) : value.toPrecision(4);
   return (signed && value > 0 && text !== "0" ? "+" : "") + text.replace("-", "−");

@@ -1,6 +1,6 @@
 "use strict";
 
-/** The words of a text. One of them is chosen. */
+/** The words of a text as buttons, of which one is chosen. `choose(index, word)` is called for every choice. */
 class Strip {
   constructor(element, choose) {
     this.element = element;
@@ -25,8 +25,8 @@ class Strip {
       const moves = {
         ArrowLeft: () => Math.max(this.chosen - 1, 0),
         ArrowRight: () => Math.min(this.chosen + 1, last),
-        ArrowUp: () => this.beyond(-1),
-        ArrowDown: () => this.beyond(1),
+        ArrowUp: () => this.neighbour(-1),
+        ArrowDown: () => this.neighbour(1),
         Home: () => 0,
         End: () => last,
       };
@@ -37,30 +37,31 @@ class Strip {
   }
 
   /** Return the index of the word above (-1) or below (1) the chosen one. */
-  beyond(direction) {
+  neighbour(direction) {
     const boxes = this.buttons.map((button) => button.getBoundingClientRect());
     const from = boxes[this.chosen];
-    const beyond = boxes.map((box, i) => [i, direction * (box.top - from.top), Math.abs(box.left - from.left)]);
-    const others = beyond.filter(([, down]) => down > from.height / 2);
+    const distances = boxes.map((box, i) => [i, direction * (box.top - from.top), Math.abs(box.left - from.left)]);
+    const others = distances.filter(([, down]) => down > from.height / 2);
     const next = Math.min(...others.map(([, down]) => down));
     const line = others.filter(([, down]) => down < next + from.height / 2);
     return line.reduce((best, other) => (other[2] < best[2] ? other : best), line[0] ?? [this.chosen])[0];
   }
 
-  /** Tint each word by the distance of its weights from the mean ones. */
+  /** Tint each word by the distance of its weights from the mean weights. */
   tint(distances) {
     const [least, most] = [Math.min(...distances), Math.max(...distances)];
-    const known = most > 1e-5; // smaller distances are rounding
+    const varies = most > 1e-5; // smaller distances are rounding errors
     this.buttons.forEach((button, i) =>
-      button.style.setProperty("--far", known ? (distances[i] - least) / (most - least || 1) : 0),
+      button.style.setProperty("--far", varies ? (distances[i] - least) / (most - least || 1) : 0),
     );
     const legend = this.element.querySelector(".tint-legend");
-    legend.querySelector(".least").textContent = known ? shownNumber(least) : "0: they are the same for every token";
-    legend.querySelector(".most").textContent = known ? shownNumber(most) : "";
-    legend.querySelector(".ramp").hidden = !known;
+    legend.querySelector(".least").textContent = varies ? shownNumber(least) : "0: they are the same for every token";
+    legend.querySelector(".most").textContent = varies ? shownNumber(most) : "";
+    legend.querySelector(".ramp").hidden = !varies;
   }
 }
 
+/** Build the maps and strips from the data of the page, and connect them. */
 async function begin() {
   const view = document.getElementById("reader");
   const passages = JSON.parse(document.getElementById("given").textContent).map((given) => new Passage(given));
@@ -92,8 +93,8 @@ async function begin() {
     input.addEventListener("change", () => strips[0].tint(distances[Number(input.value)]));
   }
   // At first, words are tinted by the model whose weights vary more.
-  const differs = distances.map((of) => Math.max(...of));
-  view.querySelectorAll("[name=tint]")[differs[1] > differs[0] ? 1 : 0]?.click();
+  const largest = distances.map((values) => Math.max(...values));
+  view.querySelectorAll("[name=tint]")[largest[1] > largest[0] ? 1 : 0]?.click();
   strips.forEach((strip) => strip.choose(0));
 
   for (const input of view.querySelectorAll("[name=shown]")) {

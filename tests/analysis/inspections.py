@@ -1,4 +1,4 @@
-"""Inspections with numbers of their own: measured on nothing, so that tests know each of them."""
+"""Inspections with numbers that were chosen, not measured, so that tests can expect each of them."""
 
 import math
 from dataclasses import replace
@@ -21,7 +21,7 @@ from attnres.analysis import (
 from .measured import depth as depth_of
 
 NAN = math.nan
-WORDS = ["<s>", "The", " cat's", "\n\n", "  ", "<b>hat</b>", " sat.\n", "→"]  # as many as a passage has tokens
+WORDS = ["<s>", "The", " cat's", "\n\n", "  ", "<b>hat</b>", " sat.\n", "→"]  # one for each token of the passage
 
 
 def _doubles(*values: float) -> Tensor:
@@ -29,11 +29,12 @@ def _doubles(*values: float) -> Tensor:
 
 
 def _counts(depth: DepthAxis) -> list[int]:
-    """How many sources each reader has."""
+    """Return the number of sources of each reader."""
     return [1 + -(-place // depth.block_size) for place in range(len(depth.consumers))]
 
 
 def _table(rows: list[list[float]]) -> Tensor:
+    """Stack rows of different lengths, and fill the ends of short ones with NaN."""
     width = max(map(len, rows))
     return _doubles(*(value for row in rows for value in [*row, *[NAN] * (width - len(row))])).view(len(rows), width)
 
@@ -41,9 +42,10 @@ def _table(rows: list[list[float]]) -> Tensor:
 def _inspection(
     depth: DepthAxis, attention: DepthAttention | None, words: list[str], weights: list[Tensor], **more: Any
 ):
+    """Return an inspection with fixed numbers except for the given ones; `more` replaces fields."""
     length = len(depth.consumers)
     triangle = torch.ones(length, length, dtype=torch.float64).tril()
-    found = Inspection(
+    inspection = Inspection(
         model={
             "name": "model",
             "revision": None,
@@ -74,11 +76,11 @@ def _inspection(
         interventions=None,
         passage=Passage(words, weights),
     )
-    return replace(found, **more)
+    return replace(inspection, **more)
 
 
 def block_attn_res(**more: Any) -> Inspection:
-    """Two layers in blocks of two sublayers, each number by hand; `more` replaces fields."""
+    """Return an inspection of Block AttnRes with two layers in two blocks; `more` replaces fields."""
     depth = depth_of(2, 2)
     mean = _table([[1.0], [0.75, 0.25], [0.5, 0.5], [0.25, 0.25, 0.5], [0.375, 0.5, 0.125]])
     spread = _table([[0.0], [0.125, 0.125], [0.0, 0.0], [0.0, 0.25, 0.25], [0.0, 0.0, 0.0]])
@@ -97,25 +99,26 @@ def block_attn_res(**more: Any) -> Inspection:
 
 
 def standard(**more: Any) -> Inspection:
-    """Two layers with the standard residual connection, which read the same words."""
+    """Return an inspection of two layers with the standard residual connection, on the same words."""
     depth = depth_of(2)
     weights = [torch.ones(place + 1, len(WORDS)) for place in range(5)]
     interventions = Interventions(depth, 1.75, _doubles(2.5, 0.5, 0.25, 0.125, 0.0), _doubles(*[NAN] * 5), 60)
-    found = _inspection(depth, None, WORDS, weights, interventions=interventions)
-    return replace(found, model={**found.model, "name": "plain", "connection": "standard"}, **more)
+    inspection = _inspection(depth, None, WORDS, weights, interventions=interventions)
+    return replace(inspection, model={**inspection.model, "name": "plain", "connection": "standard"}, **more)
 
 
 def full_attn_res(layers: int, tokens: int, seed: int = 0) -> Inspection:
-    """As many layers and tokens as wanted, every sublayer a source, and weights by chance."""
-    depth, chance = depth_of(layers), torch.Generator().manual_seed(seed)
-    weights = [torch.softmax(torch.randn(count, tokens, generator=chance), 0) for count in _counts(depth)]
+    """Return an inspection of Full AttnRes with random weights."""
+    depth, generator = depth_of(layers), torch.Generator().manual_seed(seed)
+    weights = [torch.softmax(torch.randn(count, tokens, generator=generator), 0) for count in _counts(depth)]
     mean, spread = (_table([part.tolist() for part in parts]) for parts in zip(*map(_moments, weights)))
-    measure = torch.rand(len(depth.consumers), generator=chance).double()
+    measure = torch.rand(len(depth.consumers), generator=generator).double()
     attention = DepthAttention(depth, mean, spread, measure, measure, tokens)
     return _inspection(depth, attention, [f"word{token} " for token in range(tokens)], weights)
 
 
 def _moments(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean and the standard deviation of weights `[sources, tokens]` over tokens."""
     return weights.double().mean(1), weights.double().std(1, unbiased=False)
 
 

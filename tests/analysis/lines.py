@@ -1,6 +1,6 @@
-"""Standard models whose sublayers read what attention residuals make them read, written from the equations.
+"""Attention residuals written out from the equations, to compare measurements with.
 
-`straight_line` of `tests/conversion/backbones.py` runs the backbone's own modules; this says what they read.
+`straight_line` of `tests/conversion/backbones.py` runs the modules of a standard model. `Reads` computes their inputs.
 """
 
 import torch
@@ -13,12 +13,13 @@ EPS = 1e-6
 
 
 class Reads:
-    """What each reader in turn takes, of `outputs` `[v_0, v_1, ...]`: `sum_i a_i s_i`, with block size S.
+    """Compute the input of each reader in turn, `sum_i a_i s_i`, from the outputs `[v_0, v_1, ...]` before it.
 
     Args:
-        hidden: a source that is left out of the sums of readers after its last output; the weights stay.
-        masked: the same, with a softmax over the others.
-        uniform: a reader whose weights are all alike.
+        member: The model with attention residuals, whose weights are used.
+        hidden: A source that is left out of the sums of the readers after it. The other weights stay.
+        masked: A source that is left out likewise, with a softmax over the other sources.
+        uniform: A reader whose weights are all equal.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Reads:
             query = query * 0
         keys = [s / (s.square().mean(-1, keepdim=True) + EPS).sqrt() for s in sources]
         logits = torch.stack([(query * key).sum(-1) for key in keys])
-        # Blocks are hidden once they are finished: the last one, which may be shorter, from the output.
+        # A block is hidden once it is finished. The last block, which may be shorter, is finished at the output.
         over = [b - a == self.size or reader == len(self.connections) - 1 or i == 0 for i, (a, b) in enumerate(bounds)]
         is_out = [over[i] and reader > 0 and i in (self.hidden, self.masked) for i in range(len(sources))]
         if self.masked is not None and any(is_out):
@@ -66,5 +67,5 @@ class Reads:
 
 
 def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
-    """Nats per predicted token."""
+    """Return the loss in nats per predicted token."""
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())

@@ -1,4 +1,4 @@
-"""The weight on the first token is that of the attentions that `transformers` gives out."""
+"""The weight on the first token equals that of the attention weights that `transformers` returns."""
 
 import pytest
 import torch
@@ -11,24 +11,24 @@ from ..modeling_attnres.connections import build
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", ["llama", "gemma2", "qwen3", "gpt_neox"])
-def test_sinks_are_those_of_the_attentions_given_out(backbones, case):
+def test_sinks_equal_the_weights_that_transformers_returns(backbones, case):
     model, standard, ids = build(backbones, case, "standard"), backbones.build(case), backbones.token_ids()
     before, implementation = model(ids).logits, model.config._attn_implementation
-    found = attention_sinks(model, ids.split(1))
+    result = attention_sinks(model, ids.split(1))
     standard.set_attn_implementation("eager")
     on_first = [a[:, :, 1:, 0].double() for a in standard(ids, output_attentions=True).attentions]
     heads = torch.stack([a.mean((0, 2)) for a in on_first])  # [layers, heads]
-    torch.testing.assert_close(found.mean, heads.mean(1), rtol=1e-4, atol=1e-7)
-    torch.testing.assert_close(found.strongest, heads.amax(1), rtol=1e-4, atol=1e-7)
-    assert found.uniform == pytest.approx(sum(1 / t for t in range(2, 12)) / 10)
+    torch.testing.assert_close(result.mean, heads.mean(1), rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(result.strongest, heads.amax(1), rtol=1e-4, atol=1e-7)
+    assert result.uniform == pytest.approx(sum(1 / t for t in range(2, 12)) / 10)
     assert model.config._attn_implementation == implementation and torch.equal(model(ids).logits, before)
 
 
-def test_linear_attention_has_none(backbones):
+def test_linear_attention_has_no_sinks(backbones):
     model = build(backbones, "kimi_linear", "attn_res")
-    found = attention_sinks(model, backbones.token_ids())
+    result = attention_sinks(model, backbones.token_ids())
     linear = [kind == "linear_attention" for kind in model.config.layer_types]
-    assert found.mean.isnan().tolist() == found.strongest.isnan().tolist() == linear
+    assert result.mean.isnan().tolist() == result.strongest.isnan().tolist() == linear
     assert any(linear) and not all(linear)
 
 
@@ -40,11 +40,11 @@ def test_the_first_token_of_a_padded_sequence_is_the_first_that_counts(backbones
         (torch.cat([zeros, ids], 1), torch.cat([zeros, ones], 1)),
         (torch.cat([ids, zeros], 1), torch.cat([ones, zeros], 1)),
     ):
-        found = attention_sinks(model, BatchEncoding({"input_ids": inputs, "attention_mask": mask}))
-        torch.testing.assert_close(found.mean, expected.mean, rtol=1e-3, atol=1e-5)
-        assert found.uniform == pytest.approx(expected.uniform)
+        result = attention_sinks(model, BatchEncoding({"input_ids": inputs, "attention_mask": mask}))
+        torch.testing.assert_close(result.mean, expected.mean, rtol=1e-3, atol=1e-5)
+        assert result.uniform == pytest.approx(expected.uniform)
 
 
-def test_a_single_token_attends_to_itself_alone(backbones):
+def test_a_sequence_of_one_token_is_rejected(backbones):
     with pytest.raises(ValueError, match="no sequence of at least two tokens"):
         attention_sinks(build(backbones, "llama", "attn_res"), torch.tensor([[5]]))

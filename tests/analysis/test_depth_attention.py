@@ -1,4 +1,4 @@
-"""Depth attention is the mean of the recorded weights over tokens, with its spread, and names for rows and columns."""
+"""Depth attention holds the mean and spread of the recorded weights over tokens, with names for rows and columns."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_zero_queries_give_uniform_rows(tiny_config, token_ids):
     assert attention.entropy[0].isnan() and (attention.entropy[1:] - 1).abs().max() < 1e-6
 
 
-def test_a_model_without_depth_attention_is_refused(tiny_model, token_ids):
+def test_a_model_without_depth_attention_is_rejected(tiny_model, token_ids):
     for connection in ("standard", "denseformer", "identity_hc"):
         with pytest.raises(ValueError, match="no attention residuals"):
             depth_attention(tiny_model(residual_connection=connection), [token_ids])
@@ -66,7 +66,7 @@ def test_every_row_has_the_name_of_its_sublayer(model_type, names, token_ids):
         (8, ("embedding", "block 1")),
     ],
 )
-def test_sources_are_read_from_the_weights(tiny_model, token_ids, block_size, sources):
+def test_block_size_and_sources_follow_from_the_weights(tiny_model, token_ids, block_size, sources):
     depth = depth_attention(tiny_model(attn_res_block_size=block_size), token_ids).depth
     assert depth.block_size == block_size
     assert depth.sources[:4] == sources

@@ -1,4 +1,4 @@
-"""Figures of depth show the numbers they are given, and can be read: at any depth, in black and white, on a page."""
+"""Figures of depth show the right numbers, and can be read at any depth, in black and white and on a page."""
 
 import matplotlib
 import numpy as np
@@ -25,7 +25,7 @@ from .measured import depth
 
 PARALLEL = ("layer",)
 LAYERS = (2, 6, 27)  # 4, 12 and 54 sublayers
-# Each figure with as much on it as it can have, and with as little.
+# Each figure, with as much and with as little content as it can have.
 FIGURES = {
     "weights": lambda n: draw_depth_attention(measured.attention(depth(n))),
     "weights of blocks": lambda n: draw_depth_attention(measured.attention(depth(n, 6))),
@@ -51,22 +51,23 @@ FIGURES = {
 
 
 def texts_of(figure: Figure, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Text], np.ndarray, tuple[float, float]]:
-    """All texts that are drawn, where (`[texts, (x0, y0, x1, y1)]`), and the size of the figure, all in pixels."""
+    """Draw a figure, and return its texts, their boxes `[texts, (x0, y0, x1, y1)]`, and its size, all in pixels."""
     drawn, draw = {}, Text.draw
 
-    def noted(self: Text, renderer: object, *arguments: object, **keywords: object) -> None:
+    def draw_and_record(self: Text, renderer: object, *arguments: object, **keywords: object) -> None:
         if self.get_visible() and self.get_text().strip():
             drawn[self] = self.get_window_extent(renderer).extents
         draw(self, renderer, *arguments, **keywords)
 
     canvas = FigureCanvasAgg(figure)
     with monkeypatch.context() as patch:
-        patch.setattr(Text, "draw", noted)
+        patch.setattr(Text, "draw", draw_and_record)
         canvas.draw()
     return list(drawn), np.array(list(drawn.values())), canvas.get_width_height()
 
 
 def maps_of(figure: Figure) -> list:
+    """Return the axes of a figure that show a map, without the colour bar."""
     return [axes for axes in figure.axes if axes.get_images()]
 
 
@@ -75,6 +76,7 @@ def tick_texts(axis: matplotlib.axis.Axis) -> list[str]:
 
 
 def numbers_in(axes: matplotlib.axes.Axes) -> dict[tuple[int, int], float]:
+    """Return the numbers that are written in the cells of a map, by row and column."""
     return {
         (round(text.get_position()[1]), round(text.get_position()[0])): float(text.get_text()) for text in axes.texts
     }
@@ -100,7 +102,7 @@ def test_no_text_is_cut_off_or_small_or_overlaps_another(name, layers, monkeypat
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_the_same_call_gives_the_same_file_whatever_the_user_has_set(tmp_path, suffix):
+def test_the_same_call_gives_the_same_file_with_any_settings_of_the_user(tmp_path, suffix):
     settings = {"font.size": 20, "xtick.labelsize": 20, "svg.hashsalt": None, "svg.fonttype": "none"}
     for name in (
         "relative of blocks",
@@ -144,12 +146,12 @@ def test_every_measurement_has_a_figure(tmp_path):
         assert b"</svg>" in path.read_bytes()
 
 
-def test_a_path_that_cannot_be_written_is_refused_and_nothing_is_left(tmp_path):
+def test_a_wrong_path_is_rejected_and_no_file_is_left(tmp_path):
     attention = measured.attention(depth(2))
     for name in ("map.pdf", "map"):
-        with pytest.raises(ValueError, match=rf"\.png or \.svg, and '{name}' is neither"):
+        with pytest.raises(ValueError, match=rf"must end in \.png or \.svg, got '{name}'"):
             attention.plot(tmp_path / name)
-    with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere to write map\.png to"):
+    with pytest.raises(FileNotFoundError, match=r"the folder .*nowhere for map\.png was not found"):
         attention.plot(tmp_path / "nowhere" / "map.png")
     assert list(tmp_path.iterdir()) == []
 
@@ -180,13 +182,13 @@ def test_maps_can_be_read_in_black_and_white():
     assert not any(entries[int(row), int(column)] >= 0 for row, column in dots)
 
 
-def test_numbers_in_a_map_are_those_of_the_data_in_a_colour_that_is_seen():
+def test_numbers_in_a_map_match_the_data_and_have_a_visible_colour():
     attention = measured.attention(depth(6, 4))
     for values, tables in (("weight", attention.mean), ("spread", attention.spread), ("relative", attention.mean)):
         for place, axes in enumerate(maps_of(draw_depth_attention(attention, values))):
             rows = tables if values == "relative" else tables[[*range(place, 12, 2), 12]]
-            found = numbers_in(axes)
-            assert found == {
+            result = numbers_in(axes)
+            assert result == {
                 (i, j): pytest.approx(rows[i, j].item(), abs=0.00501)
                 for i, j in torch.nonzero(rows.isfinite()).tolist()
             }
@@ -213,10 +215,8 @@ def test_attention_and_mlp_sublayers_are_side_by_side_with_the_output_below():
     assert not only.get_title()
 
 
-def test_values_that_there_are_not_are_named():
-    with pytest.raises(
-        ValueError, match="values='weights' cannot be drawn: choose one of 'weight', 'spread', 'relative'"
-    ):
+def test_unknown_values_are_rejected():
+    with pytest.raises(ValueError, match="`values` must be one of 'weight', 'spread', 'relative', got 'weights'"):
         measured.attention(depth(2)).plot(values="weights")
 
 
@@ -238,7 +238,7 @@ def test_axes_have_the_names_of_sources_and_readers(block_size, axis, sources, v
 
 
 @pytest.mark.parametrize("layers", [27, 60])
-def test_of_many_names_both_ends_and_whole_layers_are_left(layers):
+def test_if_names_do_not_fit_both_ends_and_whole_layers_keep_theirs(layers):
     of = depth(layers)
     axes = draw_mixing(measured.mixing(of)).axes[0]
     columns, rows = tick_texts(axes.xaxis), tick_texts(axes.yaxis)
@@ -258,10 +258,10 @@ def test_a_map_has_contrast_however_little_its_weights_differ(spread):
     assert image.norm.vmin == -image.norm.vmax
     strongest = abs(image.get_array()).max()
     assert strongest >= 0.25 * image.norm.vmax
-    assert (strongest >= image.norm.vmax) == (spread > 0.1)  # what is nearly uniform is not drawn as strong
+    assert (strongest >= image.norm.vmax) == (spread > 0.1)  # nearly uniform weights do not get strong colours
 
 
-def test_a_weight_of_zero_is_drawn_as_little_and_not_as_lacking():
+def test_a_weight_of_zero_is_drawn_as_small_and_not_as_missing():
     attention = measured.attention(depth(4))
     attention.mean[5, 2] = 0  # outside a window
     (image,) = draw_depth_attention(attention, "relative").axes[0].get_images()
@@ -282,7 +282,7 @@ def test_a_mixing_matrix_has_two_hues_only_if_it_has_negative_entries():
         assert (tick_texts(axes.yaxis)[-1], tick_texts(axes.xaxis)[0]) == ("output", "embedding")
 
 
-def test_models_are_told_apart_by_label_line_and_marker_and_kinds_by_filling():
+def test_models_differ_in_label_line_and_marker_and_kinds_in_filling():
     models = {"Full": measured.attention(depth(6)), "Block": measured.attention(depth(6, 6), 1)}
     figure = draw_weights_by_depth(models)
     (legend,) = figure.legends
@@ -322,11 +322,11 @@ def test_light_lines_stand_where_blocks_begin():
 
     blocks = measured.attention(depth(6, 5))
     assert begins(a=blocks, b=measured.attention(depth(6))) == [-0.25, 2.25, 4.75]  # 12 sublayers in blocks of 5
-    assert begins(a=measured.attention(depth(6, 6))) == [-0.25, 2.75]  # and none where the last one ends
+    assert begins(a=measured.attention(depth(6, 6))) == [-0.25, 2.75]  # no line where the last block ends
     assert begins(a=blocks, b=measured.attention(depth(6, 4))) == []
 
 
-def test_gradients_that_were_not_measured_have_no_panel_and_an_axis_is_logarithmic_where_it_spans_much():
+def test_gradients_that_were_not_measured_have_no_panel_and_axes_with_a_large_span_are_logarithmic():
     measurement = measured.magnitudes(depth(6))
     figure = draw_magnitudes({"": measurement})
     axes = {axes.get_title(): axes for axes in figure.axes}
@@ -355,7 +355,7 @@ def test_layers_without_attention_weights_are_gaps_with_a_note():
     assert all(line.is_dashed() for line in uniform)
     assert "linear attention" in figure.get_supxlabel()
     assert "linear attention" not in draw_sinks({"": other}).get_supxlabel()
-    assert draw_sinks({"": measured.sinks(2, every=4)}).axes  # not one layer has weights
+    assert draw_sinks({"": measured.sinks(2, every=4)}).axes  # no layer has weights
 
 
 def test_bars_of_hidden_sources_span_the_outputs_that_they_sum_up():
@@ -363,10 +363,10 @@ def test_bars_of_hidden_sources_span_the_outputs_that_they_sum_up():
     figure = draw_interventions(models)
     hidden, uniform = figure.axes
     for bars, of in zip(hidden.collections, models.values()):
-        found = [(*segment[:, 0], segment[0, 1]) for segment in bars.get_segments()]
+        result = [(*segment[:, 0], segment[0, 1]) for segment in bars.get_segments()]
         step = of.depth.block_size / 2
         ends = [-0.25, *(min(-0.25 + step * i, 5.75) for i in range(1, len(of.hidden)))]
-        assert found == [(*span, rise) for span, rise in zip(zip([-0.75, *ends], ends), of.hidden.tolist())]
+        assert result == [(*span, rise) for span, rise in zip(zip([-0.75, *ends], ends), of.hidden.tolist())]
     assert hidden.get_yscale() == "symlog" and hidden.yaxis.get_transform().linthresh == 0.01
     assert "nats/token" in hidden.get_ylabel() and "nats/token" in uniform.get_ylabel()
     first = uniform.get_lines()[0]

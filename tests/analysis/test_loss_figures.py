@@ -1,4 +1,4 @@
-"""Figures of training: what their lines are, and that they are written."""
+"""Figures of training have the right lines and are written."""
 
 import pytest
 

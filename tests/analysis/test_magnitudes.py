@@ -1,4 +1,4 @@
-"""Magnitudes are those of tensors that are computed apart, and gradients those of autograd on lines written out."""
+"""Magnitudes equal those of separately recorded tensors, and gradients equal those of models that are written out."""
 
 import pytest
 import torch
@@ -18,15 +18,15 @@ def rms(tensors: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("connection", CONNECTIONS)
 @pytest.mark.parametrize("case", BACKBONES)
-def test_inputs_and_outputs_are_those_of_the_pass(backbones, case, connection):
+def test_inputs_and_outputs_equal_those_of_the_pass(backbones, case, connection):
     model, ids = build(backbones, case, connection), backbones.token_ids()
-    found = magnitudes(model, ids, gradients=False)
+    result = magnitudes(model, ids, gradients=False)
     passed = token_mixing(model, ids)
-    torch.testing.assert_close(found.inputs, rms(passed.inputs), rtol=1e-5, atol=0)
-    torch.testing.assert_close(found.outputs, rms(passed.outputs), rtol=1e-5, atol=0)
+    torch.testing.assert_close(result.inputs, rms(passed.inputs), rtol=1e-5, atol=0)
+    torch.testing.assert_close(result.outputs, rms(passed.outputs), rtol=1e-5, atol=0)
     sizes = passed.inputs.abs().flatten(1)
-    torch.testing.assert_close(found.largest, sizes.amax(1) / sizes.median(1).values, rtol=1e-4, atol=0)
-    assert found.gradients.isnan().all() and found.tokens == 22
+    torch.testing.assert_close(result.largest, sizes.amax(1) / sizes.median(1).values, rtol=1e-4, atol=0)
+    assert result.gradients.isnan().all() and result.tokens == 22
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -39,13 +39,13 @@ def test_the_stream_of_blocks_is_their_running_sum(backbones, size):
     torch.testing.assert_close(magnitudes(model, ids).stream, rms(torch.stack(sums)), rtol=1e-5, atol=0)
 
 
-def test_without_blocks_the_stream_is_what_is_read(backbones):
-    found = magnitudes(build(backbones, "llama", "standard"), backbones.token_ids())
-    assert torch.equal(found.stream, found.inputs)
+def test_without_depth_attention_the_stream_equals_the_inputs(backbones):
+    result = magnitudes(build(backbones, "llama", "standard"), backbones.token_ids())
+    assert torch.equal(result.stream, result.inputs)
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_gradients_are_those_of_the_lines(backbones, size):
+def test_gradients_equal_those_of_the_written_out_model(backbones, size):
     member = double(build(backbones, "llama", "attn_res", attn_res_block_size=size))
     standard, ids = double(backbones.build("llama")), backbones.token_ids()
     standard.requires_grad_(False)
@@ -60,7 +60,7 @@ def test_gradients_are_those_of_the_lines(backbones, size):
     torch.testing.assert_close(magnitudes(member, ids).gradients, expected, rtol=1e-6, atol=0)
 
 
-def test_neither_frozen_weights_nor_gradients_at_hand_matter(backbones):
+def test_frozen_weights_and_earlier_gradients_do_not_matter(backbones):
     model, ids = build(backbones, "llama", "attn_res"), backbones.token_ids()
     expected = magnitudes(model, ids)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -68,13 +68,13 @@ def test_neither_frozen_weights_nor_gradients_at_hand_matter(backbones):
     kept = [parameter.grad.clone() for parameter in model.parameters()]
     model.train().requires_grad_(False)
     with torch.no_grad():
-        found = magnitudes(model, ids)
-    assert torch.equal(found.gradients, expected.gradients) and found.gradients.min() > 0
+        result = magnitudes(model, ids)
+    assert torch.equal(result.gradients, expected.gradients) and result.gradients.min() > 0
     assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(model.parameters(), kept))
     assert model.training and all(module.training for module in model.modules())
 
 
-def test_batches_are_streamed_and_masks_kept(backbones):
+def test_batches_may_be_streamed_and_masked(backbones):
     model, ids = build(backbones, "kimi_linear", "attn_res"), backbones.token_ids()
     whole, parts = magnitudes(model, ids), magnitudes(model, iter(ids.split(1)))
     for name in ("inputs", "outputs", "stream", "gradients"):
@@ -83,8 +83,8 @@ def test_batches_are_streamed_and_masks_kept(backbones):
     model = build(backbones, "llama", "attn_res")
     padded = torch.cat([ids, torch.full_like(ids, 5)], dim=1)
     mask = torch.cat([torch.ones_like(ids), torch.zeros_like(ids)], dim=1)
-    found = magnitudes(model, BatchEncoding({"input_ids": padded, "attention_mask": mask}))
+    result = magnitudes(model, BatchEncoding({"input_ids": padded, "attention_mask": mask}))
     for name in ("inputs", "outputs", "stream", "gradients", "largest"):
-        torch.testing.assert_close(getattr(found, name), getattr(magnitudes(model, ids), name), rtol=1e-4, atol=0)
+        torch.testing.assert_close(getattr(result, name), getattr(magnitudes(model, ids), name), rtol=1e-4, atol=0)
     with pytest.raises(ValueError, match="no batch"):
         magnitudes(model, [])

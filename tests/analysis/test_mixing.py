@@ -1,4 +1,4 @@
-"""Depth-mixing matrices of every connection: the inputs rebuilt from the outputs, and the rank that theory gives."""
+"""Depth-mixing matrices of every connection rebuild the inputs from the outputs, and have the rank of the theory."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from attnres.analysis import (
 from ..modeling_attnres.connections import BACKBONES, FORMS, build, difference
 
 SUBLAYERS = 10
-# (connection, fields) -> the semiseparable rank of each token's matrix; `None` where it may be anything.
+# Connection -> its fields, and the semiseparable rank of each token's matrix; `None` if any rank is right.
 RANKS = {
     "standard": ({}, 1),
     "post_norm": ({}, 1),
@@ -34,7 +34,7 @@ RANKS = {
 }
 
 
-def test_there_is_a_form_for_every_connection():
+def test_every_connection_has_an_expected_rank():
     assert RANKS.keys() - FORMS == attnres.CONNECTIONS.keys()
 
 
@@ -46,14 +46,14 @@ def test_inputs_are_rebuilt_from_the_outputs(backbones, case, connection):
     model, token_ids = build(backbones, case, connection, **fields), backbones.token_ids()
     logits = model(token_ids).logits
     mixing = token_mixing(model, token_ids)
-    # Nothing of the recording stays behind.
+    # The recording leaves no trace in the model.
     assert torch.equal(model(token_ids).logits, logits)
     assert not any("write" in vars(module) or module._forward_hooks for module in model.modules())
     assert mixing.inputs.shape == mixing.outputs.shape == (SUBLAYERS + 1, *token_ids.shape, model.config.hidden_size)
     assert mixing.matrices.shape[:4] == (SUBLAYERS + 1, SUBLAYERS + 1, *token_ids.shape)
     assert difference(mixing.rebuilt(), mixing.inputs) < 1e-5
     assert not mixing.matrices.permute(2, 3, 4, 0, 1).triu(1).any()
-    # They are the model's own: of the pass with hidden states, and of hooks on the modules.
+    # The recorded inputs equal the hidden states that the model returns.
     hidden = model(token_ids, output_hidden_states=True).hidden_states
     per_layer = len(model.config.sublayers)
     for layer, state in enumerate(hidden[:-1]):
@@ -77,7 +77,7 @@ def test_the_matrix_of_a_model_is_the_mean_over_tokens_that_count(backbones):
 
 
 @torch.no_grad()
-def test_depth_weights_are_the_entries_of_full_attention_residuals(backbones):
+def test_entries_of_the_matrix_of_full_attention_residuals_equal_the_depth_weights(backbones):
     model, token_ids = build(backbones, "llama", "attn_res", attn_res_block_size=1), backbones.token_ids()
     recorded = model(token_ids, output_depth_attentions=True).depth_attentions
     matrices = token_mixing(model, token_ids).matrices.squeeze(-1)
@@ -85,7 +85,7 @@ def test_depth_weights_are_the_entries_of_full_attention_residuals(backbones):
         torch.testing.assert_close(row[: len(weights)], weights.double(), rtol=1e-4, atol=1e-6)
 
 
-def test_the_rank_of_a_product_of_vectors_is_their_number():
+def test_the_rank_of_a_sum_of_n_outer_products_is_n():
     generator = torch.Generator().manual_seed(0)
     for n in (1, 2, 5):
         left, right = torch.randn(2, 20, n, generator=generator, dtype=torch.float64)
@@ -113,18 +113,18 @@ def test_a_standard_model_is_measured_as_a_member_with_its_weights(backbones):
         ([[1, 2]], "list"),
     ],
 )
-def test_what_is_no_batch_is_named(backbones, batch, given):
+def test_a_wrong_batch_is_rejected_with_its_type(backbones, batch, given):
     model = build(backbones, "llama", "attn_res")
     for measure in (depth_mixing, depth_attention, magnitudes, attention_sinks, interventions):
-        with pytest.raises(ValueError, match=f"must be a tensor .*return_tensors='pt', not {given}"):
+        with pytest.raises(ValueError, match=f"must be a tensor .*, got {given}: call .*return_tensors='pt'"):
             measure(model, batch)
 
 
-def test_other_arguments_of_a_call_are_left_out_and_a_wrong_mask_is_named(backbones):
+def test_arguments_that_are_no_tensors_are_ignored_and_a_wrong_mask_is_rejected(backbones):
     model, token_ids = build(backbones, "llama", "mhc"), backbones.token_ids()
     expected = mixing_matrix(model, token_ids)
     assert torch.equal(
         mixing_matrix(model, {"input_ids": token_ids, "attention_mask": None, "use_cache": True}), expected
     )
-    with pytest.raises(ValueError, match=r"the attention mask has shape \[2, 1, 11, 11\], but must be \[batch, seq\]"):
+    with pytest.raises(ValueError, match=r"the attention mask must have shape \[batch, seq\], got \[2, 1, 11, 11\]"):
         mixing_matrix(model, {"input_ids": token_ids, "attention_mask": torch.ones(2, 1, 11, 11)})

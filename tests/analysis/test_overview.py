@@ -1,4 +1,4 @@
-"""What an inspection is said to have found: each sentence with the numbers that it is made of."""
+"""The overview describes the findings of an inspection in the expected sentences and numbers."""
 
 from dataclasses import replace
 from math import isnan
@@ -13,23 +13,25 @@ from .inspections import NAN, block_attn_res, full_attn_res, standard
 
 
 def sentences(*inspections) -> dict[str, tuple]:
+    """Return the sentences about each model, and the comparison, by the title of the section."""
     return {section.title: (section.models, section.comparison) for section in overview(inspections)}
 
 
 def changed(inspection, part: str, **fields):
+    """Return a copy of an inspection with other fields in one of its measurements."""
     return replace(inspection, **{part: replace(getattr(inspection, part), **fields)})
 
 
-def test_what_is_read_is_said_in_shares_of_weight():
-    assert sentences(block_attn_res())["What is read from where"] == (
+def test_reads_are_described_by_shares_of_the_weight():
+    assert sentences(block_attn_res())["Weights of the sources"] == (
         [
             [
                 "The output gives 38% of its weight to the embedding and 12% to block 2, the nearest source; most, "
                 "50%, goes to block 1; an even share would be 33%.",
                 "Sublayers give 42% of their weight to the nearest source and 50% to the embedding, on average over "
                 "the 3 that have two sources or more; an even share would be 44%.",
-                "To make the weights even, 0% of the weight would have to move in attention sublayers and 21% in MLP "
-                "sublayers, on average.",
+                "To make the weights uniform, 0% of the weight would have to move in attention sublayers and 21% in "
+                "MLP sublayers, on average.",
                 "Weights differ from token to token: their standard deviation is 0.11 on average, and largest, 0.25, "
                 "where MLP 1 reads block 1.",
             ]
@@ -38,21 +40,21 @@ def test_what_is_read_is_said_in_shares_of_weight():
     )
 
 
-def test_weights_that_do_not_add_up_to_one_are_told_as_shares_of_their_sum():
+def test_weights_that_do_not_sum_to_one_are_described_by_shares_of_their_sum():
     inspection = block_attn_res()
     doubled = changed(inspection, "depth_attention", mean=2 * inspection.depth_attention.mean)
-    assert sentences(doubled)["What is read from where"] == sentences(inspection)["What is read from where"]
+    assert sentences(doubled)["Weights of the sources"] == sentences(inspection)["Weights of the sources"]
 
 
-def test_weights_that_are_the_same_for_every_token_are_said_to_be():
+def test_weights_that_are_the_same_for_every_token_are_described_so():
     inspection = block_attn_res()
     still = changed(inspection, "depth_attention", spread=1e-9 * inspection.depth_attention.spread)
-    (found,), _ = sentences(still)["What is read from where"]
-    assert found[-1] == "Weights are the same for every token."
+    (lines,), _ = sentences(still)["Weights of the sources"]
+    assert lines[-1] == "Weights are the same for every token."
 
 
-def test_a_residual_stream_is_told_as_a_plain_sum():
-    assert sentences(standard())["What is read from where"] == (
+def test_a_residual_stream_is_described_as_a_plain_sum():
+    assert sentences(standard())["Weights of the sources"] == (
         [
             [
                 "The residual connection has no depth attention, so its depth-mixing matrix is shown.",
@@ -63,12 +65,12 @@ def test_a_residual_stream_is_told_as_a_plain_sum():
     )
 
 
-def test_another_connection_is_told_by_the_entries_of_its_matrix():
+def test_another_connection_is_described_by_the_entries_of_its_matrix():
     inspection = standard()
     mean, spread = inspection.mixing.mean.clone(), inspection.mixing.spread.clone()
     mean[-1, 0], mean[2, 1], mean[-1, -1], spread[3, 0] = 0.5, -0.25, 1.5, 0.3
-    (found,), _ = sentences(changed(inspection, "mixing", mean=mean, spread=spread))["What is read from where"]
-    assert found[1:] == [
+    (lines,), _ = sentences(changed(inspection, "mixing", mean=mean, spread=spread))["Weights of the sources"]
+    assert lines[1:] == [
         "The output reads the embedding with a weight of 0.50 and MLP 1, the last sublayer, with 1.5; over the matrix, "
         "weights lie between \N{MINUS SIGN}0.25 and 1.5, as means over tokens.",
         "Weights differ from token to token: their standard deviation is 0.020 on average, and largest, 0.30, where "
@@ -76,7 +78,7 @@ def test_another_connection_is_told_by_the_entries_of_its_matrix():
     ]
 
 
-def test_magnitudes_grow_where_they_end_near_their_largest():
+def test_a_stream_that_ends_far_above_the_embedding_grows():
     assert sentences(standard())["Magnitudes and gradients"] == (
         [
             [
@@ -92,7 +94,7 @@ def test_magnitudes_grow_where_they_end_near_their_largest():
 
 
 @pytest.mark.parametrize(
-    ("made", "said"),
+    ("make_inspection", "expected"),
     [
         (
             block_attn_res,
@@ -105,28 +107,30 @@ def test_magnitudes_grow_where_they_end_near_their_largest():
         ),
     ],
 )
-def test_magnitudes_that_do_not_grow_lie_between_two_numbers(made, said):
+def test_magnitudes_that_do_not_grow_lie_between_two_numbers(make_inspection, expected):
     stream = torch.tensor([0.5, 0.3, 0.2, 0.4, 0.9], dtype=torch.float64)
-    (found,), _ = sentences(changed(made(), "magnitudes", stream=stream))["Magnitudes and gradients"]
-    assert found[0] == said
+    (lines,), _ = sentences(changed(make_inspection(), "magnitudes", stream=stream))["Magnitudes and gradients"]
+    assert lines[0] == expected
 
 
 def test_gradients_that_were_not_measured_have_no_sentence():
     without = changed(block_attn_res(), "magnitudes", gradients=torch.full((5,), NAN).double())
-    (found,), _ = sentences(without)["Magnitudes and gradients"]
-    assert len(found) == 3 and not [sentence for sentence in found if "gradient" in sentence or "nan" in sentence]
+    (lines,), _ = sentences(without)["Magnitudes and gradients"]
+    assert len(lines) == 3 and not [line for line in lines if "gradient" in line or "nan" in line]
     _, comparison = sentences(without, standard())["Magnitudes and gradients"]
-    assert comparison == "What the output reads, over the size of the embedding, is 1.0 in A and 1.0 in B."
+    assert comparison == (
+        "The magnitude of the mixture that the output reads, over the embedding, is 1.0 in A and 1.0 in B."
+    )
 
 
 def test_gradients_of_many_sublayers_are_those_of_the_first_and_last_quarter():
-    (found,), _ = sentences(full_attn_res(4, 8))["Magnitudes and gradients"]
-    # Eight sublayers, from 7.25 down to 2 in equal steps.
-    assert found[-2] == "The first 2 sublayers get gradients 2.9 times as large as those of the last 2, on average."
+    (lines,), _ = sentences(full_attn_res(4, 8))["Magnitudes and gradients"]
+    # The gradients of the eight sublayers go from 7.25 down to 2 in equal steps.
+    assert lines[-2] == "The first 2 sublayers get gradients 2.9 times as large as those of the last 2, on average."
 
 
-def test_interventions_are_told_by_what_costs_most():
-    assert sentences(block_attn_res())["What is used"] == (
+def test_interventions_are_described_by_the_largest_rises():
+    assert sentences(block_attn_res())["Use of the sources"] == (
         [
             [
                 "The loss is 1.833 nats per token, over 60 predicted tokens.",
@@ -138,27 +142,27 @@ def test_interventions_are_told_by_what_costs_most():
     )
 
 
-def test_interventions_that_cost_nothing_are_said_to():
+def test_interventions_that_cost_nothing_are_described_so():
     inspection = block_attn_res()
-    found = inspection.interventions
-    helped = changed(inspection, "interventions", hidden=-found.hidden.abs(), uniform=-found.uniform.abs())
-    (said,), _ = sentences(helped)["What is used"]
-    assert said[1:] == [
+    hidden, uniform = inspection.interventions.hidden, inspection.interventions.uniform
+    helped = changed(inspection, "interventions", hidden=-hidden.abs(), uniform=-uniform.abs())
+    (lines,), _ = sentences(helped)["Use of the sources"]
+    assert lines[1:] == [
         "No source raises the loss when it is hidden.",
         "Making the weights of any one reader uniform does not raise the loss.",
     ]
-    even = changed(helped, "depth_attention", distance=0 * inspection.depth_attention.distance)
-    assert sentences(even)["What is used"][0][0][-1] == "All weights are uniform already."
-    assert "All weights are even." in sentences(even)["What is read from where"][0][0]
+    with_uniform = changed(helped, "depth_attention", distance=0 * inspection.depth_attention.distance)
+    assert sentences(with_uniform)["Use of the sources"][0][0][-1] == "All weights are uniform already."
+    assert "All weights are uniform." in sentences(with_uniform)["Weights of the sources"][0][0]
 
 
-def test_without_interventions_nothing_is_said_of_them():
-    assert "What is used" not in sentences(block_attn_res(interventions=None))
-    _, comparison = sentences(block_attn_res(interventions=None), standard())["What is used"]
+def test_without_interventions_there_is_no_section_about_them():
+    assert "Use of the sources" not in sentences(block_attn_res(interventions=None))
+    _, comparison = sentences(block_attn_res(interventions=None), standard())["Use of the sources"]
     assert comparison == ""
 
 
-def test_sinks_are_told_of_layers_that_have_weights():
+def test_sinks_are_described_for_layers_that_have_weights():
     inspection = block_attn_res()
     one = changed(
         inspection, "sinks", mean=torch.tensor([NAN, 0.3]).double(), strongest=torch.tensor([NAN, 0.6]).double()
@@ -166,7 +170,7 @@ def test_sinks_are_told_of_layers_that_have_weights():
     assert sentences(one)["Attention sinks"][0] == [
         [
             "Later tokens give 30% of their attention to the first token, on average over the 1 of 2 layers that is "
-            "not linear; even attention would give it 4.0%.",
+            "not linear; uniform attention would give it 4.0%.",
             "Layer 1 gives it most, 30%, and its strongest head 60%.",
         ]
     ]
@@ -177,24 +181,24 @@ def test_sinks_are_told_of_layers_that_have_weights():
     assert sentences(none, standard())["Attention sinks"][1] == ""
 
 
-def test_two_models_are_compared_matter_by_matter():
-    found = sentences(block_attn_res(), standard())
-    assert {title: comparison for title, (_, comparison) in found.items()} == {
-        "What is read from where": "Their depth-mixing matrices are the same: every reader gets the plain sum of the "
+def test_two_models_are_compared_section_by_section():
+    sections = sentences(block_attn_res(), standard())
+    assert {title: comparison for title, (_, comparison) in sections.items()} == {
+        "Weights of the sources": "Their depth-mixing matrices are the same: every reader gets the plain sum of the "
         "embedding and of all outputs before it.",
-        "Magnitudes and gradients": "What the output reads, over the size of the embedding, is 1.0 in A and 1.0 in B; "
-        "the first sublayers get 3.2 times the gradients of the last in A and 3.2 in B.",
-        "What is used": "On the same tokens the loss of B is 0.083 nats lower than that of A; hiding the embedding "
-        "changes the loss by +0.69 nats in A and +2.5 nats in B.",
+        "Magnitudes and gradients": "The magnitude of the mixture that the output reads, over the embedding, is 1.0 in "
+        "A and 1.0 in B; the first sublayers get 3.2 times the gradients of the last in A and 3.2 in B.",
+        "Use of the sources": "On the same tokens the loss of B is 0.083 nats lower than that of A; hiding the "
+        "embedding changes the loss by +0.69 nats in A and +2.5 nats in B.",
         "Attention sinks": "The first token gets 31% of the attention in A and 31% in B.",
     }
-    assert all(len(models) == 2 for models, _ in found.values())
+    assert all(len(models) == 2 for models, _ in sections.values())
 
 
 def test_two_models_with_depth_attention_are_compared_by_their_weights():
     inspection = block_attn_res()
     other = changed(inspection, "depth_attention", spread=2 * inspection.depth_attention.spread)
-    assert sentences(inspection, other)["What is read from where"][1] == (
+    assert sentences(inspection, other)["Weights of the sources"][1] == (
         "Sublayers give the nearest source 42% in A and 42% in B; the standard deviation over tokens is 0.11 in A and "
         "0.21 in B on average."
     )
@@ -203,25 +207,25 @@ def test_two_models_with_depth_attention_are_compared_by_their_weights():
 def test_connections_without_depth_attention_are_compared_by_their_matrices():
     one, mean = standard(), standard().mixing.mean.clone()
     mean[3, 1] = -0.5
-    assert sentences(one, changed(one, "mixing", mean=mean))["What is read from where"][1] == (
+    assert sentences(one, changed(one, "mixing", mean=mean))["Weights of the sources"][1] == (
         f"Their depth-mixing matrices differ most in how much of {one.depth.outputs[1]} {one.depth.consumers[3]} gets: "
         "1.0 in A and \N{MINUS SIGN}0.50 in B."
     )
-    found = sentences(full_attn_res(4, 8), standard())["What is read from where"][1]
-    assert found == "Their depths differ, so their depth-mixing matrices do not compare."
+    _, comparison = sentences(full_attn_res(4, 8), standard())["Weights of the sources"]
+    assert comparison == "Their depths differ, so their depth-mixing matrices cannot be compared."
 
 
 def test_rounding_is_no_difference():
     one = block_attn_res()
     other = changed(one, "interventions", loss=one.interventions.loss + 1e-8)
     assert dict(differences(one, other))["loss, in nats per token"] == 0
-    assert sentences(one, other)["What is used"][1].startswith("On the same tokens both have the same loss;")
+    assert sentences(one, other)["Use of the sources"][1].startswith("On the same tokens both have the same loss;")
 
 
 def test_a_stream_that_ends_below_its_largest_grows_all_the_same():
     stream = torch.tensor([0.5, 1.0, 3.0, 2.5, 2.0], dtype=torch.float64)
-    (found,), _ = sentences(changed(standard(), "magnitudes", stream=stream))["Magnitudes and gradients"]
-    assert found[0].endswith("to 2.0 after MLP 1, with its largest, 3.0, after MLP 0.")
+    (lines,), _ = sentences(changed(standard(), "magnitudes", stream=stream))["Magnitudes and gradients"]
+    assert lines[0].endswith("to 2.0 after MLP 1, with its largest, 3.0, after MLP 0.")
 
 
 def test_losses_on_different_tokens_are_not_compared():
@@ -233,23 +237,23 @@ def test_losses_on_different_tokens_are_not_compared():
     for different in (words, text, few):
         assert isnan(dict(differences(one, different))["loss, in nats per token"])
         assert dict(differences(one, different))["rise of the loss with the embedding hidden"] == pytest.approx(1.81)
-        assert sentences(one, different)["What is used"][1] == (
-            "The models read different tokens, so their losses do not compare; hiding the embedding changes the "
+        assert sentences(one, different)["Use of the sources"][1] == (
+            "The models read different tokens, so their losses cannot be compared; hiding the embedding changes the "
             "loss by +0.69 nats in A and +2.5 nats in B."
         )
 
 
-def test_key_numbers_are_those_of_the_measurements_and_missing_where_a_model_has_none():
-    found = dict(key_numbers([block_attn_res(), standard()]))
-    assert found["loss, in nats per token"] == [1.8325, 1.75]
-    assert found["weight of the output on the embedding"] == pytest.approx([0.375, NAN], nan_ok=True)
-    assert found["weight of sublayers on the nearest source"] == pytest.approx([1.25 / 3, NAN], nan_ok=True)
-    assert found["attention on the first token"] == [0.3125, 0.3125]
+def test_key_numbers_are_missing_if_a_model_does_not_have_them():
+    table = dict(key_numbers([block_attn_res(), standard()]))
+    assert table["loss, in nats per token"] == [1.8325, 1.75]
+    assert table["weight of the output on the embedding"] == pytest.approx([0.375, NAN], nan_ok=True)
+    assert table["weight of sublayers on the nearest source"] == pytest.approx([1.25 / 3, NAN], nan_ok=True)
+    assert table["attention on the first token"] == [0.3125, 0.3125]
     assert "loss, in nats per token" not in dict(key_numbers([block_attn_res(interventions=None)]))
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "expected"),
     [
         (0.0267, "0.027"),
         (0.00012, "0.00012"),
@@ -262,8 +266,8 @@ def test_key_numbers_are_those_of_the_measurements_and_missing_where_a_model_has
         (NAN, "\N{EN DASH}"),
     ],
 )
-def test_numbers_have_two_digits_that_count(value, said):
-    assert number(value) == said
+def test_numbers_have_two_significant_digits(value, expected):
+    assert number(value) == expected
 
 
 def test_shares_are_percents():
@@ -271,6 +275,6 @@ def test_shares_are_percents():
     assert number(1.83251, 4) == "1.833" and number(1234.5, 3) == "1,234"
 
 
-def test_the_second_dearest_source_is_named_in_words():
-    found = changed(block_attn_res(), "interventions", hidden=torch.tensor([0.25, 0.75, 0.0]).double())
-    assert "next is the embedding (0.25 nats)." in sentences(found)["What is used"][0][0][1]
+def test_the_next_source_is_named_with_its_article():
+    inspection = changed(block_attn_res(), "interventions", hidden=torch.tensor([0.25, 0.75, 0.0]).double())
+    assert "next is the embedding (0.25 nats)." in sentences(inspection)["Use of the sources"][0][0][1]

@@ -1,4 +1,4 @@
-"""The page of an inspection: what stands in it, that nothing in it can run but its own scripts, and its size."""
+"""The page of an inspection has the right content and size, and only its own scripts can run."""
 
 import base64
 import hashlib
@@ -21,7 +21,7 @@ HOSTILE = '</script><img src=x onerror="alert(1)"><!--<script>'
 
 
 class Page(HTMLParser):
-    """The elements of a page, `(name, attributes, text)`, in turn; text goes to the innermost element that is open."""
+    """The elements of a page in turn, as `[name, attributes, text]`. Text belongs to the innermost open element."""
 
     VOID = {"meta", "img", "input", "link", "br"}
 
@@ -46,8 +46,11 @@ class Page(HTMLParser):
             self.open[-1][2] += data
 
     def of(self, kind: str, **attributes: str) -> list[tuple[dict, str]]:
+        """Return the attributes and texts of the elements of a kind that have these attributes."""
         return [
-            (found, text) for tag, found, text in self.elements if tag == kind and attributes.items() <= found.items()
+            (actual, text)
+            for tag, actual, text in self.elements
+            if tag == kind and attributes.items() <= actual.items()
         ]
 
     @property
@@ -61,7 +64,7 @@ class Page(HTMLParser):
 
 
 def decoded(given: dict) -> list[np.ndarray]:
-    """The weights of each reader `[sources, tokens]`, as the script has them."""
+    """Return the weights of each reader `[sources, tokens]`, decoded as by the script of the page."""
     levels, begin, rows = np.frombuffer(base64.b64decode(given["data"]), "<u2"), 0, []
     for reader in given["weights"]:
         shape = len(reader["mean"]), given["tokens"]
@@ -82,21 +85,21 @@ def test_the_same_inspections_and_figures_give_the_same_bytes():
 
 
 @pytest.mark.parametrize("inspections", [[block_attn_res()], [standard()], [block_attn_res(), standard()]])
-def test_the_script_is_given_the_weights_of_every_token_and_their_means(inspections):
+def test_the_page_holds_the_weights_of_every_token_and_their_means(inspections):
     given = Page(render(inspections, {})).given
     assert len(given) == len(inspections)
-    for found, inspection in zip(given, inspections):
+    for passage, inspection in zip(given, inspections):
         measured = inspection.depth_attention or inspection.mixing
         for row, weights, reader, mean in zip(
-            decoded(found), inspection.passage.weights, found["weights"], measured.mean, strict=True
+            decoded(passage), inspection.passage.weights, passage["weights"], measured.mean, strict=True
         ):
             assert np.abs(row - weights.numpy()).max() <= 1e-5
             assert reader["mean"] == pytest.approx(mean[: len(weights)].tolist(), rel=1e-5)
-        assert found["readers"] == list(inspection.depth.consumers)
-        assert found["attention"] == (inspection.depth_attention is not None)
+        assert passage["readers"] == list(inspection.depth.consumers)
+        assert passage["attention"] == (inspection.depth_attention is not None)
 
 
-def test_weights_that_no_token_changes_are_given_once():
+def test_weights_that_are_equal_for_all_tokens_are_stored_once():
     assert Page(render([standard()], {})).given[0]["data"] == ""
     # Of the readers of Block AttnRes, only the first has one source.
     readers = Page(render([block_attn_res()], {})).given[0]["weights"]
@@ -104,7 +107,7 @@ def test_weights_that_no_token_changes_are_given_once():
 
 
 def page_that_calls_everything(name: str) -> Page:
-    """Two models, of the first of which all that has a name is called so."""
+    """Return the page of two models, where everything that has a name in the first one has this name."""
     inspection, other, words = block_attn_res(), standard(), [name, *WORDS[1:]]
     depth = inspection.depth
     named = replace(
@@ -118,9 +121,9 @@ def page_that_calls_everything(name: str) -> Page:
     return Page(render([named, other], {f"mixing: {name}": SVG}, [name]))
 
 
-def test_nothing_that_a_model_or_a_text_is_called_gets_into_the_markup():
+def test_a_hostile_name_does_not_change_the_markup():
     plain, hostile = page_that_calls_everything("name"), page_that_calls_everything(HOSTILE)
-    # The same elements with the same attributes, but for what they say.
+    # The elements and the names of their attributes are the same. Only texts and values differ.
     assert [(tag, set(attributes)) for tag, attributes, _ in hostile.elements] == [
         (tag, set(attributes)) for tag, attributes, _ in plain.elements
     ]
@@ -129,7 +132,7 @@ def test_nothing_that_a_model_or_a_text_is_called_gets_into_the_markup():
 
 @settings(max_examples=15, deadline=None)
 @given(st.text("<>&\"'`/=-!\\$ \nscript[]{}%", min_size=1, max_size=30))
-def test_no_name_whatever_it_is_gets_into_the_markup(name):
+def test_random_names_do_not_change_the_markup(name):
     plain, named = page_that_calls_everything("name"), page_that_calls_everything(f"a{name}a")
     assert [(tag, set(attributes)) for tag, attributes, _ in named.elements] == [
         (tag, set(attributes)) for tag, attributes, _ in plain.elements
@@ -160,22 +163,22 @@ def test_only_the_scripts_of_the_page_may_run_and_nothing_is_loaded():
 
 
 def strip_of(words: list[str]) -> Page:
-    """The words of a passage as they stand in a page."""
+    """Return the part of a page that holds the words of a passage."""
     inspection = block_attn_res()
     text = render([replace(inspection, passage=replace(inspection.passage, words=words))], {})
     return Page('<div class="words"' + text.split('<div class="words"')[1].split("</div>")[0] + "</div>")
 
 
-def test_words_run_on_as_in_the_text_and_one_of_them_is_in_the_order_of_the_tabulator():
+def test_words_keep_the_layout_of_the_text_and_the_tab_key_reaches_one_of_them():
     words = ["<s>", "The", " cat's", " <b>hat</b>", " sat.\n", "  On"]
     strip = strip_of(words)
     assert [text for _, text in strip.of("button")] == ["<s>", "The", "cat's", "<b>hat</b>", "sat.", "On"]
-    assert strip.of("div")[0][1] == " " * 3 + "\n  "  # what stands between them
+    assert strip.of("div")[0][1] == " " * 3 + "\n  "  # the white space between the buttons
     assert [attributes["tabindex"] for attributes, _ in strip.of("button")] == ["0", *["-1"] * 5]
 
 
 @pytest.mark.parametrize(
-    ("word", "seen", "after", "said"),
+    ("word", "label", "after", "spoken"),
     [
         ("\n\n", "↵↵", "\n\n", "white space: 2 line breaks"),
         ("  ", "␣␣", "", "white space: 2 spaces"),
@@ -184,10 +187,10 @@ def test_words_run_on_as_in_the_text_and_one_of_them_is_in_the_order_of_the_tabu
         ("", "·", "", "nothing"),
     ],
 )
-def test_white_space_can_be_seen_and_heard(word, seen, after, said):
+def test_white_space_has_visible_signs_and_a_spoken_name(word, label, after, spoken):
     strip = strip_of([word])
     ((attributes, text),) = strip.of("button")
-    assert (text, attributes["aria-label"], strip.of("div")[0][1]) == (seen, said, after)
+    assert (text, attributes["aria-label"], strip.of("div")[0][1]) == (label, spoken, after)
 
 
 def test_two_models_share_the_words_if_they_are_equal():
@@ -209,10 +212,10 @@ def test_key_numbers_stand_side_by_side_with_their_difference():
     assert rows["weight of the output on the embedding"] == ["0.375", "\N{EN DASH}", "\N{EN DASH}"]
 
 
-def test_a_matrix_is_said_to_be_none_of_depth_attention():
-    said = "as there is no depth attention"
-    assert said in render([standard()], {}) and said not in render([block_attn_res()], {})
-    assert f"The map of B shows the depth-mixing matrix at that word, {said}" in render(
+def test_the_page_explains_the_matrix_of_a_model_without_depth_attention():
+    reason = "as there is no depth attention"
+    assert reason in render([standard()], {}) and reason not in render([block_attn_res()], {})
+    assert f"The map of B shows the depth-mixing matrix at that word, {reason}" in render(
         [block_attn_res(), standard()], {}
     )
     assert "Both maps show the weight" in render([block_attn_res(), block_attn_res()], {})
@@ -242,8 +245,8 @@ def test_two_models_of_54_sublayers_make_a_page_under_five_megabytes():
     assert max(np.abs(a - b.numpy()).max() for a, b in zip(rows, inspections[1].passage.weights)) <= 1e-5
 
 
-def test_what_cannot_be_shown_is_refused():
+def test_too_many_inspections_and_unknown_figures_are_rejected():
     with pytest.raises(ValueError, match="3 inspections were given: a page shows one, or compares two"):
         render([block_attn_res()] * 3, {})
-    with pytest.raises(ValueError, match="no figure is known as 'sizes': there are depth_attention,"):
+    with pytest.raises(ValueError, match=r"the kind of a figure must be one of depth_attention, .* got 'sizes'"):
         render([block_attn_res()], {"sizes": SVG})

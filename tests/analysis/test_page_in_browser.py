@@ -1,6 +1,6 @@
-"""The page of an inspection in Chromium: words and maps, by mouse and by keys, in light and dark, wide and narrow.
+"""The page of an inspection works in Chromium: with mouse and keys, in light and dark, wide and narrow.
 
-Playwright drives the browser of the system: one package, and no driver that has to have the browser's version.
+Playwright drives the installed browser. It needs no driver of the browser's version.
 """
 
 import os
@@ -19,24 +19,24 @@ from attnres.analysis.page import render
 from .inspections import WORDS, block_attn_res, full_attn_res, standard
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-expect.set_options(timeout=60_000)  # a busy machine takes more than the five seconds that it waits by itself
+expect.set_options(timeout=60_000)  # a busy machine may take more than the default of five seconds
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
 
 MINUS = "\N{MINUS SIGN}"
 SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="40"
  height="20"><rect fill="#fe0102" width="100%" height="100%"/></svg>"""
-# What the cells of a map hold, in the order of the readers.
+# Return the row, column, weight, mean and colour of all cells of a map.
 CELLS = """place => {
     const {row, column, weight, mean, shown} = Bokeh.documents[place].roots()[0].renderers[0].data_source.data
     return row.map((r, i) => [r, column[i], weight[i], mean[i], shown[i]])
 }"""
-# The colours of a map: of its border, of its names, of the least and of the most.
+# Return the colours of a map: of its border, its names, its smallest and its largest value.
 COLOURS = """place => {
     const plot = Bokeh.documents[place].roots()[0]
     const {palette} = plot.renderers[0].glyph.fill_color.transform
     return [plot.border_fill_color, plot.below[0].major_label_text_color, palette[0], palette[255]].map(String)
 }"""
-# Where a cell is on the screen.
+# Return the position of a cell on the screen.
 POSITION = """([place, row, column]) => {
     const {el, frame} = [...Bokeh.index][place]
     const {x, y} = el.getBoundingClientRect()
@@ -47,7 +47,7 @@ POSITION = """([place, row, column]) => {
 @pytest.fixture(scope="module")
 def browser():
     with sync_playwright() as playwright:
-        # As root, as in containers, Chromium has no sandbox.
+        # Chromium cannot use its sandbox as root, which tests in containers often are.
         flags = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
         yield browser
@@ -56,8 +56,8 @@ def browser():
 
 @pytest.fixture
 def opened(browser: Browser, tmp_path: Path):
-    """`opened(inspections, width=1280, scheme="light")`: a page that must load nothing and warn of nothing."""
-    said, asked, contexts = [], [], []
+    """Return a function that opens the page of inspections. At the end, assert that it loaded and warned of nothing."""
+    messages, requests, contexts = [], [], []
 
     def open_page(inspections: list[Inspection], width: int = 1280, scheme: str = "light") -> Page:
         path = tmp_path / "report.html"
@@ -65,22 +65,22 @@ def opened(browser: Browser, tmp_path: Path):
         contexts.append(browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme))
         page = contexts[-1].new_page()
         page.set_default_timeout(60_000)
-        page.on("console", lambda message: message.type in ("error", "warning") and said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
+        page.on("console", lambda message: message.type in ("error", "warning") and messages.append(message.text))
+        page.on("pageerror", lambda error: messages.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
         page.goto(path.as_uri())
         page.wait_for_selector("#reader[data-ready]")
         return page
 
     yield open_page
-    assert said == []
-    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
+    assert messages == []
+    assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
     for context in contexts:
         context.close()
 
 
 def wait_until(page: Page, holds: Callable[[], bool]) -> None:
-    """Playwright's own waiting for expressions makes scripts of strings, which the page does not allow."""
+    """Wait until `holds()` is true. The page's policy blocks Playwright's `wait_for_function`."""
     end = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < end
@@ -88,12 +88,13 @@ def wait_until(page: Page, holds: Callable[[], bool]) -> None:
 
 
 def shown(value: float) -> str:
-    """A number as the page has it."""
+    """Return a number as the page writes it."""
     text = "0" if abs(value) < 5e-5 else f"{value:.4f}" if abs(value) < 0.01 else f"{value:.3f}"
     return text.replace("-", MINUS)
 
 
 def assert_map_shows(page: Page, inspection: Inspection, token: int, place: int = 0) -> None:
+    """Assert that the map with the index `place` shows the weights of an inspection at a token."""
     means = (inspection.depth_attention or inspection.mixing).mean
     cells = page.evaluate(CELLS, place)
     assert len(cells) == sum(map(len, inspection.passage.weights))
@@ -101,14 +102,14 @@ def assert_map_shows(page: Page, inspection: Inspection, token: int, place: int 
         expected = inspection.passage.weights[row][column, token].item()
         assert parsed(weight) == pytest.approx(expected, abs=6e-4)
         assert mean == shown(means[row, column].item())
-        assert colour**2 == pytest.approx(expected, abs=2e-5)  # colours go by square roots
+        assert colour**2 == pytest.approx(expected, abs=2e-5)  # colours follow square roots
 
 
 def parsed(text: str) -> float:
     return float(text.replace(MINUS, "-"))
 
 
-def test_a_word_that_is_clicked_has_its_weights_in_the_map(opened):
+def test_the_map_shows_the_weights_of_the_clicked_word(opened):
     inspection = block_attn_res()
     page = opened([inspection])
     assert_map_shows(page, inspection, 0)
@@ -131,19 +132,19 @@ def test_arrow_keys_go_through_the_words(opened):
         ("ArrowRight", 7),
         ("Home", 0),
         ("ArrowLeft", 0),
-        ("ArrowDown", 4),  # the next line but one begins with white space
+        ("ArrowDown", 4),  # the next word below is white space
         ("ArrowUp", 0),
     ):
         page.keyboard.press(key)
         assert page.evaluate("[...document.querySelectorAll('.words button')].indexOf(document.activeElement)") == token
     page.keyboard.press("ArrowRight")
     assert_map_shows(page, inspection, 1)
-    # One of the words is in the order of the tabulator, the chosen one.
+    # The tab key reaches only the chosen word.
     assert page.locator('.words button[tabindex="0"]').all_inner_texts() == [WORDS[1]]
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_a_cell_under_the_mouse_tells_its_numbers(opened, width):
+def test_a_cell_under_the_mouse_shows_its_numbers(opened, width):
     inspection = block_attn_res()
     page = opened([inspection], width)
     page.locator(".words button").nth(2).click()
@@ -158,7 +159,7 @@ def test_a_cell_under_the_mouse_tells_its_numbers(opened, width):
         assert seen == ["this token", shown(weight.item()), "mean of the text", shown(mean.item())]
 
 
-def test_a_row_that_is_clicked_is_listed_with_what_it_takes_most_first(opened):
+def test_a_clicked_row_is_listed_with_the_largest_weight_first(opened):
     inspection = block_attn_res()
     page = opened([inspection])
     assert page.locator("select").input_value() == "4"  # the output
@@ -185,7 +186,7 @@ def test_the_difference_from_the_mean_is_shown_on_demand(opened):
     assert ends[2] == "0" and ends[0].strip("≤\u00a0").replace(MINUS, "+") == ends[-1].strip("≥\u00a0")
 
 
-def test_words_are_tinted_by_how_far_their_weights_are_from_the_mean(opened):
+def test_words_are_tinted_by_the_distance_of_their_weights_from_the_mean(opened):
     inspection = block_attn_res()
     page = opened([inspection])
     several = range(1, 5)
@@ -210,7 +211,7 @@ def test_two_models_that_read_the_same_words_have_one_strip_and_two_maps(opened)
     assert_map_shows(page, other, 6, place=1)
 
 
-def test_words_of_two_models_are_tinted_by_the_one_that_is_chosen(opened):
+def test_words_of_two_models_are_tinted_by_the_chosen_model(opened):
     page = opened([standard(), block_attn_res()])
     assert page.locator("[name=tint]").last.is_checked()  # the weights of A never differ
     assert "the same for every token" not in page.locator(".tint-legend").inner_text()
@@ -218,7 +219,7 @@ def test_words_of_two_models_are_tinted_by_the_one_that_is_chosen(opened):
     assert "the same for every token" in page.locator(".tint-legend").inner_text()
 
 
-def test_two_models_that_read_other_words_have_a_strip_each(opened):
+def test_two_models_that_read_different_words_have_two_strips(opened):
     one, other = block_attn_res(), full_attn_res(2, 6)
     page = opened([one, other])
     page.locator(".words").last.locator("button").nth(4).click()
@@ -226,7 +227,7 @@ def test_two_models_that_read_other_words_have_a_strip_each(opened):
     assert_map_shows(page, other, 4, place=1)
 
 
-def test_entries_below_zero_have_a_colour_of_their_own(opened):
+def test_entries_below_zero_have_their_own_hue(opened):
     inspection = standard()
     weights = [part.clone() for part in inspection.passage.weights]
     weights[3][1] = -0.5
@@ -254,7 +255,7 @@ def test_nothing_is_wider_than_the_screen(opened, width, scheme):
             assert (boxes[0]["y"] == boxes[1]["y"]) == (width == 1280)
 
 
-def test_a_window_that_grows_narrow_takes_the_map_with_it(opened):
+def test_the_map_follows_the_width_of_the_window(opened):
     page = opened([full_attn_res(27, 8)])
     page.set_viewport_size({"width": 390, "height": 900})
     drawn = page.locator(".bk-Figure")
@@ -262,14 +263,14 @@ def test_a_window_that_grows_narrow_takes_the_map_with_it(opened):
     assert page.evaluate("document.documentElement.scrollWidth") == 390
 
 
-def test_maps_have_the_colours_of_light_and_dark_and_change_with_them(opened):
+def test_maps_follow_the_light_and_dark_schemes(opened):
     page = opened([block_attn_res()])
     light = page.evaluate(COLOURS, 0)
     assert light[0] == "#ffffff"
     page.emulate_media(color_scheme="dark")
     wait_until(page, lambda: page.evaluate(COLOURS, 0)[0] != "#ffffff")
     dark = page.evaluate(COLOURS, 0)
-    assert dark[1] != light[1] and dark[2:] == light[:1:-1]  # what is nothing is pale in light, and dark in dark
+    assert dark[1] != light[1] and dark[2:] == light[:1:-1]  # zero is pale in light, dark in dark
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 21, 26)"
     assert page.locator(".card").evaluate("card => getComputedStyle(card).backgroundColor") == "rgb(255, 255, 255)"
     page.emulate_media(color_scheme="light")
@@ -287,7 +288,7 @@ def test_figures_are_drawn(opened):
     assert opened([block_attn_res()]).locator(".card img").evaluate(pixel) == [40, 20, 254, 1, 2, 255]
 
 
-def test_hostile_names_do_nothing(opened):
+def test_hostile_names_do_not_run(opened):
     hostile = '</script><img src=x onerror="console.error(1)">'
     inspection = block_attn_res()
     depth = replace(inspection.depth, consumers=(*inspection.depth.consumers[:-1], hostile))

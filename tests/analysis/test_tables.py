@@ -1,4 +1,4 @@
-"""Tables of results in a Markdown file."""
+"""Tables of results are written into a Markdown file between marks."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,10 +9,10 @@ from attnres.analysis.tables import check_tables, update_tables
 from .. import forks
 
 
-def test_tables_replace_what_is_between_their_marks_and_nothing_else(tmp_path):
+def test_tables_replace_only_the_text_between_their_marks(tmp_path):
     path = tmp_path / "RESULTS.md"
     path.write_text("Before.\n<!-- a -->\n<!-- end -->\nBetween.\n<!-- b -->\nold\n<!-- end -->\nAfter.\n")
-    for _ in range(2):  # the second time over tables that are there
+    for _ in range(2):  # the second time replaces the tables of the first
         update_tables(path, {"a": "| A |", "b": "| B |"})
         expected = "Before.\n<!-- a -->\n| A |\n<!-- end -->\nBetween.\n<!-- b -->\n| B |\n<!-- end -->\nAfter.\n"
         assert path.read_text() == expected
@@ -21,13 +21,13 @@ def test_tables_replace_what_is_between_their_marks_and_nothing_else(tmp_path):
         update_tables(path, {"a": "| A |"})
     assert "Precious." in path.read_text()
     path.write_text(twice := "<!-- a -->\n<!-- end -->\n<!-- a -->\nold\n<!-- end -->\n")
-    with pytest.raises(ValueError, match="`<!-- a -->` stands there twice"):
+    with pytest.raises(ValueError, match="`<!-- a -->` occurs twice"):
         update_tables(path, {"a": "| A |"})
     assert path.read_text() == twice
 
 
 def test_processes_that_write_one_page_wait_for_each_other(tmp_path):
-    """Each adds a table of its own, many times: none is lost, and nothing is left beside the page."""
+    """Three processes write one table each, many times. No table is lost, and no other file is left."""
     path = tmp_path / "RESULTS.md"
     code = "import sys; from pathlib import Path; from attnres.analysis.tables import update_tables\n"
     code += "for row in range(200): update_tables(Path(sys.argv[1]), {sys.argv[2]: f'row {row}'})"
@@ -38,9 +38,9 @@ def test_processes_that_write_one_page_wait_for_each_other(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_places_are_checked_by_the_beginning_of_their_names(tmp_path):
+def test_only_marks_with_the_prefix_are_checked(tmp_path):
     path = tmp_path / "RESULTS.md"
-    check_tables(path, "a: ")  # a new one
+    check_tables(path, "a: ")  # a missing page is valid
     path.write_text("<!-- a: 1 -->\n<!-- end -->\n<!-- a: 2 -->\n<!-- b: 1 -->\n<!-- end -->\n")
     check_tables(path, "b: ")
     with pytest.raises(ValueError, match="`<!-- a: 2 -->` does not end"):

@@ -1,4 +1,4 @@
-"""The folder `benchmarks` is not installed: it is imported from the checkout."""
+"""Import the folder `benchmarks` from the checkout, since it is not installed."""
 
 import sys
 from pathlib import Path

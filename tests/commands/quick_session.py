@@ -1,4 +1,4 @@
-"""Run commands that need no model one after the other in this process; report their output and all imports.
+"""Run commands that need no model one after the other in this process, and print their output and all imports.
 
 quick_session.py < [[ARGUMENT, ...], ...]
 """
@@ -12,7 +12,7 @@ from attnres_cli import main
 
 
 def run(arguments: list[str]) -> dict:
-    """Run `attnres ARGUMENTS`."""
+    """Run `attnres ARGUMENTS`, and return its exit status and output."""
     out, err = io.StringIO(), io.StringIO()
     sys.argv = ["attnres", *arguments]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

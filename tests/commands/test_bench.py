@@ -1,4 +1,4 @@
-"""`attnres bench` prints tables, stores results, and explains errors in one line."""
+"""`attnres bench` prints tables, stores results, and reports errors in one line."""
 
 import json
 import signal
@@ -43,13 +43,13 @@ def test_every_connection_is_measured():
     assert next(iter(connections.FORMS)) == connections.STANDARD
 
 
-def test_every_part_can_be_asked_for():
+def test_every_part_is_an_option():
     assert [part.value for part in bench.BenchPart] == list(PARTS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", FIELDS)
-def test_a_part_prints_its_tables_and_stores_what_they_are_made_of(part, tmp_path):
+def test_a_part_prints_its_tables_and_stores_their_numbers(part, tmp_path):
     done = run_bench("--only", part, *QUICK, "--out", "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "[" in done.stdout
@@ -75,7 +75,7 @@ def test_a_part_prints_its_tables_and_stores_what_they_are_made_of(part, tmp_pat
 
 
 @pytest.mark.slow
-def test_memory_of_a_training_step_is_told_for_every_connection(tmp_path):
+def test_the_memory_of_a_training_step_is_stored_for_every_connection(tmp_path):
     done = run_bench("--only", "memory", *QUICK, "--out", "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads((tmp_path / "out" / "memory.json").read_text())["rows"]
@@ -88,7 +88,7 @@ def test_memory_of_a_training_step_is_told_for_every_connection(tmp_path):
     assert "profiler" not in done.stderr
 
 
-def test_the_folder_says_how_it_is_called():
+def test_the_help_of_the_folder_names_its_command():
     done = run_bench("--help", cwd=ROOT, command=("-m", "benchmarks"))
     assert done.stdout.startswith("Usage: python -m benchmarks [OPTIONS]\n")
 
@@ -123,7 +123,7 @@ def test_a_terminated_run_leaves_whole_files_only(tmp_path):
     assert json.loads((tmp_path / "out" / "kda.json").read_text())["rows"]
 
 
-def test_without_a_checkout_it_says_in_one_line_what_it_needs(tmp_path, monkeypatch):
+def test_without_a_checkout_one_line_names_the_need(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "__file__", str(tmp_path / "site-packages" / "attnres" / "commands" / "app.py"))
     monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path).resolve() != ROOT])
     for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
@@ -135,13 +135,13 @@ def test_without_a_checkout_it_says_in_one_line_what_it_needs(tmp_path, monkeypa
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_named():
+def test_a_missing_gpu_is_reported():
     result = CliRunner().invoke(app.app, ["bench", "--device", "cuda"])
     assert result.exit_code == 1
     assert "no GPU" in result.stderr
 
 
-def test_on_a_gpu_its_own_benchmark_runs(monkeypatch, tmp_path):
+def test_the_device_cuda_runs_the_benchmark_of_gpus(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr("benchmarks.gpu.main", lambda arguments: seen.append(arguments) or 1)
     result = CliRunner().invoke(app.app, ["bench", "--device", "cuda", "--quick", "--out", str(tmp_path)])
@@ -152,7 +152,7 @@ def test_on_a_gpu_its_own_benchmark_runs(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [("--only", "nothing"), ("--repeats", "0"), ("--threads", "none")])
-def test_bad_usage_ends_with_status_two_before_anything_is_measured(arguments):
+def test_wrong_usage_exits_with_status_two_before_any_measurement(arguments):
     result = CliRunner().invoke(app.app, ["bench", *arguments])
     assert result.exit_code == 2
     assert arguments[0] in result.stderr

@@ -1,4 +1,4 @@
-"""Every error ends a command in one line, and the traceback of an unforeseen one is left in a file."""
+"""Every error ends a command with one line. The traceback of an unforeseen error is written to a file."""
 
 import os
 import re
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-# A command that runs the statement `error`, whose innermost frame is in the module `module`.
+# A command that runs the statement `error`. The innermost frame of its traceback is in the module `module`.
 SCRIPT = """
 import sys
-sys.modules["__main__"].__file__ = "attnres"  # as the command itself: the model family can wait
+sys.modules["__main__"].__file__ = "attnres"  # as for the command itself, which does not register the family
 from attnres.commands import app, choices
 
 def fail(debug: choices.Debug = False):
@@ -27,14 +27,14 @@ main()
 
 
 def run(error: str, *options: str, folder: Path, module: str = "elsewhere") -> subprocess.CompletedProcess:
-    """Run `attnres demo` with this error. Temporary files go to `folder`."""
+    """Run `attnres demo` with this error, and with `folder` for temporary files."""
     command = [sys.executable, "-c", SCRIPT.format(error=error, module=module), *options]
     environment = os.environ | {"TMPDIR": str(folder)}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
 
 
 @pytest.mark.parametrize(
-    "error, told",
+    "error, message",
     [
         ("raise TypeError('a\\nb')", "TypeError: a b"),
         ("raise KeyError('name')", "KeyError: 'name'"),
@@ -45,12 +45,12 @@ def run(error: str, *options: str, folder: Path, module: str = "elsewhere") -> s
         ("raise TypeError('a\\x1b[2J')", "TypeError: a\\x1b[2J"),
     ],
 )
-def test_what_nobody_foresaw_is_one_line_that_names_the_file_of_the_traceback(error, told, tmp_path):
+def test_an_unforeseen_error_is_one_line_that_names_the_file_of_the_traceback(error, message, tmp_path):
     done = run(error, "demo", folder=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
     (file,) = tmp_path.iterdir()
-    assert line.startswith(f"attnres: unforeseen {told}")
+    assert line.startswith(f"attnres: unforeseen {message}")
     assert line.endswith(f"(traceback: {file}; --debug shows it)")
     assert re.search(r"Traceback .*, in fail\n", file.read_text(), re.DOTALL)
 
@@ -73,20 +73,20 @@ def test_debug_shows_the_traceback(arguments, tmp_path):
         ("raise ImportError('`steps` is 0.')", "datasets"),
     ],
 )
-def test_what_explains_itself_is_its_message_alone(error, module, tmp_path):
+def test_an_error_with_a_message_for_users_is_printed_without_a_traceback(error, module, tmp_path):
     done = run(error, "demo", folder=tmp_path, module=module)
     assert (done.returncode, done.stderr) == (1, "attnres: `steps` is 0.\n")
     assert os.listdir(tmp_path) == []
 
 
-def test_where_no_traceback_can_be_written_the_line_says_so(tmp_path):
+def test_the_line_mentions_a_traceback_that_could_not_be_written(tmp_path):
     code = "import tempfile; tempfile.tempdir = '/proc'; raise TypeError('a')"
     done = run(code, "demo", folder=tmp_path)
     (line,) = done.stderr.splitlines()
     assert line.startswith("attnres: unforeseen TypeError: a (its traceback could not be written, ")
 
 
-def test_help_imports_no_model_and_takes_no_time():
+def test_help_imports_no_model():
     for command in ([Path(sys.executable).with_name("attnres")], [sys.executable, "-m", "attnres_cli"]):
         script = [*command, "convert", "--help"]
         environment = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
@@ -96,8 +96,8 @@ def test_help_imports_no_model_and_takes_no_time():
         assert not {"torch", "transformers", "numpy", "attnres.family"} & imported
 
 
-def test_a_script_of_ones_own_has_the_family_registered(tmp_path):
-    """Only the command line itself puts the registration off."""
+def test_a_script_of_the_user_has_the_family_registered(tmp_path):
+    """Only the command line itself delays the registration."""
     script = tmp_path / "attnres-mine"
     script.write_text(
         "import attnres\nfrom transformers import AutoConfig\nprint(AutoConfig.for_model('attnres_llama').model_type)\n"
@@ -108,16 +108,16 @@ def test_a_script_of_ones_own_has_the_family_registered(tmp_path):
 
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
 def test_a_signal_after_the_work_changes_nothing(number, tmp_path):
-    """Functions registered to run at the exit finish, and the status is that of the work."""
+    """Functions that run at the exit finish, and the exit status is that of the work."""
     code = f"import atexit, os, signal; atexit.register(os.kill, os.getpid(), signal.{number})"
     done = run(code, "demo", folder=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_a_warning_of_the_family_is_one_line_of_the_command(tmp_path):
-    told = "from attnres.residual_attnres import FamilyWarning; import warnings"
-    told += "; warnings.warn('a field\\n is new', FamilyWarning); warnings.warn('deprecated', UserWarning); 1/0"
-    done = run(f"exec({told!r})", "demo", folder=tmp_path)
+def test_a_warning_of_the_family_is_printed_in_one_line(tmp_path):
+    message = "from attnres.residual_attnres import FamilyWarning; import warnings"
+    message += "; warnings.warn('a field\\n is new', FamilyWarning); warnings.warn('deprecated', UserWarning); 1/0"
+    done = run(f"exec({message!r})", "demo", folder=tmp_path)
     lines = done.stderr.splitlines()
     assert lines[0] == "attnres: warning: a field is new"
     assert lines[1].endswith("UserWarning: deprecated")

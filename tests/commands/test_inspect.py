@@ -1,4 +1,4 @@
-"""`attnres inspect` writes and serves reports, and explains bad input in one line."""
+"""`attnres inspect` writes and serves reports, and rejects wrong input in one line."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def inspect(folder: Path, *arguments: object, **options) -> subprocess.Completed
 
 @pytest.fixture(scope="module")
 def models(assets, tmp_path_factory) -> Path:
-    """A folder with `source`, a real checkpoint, and its retrofit with queries that are trained, so to speak."""
+    """Return a folder with `source`, a real checkpoint, and `retrofit`, its retrofit with random queries."""
     folder = tmp_path_factory.mktemp("models")
     (folder / "source").symlink_to(assets / "checkpoints" / "stories260K-hf")
     (folder / "text.txt").symlink_to(assets / "corpora" / "tinystories" / "valid.txt")
@@ -69,11 +69,11 @@ def test_the_report_holds_page_figures_and_numbers(report):
     assert "https://" not in re.sub(r'href="https://[^"]*"|<script.*?</script>', "", page, flags=re.DOTALL)
 
 
-def test_the_same_call_writes_the_same_bytes_whatever_matplotlib_is_set_to(models, report, tmp_path):
+def test_the_same_call_writes_the_same_bytes_with_any_settings_of_matplotlib(models, report, tmp_path):
     before = {path.name: path.read_bytes() for path in report.iterdir()}
     style = "axes.grid: True\nfont.family: serif\ntext.usetex: True\nsvg.image_inline: False\npath.sketch: 1, 100, 2\n"
     (tmp_path / "matplotlibrc").write_text(style)
-    # As `MATPLOTLIBRC` does where matplotlib is not imported yet.
+    # This has the effect of `MATPLOTLIBRC`, which a process that has imported matplotlib no longer reads.
     styled = f"import matplotlib; matplotlib.rc_file({str(tmp_path / 'matplotlibrc')!r})"
     run = f"{styled}; from attnres.commands.main import main; main()"
     call = ("source", "--compare", "retrofit", "--text", "text.txt", *QUICK)
@@ -88,15 +88,16 @@ def test_the_same_call_writes_the_same_bytes_whatever_matplotlib_is_set_to(model
     assert sorted(path.name for path in models.iterdir()) == ["report", "retrofit", "source", "text.txt"]
 
 
-def test_one_model_by_its_default_text_without_interventions(models, tmp_path):
+def test_one_model_is_inspected_on_the_default_text_without_interventions(models, tmp_path):
     done = inspect(tmp_path, models / "retrofit", "--intervention-tokens", 0, "--tokens", 600, "--length", 300)
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "inspection" / "inspection.json").read_text())["models"][0]
-    assert found["interventions"] is None and not (tmp_path / "inspection" / "interventions.csv").exists()
-    assert "language reference" in found["text"]["name"] and found["text"]["sequences"] == 2
+    result = json.loads((tmp_path / "inspection" / "inspection.json").read_text())["models"][0]
+    assert result["interventions"] is None and not (tmp_path / "inspection" / "interventions.csv").exists()
+    assert "language reference" in result["text"]["name"] and result["text"]["sequences"] == 2
 
 
 def break_weight(models: Path, folder: Path) -> None:
+    """Make `broken`, a copy of the retrofit with NaN in a weight."""
     (folder / "broken").mkdir()
     for path in (models / "retrofit").iterdir():
         (folder / "broken" / path.name).write_bytes(path.read_bytes())
@@ -107,7 +108,7 @@ def break_weight(models: Path, folder: Path) -> None:
 
 
 def damage_source(models: Path, folder: Path) -> None:
-    """Copies of the standard model: without a layer's tensors, cut in the middle, and of another shape."""
+    """Make copies of `source`: without the tensors of a layer, cut in the middle, with wrong and missing sizes."""
     for name in ("lacking", "cut", "wrong", "null"):
         (folder / name).mkdir()
         for path in (models / "source").iterdir():
@@ -123,20 +124,20 @@ def damage_source(models: Path, folder: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 100}))
 
 
-def test_a_report_does_not_replace_what_it_did_not_write(models, report, tmp_path):
+def test_a_report_replaces_only_a_report(models, report, tmp_path):
     shutil.copytree(report, tmp_path / "r")
     shutil.copytree(models / "source", tmp_path / "r" / "model")
     done = inspect(tmp_path, "r/model", "--out", "r", "--overwrite", *QUICK)
     assert done.returncode == 2 and "r/model lies in --out r" in " ".join(done.stderr.split())
     done = inspect(tmp_path, models / "source", "--out", "r", "--overwrite", *QUICK)
-    assert done.returncode == 1 and "r holds model, which is no part of a report" in done.stderr
+    assert done.returncode == 1 and "r holds model, which is not part of a report" in done.stderr
     shutil.rmtree(tmp_path / "r" / "model")
     (tmp_path / "r" / "notes.csv").write_text("mine")
     done = inspect(tmp_path, models / "source", "--out", "r", "--overwrite", *QUICK)
-    assert done.returncode == 1 and "r holds notes.csv, which is no part of a report" in done.stderr
+    assert done.returncode == 1 and "r holds notes.csv, which is not part of a report" in done.stderr
 
 
-def test_bad_input_is_told_in_one_line_and_nothing_is_written(models, tmp_path):
+def test_wrong_input_is_rejected_in_one_line_and_nothing_is_written(models, tmp_path):
     break_weight(models, tmp_path)
     damage_source(models, tmp_path)
     (tmp_path / "empty.txt").write_text("")
@@ -156,18 +157,18 @@ def test_bad_input_is_told_in_one_line_and_nothing_is_written(models, tmp_path):
         ((blocks, "--text", "empty.txt"), 1, "empty.txt holds no text"),
         ((blocks, "--text", "short.txt"), 1, r"short.txt has \d+ tokens, but one sequence takes 255"),
         ((blocks, "--text", "gone.txt"), 2, "gone.txt"),
-        ((blocks, "--length", 100_000), 1, "`length` is 100000, but must be from 2 to 512"),
+        ((blocks, "--length", 100_000), 1, "`length` must be from 2 to 512, .* got 100000"),
         (("broken",), 1, "`model.layers.1.mlp.up_proj.weight` holds values that are not finite"),
         (("bare",), 1, "bare has no tokenizer that loads: save one there by .*, or name one by --tokenizer"),
         (("lacking",), 1, r"lacking is incomplete: it lacks `model.layers.3.\S+` and \d+ other tensors"),
         (("cut",), 1, "cut/model.safetensors is truncated or damaged"),
-        (("null",), 1, "null has no configuration that loads"),
+        (("null",), 1, "the configuration of null cannot be loaded"),
         (("wrong",), 1, r"has shape \[172, 64\], but must be \[100, 64\]"),
         ((source, "--out", "short.txt/x"), 1, "short.txt"),
         ((source, "--tokenizer", "./gone"), 1, "gone is not a directory"),
         (("--serve", "--out", "elsewhere"), 1, "elsewhere has no report.html"),
         (("--serve", "--tokens", 5), 2, "--tokens needs MODEL"),
-        ((blocks, "--device", "cuda:77"), 1, "there is no device 'cuda:77' here, but cpu"),
+        ((blocks, "--device", "cuda:77"), 1, "the device must be one of auto, cpu.*, got 'cuda:77'"),
     ):
         done = inspect(tmp_path, *arguments)
         assert done.returncode == status, (arguments, done.stderr)
@@ -177,7 +178,7 @@ def test_bad_input_is_told_in_one_line_and_nothing_is_written(models, tmp_path):
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_tokenizer_may_be_elsewhere(models, tmp_path):
+def test_the_tokenizer_may_be_in_another_folder(models, tmp_path):
     (tmp_path / "bare").mkdir()
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "bare" / name).symlink_to(models / "source" / name)
@@ -199,7 +200,7 @@ def test_a_full_disk_leaves_nothing(models, tmp_path):
 
 
 def test_the_report_is_served_to_a_browser_on_this_machine(report, tmp_path):
-    """The browser is a program that notes the address it is called with."""
+    """A script in place of the browser writes the address that it is called with to a file."""
     browser = tmp_path / "browser"
     browser.write_text(f'#!/bin/sh\necho "$1" > {tmp_path / "opened"}\n')
     browser.chmod(0o755)

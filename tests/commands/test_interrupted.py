@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a command in one line, whenever they come, with nothing half written left."""
+"""Ctrl-C and SIGTERM end a command with one line at any moment, and leave no partial files."""
 
 import os
 import signal
@@ -25,9 +25,9 @@ COMMANDS = {
 
 
 def start(name: str, assets: Path, folder: Path) -> subprocess.Popen:
-    """Start the command in its own process group, and return once its first lines have run.
+    """Start the command in its own process group, and return once its guard is active.
 
-    Python reports each import. The start of Python itself, before these lines, cannot be guarded.
+    Python prints each import, which shows when this is so. The start of Python itself cannot be guarded.
     """
     arguments = {
         "model": assets / "checkpoints" / "stories260K-hf",
@@ -45,17 +45,17 @@ def start(name: str, assets: Path, folder: Path) -> subprocess.Popen:
     )
     for line in process.stderr:
         if line.endswith(b"attnres.commands.main\n"):
-            process.stderr.readline()  # the first import under the guard
+            process.stderr.readline()  # the first import within the guard
             return process
-    raise AssertionError("it has not begun")
+    raise AssertionError("the command did not begin")
 
 
 def stop(process: subprocess.Popen, delay: float, number: int) -> str | None:
-    """Send the signal, and return standard error without the lines on imports; None if the command ended before."""
+    """Send the signal after a delay. Return stderr without the lines about imports; `None` if the command had ended."""
     deadline = time.monotonic() + delay
     parts = []
     os.set_blocking(process.stderr.fileno(), False)
-    while time.monotonic() < deadline and process.poll() is None:  # so that it never waits for its reader
+    while time.monotonic() < deadline and process.poll() is None:  # read, so that the command never waits for us
         parts.append(process.stderr.read() or b"")
         time.sleep(min(0.02, max(0.0, deadline - time.monotonic())))
     if process.poll() is not None:
@@ -69,20 +69,21 @@ def stop(process: subprocess.Popen, delay: float, number: int) -> str | None:
 
 @pytest.mark.parametrize(
     ("name", "delay"),
-    # Those that share another's way from the start to the end need fewer moments.
+    # `module` runs the same code as `demo`, and `help` is short, so they need fewer moments.
     [(name, delay) for name in COMMANDS for delay in (DELAYS[:2] if name in ("module", "help") else DELAYS)],
 )
-def test_a_signal_at_any_moment_ends_it_in_one_line(name, delay, assets, tmp_path):
+def test_a_signal_at_any_moment_ends_the_command_in_one_line(name, delay, assets, tmp_path):
     for number, word in ((signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")):
         if number == signal.SIGTERM and delay not in DELAYS[::5]:
             continue
         with start(name, assets, tmp_path) as process:
             written = stop(process, delay, number)
-        if written is None or (name in ("help", "convert") and process.returncode == 0):  # or just then
+        # These short commands may have ended when the signal arrived.
+        if written is None or (name in ("help", "convert") and process.returncode == 0):
             assert process.returncode == 0
             return
         assert process.returncode == 128 + number, written
-        if name == "train":  # which has its bar on standard error
+        if name == "train":  # its progress bar is on stderr
             assert "Traceback" not in written and written.count("attnres: ") <= 1
         else:
             assert written.splitlines()[-1:] == [f"attnres: {word}."] and "Traceback" not in written

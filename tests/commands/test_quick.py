@@ -82,16 +82,16 @@ def seen(tmp_path_factory) -> dict:
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: " ".join(CASES[number][0]))
-def test_what_needs_no_model_is_told(number, seen):
-    _, code, told = CASES[number]
+def test_commands_that_need_no_model_print_the_expected_text(number, seen):
+    _, code, message = CASES[number]
     run = seen["runs"][number]
     assert run["code"] == code, run["err"]
-    assert told in (run["err"] if code else run["out"])
+    assert message in (run["err"] if code else run["out"])
     if code == 1:
         assert run["err"].count("\n") == 1
 
 
-def test_nothing_heavy_was_imported_to_tell_it_and_nothing_written(seen):
+def test_these_commands_import_nothing_heavy_and_write_nothing(seen):
     assert "attnres.commands.app" in seen["modules"]
     assert not HEAVY & set(seen["modules"])
     assert seen["left"] == {"model", "taken"}
@@ -106,12 +106,12 @@ def test_nothing_heavy_was_imported_to_tell_it_and_nothing_written(seen):
     ],
 )
 def test_the_shell_completes_commands_names_and_recipes(words, expected, tmp_path):
-    asked = {"_ATTNRES_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-    done = subprocess.run([ATTNRES], env=os.environ | asked, capture_output=True, text=True, timeout=60, check=True)
+    request = {"_ATTNRES_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = subprocess.run([ATTNRES], env=os.environ | request, capture_output=True, text=True, timeout=60, check=True)
     assert set(done.stdout.split()) == expected
 
 
-def test_what_the_command_line_says_of_connections_is_what_the_registry_has():
+def test_the_table_of_connections_matches_the_registry():
     assert connections.CONNECTIONS.keys() == CONNECTIONS.keys()
     assert DEFAULT_RESIDUAL == DEFAULT_CONNECTION
     for name, (_, options) in connections.CONNECTIONS.items():
@@ -124,28 +124,45 @@ def test_what_the_command_line_says_of_connections_is_what_the_registry_has():
     "kind, expected",
     [("backbones", BACKBONES), ("configurations", names()), ("connections", CONNECTIONS), ("tasks", benchmarks())],
 )
-def test_the_list_has_every_name(kind, expected):
+def test_list_prints_every_name(kind, expected):
     heading, *listed = CliRunner().invoke(app, ["list", kind]).stdout.splitlines()
     assert heading.startswith(("Backbones", "Configurations", "Residual connections", "Benchmarks"))
     assert [line.split()[0] for line in listed] == list(expected)
 
 
-def test_configurations_are_listed_with_all_their_parameters_and_those_of_a_token():
-    """The name of `attnres-194m` has only the second number."""
+def test_configurations_are_listed_with_all_parameters_and_those_per_token():
+    """The name of `attnres-194m` is the second number."""
     _, *listed = CliRunner().invoke(app, ["list", "configurations"]).stdout.splitlines()
     (line,) = [line for line in listed if "attnres-194m" in line]
     assert line.split()[1:5] == ["3.68B", "parameters,", "191.0M", "activated"]
 
 
-def test_every_help_has_examples_that_are_commands():
+def test_every_help_has_an_example():
     runner = CliRunner()
     for command in ("list", "convert", "eval", "train", "bench"):
         help_text = runner.invoke(app, [command, "--help"]).stdout
         assert f"\n  attnres {command} " in help_text, command
 
 
+def test_train_names_a_missing_matplotlib_before_it_imports_pytorch(tmp_path):
+    """Matplotlib draws the loss curve. `None` in `sys.modules` makes its import fail."""
+    code = "import sys; sys.modules['matplotlib'] = None\nimport atexit\n"
+    code += "atexit.register(lambda: print([name for name in ('torch', 'transformers') if name in sys.modules]))\n"
+    code += "import attnres_cli; sys.argv[0] = 'attnres'; attnres_cli.main()"
+    (tmp_path / "text.txt").write_text("Once upon a time.")
+    arguments = ["train", "pretrain", "model=attnres-tiny", "train=text.txt", "out=out"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("attnres: attnres train needs the package matplotlib: pip install ")
+    assert "'matplotlib" in done.stderr and "'datasets" in done.stderr and done.stderr.count("\n") == 1
+    assert done.stdout == "[]\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
 @pytest.mark.parametrize("endpoint", ["localhost:8080", "hf-mirror.example"])
-def test_an_endpoint_that_is_no_address_is_named(endpoint, monkeypatch):
+def test_an_endpoint_that_is_not_an_address_is_named(endpoint, monkeypatch):
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub.constants, "ENDPOINT", endpoint)
     with pytest.raises(ValueError, match=f"HF_ENDPOINT is '{endpoint}'"):
@@ -160,6 +177,6 @@ def test_a_proxy_for_everything_may_reach_the_hub(monkeypatch):
     assert not hub.is_offline()
 
 
-def test_a_model_without_a_name_is_told():
+def test_an_empty_model_name_is_rejected():
     with pytest.raises(FileNotFoundError, match="the name of the model is empty"):
         hub.check_source("")

@@ -1,4 +1,4 @@
-"""`attnres inspect --serve` serves the files of a report to this machine's own address, and nothing else."""
+"""`attnres inspect --serve` serves only the files of a report, and only under this machine's own address."""
 
 import http.client
 import os
@@ -46,17 +46,17 @@ def server(folder: Path):
         server.shutdown()
 
 
-def ask(server: ReportServer, path: str, method: str = "GET", hosts: tuple[str, ...] = ("127.0.0.1:PORT",)):
-    """Return the status, the headers and the content of an answer."""
+def request(server: ReportServer, path: str, method: str = "GET", hosts: tuple[str, ...] = ("127.0.0.1:PORT",)):
+    """Send a request, and return the status, the headers and the content of the answer."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
     connection.putrequest(method, path, skip_host=True)
     for host in hosts:
         connection.putheader("Host", host.replace("PORT", str(server.server_port)))
     connection.endheaders()
     with connection.getresponse() as answer:
-        found = answer.status, dict(answer.getheaders()), answer.read()
+        result = answer.status, dict(answer.getheaders()), answer.read()
     connection.close()
-    return found
+    return result
 
 
 def test_the_files_of_the_report_are_served_with_their_types(server):
@@ -67,10 +67,10 @@ def test_the_files_of_the_report_are_served_with_their_types(server):
         "sinks.png": "image/png",
         "sublayers.csv": "text/csv; charset=utf-8",
     }.items():
-        status, headers, content = ask(server, f"/{name}")
+        status, headers, content = request(server, f"/{name}")
         assert (status, headers["Content-Type"], content) == (200, kind, (server.folder / name).read_bytes())
-    assert ask(server, "/report.html?x=1#y")[0] == 200
-    status, headers, _ = ask(server, "/")
+    assert request(server, "/report.html?x=1#y")[0] == 200
+    status, headers, _ = request(server, "/")
     assert (status, headers["Location"]) == (302, "/report.html")
 
 
@@ -83,14 +83,14 @@ def test_the_files_of_the_report_are_served_with_their_types(server):
         *("secret.txt", "report.html", "http://127.0.0.1/report.html", "/report.html%00", "/REPORT.HTML"),
     ],
 )
-def test_nothing_else_is_served(server, path):
-    status, _, content = ask(server, path)
+def test_other_files_are_not_served(server, path):
+    status, _, content = request(server, path)
     assert (status, content) == (404, b"")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:PORT", "localhost:PORT", "LocalHost:PORT", "[::1]:PORT"])
 def test_the_names_of_this_machine_are_answered(server, host):
-    assert ask(server, "/report.html", hosts=(host,))[0] == 200
+    assert request(server, "/report.html", hosts=(host,))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -106,38 +106,38 @@ def test_the_names_of_this_machine_are_answered(server, host):
         *((), ("",), ("127.0.0.1:PORT", "evil.example"), ("me@127.0.0.1:PORT",), ("127.0.0.1:PORT.evil.example",)),
     ],
 )
-def test_a_request_for_another_name_is_refused(server, hosts):
-    """A page whose host name leads to this machine would read the report."""
+def test_a_request_for_another_host_is_rejected(server, hosts):
+    """Otherwise, a web page whose host name leads to this machine could read the report."""
     for path in ("/report.html", "/", "/x"):
-        status, _, content = ask(server, path, hosts=hosts)
+        status, _, content = request(server, path, hosts=hosts)
         assert (status, content) == (421, b"")
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "PROPFIND"])
-def test_only_reading_is_answered(server, method):
-    status, headers, _ = ask(server, "/report.html", method)
+def test_methods_that_write_are_rejected(server, method):
+    status, headers, _ = request(server, "/report.html", method)
     assert status in (405, 501)
     assert not [name for name in headers if name.startswith("Access-Control")]
 
 
-def test_head_has_the_headers_alone(server):
-    got, told = ask(server, "/sinks.svg"), ask(server, "/sinks.svg", "HEAD")
-    assert told[2] == b""
-    assert {**got[1], "Date": ""} == {**told[1], "Date": ""}
+def test_head_returns_only_headers(server):
+    get, head = request(server, "/sinks.svg"), request(server, "/sinks.svg", "HEAD")
+    assert head[2] == b""
+    assert {**get[1], "Date": ""} == {**head[1], "Date": ""}
 
 
 def test_headers_keep_other_pages_out(server):
     for path in ("/report.html", "/sinks.svg", "/x"):
-        headers = ask(server, path)[1]
+        headers = request(server, path)[1]
         assert headers["X-Content-Type-Options"] == "nosniff"
         assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
         assert headers["X-Frame-Options"] == "DENY"
         assert headers["Referrer-Policy"] == "no-referrer"
         assert "Python" not in headers["Server"]
-    assert "sandbox" in ask(server, "/sinks.svg")[1]["Content-Security-Policy"]
+    assert "sandbox" in request(server, "/sinks.svg")[1]["Content-Security-Policy"]
 
 
-def test_a_folder_that_is_no_report_is_not_served(folder):
+def test_a_folder_without_a_report_is_rejected(folder):
     (folder / "inspection.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match="is no report of `attnres inspect`"):
         ReportServer(folder)
@@ -150,6 +150,6 @@ def test_a_folder_that_is_no_report_is_not_served(folder):
         ReportServer(folder)
 
 
-def test_the_address_that_was_chosen_is_answered_by_its_name(folder):
+def test_the_chosen_address_is_answered(folder):
     with ReportServer(folder, "127.0.0.2") as server:
         assert [f"127.0.0.2:{server.server_port}"] in server.hosts

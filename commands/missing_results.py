@@ -1,4 +1,4 @@
-"""Report why benchmarks have no result, for `attnres eval`."""
+"""The reasons why benchmarks have no result, for `attnres eval`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,20 +12,20 @@ from attnres.eval.start import find_missing
 from attnres.utils.wording import counted
 
 
-def tell(console: Console, failures: Failures, data: Path | None) -> None:
+def print_failures(console: Console, failures: Failures, data: Path | None) -> None:
     """Print why benchmarks have no result, one line for each reason.
 
     Args:
-        console: Where the lines go.
-        failures: The reasons.
-        data: The folder of the data sets, if not from the Hub.
+        console: The console to print on.
+        failures: The reasons by benchmark.
+        data: The folder of the data sets; `None` for the Hub.
     """
     for line in failure_lines(failures, data):
         console.print(f"[red]Left out:[/] {escape(line)}", soft_wrap=True, highlight=False)
 
 
-def no_result(number: int, total: int) -> RuntimeError:
-    """Return the error that ends a command after [`tell`] has printed the reasons.
+def failure_count_error(number: int, total: int) -> RuntimeError:
+    """Return the error that ends a command after [`print_failures`] has printed the reasons.
 
     Args:
         number: The number of benchmarks without a result.
@@ -36,14 +36,14 @@ def no_result(number: int, total: int) -> RuntimeError:
 
 
 def stop_without_data(benchmarks: Sequence[Benchmark], data: Path | None, allow_code_execution: bool) -> None:
-    """Print why, and raise RuntimeError, if none of the benchmarks can run.
+    """If no benchmark can run, print the reasons and raise RuntimeError.
 
     Args:
         benchmarks: The benchmarks.
-        data: The folder of the data sets, if not from the Hub.
+        data: The folder of the data sets; `None` for the Hub.
         allow_code_execution: Whether benchmarks that run generated code may run.
     """
     failures = find_missing(benchmarks, data, allow_code_execution)
     if len(failures) == len(benchmarks):
-        tell(Console(), failures, data)
-        raise no_result(len(failures), len(benchmarks))
+        print_failures(Console(), failures, data)
+        raise failure_count_error(len(failures), len(benchmarks))
