@@ -23,7 +23,7 @@ def split(card: str) -> tuple[str, str]:
 
 
 def joined(metadata: str, text: str) -> str:
-    """Return the card of a metadata and a text, the inverse of [`split`]."""
+    """Join metadata and text to a card, the inverse of [`split`]."""
     return f"---\n{metadata.strip(chr(10))}\n---\n\n{text.lstrip(chr(10))}" if metadata.strip() else text
 
 
@@ -49,7 +49,8 @@ def filled(card: str, values: Mapping[str, Any], items: Mapping[str, Sequence[st
     Args:
         card: The card.
         values: Values for fields that the card does not have.
-        items: Items for fields that are lists. They are appended if the list lacks them.
+        items: Items for fields that are lists. They are appended if the list lacks them, and if it is empty or has one
+            item a line. Another list stays as it is.
 
     Returns:
         The new card.
@@ -77,7 +78,7 @@ def filled(card: str, values: Mapping[str, Any], items: Mapping[str, Sequence[st
 
 
 def _with_items(metadata: str, name: str, items: Sequence[str]) -> str:
-    """Append items to a list that is written with one item a line. A list in another form stays as it is."""
+    """Append items to a list that has one item a line. A list in another form stays as it is."""
     start = re.search(rf"^{re.escape(name)}:[ \t]*\n", metadata, re.MULTILINE)
     place, indent = start.end() if start else 0, None
     while start and (item := _ITEM.match(f"{metadata}\n", place)):

@@ -1,6 +1,6 @@
 """Escape texts of unknown origin for a model card: names of models, tasks and data sets, notes, paths.
 
-Such a text may contain Markdown or HTML. The functions here return one line that is shown literally in a sentence, a
+Such a text may contain Markdown or HTML. The functions here return one line, which is shown literally in a sentence, a
 heading, a cell of a table or a line of code.
 """
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnres.conversion.card_parts import ORDER, appended, digest, marked, merge, own_text, part, put, unmarked
+from attnres.conversion.card_parts import ORDER, appended, digest, marked, merge, part, put, text_by_hand, unmarked
 
 names = st.sampled_from(ORDER)
 # Lines of a person or of this package that are not marks.
@@ -25,7 +25,7 @@ def written(parts: list[tuple[str, str]], text: str = "") -> str:
 def test_a_part_says_what_was_put_last_whatever_was_there(parts, last):
     text = written([*parts, last])
     assert part(text, last[0]).content == last[1]
-    assert own_text(text) == ""
+    assert text_by_hand(text) == ""
     assert put(text, *last) == text
 
 
@@ -49,7 +49,7 @@ def test_an_edited_part_and_what_stands_around_it_stay(parts, edit, later, data)
     again = written([(other, later) for other in ORDER], text)
     assert part(again, name).content == edit
     assert again.rstrip().endswith("Mine.")
-    assert edit in own_text(again)
+    assert edit in text_by_hand(again)
 
 
 @given(st.lists(st.tuples(names, contents), min_size=1))
@@ -69,7 +69,7 @@ def test_the_mark_of_an_upload_is_not_part_of_the_card(parts, head):
     text = head + written(parts)
     assert unmarked(marked(text, text, text)).strip() == text.strip()
     assert marked(marked(text, text, text), text, text) == marked(text, text, text)
-    assert own_text(marked(text, text, text)) == ""
+    assert text_by_hand(marked(text, text, text)) == ""
 
 
 OURS = "---\nlicense: mit\n---\n\n" + written([("summary", "# Model"), ("use", "## Use")])
@@ -112,7 +112,7 @@ def test_a_step_is_added_where_a_person_has_written(edit):
     assert added.count("**Trained.**") == 1
     assert part(added, "origin").content.strip() == f"{edit}\n\n**Trained.**".strip()
     assert part(added, "origin").is_edited
-    assert own_text(added).startswith("TODO before") and own_text(added).endswith("TODO after")
+    assert text_by_hand(added).startswith("TODO before") and text_by_hand(added).endswith("TODO after")
 
 
 def test_marks_without_their_ends_are_text_and_cost_time_by_their_number_alone():

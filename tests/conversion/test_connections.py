@@ -179,7 +179,7 @@ def test_the_way_back_is_there_until_it_is_trained(case, sources, tmp_path):
 def test_what_has_no_blocks_is_not_regrouped(name, sources, tmp_path):
     convert_well(sources / "llama", tmp_path / "result", "--residual", name, "--no-verify")
     error = convert(tmp_path / "result", tmp_path / "regrouped", "--set-block-size", "2").error
-    assert f"residual_connection={name!r}, where --set-block-size has nothing to set." in error
+    assert f"residual_connection={name!r}, which has no option --set-block-size." in error
 
 
 # ---- Fields by name

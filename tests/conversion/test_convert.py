@@ -159,7 +159,7 @@ def test_a_retrofit_is_not_retrofitted_and_the_line_says_how_to_regroup_it(whole
     convert_well(whole, tmp_path / "one", "--no-verify")
     error = convert(tmp_path / "one", tmp_path / "two", "--block-size", "3").error
     assert "residual_connection='attn_res' already" in error
-    assert "--set-block-size S regroups its blocks, and --to standard undoes it" in error
+    assert "--set-block-size S regroups its blocks, and --to standard undoes an untrained retrofit." in error
 
 
 @pytest.mark.parametrize(

@@ -292,5 +292,5 @@ def test_a_link_inside_is_followed(source, tmp_path):
 def test_the_command_tells_of_the_code_and_takes_it_where_it_is_trusted(option, source, tmp_path):
     with_code(source)
     said = " ".join(convert_well(source, tmp_path / "result", "--no-verify", *option).out.split())
-    assert ("--trust-remote-code takes both along." in said) == (not option)
+    assert ("--trust-remote-code copies both." in said) == (not option)
     assert (tmp_path / "result" / "source_code" / "tokenization_mine.py").exists() == bool(option)

@@ -216,7 +216,7 @@ def test_an_index_that_names_no_safetensors_is_refused(copy, refusal, name):
     weight_map = {tensor: name if file == path.name else file for tensor, file in weight_map.items()}
     change_json(copy / INDEX, weight_map=weight_map)
     error = refusal()
-    assert str(copy / INDEX) in error and f"names {name}, which is no .safetensors file" in error
+    assert str(copy / INDEX) in error and f"names {name}, which is not a .safetensors file" in error
 
 
 def test_a_file_of_an_index_that_is_text_is_named(copy, refusal):
@@ -230,7 +230,7 @@ def test_an_index_of_pickles_names_pickles(copy_of, refusal):
     (copy / "model.safetensors").rename(copy / "pytorch_model-1.safetensors")
     index = copy / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"weight_map": {WEIGHT: "pytorch_model-1.safetensors"}}))
-    assert f"{index} names pytorch_model-1.safetensors, which is no .bin file" in refusal()
+    assert f"{index} names pytorch_model-1.safetensors, which is not a .bin file" in refusal()
 
 
 def test_a_directory_without_anything_or_without_weights_is_named(copy, tmp_path, refusal):
@@ -314,7 +314,7 @@ def pickled(copy_of, tmp_path) -> Callable[..., Path]:
 def test_code_in_a_pickle_is_not_run(pickled, models, tmp_path, refusal, is_zip):
     trapped = tensors_of(models / "whole") | {"trap": Trap(tmp_path / "sprung")}
     path = pickled(trapped, _use_new_zipfile_serialization=is_zip)
-    assert refusal() == f"{path} needs code to be loaded, which may do anything: it is refused."
+    assert refusal() == f"{path} runs code when it is loaded, so it is refused. Use weights in safetensors."
     torch.load(path, weights_only=False)
     assert (tmp_path / "sprung").exists(), "the trap must work where code is run"
 

@@ -185,7 +185,7 @@ def test_what_a_person_writes_in_the_card_stays(push, model):
     (mine / "README.md").write_text((mine / "README.md").read_text() + "\n## Limits\n")
     done = push("push", "mine", "me/mine")
     assert done["status"] == 1
-    assert "README.md was edited on the Hub, and the one to be pushed was edited too" in done["err"]
+    assert "README.md was edited on the Hub, and the local one was edited too" in done["err"]
     assert push.card("me/mine") == card
     assert push("push", "mine", "me/mine", "--overwrite-card")["status"] == 0
     assert "## Limits" in push.card("me/mine")
@@ -257,11 +257,11 @@ def test_a_hub_that_is_busy_for_a_moment_is_asked_again(push, model):
     ("arguments", "token", "message"),
     [
         (["me/refused"], None, "you are not logged in to the Hub: `hf auth login`, or set HF_TOKEN"),
-        (["me/refused"], "hf_wrong", "the Hub does not know the token"),
+        (["me/refused"], "hf_wrong", "the Hub refuses the token"),
         (["me/refused"], "hf_read_of_me", "the token may not write to me/refused"),
         (["other/refused"], "hf_write_of_me", "the token may not write to other/refused"),
-        (["me/refused/too"], "hf_write_of_me", "no id of a repository"),
-        (["me/open", "--private"], "hf_write_of_me", "me/open is there and public"),
+        (["me/refused/too"], "hf_write_of_me", "is not a repository id"),
+        (["me/open", "--private"], "hf_write_of_me", "me/open exists and is public"),
         (["me/open", "--revision", "refs/pr/7"], "hf_write_of_me", "has no such revision"),
     ],
 )
@@ -351,7 +351,7 @@ def test_what_would_not_load_is_not_published(push, model, name):
 
 def test_a_standard_model_and_an_adapter_are_told_where_to_go(push, model):
     done = push("push", "stories", "me/standard")
-    assert "none of attnres: `hf upload` publishes it" in done["err"]
+    assert "which is not of the attnres family. Use `hf upload`." in done["err"]
     adapter = model.with_name("adapter")
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")

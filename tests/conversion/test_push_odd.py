@@ -79,7 +79,7 @@ def test_metadata_that_is_added_here_joins_a_card_that_is_edited_there(push, cop
     card.write_text(card.read_text().replace("tags:", "license: mit\nlanguage: de\ntags:", 1))
     done = push("push", copy.name, "me/both")
     assert done["out"].count("Published") == 1
-    assert "its `language` stays" in done["out"]
+    assert "it keeps its `language`" in done["out"]
     data = ModelCard(push.card("me/both")).data
     assert (data.license, data.language) == ("mit", "en")
     assert "## Bias" in push.card("me/both")
@@ -290,7 +290,7 @@ REFUSED = {
     ),
     "a pipe": (_fifo, "is not a file"),
     "a link": (_link, "outside the model's directory"),
-    "a card of bytes": (lambda f: (f / "README.md").write_bytes(b"M\xfcller"), "is no text in UTF-8"),
+    "a card of bytes": (lambda f: (f / "README.md").write_bytes(b"M\xfcller"), "is not UTF-8 text"),
     "a card as a folder": (lambda f: ((f / "README.md").unlink(), (f / "README.md").mkdir()), "is not a file"),
     "the token far down": (
         lambda f: (f / "vocab.txt").write_text("x" * 11_000_000 + "hf_write_of_me"),
