@@ -33,9 +33,7 @@ def plan_gate(config: ResidualConfig, **fields: str | None) -> None:
     if not chosen:
         return
     if config.attention_gate is not None:
-        raise ValueError(
-            f"the model has attention_gate={config.attention_gate!r} already; only a model without gates can get some."
-        )
+        raise ValueError(f"the model has attention_gate={config.attention_gate!r} already, and takes no second gate.")
     if "attention_gate" not in chosen:
         field, value = next(iter(chosen.items()))
         raise ValueError(f"`{field}` is {value!r}, but without `attention_gate` there is no gate. Set that field too.")

@@ -26,8 +26,8 @@ from .checkpoint import DTYPES, Checkpoint, find, read_headers
 from .complete import explain_config, loading_report
 from .sizes import check_sizes
 
-# A model may have `_MAX_RATIO` values for each value in the files, or `_ALWAYS_ALLOWED` in total. New residual connections
-# and buffers, such as tables of positions, are not in the files. They may be most of a small model.
+# A model may have `_MAX_RATIO` values for each value in the files, or `_ALWAYS_ALLOWED` in total. New residual
+# connections and buffers, such as tables of positions, are not in the files. They may be most of a small model.
 _MAX_RATIO, _ALWAYS_ALLOWED = 4, 2**24
 # Arguments of `from_pretrained` that do not change shapes. A configuration would keep them as fields.
 _LOADING_ARGUMENTS = ("dtype", "torch_dtype", "device_map", "distributed_config")

@@ -71,7 +71,7 @@ def test_the_gates_have_the_dtype_and_start_of_a_retrofit_in_half_precision():
     [
         (
             {"attention_gate_scale": "unit"},
-            "'multiply', .* 'sigmoid', .* 'unit' changes attention even at zero weights; mul",
+            "'multiply', .* 'sigmoid', .* 'unit' changes attention even at zero .*; mul",
         ),
         ({"attention_gate_activation": "silu"}, "'multiply', .* 'silu', .* 'unit' changes attention even"),
         ({"attention_gate_form": "add"}, "'add', .* 'sigmoid', .* 'unit' changes attention even"),
