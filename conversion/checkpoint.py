@@ -367,7 +367,15 @@ def show_bytes(number: int) -> str:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Raise OSError if the file system of `folder` has less than `needed` bytes free."""
+    """Raise if a file system has too little free space.
+
+    Args:
+        folder: A directory in the file system. The message names the directory above it.
+        needed: The number of bytes.
+
+    Raises:
+        OSError: Fewer bytes are free.
+    """
     free = shutil.disk_usage(folder).free
     if needed > free:
         message = f"not enough space in {folder.parent}: {show_bytes(needed)} are needed, {show_bytes(free)} are free."
