@@ -35,7 +35,7 @@ def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """Return the configuration of a checkpoint.
 
     Raises:
-        FileNotFoundError: There is none.
+        FileNotFoundError: The checkpoint has no configuration.
         OSError, ValueError: It is damaged, has a model type that `transformers` does not know, or describes a model
             that is far larger than the weights.
     """
@@ -127,7 +127,7 @@ def complete_model(
 
 
 def _check_complete(checkpoint: Checkpoint, model: PreTrainedModel, added: Collection[str]) -> frozenset[str]:
-    """Check names and shapes as [`complete_model`] does, and return the names of unused tensors."""
+    """Check names and shapes for [`complete_model`], and return the names of unused tensors."""
     entries, config = checkpoint.entries, model.config
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     unused = {name for name in entries if any(re.search(pattern, name) for pattern in ignored)}
@@ -207,8 +207,8 @@ def _check_experts(checkpoint: Checkpoint) -> None:
         return
     layers, count = sorted({layer for layer, _ in experts}), 1 + max(number for _, number in experts)
     for part, entries in parts.items():
-        # An expert's number is part of a name in the file, which may say anything. So the missing names are generated
-        # one by one as the message takes them, and no list of that length is made.
+        # An expert's number is part of a name in the file, so it may be huge. The missing names are generated one by one
+        # as the message takes them, and no list of that length is made.
         missing = (f"{x}.{i}.{part}" for x in layers for i in range(count) if (x, i) not in entries)
         if len(entries) < len(layers) * count:
             raise _incomplete(checkpoint, missing, len(layers) * count - len(entries))

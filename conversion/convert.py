@@ -91,7 +91,7 @@ def plan_retrofit(source: ConversionSource, residual: str = DEFAULT_CONNECTION, 
 
     Raises:
         ValueError: The backbone is not supported or has other connections already, or an option is not valid.
-        FileNotFoundError, RuntimeError: A tensor is missing or has another shape than the configuration says.
+        FileNotFoundError, RuntimeError: A tensor is missing, or its shape does not fit the configuration.
     """
     checkpoint = source.checkpoint
     with explain_config(source.folder):
@@ -116,7 +116,7 @@ def plan_standard(source: ConversionSource) -> Plan:
     Raises:
         ValueError: The source is not a model of the family, or one of its added tensors is not finite or was trained,
             so that no standard decoder computes the same function.
-        FileNotFoundError, RuntimeError: A tensor is missing or has another shape than the configuration says.
+        FileNotFoundError, RuntimeError: A tensor is missing, or its shape does not fit the configuration.
     """
     config, model, unused = _read_member(source)
     tensors, gates = residual_tensors(model), gate_tensors(model)
@@ -139,7 +139,7 @@ def plan_change(source: ConversionSource, **options: Any) -> Plan:
 
     Raises:
         ValueError: The source is not a model of the family, has no such option, or would compute another function.
-        FileNotFoundError, RuntimeError: A tensor is missing or has another shape than the configuration says.
+        FileNotFoundError, RuntimeError: A tensor is missing, or its shape does not fit the configuration.
     """
     config, model, unused = _read_member(source)
     if lacking := [option for option in options if option not in config.connection.options]:

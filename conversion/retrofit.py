@@ -29,7 +29,7 @@ def retrofit(
     """Put other residual connections, by default attention residuals, into a standard causal language model.
 
     Args:
-        model_or_path: The model, or its directory or Hub id. Then it is loaded in its stored dtype.
+        model_or_path: A model, or the directory or Hub id of one, which is loaded in its stored dtype.
         residual: The name of the residual connection, a key of `attnres.CONNECTIONS`.
         options: Options of the connection. Attention residuals take one of `block_size` (S in sublayers: two per
             decoder layer, one where attention and MLP are parallel), `num_blocks` (8 by default) and `full=True`. They

@@ -138,8 +138,8 @@ def _check_total(model: nn.Module, checkpoint: Checkpoint) -> None:
     if total > allowed:
         largest = max(sizes, key=lambda name: sizes[name].numel())
         raise ValueError(
-            f"{checkpoint.folder / CONFIG_NAME} does not belong to the weights beside it of {held:,} values: its "
-            f"model has {total:,}, and `{largest}` would have shape {list(sizes[largest].shape)}. Use the checkpoint's "
+            f"{checkpoint.folder / CONFIG_NAME} does not belong to the weights beside it: these have {held:,} "
+            f"values, but its model has {total:,}, and `{largest}` would have shape {list(sizes[largest].shape)}. Use the checkpoint's "
             f"own {CONFIG_NAME}."
         )
 

@@ -27,9 +27,8 @@ def too_long(number: int, frame: object) -> None:
 
 def main(folder: Path) -> None:
     seen = {}
-    convert(
-        folder / "sound", folder / "results" / "warm", "--no-verify"
-    )  # imports all modules before memory is limited
+    # The first conversion imports all modules before memory is limited.
+    convert(folder / "sound", folder / "results" / "warm", "--no-verify")
     resource.setrlimit(resource.RLIMIT_AS, (size() + MEMORY,) * 2)
     for source in sorted(folder.iterdir()):
         if source.name == "results":

@@ -59,8 +59,8 @@ def test_shared_weights_get_the_same_gradients(original, block_size, gradients):
 
 
 def test_in_bf16_it_differs_no_more_than_two_evaluation_orders_of_the_original(original, backbones):
-    """The orders add the residual stream from the last term to the first, or the embedding last, or use eager attention,
-    which rounds in other places. Depth attention is one more such order: it adds blocks, in float32.
+    """The orders are: the residual stream added from the last term to the first, or with the embedding last; and eager
+    attention, which rounds in other places. Depth attention is one more such order: it adds blocks, in float32.
 
     The median token is compared: where rounding changes the experts of a token, any order moves it by whole experts.
     The medians of 264 tokens scatter by some percent.

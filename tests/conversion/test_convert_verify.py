@@ -153,9 +153,7 @@ def test_a_long_text_is_compared_up_to_the_limit_of_logits(source, tmp_path, mon
     [(b"", "holds no text"), (b" \n\n", "holds no text"), (bytes(range(256)), "not a text in UTF-8")],
     ids=["empty", "blank", "binary"],
 )
-def test_a_file_that_is_not_a_text_is_refused_before_anything_is_written(
-    source, tmp_path, content, message, monkeypatch
-):
+def test_a_file_without_text_is_refused_before_anything_is_written(source, tmp_path, content, message, monkeypatch):
     monkeypatch.setattr("attnres.commands.convert.write", None)
     (tmp_path / "text").write_bytes(content)
     error = convert(source, tmp_path / "result", "--text", tmp_path / "text").error
@@ -165,7 +163,7 @@ def test_a_file_that_is_not_a_text_is_refused_before_anything_is_written(
 
 def test_a_text_of_one_token_has_nothing_to_predict(source, tmp_path):
     (tmp_path / "text").write_text("a")
-    assert "no two tokens" in convert(source, tmp_path / "result", "--text", tmp_path / "text").error
+    assert "must have at least two tokens" in convert(source, tmp_path / "result", "--text", tmp_path / "text").error
 
 
 def test_a_text_needs_a_tokenizer_and_the_prompts_do_not(source, tmp_path):
@@ -179,7 +177,7 @@ def test_a_text_needs_a_tokenizer_and_the_prompts_do_not(source, tmp_path):
 def test_a_tokenizer_with_more_tokens_than_the_model_is_reported(copy, tmp_path):
     standard_model(vocab_size=100).save_pretrained(copy)
     change_json(copy / "config.json", vocab_size=100)
-    assert "but the model has 100 of them" in convert(copy, tmp_path / "result").error
+    assert "but the model has only 100 tokens" in convert(copy, tmp_path / "result").error
 
 
 def test_a_missing_text_is_bad_usage(source, tmp_path):

@@ -121,7 +121,7 @@ HEADS = {
 @pytest.mark.parametrize("is_declared_tied", [True, False])
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("model_type", ["kimi_linear", "llama", "gemma2"])
-def test_the_head_is_tied_if_it_is_one_tensor_with_the_embedding_whatever_the_configuration_says(
+def test_the_head_is_tied_if_it_is_the_tensor_of_the_embedding(
     kimi, token_ids, reload, model_type, head, is_declared_tied
 ):
     model = kimi() if model_type == "kimi_linear" else standard_model(model_type, head_dim=8)
@@ -139,9 +139,7 @@ def test_the_head_is_tied_if_it_is_one_tensor_with_the_embedding_whatever_the_co
 
 
 @pytest.mark.parametrize("is_declared_tied", [True, False])
-def test_a_directory_with_an_untied_head_is_retrofitted_exactly_whatever_it_declares(
-    token_ids, tmp_path, reload, is_declared_tied
-):
+def test_a_directory_with_an_untied_head_is_retrofitted_exactly(token_ids, tmp_path, reload, is_declared_tied):
     model = standard_model(tie_word_embeddings=False)
     model.save_pretrained(tmp_path / "source")
     change_json(tmp_path / "source" / "config.json", tie_word_embeddings=is_declared_tied)
