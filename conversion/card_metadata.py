@@ -67,9 +67,9 @@ def filled(card: str, values: Mapping[str, Any], items: Mapping[str, Sequence[st
         if lacking and name not in fields:
             new[name] = lacking
         elif lacking and present == []:
-            metadata = re.sub(
-                rf"^{re.escape(name)}:.*$", yaml_dump({name: lacking}).strip(), metadata, flags=re.MULTILINE
-            )
+            # `re.sub` reads a backslash in the new text as an escape.
+            field = yaml_dump({name: lacking}).strip().replace("\\", r"\\")
+            metadata = re.sub(rf"^{re.escape(name)}:.*$", field, metadata, flags=re.MULTILINE)
         elif lacking and isinstance(present, list):
             metadata = _with_items(metadata, name, lacking)
     if new:

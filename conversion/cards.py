@@ -63,7 +63,7 @@ class CardSubject:
         has_tokenizer: Whether a tokenizer is, or will be, published with it.
         code: The paths of its Python files relative to `folder`. By default all in `folder`.
         title: The card's heading. By default the last part of `source`.
-        datasets: The Hub ids of the data sets that it was trained on.
+        datasets: The Hub ids of the data sets of its training.
     """
 
     config: ResidualConfig
@@ -133,7 +133,7 @@ def read_card(folder: Path) -> str | None:
     """Return the card in a model's directory, or None if it has none.
 
     Raises:
-        OSError, ValueError: It is not a regular file there, has more than 1 MiB, or is not in UTF-8.
+        OSError, ValueError: It is not a regular file in the directory, has more than 1 MiB, or is not in UTF-8.
     """
     path = folder / CARD
     if not path.exists() and not path.is_symlink():

@@ -207,8 +207,8 @@ def _check_experts(checkpoint: Checkpoint) -> None:
         return
     layers, count = sorted({layer for layer, _ in experts}), 1 + max(number for _, number in experts)
     for part, entries in parts.items():
-        # An expert's number is part of a name in the file, so it may be huge. The missing names are generated one by one
-        # as the message takes them, and no list of that length is made.
+        # An expert's number is part of a name in the file, so it may be huge. The missing names are generated one by
+        # one as the message takes them, and no list of that length is made.
         missing = (f"{x}.{i}.{part}" for x in layers for i in range(count) if (x, i) not in entries)
         if len(entries) < len(layers) * count:
             raise _incomplete(checkpoint, missing, len(layers) * count - len(entries))

@@ -70,7 +70,7 @@ class UploadOptions:
         revision: The branch. It is made if it does not exist.
         create_pr: Whether to open a pull request instead of changing the branch, which must exist then.
         message: The message of the first commit. By default "Upload model".
-        overwrite_card: Whether the local card wins if a person has edited both it and the one on the Hub.
+        overwrite_card: Whether to upload the local card even if a person has edited the one on the Hub.
     """
 
     private: bool = False

@@ -138,9 +138,9 @@ def _check_total(model: nn.Module, checkpoint: Checkpoint) -> None:
     if total > allowed:
         largest = max(sizes, key=lambda name: sizes[name].numel())
         raise ValueError(
-            f"{checkpoint.folder / CONFIG_NAME} does not belong to the weights beside it: these have {held:,} "
-            f"values, but its model has {total:,}, and `{largest}` would have shape {list(sizes[largest].shape)}. Use the checkpoint's "
-            f"own {CONFIG_NAME}."
+            f"{checkpoint.folder / CONFIG_NAME} does not fit the weights beside it: they have {held:,} values, "
+            f"but its model has {total:,}, and `{largest}` would have shape {list(sizes[largest].shape)}. Use the "
+            f"checkpoint's own {CONFIG_NAME}."
         )
 
 

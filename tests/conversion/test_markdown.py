@@ -141,7 +141,9 @@ def test_no_name_changes_the_markup_of_a_card(folder, text):
     assert (data.datasets, data.license) == ([f"a{text}a"], None)
 
 
-def test_an_item_that_is_added_to_a_list_of_the_metadata_is_valid_yaml(folder):
-    before = "---\ndatasets:\n- me/first\n---\n\n# Mine\n"
-    subject = CardSubject(CONFIG, folder, "me/x", code=[], datasets=["a: b", "- c", "#d", "'"])
-    assert ModelCard(complete(before, subject)).data.datasets == ["me/first", "a: b", "- c", "#d", "'"]
+@pytest.mark.parametrize(("before", "present"), [("datasets:\n- me/first", ["me/first"]), ("datasets: []", [])])
+def test_an_item_that_is_added_to_a_list_of_the_metadata_is_valid_yaml(folder, before, present):
+    items = ["a: b", "- c", "#d", "'", "\\1", "\\d"]
+    subject = CardSubject(CONFIG, folder, "me/x", code=[], datasets=items)
+    card = complete(f"---\n{before}\n---\n\n# Mine\n", subject)
+    assert ModelCard(card).data.datasets == present + items
