@@ -97,11 +97,11 @@ def logits_of(folder: Path) -> torch.Tensor:
         return AutoModelForCausalLM.from_pretrained(folder).eval()(IDS).logits
 
 
-def assert_same_function(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_same_function(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Assert that logits are equal up to rounding, and not all small."""
     assert expected.abs().max() >= 2, "the comparison needs logits of some size"
-    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
-    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    assert (actual - expected).abs().max() <= 1e-4 * expected.abs().max()
+    assert torch.equal(actual.argmax(-1), expected.argmax(-1))
 
 
 @dataclass

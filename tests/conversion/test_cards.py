@@ -79,7 +79,7 @@ def test_steps_add_up_and_text_of_a_person_stays(folder):
     assert 'name = "healed/model"' in text
 
 
-def test_a_run_from_scratch_and_a_merged_adapter_have_a_card_and_a_standard_model_none(folder):
+def test_a_run_from_scratch_and_a_merged_adapter_get_a_card_and_a_standard_model_gets_none(folder):
     attnres(folder, "train", "pretrain", "model=attnres-tiny", "tokenizer=source", "out=runs/scratch", *QUICK)
     _, text = card_of(folder / "runs" / "scratch" / "model")
     assert "**Trained from scratch**, the configuration `attnres-tiny`" in text

@@ -59,22 +59,22 @@ def source_model(model_type: str) -> PreTrainedModel:
     return standard_model(model_type, **(KIMI if model_type == "kimi_linear" else {}))
 
 
-def difference(found: PreTrainedModel, expected: PreTrainedModel) -> float:
+def difference(result: PreTrainedModel, expected: PreTrainedModel) -> float:
     """Return the largest difference of two models' logits, as a share of the largest logit."""
     with torch.no_grad():
-        a, b = (model.eval()(IDS % model.config.vocab_size).logits for model in (found, expected))
+        a, b = (model.eval()(IDS % model.config.vocab_size).logits for model in (result, expected))
     assert b.abs().max() >= 2, "the comparison needs logits of some size"
     return ((a - b).abs().max() / b.abs().max()).item()
 
 
-def assert_exact(found: PreTrainedModel, expected: PreTrainedModel) -> None:
+def assert_exact(result: PreTrainedModel, expected: PreTrainedModel) -> None:
     """Assert that two models are equal up to rounding, and nearer still if both use the family's delta attention.
 
     Attention residuals round more than the other connections: they multiply a mean of n sources by n.
     """
-    assert difference(found, expected) <= 1e-5
-    nearer = 1e-5 if found.config.residual_connection == "attn_res" else 1e-6
-    assert difference(found, retrofit(expected, "standard")) <= nearer
+    assert difference(result, expected) <= 1e-5
+    nearer = 1e-5 if result.config.residual_connection == "attn_res" else 1e-6
+    assert difference(result, retrofit(expected, "standard")) <= nearer
 
 
 def flags(options: dict) -> list[str]:
@@ -130,10 +130,10 @@ def test_convert_verifies_a_retrofit_and_the_result_loads(case, model_type, sour
     assert "Verified: " in run.out and "Not the same" not in run.out
     before, after = files_of(sources / model_type), files_of(tmp_path / "result")
     assert all(after[file] == before[file] for file in before if file.endswith(".safetensors"))
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
-    assert found.config.residual_connection == name
-    assert set(tensors_of(tmp_path / "result")) - set(tensors_of(sources / model_type)) == set(residual_tensors(found))
-    assert_exact(found, AutoModelForCausalLM.from_pretrained(sources / model_type))
+    result = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
+    assert result.config.residual_connection == name
+    assert set(tensors_of(tmp_path / "result")) - set(tensors_of(sources / model_type)) == set(residual_tensors(result))
+    assert_exact(result, AutoModelForCausalLM.from_pretrained(sources / model_type))
 
 
 published = test_published_layout.published  # a fixture: the layout in which Kimi Linear was published, written by hand
@@ -143,8 +143,8 @@ published = test_published_layout.published  # a fixture: the layout in which Ki
 def test_convert_retrofits_kimi_linear_as_it_was_published(case, published, tmp_path):
     name, options, _ = CASES[case]
     convert_well(published, tmp_path / "result", "--residual", name, *flags(options))
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
-    assert_exact(found, AutoModelForCausalLM.from_pretrained(published))
+    result = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
+    assert_exact(result, AutoModelForCausalLM.from_pretrained(published))
 
 
 def test_a_connection_that_starts_at_random_starts_the_same_each_time(sources, tmp_path):
@@ -195,10 +195,10 @@ def test_fields_that_are_set_by_name_give_another_form_that_is_exact(sources, tm
     given = [part for field, value in fields.items() for part in ("--set", f"{field}={json.dumps(value)}")]
     run = convert_well(sources / "llama", tmp_path / "result", "--block-size", "3", *given)
     assert "Verified: " in run.out and "query input_dependent, window 2, blocks rms, gated True" in run.out
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
-    assert (fields | {"attn_res_block_size": 3}).items() <= found.config.to_dict().items()
-    assert any(name.endswith("_proj.gamma") for name in residual_tensors(found))
-    assert_exact(found, AutoModelForCausalLM.from_pretrained(sources / "llama"))
+    result = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
+    assert (fields | {"attn_res_block_size": 3}).items() <= result.config.to_dict().items()
+    assert any(name.endswith("_proj.gamma") for name in residual_tensors(result))
+    assert_exact(result, AutoModelForCausalLM.from_pretrained(sources / "llama"))
     convert_well(tmp_path / "result", tmp_path / "regrouped", "--set-block-size", "2")
     convert_well(tmp_path / "regrouped", tmp_path / "back", "--to", "standard")
     assert json.loads((tmp_path / "back" / "config.json").read_text()).keys().isdisjoint(fields)

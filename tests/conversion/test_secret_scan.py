@@ -57,9 +57,9 @@ def test_a_secret_is_found_by_its_form_with_its_line_and_is_not_shown(tmp_path, 
     for secret in SECRETS[kind]:
         for text in (f"# Notes\n\nkey: {secret}\n", f"a\nb\n{secret}", f'1\n2\n{{"key": "{secret}"}}'):
             path.write_text(text)
-            (found,) = find_secrets(path)
-            assert (found.line, found.kind) == (3, kind)
-            assert str(found) == f"{path}, line 3, holds {kind}"
+            (match,) = find_secrets(path)
+            assert (match.line, match.kind) == (3, kind)
+            assert str(match) == f"{path}, line 3, holds {kind}"
 
 
 def test_a_key_in_json_is_found(tmp_path):
