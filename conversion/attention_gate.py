@@ -39,8 +39,9 @@ def plan_gate(config: ResidualConfig, **fields: str | None) -> None:
         raise ValueError(f"`{field}` is {value!r}, but without `attention_gate` there is no gate. Set that field too.")
     scale = "attention_gate_scale"
     # The sigmoid of zero is 1/2, so a gate that multiplies by it keeps the function only at twice the scale.
-    function = tuple((GATE_FIELDS | chosen | {scale: chosen.get(scale, "double")})[field] for field in _FUNCTION)
-    for field, value in (GATE_FIELDS | {scale: "double" if function in _EXACT else "unit"} | chosen).items():
+    doubled = GATE_FIELDS | {scale: "double"} | chosen
+    is_exact = tuple(doubled[field] for field in _FUNCTION) in _EXACT
+    for field, value in (doubled if is_exact else GATE_FIELDS | chosen).items():
         setattr(config, field, value)
     check_attention_gate(config)
     if reason := _inexact(config):

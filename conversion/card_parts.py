@@ -155,8 +155,10 @@ def merge(local: str, uploaded: str | None, *, overwrite: bool = False) -> str:
     if uploaded is None or overwrite:
         return local
     mark, on_hub = _PUSHED.search(uploaded), unmarked(uploaded)
+    # Nobody has edited the card on the Hub since the last upload.
     if mark is not None and digest(on_hub) == mark[1]:
         return local
+    # Nobody has edited the local card since then, or it has no text of a person that the one on the Hub lacks.
     if (mark is not None and digest(local) == mark[2]) or text_by_hand(local) in ("", text_by_hand(on_hub)):
         return on_hub
     raise ValueError(

@@ -250,7 +250,7 @@ def on_hub(folder: Path, name: str) -> tuple[str | None, str | None]:
     Returns:
         The id and the commit, each None if it is not known.
     """
-    cached = folder.absolute()
+    cached = folder.absolute()  # in the Hub's cache: models--ORG--NAME/snapshots/COMMIT
     if cached.parent.name == "snapshots" and cached.parent.parent.name.startswith("models--"):
         return cached.parent.parent.name.removeprefix("models--").replace("--", "/"), cached.name
     return (None, None) if Path(name).exists() else (name, None)

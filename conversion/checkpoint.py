@@ -141,6 +141,7 @@ def find(source: str | os.PathLike, revision: str | None = None) -> Path:
         folder = Path(
             snapshot_download(str(source), revision=revision, allow_patterns=[*small_files, "model*.safetensors*"])
         )
+        # Pickles are large, and downloaded only if there is nothing else.
         if not any(folder.glob("model*.safetensors")):
             snapshot_download(str(source), revision=revision, allow_patterns=["pytorch_model*.bin*"])
     except (OSError, httpx.HTTPError) as error:  # a broken connection raises no `OSError`

@@ -209,7 +209,8 @@ def _check_experts(checkpoint: Checkpoint) -> None:
     for part, entries in parts.items():
         # An expert's number is part of a name in the file, so it may be huge. The missing names are generated one by
         # one as the message takes them, and no list of that length is made.
-        missing = (f"{x}.{i}.{part}" for x in layers for i in range(count) if (x, i) not in entries)
+        pairs = ((layer, number) for layer in layers for number in range(count))
+        missing = (f"{layer}.{number}.{part}" for layer, number in pairs if (layer, number) not in entries)
         if len(entries) < len(layers) * count:
             raise _incomplete(checkpoint, missing, len(layers) * count - len(entries))
         ((usual_shape, _),) = Counter(entry.shape for entry in entries.values()).most_common(1)

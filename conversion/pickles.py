@@ -70,6 +70,7 @@ def _read_state(path: Path, dtypes: Collection[torch.dtype]) -> dict[str, Tensor
 
 def _first_names(state: dict[str, Tensor]) -> dict[tuple, str]:
     """Return the first name of each tensor. The key is its address, shape and strides."""
+    # In reverse order, the first name replaces the later ones.
     return {(t.data_ptr(), t.shape, t.stride()): name for name, t in reversed(state.items())}
 
 

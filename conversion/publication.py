@@ -105,6 +105,7 @@ def plan_publication(
         check_file(folder if path.parent == folder / INSPECTION else path.parent, path)
     files |= {f"{INSPECTION}/{name}": path for name, path in (report or {}).items()}
     files |= {f"{RESULTS}/{path.name}": path for path in results or ()}
+    # Each repository on the Hub has a `.gitattributes`, so that file need not be listed.
     present = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".gitattributes")
     left_out = [n for n in (path.relative_to(folder).as_posix() for path in present) if n not in {*files, CARD}]
     card = read_card(folder)

@@ -36,10 +36,11 @@ _WEIGHTS = re.compile(
     r"(model(-\d{5}-of-\d{5}|-residual(-\d+)?)?|adapter_model)\.safetensors|model\.safetensors\.index\.json"
     r"|adapter_config\.json|adapter_model\.bin"
 )
+# The commit in the code snippet of a card.
 _PINNED = re.compile(r'name, revision = "[^"]+", "([0-9a-f]{40})"')
 _REVISION = re.compile(r"(?!.*\.\.)[\w][\w./-]*")
 _WAITS, _LONGEST_WAIT = (1, 2, 4, 8), 300  # seconds
-_BUSY = (429, 500, 502, 503, 504)
+_BUSY = (429, 500, 502, 503, 504)  # HTTP statuses after which a call is repeated
 _IGNORE_NOTHING = "\n"  # replaces a `.gitignore` in the repository, which could leave out files
 _REPEAT = "The same command goes on: what was uploaded is not sent again."
 

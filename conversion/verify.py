@@ -108,10 +108,11 @@ def compare(source: str | os.PathLike, result: str | os.PathLike, texts: Sequenc
         expected, actual = (_logits(folder, sequences, auto_class) for folder in (source, result))
     # The logarithms are taken in float64, for 64 tokens at a time to save memory.
     divergences, matches = [], []
-    for a, b in ((a, b) for pair in zip(expected, actual) for a, b in zip(*(logits.split(64) for logits in pair))):
-        log_p, log_q = a.double().log_softmax(-1), b.double().log_softmax(-1)
-        divergences.append(F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1))
-        matches.append(a.argmax(-1) == b.argmax(-1))
+    for source_logits, result_logits in zip(expected, actual):
+        for a, b in zip(source_logits.split(64), result_logits.split(64)):
+            log_p, log_q = a.double().log_softmax(-1), b.double().log_softmax(-1)
+            divergences.append(F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1))
+            matches.append(a.argmax(-1) == b.argmax(-1))
     return FunctionComparison(
         tokens=sum(map(len, expected)),
         max_logit=torch.stack([a.abs().max() for a in expected]).max().item(),

@@ -99,6 +99,7 @@ def check_before_loading(auto_class: Any, source: str, *, starts_anew: bool = Fa
             its weights. The message is one line that names the source or file, and the field or tensor.
     """
     revision, code = options.pop("revision", None), options.pop("trust_remote_code", False)
+    # The shapes in a GGUF file are not known before it is loaded.
     if options.get("gguf_file") is not None or (checkpoint := check_source_sizes(source, revision)) is None:
         return
     options = {name: value for name, value in options.items() if name not in _LOADING_ARGUMENTS}
