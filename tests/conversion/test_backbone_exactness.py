@@ -58,7 +58,7 @@ def test_shared_weights_get_the_same_gradients(original, block_size, gradients):
         assert difference <= 1e-4 * max(expected.abs().max(), 1e-3 * scale), name
 
 
-def test_in_bf16_it_differs_no_more_than_two_evaluation_orders_of_the_original(original, backbones):
+def test_in_bf16_a_retrofit_differs_no_more_than_evaluation_orders_of_the_original(original, backbones):
     """The orders are: the residual stream added from the last term to the first, or with the embedding last; and eager
     attention, which rounds in other places. Depth attention is one more such order: it adds blocks, in float32.
 

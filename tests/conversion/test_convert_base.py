@@ -1,4 +1,4 @@
-"""A decoder that was saved without a head, whose tensors have no prefix, is converted there and back as such."""
+"""A decoder that was saved without a head, whose tensors have no prefix, is converted, and converted back."""
 
 import json
 from pathlib import Path

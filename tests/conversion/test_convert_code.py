@@ -279,7 +279,7 @@ def test_a_link_to_templates_or_code_outside_the_directory_is_refused(source, tm
         convert_trusting(source, tmp_path / "result")
 
 
-def test_a_link_inside_is_followed(source, tmp_path):
+def test_a_link_within_the_directory_is_followed(source, tmp_path):
     (source / "texts").mkdir()
     (source / "texts" / "licence").write_text("free")
     (source / "LICENSE").symlink_to("texts/licence")

@@ -1,4 +1,4 @@
-"""`attnres convert` takes repositories on the Hub, here a server on this machine that another process reads from."""
+"""`attnres convert` converts repositories on the Hub: another process reads from a Hub on this machine."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A conversion that is interrupted, terminated or killed leaves no result, or the old one; the next one works."""
+"""A conversion that is interrupted, terminated or killed leaves no result or the old one, and the next one works."""
 
 import json
 import subprocess

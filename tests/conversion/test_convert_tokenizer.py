@@ -54,7 +54,7 @@ def assert_same_tokenizer(source: Path, result: Path) -> None:
         ("llama", "NoSuchTokenizer"),
     ],
 )
-def test_the_class_is_the_same(source, tmp_path, model_type, name):
+def test_the_class_of_the_tokenizer_stays_the_same(source, tmp_path, model_type, name):
     of_type(source, model_type)
     change_json(source / CONFIG, "tokenizer_class", **({"tokenizer_class": name} if name else {}), model_max_length=77)
     convert_well(source, tmp_path / "result", "--no-verify")

@@ -96,7 +96,7 @@ def test_a_result_that_computes_another_function_is_not_written(wrong_backbone, 
     assert numbers_in(convert_well(tmp_path / "source", tmp_path / "anyway", "--no-verify").out + error)
 
 
-def test_weights_that_are_off_by_three_thousandths_are_seen(source, copy):
+def test_a_change_of_a_weight_by_three_thousandths_is_noticed(source, copy):
     assert compare(source, source).is_same
     weight = AutoModelForCausalLM.from_pretrained(source).get_parameter("model.layers.1.mlp.up_proj.weight").detach()
     change_tensors(copy, {"model.layers.1.mlp.up_proj.weight": weight * 1.003})

@@ -91,7 +91,7 @@ def test_a_dry_run_sends_no_request_and_shows_files_and_card(push, model):
     assert "## How it was made" in done["out"]
 
 
-def test_from_push_to_generation_without_attnres(push, model, tmp_path):
+def test_a_published_model_generates_without_attnres(push, model, tmp_path):
     """The card's snippet runs as it is printed, in a new process where `attnres` cannot be imported."""
     push("push", "model", "lab/stories")
     (snippet,) = re.findall(r"```python\n(.*?)```", push.card("lab/stories"), flags=re.DOTALL)
@@ -208,7 +208,7 @@ def test_an_interrupted_upload_continues_where_it_stopped(push, model):
     assert not sent & again
 
 
-def test_each_file_of_weights_is_sent_by_itself(push, model):
+def test_each_file_of_weights_is_sent_alone(push, model):
     """If `hf_xet` sent the files together, one failure would lose them all."""
     push.hub.forget()
     assert push("push", "model", "me/each")["status"] == 0

@@ -45,7 +45,7 @@ def test_every_command_refuses_a_directory_without_a_tokenizer(bare, tmp_path):
     assert refusal(InspectedSource(str(bare)).load).startswith(message)
 
 
-def test_the_tokenizer_saved_as_the_message_says_loads(bare, assets):
+def test_a_tokenizer_that_is_saved_as_the_message_proposes_loads(bare, assets):
     source = assets / "checkpoints" / "stories260K-hf"
     AutoTokenizer.from_pretrained(source).save_pretrained(bare)
     assert load_tokenizer(bare)("Once upon").input_ids == load_tokenizer(source)("Once upon").input_ids

@@ -86,7 +86,7 @@ def test_a_published_model_is_loaded_again_and_not_uploaded_twice(hub, me, folde
     assert not hub.log("PUT") and not hub.log("POST", "/commit/")
 
 
-def test_a_commit_stays_as_it_is(hub, me, folder):
+def test_a_commit_never_changes(hub, me, folder):
     first = me.upload_folder(repo_id="me/model", folder_path=folder)
     change = [CommitOperationAdd("code/config.json", b"[]"), CommitOperationDelete("model.safetensors")]
     me.create_commit("me/model", change, commit_message="a change", parent_commit=first.oid)
@@ -182,7 +182,7 @@ def test_a_card_with_bad_metadata_is_refused_before_anything_is_uploaded(hub, me
     assert [entry["path"] for entry in hub.log()] == ["/api/validate-yaml"]
 
 
-def test_a_fault_fails_the_requests_that_match_it(hub, me, folder):
+def test_a_fault_makes_the_matching_requests_fail(hub, me, folder):
     hub.fail("status", "/api/whoami", status=418, skip=1, times=None)
     me.whoami()
     for _ in range(2):
