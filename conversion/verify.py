@@ -39,14 +39,14 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class FunctionComparison:
-    """The distance of a result's logits from its source's, over all tokens.
+    """The distance between the logits of a source and of the result of its conversion.
 
     Attributes:
         tokens: The number of tokens.
         max_logit: The source's largest absolute logit.
         max_difference: The largest absolute difference of two logits.
         kl: The mean Kullback-Leibler divergence from source to result, in nats per token.
-        agreement: The share of tokens at which both have the same largest logit.
+        agreement: The share of positions at which both models give the largest logit to the same token.
     """
 
     tokens: int

@@ -15,7 +15,7 @@ COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 5,  # 10 sublayers: the last block of S = 3 and of S = 6 is a shorter one
+    "num_hidden_layers": 5,  # 10 sublayers: the last block is shorter for S = 3 and S = 6
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,

@@ -122,7 +122,7 @@ def published_model(assets, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def session_that_pushes(published_model) -> Iterator[Publisher]:
-    """Return a process that publishes, with the folder of `published_model` as its current one."""
+    """Return a process that publishes, with the folder of `published_model` as its current directory."""
     with publisher(published_model.parent) as push:
         yield push
 

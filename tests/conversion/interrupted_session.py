@@ -118,7 +118,7 @@ def interrupted(moment: str, name: str, overwrite: bool) -> dict:
     seen["damaged"] = end(start(DAMAGED, "--no-verify", *options, log=log))
     seen |= {"damaged log": log.read_text(), "left after damaged": sorted(os.listdir())}
     seen["result after damaged"] = digest()
-    again = end(start(SOURCE, "--no-verify", *options, log=log))  # the card has the verification
+    again = end(start(SOURCE, "--no-verify", *options, log=log))  # a verification would change the card
     seen |= {"again": again, "left after again": sorted(os.listdir())}
     seen["result after again"] = digest()
     return seen

@@ -127,6 +127,6 @@ def test_marks_without_their_ends_are_text_and_cost_linear_time():
             times.append(time.process_time() - start)
         return min(times)
 
-    # Eight times as many parts take eight times as long. A search from each part to the end would take
-    # 64 times as long.
+    # Eight times as many parts take eight times as long. With a search from each part to the end, they would take 64
+    # times as long.
     assert seconds(16_000) < 24 * seconds(2_000)

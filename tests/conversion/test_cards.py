@@ -75,7 +75,7 @@ def test_steps_add_up_and_text_of_a_person_stays(folder):
     assert data["license_name"] == "mine"
     assert text.rstrip().endswith("Small.")
     assert str(folder) not in text
-    # The snippet loads from where the run lies.
+    # The snippet names the model's folder in the run.
     assert 'name = "healed/model"' in text
 
 

@@ -95,7 +95,7 @@ def test_a_push_that_failed_at_the_card_is_not_taken_for_an_edit(push, copy):
 
 
 def test_metadata_keeps_its_comments_and_forms(push, copy):
-    """Comments and forms stay, a version that is not a number, and Norwegian."""
+    """A comment, a list in one line, the version 1.10 and the language `no` stay as they were written."""
     card = (
         (copy / "README.md")
         .read_text()

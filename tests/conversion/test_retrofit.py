@@ -23,7 +23,7 @@ BLOCKS = [{"full": True}, {"block_size": 2}, {"block_size": 3}, {"block_size": 6
 
 @pytest.fixture
 def kimi(tiny_config):
-    """Return `kimi(**overrides)`: a Kimi Linear model with norms away from one and logits of some size."""
+    """Return `kimi(**overrides)`: a Kimi Linear model with norm weights away from one and large logits."""
 
     def build(**overrides) -> KimiLinearForCausalLM:
         fields = tiny_config(**overrides).to_dict()

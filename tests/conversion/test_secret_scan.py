@@ -107,7 +107,7 @@ def test_placeholders_and_similar_texts_are_not_reported(tmp_path, text):
 
 
 def test_no_file_of_this_project_is_reported(pytestconfig):
-    """The code and pages here are like those that models and cards hold."""
+    """Its code and pages are like the files of models."""
     files = [path for ending in ("*.py", "*.md", "*.json") for path in (pytestconfig.rootpath).glob(f"[!.]*/{ending}")]
     assert len(files) > 100
     assert [secret for path in files for secret in find_secrets(path)] == []

@@ -206,6 +206,6 @@ def test_a_fault_makes_the_matching_requests_fail(hub, me, folder):
 def test_a_hub_can_stop_during_a_request(hub, me):
     hub.before("/api/models/me/model", hub.stop)
     assert me.model_info("me/model").id == "me/model"
-    close_session()  # its connection is still open
+    close_session()  # the connection to the stopped Hub is still open
     with pytest.raises(httpx.ConnectError):
         me.model_info("me/model")
