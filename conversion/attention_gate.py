@@ -1,4 +1,4 @@
-"""Add gates to the attention of a retrofitted model, at a start where the function stays the same.
+"""Add gates to the attention of a retrofitted model, with initial values that keep the function the same.
 
 At `W = 0`, `Y * 2 sigmoid(X W)` and `Y + silu(X W)` are exactly `Y`, the ungated attention. The other forms of the gate
 differ from `Y` for every `W`, so a retrofit refuses them.
@@ -13,18 +13,18 @@ from transformers import PreTrainedConfig
 from attnres import ResidualConfig
 from attnres.attention_gate_attnres import GATE_FIELDS, GatedAttention, check_attention_gate
 
-# The fields that define the gate's function, and their values under which it can be exact.
+# The fields that define the gate's function, and their values for which zero weights leave attention unchanged.
 _FUNCTION = ("attention_gate_form", "attention_gate_activation", "attention_gate_scale")
 _EXACT = (("multiply", "sigmoid", "double"), ("add", "silu", "unit"))
 
 
 def plan_gate(config: ResidualConfig, **fields: str | None) -> None:
-    """Set the fields of the gate in the configuration of a retrofit.
+    """Set the fields of the gate in the configuration of a retrofit. Without any field, nothing changes.
 
     Args:
         config: The configuration of an ungated model. It is changed.
-        fields: Fields of the gate; None stands for the default. `attention_gate_scale` is `"double"` by default if only
-            that keeps the function the same.
+        fields: Fields of the gate; None stands for the default. The default of `attention_gate_scale` is `"double"`
+            where only that keeps the function the same.
 
     Raises:
         ValueError: A value is not allowed, or would change the function, or the attention has a gate already.
@@ -33,13 +33,15 @@ def plan_gate(config: ResidualConfig, **fields: str | None) -> None:
     if not chosen:
         return
     if config.attention_gate is not None:
-        raise ValueError(f"the model has attention_gate={config.attention_gate!r} already: a retrofit adds the first.")
+        raise ValueError(f"the model has attention_gate={config.attention_gate!r} already, and takes no second gate.")
     if "attention_gate" not in chosen:
         field, value = next(iter(chosen.items()))
-        raise ValueError(f"`{field}` is {value!r}, but without `attention_gate` there is no gate: give its place too.")
+        raise ValueError(f"`{field}` is {value!r}, but without `attention_gate` there is no gate. Set that field too.")
     scale = "attention_gate_scale"
-    function = tuple((GATE_FIELDS | chosen | {scale: chosen.get(scale, "double")})[field] for field in _FUNCTION)
-    for field, value in (GATE_FIELDS | {scale: "double" if function in _EXACT else "unit"} | chosen).items():
+    # The sigmoid of zero is 1/2, so a gate that multiplies by it keeps the function only at twice the scale.
+    doubled = GATE_FIELDS | {scale: "double"} | chosen
+    is_exact = tuple(doubled[field] for field in _FUNCTION) in _EXACT
+    for field, value in (doubled if is_exact else GATE_FIELDS | chosen).items():
         setattr(config, field, value)
     check_attention_gate(config)
     if reason := _inexact(config):
@@ -83,12 +85,13 @@ def start_gates(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _inexact(config: ResidualConfig) -> str | None:
+    """Return why a gate with zero weights changes attention, or None if it does not."""
     function = tuple(getattr(config, field) for field in _FUNCTION)
     if function in _EXACT:
         return None
     has = ", ".join(f"`{field}` {value!r}" for field, value in zip(_FUNCTION, function))
     exact = " and ".join("/".join(values) for values in _EXACT)
-    return f"a gate with {has} never leaves attention as it was; {exact} do, where its weights are zero"
+    return f"a gate with {has} changes attention even at zero weights; {exact} do not"
 
 
 __all__ = ["differs_from_ungated", "is_gated", "plan_gate", "start_gates"]

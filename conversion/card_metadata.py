@@ -23,7 +23,7 @@ def split(card: str) -> tuple[str, str]:
 
 
 def joined(metadata: str, text: str) -> str:
-    """Return the card of a metadata and a text, the inverse of [`split`]."""
+    """Join metadata and text to a card, the inverse of [`split`]."""
     return f"---\n{metadata.strip(chr(10))}\n---\n\n{text.lstrip(chr(10))}" if metadata.strip() else text
 
 
@@ -49,7 +49,8 @@ def filled(card: str, values: Mapping[str, Any], items: Mapping[str, Sequence[st
     Args:
         card: The card.
         values: Values for fields that the card does not have.
-        items: Items for fields that are lists. They are appended if the list lacks them.
+        items: Items for fields that are lists. They are appended if the list lacks them, and if it is empty or has one
+            item a line. Another list stays as it is.
 
     Returns:
         The new card.
@@ -66,9 +67,9 @@ def filled(card: str, values: Mapping[str, Any], items: Mapping[str, Sequence[st
         if lacking and name not in fields:
             new[name] = lacking
         elif lacking and present == []:
-            metadata = re.sub(
-                rf"^{re.escape(name)}:.*$", yaml_dump({name: lacking}).strip(), metadata, flags=re.MULTILINE
-            )
+            # `re.sub` reads a backslash in the new text as an escape.
+            field = yaml_dump({name: lacking}).strip().replace("\\", r"\\")
+            metadata = re.sub(rf"^{re.escape(name)}:.*$", field, metadata, flags=re.MULTILINE)
         elif lacking and isinstance(present, list):
             metadata = _with_items(metadata, name, lacking)
     if new:
@@ -77,7 +78,7 @@ def filled(card: str, values: Mapping[str, Any], items: Mapping[str, Sequence[st
 
 
 def _with_items(metadata: str, name: str, items: Sequence[str]) -> str:
-    """Append items to a list that is written with one item a line. A list in another form stays as it is."""
+    """Append items to a list that has one item a line. A list in another form stays as it is."""
     start = re.search(rf"^{re.escape(name)}:[ \t]*\n", metadata, re.MULTILINE)
     place, indent = start.end() if start else 0, None
     while start and (item := _ITEM.match(f"{metadata}\n", place)):

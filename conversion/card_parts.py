@@ -1,7 +1,7 @@
 """Edit the text of a model card in parts. This package writes parts between marks; a person writes the rest.
 
-A mark holds a digest of the part that was written. A part that no longer fits its digest was edited by hand, and is not
-written again.
+A mark holds a digest of the part that was written. If the part no longer has this digest, a person has edited it. Then
+it is not rewritten.
 """
 
 import hashlib
@@ -109,8 +109,8 @@ def appended(text: str, name: str, content: str) -> str:
     return f"{text[:end_mark].rstrip()}\n\n{content}\n{text[end_mark:]}"
 
 
-def own_text(card: str) -> str:
-    """Return what a person has written below the metadata: everything except unedited parts of this package."""
+def text_by_hand(card: str) -> str:
+    """Return the text below the metadata without the unedited parts of this package: a person has written it."""
     text, written, place = split(unmarked(card))[1], [], 0
     for candidate in parts(text):
         if not candidate.is_edited:
@@ -120,10 +120,10 @@ def own_text(card: str) -> str:
 
 
 def marked(text: str, local: str, completed: str) -> str:
-    """Mark a card for its upload, so that the next upload can tell who has edited it meanwhile.
+    """Mark a card for its upload, so that the next upload can tell which card was edited meanwhile.
 
     Args:
-        text: The card to upload. If a person has edited the card on the Hub, this is based on that one.
+        text: The card to upload. It continues the card on the Hub if a person has edited that one.
         local: The card in the model's directory.
         completed: The card in the model's directory, completed for the Hub.
 
@@ -144,7 +144,7 @@ def merge(local: str, uploaded: str | None, *, overwrite: bool = False) -> str:
     Args:
         local: The card in the model's directory.
         uploaded: The card on the Hub, if there is one.
-        overwrite: Whether to take the local one in any case.
+        overwrite: Whether to return the local one in any case.
 
     Returns:
         One of the two cards.
@@ -155,14 +155,16 @@ def merge(local: str, uploaded: str | None, *, overwrite: bool = False) -> str:
     if uploaded is None or overwrite:
         return local
     mark, on_hub = _PUSHED.search(uploaded), unmarked(uploaded)
+    # Nobody has edited the card on the Hub since the last upload.
     if mark is not None and digest(on_hub) == mark[1]:
         return local
-    if (mark is not None and digest(local) == mark[2]) or own_text(local) in ("", own_text(on_hub)):
+    # Nobody has edited the local card since then, or it has no text of a person that the one on the Hub lacks.
+    if (mark is not None and digest(local) == mark[2]) or text_by_hand(local) in ("", text_by_hand(on_hub)):
         return on_hub
     raise ValueError(
-        "README.md was edited on the Hub, and the one to be pushed was edited too. Bring what it says there into the "
-        "one here, then push with --overwrite-card."
+        "README.md was edited on the Hub, and the local one was edited too. Copy the edits on the Hub into the local "
+        "one, then push with --overwrite-card."
     )
 
 
-__all__ = ["ORDER", "appended", "digest", "marked", "merge", "own_text", "part", "put", "unmarked"]
+__all__ = ["ORDER", "appended", "digest", "marked", "merge", "text_by_hand", "part", "put", "unmarked"]

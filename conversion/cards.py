@@ -1,7 +1,7 @@
 """Write model cards: metadata for the Hub, how the model was made, how to use it, and which code it runs.
 
-`attnres convert` and `attnres train` write `README.md` beside the weights, and each adds a step of how the model was
-made. `attnres push` completes the card for the Hub. Text that a person has written stays (`card_parts.py`).
+`attnres convert` and `attnres train` write `README.md` beside the weights. Each adds its step to the part on how the
+model was made. `attnres push` completes the card for the Hub. Text that a person has written stays (`card_parts.py`).
 """
 
 import hashlib
@@ -45,6 +45,7 @@ _TEMPLATE = (
     "automatically generated."
 )
 _MAX_CARD = 2**20  # bytes
+_PACKAGES = ("transformers", "torch")  # the model's code needs these; a card names their versions
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,9 @@ class CardSubject:
         results: Results of evaluations, each with `dataset_id`, `task_id`, `value` and `notes`.
         parameters: The number of its parameters.
         has_tokenizer: Whether a tokenizer is, or will be, published with it.
-        code: The paths of its Python files relative to `folder`. By default all that lie there.
+        code: The paths of its Python files relative to `folder`. By default all in `folder`.
         title: The card's heading. By default the last part of `source`.
-        datasets: The Hub ids of the data sets that it was trained on.
+        datasets: The Hub ids of the data sets of its training.
     """
 
     config: ResidualConfig
@@ -87,8 +88,8 @@ def new_card(folder: Path | None = None, hub_id: str | None = None) -> str:
     """Return the first version of the card of a model that is made from another model.
 
     Args:
-        folder: The source's directory. A card of this package is continued; from another card, licence and language
-            are taken. A card that cannot be read is ignored: it is no reason not to make the model.
+        folder: The source's directory. A card of this package is continued; from another card, licence, language and
+            base model are taken. A card that cannot be read is ignored, so that it does not stop a conversion.
         hub_id: The source's id, if it is on the Hub.
 
     Returns:
@@ -99,13 +100,13 @@ def new_card(folder: Path | None = None, hub_id: str | None = None) -> str:
         metadata = read(text)
     except (OSError, ValueError):
         text, metadata = "", {}
-    if part(text, "use") is not None:
+    if part(text, "use") is not None:  # this package has written the card
         return unmarked(text)
     terms = {name: metadata[name] for name in _TERMS if metadata.get(name) and _is_plain(metadata[name])}
     if "language" in terms:
         terms["language"] = _languages(terms["language"])
     base = hub_id or metadata.get("base_model")
-    # Some tools write the path of a directory there. The Hub refuses it, and it would publish a path of this machine.
+    # Some tools write the path of a directory as `base_model`. The Hub refuses it, and it would reveal a local path.
     is_public = base and not no_hub_ids(base)
     relation = {"base_model": base, "base_model_relation": "finetune"} if is_public else {}
     data = ModelCardData(**terms, **relation)
@@ -113,12 +114,12 @@ def new_card(folder: Path | None = None, hub_id: str | None = None) -> str:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether a value of metadata is a text or a list of texts. `no`, for Norwegian, is read as false."""
+    """Return whether a value of metadata is a text or a list of texts. YAML reads `no`, for Norwegian, as false."""
     return all(isinstance(item, str | bool) for item in (value if isinstance(value, list) else [value]))
 
 
 def no_hub_ids(value: object) -> list[object]:
-    """Return those names in a value of metadata, a name or a list, that cannot be the id of a Hub repository."""
+    """Return the names in a value of metadata, a name or a list, that cannot be ids of Hub repositories."""
     names = value if isinstance(value, list) else [value]
     return [name for name in names if not isinstance(name, str) or not is_hub_id(name)]
 
@@ -132,14 +133,14 @@ def read_card(folder: Path) -> str | None:
     """Return the card in a model's directory, or None if it has none.
 
     Raises:
-        OSError, ValueError: It is not a regular file there, has more than 1 MiB, or is not in UTF-8.
+        OSError, ValueError: It is not a regular file in the directory, has more than 1 MiB, or is not in UTF-8.
     """
     path = folder / CARD
     if not path.exists() and not path.is_symlink():
         return None
     check_text(folder, path)
     if path.stat().st_size > _MAX_CARD:
-        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, but a card may have {_MAX_CARD:,}.")
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, but a card may have at most {_MAX_CARD:,}.")
     return decode_card(path.read_bytes(), str(path))
 
 
@@ -159,22 +160,22 @@ def decode_card(content: bytes, name: str) -> str:
     try:
         return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is no text in UTF-8 ({error}). Save it as such.") from error
+        raise ValueError(f"{name} is not UTF-8 text ({error}). Save it as UTF-8.") from error
 
 
 def without_template(text: str) -> str:
-    """Return a card, or only its metadata if the text is the template of `transformers`, which nobody has filled."""
+    """Return a card, or only its metadata if its text is the unfilled template of `transformers`."""
     metadata, body = split(text)
     try:
         read(text)  # refuses metadata whose aliases multiply, which `ModelCard` would expand
         template = ModelCard.from_template(ModelCard(text).data, model_description=_TEMPLATE)
-    except (TypeError, ValueError, yaml.YAMLError):  # metadata that the template cannot have
+    except (TypeError, ValueError, yaml.YAMLError):  # the template cannot hold this metadata
         return text
     return joined(metadata, "") if body.strip() == template.text.strip() else text
 
 
 def add_step(text: str, step: str) -> str:
-    """Return a card with one more step of how the model was made, also if a person has edited the other steps.
+    """Add a step to the part on how the model was made, also if a person has edited the other steps.
 
     Args:
         text: The card.
@@ -205,8 +206,9 @@ def complete(text: str, subject: CardSubject) -> str:
     values = {"library_name": "transformers", "pipeline_tag": _TASKS[subject.auto_class]}
     tags = ["attnres", subject.config.residual_connection.replace("_", "-")]
     metadata, body = split(filled(text, values, {"tags": tags, "datasets": subject.datasets}))
+    facts = _facts(subject)
     for name in ("summary", "use", "results", "files"):
-        content = _render(name, **_facts(subject)) if name != "results" or subject.results else ""
+        content = _render(name, **facts) if name != "results" or subject.results else ""
         body = put(body, name, content)
     return joined(metadata, body)
 
@@ -248,7 +250,7 @@ def on_hub(folder: Path, name: str) -> tuple[str | None, str | None]:
     Returns:
         The id and the commit, each None if it is not known.
     """
-    cached = folder.absolute()
+    cached = folder.absolute()  # in the Hub's cache: models--ORG--NAME/snapshots/COMMIT
     if cached.parent.name == "snapshots" and cached.parent.parent.name.startswith("models--"):
         return cached.parent.parent.name.removeprefix("models--").replace("--", "/"), cached.name
     return (None, None) if Path(name).exists() else (name, None)
@@ -282,13 +284,14 @@ def _facts(subject: CardSubject) -> dict[str, Any]:
 
 
 def _size(config: ResidualConfig, parameters: int | None) -> str:
+    """Return the number of parameters, their dtype and the largest length as text, as far as they are known."""
     length = getattr(config, "max_position_embeddings", None)
-    counts = [f"{parameters:,} parameters" if parameters else "", f"up to {length:,} tokens" if length else ""]
-    dtype = str(config.dtype).removeprefix("torch.") if parameters and config.dtype else ""
-    return ", ".join(filter(None, [counts[0], dtype, counts[1]]))
-
-
-_PACKAGES = ("transformers", "torch")
+    facts = [
+        f"{parameters:,} parameters" if parameters else "",
+        str(config.dtype).removeprefix("torch.") if parameters and config.dtype else "",
+        f"up to {length:,} tokens" if length else "",
+    ]
+    return ", ".join(filter(None, facts))
 
 
 def _installed() -> list[str]:
@@ -312,6 +315,7 @@ def _template() -> Any:
 
 
 def _render(block: str, **facts: Any) -> str:
+    """Return one block of the template of the card with its values."""
     template = _template()
     return "".join(template.blocks[block](template.new_context(facts)))
 

@@ -1,7 +1,7 @@
 """Read a checkpoint directory as a table of tensors: name, dtype, shape, file and place in the file.
 
-No weight is loaded. Weights are read only to copy them to another file, in pieces of `CHUNK` bytes that are checked for
-NaN on the way.
+No weight is loaded. Weights are read only to copy them to another file, in pieces of `CHUNK` bytes. Each piece is
+checked for NaN on the way.
 """
 
 import errno
@@ -52,7 +52,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor in a file: its bytes are `file[start:end]`, and `dtype` is its name in safetensors, as `"BF16"`."""
+    """One tensor in a file: its bytes are `file[start:end]`, and `dtype` is a name of safetensors such as `"BF16"`."""
 
     name: str
     dtype: str
@@ -78,9 +78,9 @@ class Checkpoint:
     Attributes:
         folder: The model's directory.
         shards: The files.
-        where: For each tensor of the checkpoint, the file that holds it. A file may hold other tensors as well, which
-            the index does not name: they are copied with it, and ignored otherwise.
-        is_temporary: Whether the files are rewritten ones in a scratch directory, which may be moved from there.
+        where: Name of a tensor of the checkpoint -> the file that holds it. A file may also hold tensors that the index
+            does not name. They are copied with the file, and ignored otherwise.
+        is_temporary: Whether the files were rewritten in a scratch directory, and may be moved from there.
     """
 
     folder: Path
@@ -101,8 +101,8 @@ class Checkpoint:
     def file_of(self, name: str) -> Path:
         """Return the file of a tensor of the model.
 
-        `transformers` may merge or rename tensors of files. Then it is the file with the tensor of the most similar
-        name.
+        `transformers` may merge or rename tensors when it loads them. For such a tensor, the file with the most similar
+        name is returned.
         """
 
         def shared_parts(other: str) -> int:
@@ -133,7 +133,7 @@ def find(source: str | os.PathLike, revision: str | None = None) -> Path:
     if folder.is_dir():
         if revision is not None:
             raise ValueError(f"{source} is a directory, which has no revisions. Leave out --revision.")
-        complete_save(folder)  # before anything of it is read
+        complete_save(folder)  # before a file in it is read
         return folder
     check_path(source)
     small_files = ["config.json", "README.md", "*.py", *SIDE_FILES]
@@ -141,10 +141,11 @@ def find(source: str | os.PathLike, revision: str | None = None) -> Path:
         folder = Path(
             snapshot_download(str(source), revision=revision, allow_patterns=[*small_files, "model*.safetensors*"])
         )
+        # Pickles are large, and downloaded only if there is nothing else.
         if not any(folder.glob("model*.safetensors")):
             snapshot_download(str(source), revision=revision, allow_patterns=["pytorch_model*.bin*"])
     except (OSError, httpx.HTTPError) as error:  # a broken connection raises no `OSError`
-        # All lines of the message: the first one may be only "404 Client Error."
+        # The message is joined, because its first line may be only "404 Client Error."
         reason = " ".join(str(error).split())
         raise FileNotFoundError(f"{source} is not a directory, and the Hub does not give it: {reason}") from error
     return folder
@@ -165,8 +166,8 @@ def open_checkpoint(folder: Path, scratch: Path) -> Checkpoint:
     Raises:
         FileNotFoundError: There are no weights, or the index names a file or tensor that does not exist.
         OSError: A file is truncated or damaged.
-        ValueError: A pickle needs code to be loaded; or a file is a link out of the directory, or not the one that the
-            configuration names.
+        ValueError: A pickle runs code when it is loaded; or a file is a link out of the directory, or the configuration
+            names another file of weights.
     """
     for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
         if (folder / single).exists():
@@ -201,8 +202,8 @@ def open_checkpoint(folder: Path, scratch: Path) -> Checkpoint:
 def read_headers(folder: Path) -> Checkpoint | None:
     """Return names, dtypes and shapes of the weights that `transformers` would load from a directory.
 
-    Nothing is copied to other people here. So unlike in [`open_checkpoint`], links may lead out of the directory, and
-    pickles stay as they are: their entries have no place in a file.
+    Nothing is copied, so links may lead out of the directory, unlike in [`open_checkpoint`]. Pickles are not rewritten:
+    `start` and `end` of their entries are 0.
 
     Args:
         folder: The model's directory.
@@ -212,12 +213,12 @@ def read_headers(folder: Path) -> Checkpoint | None:
 
     Raises:
         OSError: A file or tensor that an index names is not there, or a file is truncated or damaged.
-        ValueError: A pickle needs code to be loaded, or its tensors are larger than the file.
+        ValueError: A pickle runs code when it is loaded, or its tensors are larger than the file.
     """
     config = folder / CONFIG_NAME
     named_file = read_object(config).get(NAMED_WEIGHTS) if config.is_file() else None
     for single, index in (
-        (named_file, named_file),
+        (named_file, named_file),  # the configuration may name a file of weights or an index
         (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME),
         (WEIGHTS_NAME, WEIGHTS_INDEX_NAME),
     ):
@@ -239,6 +240,7 @@ def read_headers(folder: Path) -> Checkpoint | None:
 
 
 def _read_header(path: Path) -> Shard:
+    """Read the header of a safetensors file, or the dtypes and shapes of a pickle."""
     if path.suffix == ".safetensors":
         return read_shard(path)
     names = {dtype: name for name, dtype in DTYPES.items()}
@@ -254,14 +256,14 @@ def make_checkpoint(
     Args:
         folder: The model's directory.
         shards: The headers of the files.
-        weight_map: Tensor -> name of its file, as in an index. By default every tensor in the files counts.
+        weight_map: Tensor -> name of its file, as in an index. By default all tensors in the files.
         is_temporary: Whether the files may be moved; see [`Checkpoint`].
 
     Returns:
         The checkpoint.
 
     Raises:
-        FileNotFoundError: A file lacks a tensor that `weight_map` says it holds.
+        FileNotFoundError: A file lacks a tensor that `weight_map` assigns to it.
     """
     by_file = {shard.path.name: shard for shard in shards}
     held = {(shard.path.name, entry.name) for shard in shards for entry in shard.entries}
@@ -269,7 +271,7 @@ def make_checkpoint(
         weight_map = {name: file for file, name in sorted(held)}
     for name, file in weight_map.items():
         if (file, name) not in held:
-            raise FileNotFoundError(f"{folder} is incomplete: {file} lacks `{name}`, which the index says it holds.")
+            raise FileNotFoundError(f"{folder} is incomplete: {file} lacks `{name}`, which the index assigns to it.")
     return Checkpoint(folder, tuple(shards), {name: by_file[file] for name, file in weight_map.items()}, is_temporary)
 
 
@@ -298,8 +300,11 @@ def read_shard(path: Path) -> Shard:
 def explain_writing(path: Path) -> Iterator[None]:
     """Add the file's name to errors of a full disk, which do not name it.
 
+    Args:
+        path: The file that the block writes.
+
     Raises:
-        OSError: Naming `path`.
+        OSError: The file cannot be written. The message names it.
     """
     try:
         yield
@@ -336,7 +341,7 @@ def copy_shard(
         target: The file to write; None to check the values only.
         dropped: The names of tensors to leave out.
         unused: The names of tensors that the model does not use. They may hold NaN.
-        on_bytes: Called with the number of bytes of each piece.
+        on_bytes: A function that gets the number of bytes of each piece.
 
     Raises:
         ValueError: A tensor holds NaN or infinite values.
@@ -363,7 +368,15 @@ def show_bytes(number: int) -> str:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Raise OSError if the file system of `folder` has less than `needed` bytes free."""
+    """Raise if a file system has too little free space.
+
+    Args:
+        folder: A directory in the file system. The message names the directory above it.
+        needed: The number of bytes.
+
+    Raises:
+        OSError: Fewer bytes are free.
+    """
     free = shutil.disk_usage(folder).free
     if needed > free:
         message = f"not enough space in {folder.parent}: {show_bytes(needed)} are needed, {show_bytes(free)} are free."
@@ -371,10 +384,10 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def _check_named(folder: Path, taken: str) -> None:
-    """Raise ValueError if the configuration names another file of weights than `taken`: `transformers` reads that."""
+    """Raise ValueError if the configuration names a file of weights other than `taken`: `transformers` reads it."""
     path = folder / CONFIG_NAME
     if not path.exists():
-        return  # `read_config` raises then
+        return  # `read_config` raises an error for it
     check_text(folder, path)
     named_file = read_object(path).get(NAMED_WEIGHTS)
     if named_file not in (None, taken):
@@ -392,7 +405,7 @@ def _check_index(index: Path, files: Collection[str], suffix: str) -> None:
             raise ValueError(f"{index} names {file or chr(34) * 2}, which does not lie beside it. Move it there.")
         # The result's shards get the same names, which must not be those of its other files.
         if path.suffix != suffix or path.is_dir():
-            raise ValueError(f"{index} names {file}, which is no {suffix} file of weights. Copy the index again.")
+            raise ValueError(f"{index} names {file}, which is not a {suffix} file of weights. Copy the index again.")
         if not path.exists():
             raise FileNotFoundError(f"{index.parent} is incomplete: {index.name} names {file}, which is not there.")
 
@@ -402,6 +415,7 @@ def _read_index(path: Path) -> dict[str, str]:
         weight_map = json.loads(path.read_text())["weight_map"]
         if not weight_map:
             raise ValueError("it names no tensor")
+        # `fspath` raises TypeError for a value that is not a text.
         return {name: os.fspath(file) for name, file in weight_map.items()}
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise OSError(f"{path} is not an index of weights ({error!r}). Copy it again.") from error
@@ -437,9 +451,9 @@ def _check_finite(chunk: memoryview, entry: Entry, path: Path) -> None:
     if dtype is None or not dtype.is_floating_point:
         return
     values = torch.frombuffer(chunk, dtype=dtype)
-    if dtype.itemsize == 1:
+    if dtype.itemsize == 1:  # `aminmax` does not support 8-bit floats
         values = values.float()
-    # Both are NaN if any value is, and `aminmax` takes one pass where `isfinite` of all would take two.
+    # Both results are NaN if any value is. `aminmax` takes one pass over the values, `isfinite().all()` two.
     low, high = values.aminmax()
     if not (torch.isfinite(low) and torch.isfinite(high)):
         raise ValueError(f"`{entry.name}` in {path} holds NaN or infinite values. Use an earlier checkpoint.")

@@ -1,4 +1,4 @@
-"""Check that a checkpoint holds every tensor of its configuration's model, in its shape. No weight is loaded for it.
+"""Check that a checkpoint holds every tensor of its configuration's model, in its shape, without loading weights.
 
 The model is made on the meta device, and `transformers` "loads" the names, dtypes and shapes that the headers of the
 files give. Its loading report then says what is missing, misshapen or unused.
@@ -27,7 +27,7 @@ from .source_files import check_text
 # A tensor of one expert: "model.layers.0.mlp.experts", the expert's number, and its part, such as "w1.weight".
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
 _MAX_NAMED = 10  # tensors in one message
-# Fields about the files of a source: which one has its weights, and which code belongs to it. A result has others.
+# Fields that name a source's file of weights and its code. A result has other files.
 _FIELDS_OF_FILES = (NAMED_WEIGHTS, PIPELINES)
 
 
@@ -35,7 +35,7 @@ def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """Return the configuration of a checkpoint.
 
     Raises:
-        FileNotFoundError: There is none.
+        FileNotFoundError: The checkpoint has no configuration.
         OSError, ValueError: It is damaged, has a model type that `transformers` does not know, or describes a model
             that is far larger than the weights.
     """
@@ -57,10 +57,13 @@ def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
 @contextmanager
 def explain_config(folder: Path) -> Iterator[None]:
-    """Raise every error that a wrong value in the configuration of `folder` causes as one kind.
+    """Turn the errors that a wrong value in a configuration causes into errors of one line.
+
+    Args:
+        folder: The directory of the `config.json` that the block uses.
 
     Raises:
-        ValueError: Naming the file.
+        ValueError: In place of an error other than OSError, RuntimeError and ValueError. The message names the file.
     """
     try:
         yield
@@ -100,12 +103,12 @@ def complete_model(
     """Make the model of a configuration on the meta device, and check that a checkpoint holds all its tensors.
 
     `config.tie_word_embeddings` becomes False if the checkpoint has another tensor for the head than for the embedding.
-    `transformers` then ties nothing, whatever the configuration says, but other programs go by the configuration.
+    `transformers` then ties nothing, whatever the configuration says, but other programs follow the configuration.
 
     Args:
         checkpoint: The headers of the weights.
         config: The configuration of the model.
-        added: Returns the names of those tensors of the model that will be written beside the checkpoint.
+        added: A function that returns the names of the model's tensors that will be written beside the checkpoint.
 
     Returns:
         The model, and the names of the checkpoint's tensors that the model does not use.
@@ -124,7 +127,7 @@ def complete_model(
 
 
 def _check_complete(checkpoint: Checkpoint, model: PreTrainedModel, added: Collection[str]) -> frozenset[str]:
-    """Check names and shapes as [`complete_model`] says, and return the names of unused tensors."""
+    """Check names and shapes for [`complete_model`], and return the names of unused tensors."""
     entries, config = checkpoint.entries, model.config
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     unused = {name for name in entries if any(re.search(pattern, name) for pattern in ignored)}
@@ -145,18 +148,18 @@ def loading_report(
     """Return the report of loading the names, dtypes and shapes of a checkpoint, without their values.
 
     Args:
-        checkpoint: Its weights are not quantised.
-        model: A model of the configuration, on the meta device.
-        added: The names of those tensors of the model that will be written beside the checkpoint.
+        checkpoint: The headers of the weights, which must not be quantised.
+        model: The model of the checkpoint's configuration, on the meta device.
+        added: The names of the model's tensors that will be written beside the checkpoint.
 
     Returns:
-        What `from_pretrained` returns with `output_loading_info=True`: `missing_keys`, `mismatched_keys` and others.
+        The report of `from_pretrained(..., output_loading_info=True)`: `missing_keys`, `mismatched_keys` and others.
 
     Raises:
         FileNotFoundError, RuntimeError: Tensors that `transformers` merges or splits do not fit each other.
     """
     _check_experts(checkpoint)
-    # An unknown dtype is never that of a weight, and gets the default one: names and shapes are enough here.
+    # A tensor whose dtype is not in `DTYPES` is not a weight, so its name and shape are enough: its dtype may be wrong.
     state = {
         name: torch.empty(entry.shape, dtype=DTYPES.get(entry.dtype), device="meta")
         for name, entry in checkpoint.entries.items()
@@ -164,7 +167,8 @@ def loading_report(
     state |= {name: tensor for name, tensor in model.named_parameters() if name in added}
     try:
         with quiet_transformers():
-            # Not the method of the model's own class: the family's raises errors that name the source, which is None.
+            # The family's `from_pretrained` names the source in its errors. There is none here, so the base class's
+            # method is called.
             _, report = PreTrainedModel.from_pretrained.__func__(
                 type(model),
                 None,
@@ -193,7 +197,7 @@ def _incomplete(checkpoint: Checkpoint, names: Iterable[str], count: int) -> Fil
 
 
 def _check_experts(checkpoint: Checkpoint) -> None:
-    """Check that all experts have the same tensors: `transformers` merges them, and cannot say which one is wrong."""
+    """Check that all experts have the same tensors: `transformers` merges them, and does not name a wrong one."""
     parts = defaultdict(dict)  # part of an expert, such as "w1.weight" -> (experts of a layer, number) -> entry
     for entry in checkpoint.entries.values():
         if match := _EXPERT.fullmatch(entry.name):
@@ -203,9 +207,10 @@ def _check_experts(checkpoint: Checkpoint) -> None:
         return
     layers, count = sorted({layer for layer, _ in experts}), 1 + max(number for _, number in experts)
     for part, entries in parts.items():
-        # An expert's number is part of a name in the file, which may say anything. So the missing names are generated
-        # one by one as the message takes them, and no list of that length is made.
-        missing = (f"{x}.{i}.{part}" for x in layers for i in range(count) if (x, i) not in entries)
+        # An expert's number is part of a name in the file, so it may be huge. The missing names are generated one by
+        # one as the message takes them, and no list of that length is made.
+        pairs = ((layer, number) for layer in layers for number in range(count))
+        missing = (f"{layer}.{number}.{part}" for layer, number in pairs if (layer, number) not in entries)
         if len(entries) < len(layers) * count:
             raise _incomplete(checkpoint, missing, len(layers) * count - len(entries))
         ((usual_shape, _),) = Counter(entry.shape for entry in entries.values()).most_common(1)

@@ -1,7 +1,7 @@
-"""Convert checkpoint directories without loading their weights: retrofit, its undoing, and a change of its options.
+"""Convert checkpoint directories without loading their weights: retrofit, undo a retrofit, or change its options.
 
-Each conversion is a `Plan`: the source, the configuration of the result, the tensors to add and those to leave out.
-`write` carries it out: it copies shards byte for byte, and writes what is added into one more shard.
+Each conversion is a `Plan`: the source, the configuration of the result, the tensors to add and the tensors to leave
+out. `write` copies the shards byte for byte, and writes the added tensors into one more shard.
 """
 
 import json
@@ -45,8 +45,8 @@ class Plan:
     Attributes:
         checkpoint: The source's weights.
         config: The result's configuration.
-        added: The tensors to write beside those of the source, by name.
-        dropped: The names of the source's tensors that the result does not get.
+        added: The tensors to write in addition, by name.
+        dropped: The names of the source's tensors to leave out.
         unused: The names of the source's tensors that its model does not read. They may hold NaN.
         difference: Why the result may compute another function than the source; None if it computes the same one.
         has_head: Whether the model is a causal language model, not a decoder by itself.
@@ -79,26 +79,26 @@ class Plan:
 def plan_retrofit(source: ConversionSource, residual: str = DEFAULT_CONNECTION, **options: Any) -> Plan:
     """Plan to put other residual connections into a standard decoder, as [`attnres.conversion.retrofit`] does.
 
-    Where a connection starts at random values, they are the same every time.
+    Random initial values of a connection are the same every time.
 
     Args:
         source: A standard decoder.
         residual: The name of the residual connection.
-        options: Those of [`attnres.conversion.retrofit`].
+        options: As in [`attnres.conversion.retrofit`].
 
     Returns:
         The plan.
 
     Raises:
         ValueError: The backbone is not supported or has other connections already, or an option is not valid.
-        FileNotFoundError, RuntimeError: A tensor is missing or has another shape than the configuration says.
+        FileNotFoundError, RuntimeError: A tensor is missing, or its shape does not fit the configuration.
     """
     checkpoint = source.checkpoint
     with explain_config(source.folder):
         config = retrofit_config(source.config, residual, **options)
     is_quantized = getattr(source.config, "quantization_config", None) is not None
     if is_gated(config) and not is_gated(source.config) and is_quantized:
-        raise ValueError(f"{source.folder} is quantised, and its gates would load as quantised. Gate the original.")
+        raise ValueError(f"{source.folder} is quantised, and its gates would load as quantised. Convert the original.")
     model, unused = complete_model(checkpoint, config, lambda model: added_tensors(model, source.config).keys())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -116,7 +116,7 @@ def plan_standard(source: ConversionSource) -> Plan:
     Raises:
         ValueError: The source is not a model of the family, or one of its added tensors is not finite or was trained,
             so that no standard decoder computes the same function.
-        FileNotFoundError, RuntimeError: A tensor is missing or has another shape than the configuration says.
+        FileNotFoundError, RuntimeError: A tensor is missing, or its shape does not fit the configuration.
     """
     config, model, unused = _read_member(source)
     tensors, gates = residual_tensors(model), gate_tensors(model)
@@ -139,13 +139,13 @@ def plan_change(source: ConversionSource, **options: Any) -> Plan:
 
     Raises:
         ValueError: The source is not a model of the family, has no such option, or would compute another function.
-        FileNotFoundError, RuntimeError: A tensor is missing or has another shape than the configuration says.
+        FileNotFoundError, RuntimeError: A tensor is missing, or its shape does not fit the configuration.
     """
     config, model, unused = _read_member(source)
     if lacking := [option for option in options if option not in config.connection.options]:
         flags = " and ".join(f"--set-{option.replace('_', '-')}" for option in lacking)
         raise ValueError(
-            f"{source.folder} has residual_connection={config.residual_connection!r}, where {flags} has nothing to set."
+            f"{source.folder} has residual_connection={config.residual_connection!r}, which has no option {flags}."
         )
     connections = {name: module for name, module in model.named_modules() if isinstance(module, ResidualConnection)}
     config.connection.plan_change(config, connections, **options)
@@ -163,11 +163,11 @@ def write(
     """Write the planned model into the empty directory `target`.
 
     Args:
-        plan: What to write.
+        plan: The conversion.
         target: The directory.
         hard_link: Whether to link the shards that stay as they are instead of copying them.
-        trust_remote_code: Whether to copy code that came with the source, such as that of its tokenizer.
-        on_bytes: Called with the number of bytes of each piece that is written or checked.
+        trust_remote_code: Whether to copy code that came with the source, such as its tokenizer's.
+        on_bytes: A function that gets the number of bytes of each piece that is written or checked.
 
     Returns:
         Notes for the user on code that came with the source, one line each.
@@ -192,7 +192,7 @@ def write(
     weight_map = {}  # tensor -> file
     for shard, name in zip(kept, names):
         if shard not in copied and not checkpoint.is_temporary:
-            # Before its values are checked: where linking is not possible, nothing needs to be read.
+            # Link before the values are checked: an error is raised before a large file is read.
             _link(shard.path, target / name)
         destination = target / name if shard in copied else None
         copy_shard(shard, destination, dropped=dropped, unused=plan.unused, on_bytes=on_bytes)
@@ -222,7 +222,7 @@ def write(
 def _read_member(source: ConversionSource) -> tuple[ResidualConfig, PreTrainedModel, frozenset[str]]:
     """Return a copy of the configuration of a model of the family, the model, and the names of unused tensors.
 
-    The model is on the meta device, except the tensors of its residual connections and gates, which are loaded.
+    The model is on the meta device, but the tensors of its residual connections and gates are loaded.
     """
     checkpoint, config = source.checkpoint, deepcopy(source.config)  # a plan changes its fields
     if not isinstance(config, ResidualConfig):
@@ -237,7 +237,7 @@ def _read_member(source: ConversionSource) -> tuple[ResidualConfig, PreTrainedMo
         with safe_open(path, framework="pt") as file:
             tensor = file.get_tensor(name)
         if not tensor.is_floating_point():
-            raise ValueError(f"`{name}` in {path} is {tensor.dtype}, but must be of floating point.")
+            raise ValueError(f"`{name}` in {path} is {tensor.dtype}, but must be floating point.")
         if not torch.isfinite(tensor).all():
             raise ValueError(f"`{name}` in {path} holds NaN or infinite values. Use an earlier checkpoint.")
         owner, _, key = name.rpartition(".")
@@ -250,9 +250,9 @@ def _has_head(model: PreTrainedModel) -> bool:
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype of the largest tensor that is not quantised, for a configuration that names none.
+    """Return the dtype of the largest tensor that is not quantised, for a configuration without a dtype.
 
-    The first tensor's would not do: routing biases are float32 in checkpoints of bfloat16.
+    The first tensor may have another dtype: routing biases are float32 in checkpoints of bfloat16.
     """
     sizes = {}
     for entry in checkpoint.entries.values():
@@ -263,7 +263,7 @@ def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def _file_names(sources: list[str], has_added: bool) -> list[str]:
-    """Return the names of the result's shards: the source's where `transformers` reads them, and one for the added."""
+    """Return the names of the result's shards: the source's if possible, and one more for the added tensors."""
     if not has_added:
         return [SAFE_WEIGHTS_NAME] if len(sources) == 1 else sources
     # `transformers` ignores an index beside a file `model.safetensors`, so a single shard gets another name.

@@ -1,4 +1,4 @@
-"""Map standard decoders to members of the AttnRes family and back, and start what a retrofit adds.
+"""Map standard decoders to members of the AttnRes family and back, and initialize the tensors that a retrofit adds.
 
 This file works on configurations and on models without weights. Both ways of retrofitting use it: in memory
 (`retrofit.py`) and from directory to directory (`convert.py`).
@@ -24,7 +24,7 @@ _IDENTITY = ("model_type", "architectures", "auto_map", "custom_pipelines", "tra
 
 
 def member_type(backbone: str) -> str:
-    """Return the family's model type on a backbone: `attnres_llama` for `llama`, and `attnres` for `kimi_linear`."""
+    """Return the family's model type for a backbone: `attnres_llama` for `llama`, and `attnres` for `kimi_linear`."""
     return AttnResConfig.model_type if backbone == AttnResConfig.backbone else f"attnres_{backbone}"
 
 
@@ -42,28 +42,28 @@ def member_config(config: PreTrainedConfig) -> ResidualConfig:
                 "--set-block-size S regroups its blocks, and " if "block_size" in config.connection.options else ""
             )
             raise ValueError(
-                f"the model has residual_connection={config.residual_connection!r} already; a retrofit takes a "
-                f"'standard' one. Of `attnres convert`, {regroup}--to standard undoes it if it is not trained yet."
+                f"the model has residual_connection={config.residual_connection!r} already; a retrofit needs a "
+                f"'standard' one. With `attnres convert`, {regroup}--to standard undoes an untrained retrofit."
             )
         return config.from_dict(config.to_dict())
     if config.model_type not in BACKBONES:
         raise ValueError(
             f"cannot retrofit the model type {config.model_type!r}. Supported are {', '.join(map(repr, BACKBONES))}, "
-            "and `attnres.add_backbone` brings the family to others."
+            "and `attnres.add_backbone` adds others."
         )
     fields = {key: value for key, value in config.to_dict().items() if key not in _IDENTITY}
     return CONFIG_MAPPING[member_type(config.model_type)].from_dict(fields | {"residual_connection": "standard"})
 
 
 def backbone_config(config: ResidualConfig) -> PreTrainedConfig:
-    """Return the configuration of the standard decoder that a member of the family has as its backbone."""
-    added = {
+    """Return the configuration of the standard decoder that is the backbone of a member of the family."""
+    family_fields = {
         *_IDENTITY,
         *ResidualConfig.__annotations__,
         *GATE_FIELDS,
         *chain(*(c.fields for c in CONNECTIONS.values())),
     }
-    fields = {key: value for key, value in config.to_dict().items() if key not in added}
+    fields = {key: value for key, value in config.to_dict().items() if key not in family_fields}
     return CONFIG_MAPPING[config.backbone].from_dict(fields)
 
 
@@ -136,12 +136,12 @@ def added_tensors(model: PreTrainedModel, source: PreTrainedConfig) -> dict[str,
 
 
 def start_added(model: PreTrainedModel, source: PreTrainedConfig, dtype: torch.dtype) -> None:
-    """Replace the added tensors of a model on the meta device by tensors on the CPU, at their start.
+    """Replace the added tensors of a model on the meta device by their initial values on the CPU.
 
     Args:
         model: The retrofitted model.
         source: The configuration of the decoder it is made from.
-        dtype: The dtype of the decoder. A connection that computes in float32 gets at least that.
+        dtype: The dtype of the decoder. A connection that computes in float32 gets tensors of at least float32.
     """
     for module in model.modules():
         if isinstance(module, (ResidualConnection, ResidualNorm)):

@@ -1,6 +1,6 @@
 """Escape texts of unknown origin for a model card: names of models, tasks and data sets, notes, paths.
 
-Such a text may contain Markdown or HTML. The functions here return one line that is shown literally in a sentence, a
+Such a text may contain Markdown or HTML. The functions here return one line, which is shown literally in a sentence, a
 heading, a cell of a table or a line of code.
 """
 
@@ -13,6 +13,7 @@ from huggingface_hub.utils import validate_repo_id
 
 # These become entities: in some renderers a backslash does not stop `|` from ending a cell, or `<` from opening a tag.
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;"}
+# The characters of Markdown. An `_` within a word is not markup.
 _ESCAPED = re.compile(r"[\\`*\[\]{}()#!$~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
 # Addresses that renderers link without any markup.
 _LINKED = re.compile(r"(?i)(https?|ftp|mailto|xmpp):|(www)\.")

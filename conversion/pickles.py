@@ -25,8 +25,8 @@ def read_pickle(path: Path, dtypes: Collection[torch.dtype]) -> dict[str, Tensor
 
     Raises:
         OSError: The file is truncated or damaged.
-        ValueError: It needs code to be loaded, or holds something other than named tensors; or a tensor has another
-            dtype, or is larger than the bytes that the file holds of it.
+        ValueError: The file runs code when it is loaded, or holds something other than named tensors; or a tensor has
+            another dtype, or is larger than its bytes in the file.
     """
     state = _read_state(path, dtypes)
     first = _first_names(state)
@@ -51,7 +51,7 @@ def read_pickle_shapes(path: Path, dtypes: Collection[torch.dtype]) -> dict[str,
 
 
 def _read_state(path: Path, dtypes: Collection[torch.dtype]) -> dict[str, Tensor]:
-    """Return all tensors of a file by name, checked as [`read_pickle`] says."""
+    """Return all tensors of a file by name, after the checks that [`read_pickle`] lists."""
     state = _load(path)
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(f"{path} is not a dictionary of tensors.")
@@ -60,7 +60,7 @@ def _read_state(path: Path, dtypes: Collection[torch.dtype]) -> dict[str, Tensor
             raise ValueError(f"{path} holds a tensor under the key {name!r}, which is not a name.")
         _check_dense(name, tensor, path)
         if tensor.dtype not in dtypes:
-            raise ValueError(f"`{name}` in {path} is of {tensor.dtype}, which weights are not kept in.")
+            raise ValueError(f"`{name}` in {path} is {tensor.dtype}, which is not a dtype of weights.")
     # Views of one tensor may overlap, and the rewritten file would hold each of them in full.
     total, held = sum(state[name].nbytes for name in _first_names(state).values()), path.stat().st_size
     if total > 2 * held:
@@ -70,6 +70,7 @@ def _read_state(path: Path, dtypes: Collection[torch.dtype]) -> dict[str, Tensor
 
 def _first_names(state: dict[str, Tensor]) -> dict[tuple, str]:
     """Return the first name of each tensor. The key is its address, shape and strides."""
+    # In reverse order, the first name replaces the later ones.
     return {(t.data_ptr(), t.shape, t.stride()): name for name, t in reversed(state.items())}
 
 
@@ -84,7 +85,8 @@ def _load(path: Path) -> object:
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle fails in any way
         if isinstance(error, pickle.UnpicklingError) and "Unsupported operand" not in str(error):
-            raise ValueError(f"{path} needs code to be loaded, which may do anything: it is refused.") from error
+            message = f"{path} runs code when it is loaded, so it is refused. Use weights in safetensors."
+            raise ValueError(message) from error
         reason = str(error).strip() or type(error).__name__
         if isinstance(error, pickle.UnpicklingError):
             reason = "it is not a pickle"
@@ -92,7 +94,7 @@ def _load(path: Path) -> object:
 
 
 def _check_dense(name: str, tensor: Tensor, path: Path) -> None:
-    """Raise ValueError unless the file holds every value of a tensor: a stride of 0 repeats one without end."""
+    """Raise ValueError unless the file holds every value of a tensor. A stride of 0 would repeat one value."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         raise ValueError(f"`{name}` in {path} is not a dense tensor ({tensor.layout}, {tensor.device}).")
     held = tensor.untyped_storage().nbytes()

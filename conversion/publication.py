@@ -1,4 +1,4 @@
-"""Choose and check what `attnres push` publishes of a model's directory: its files and its card.
+"""Choose and check the files and the card that `attnres push` publishes from a model's directory.
 
 Nothing is uploaded here; `publishing.py` does that.
 """
@@ -28,6 +28,7 @@ from .source_code import AUTO_MAP, module_of, objects, references, with_imports
 from .source_files import check_file, check_text, read_json, read_object
 
 RESULTS, INSPECTION = ".eval_results", "inspection"
+_SAVE = "Save it again by `save_pretrained`."
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Publication:
         Args:
             repo: The id of the repository.
             revision: The commit that the card's code loads.
-            card: Another version of the card to complete.
+            card: The card to complete; by default that of the publication.
 
         Returns:
             The card.
@@ -77,12 +78,12 @@ def plan_publication(
 
     Args:
         folder: The model's directory.
-        results: Results of evaluations to publish, by their files.
+        results: File of evaluation results -> its entries. The files are published in `.eval_results`.
         report: The files of a report of `attnres inspect` by their names, as `attnres.analysis.report_files` returns
             them. They are published in the folder `inspection`.
 
     Returns:
-        What to publish.
+        The files and the card.
 
     Raises:
         OSError, RuntimeError, ValueError: The model is incomplete, damaged or not of the family, or the code beside it
@@ -99,10 +100,12 @@ def plan_publication(
     files = {name: folder / name for name in dict.fromkeys(names)}
     for path in files.values():
         check_file(folder, path)
+    # A report may lie in the model's directory or elsewhere. No file of it may be a link out of that folder.
     for path in (report or {}).values():
         check_file(folder if path.parent == folder / INSPECTION else path.parent, path)
     files |= {f"{INSPECTION}/{name}": path for name, path in (report or {}).items()}
     files |= {f"{RESULTS}/{path.name}": path for path in results or ()}
+    # Each repository on the Hub has a `.gitattributes`, so that file need not be listed.
     present = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".gitattributes")
     left_out = [n for n in (path.relative_to(folder).as_posix() for path in present) if n not in {*files, CARD}]
     card = read_card(folder)
@@ -120,7 +123,7 @@ def plan_publication(
         has_tokenizer=any(name in files for name in TOKENIZER_FILES),
     )
     publication = Publication(files, left_out, card if card is not None else new_card(), subject)
-    try:
+    try:  # damaged metadata is found before anything is uploaded
         publication.card_for("org/name", None)
     except ValueError as error:
         raise ValueError(f"{folder / CARD} cannot be read: {error}.") from error
@@ -137,12 +140,12 @@ def _check_model(folder: Path) -> tuple[ResidualConfig, Checkpoint]:
         config = read_config(checkpoint)
         if not isinstance(config, ResidualConfig):
             raise ValueError(
-                f"{folder} is of model type {config.model_type!r}, none of attnres: `hf upload` publishes it."
+                f"{folder} is of model type {config.model_type!r}, which is not of the attnres family. Use `hf upload`."
             )
         if unpublished_model(checkpoint, config) is not None:
             raise ValueError(
-                f"{folder} is a checkpoint that a run goes on from. Publish the model that it writes at its end, or "
-                f"make one of this: `attnres convert`."
+                f"{folder} is a training checkpoint. Publish the model that the run writes at its end, or convert this "
+                "checkpoint by `attnres convert`."
             )
         complete_model(checkpoint, config)
     return config, checkpoint
@@ -164,7 +167,7 @@ def _weights(checkpoint: Checkpoint) -> list[str]:
 
 
 def _code(folder: Path, config: ResidualConfig) -> list[str]:
-    """Return the paths of the Python files that loading runs: those of the model, and those of its tokenizer."""
+    """Return the paths of the Python files that run when the model and its tokenizer are loaded."""
     path = folder / CONFIG_NAME
     referred = references(read_object(path), path)
     if not referred:
@@ -194,9 +197,6 @@ def _references_in(folder: Path, path: Path) -> list[str]:
     return referred
 
 
-_SAVE = "Save it again by `save_pretrained`."
-
-
 def _is_detail(figure: str) -> bool:
     """Return whether a figure shows another view of depth attention than the main one."""
     return "_relative" in figure or "_spread" in figure
@@ -207,11 +207,7 @@ def _check_secrets(paths: Sequence[Path]) -> None:
     token = get_token()
     secrets = [secret for path in paths for secret in find_secrets(path, token)]
     if secrets:
-        others = (
-            f" (and there {'are' if len(secrets) > 2 else 'is'} {counted(len(secrets) - 1, 'more secret')})"
-            if len(secrets) > 1
-            else ""
-        )
+        others = f" (and {counted(len(secrets) - 1, 'more secret')})" if len(secrets) > 1 else ""
         raise ValueError(
             f"{secrets[0]}{others}. Take it out, and revoke it if it was ever published. Nothing was uploaded."
         )

@@ -1,7 +1,7 @@
 """List the small files beside a model's weights that `attnres push` may upload, by their names.
 
-A model's directory may hold anything, and an upload may be public. So only files are uploaded whose names come from
-`transformers` or a tokenizer's code, or are those of licences. `attnres convert` uses the wider patterns of
+A model's directory may hold anything, and an upload may be public. So a file is uploaded only if its name comes from
+`transformers` or a tokenizer's code, or is the name of a licence. `attnres convert` uses the wider patterns of
 `side_files.py`, because its copies stay on the same machine.
 """
 
@@ -37,7 +37,8 @@ _NAMES = _TOKENIZER | _SETTINGS | _LICENCES
 _FORMS = re.compile(r"tokenizer\.model\.v\d{1,2}|additional_chat_templates/[\w.-]+\.jinja")
 # Suffixes of vocabularies under other names. They are uploaded if the uploaded code names them.
 _VOCABULARIES = (".json", ".model", ".tiktoken", ".txt")
-_NAMED = re.compile(r"""["']([\w.-]+)["']""")
+# A literal in Python code that may be the name of a file.
+_LITERAL = re.compile(r"""["']([\w.-]+)["']""")
 
 
 def side_files(folder: Path) -> list[str]:
@@ -57,7 +58,8 @@ def vocabularies(folder: Path, code: Iterable[str]) -> list[str]:
     Returns:
         The names, sorted.
     """
-    literals = {name for path in code for name in _NAMED.findall((folder / path).read_text("utf-8", errors="replace"))}
+    texts = ((folder / path).read_text("utf-8", errors="replace") for path in code)
+    literals = {name for text in texts for name in _LITERAL.findall(text)}
     return sorted(name for name in literals if name.endswith(_VOCABULARIES) and (folder / name).is_file())
 
 

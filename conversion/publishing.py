@@ -36,10 +36,11 @@ _WEIGHTS = re.compile(
     r"(model(-\d{5}-of-\d{5}|-residual(-\d+)?)?|adapter_model)\.safetensors|model\.safetensors\.index\.json"
     r"|adapter_config\.json|adapter_model\.bin"
 )
+# The commit in the code snippet of a card.
 _PINNED = re.compile(r'name, revision = "[^"]+", "([0-9a-f]{40})"')
 _REVISION = re.compile(r"(?!.*\.\.)[\w][\w./-]*")
 _WAITS, _LONGEST_WAIT = (1, 2, 4, 8), 300  # seconds
-_BUSY = (429, 500, 502, 503, 504)
+_BUSY = (429, 500, 502, 503, 504)  # HTTP statuses after which a call is repeated
 _IGNORE_NOTHING = "\n"  # replaces a `.gitignore` in the repository, which could leave out files
 _REPEAT = "The same command goes on: what was uploaded is not sent again."
 
@@ -49,10 +50,10 @@ class Published:
     """The outcome of an upload.
 
     Attributes:
-        address: The address of the repository, the branch or the pull request.
+        address: The URL of the repository, the branch or the pull request.
         is_new: Whether anything was uploaded.
         removed: The files of older weights that were removed from the repository.
-        notes: Notes for the user on the card.
+        notes: Notes about the card, for the user.
     """
 
     address: str
@@ -63,14 +64,14 @@ class Published:
 
 @dataclass(frozen=True)
 class UploadOptions:
-    """How to upload a model.
+    """The options of an upload.
 
     Attributes:
         private: Whether a new repository is private. An existing public one is refused.
         revision: The branch. It is made if it does not exist.
         create_pr: Whether to open a pull request instead of changing the branch, which must exist then.
         message: The message of the first commit. By default "Upload model".
-        overwrite_card: Whether the local card wins if a person has edited both it and the one on the Hub.
+        overwrite_card: Whether to upload the local card even if a person has edited the one on the Hub.
     """
 
     private: bool = False
@@ -81,38 +82,38 @@ class UploadOptions:
 
 
 def check_repo(repo: str, revision: str | None = None) -> None:
-    """Check the form of the names that an upload goes to.
+    """Check the form of the names of the repository and branch of an upload.
 
     Args:
         repo: The id of the repository.
         revision: The name of the branch.
 
     Raises:
-        ValueError: One of them cannot be such a name.
+        ValueError: A name has characters that the Hub does not allow.
     """
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
         raise ValueError(
-            f"{repo!r} is no id of a repository: NAME or ORG/NAME, of letters, digits, `-`, `_` and `.`."
+            f"{repo!r} is not a repository id: it must be NAME or ORG/NAME, of letters, digits, `-`, `_` and `.`."
         ) from error
     if revision is not None and not _REVISION.fullmatch(revision):
-        raise ValueError(f"{revision!r} is no name of a branch.")
+        raise ValueError(f"{revision!r} is not a branch name: it must have letters, digits, `-`, `_`, `/` and `.`.")
 
 
 def publish(publication: Publication, repo: str, options: UploadOptions) -> Published:
     """Upload a model to the Hub. Files that an interrupted call has uploaded are not sent again.
 
     Args:
-        publication: What to publish.
+        publication: The files and the card.
         repo: The id of the repository. It is made if it does not exist.
-        options: How to upload.
+        options: The options of the upload.
 
     Returns:
         The outcome.
 
     Raises:
-        OSError, RuntimeError, ValueError: The upload failed. The message is one line that says what to do.
+        OSError, RuntimeError, ValueError: The upload failed. The message is one line with a remedy.
     """
     revision, create_pr = options.revision, options.create_pr
     check_repo(repo, revision)
@@ -144,11 +145,11 @@ def publish(publication: Publication, repo: str, options: UploadOptions) -> Publ
         )
 
         is_new = commit.oid != head
-        # Without new files the head may be a commit of the card. Then the card keeps the commit of files it names.
+        # Without new files, the head may be a commit of the card. Then the card keeps the commit of files that it pins.
         pinned = None if is_new else _PINNED.search(remote_card or "")
         pin = pinned[1] if pinned else commit.oid
         target = commit.pr_revision or revision
-        # A commit without changes opens no pull request: then the commit of the card has to open it.
+        # A commit without changes opens no pull request, so the commit of the card has to open it.
         in_new_pr = create_pr and commit.pr_revision is None
         card_commit, notes = _commit_card(api, publication, repo, pin, target, in_new_pr, options.overwrite_card)
         if card_commit is not None and in_new_pr:
@@ -188,7 +189,7 @@ def _commit_card(
         card = publication.card_for(repo, pin, merged)
         if digest(card) == digest(unmarked(uploaded or "")):
             return None, notes
-        # The mark has the digest of an unedited card: so the next upload sees that somebody has edited this one.
+        # The mark has the digest of an unedited card, so that the next upload recognises edits in this one.
         content = marked(card, publication.card, publication.card_for(repo, pin))
         try:
             commit = _repeated(
@@ -227,7 +228,7 @@ def _merged(publication: Publication, uploaded: str | None, overwrite: bool) -> 
         merged = put(merged, "origin", origin.content)
     differing = [name for name, value in local_fields.items() if remote_fields.get(name, value) != value]
     names = ", ".join(f"`{name}`" for name in differing)
-    note = f"README.md on the Hub was edited: its {names} stays, not what the one here says (--overwrite-card)."
+    note = f"README.md on the Hub was edited: it keeps its {names} (--overwrite-card takes the local values)."
     return merged, [note] if differing else []
 
 
@@ -237,28 +238,28 @@ def _validate(card: str, endpoint: str) -> None:
         _repeated(_post, f"{endpoint}/api/validate-yaml", {"repoType": "model", "content": card})
     except BadRequestError as error:
         reason = error.response.text
-        with suppress(ValueError, KeyError, TypeError):  # usually it is JSON
+        with suppress(ValueError, KeyError, TypeError):  # usually the text is JSON
             reason = "; ".join(message["message"] for message in json.loads(reason)["errors"])
-        raise ValueError(f"the Hub does not take the metadata of {CARD}: {reason}.") from error
+        raise ValueError(f"the Hub refuses the metadata of {CARD}: {reason}.") from error
 
 
 def _post(address: str, content: dict[str, str]) -> None:
-    # `ModelCard.validate` would read and write the card anew, and before huggingface_hub 2 asks huggingface.co alone.
+    # `ModelCard.validate` would rewrite the card first, and before huggingface_hub 2 it ignores the endpoint.
     hf_raise_for_status(get_session().post(address, json=content, headers={"Accept": "text/plain"}))
 
 
 def _check_token() -> None:
-    """Raise unless there is a token that can stand in a header of a request."""
+    """Raise unless there is a token that can be sent in the header of a request."""
     token = get_token()
     if token is None:
         raise LocalTokenNotFoundError
     if not (token.isascii() and token.isprintable()):
-        raise ValueError("the token (of HF_TOKEN or `hf auth login`) has characters that no token has: copy it again.")
+        raise ValueError("the token (of HF_TOKEN or `hf auth login`) has characters that no token has. Copy it again.")
 
 
 @contextmanager
 def explained(repo: str) -> Iterator[None]:
-    """Raise errors of the Hub and of the connection to it in one line that says what to do.
+    """Turn errors of the Hub, and of the connection to it, into errors of one line with a remedy.
 
     Args:
         repo: The id of the repository, for the messages.
@@ -272,16 +273,16 @@ def explained(repo: str) -> Iterator[None]:
         raise RuntimeError("you are not logged in to the Hub: `hf auth login`, or set HF_TOKEN.") from error
     except RevisionNotFoundError as error:
         raise ValueError(
-            f"{repo} has no such revision, and only branches are made: {_server_message(error)}"
+            f"{repo} has no such revision, and only branches can be made: {_server_message(error)}"
         ) from error
     except HfHubHTTPError as error:
         status = error.response.status_code
         reasons = {
-            401: "the Hub does not know the token: `hf auth login`",
-            403: f"the token may not write to {repo}: take one that may, another name, or --create-pr",
+            401: "the Hub refuses the token: log in by `hf auth login`",
+            403: f"the token may not write to {repo}: use another token, another name, or --create-pr",
         }
         if status in reasons or isinstance(error, RepositoryNotFoundError):
-            reason = reasons.get(status, f"{repo} is not there for this token: `hf auth whoami`")
+            reason = reasons.get(status, f"{repo} does not exist, or this token may not read it: see `hf auth whoami`")
             raise RuntimeError(f"{reason} ({_server_message(error)}).") from error
         remedy = f" {_REPEAT}" if status in _BUSY else ""
         raise RuntimeError(f"the Hub answered {status}: {_server_message(error)}.{remedy}") from error
@@ -321,12 +322,12 @@ def _make_repository(api: HfApi, repo: str, private: bool) -> str:
     except RepositoryNotFoundError:
         return api.create_repo(repo, private=private, exist_ok=True).repo_id
     if private and not info.private:
-        raise ValueError(f"{info.id} is there and public: --private cannot make it private. Take another name.")
+        raise ValueError(f"{info.id} exists and is public: --private cannot make it private. Choose another name.")
     return info.id
 
 
 def _uploaded_card(api: HfApi, repo: str, commit: str, files: list[str]) -> str | None:
-    """Return the card of a commit that has these files, or None."""
+    """Return the card of a commit with these files, or None if it has no card."""
     if CARD not in files:
         return None
     with TemporaryDirectory() as scratch:

@@ -1,7 +1,7 @@
-"""Retrofit a model in memory: put its weights under another residual connection, computing the same function.
+"""Retrofit a model in memory: give its weights another residual connection under which the function stays the same.
 
-Each connection defines its own start. Attention residuals start with zero pseudo-queries, which weigh all n sources of
-sublayer l alike. With `scale="sum"` the sublayer therefore reads
+Each connection defines its own initial values. Attention residuals start with zero pseudo-queries, which give each of
+the n sources of sublayer l the weight 1/n. With `scale="sum"` the sublayer therefore reads
 
     h_l = n * sum_i (1/n) s_i = v_0 + v_1 + ... + v_{l-1},
 
@@ -29,7 +29,7 @@ def retrofit(
     """Put other residual connections, by default attention residuals, into a standard causal language model.
 
     Args:
-        model_or_path: The model, or its directory or Hub id. It is loaded in the dtype it is stored in.
+        model_or_path: A model, or the directory or Hub id of one, which is loaded in its stored dtype.
         residual: The name of the residual connection, a key of `attnres.CONNECTIONS`.
         options: Options of the connection. Attention residuals take one of `block_size` (S in sublayers: two per
             decoder layer, one where attention and MLP are parallel), `num_blocks` (8 by default) and `full=True`. They
@@ -38,18 +38,19 @@ def retrofit(
             is every field of attention gates: `attention_gate="sdpa"` also adds gates to the attention.
 
     Returns:
-        A model that computes the same function, with these connections at their start. It **shares** its backbone
-        weights with the given model: training one changes the other. Its head is tied to the embedding if the given
-        model's is, even if that model's configuration says otherwise.
+        A model that computes the same function, with these connections at their initial values. It **shares** its
+        backbone weights with the given model: training one changes the other. Its head is tied to the embedding if the
+        two are one tensor in the given model, whatever that model's configuration says.
 
     Raises:
         ValueError: The backbone is not supported, has another residual connection already, is quantised or offloaded;
             or the connection does not exist, cannot start as the standard one, or has no such option; or the head
             shares its tensor with a module other than the embedding, which no checkpoint can express.
+        OSError, RuntimeError: The directory or repository is missing, damaged or incomplete.
     """
     source = model_or_path
     if not isinstance(source, PreTrainedModel):
-        with _same_tensors_in_float32():
+        with _family_tensors_in_float32():
             source = load_whole(AutoModelForCausalLM, str(model_or_path), dtype="auto")
     config = retrofit_config(source.config, residual, **options)
     _check_loaded(source)
@@ -71,8 +72,8 @@ def retrofit(
 
 
 @contextmanager
-def _same_tensors_in_float32() -> Iterator[None]:
-    """Load standard Kimi Linear with the same tensors in float32 that the family keeps in float32.
+def _family_tensors_in_float32() -> Iterator[None]:
+    """Make standard Kimi Linear keep the same tensors in float32 as the family, while the block runs.
 
     Before transformers 5.24, loading a checkpoint in bfloat16 rounds its float32 routing biases. A retrofit would share
     the rounded tensors.
@@ -87,7 +88,7 @@ def _same_tensors_in_float32() -> Iterator[None]:
 
 
 def _check_loaded(source: PreTrainedModel) -> None:
-    """Raise ValueError unless a model is a causal language model whose weights are all in memory as they are."""
+    """Raise ValueError unless a model is a causal language model whose weights are in memory and not quantised."""
     if not source.can_generate():
         raise ValueError(f"{type(source).__name__} is not a causal language model; load it as one.")
     if getattr(source, "hf_quantizer", None) is not None:
@@ -103,32 +104,36 @@ def _is_tied(source: PreTrainedModel) -> bool:
     """Return whether the head and the embedding are one tensor, whatever the configuration says.
 
     If a checkpoint has a tensor for each, `transformers` loads both and ties nothing.
+
+    Raises:
+        ValueError: The head shares its tensor with another module.
     """
     head, embedding = source.get_output_embeddings(), source.get_input_embeddings()
     for name, parameter in source.named_parameters(remove_duplicate=False):
         is_elsewhere = source.get_submodule(name.rpartition(".")[0]) not in (head, embedding)
         if is_elsewhere and parameter.data_ptr() == head.weight.data_ptr():
-            raise ValueError(f"the head of the model is one tensor with `{name}`. Give it a tensor of its own.")
+            raise ValueError(f"the head of the model is one tensor with `{name}`. Give the head a separate tensor.")
     return head.weight.data_ptr() == embedding.weight.data_ptr() and head.weight.shape == embedding.weight.shape
 
 
 def _share_tensors(model: nn.Module, source: nn.Module, added: Collection[str]) -> None:
     """Put every tensor of `source` into `model`, whose tensors are on the meta device, under the same name."""
     shared = source.state_dict(keep_vars=True)
-    # `assign` gives the shared parameters the requires_grad of the ones they replace.
+    # `assign=True` below gives each shared parameter the requires_grad of the one it replaces.
     for name, parameter in model.named_parameters():
         if name in shared:
             parameter.requires_grad_(shared[name].requires_grad)
     incompatible = model.load_state_dict(shared, strict=False, assign=True)
     missing = sorted(set(incompatible.missing_keys) - set(added))
     if missing or incompatible.unexpected_keys:
-        raise ValueError(f"the backbone's tensors do not fit: missing {missing}, left {incompatible.unexpected_keys}.")
+        unexpected = incompatible.unexpected_keys
+        raise ValueError(f"the backbone's tensors do not fit: missing {missing}, unexpected {unexpected}.")
     for name, buffer in source.named_buffers(remove_duplicate=False):
-        # Buffers that no checkpoint holds: frequencies of the rotary embedding, scale of the token embedding.
+        # No checkpoint holds these buffers: frequencies of the rotary embedding, scale of the token embedding.
         if name not in shared:
             owner, _, key = name.rpartition(".")
             model.get_submodule(owner).register_buffer(key, buffer, persistent=False)
-            # Dynamic rotary embeddings keep beside their frequencies the length that those are for.
+            # Plain attributes of dynamic rotary embeddings hold the length that their frequencies are for.
             numbers = {key: value for key, value in vars(source.get_submodule(owner)).items() if _is_number(value)}
             vars(model.get_submodule(owner)).update(numbers)
 
@@ -138,7 +143,7 @@ def _is_number(value: object) -> bool:
 
 
 def _device_beside(source: PreTrainedModel, name: str) -> torch.device:
-    """Return the device of the decoder layer that the connection or gate `name` belongs to, or of the final norm."""
+    """Return the device of the decoder layer with the connection or gate `name`; of the last layer for the output's."""
     owner = source.get_submodule(name.rpartition(".")[0])
     if hasattr(owner, "layers"):  # the decoder: the final norm follows its last layer
         owner = owner.layers[-1]

@@ -62,7 +62,7 @@ _FORMS = (
     *((kind, re.compile(form.encode())) for kind, form in _OTHERS),
 )
 # A string with this many distinct characters or fewer is a placeholder in documentation, such as `hf_xxxxxxxx`.
-_DIFFERENT = 8
+_PLACEHOLDER_CHARACTERS = 8
 _EXAMPLES = re.compile(rb"(?i)example|placeholder|your[_-]?(?:token|key|password)|x{8}|\*{4}|1234567890")
 _SAFETENSORS = ".safetensors"
 _MAX_HEADER = 100 * 10**6  # bytes, the limit of safetensors
@@ -87,14 +87,14 @@ class Secret:
 
 
 def find_secrets(path: Path, token: str | None = None) -> Iterator[Secret]:
-    """Find the secrets in a file. Of a file of weights only the header is searched, since the rest is numbers.
+    """Find the secrets in a file. In a file of weights only the header is searched, since the rest is numbers.
 
     Args:
         path: The file.
-        token: The user's own Hub token, which is found whatever form it has.
+        token: The user's Hub token. It is found in any form.
 
     Yields:
-        The secrets, in the order of their places.
+        The secrets, in their order in the file.
     """
     content = _text(path)
     user_tokens = {place: "your Hub token" for place in _places(content, token)}
@@ -112,6 +112,7 @@ def _text(path: Path) -> bytes:
 
 
 def _places(content: bytes, token: str | None) -> Iterator[int]:
+    """Yield the offsets of a token in the content."""
     place = content.find(token.encode()) if token else -1
     while place >= 0:
         yield place
@@ -119,12 +120,13 @@ def _places(content: bytes, token: str | None) -> Iterator[int]:
 
 
 def _matches(content: bytes) -> Iterator[tuple[str, re.Match[bytes]]]:
+    """Yield the kind and the match of every text that has the form of a secret."""
     return ((kind, match) for kind, form in _FORMS for match in form.finditer(content))
 
 
 def _is_likely(secret: bytes) -> bool:
     """Return whether a match is a secret, and not a placeholder in documentation."""
-    return len(set(secret)) > _DIFFERENT and not _EXAMPLES.search(secret)
+    return len(set(secret)) > _PLACEHOLDER_CHARACTERS and not _EXAMPLES.search(secret)
 
 
 __all__ = ["Secret", "find_secrets"]

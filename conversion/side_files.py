@@ -49,7 +49,7 @@ TOKENIZER_FILES = (_TOKENIZER_CONFIG, "tokenizer.json", "tokenizer.model", "voca
 
 
 def copy_side_files(folder: Path, target: Path, trust_remote_code: bool = False) -> list[str]:
-    """Copy the side files of a model, so that `AutoTokenizer` makes the same tokenizer of the copies.
+    """Copy the side files of a model, so that `AutoTokenizer` loads the same tokenizer from the copies.
 
     Args:
         folder: The source's directory.
@@ -73,7 +73,7 @@ def copy_side_files(folder: Path, target: Path, trust_remote_code: bool = False)
     if needs_code and not trust_remote_code:
         notes.append(
             "Left out: the tokenizer, which does not load without code that came with the source. "
-            "--trust-remote-code takes both along."
+            "--trust-remote-code copies both."
         )
     for path, is_of_tokenizer in paths.items():
         if is_of_tokenizer and needs_code and not trust_remote_code:
@@ -93,7 +93,7 @@ def copy_side_files(folder: Path, target: Path, trust_remote_code: bool = False)
 
 
 def _side_files(folder: Path) -> dict[Path, bool]:
-    """Return the paths of the side files in order, after checking them, each with whether only a tokenizer needs it."""
+    """Check the side files, and return path -> whether only a tokenizer needs the file."""
     paths = {path: True for pattern in _TOKENIZER_FILES for path in sorted(folder.glob(pattern))}
     paths |= {path: False for pattern in _OTHER_FILES for path in sorted(folder.glob(pattern))}
     paths = {path: is_of_tokenizer for path, is_of_tokenizer in paths.items() if path.exists() and not path.is_dir()}
@@ -121,7 +121,7 @@ def _settle_code(path: Path, copy: Path, folder: Path, target: Path, trust_remot
     notes = []
     if referred and not trust_remote_code:
         code = ", ".join(map(shown, referred))
-        notes.append(f"Left out: code that {name} refers to ({code}). --trust-remote-code takes it along.")
+        notes.append(f"Left out: code that {name} refers to ({code}). --trust-remote-code copies it.")
     elsewhere = [shown(reference) for reference in referred if "--" in reference]
     if files:
         notes.append(f"Code that came with the source, for {name}: {', '.join(sorted(set(files)))}.")
@@ -133,7 +133,7 @@ def _settle_code(path: Path, copy: Path, folder: Path, target: Path, trust_remot
 
 
 def _copy_legacy_generation_config(folder: Path, target: Path) -> None:
-    """Write the generation settings of an older model, which are in `config.json`, to a file of their own.
+    """Write the generation settings of an older model, which are in `config.json`, to `generation_config.json`.
 
     `transformers` reads them from `config.json`, but does not write them there.
     """
@@ -142,7 +142,7 @@ def _copy_legacy_generation_config(folder: Path, target: Path) -> None:
 
 
 def _tokenizer_class(tokenizer: dict, folder: Path) -> str | None:
-    """Return the class that `AutoTokenizer` takes without code of the source; None if no tokenizer loads so."""
+    """Return the class that `AutoTokenizer` loads without code of the source, or None if it loads no tokenizer."""
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
     try:

@@ -1,7 +1,7 @@
 """Check the values in a `config.json` before a configuration or a model is built from them.
 
 Building takes time and memory in proportion to the numbers of layers and dimensions. So these are first compared with
-the headers of the weights, and other values with what a model can have.
+the headers of the weights. Other values are checked against what any model can have.
 """
 
 import math
@@ -24,10 +24,10 @@ _DIMENSION = re.compile(
 _EPSILON = re.compile(r"(\w*_)?eps(ilon)?")
 _LAYER_OF = re.compile(r"(?:^|.*\.)layers\.(\d+)\.")
 _RESTORE = "Use the checkpoint's own config.json."
-# Up to so many layers more than the weights have, the model is built, and the names of missing tensors are reported.
+# With at most this many layers more than the weights have, the model is built, and the missing tensors are reported.
 _MORE_LAYERS = 100
 _MOST_SHOWN = 100  # characters
-_MAX_LAYERS = 10**4  # far more than any model has; holds where the weights are not at hand
+_MAX_LAYERS = 10**4  # far more than any model has; the limit where the weights are not given
 _MAX_LABELS = 10**6  # labels of a classifier: `transformers` makes a name for each
 
 
@@ -66,7 +66,7 @@ def check_sizes(path: Path, checkpoint: Checkpoint | None) -> None:
 
 
 def _check_possible(path: Path, fields: dict) -> None:
-    """Raise ValueError if no model can have a value, whatever the weights are."""
+    """Raise ValueError if a value is one that no model can have, whatever its weights are."""
     for name, value, is_listed in _values(fields):
         if isinstance(value, int) and not is_listed:
             most = _MAX_LABELS if name == "num_labels" else _MAX_LAYERS if _LAYERS.fullmatch(name) else None
@@ -84,7 +84,7 @@ def _check_possible(path: Path, fields: dict) -> None:
 
 
 def _check_quantisation(path: Path, settings: Any) -> None:
-    """Raise ValueError if `transformers` does not know the quantisation: it would load the weights as unquantised."""
+    """Raise ValueError if `transformers` lacks the quantisation: it would load the weights as unquantised."""
     if settings is None:
         return
     place = f"{path}: `quantization_config`"
@@ -98,7 +98,7 @@ def _check_quantisation(path: Path, settings: Any) -> None:
         is_known = False
     if not is_known:
         method = _show(settings.get("quant_method"))
-        raise ValueError(f"{place} has the `quant_method` {method}, which transformers does not know. {remedy}")
+        raise ValueError(f"{place} has the `quant_method` {method}, which transformers does not support. {remedy}")
 
 
 def _is_epsilon(value: Any) -> bool:

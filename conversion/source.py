@@ -1,7 +1,8 @@
 """Open the source of a conversion: its checkpoint and its configuration, each read and checked once.
 
-A training run saves tensors under its model's own names, where a published checkpoint may name them otherwise: for
-example each expert by itself instead of one tensor of all experts. Conversions work on published names alone.
+A checkpoint of a training run has the parameters of its model under their names. Some published checkpoints have other
+names and other tensors, for example one tensor for each expert instead of one for all. Conversions read only published
+names, so a training checkpoint is rewritten first.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ class ConversionSource:
 
     Attributes:
         checkpoint: The headers of the weights. The weights themselves stay in their files.
-        config: As `transformers` reads it, after the checks of [`attnres.conversion.complete.read_config`].
+        config: The configuration, after the checks of [`attnres.conversion.complete.read_config`].
     """
 
     checkpoint: Checkpoint
@@ -61,37 +62,38 @@ def open_source(folder: Path, scratch: Path) -> ConversionSource:
 
 
 def unpublished_model(checkpoint: Checkpoint, config: PreTrainedConfig) -> PreTrainedModel | None:
-    """Return the model of a checkpoint if its tensors have the model's own names, which differ from published ones.
+    """Return the model of a checkpoint if the tensors have the names of its parameters instead of published names.
 
     Args:
         checkpoint: The headers of the weights.
         config: The checkpoint's configuration.
 
     Returns:
-        The model on the meta device, or None if the names are published ones.
+        The model on the meta device, or None if the names are published names.
 
     Raises:
         ValueError: The configuration holds a wrong value.
     """
-    # `transformers` knows how to rename tensors only through a model, so a standard decoder takes its family's.
+    # `transformers` needs a model to rename tensors. The family's model has the same names as its standard decoder.
     if not isinstance(config, ResidualConfig) and config.model_type in BACKBONES:
         config = member_config(config)
     is_quantized = getattr(config, "quantization_config", None) is not None
     if is_quantized or not isinstance(config, ResidualConfig):
         return None
-    # Most families publish their models' own names. They need no model to see it.
+    # Most model types publish the names of their parameters, which is known without building the model.
     if not get_checkpoint_conversion_mapping(config.model_type):
         return None
     with explain_config(checkpoint.folder):
         model = empty_model(config, checkpoint)
-    names, own = checkpoint.entries.keys(), model.state_dict()
-    published = revert_weight_conversion(model, own).keys()
-    has_own_names = (own.keys() - published) & names and not (published - own.keys()) & names
-    return model if has_own_names else None
+    names, state = checkpoint.entries.keys(), model.state_dict()
+    published = revert_weight_conversion(model, state).keys()
+    # The two layouts share many names. The names that only one of them has tell them apart.
+    is_unpublished = (state.keys() - published) & names and not (published - state.keys()) & names
+    return model if is_unpublished else None
 
 
 def _with_published_names(checkpoint: Checkpoint, model: PreTrainedModel, scratch: Path) -> Checkpoint:
-    """Rewrite a checkpoint of a model's own names in `scratch`, shard by shard."""
+    """Rewrite a checkpoint under its published names in `scratch`, shard by shard."""
     check_space(scratch, checkpoint.num_bytes)
     folder, shards = scratch / "published", []
     folder.mkdir()

@@ -2,8 +2,8 @@
 
 Files such as `tokenizer_config.json` refer to classes in a field `auto_map`: as `module.Class`, or as
 `repository--module.Class` for code in another repository. `transformers` runs this code when a user trusts the
-*result*, and expects the code of this package there. So code of a source is copied only if the person who converts
-trusts it.
+*result*, where the user expects only the code of this package. So code of a source is copied only if the person who
+converts it trusts it.
 """
 
 import json
@@ -36,7 +36,7 @@ def objects(value: Any) -> Iterator[dict]:
 
 
 def shown(reference: str) -> str:
-    """Return a reference for a message: as it is if it looks like a path or class, and quoted and escaped otherwise."""
+    """Return a reference for a message: unchanged if it looks like a path or class, otherwise quoted and escaped."""
     return reference if re.fullmatch(r"[\w./-]+", reference) else repr(reference)
 
 
@@ -51,7 +51,7 @@ def references(fields: dict, path: Path) -> list[str]:
         References such as `module.Class`.
 
     Raises:
-        OSError: The `auto_map` has another form.
+        OSError: The `auto_map` holds a value that is not a reference.
     """
     result = []
     auto_map = fields.get(AUTO_MAP, {})
@@ -87,12 +87,12 @@ def copy_code(auto_map: dict | list | str, folder: Path, target: Path) -> tuple[
     """Copy the Python files that an `auto_map` refers to, and the files that they import.
 
     Args:
-        auto_map: The value of the field.
+        auto_map: The value of the field `auto_map`.
         folder: The source's directory.
         target: The result's directory.
 
     Returns:
-        The `auto_map` that refers to the copies, and the paths of the copies relative to `target`.
+        The value with references to the copies, and the sorted paths of the copies relative to `target`.
 
     Raises:
         OSError: A file does not exist, or is not a regular file.
@@ -101,11 +101,12 @@ def copy_code(auto_map: dict | list | str, folder: Path, target: Path) -> tuple[
     files = []
 
     def moved(value: Any) -> Any:
+        """Copy the files of all references in a value, and return the value with the new references."""
         if isinstance(value, dict):
             return {key: moved(item) for key, item in value.items()}
         if isinstance(value, list):
             return [moved(item) for item in value]
-        if not value or "--" in value:
+        if not value or "--" in value:  # none, or code in another repository
             return value
         parts = module_of(value, folder)
         # An earlier conversion has put it into the subfolder already. A file `source_code.py` is not that subfolder.
@@ -141,7 +142,7 @@ def with_imports(code: Path, folder: Path) -> list[Path]:
     for path in files:  # the loop also visits the files that it appends
         check_text(folder, path)
         for module in sorted(get_relative_imports(path)):
-            # `get_relative_imports` searches the text by a pattern, so the result may be any text of the file.
+            # `get_relative_imports` searches the file by a pattern, so it may return any text of the file.
             if not module.isidentifier():
                 raise ValueError(f"{path} imports {shown(module)}, which does not lie beside it.")
             imported = code.with_name(f"{module}.py")

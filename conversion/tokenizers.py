@@ -1,8 +1,8 @@
-"""Load the tokenizer of a model, or say in one line that there is none.
+"""Load the tokenizer of a model, or raise an error of one line if it has none.
 
-Every command that reads text loads its tokenizer here, so that a directory without one gets the same answer everywhere.
-`AutoTokenizer` alone fails on some model types with several lines that name no remedy. For others it makes up a
-tokenizer without a vocabulary, which turns every text into nothing or into `<unk>`.
+Every command that reads text loads its tokenizer here, so that a directory without one gives the same error everywhere.
+`AutoTokenizer` alone fails on some model types with several lines that name no remedy. For others it returns a
+tokenizer without a vocabulary, which turns every text into no token or into `<unk>`.
 """
 
 import os
@@ -29,9 +29,9 @@ def load_tokenizer(
 
     Args:
         source: The directory, or the id on the Hub.
-        remedy: How to give this command another tokenizer, such as "name one by --tokenizer". The message has it after
-            the advice to save one in the directory.
-        trust_remote_code: Whether to run code that comes with the tokenizer. The user is never asked.
+        remedy: How to give this command another tokenizer, such as "name one by --tokenizer". The message ends with
+            it, after the advice to save one in the directory.
+        trust_remote_code: Whether to run code that comes with the tokenizer. Without it, the user is not asked.
         options: Other arguments of `AutoTokenizer.from_pretrained`, such as `revision`.
 
     Returns:
@@ -50,6 +50,7 @@ def load_tokenizer(
             raise
         _check_config_loads(source, trust_remote_code)
         raise ValueError(_no_tokenizer(source, remedy, error)) from error
+    # From a directory without files, `AutoTokenizer` makes some tokenizers of special tokens alone.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError(_no_tokenizer(source, remedy))
     return tokenizer
@@ -59,7 +60,7 @@ def _check_config(source: str | os.PathLike, revision: str | None) -> None:
     """Check the numbers in the `config.json` beside a tokenizer: `AutoTokenizer` makes lists of these lengths."""
     path = Path(source, CONFIG_NAME)
     if not Path(source).is_dir():
-        # If the file cannot be downloaded, `AutoTokenizer` fails in the same way and says why.
+        # If the file cannot be downloaded, `AutoTokenizer` fails in the same way with a message.
         with suppress(OSError, HFValidationError, httpx.HTTPError):
             path = Path(hf_hub_download(str(source), CONFIG_NAME, revision=revision))
     if path.is_file():
@@ -79,9 +80,10 @@ def _check_config_loads(source: str | os.PathLike, trust_remote_code: bool) -> N
 
 
 def _no_tokenizer(source: str | os.PathLike, remedy: str, error: Exception | None = None) -> str:
+    """Return the message that a source has no tokenizer, with remedies and the reason."""
     advice = [SAVE_ONE] if Path(source).is_dir() else []
     advice += [remedy] if remedy else []
-    # Without any file of a tokenizer, the message of `transformers` is only a list of all formats that it knows.
+    # Without any file of a tokenizer, the message of `transformers` is only a list of all formats.
     has_files = not Path(source).is_dir() or any(Path(source, name).exists() for name in TOKENIZER_FILES)
     reason = f" ({type(error).__name__}: {' '.join(str(error).split())})" if error and has_files else ""
     return f"{source} has no tokenizer that loads{': ' if advice else ''}{', or '.join(advice)}.{reason}"

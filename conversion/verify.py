@@ -24,7 +24,7 @@ RELATIVE_TOLERANCE = 1e-4  # in units of the largest logit, in float32
 MIN_AGREEMENT = 0.999
 MAX_LENGTH = 512  # tokens of a sequence
 MAX_LOGITS = 2**26  # logits of one model that are held in memory
-MAX_CHARACTERS = 2**18  # of a text; its tokens give more logits than MAX_LOGITS
+MAX_CHARACTERS = 2**18  # characters of a text that are enough for more than MAX_LOGITS
 PROMPTS = (
     "Once upon a time there was a lighthouse keeper who could not sleep.",
     "The derivative of sin(x) is cos(x), and the integral of 1/x is",
@@ -39,14 +39,14 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class FunctionComparison:
-    """The distance of a result's logits from its source's, over all tokens.
+    """The distance between the logits of a source and of the result of its conversion.
 
     Attributes:
         tokens: The number of tokens.
         max_logit: The source's largest absolute logit.
         max_difference: The largest absolute difference of two logits.
         kl: The mean Kullback-Leibler divergence from source to result, in nats per token.
-        agreement: The share of tokens at which both have the same largest logit.
+        agreement: The share of positions at which both models give the largest logit to the same token.
     """
 
     tokens: int
@@ -73,7 +73,7 @@ def compare(source: str | os.PathLike, result: str | os.PathLike, texts: Sequenc
     Args:
         source: The directory of one model.
         result: The directory of the other.
-        texts: The texts. Without a tokenizer, random tokens take the place of the built-in prompts.
+        texts: The texts. Without a tokenizer, random tokens replace the built-in prompts.
 
     Returns:
         The comparison.
@@ -91,7 +91,7 @@ def compare(source: str | os.PathLike, result: str | os.PathLike, texts: Sequenc
         )
         sequences, result_sequences = _token_ids(source, texts), _token_ids(result, texts)
         if sequences is None and texts is not PROMPTS:
-            raise ValueError(f"{source} has no tokenizer that loads here, so that no text can be compared on.")
+            raise ValueError(f"{source} has no tokenizer that loads here, and a text needs one.")
         if sequences is None:
             sequences = list(torch.randint(vocab_size, (4, 64), generator=torch.Generator().manual_seed(0)))
         elif (
@@ -103,15 +103,16 @@ def compare(source: str | os.PathLike, result: str | os.PathLike, texts: Sequenc
         largest = max(sequence.max().item() for sequence in sequences)
         if largest >= vocab_size:
             raise ValueError(
-                f"the tokenizer of {source} gives token {largest}, but the model has {vocab_size} of them."
+                f"the tokenizer of {source} gives token {largest}, but the model has only {vocab_size} tokens."
             )
         expected, actual = (_logits(folder, sequences, auto_class) for folder in (source, result))
     # The logarithms are taken in float64, for 64 tokens at a time to save memory.
     divergences, matches = [], []
-    for a, b in ((a, b) for pair in zip(expected, actual) for a, b in zip(*(logits.split(64) for logits in pair))):
-        log_p, log_q = a.double().log_softmax(-1), b.double().log_softmax(-1)
-        divergences.append(F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1))
-        matches.append(a.argmax(-1) == b.argmax(-1))
+    for source_logits, result_logits in zip(expected, actual):
+        for a, b in zip(source_logits.split(64), result_logits.split(64)):
+            log_p, log_q = a.double().log_softmax(-1), b.double().log_softmax(-1)
+            divergences.append(F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1))
+            matches.append(a.argmax(-1) == b.argmax(-1))
     return FunctionComparison(
         tokens=sum(map(len, expected)),
         max_logit=torch.stack([a.abs().max() for a in expected]).max().item(),
@@ -138,10 +139,10 @@ def _token_ids(folder: str | os.PathLike, texts: Sequence[str]) -> list[Tensor] 
     try:
         ids = [torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long) for text in texts]
     except Exception as error:  # `tokenizers` raises nothing more special
-        raise ValueError(f"the tokenizer of {folder} fails: {error}. --no-verify leaves out what needs it.") from error
+        raise ValueError(f"the tokenizer of {folder} fails: {error}. --no-verify skips the comparison.") from error
     pieces = [piece for text in ids for piece in text.split(MAX_LENGTH) if len(piece) > 1]
     if not pieces:
-        raise ValueError("the text has no two tokens to compare the models on.")
+        raise ValueError("the text must have at least two tokens.")
     return pieces
 
 

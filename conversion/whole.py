@@ -26,8 +26,8 @@ from .checkpoint import DTYPES, Checkpoint, find, read_headers
 from .complete import explain_config, loading_report
 from .sizes import check_sizes
 
-# A model may have this many values for each value in the files, or this many in total. It may have more than the files:
-# new residual connections, and buffers such as tables of positions. In small models these may be the larger part.
+# A model may have `_MAX_RATIO` values for each value in the files, or `_ALWAYS_ALLOWED` in total. New residual
+# connections and buffers, such as tables of positions, are not in the files. They may be most of a small model.
 _MAX_RATIO, _ALWAYS_ALLOWED = 4, 2**24
 # Arguments of `from_pretrained` that do not change shapes. A configuration would keep them as fields.
 _LOADING_ARGUMENTS = ("dtype", "torch_dtype", "device_map", "distributed_config")
@@ -42,8 +42,11 @@ def check_whole(model: nn.Module, missing: Collection[str], source: str, *, star
         model: The model as it was loaded.
         missing: The names in `missing_keys` of the loading report.
         source: The directory or Hub id, for the message.
-        starts_anew: Whether the tensors of its residual connections and attention gates may be missing. They have a
-            start that is not random.
+        starts_anew: Whether the tensors of its residual connections and attention gates may be missing. Loading then
+            gives them their initial values.
+
+    Raises:
+        ValueError: A tensor is missing. The message names one.
     """
     if starts_anew:
         missing = set(missing) - residual_tensors(model).keys() - gate_tensors(model).keys()
@@ -63,7 +66,7 @@ def check_source_sizes(source: str | os.PathLike, revision: str | None = None) -
         revision: The branch, tag or commit on the Hub.
 
     Returns:
-        The headers, or None if they cannot be known. Then loading says what is wrong.
+        The headers, or None if they cannot be read. Loading the model then raises the error.
 
     Raises:
         OSError: A file is missing, truncated or damaged.
@@ -86,16 +89,17 @@ def check_before_loading(auto_class: Any, source: str, *, starts_anew: bool = Fa
     """Check on the meta device that the weights of a checkpoint are those of its configuration's model.
 
     Args:
-        auto_class: Has `from_config`, as `AutoModelForCausalLM` has.
+        auto_class: A class with `from_config`, such as `AutoModelForCausalLM`.
         source: The directory or Hub id.
         starts_anew: See [`check_whole`].
-        options: What else `from_pretrained` will get, fields of the configuration among them.
+        options: The other arguments of `from_pretrained`. Fields of the configuration may be among them.
 
     Raises:
         OSError, RuntimeError, ValueError: A tensor is missing or has another shape, or the model is far larger than
             its weights. The message is one line that names the source or file, and the field or tensor.
     """
     revision, code = options.pop("revision", None), options.pop("trust_remote_code", False)
+    # The shapes in a GGUF file are not known before it is loaded.
     if options.get("gguf_file") is not None or (checkpoint := check_source_sizes(source, revision)) is None:
         return
     options = {name: value for name, value in options.items() if name not in _LOADING_ARGUMENTS}
@@ -113,7 +117,7 @@ def check_before_loading(auto_class: Any, source: str, *, starts_anew: bool = Fa
                 model = auto_class.from_config(config, trust_remote_code=code)
         except RuntimeError as error:
             reason = " ".join(str(error).split())
-            raise ValueError(f"{checkpoint.folder / CONFIG_NAME} is of no model that can be made: {reason}") from error
+            raise ValueError(f"{checkpoint.folder / CONFIG_NAME} does not fit any model: {reason}") from error
     _check_total(model, checkpoint)
     if getattr(config, "quantization_config", None) is not None:
         return  # its tensors have other names and shapes, which the quantiser checks
@@ -135,9 +139,9 @@ def _check_total(model: nn.Module, checkpoint: Checkpoint) -> None:
     if total > allowed:
         largest = max(sizes, key=lambda name: sizes[name].numel())
         raise ValueError(
-            f"{checkpoint.folder / CONFIG_NAME} is not that of the weights beside it, which have {held:,} values: its "
-            f"model has {total:,}, and `{largest}` would have shape {list(sizes[largest].shape)}. Use the checkpoint's "
-            f"own {CONFIG_NAME}."
+            f"{checkpoint.folder / CONFIG_NAME} does not fit the weights beside it: they have {held:,} values, "
+            f"but its model has {total:,}, and `{largest}` would have shape {list(sizes[largest].shape)}. Use the "
+            f"checkpoint's own {CONFIG_NAME}."
         )
 
 
@@ -149,10 +153,13 @@ def load_whole(auto_class: Any, source: str, *, starts_anew: bool = False, **opt
     """Load a model by an Auto class, and check that nothing of it is missing.
 
     Args:
-        auto_class: Has `from_pretrained` and `from_config`, as `AutoModelForCausalLM` has.
+        auto_class: A class with `from_pretrained` and `from_config`, such as `AutoModelForCausalLM`.
         source: The directory or Hub id.
         starts_anew: See [`check_whole`].
-        options: What else `from_pretrained` takes.
+        options: The other arguments of `from_pretrained`.
+
+    Returns:
+        The model.
 
     Raises:
         OSError, RuntimeError, ValueError: As [`check_before_loading`], before memory is taken; or the checkpoint lacks

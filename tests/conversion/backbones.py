@@ -15,7 +15,7 @@ COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 5,  # 10 sublayers: the last block of S = 3 and of S = 6 is a shorter one
+    "num_hidden_layers": 5,  # 10 sublayers: the last block is shorter for S = 3 and S = 6
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
@@ -129,17 +129,17 @@ def build(case: str, **overrides) -> PreTrainedModel:
 
 def member_config(case: str, **fields) -> PreTrainedConfig:
     """Return the family's configuration of a case, with `fields` of the backbone or of the family."""
-    backbone, own = CASES[case]
+    backbone, case_fields = CASES[case]
     model_type = "attnres" if backbone == "kimi_linear" else f"attnres_{backbone}"
-    return AutoConfig.for_model(model_type, **{**COMMON, **own, **fields})
+    return AutoConfig.for_model(model_type, **{**COMMON, **case_fields, **fields})
 
 
 def build_member(case: str, auto_class: type = AutoModelForCausalLM, **fields) -> PreTrainedModel:
     """Return a model of the family in eval mode: the weights of `build(case)`, and depth weights far from uniform."""
     model = auto_class.from_config(member_config(case, **fields)).eval()
-    standard, own = build(case), model.state_dict()
+    standard, names = build(case), model.state_dict().keys()
     tensors = {**standard.state_dict(), **standard.base_model.state_dict()}
-    model.load_state_dict({name: tensor for name, tensor in tensors.items() if name in own}, strict=False)
+    model.load_state_dict({name: tensor for name, tensor in tensors.items() if name in names}, strict=False)
     torch.manual_seed(1)
     for name, tensor in model.named_parameters():
         if name.endswith("_res_proj.weight"):
@@ -212,8 +212,8 @@ def layer_functions(model_type: str, layer: nn.Module, attend: Function) -> list
 def straight_line(model: PreTrainedModel, ids: Tensor, read: Callable[[list[Tensor]], Tensor]) -> Tensor:
     """Return the logits of a standard model in which every sublayer and the final norm read `read([v_0, v_1, ...])`.
 
-    A run of the standard model records the arguments of every layer and attention. The head is that model's: it runs
-    once more, with another input of its final norm.
+    A run of the standard model records the arguments of every layer and attention. A second run with another input of
+    the final norm applies the head.
     """
     decoder, calls, handles = model.base_model, {}, []
 
@@ -251,7 +251,7 @@ def straight_line(model: PreTrainedModel, ids: Tensor, read: Callable[[list[Tens
 def depth_recurrence(
     queries: Sequence[Tensor], norms: Sequence[Tensor], block_size: int, scale: str, eps: float
 ) -> Callable[[list[Tensor]], Tensor]:
-    """Return AttnRes's `read`: `h = sum_i a_i s_i`, `a = softmax_i(w . (g * RMSNorm(s_i)))`, a w and g per l."""
+    """Return AttnRes's `read`: `h = sum_i a_i s_i`, `a = softmax_i(w . (g * RMSNorm(s_i)))`, with w and g of l."""
 
     def read(v: list[Tensor]) -> Tensor:
         l = len(v) - 1  # noqa: E741

@@ -97,11 +97,11 @@ def logits_of(folder: Path) -> torch.Tensor:
         return AutoModelForCausalLM.from_pretrained(folder).eval()(IDS).logits
 
 
-def assert_same_function(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_same_function(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Assert that logits are equal up to rounding, and not all small."""
     assert expected.abs().max() >= 2, "the comparison needs logits of some size"
-    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
-    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    assert (actual - expected).abs().max() <= 1e-4 * expected.abs().max()
+    assert torch.equal(actual.argmax(-1), expected.argmax(-1))
 
 
 @dataclass
@@ -114,7 +114,7 @@ class Run:
 
     @property
     def error(self) -> str:
-        """Return the one line that a failed run printed."""
+        """The line on stderr of a run that failed."""
         lines = self.err.strip().splitlines()
         assert self.code == 1, f"exit {self.code}: {self.err}"
         assert len(lines) == 1 and lines[0].startswith("attnres: "), self.err
@@ -141,7 +141,7 @@ def convert(*arguments: str | Path) -> Run:
 
 
 def convert_well(*arguments: str | Path) -> Run:
-    """Run `attnres convert ARGUMENTS`, and assert that it succeeds with nothing on stderr."""
+    """Run `attnres convert ARGUMENTS`, and assert that it succeeds."""
     run = convert(*arguments)
     assert run.code == 0, run.err
     return run

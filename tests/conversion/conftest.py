@@ -18,13 +18,13 @@ from .publishing import Publisher, publisher, retrofit_of_stories
 
 @dataclass
 class Original:
-    """A standard model and its outputs before anything was made of it."""
+    """A standard model and its outputs, computed before any retrofit of it."""
 
     case: str
     model: PreTrainedModel
     token_ids: Tensor  # [2, 11]
-    logits: Tensor
-    sequences: Tensor
+    logits: Tensor  # [2, 11, vocab]
+    sequences: Tensor  # [batch, prompt and new tokens], of `generate`
     step_logits: Tensor  # [step, batch, vocab]
     gradients: dict[str, Tensor]
 
@@ -39,7 +39,7 @@ def generate():
     def run(model: PreTrainedModel, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         mask = torch.ones_like(token_ids)
         mask[0, :4] = 0
-        found = model.generate(
+        outputs = model.generate(
             token_ids.masked_fill(mask == 0, 0),
             attention_mask=mask,
             max_new_tokens=8,
@@ -49,7 +49,7 @@ def generate():
             output_logits=True,
             return_dict_in_generate=True,
         )
-        return found.sequences, torch.stack(found.logits)
+        return outputs.sequences, torch.stack(outputs.logits)
 
     return run
 
@@ -61,9 +61,9 @@ def gradients():
     def run(model: PreTrainedModel, token_ids: Tensor) -> dict[str, Tensor]:
         model.zero_grad()
         model(token_ids, labels=token_ids).loss.backward()
-        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        result = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad()
-        return found
+        return result
 
     return run
 
@@ -97,12 +97,13 @@ def copy_of(models, tmp_path) -> Callable[[str], Path]:
 
 @pytest.fixture
 def copy(copy_of) -> Path:
+    """Return a copy of the sharded Llama, `source`, which a test may change."""
     return copy_of("llama")
 
 
 @pytest.fixture
 def refusal(tmp_path) -> Callable[..., str]:
-    """Return `refusal(*options)`: the line with which the conversion of `source` fails, leaving nothing behind."""
+    """Return `refusal(*options)`: the error of a conversion of `source`, which must leave nothing behind."""
 
     def run(*options: str) -> str:
         before = sorted(os.listdir(tmp_path))
@@ -121,7 +122,7 @@ def published_model(assets, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def session_that_pushes(published_model) -> Iterator[Publisher]:
-    """Return a process that publishes, with the folder of `published_model` as its current one."""
+    """Return a process that publishes, with the folder of `published_model` as its current directory."""
     with publisher(published_model.parent) as push:
         yield push
 

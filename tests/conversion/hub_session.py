@@ -39,8 +39,8 @@ seen = {
     "no repository": convert("x", "lab/absent"),
     "no name": convert("x", "lab/mo del"),
 }
-get_session().get(f"{os.environ['HF_ENDPOINT']}/stop")  # at which the test stops the Hub
-close_session()  # its connections are still open
+get_session().get(f"{os.environ['HF_ENDPOINT']}/stop")  # the test stops the Hub at this request
+close_session()  # connections to the stopped Hub are still open
 seen["v1 from the cache"] = convert("cached", "lab/model", "--revision", "v1", "--block-size", "2")
 seen["no Hub"] = convert("x", "lab/other")
 (folder / "seen.json").write_text(json.dumps(seen))

@@ -25,6 +25,7 @@ SIGNALS = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGKILL": signal
 
 
 def rest(reached: int) -> None:
+    """Report that the moment is reached, and wait for the signal."""
     os.write(reached, b"x")
     time.sleep(120)
 
@@ -48,7 +49,7 @@ MOMENTS = {
     "copying": lambda reached: stop_before(convert, "copy_shard", reached, call=3),
     "adding": lambda reached: stop_before(convert, "save_file", reached),
     "verifying": lambda reached: stop_before(command, "compare", reached),
-    # The old result has another name by now, the new one not yet its own.
+    # At this moment the old result is renamed already, and the new one is not yet.
     "renaming": lambda reached: stop_before(Path, "rename", reached, if_named=".result.partial"),
 }
 
@@ -117,7 +118,7 @@ def interrupted(moment: str, name: str, overwrite: bool) -> dict:
     seen["damaged"] = end(start(DAMAGED, "--no-verify", *options, log=log))
     seen |= {"damaged log": log.read_text(), "left after damaged": sorted(os.listdir())}
     seen["result after damaged"] = digest()
-    again = end(start(SOURCE, "--no-verify", *options, log=log))  # the card tells whether it was verified
+    again = end(start(SOURCE, "--no-verify", *options, log=log))  # a verification would change the card
     seen |= {"again": again, "left after again": sorted(os.listdir())}
     seen["result after again"] = digest()
     return seen

@@ -24,14 +24,15 @@ class Publisher:
     process: subprocess.Popen
 
     def __call__(self, *arguments: object, token: str | None = Hub.write_token) -> dict:
-        """Run `attnres ARGUMENTS`; return `status`, `out`, `err`, and `waits`, the seconds that it would have slept."""
+        """Run `attnres ARGUMENTS`; return `status`, `out`, `err`, and `waits`, the seconds of each pause."""
         return self._ask({"arguments": [*map(str, arguments)], "token": token})
 
     def run(self, code: str, token: str | None = Hub.write_token) -> dict:
-        """Run Python code; return the same."""
+        """Run Python code, and return the same fields."""
         return self._ask({"code": code, "token": token})
 
     def card(self, repo: str, revision: str = "main") -> str:
+        """Return the model card of a repository."""
         return self.hub.files(repo, revision)["README.md"].decode()
 
     def commits(self, repo: str) -> list[str]:
@@ -52,13 +53,13 @@ class Publisher:
         pipe.flush()
         answer = json.loads(self.process.stdout.readline())
         tokens = (Hub.write_token, Hub.read_token, Hub.other_token)
-        assert not [token for token in tokens if token in answer["out"] + answer["err"]]  # never shown
+        assert not [token for token in tokens if token in answer["out"] + answer["err"]], "no output may show a token"
         return answer
 
 
 @contextmanager
 def publisher(folder: Path) -> Iterator[Publisher]:
-    """Return a process that publishes on a new Hub, with `folder` as its current one."""
+    """Return a process that publishes on a new Hub, with `folder` as its current directory."""
     with Hub.running() as hub:
         command = [sys.executable, str(SESSION)]
         environment = hub.environ(home=folder / "home")

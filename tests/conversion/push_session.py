@@ -1,7 +1,7 @@
 """Run commands and scripts in one process whose Hub is that of the environment; driven by `test_push.py`.
 
-Reads `{"arguments": [...], "token": ...}` or `{"code": ..., "token": ...}` line by line, answers with exit status,
-standard output and error, and ends with its input. It does not wait between attempts, but reports the seconds.
+The process reads `{"arguments": [...], "token": ...}` or `{"code": ..., "token": ...}` line by line. It answers each
+with exit status, standard output and error, and ends with its input. Pauses are not made, but reported in seconds.
 """
 
 import contextlib

@@ -21,12 +21,14 @@ def size() -> int:
 
 
 def too_long(number: int, frame: object) -> None:
+    """Stop a conversion that exceeds its processor time."""
     raise SystemExit("too long")
 
 
 def main(folder: Path) -> None:
     seen = {}
-    convert(folder / "sound", folder / "results" / "warm", "--no-verify")  # imports what it needs
+    # The first conversion imports all modules before memory is limited.
+    convert(folder / "sound", folder / "results" / "warm", "--no-verify")
     resource.setrlimit(resource.RLIMIT_AS, (size() + MEMORY,) * 2)
     for source in sorted(folder.iterdir()):
         if source.name == "results":

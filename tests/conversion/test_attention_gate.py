@@ -25,10 +25,10 @@ FORMS = [
     *({"attention_gate": "sdpa", "attention_gate_granularity": one} for one in ("headwise", "head_shared")),
     *({"attention_gate": place, **SILU} for place in ("sdpa", "value", "output")),
 ]
-published = test_published_layout.published  # a fixture: Kimi Linear's own layout, written by hand
+published = test_published_layout.published  # a fixture: the layout in which Kimi Linear was published, written by hand
 
 
-def written(plan: Plan, folder) -> None:
+def write_plan(plan: Plan, folder) -> None:
     folder.mkdir()
     write(plan, folder)
 
@@ -55,13 +55,13 @@ def test_a_retrofit_with_a_gate_is_exact_for_every_place_and_connection(connecti
 
 
 @pytest.mark.parametrize("place", ["sdpa", "query", "output"])
-def test_so_it_is_for_latent_attention(place):
+def test_a_gate_is_exact_on_latent_attention(place):
     model = source_model("kimi_linear")
     result = retrofit(model, "identity_hc", attention_gate=place)
     assert difference(result, retrofit(model, "standard")) <= 1e-6 and len(gate_tensors(result)) == 1
 
 
-def test_the_gates_have_the_dtype_and_start_of_a_retrofit_in_half_precision():
+def test_a_retrofit_in_half_precision_adds_gates_of_its_dtype():
     result = retrofit(source_model("llama").bfloat16().train(), attention_gate="sdpa")
     assert {parameter.dtype for parameter in result.parameters()} == {torch.bfloat16} and result.training
 
@@ -69,9 +69,12 @@ def test_the_gates_have_the_dtype_and_start_of_a_retrofit_in_half_precision():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attention_gate_scale": "unit"}, "'multiply', .* 'sigmoid', .* 'unit' never leaves attention as it was; mul"),
-        ({"attention_gate_activation": "silu"}, "'multiply', .* 'silu', .* 'unit' never leaves attention as it was"),
-        ({"attention_gate_form": "add"}, "'add', .* 'sigmoid', .* 'unit' never leaves attention as it was"),
+        (
+            {"attention_gate_scale": "unit"},
+            "'multiply', .* 'sigmoid', .* 'unit' changes attention even at zero .*; mul",
+        ),
+        ({"attention_gate_activation": "silu"}, "'multiply', .* 'silu', .* 'unit' changes attention even"),
+        ({"attention_gate_form": "add"}, "'add', .* 'sigmoid', .* 'unit' changes attention even"),
         ({"attention_gate": "mlp"}, r"^`attention_gate` is 'mlp', but must be one of None, 'sdpa'"),
         ({"attention_gate": None, "attention_gate_form": "add"}, r"^`attention_gate_form` is 'add', but without `att"),
     ],
@@ -88,7 +91,7 @@ def test_a_gate_that_would_change_the_function_is_refused(options, message, tmp_
         assert "\n" not in str(error.value)
 
 
-def test_places_that_a_backbone_does_not_have_are_refused(tmp_path):
+def test_a_place_that_the_backbone_lacks_is_refused(tmp_path):
     model = source_model("phi3")
     with pytest.raises(ValueError, match=r"^`attention_gate` is 'value', .* attention of 'phi3' has no v_proj\.$"):
         retrofit(model, attention_gate="value")
@@ -109,17 +112,17 @@ def test_a_second_gate_is_refused_and_a_trained_one_stays():
 
 @pytest.mark.parametrize("connection", ["standard", "attn_res"])
 @pytest.mark.parametrize("model_type", ["llama", "kimi_linear"])
-def test_on_disk_it_is_exact_and_goes_back_until_it_is_trained(connection, model_type, tmp_path):
+def test_a_gate_added_on_disk_is_exact_and_can_be_removed_until_it_is_trained(connection, model_type, tmp_path):
     source = source_model(model_type)
     source.save_pretrained(tmp_path / "source", max_shard_size="40KB")
     plan = plan_retrofit(open_at(tmp_path / "source", tmp_path), connection, attention_gate="sdpa")
     assert plan.difference is None
-    written(plan, tmp_path / "result")
-    found, report = AutoModelForCausalLM.from_pretrained(tmp_path / "result", output_loading_info=True)
-    assert not any(report.values()) and found.config.attention_gate_scale == "double"
-    assert difference(found, source if model_type == "llama" else retrofit(source, "standard")) <= 1e-6
+    write_plan(plan, tmp_path / "result")
+    result, report = AutoModelForCausalLM.from_pretrained(tmp_path / "result", output_loading_info=True)
+    assert not any(report.values()) and result.config.attention_gate_scale == "double"
+    assert difference(result, source if model_type == "llama" else retrofit(source, "standard")) <= 1e-6
     added = set(tensors_of(tmp_path / "result")) - set(tensors_of(tmp_path / "source"))
-    assert added == {*residual_tensors(found), *gate_tensors(found)} and gate_tensors(found)
+    assert added == {*residual_tensors(result), *gate_tensors(result)} and gate_tensors(result)
 
     convert_well(tmp_path / "result", tmp_path / "back", "--to", "standard")
     before, after = files_of(tmp_path / "source"), files_of(tmp_path / "back")
@@ -127,7 +130,7 @@ def test_on_disk_it_is_exact_and_goes_back_until_it_is_trained(connection, model
     assert [file for file in before if after[file] != before[file] and not file.endswith("index.json")] == []
     assert GATE_FIELDS.keys().isdisjoint(json.loads(after["config.json"]))
 
-    (name, *_) = gate_tensors(found)
+    (name, *_) = gate_tensors(result)
     change_tensors(tmp_path / "result", {name: tensors_of(tmp_path / "result")[name] + 0.5})
     run = convert(tmp_path / "result", tmp_path / "again", "--to", "standard")
     assert run.code == 1 and f"`{name}` is a trained attention gate, with entries up to 0.5" in run.err
@@ -135,30 +138,30 @@ def test_on_disk_it_is_exact_and_goes_back_until_it_is_trained(connection, model
     assert convert(tmp_path / "result", tmp_path / "again", "--to", "standard").code == 1
 
 
-def test_a_gate_that_never_is_exact_has_no_way_back(tmp_path):
+def test_a_gate_that_is_never_exact_cannot_be_removed(tmp_path):
     model = retrofit(source_model("llama"), "standard", attention_gate="sdpa")
     model.save_pretrained(tmp_path / "model")
     change_json(tmp_path / "model" / "config.json", attention_gate_scale="unit")
-    with pytest.raises(ValueError, match=r"same function: a gate with .* 'unit' never leaves"):
+    with pytest.raises(ValueError, match=r"same function: a gate with .* 'unit' changes attention"):
         plan_standard(open_at(tmp_path / "model", tmp_path))
 
 
-def test_kimi_linear_as_it_was_published_takes_a_gate(published, tmp_path):
-    written(plan_retrofit(open_at(published, tmp_path), attention_gate="sdpa"), tmp_path / "result")
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
-    assert gate_tensors(found)
+def test_kimi_linear_as_it_was_published_can_get_a_gate(published, tmp_path):
+    write_plan(plan_retrofit(open_at(published, tmp_path), attention_gate="sdpa"), tmp_path / "result")
+    result = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
+    assert gate_tensors(result)
     expected = retrofit(AutoModelForCausalLM.from_pretrained(published), "standard")
-    assert difference(found, expected) <= 1e-5
+    assert difference(result, expected) <= 1e-5
 
 
-def test_a_quantised_checkpoint_takes_none(tmp_path):
+def test_a_gate_for_a_quantised_checkpoint_is_refused(tmp_path):
     source_model("llama").save_pretrained(tmp_path / "model")
     change_json(tmp_path / "model" / "config.json", quantization_config={"quant_method": "compressed-tensors"})
     with pytest.raises(ValueError, match="is quantised, and its gates would load as quantised"):
         plan_retrofit(open_at(tmp_path / "model", tmp_path), attention_gate="sdpa")
 
 
-def test_the_fields_are_options_of_every_retrofit():
+def test_every_retrofit_takes_the_fields_of_gates():
     assert all(GATE_FIELDS.keys() <= set(retrofit_fields(connection)) for connection in ("attn_res", "standard"))
 
 

@@ -35,7 +35,7 @@ def test_logits_stay_the_same(original, block_size):
 
 @pytest.mark.parametrize(
     "block_size",
-    # Generation takes longest; what S = 2 and S = 6 could add to the other two is in the tests of logits already.
+    # Generation takes longest, and the tests of logits cover S = 2 and S = 6 already.
     [
         pytest.param(size, id=name, marks=[pytest.mark.slow] if size in (2, 6) else [])
         for name, size in BLOCK_SIZES.items()
@@ -49,26 +49,25 @@ def test_cached_generation_under_left_padding_stays_the_same(original, block_siz
 
 @EVERY_BLOCK_SIZE
 def test_shared_weights_get_the_same_gradients(original, block_size, gradients):
-    found = gradients(retrofit(original.model, block_size=block_size), original.token_ids)
-    assert set(original.gradients) <= set(found)
+    actual = gradients(retrofit(original.model, block_size=block_size), original.token_ids)
+    assert set(original.gradients) <= set(actual)
     # A softmax cancels some biases of its keys: their gradients are rounding, far below those of the whole model.
     scale = max(gradient.abs().max() for gradient in original.gradients.values())
     for name, expected in original.gradients.items():
-        difference = (found[name] - expected).abs().max()
+        difference = (actual[name] - expected).abs().max()
         assert difference <= 1e-4 * max(expected.abs().max(), 1e-3 * scale), name
 
 
-def test_in_bf16_it_differs_no_more_than_two_evaluation_orders_of_the_original(original, backbones):
-    """Evaluation orders: adding the residual stream from the last term to the first, or the embedding last, or eager
+def test_in_bf16_a_retrofit_differs_no_more_than_evaluation_orders_of_the_original(original, backbones):
+    """The orders are: the residual stream added from the last term to the first, or with the embedding last; and eager
     attention, which rounds in other places. Depth attention is one more such order: it adds blocks, in float32.
 
-    Differences are those of the median token: where rounding changes the experts of a token or of its neighbours, any
-    order moves it by whole experts. The medians of 264 tokens scatter by some percent.
+    The median token is compared: where rounding changes the experts of a token, any order moves it by whole experts.
+    The medians of 264 tokens scatter by some percent.
     """
     model = copy.deepcopy(original.model)
-    for (
-        parameter
-    ) in model.parameters():  # not the buffers: as loaded in bf16, frequencies and router biases stay float32
+    # A model loaded in bf16 keeps its buffers, frequencies and router biases, in float32.
+    for parameter in model.parameters():
         parameter.data = parameter.to(torch.bfloat16)
     token_ids = torch.randint(3, backbones.VOCABULARY, (24, 11), generator=torch.Generator().manual_seed(7))
     with torch.no_grad():

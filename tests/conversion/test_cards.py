@@ -45,7 +45,7 @@ def card_of(model: Path) -> tuple[dict, str]:
     return ModelCard(text).data.to_dict(), text
 
 
-def test_a_retrofit_keeps_licence_language_and_base_and_says_what_was_done(folder):
+def test_a_retrofit_keeps_licence_language_and_base_and_describes_the_step(folder):
     out = attnres(folder, "convert", "source", "retrofit", "--num-blocks", 5)
     data, text = card_of(folder / "retrofit")
     assert (data["license"], data["license_name"], data["language"]) == ("other", "toy", ["en", "no"])
@@ -59,7 +59,7 @@ def test_a_retrofit_keeps_licence_language_and_base_and_says_what_was_done(folde
     assert str(folder) not in text
 
 
-def test_steps_add_up_and_what_a_person_wrote_stays(folder):
+def test_steps_add_up_and_text_of_a_person_stays(folder):
     attnres(folder, "convert", "source", "first", "--num-blocks", 5)
     card = folder / "first" / "README.md"
     card.write_text(card.read_text().replace("license_name: toy", "license_name: mine") + "\n## Limits\n\nSmall.\n")
@@ -75,11 +75,11 @@ def test_steps_add_up_and_what_a_person_wrote_stays(folder):
     assert data["license_name"] == "mine"
     assert text.rstrip().endswith("Small.")
     assert str(folder) not in text
-    # The snippet loads from where the run lies.
+    # The snippet names the model's folder in the run.
     assert 'name = "healed/model"' in text
 
 
-def test_a_run_from_scratch_and_a_merged_adapter_have_a_card_and_a_standard_model_none(folder):
+def test_a_run_from_scratch_and_a_merged_adapter_get_a_card_and_a_standard_model_gets_none(folder):
     attnres(folder, "train", "pretrain", "model=attnres-tiny", "tokenizer=source", "out=runs/scratch", *QUICK)
     _, text = card_of(folder / "runs" / "scratch" / "model")
     assert "**Trained from scratch**, the configuration `attnres-tiny`" in text
@@ -91,13 +91,13 @@ def test_a_run_from_scratch_and_a_merged_adapter_have_a_card_and_a_standard_mode
     assert not (folder / "runs" / "standard" / "model" / "README.md").exists()
 
 
-def test_a_retrofit_in_a_recipe_is_told(folder):
+def test_a_retrofit_in_a_recipe_is_a_step_in_the_card(folder):
     attnres(folder, "train", "heal", "model=source", "retrofit={num_blocks: 5}", "out=runs/both", *QUICK)
     assert "**Retrofit** of `source`, Block AttnRes" in card_of(folder / "runs" / "both" / "model")[1]
 
 
 @pytest.mark.parametrize("base", ["/home/me/models/llama", "../llama", "[lab/base, ./b]", "{a: b}"])
-def test_a_path_that_a_tool_has_written_as_base_model_is_not_taken_over(tmp_path, base):
+def test_a_path_that_a_tool_has_written_as_base_model_is_not_copied(tmp_path, base):
     (tmp_path / "README.md").write_text(f"---\nlicense: mit\nbase_model: {base}\n---\n# S\n")
     data = ModelCard(new_card(tmp_path)).data
     assert (data.license, data.base_model) == ("mit", None)
@@ -120,7 +120,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", [*DAMAGED, "a folder"])
-def test_a_source_whose_card_is_damaged_is_converted_all_the_same(folder, name):
+def test_a_source_with_a_damaged_card_is_converted_without_its_terms(folder, name):
     damaged = shutil.copytree(folder / "source", folder / name)
     (damaged / "README.md").unlink()
     if name in DAMAGED:
@@ -131,14 +131,14 @@ def test_a_source_whose_card_is_damaged_is_converted_all_the_same(folder, name):
     assert "license" not in card_of(folder / f"of {name}")[0]
 
 
-def test_a_run_on_a_model_whose_card_is_damaged_ends_well(folder):
+def test_a_run_on_a_model_with_a_damaged_card_writes_a_new_card(folder):
     attnres(folder, "convert", "source", "ours", "--num-blocks", 5)
     (folder / "ours" / "README.md").write_bytes(DAMAGED["ours, no day"])
     attnres(folder, "train", "heal", "model=ours", "out=runs/ours", *QUICK)
     assert "**Trained**, from `ours`" in card_of(folder / "runs" / "ours" / "model")[1]
 
 
-def test_what_a_source_says_cannot_change_more_than_its_own_fields():
+def test_without_a_source_card_a_new_card_has_only_the_base_model():
     card = new_card(None, "lab/x")
     data = yaml.safe_load(card.split("---")[1])
     assert data == {"base_model": "lab/x", "base_model_relation": "finetune"}
@@ -156,7 +156,7 @@ def test_a_model_on_the_hub_is_named_by_its_commit(tmp_path):
 @pytest.mark.parametrize(
     ("backbone", "vllm"), [("attnres_llama", True), ("attnres_qwen3", True), ("attnres_mistral", False)]
 )
-def test_vllm_is_named_where_it_serves(tmp_path, backbone, vllm):
+def test_the_card_has_the_vllm_command_if_vllm_serves_the_backbone(tmp_path, backbone, vllm):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     small = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -241,7 +241,7 @@ def test_push_to_hub_and_the_trainer_publish_models_that_load(folder, tmp_path):
         assert done["out"] == "failed\n", done["err"][-3000:]
         done = push.run(LOADS.format(repo="me/saved"))
         assert done["out"] == "AttnResLlamaForCausalLM\n", done["err"][-3000:]
-        # The second save has replaced the first one, and the third one the second although its upload has failed.
+        # The second save replaces the first one. The third one replaces the second, although its upload fails.
         saved = push.hub.files("me/saved").keys()
         assert "model.safetensors.index.json" in saved and "model.safetensors" not in saved
         assert not [name for name in saved if name.startswith(".sav")]
@@ -250,7 +250,7 @@ def test_push_to_hub_and_the_trainer_publish_models_that_load(folder, tmp_path):
         data, card = ModelCard(push.card("me/direct")).data, push.card("me/direct")
         assert data.tags == ["attnres", "attn-res"]
         assert 'name = "me/direct"' in card
-        # Once more, after a person has edited the card there.
+        # A second push keeps the edits of a person on the Hub.
         push.edit("me/direct", "README.md", card + "\n## Limits\n")
         assert push.run(PUSHES.format(name="model"))["status"] == 0
         assert push.card("me/direct").rstrip().endswith("## Limits")

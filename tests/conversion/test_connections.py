@@ -17,7 +17,7 @@ from attnres.residual_attnres import residual_tensors
 from ..modeling_attnres import test_published_layout
 from .checkpoints import change_tensors, convert, convert_well, files_of, standard_model, tensors_of
 
-# Name and options, and a change of one of its tensors that makes it another function.
+# Case -> name, options, and a tensor whose change makes it another function, with the reason in the message.
 CASES = {
     "attn_res": ("attn_res", {"block_size": 3}, (r"mlp_res_proj.weight", "trained pseudo-query")),
     "denseformer": ("denseformer", {}, (r"self_attention_res_proj.weight", "is trained: it averages earlier layers")),
@@ -59,22 +59,22 @@ def source_model(model_type: str) -> PreTrainedModel:
     return standard_model(model_type, **(KIMI if model_type == "kimi_linear" else {}))
 
 
-def difference(found: PreTrainedModel, expected: PreTrainedModel) -> float:
+def difference(result: PreTrainedModel, expected: PreTrainedModel) -> float:
     """Return the largest difference of two models' logits, as a share of the largest logit."""
     with torch.no_grad():
-        a, b = (model.eval()(IDS % model.config.vocab_size).logits for model in (found, expected))
+        a, b = (model.eval()(IDS % model.config.vocab_size).logits for model in (result, expected))
     assert b.abs().max() >= 2, "the comparison needs logits of some size"
     return ((a - b).abs().max() / b.abs().max()).item()
 
 
-def assert_exact(found: PreTrainedModel, expected: PreTrainedModel) -> None:
+def assert_exact(result: PreTrainedModel, expected: PreTrainedModel) -> None:
     """Assert that two models are equal up to rounding, and nearer still if both use the family's delta attention.
 
     Attention residuals round more than the other connections: they multiply a mean of n sources by n.
     """
-    assert difference(found, expected) <= 1e-5
-    nearer = 1e-5 if found.config.residual_connection == "attn_res" else 1e-6
-    assert difference(found, retrofit(expected, "standard")) <= nearer
+    assert difference(result, expected) <= 1e-5
+    nearer = 1e-5 if result.config.residual_connection == "attn_res" else 1e-6
+    assert difference(result, retrofit(expected, "standard")) <= nearer
 
 
 def flags(options: dict) -> list[str]:
@@ -88,7 +88,7 @@ def test_every_connection_that_can_start_as_the_standard_one_is_tested_here():
 
 @EVERY_CASE
 @pytest.mark.parametrize("model_type", ["llama", "kimi_linear"])
-def test_a_retrofit_in_memory_is_exact_and_stays_so_on_disk(case, model_type, tmp_path):
+def test_a_retrofit_in_memory_is_exact_also_after_saving_and_loading(case, model_type, tmp_path):
     name, options, _ = CASES[case]
     model = source_model(model_type)
     result = retrofit(model, name, **options)
@@ -103,13 +103,13 @@ def test_a_retrofit_in_memory_is_exact_and_stays_so_on_disk(case, model_type, tm
 
 
 @EVERY_CASE
-def test_a_retrofit_in_half_precision_has_its_dtype_and_mode(case):
+def test_a_retrofit_in_half_precision_keeps_dtype_and_mode(case):
     name, options, _ = CASES[case]
     result = retrofit(source_model("llama").to(torch.bfloat16).train(), name, **options)
     added = {id(tensor) for tensor in residual_tensors(result).values()}
     dtypes = {(id(parameter) in added, parameter.dtype) for parameter in result.parameters()}
-    own = torch.float32 if CONNECTIONS[name].float32 else torch.bfloat16
-    assert dtypes <= {(False, torch.bfloat16), (True, own)} and result.training
+    added_dtype = torch.float32 if CONNECTIONS[name].float32 else torch.bfloat16
+    assert dtypes <= {(False, torch.bfloat16), (True, added_dtype)} and result.training
     assert all(tensor.requires_grad for tensor in residual_tensors(result).values())
 
 
@@ -124,41 +124,41 @@ def sources(tmp_path_factory) -> Path:
 
 @EVERY_CASE
 @pytest.mark.parametrize("model_type", ["llama", "kimi_linear"])
-def test_convert_verifies_it_and_the_result_reloads(case, model_type, sources, tmp_path):
+def test_convert_verifies_a_retrofit_and_the_result_loads(case, model_type, sources, tmp_path):
     name, options, _ = CASES[case]
     run = convert_well(sources / model_type, tmp_path / "result", "--residual", name, *flags(options))
     assert "Verified: " in run.out and "Not the same" not in run.out
     before, after = files_of(sources / model_type), files_of(tmp_path / "result")
     assert all(after[file] == before[file] for file in before if file.endswith(".safetensors"))
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
-    assert found.config.residual_connection == name
-    assert set(tensors_of(tmp_path / "result")) - set(tensors_of(sources / model_type)) == set(residual_tensors(found))
-    assert_exact(found, AutoModelForCausalLM.from_pretrained(sources / model_type))
+    result = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
+    assert result.config.residual_connection == name
+    assert set(tensors_of(tmp_path / "result")) - set(tensors_of(sources / model_type)) == set(residual_tensors(result))
+    assert_exact(result, AutoModelForCausalLM.from_pretrained(sources / model_type))
 
 
-published = test_published_layout.published  # a fixture: Kimi Linear's own layout, written by hand
+published = test_published_layout.published  # a fixture: the layout in which Kimi Linear was published, written by hand
 
 
 @EVERY_CASE
-def test_so_it_does_for_kimi_linear_as_it_was_published(case, published, tmp_path):
+def test_convert_retrofits_kimi_linear_as_it_was_published(case, published, tmp_path):
     name, options, _ = CASES[case]
     convert_well(published, tmp_path / "result", "--residual", name, *flags(options))
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
-    assert_exact(found, AutoModelForCausalLM.from_pretrained(published))
+    result = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
+    assert_exact(result, AutoModelForCausalLM.from_pretrained(published))
 
 
 def test_a_connection_that_starts_at_random_starts_the_same_each_time(sources, tmp_path):
     for name in ("one", "other"):
         torch.rand(1)
         options = ["--residual", "identity_hc", "--no-verify"]
-        convert_well(sources / "llama", tmp_path / name / "model", *options)  # of one name, as the card says it
+        convert_well(sources / "llama", tmp_path / name / "model", *options)  # one name, because the card has it
     assert files_of(tmp_path / "one") == files_of(tmp_path / "other")
     weights = [t for n, t in tensors_of(tmp_path / "one" / "model").items() if n.endswith("_res_proj.weight")]
-    assert not torch.equal(weights[0], weights[1]), "of each other they must differ"
+    assert not torch.equal(weights[0], weights[1]), "the connections of two sublayers must differ"
 
 
 @EVERY_CASE
-def test_the_way_back_is_there_until_it_is_trained(case, sources, tmp_path):
+def test_a_retrofit_can_be_undone_until_it_is_trained(case, sources, tmp_path):
     name, options, (tensor, reason) = CASES[case]
     convert_well(sources / "llama", tmp_path / "result", "--residual", name, *flags(options), "--no-verify")
     convert_well(tmp_path / "result", tmp_path / "back", "--to", "standard")
@@ -176,16 +176,16 @@ def test_the_way_back_is_there_until_it_is_trained(case, sources, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["denseformer", "identity_hc"])
-def test_what_has_no_blocks_is_not_regrouped(name, sources, tmp_path):
+def test_a_connection_without_blocks_cannot_be_regrouped(name, sources, tmp_path):
     convert_well(sources / "llama", tmp_path / "result", "--residual", name, "--no-verify")
     error = convert(tmp_path / "result", tmp_path / "regrouped", "--set-block-size", "2").error
-    assert f"residual_connection={name!r}, where --set-block-size has nothing to set." in error
+    assert f"residual_connection={name!r}, which has no option --set-block-size." in error
 
 
 # ---- Fields by name
 
 
-def test_fields_that_are_set_by_name_make_another_form_exactly(sources, tmp_path):
+def test_fields_that_are_set_by_name_give_another_form_that_is_exact(sources, tmp_path):
     fields = {
         "attn_res_gated": True,
         "attn_res_query": "input_dependent",
@@ -195,10 +195,10 @@ def test_fields_that_are_set_by_name_make_another_form_exactly(sources, tmp_path
     given = [part for field, value in fields.items() for part in ("--set", f"{field}={json.dumps(value)}")]
     run = convert_well(sources / "llama", tmp_path / "result", "--block-size", "3", *given)
     assert "Verified: " in run.out and "query input_dependent, window 2, blocks rms, gated True" in run.out
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
-    assert (fields | {"attn_res_block_size": 3}).items() <= found.config.to_dict().items()
-    assert any(name.endswith("_proj.gamma") for name in residual_tensors(found))
-    assert_exact(found, AutoModelForCausalLM.from_pretrained(sources / "llama"))
+    result = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
+    assert (fields | {"attn_res_block_size": 3}).items() <= result.config.to_dict().items()
+    assert any(name.endswith("_proj.gamma") for name in residual_tensors(result))
+    assert_exact(result, AutoModelForCausalLM.from_pretrained(sources / "llama"))
     convert_well(tmp_path / "result", tmp_path / "regrouped", "--set-block-size", "2")
     convert_well(tmp_path / "regrouped", tmp_path / "back", "--to", "standard")
     assert json.loads((tmp_path / "back" / "config.json").read_text()).keys().isdisjoint(fields)
@@ -210,7 +210,7 @@ def test_fields_that_are_set_by_name_make_another_form_exactly(sources, tmp_path
         assert f"`{gate}` is trained" in error
 
 
-def test_static_weights_are_not_regrouped(sources, tmp_path):
+def test_static_weights_cannot_be_regrouped(sources, tmp_path):
     convert_well(sources / "llama", tmp_path / "result", "--set", "attn_res_query=none", "--no-verify")
     error = convert(tmp_path / "result", tmp_path / "again", "--set-block-size", "2").error
     assert "`attn_res_query` is 'none'" in error
@@ -242,7 +242,7 @@ def test_static_weights_are_not_regrouped(sources, tmp_path):
         ("--full --set attn_res_block_size=3", 1, "give one of block_size, num_blocks and full"),
     ],
 )
-def test_a_field_or_value_that_is_not_there_is_refused_in_one_line(options, code, message, sources, tmp_path):
+def test_an_unknown_field_or_value_is_refused_in_one_line(options, code, message, sources, tmp_path):
     run = convert(sources / "llama", tmp_path / "result", *options.split())
     assert run.code == code and message in run.err
     assert not (tmp_path / "result").exists()
@@ -250,7 +250,7 @@ def test_a_field_or_value_that_is_not_there_is_refused_in_one_line(options, code
         assert "\n" not in run.error
 
 
-# ---- What is refused
+# ---- Refusals
 
 
 WRONG = [
@@ -262,9 +262,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "named"), WRONG)
-def test_an_option_that_the_connection_lacks_is_refused_by_both_names(name, options, named, tmp_path):
-    with pytest.raises(ValueError, match=f"{named}.* no option of the residual connection '{name}'") as caught:
+@pytest.mark.parametrize(("name", "options", "message"), WRONG)
+def test_an_option_that_the_connection_lacks_is_refused_in_python_and_by_the_command(name, options, message, tmp_path):
+    with pytest.raises(ValueError, match=f"{message}.* no option of the residual connection '{name}'") as caught:
         retrofit(standard_model(), name, **options)
     assert "\n" not in str(caught.value)
     given = [part for part in flags(options) if part != "True"]
@@ -273,7 +273,7 @@ def test_an_option_that_the_connection_lacks_is_refused_by_both_names(name, opti
     assert f"{given[0]} belongs to --residual " in run.err and f"not to {name}." in run.err
 
 
-def test_values_that_are_not_allowed_are_refused_before_the_source_is_looked_for(tmp_path):
+def test_values_that_are_not_allowed_are_refused_before_the_source_is_opened(tmp_path):
     for options, message in (
         (["--residual", "identity_hc", "--streams", "1"], "'--streams'"),
         (["--residual", "siblings"], "'identity_hc'"),

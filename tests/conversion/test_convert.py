@@ -42,7 +42,7 @@ BACKBONES = {
 }
 
 
-published = test_published_layout.published  # a fixture: Kimi Linear's own layout, written by hand
+published = test_published_layout.published  # a fixture: the layout in which Kimi Linear was published, written by hand
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def source(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """Return the same model in one file."""
+    """Return the model of `source` in one file, which tests must not change."""
     folder = tmp_path_factory.mktemp("whole") / "llama"
     standard_model().save_pretrained(folder)
     return folder
@@ -63,7 +63,7 @@ def whole(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copy(whole, tmp_path) -> Path:
-    """Return a copy of `source` that a test may change."""
+    """Return a copy of `whole` that a test may change."""
     return Path(shutil.copytree(whole, tmp_path / "source"))
 
 
@@ -73,10 +73,10 @@ def test_the_result_computes_the_same_function(case, shard_size, tmp_path):
     model = standard_model(case.split(",")[0], **BACKBONES[case])
     model.save_pretrained(tmp_path / "source", max_shard_size=shard_size)
     convert_well(tmp_path / "source", tmp_path / "result", "--block-size", "3", "--no-verify")
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "result").eval()
-    assert found.config.residual_connection == "attn_res"
+    result = AutoModelForCausalLM.from_pretrained(tmp_path / "result").eval()
+    assert result.config.residual_connection == "attn_res"
     with torch.no_grad():
-        assert_same_function(found(IDS).logits, model(IDS).logits)
+        assert_same_function(result(IDS).logits, model(IDS).logits)
 
 
 def test_shards_are_copied_byte_for_byte_and_one_is_added(source, tmp_path):
@@ -93,15 +93,15 @@ def test_shards_are_copied_byte_for_byte_and_one_is_added(source, tmp_path):
     assert new["metadata"]["total_size"] == sum(t.nbytes for t in tensors_of(tmp_path / "result").values())
 
 
-def test_one_file_becomes_two_of_which_the_first_is_the_old_one(whole, tmp_path):
+def test_a_single_file_is_copied_and_a_second_one_is_added(whole, tmp_path):
     convert_well(whole, tmp_path / "result")
     before, after = files_of(whole), files_of(tmp_path / "result")
     assert after["model-00001-of-00002.safetensors"] == before["model.safetensors"]
-    assert "model.safetensors" not in after, "beside this file an index is not looked at"
+    assert "model.safetensors" not in after, "transformers ignores an index beside this file"
     assert set(json.loads(after[INDEX])["weight_map"]) == set(tensors_of(tmp_path / "result"))
 
 
-def test_the_new_tensors_are_those_of_a_retrofit(whole, tmp_path):
+def test_the_new_tensors_are_zero_queries_and_unit_norms(whole, tmp_path):
     convert_well(whole, tmp_path / "result")
     for name, tensor in residual_tensors(AutoModelForCausalLM.from_pretrained(tmp_path / "result")).items():
         expected = torch.zeros_like(tensor) if name.endswith("_proj.weight") else torch.ones_like(tensor)
@@ -114,12 +114,10 @@ def test_the_configuration_is_the_old_one_with_the_new_fields(copy, tmp_path):
     new = json.loads((tmp_path / "result" / "config.json").read_text())
     changed = {key for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
     fields = {"residual_connection", "attn_res_block_size", "attn_res_scale"}
-    assert changed == {"model_type", "architectures", "auto_map", "residual_connection", *AttnRes.fields} - {
-        "attn_res_window"
-    }
-    assert all(
-        new[field] == value for field, value in AttnRes.fields.items() if field not in fields
-    )  # the window: null
+    # The window is null, as if it were missing.
+    added = {"residual_connection", *AttnRes.fields} - {"attn_res_window"}
+    assert changed == {"model_type", "architectures", "auto_map", *added}
+    assert all(new[field] == value for field, value in AttnRes.fields.items() if field not in fields)
     assert (new["model_type"], new["architectures"]) == ("attnres_llama", ["AttnResLlamaForCausalLM"])
     assert [new[field] for field in sorted(fields)] == [4, "sum", "attn_res"]
     heads = ("CausalLM", "QuestionAnswering", "SequenceClassification", "TokenClassification")
@@ -150,16 +148,16 @@ def test_the_block_size_can_be_chosen(whole, tmp_path, options, block_size):
         (("--residual", "denseformer"), None),
     ],
 )
-def test_blocks_that_become_others_are_pointed_out(whole, tmp_path, options, note):
+def test_a_note_says_where_the_blocks_differ_from_the_request(whole, tmp_path, options, note):
     shown = convert_well(whole, tmp_path / "result", "--no-verify", *options).out
     assert note in shown if note else "Note:" not in shown
 
 
-def test_a_retrofit_is_not_retrofitted_and_the_line_says_how_to_regroup_it(whole, tmp_path):
+def test_a_retrofit_is_not_retrofitted_and_the_error_names_the_options_that_change_it(whole, tmp_path):
     convert_well(whole, tmp_path / "one", "--no-verify")
     error = convert(tmp_path / "one", tmp_path / "two", "--block-size", "3").error
     assert "residual_connection='attn_res' already" in error
-    assert "--set-block-size S regroups its blocks, and --to standard undoes it" in error
+    assert "--set-block-size S regroups its blocks, and --to standard undoes an untrained retrofit." in error
 
 
 @pytest.mark.parametrize(
@@ -201,9 +199,8 @@ def quantised(whole, tmp_path) -> Path:
 
 
 def test_a_quantised_model_stays_quantised_and_the_new_tensors_are_not(quantised, tmp_path):
-    run = convert_well(
-        quantised, tmp_path / "result", "--full"
-    )  # sums in the same order: no rounding, 8 bits would show it
+    # Full AttnRes adds in the order of the standard model. Another order would round, and 8 bits would show it.
+    run = convert_well(quantised, tmp_path / "result", "--full")
     assert "Not verified: quantised" in run.out
     files = files_of(tmp_path / "result")
     assert files["model-00001-of-00002.safetensors"] == files_of(quantised)["model.safetensors"]
@@ -237,7 +234,7 @@ def test_with_hard_links_no_shard_is_copied(source, tmp_path):
     assert_same_function(logits_of(tmp_path / "result"), logits_of(source))
 
 
-def test_where_links_are_not_possible_the_message_says_to_copy(whole, tmp_path, monkeypatch):
+def test_where_links_are_not_possible_the_error_proposes_to_copy(whole, tmp_path, monkeypatch):
     def refuse(*arguments, **options):
         raise OSError(18, "Invalid cross-device link")
 
@@ -246,7 +243,7 @@ def test_where_links_are_not_possible_the_message_says_to_copy(whole, tmp_path, 
     assert os.listdir(tmp_path) == []
 
 
-def test_all_files_are_as_readable_as_those_that_anybody_writes(source, tmp_path):
+def test_all_files_have_the_usual_permissions(source, tmp_path):
     (tmp_path / "mine").write_text("")
     convert_well(source, tmp_path / "result", "--no-verify")
     usual = (tmp_path / "mine").stat().st_mode
@@ -268,7 +265,7 @@ def test_a_snapshot_of_symbolic_links_is_read_through_them(source, tmp_path):
         assert_same_function(logits_of(result), logits_of(source))
 
 
-def test_tensors_that_the_model_does_not_read_go_along_whatever_they_hold(tmp_path):
+def test_tensors_that_the_model_does_not_read_are_copied_whatever_they_hold(tmp_path):
     """Pythia's checkpoints hold a mask of -1e9 in float16, which is minus infinity."""
     standard_model("gpt_neox").save_pretrained(tmp_path / "source")
     path = tmp_path / "source" / "model.safetensors"
@@ -279,7 +276,7 @@ def test_tensors_that_the_model_does_not_read_go_along_whatever_they_hold(tmp_pa
     assert unused.keys() <= tensors_of(tmp_path / "result").keys()
 
 
-def test_tensors_that_the_model_does_not_read_are_named(source, tmp_path):
+def test_tensors_that_the_model_does_not_read_are_named_in_a_warning(source, tmp_path):
     folder = shutil.copytree(source, tmp_path / "source")
     index = json.loads((folder / INDEX).read_text())
     file = index["weight_map"]["model.norm.weight"]
@@ -296,11 +293,11 @@ def test_tensors_that_the_model_does_not_read_are_named(source, tmp_path):
     assert set(names) <= tensors_of(tmp_path / "result").keys()
 
 
-def test_of_a_source_that_is_read_whole_nothing_is_said(source, tmp_path):
+def test_a_source_without_unread_tensors_gives_no_warning(source, tmp_path):
     assert "does not read" not in convert_well(source, tmp_path / "result").out
 
 
-def test_a_standard_member_of_the_family_is_taken_and_old_attn_res_tensors_in_it_are_not(whole, tmp_path):
+def test_a_standard_member_of_the_family_is_retrofitted_without_its_old_attn_res_tensors(whole, tmp_path):
     convert_well(whole, tmp_path / "first")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
     for tensor in residual_tensors(model).values():
@@ -310,10 +307,10 @@ def test_a_standard_member_of_the_family_is_taken_and_old_attn_res_tensors_in_it
     convert_well(tmp_path / "trained", tmp_path / "result")
     assert_same_function(logits_of(tmp_path / "result"), logits_of(whole))
     held = [name for path in (tmp_path / "result").glob("*.safetensors") for name in load_file(path)]
-    assert len(held) == len(set(held)), "the trained ones are not left in another file"
+    assert len(held) == len(set(held)), "the trained tensors must not stay in another file"
 
 
-def test_kimi_linear_as_transformers_saves_it_becomes_the_flagship(tiny_config, tmp_path):
+def test_kimi_linear_as_transformers_saves_it_becomes_attnres(tiny_config, tmp_path):
     fields = tiny_config().to_dict()
     kimi = standard_model("kimi_linear", **{k: v for k, v in fields.items() if "res" not in k and k != "model_type"})
     kimi.save_pretrained(tmp_path / "source", max_shard_size="40KB")
@@ -325,7 +322,7 @@ def test_kimi_linear_as_transformers_saves_it_becomes_the_flagship(tiny_config, 
         assert_same_function(model(ids).logits, kimi(ids).logits)
 
 
-def test_kimi_linear_as_it_was_published_becomes_the_flagship(published, tmp_path):
+def test_kimi_linear_as_it_was_published_becomes_attnres_and_back(published, tmp_path):
     convert_well(published, tmp_path / "result", "--block-size", "3")
     assert {path.name for path in published.glob("*.safetensors")} < files_of(tmp_path / "result").keys()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
@@ -341,16 +338,16 @@ def test_kimi_linear_as_it_was_published_becomes_the_flagship(published, tmp_pat
         assert torch.equal(KimiLinearForCausalLM.from_pretrained(tmp_path / "back")(ids).logits, kimi(ids).logits)
 
 
-def test_a_model_without_generation_config_keeps_what_its_configuration_says_of_generation(copy, tmp_path):
+def test_a_model_without_generation_config_keeps_the_generation_settings_of_its_configuration(copy, tmp_path):
     (copy / "generation_config.json").unlink()
     change_json(copy / "config.json", do_sample=True, top_k=7, max_length=33)
     convert_well(copy, tmp_path / "result")
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "result").generation_config
-    assert found.to_dict() == AutoModelForCausalLM.from_pretrained(copy).generation_config.to_dict()
-    assert (found.do_sample, found.top_k, found.max_length) == (True, 7, 33)
+    settings = AutoModelForCausalLM.from_pretrained(tmp_path / "result").generation_config
+    assert settings.to_dict() == AutoModelForCausalLM.from_pretrained(copy).generation_config.to_dict()
+    assert (settings.do_sample, settings.top_k, settings.max_length) == (True, 7, 33)
 
 
-def test_with_the_mean_the_result_is_said_to_be_another_function(copy, tmp_path):
+def test_the_scale_mean_is_reported_as_another_function(copy, tmp_path):
     change_json(copy / "config.json", rms_norm_eps=0.1)
     run = convert_well(copy, tmp_path / "result", "--scale", "mean")
     assert "Not the same function: the scale 'mean'" in run.out
@@ -370,6 +367,7 @@ def test_a_tensor_of_a_rare_dtype_is_copied(copy, tmp_path):
 
 
 def save_pickle(folder: Path, state: dict, num_files: int = 1, **options) -> None:
+    """Save weights as `pytorch_model.bin`, or as several files with an index."""
     names = list(state)
     parts = [names[i::num_files] for i in range(num_files)]
     files = [f"pytorch_model-{i + 1:05d}-of-{num_files:05d}.bin" for i in range(num_files)]
@@ -402,7 +400,7 @@ def test_pickled_weights_are_rewritten(tmp_path, num_files, is_old, is_tied):
     assert weights == set(json.loads((tmp_path / "result" / INDEX).read_text())["weight_map"].values())
 
 
-def test_a_retrofit_that_was_pickled_goes_back_and_is_regrouped(whole, tmp_path, num_files):
+def test_a_pickled_retrofit_is_undone_and_regrouped(whole, tmp_path, num_files):
     convert_well(whole, tmp_path / "first")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
     model.config.save_pretrained(tmp_path / "pickled")
@@ -415,14 +413,14 @@ def test_a_retrofit_that_was_pickled_goes_back_and_is_regrouped(whole, tmp_path,
     assert_same_function(logits_of(tmp_path / "regrouped"), logits_of(whole))
 
 
-def test_pickled_views_of_one_storage_and_parameters_are_taken(whole, tmp_path):
+def test_pickled_parameters_and_views_of_one_storage_are_converted(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "source")
     state = load_file(tmp_path / "source" / "model.safetensors")
     (tmp_path / "source" / "model.safetensors").unlink()
     attention = "model.layers.1.self_attn"
     both = torch.randn(64, 32)
     state |= {f"{attention}.q_proj.weight": both[:32], f"{attention}.o_proj.weight": both[32:]}
-    square = torch.randn(32, 32)  # one memory and one shape, but another order
+    square = torch.randn(32, 32)  # and its transpose: the same memory and shape, but other strides
     attention = "model.layers.2.self_attn"
     state |= {f"{attention}.q_proj.weight": square, f"{attention}.o_proj.weight": square.T}
     state["lm_head.weight"] = torch.nn.Parameter(state["lm_head.weight"])
@@ -437,7 +435,7 @@ def test_safetensors_are_preferred_to_pickles(copy, tmp_path):
     convert_well(copy, tmp_path / "result")
 
 
-def test_tensors_changed_in_a_copy_show_that_these_tests_would_see_it(whole, copy):
+def test_a_changed_tensor_would_fail_the_comparisons_here(whole, copy):
     change_tensors(copy, {"model.norm.weight": torch.ones(32)})
     with pytest.raises(AssertionError):
         assert_same_function(logits_of(copy), logits_of(whole))

@@ -67,7 +67,7 @@ def test_a_retrofit_is_undone_to_the_last_byte(source, retrofitted, tmp_path):
 
 
 @pytest.mark.parametrize("shard_size", ["30KB", "1GB"])
-def test_so_is_one_that_was_loaded_and_saved_again(source, retrofitted, tmp_path, shard_size):
+def test_a_retrofit_that_was_loaded_and_saved_again_is_undone(source, retrofitted, tmp_path, shard_size):
     model = AutoModelForCausalLM.from_pretrained(retrofitted)
     model.save_pretrained(tmp_path / "saved", max_shard_size=shard_size)
     convert_well(tmp_path / "saved", tmp_path / "back", "--to", "standard")
@@ -79,7 +79,7 @@ def test_so_is_one_that_was_loaded_and_saved_again(source, retrofitted, tmp_path
     assert_same_function(logits_of(tmp_path / "back"), logits_of(source))
 
 
-def test_a_trained_retrofit_stays_one_and_its_query_is_quoted(copy, tmp_path):
+def test_a_trained_retrofit_is_not_undone_and_its_query_is_named(copy, tmp_path):
     query = torch.zeros(1, 32)
     query[0, 7] = -0.0125
     change_tensors(copy, {QUERY: query, QUERY.replace("layers.1", "layers.2"): query / 2})
@@ -89,7 +89,7 @@ def test_a_trained_retrofit_stays_one_and_its_query_is_quoted(copy, tmp_path):
 
 @pytest.mark.parametrize("options", [["--to", "standard"], ["--set-block-size", "3"]], ids=" ".join)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_query_that_is_no_number_is_not_taken_for_zero(copy, tmp_path, options, value):
+def test_a_query_that_is_not_finite_is_refused(copy, tmp_path, options, value):
     query = torch.zeros(1, 32)
     query[0, 7] = value
     change_tensors(copy, {QUERY: query})
@@ -104,7 +104,7 @@ def test_a_standard_model_has_nothing_to_undo_or_to_regroup(source, tmp_path, op
 
 @pytest.mark.parametrize("size", ["20KB", "1GB"])
 @pytest.mark.parametrize("case", ["kimi_linear", "mixtral", "qwen3_moe"])
-def test_a_checkpoint_that_a_run_goes_on_from_is_taken_back_to_the_published_layout(case, size, backbones, tmp_path):
+def test_a_training_checkpoint_is_converted_to_the_published_layout(case, size, backbones, tmp_path):
     model = retrofit(backbones.build(case))
     run, published = tmp_path / "checkpoint-3", tmp_path / "published"
     for folder in (run, published):
@@ -112,8 +112,7 @@ def test_a_checkpoint_that_a_run_goes_on_from_is_taken_back_to_the_published_lay
     assert tensors_of(run).keys() == model.state_dict().keys() != tensors_of(published).keys()
     for options in (["--set-block-size", "3"], ["--to", "standard"]):
         out = tmp_path / options[-1]
-        found = convert_well(run, out, *options)
-        assert "Verified: " in found.out
+        assert "Verified: " in convert_well(run, out, *options).out
         expected, tensors = tensors_of(published), tensors_of(out)
         if "standard" in options:
             expected = {name: expected[name] for name in expected.keys() - residual_tensors(model).keys()}
@@ -122,11 +121,11 @@ def test_a_checkpoint_that_a_run_goes_on_from_is_taken_back_to_the_published_lay
     assert not (out / "modeling_attnres.py").exists()
 
 
-def test_so_is_one_of_a_standard_model_that_is_retrofitted(backbones, tmp_path):
+def test_a_retrofit_of_a_training_checkpoint_has_the_published_layout(backbones, tmp_path):
     model = backbones.build("mixtral")
-    model.save_pretrained(tmp_path / "own", save_original_format=False)
+    model.save_pretrained(tmp_path / "unpublished", save_original_format=False)
     model.save_pretrained(tmp_path / "published")
-    convert_well(tmp_path / "own", tmp_path / "result")
+    convert_well(tmp_path / "unpublished", tmp_path / "result")
     added = residual_tensors(AutoModelForCausalLM.from_pretrained(tmp_path / "result"))
     assert tensors_of(tmp_path / "result").keys() - added.keys() == tensors_of(tmp_path / "published").keys()
 
@@ -146,7 +145,7 @@ def test_regrouping_changes_one_field_and_the_card_and_no_weight(retrofitted, tm
     assert new == old | {"attn_res_block_size": 5}
 
 
-def test_where_regrouping_is_refused_the_query_is_named(copy, tmp_path):
+def test_the_error_of_refused_regrouping_names_the_query(copy, tmp_path):
     change_tensors(copy, {QUERY: torch.full((1, 32), 0.25)})
     error = convert(copy, tmp_path / "result", "--set-block-size", "1").error
     assert "blocks of 1 sublayers would change the function" in error and f"`{QUERY}`" in error and "0.25" in error
@@ -154,7 +153,7 @@ def test_where_regrouping_is_refused_the_query_is_named(copy, tmp_path):
 
 @cache
 def blank_model(block_size: int, scale: str) -> PreTrainedModel:
-    # Norms whose epsilon counts: the scale "mean" then is another function for each block size.
+    # With a large epsilon of the norms, the scale "mean" is another function for each block size.
     fields = {"vocab_size": 99, "rms_norm_eps": 0.3}
     model = standard_model(
         "attnres_llama",

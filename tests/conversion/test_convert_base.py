@@ -1,4 +1,4 @@
-"""A decoder that was saved without a head, whose tensors have no prefix, is converted there and back as such."""
+"""A decoder that was saved without a head, whose tensors have no prefix, is converted, and converted back."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def states_of(folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("model_type", "fields"), CASES, ids=str)
-def test_there_and_back_it_computes_the_same(tmp_path, model_type, fields):
+def test_a_decoder_computes_the_same_after_every_conversion(tmp_path, model_type, fields):
     model = standard_model(model_type, **fields).base_model
     model.save_pretrained(tmp_path / "source")
     save_tokenizer(tmp_path / "source")
@@ -48,7 +48,7 @@ def test_there_and_back_it_computes_the_same(tmp_path, model_type, fields):
     assert back["architectures"] == source["architectures"]
 
 
-def test_so_is_one_that_was_saved_with_attention_residuals(tmp_path):
+def test_a_decoder_that_was_saved_from_a_retrofit_is_converted_back(tmp_path):
     standard_model().save_pretrained(tmp_path / "source")
     convert_well(tmp_path / "source", tmp_path / "whole", "--no-verify")
     AutoModel.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "decoder")
@@ -56,17 +56,17 @@ def test_so_is_one_that_was_saved_with_attention_residuals(tmp_path):
     assert torch.allclose(states_of(tmp_path / "back"), states_of(tmp_path / "source"), atol=1e-4)
 
 
-def test_a_tied_head_comes_back_with_the_class_that_has_one(tmp_path):
+def test_a_retrofitted_decoder_with_a_tied_head_loads_as_a_causal_language_model(tmp_path):
     model = standard_model(tie_word_embeddings=True)
     model.base_model.save_pretrained(tmp_path / "source")
     convert_well(tmp_path / "source", tmp_path / "result", "--no-verify")
     with torch.no_grad():
         expected = model(IDS).logits
-        found = AutoModelForCausalLM.from_pretrained(tmp_path / "result").eval()(IDS).logits
-    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+        logits = AutoModelForCausalLM.from_pretrained(tmp_path / "result").eval()(IDS).logits
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-def test_a_difference_is_seen_by_its_states(tmp_path, monkeypatch):
+def test_a_decoder_is_verified_by_its_hidden_states(tmp_path, monkeypatch):
     standard_model().base_model.save_pretrained(tmp_path / "source")
     from attnres.conversion import convert as module
 
@@ -81,10 +81,10 @@ def test_a_difference_is_seen_by_its_states(tmp_path, monkeypatch):
     assert "another function" in convert(tmp_path / "source", tmp_path / "result").error
 
 
-@pytest.mark.parametrize("says_tied", [True, False])
-def test_a_head_of_its_own_is_said_to_be_untied(tmp_path, says_tied):
+@pytest.mark.parametrize("is_declared_tied", [True, False])
+def test_a_separate_head_is_declared_untied(tmp_path, is_declared_tied):
     standard_model(tie_word_embeddings=False).save_pretrained(tmp_path / "source", max_shard_size="20KB")
-    change_json(tmp_path / "source" / "config.json", tie_word_embeddings=says_tied)
+    change_json(tmp_path / "source" / "config.json", tie_word_embeddings=is_declared_tied)
     convert_well(tmp_path / "source", tmp_path / "result")
     convert_well(tmp_path / "result", tmp_path / "back", "--to", "standard")
     for name in ("result", "back"):
@@ -92,7 +92,7 @@ def test_a_head_of_its_own_is_said_to_be_untied(tmp_path, says_tied):
         assert config.tie_word_embeddings is False
 
 
-def test_a_copy_of_the_embedding_for_a_head_stays_tied(tmp_path):
+def test_a_head_equal_to_the_embedding_stays_tied(tmp_path):
     model = standard_model(tie_word_embeddings=False)
     model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)
     model.save_pretrained(tmp_path / "source")

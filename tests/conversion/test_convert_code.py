@@ -15,7 +15,7 @@ from attnres.conversion.source import open_source
 from .checkpoints import change_json, convert, convert_well, files_of, save_tokenizer, standard_model
 
 CONFIG = "tokenizer_config.json"
-SPRUNG = "open({path!r}, 'w').close()\n"
+TRAP = "open({path!r}, 'w').close()\n"  # code that leaves a file when it is run
 TOKENIZER = (
     "from transformers import PreTrainedTokenizerFast\n\n\n"
     "class MyTokenizer(PreTrainedTokenizerFast):\n    sign = 'made of code'\n"
@@ -30,7 +30,7 @@ def source(tmp_path) -> Path:
 
 
 def with_code(source: Path, module: str = "tokenization_mine", body: str = "") -> Path:
-    """Give the tokenizer of a model its own code, in a file `module`."""
+    """Give the tokenizer of a model code in a file `module`."""
     path = source / f"{module}.py"
     path.parent.mkdir(exist_ok=True)
     path.write_text(body + TOKENIZER)
@@ -56,7 +56,7 @@ def auto_map_of(folder: Path) -> dict | None:
 
 
 def loaded_without_attnres(*folders: Path) -> list[str]:
-    """Load model and tokenizer of each folder in a process that has no `attnres`; return a line on each."""
+    """Load model and tokenizer of each folder in a process that has no `attnres`, and return a line on each."""
     script = (
         "import sys; sys.modules['attnres'] = None\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
@@ -74,11 +74,11 @@ def loaded_without_attnres(*folders: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("module", ["tokenization_mine", "residual_attnres", "tokenizer", "vocab", "LICENSE"])
-def test_unasked_no_code_comes_along_and_none_is_referred_to(source, tmp_path, module):
+def test_untrusted_code_is_not_copied_and_not_referred_to(source, tmp_path, module):
     (tmp_path / "plain").mkdir()
     standard_model(num_hidden_layers=1).save_pretrained(tmp_path / "plain")
     convert_well(tmp_path / "plain", tmp_path / "ours", "--no-verify")
-    convert_well(with_code(source, module, SPRUNG.format(path=str(tmp_path / "sprung"))), tmp_path / "result")
+    convert_well(with_code(source, module, TRAP.format(path=str(tmp_path / "sprung"))), tmp_path / "result")
     code = [
         {name: text for name, text in files_of(tmp_path / f).items() if name.endswith(".py")}
         for f in ("result", "ours")
@@ -88,13 +88,13 @@ def test_unasked_no_code_comes_along_and_none_is_referred_to(source, tmp_path, m
     assert not (tmp_path / "sprung").exists()
 
 
-def test_a_tokenizer_that_needs_its_code_stays_behind_rather_than_give_other_tokens(source, tmp_path):
+def test_a_tokenizer_that_needs_untrusted_code_is_not_copied(source, tmp_path):
     notes = convert_trusting(with_code(source), tmp_path / "result", trust=False)
     assert not list((tmp_path / "result").glob("*token*"))
     assert len(notes) == 1 and "the tokenizer" in notes[0] and "--trust-remote-code" in notes[0]
 
 
-def test_one_that_loads_without_it_comes_along_and_loads_like_that(source, tmp_path):
+def test_a_tokenizer_that_loads_without_untrusted_code_is_copied_and_loads_the_same(source, tmp_path):
     auto_map = {"AutoProcessor": "evil.P", "AutoTokenizer": ["lab/other--evil.T", None]}
     change_json(source / CONFIG, auto_map=auto_map, tokenizer_class="Qwen2Tokenizer")
     before = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -106,7 +106,7 @@ def test_one_that_loads_without_it_comes_along_and_loads_like_that(source, tmp_p
     assert after("Once upon")["input_ids"] == before("Once upon")["input_ids"]
 
 
-def test_no_other_file_refers_to_code(source, tmp_path):
+def test_no_other_file_refers_to_untrusted_code(source, tmp_path):
     for name in ("generation_config.json", "preprocessor_config.json"):
         (source / name).write_text(json.dumps({"auto_map": {"AutoImageProcessor": "evil.Processor"}}))
     pipelines = {"text-generation": {"impl": "evil.Pipeline", "pt": ["AutoModelForCausalLM"]}}
@@ -119,7 +119,7 @@ def test_no_other_file_refers_to_code(source, tmp_path):
         assert not any(b"evil" in text for text in files_of(tmp_path / name).values())
 
 
-def test_nor_does_one_that_spells_it_otherwise(source, tmp_path):
+def test_an_auto_map_with_an_escaped_name_is_removed(source, tmp_path):
     text = (source / CONFIG).read_text().rstrip().removesuffix("}")
     (source / CONFIG).write_text(text + r', "auto\u005fmap": {"AutoTokenizer": ["lab/other--evil.T", null]}}')
     (notes,) = convert_trusting(source, tmp_path / "result", trust=False)
@@ -128,7 +128,7 @@ def test_nor_does_one_that_spells_it_otherwise(source, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["processor_config.json", "preprocessor_config.json", "chat_template.json"])
-def test_nor_does_one_deep_in_a_file(source, tmp_path, name):
+def test_an_auto_map_deep_in_a_file_is_removed(source, tmp_path, name):
     inner = {"auto_map": {"AutoImageProcessor": "lab/other--evil.P"}, "size": 3}
     pipelines = {"evil": {"impl": "evil.Pipeline"}}
     fields = {"image_processor": inner, "list": [[{"auto_map": "evil.Q", "custom_pipelines": pipelines}]]}
@@ -138,7 +138,7 @@ def test_nor_does_one_deep_in_a_file(source, tmp_path, name):
     assert len(notes) == 2 and "lab/other--evil.P" in notes[0] and "evil.Q" in notes[0] and "pipelines" in notes[1]
 
 
-def test_a_token_of_that_name_is_none(source, tmp_path):
+def test_a_token_named_auto_map_stays(source, tmp_path):
     text = json.dumps({"auto_map": 0, "custom_pipelines": 1})
     (source / "vocab.json").write_text(text)
     assert convert_trusting(source, tmp_path / "result", trust=False) == []
@@ -148,7 +148,7 @@ def test_a_token_of_that_name_is_none(source, tmp_path):
 # ---- Trusted
 
 
-def test_trusted_it_comes_along_and_never_in_the_place_of_ours(source, tmp_path):
+def test_trusted_code_is_copied_and_replaces_no_file_of_this_package(source, tmp_path):
     convert_well(source, tmp_path / "ours", "--no-verify")
     modules = ("tokenization_mine", "residual_attnres")
     for module in modules:
@@ -162,18 +162,18 @@ def test_trusted_it_comes_along_and_never_in_the_place_of_ours(source, tmp_path)
     assert loaded == ["AttnResLlamaForCausalLM made of code"] * 2
 
 
-def test_deep_in_a_file_too(source, tmp_path):
+def test_trusted_code_of_an_auto_map_deep_in_a_file_is_copied(source, tmp_path):
     fields = {"image_processor": {"auto_map": {"AutoImageProcessor": "mine.Processor"}}}
     (source / "processor_config.json").write_text(json.dumps(fields))
     (source / "mine.py").write_text("class Processor: ...\n")
     notes = convert_trusting(source, tmp_path / "result")
-    found = json.loads((tmp_path / "result" / "processor_config.json").read_text())
-    assert found == {"image_processor": {"auto_map": {"AutoImageProcessor": "source_code/mine.Processor"}}}
+    fields = json.loads((tmp_path / "result" / "processor_config.json").read_text())
+    assert fields == {"image_processor": {"auto_map": {"AutoImageProcessor": "source_code/mine.Processor"}}}
     assert notes == ["Code that came with the source, for processor_config.json: source_code/mine.py."]
     assert (tmp_path / "result" / "source_code" / "mine.py").exists()
 
 
-def test_also_from_a_file_of_the_name_of_the_folder(source, tmp_path):
+def test_trusted_code_in_a_file_with_the_name_of_the_subfolder_is_copied(source, tmp_path):
     convert_well(source, tmp_path / "ours", "--no-verify")
     with_code(source, "source_code", body="from .residual_attnres import X\n")
     (source / "residual_attnres.py").write_text("X = 1\n")
@@ -183,7 +183,7 @@ def test_also_from_a_file_of_the_name_of_the_folder(source, tmp_path):
     assert (tmp_path / "result" / "source_code" / "residual_attnres.py").read_text() == "X = 1\n"
 
 
-def test_of_two_files_that_would_get_one_name_neither_is_lost(source, tmp_path):
+def test_two_files_that_would_get_one_name_are_refused(source, tmp_path):
     with_code(source, "source_code/mine")
     (source / "mine.py").write_text("class Processor: ...\n")
     (source / "processor_config.json").write_text(json.dumps({"auto_map": {"AutoProcessor": "mine.Processor"}}))
@@ -191,7 +191,7 @@ def test_of_two_files_that_would_get_one_name_neither_is_lost(source, tmp_path):
         convert_trusting(source, tmp_path / "result")
 
 
-def test_so_does_what_it_imports(source, tmp_path):
+def test_files_that_trusted_code_imports_are_copied_and_no_others(source, tmp_path):
     with_code(source, body="from .helper import SIGN\n")
     (source / "helper.py").write_text("from .deeper import SIGN\n")
     (source / "deeper.py").write_text("SIGN = 1\n")
@@ -203,7 +203,7 @@ def test_so_does_what_it_imports(source, tmp_path):
     assert tokenizer.sign == "made of code"
 
 
-def test_the_way_back_and_on_keeps_it_where_it_is(source, tmp_path):
+def test_later_conversions_keep_trusted_code_where_it_is(source, tmp_path):
     convert_trusting(with_code(source, "code/mine"), tmp_path / "result")
     convert_trusting(tmp_path / "result", tmp_path / "back", plan=plan_standard)
     convert_trusting(tmp_path / "result", tmp_path / "regrouped", plan=plan_change, block_size=2)
@@ -213,7 +213,7 @@ def test_the_way_back_and_on_keeps_it_where_it_is(source, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "back", trust_remote_code=True).sign == "made of code"
 
 
-def test_code_in_another_repository_stays_there_and_is_told(source, tmp_path):
+def test_code_in_another_repository_stays_there_and_is_named(source, tmp_path):
     reference = "lab/tokenizer--tokenization_mine.MyTokenizer"
     change_json(source / CONFIG, auto_map={"AutoTokenizer": [reference, None]})
     notes = convert_trusting(source, tmp_path / "result")
@@ -221,14 +221,14 @@ def test_code_in_another_repository_stays_there_and_is_told(source, tmp_path):
     assert notes == [f"{CONFIG} refers to code in another repository: {reference}."]
 
 
-def test_code_that_is_missing_is_named(source, tmp_path):
+def test_missing_code_is_named(source, tmp_path):
     change_json(source / CONFIG, auto_map={"AutoTokenizer": ["tokenization_mine.Mine", None]})
     with pytest.raises(FileNotFoundError, match=r"source/tokenization_mine\.py"):
         convert_trusting(source, tmp_path / "result")
 
 
 @pytest.mark.parametrize("reference", ["../outside.T", "/tmp/outside.T", "a.b.T", ".T", "x y.T", "sub//x.T", "T"])
-def test_a_reference_that_leads_out_is_refused(source, tmp_path, reference):
+def test_a_reference_that_leads_out_of_the_directory_is_refused(source, tmp_path, reference):
     (tmp_path / "outside.py").write_text("class T: ...\n")
     change_json(source / CONFIG, auto_map={"AutoTokenizer": [reference, None]})
     with pytest.raises(ValueError, match="which is not the name of a class in a file there") as caught:
@@ -237,7 +237,7 @@ def test_a_reference_that_leads_out_is_refused(source, tmp_path, reference):
 
 
 @pytest.mark.parametrize("module", ["./../outside", "/../../outside", "sub.outside"])
-def test_so_is_an_import(source, tmp_path, module):
+def test_an_import_that_leads_out_of_the_directory_is_refused(source, tmp_path, module):
     (tmp_path / "outside.py").write_text("X = 1\n")
     (source / "sub.outside.py").write_text("X = 1\n")
     with_code(source, body=f'"""\nfrom .{module} import X\n"""\n')
@@ -247,7 +247,7 @@ def test_so_is_an_import(source, tmp_path, module):
 
 
 @pytest.mark.parametrize("value", [3, {"AutoTokenizer": 3}, {"AutoTokenizer": [3]}], ids=str)
-def test_what_is_no_auto_map_is_named(source, tmp_path, value):
+def test_a_damaged_auto_map_is_named(source, tmp_path, value):
     change_json(source / CONFIG, auto_map=value)
     error = convert(source, tmp_path / "result").error
     assert f"{source / CONFIG} is damaged (`auto_map` is" in error
@@ -266,7 +266,7 @@ def test_a_link_that_leaves_the_directory_is_refused(source, tmp_path, name):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["secret", "source"]
 
 
-def test_so_is_a_folder_of_templates_elsewhere_and_code_elsewhere(source, tmp_path):
+def test_a_link_to_templates_or_code_outside_the_directory_is_refused(source, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "tool.jinja").write_text("{{ 1 }}")
     (source / "additional_chat_templates").symlink_to(tmp_path / "elsewhere")
@@ -279,7 +279,7 @@ def test_so_is_a_folder_of_templates_elsewhere_and_code_elsewhere(source, tmp_pa
         convert_trusting(source, tmp_path / "result")
 
 
-def test_a_link_inside_is_followed(source, tmp_path):
+def test_a_link_within_the_directory_is_followed(source, tmp_path):
     (source / "texts").mkdir()
     (source / "texts" / "licence").write_text("free")
     (source / "LICENSE").symlink_to("texts/licence")
@@ -289,8 +289,8 @@ def test_a_link_inside_is_followed(source, tmp_path):
 
 
 @pytest.mark.parametrize("option", [(), ("--trust-remote-code",)])
-def test_the_command_tells_of_the_code_and_takes_it_where_it_is_trusted(option, source, tmp_path):
+def test_the_command_names_untrusted_code_and_copies_trusted_code(option, source, tmp_path):
     with_code(source)
-    said = " ".join(convert_well(source, tmp_path / "result", "--no-verify", *option).out.split())
-    assert ("--trust-remote-code takes both along." in said) == (not option)
+    out = " ".join(convert_well(source, tmp_path / "result", "--no-verify", *option).out.split())
+    assert ("--trust-remote-code copies both." in out) == (not option)
     assert (tmp_path / "result" / "source_code" / "tokenization_mine.py").exists() == bool(option)

@@ -31,7 +31,7 @@ def file_of(folder: Path, name: str) -> Path:
     return folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
 
 
-# ---- Weights that are not as they should be
+# ---- Damaged weights
 
 
 def test_a_missing_shard_is_named(copy, refusal):
@@ -49,7 +49,7 @@ def test_a_save_that_was_killed_before_its_last_files_is_completed_and_converted
     assert {path.name: path.read_bytes() for path in copy.iterdir()} == files
 
 
-def test_a_tensor_missing_from_its_shard_is_named_with_it(copy, refusal):
+def test_a_tensor_missing_from_its_shard_is_named_with_the_file(copy, refusal):
     path = file_of(copy, WEIGHT)
     change_tensors(copy, {WEIGHT: None})
     error = refusal()
@@ -57,7 +57,7 @@ def test_a_tensor_missing_from_its_shard_is_named_with_it(copy, refusal):
 
 
 @pytest.mark.parametrize("name", ["llama", "whole"])
-def test_a_tensor_missing_altogether_is_named(copy_of, refusal, name):
+def test_a_tensor_missing_from_index_and_files_is_named(copy_of, refusal, name):
     copy = copy_of(name)
     if name == "llama":
         forget(copy, WEIGHT)
@@ -65,7 +65,7 @@ def test_a_tensor_missing_altogether_is_named(copy_of, refusal, name):
     assert refusal() == f"{copy} is incomplete: it lacks `{WEIGHT}`."
 
 
-def test_of_many_missing_tensors_some_are_named(copy, refusal):
+def test_only_the_first_of_many_missing_tensors_are_named(copy, refusal):
     change_json(copy / "config.json", num_hidden_layers=5)
     error = refusal()
     assert "`model.layers.3.input_layernorm.weight`" in error and error.endswith(" and 8 more.")
@@ -101,19 +101,19 @@ def test_a_truncated_shard_is_named(copy, refusal, keep):
     assert f"{path} is truncated or damaged" in refusal()
 
 
-def test_so_is_one_that_was_never_fetched(copy, refusal):
+def test_a_shard_that_git_lfs_never_fetched_is_named(copy, refusal):
     path = file_of(copy, WEIGHT)
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     assert f"{path} is truncated or damaged" in refusal()
 
 
-def test_one_that_shrinks_while_it_is_read_is_named(copy, refusal, monkeypatch):
+def test_a_shard_that_shrinks_while_it_is_read_is_named(copy, refusal, monkeypatch):
     path = file_of(copy, WEIGHT)
-    check_space = shutil.disk_usage
+    disk_usage = shutil.disk_usage
 
     def truncate(folder):
         os.truncate(path, path.stat().st_size - 100)
-        return check_space(folder)
+        return disk_usage(folder)
 
     monkeypatch.setattr(shutil, "disk_usage", truncate)
     assert f"{path} ends within " in refusal()
@@ -128,7 +128,7 @@ def test_a_misshapen_tensor_is_named_with_its_file_and_both_shapes(copy_of, refu
 
 
 @pytest.mark.parametrize(("part", "shape"), [("w1", [48, 32]), ("w2", [32, 48]), ("w3", [48, 32])])
-def test_so_is_one_of_an_expert(copy_of, refusal, part, shape):
+def test_a_misshapen_tensor_of_an_expert_is_named_with_its_file_and_both_shapes(copy_of, refusal, part, shape):
     copy = copy_of("mixtral")
     path = file_of(copy, f"{EXPERT}.{part}.weight")
     change_tensors(copy, {f"{EXPERT}.{part}.weight": torch.zeros(shape[0], shape[1] - 1)})
@@ -154,7 +154,7 @@ def test_tensors_of_experts_that_are_missing_are_named(copy_of, refusal, experts
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_values_that_are_no_numbers_are_found(copy, refusal, value, dtype):
+def test_values_that_are_not_finite_are_refused(copy, refusal, value, dtype):
     path = file_of(copy, WEIGHT)
     weight = tensors_of(copy)[WEIGHT].to(dtype)
     weight[31, 31] = value
@@ -163,14 +163,14 @@ def test_values_that_are_no_numbers_are_found(copy, refusal, value, dtype):
         assert refusal(*options).startswith(f"`{WEIGHT}` in {path} holds NaN or infinite values")
 
 
-def test_so_are_those_of_an_8_bit_float(copy, refusal):
+def test_nan_in_an_8_bit_float_is_refused(copy, refusal):
     weight = tensors_of(copy)[WEIGHT].to(torch.float8_e4m3fn)
     weight.view(torch.uint8)[5, 5] = 0x7F
     change_tensors(copy, {WEIGHT: weight})
     assert f"`{WEIGHT}`" in refusal("--no-verify")
 
 
-def test_a_value_at_the_end_of_a_tensor_larger_than_a_piece_is_found(tmp_path, refusal):
+def test_nan_at_the_end_of_a_tensor_larger_than_a_piece_is_refused(tmp_path, refusal):
     model = standard_model(vocab_size=9000)  # 1.15 MB
     model.lm_head.weight.data[-1, -1] = torch.nan
     model.save_pretrained(tmp_path / "source")
@@ -188,7 +188,7 @@ def test_a_broken_index_is_named(copy, refusal, content):
     assert f"{copy / INDEX} is not an index of weights" in refusal()
 
 
-def test_an_index_that_leads_elsewhere_is_refused(copy, tmp_path, refusal):
+def test_an_index_that_leads_out_of_the_directory_is_refused(copy, tmp_path, refusal):
     path = file_of(copy, WEIGHT)
     path.rename(tmp_path / path.name)
     weight_map = json.loads((copy / INDEX).read_text())["weight_map"]
@@ -198,7 +198,7 @@ def test_an_index_that_leads_elsewhere_is_refused(copy, tmp_path, refusal):
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "model/", "/etc/passwd", "sub/model.safetensors"])
-def test_so_is_one_that_names_no_file_beside_it(copy, refusal, name):
+def test_an_index_that_names_no_file_beside_it_is_refused(copy, refusal, name):
     weight_map = json.loads((copy / INDEX).read_text())["weight_map"]
     change_json(copy / INDEX, weight_map=weight_map | {WEIGHT: name})
     error = refusal()
@@ -206,7 +206,7 @@ def test_so_is_one_that_names_no_file_beside_it(copy, refusal, name):
 
 
 @pytest.mark.parametrize("name", ["config.json", "residual_attnres.py", "model.bin", "folder.safetensors"])
-def test_an_index_that_names_no_safetensors_is_refused(copy, refusal, name):
+def test_an_index_that_names_another_kind_of_file_is_refused(copy, refusal, name):
     path = file_of(copy, WEIGHT)
     if name.startswith("folder"):
         (copy / name).mkdir()
@@ -216,24 +216,24 @@ def test_an_index_that_names_no_safetensors_is_refused(copy, refusal, name):
     weight_map = {tensor: name if file == path.name else file for tensor, file in weight_map.items()}
     change_json(copy / INDEX, weight_map=weight_map)
     error = refusal()
-    assert str(copy / INDEX) in error and f"names {name}, which is no .safetensors file" in error
+    assert str(copy / INDEX) in error and f"names {name}, which is not a .safetensors file" in error
 
 
-def test_a_file_of_an_index_that_is_text_is_named(copy, refusal):
+def test_a_shard_that_is_text_is_named(copy, refusal):
     path = file_of(copy, WEIGHT)
     path.write_text("no tensors here")
     assert f"{path} is truncated or damaged" in refusal()
 
 
-def test_an_index_of_pickles_names_pickles(copy_of, refusal):
+def test_an_index_of_pickles_that_names_safetensors_is_refused(copy_of, refusal):
     copy = copy_of("whole")
     (copy / "model.safetensors").rename(copy / "pytorch_model-1.safetensors")
     index = copy / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"weight_map": {WEIGHT: "pytorch_model-1.safetensors"}}))
-    assert f"{index} names pytorch_model-1.safetensors, which is no .bin file" in refusal()
+    assert f"{index} names pytorch_model-1.safetensors, which is not a .bin file" in refusal()
 
 
-def test_a_directory_without_anything_or_without_weights_is_named(copy, tmp_path, refusal):
+def test_a_directory_without_weights_is_named(copy, tmp_path, refusal):
     for path in copy.glob("model*"):
         path.unlink()
     assert f"{copy} has no weights" in refusal()
@@ -258,7 +258,7 @@ def test_a_broken_configuration_is_named(copy, refusal, content):
     ("field", "value"),
     [("hidden_size", "x"), ("num_hidden_layers", None), ("hidden_act", "x"), ("num_attention_heads", 0)],
 )
-def test_a_field_that_cannot_be_is_reported(copy, refusal, field, value):
+def test_a_field_with_an_impossible_value_is_reported(copy, refusal, field, value):
     change_json(copy / "config.json", **{field: value})
     assert f"{copy / 'config.json'} holds a wrong value" in refusal()
 
@@ -269,7 +269,7 @@ def test_an_unknown_model_type_is_named(copy, refusal, model_type):
     assert f"model type `{model_type}`" in refusal()
 
 
-def test_an_unsupported_model_type_is_named_with_those_that_are_supported(copy, refusal):
+def test_an_unsupported_model_type_is_named_with_the_supported_ones(copy, refusal):
     change_json(copy / "config.json", model_type="gpt2")
     error = refusal()
     assert "'gpt2'" in error and "'llama'" in error and "add_backbone" in error
@@ -314,9 +314,9 @@ def pickled(copy_of, tmp_path) -> Callable[..., Path]:
 def test_code_in_a_pickle_is_not_run(pickled, models, tmp_path, refusal, is_zip):
     trapped = tensors_of(models / "whole") | {"trap": Trap(tmp_path / "sprung")}
     path = pickled(trapped, _use_new_zipfile_serialization=is_zip)
-    assert refusal() == f"{path} needs code to be loaded, which may do anything: it is refused."
+    assert refusal() == f"{path} runs code when it is loaded, so it is refused. Use weights in safetensors."
     torch.load(path, weights_only=False)
-    assert (tmp_path / "sprung").exists(), "the trap must work where code is run"
+    assert (tmp_path / "sprung").exists(), "the trap must work if the code is run"
 
 
 @pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "before PyTorch 1.6"])
@@ -327,7 +327,7 @@ def test_a_truncated_pickle_is_named(pickled, models, refusal, is_zip, keep):
     assert f"{path} is truncated or damaged" in refusal()
 
 
-def test_so_is_a_pickle_that_was_never_fetched(pickled, models, refusal):
+def test_a_pickle_that_git_lfs_never_fetched_is_named(pickled, models, refusal):
     path = pickled({})
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     assert f"{path} is truncated or damaged (it is not a pickle)" in refusal()
@@ -336,13 +336,13 @@ def test_so_is_a_pickle_that_was_never_fetched(pickled, models, refusal):
 @pytest.mark.parametrize(
     "content", [[1], {"state_dict": {"a": torch.zeros(1)}}, torch.zeros(1)], ids=["list", "nested", "tensor"]
 )
-def test_a_pickle_of_something_else_is_named(pickled, refusal, content):
+def test_a_pickle_of_something_other_than_tensors_is_named(pickled, refusal, content):
     path = pickled(content)
     assert refusal() == f"{path} is not a dictionary of tensors."
 
 
 @pytest.mark.parametrize("key", [3, (1, 2), None], ids=str)
-def test_a_key_that_is_no_name_is_reported(pickled, models, refusal, key):
+def test_a_key_that_is_not_a_text_is_reported(pickled, models, refusal, key):
     path = pickled(tensors_of(models / "whole") | {key: torch.zeros(1)})
     assert refusal() == f"{path} holds a tensor under the key {key!r}, which is not a name."
 
@@ -355,7 +355,7 @@ def test_a_tensor_that_is_not_dense_is_named(pickled, models, refusal, tensor):
     assert f"`extra.weight` in {path} is not a dense tensor" in refusal()
 
 
-def test_a_type_of_number_that_safetensors_does_not_know_is_reported(pickled, models, refusal):
+def test_a_dtype_that_safetensors_does_not_support_is_reported(pickled, models, refusal):
     path = pickled(tensors_of(models / "whole") | {"extra.weight": torch.zeros(2, dtype=torch.complex128)})
     error = refusal()
     assert "`extra.weight`" in error and str(path) in error and "complex128" in error

@@ -1,4 +1,4 @@
-"""`attnres convert` takes repositories on the Hub, here a server on this machine that another process reads from."""
+"""`attnres convert` converts repositories on the Hub: another process reads from a Hub on this machine."""
 
 import json
 import shutil
@@ -59,7 +59,7 @@ def test_a_revision_is_converted(seen, folder, name, revision):
     assert_same_function(logits_of(result), logits_of(folder / "hub" / "lab" / "model" / revision))
 
 
-def test_what_belongs_to_the_model_comes_along(folder):
+def test_only_files_of_the_model_are_copied(folder):
     result = folder / "main"
     tokenizer, expected = (
         AutoTokenizer.from_pretrained(path) for path in (result, folder / "hub" / "lab" / "model" / "main")
@@ -70,7 +70,7 @@ def test_what_belongs_to_the_model_comes_along(folder):
     assert not [path for path in result.rglob("*") if path.is_symlink()]
 
 
-def test_pickles_are_fetched_only_where_there_is_nothing_else(folder):
+def test_pickles_are_fetched_only_where_there_are_no_safetensors(folder):
     cached = {path.name for path in (folder / "home").rglob("*.bin")}
     assert cached == {"pytorch_model.bin"}
 
@@ -85,7 +85,7 @@ def test_pickles_are_fetched_only_where_there_is_nothing_else(folder):
         ("no name", "lab/mo del"),
     ],
 )
-def test_what_cannot_be_had_is_named_in_one_line(seen, folder, name, message):
+def test_a_source_that_is_not_available_is_named_in_one_line(seen, folder, name, message):
     run = seen[name]
     lines = [line for line in run["err"].splitlines() if line.startswith("attnres: ")]
     assert run["code"] == 1 and len(lines) == 1, run["err"]
@@ -94,7 +94,7 @@ def test_what_cannot_be_had_is_named_in_one_line(seen, folder, name, message):
     assert sorted(path.name for path in folder.iterdir() if path.name.startswith((".", "x"))) == []
 
 
-def test_a_connection_that_breaks_is_told_in_one_line(monkeypatch):
+def test_a_broken_connection_is_reported_in_one_line(monkeypatch):
     def snapshot_download(*args, **kwargs):
         raise httpx.ReadError("[Errno 104] Connection reset by peer")
 
@@ -103,5 +103,5 @@ def test_a_connection_that_breaks_is_told_in_one_line(monkeypatch):
         checkpoint.find("lab/model")
 
 
-def test_the_result_of_one_revision_is_not_that_of_another(folder):
+def test_two_revisions_give_two_models(folder):
     assert (logits_of(folder / "main") - logits_of(folder / "v1")).abs().max() > 1

@@ -1,4 +1,4 @@
-"""A conversion that is interrupted, terminated or killed leaves no result, or the old one; the next one works."""
+"""A conversion that is interrupted, terminated or killed leaves no result or the old one, and the next one works."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ def session(tmp_path_factory) -> dict:
 
 @pytest.mark.parametrize("name", SIGNALS)
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_stopped_at_any_moment_there_is_no_result(session, moment, name):
+def test_a_conversion_stopped_at_any_moment_leaves_no_result(session, moment, name):
     seen = session[f"{moment} {name}"]
     assert (seen["code"], seen["result"]) == (SIGNALS[name], None), seen["log"]
     assert "Traceback" not in seen["log"]
@@ -41,9 +41,9 @@ def test_stopped_at_any_moment_there_is_no_result(session, moment, name):
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_what_a_killed_conversion_leaves_is_cleared_by_the_next_one(session, moment):
+def test_the_next_conversion_clears_the_files_of_a_killed_one(session, moment):
     seen = session[f"{moment} SIGKILL"]
-    assert "`model.norm.weight`" in seen["damaged log"], "it fails for its own reason"
+    assert "`model.norm.weight`" in seen["damaged log"], "it must fail because of the damage"
     assert (seen["damaged"], seen["left after damaged"]) == (1, [])
     assert (seen["again"], seen["left after again"]) == (0, ["result"])
     assert seen["result after again"] == session["two"]["result"]
@@ -51,7 +51,7 @@ def test_what_a_killed_conversion_leaves_is_cleared_by_the_next_one(session, mom
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize("moment", ["copying", "renaming"])
-def test_a_stopped_conversion_leaves_the_result_that_it_was_to_replace(session, moment, name):
+def test_a_stopped_conversion_keeps_the_result_that_it_was_to_replace(session, moment, name):
     seen = session[f"{moment} {name} overwrite"]
     assert seen["code"] == SIGNALS[name], seen["log"]
     assert seen["old"] == session["one"]["result"]
@@ -59,17 +59,17 @@ def test_a_stopped_conversion_leaves_the_result_that_it_was_to_replace(session, 
 
 
 @pytest.mark.parametrize("moment", ["copying", "renaming"])
-def test_killed_it_does_not_lose_it_either(session, moment):
+def test_a_killed_conversion_does_not_lose_the_result_that_it_was_to_replace(session, moment):
     seen = session[f"{moment} SIGKILL overwrite"]
     assert seen["code"] == -9
-    assert seen["result"] == (None if moment == "renaming" else seen["old"]), "between two renames nothing is there"
+    assert seen["result"] == (None if moment == "renaming" else seen["old"]), "between two renames there is no result"
     assert (seen["damaged"], seen["left after damaged"]) == (1, ["result"])
     assert seen["result after damaged"] == seen["old"]
     assert (seen["again"], seen["left after again"]) == (0, ["result"])
     assert seen["result after again"] == session["two"]["result"]
 
 
-def test_of_two_conversions_to_one_target_the_second_is_refused_and_the_first_is_not_disturbed(session):
+def test_a_second_conversion_to_the_same_target_is_refused_and_does_not_disturb_the_first(session):
     seen = session["two"]
     assert seen["second"] == 1
     assert "is being written by another process" in seen["log"]

@@ -53,7 +53,7 @@ sys.exit(code)
 
 
 def peak_bytes(*command: str | Path) -> int:
-    """Return the most memory that a process held, in bytes."""
+    """Return the peak memory of a process in bytes."""
     done = subprocess.run([sys.executable, "-c", MEASURE, *command], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return int(done.stdout) * (1 if sys.platform == "darwin" else 1024)

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,11 +20,6 @@ from .checkpoints import (
     standard_model,
 )
 
-WEIGHT = "model.layers.1.self_attn.q_proj.weight"
-EXPERT = "model.layers.1.block_sparse_moe.experts.2"
-Refusal = Callable[..., str]
-
-
 # ---- Where the result goes
 
 
@@ -38,7 +33,7 @@ def test_an_existing_target_is_not_touched(copy, tmp_path, refusal):
     assert (tmp_path / "result" / "thesis.txt").read_text() == "years of work"
 
 
-def test_a_file_is_no_target(copy, tmp_path, refusal):
+def test_a_target_that_is_a_file_is_refused(copy, tmp_path, refusal):
     (tmp_path / "result").write_text("mine")
     assert "exists" in refusal()
     assert "was not written by this command" in refusal("--overwrite")
@@ -46,7 +41,7 @@ def test_a_file_is_no_target(copy, tmp_path, refusal):
     assert convert(copy, tmp_path / "result" / "in").code == 1
 
 
-def test_a_model_is_replaced_when_asked(copy, models, tmp_path):
+def test_a_model_is_replaced_on_request(copy, models, tmp_path):
     convert_well(copy, tmp_path / "result", "--block-size", "2", "--no-verify")
     convert_well(models / "whole", tmp_path / "result", "--overwrite", "--no-verify")
     assert json.loads((tmp_path / "result" / "config.json").read_text())["attn_res_block_size"] == 1
@@ -54,7 +49,7 @@ def test_a_model_is_replaced_when_asked(copy, models, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["result", "source"]
 
 
-def test_but_not_by_a_conversion_that_fails(copy, tmp_path, refusal):
+def test_a_conversion_that_fails_replaces_nothing(copy, tmp_path, refusal):
     convert_well(copy, tmp_path / "result", "--block-size", "2", "--no-verify")
     before = files_of(tmp_path / "result")
     change_tensors(copy, {"model.norm.weight": torch.full((32,), torch.nan)})
@@ -72,7 +67,7 @@ def test_but_not_by_a_conversion_that_fails(copy, tmp_path, refusal):
         ("source", "link"),
     ],
 )
-def test_source_and_target_must_lie_apart(copy, tmp_path, source, target):
+def test_source_and_target_must_not_contain_each_other(copy, tmp_path, source, target):
     (tmp_path / "link").symlink_to(copy)
     shutil.copytree(copy, tmp_path / "in")
     (tmp_path / "in").rename(copy / "in")
@@ -82,7 +77,7 @@ def test_source_and_target_must_lie_apart(copy, tmp_path, source, target):
     assert files_of(copy) == before
 
 
-def test_folders_above_the_target_are_made_and_go_if_it_fails(copy, tmp_path):
+def test_folders_above_the_target_are_made_and_removed_after_a_failure(copy, tmp_path):
     convert_well(copy, tmp_path / "new" / "er" / "result", "--no-verify")
     shutil.rmtree(tmp_path / "new")
     (copy / "config.json").unlink()
@@ -90,7 +85,7 @@ def test_folders_above_the_target_are_made_and_go_if_it_fails(copy, tmp_path):
     assert os.listdir(tmp_path) == ["source"]
 
 
-def test_the_current_folder_and_names_with_brackets_are_taken(copy, tmp_path, monkeypatch):
+def test_names_with_brackets_and_the_current_folder_are_read_literally(copy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = convert_well("source", "[/a]", "--no-verify")
     assert run.out.endswith("Written to [/a].\n")
@@ -98,7 +93,7 @@ def test_the_current_folder_and_names_with_brackets_are_taken(copy, tmp_path, mo
     assert "exists" in convert("../source", ".").error
 
 
-def test_a_target_where_nothing_can_be_written_is_reported(copy):
+def test_a_target_that_cannot_be_written_is_reported(copy):
     error = convert(copy, "/proc/result").error
     assert "another process" not in error
 
@@ -119,7 +114,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
     if os.system(f"mount -t tmpfs -o size=100k tmpfs '{folder}' 2>/dev/null"):
-        pytest.skip("mounting a file system takes more rights")
+        pytest.skip("mounting a file system needs root")
     yield folder
     os.system(f"umount '{folder}'")
 
@@ -129,12 +124,13 @@ def test_a_full_disk_is_left_as_it_was(models, small_disk, monkeypatch):
     assert "not enough space" in error and str(small_disk) in error
     assert os.listdir(small_disk) == []
     usage = shutil.disk_usage(small_disk)
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=10**9))  # as if it had been free
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=10**9))  # let the check pass
     error = convert(models / "llama", small_disk / "result", "--no-verify").error
     assert "No space left" in error and str(small_disk / ".result.partial") in error
     assert os.listdir(small_disk) == []
 
 
+# Runs `attnres convert` with a limit on the size of files.
 _LIMITED = """
 import resource, sys
 from unittest import mock
@@ -147,8 +143,8 @@ main()
 
 
 @pytest.mark.parametrize("options", [["--hard-link"], []], ids=["added", "copied"])
-def test_a_file_that_there_is_no_room_for_is_named(tmp_path, options):
-    """A limit on the size of files, as a quota sets: the added tensors or the weights exceed it, and no other file."""
+def test_a_file_that_exceeds_a_limit_is_named(tmp_path, options):
+    """The limit on the size of files is like a quota. Only the added tensors, or the weights, exceed it."""
     fields = {"hidden_size": 512, "num_hidden_layers": 10, "vocab_size": 8, "intermediate_size": 4, "head_dim": 2}
     model = standard_model(**fields, num_attention_heads=1, num_key_value_heads=1)
     model.save_pretrained(tmp_path / "source", max_shard_size="20KB" if options else "1GB")  # 86 kB will be added
@@ -161,7 +157,7 @@ def test_a_file_that_there_is_no_room_for_is_named(tmp_path, options):
     assert os.listdir(tmp_path) == ["source"]
 
 
-def test_a_source_with_a_file_of_the_name_of_ours_keeps_it(copy, tmp_path):
+def test_a_source_file_with_the_name_of_the_added_shard_is_kept(copy, tmp_path):
     path = next(copy.glob("*.safetensors"))
     index = (copy / "model.safetensors.index.json").read_text()
     (copy / "model.safetensors.index.json").write_text(index.replace(path.name, ADDED_SHARD))
@@ -204,10 +200,10 @@ def test_bad_usage_exits_with_2_and_names_the_option(copy, tmp_path, options):
     assert os.listdir(tmp_path) == ["source"]
 
 
-def test_a_source_that_is_a_file_or_not_there_is_named(copy, tmp_path):
+def test_a_source_that_is_a_file_or_missing_is_named(copy, tmp_path):
     for source in (copy / "config.json", tmp_path / "absent"):
         assert convert(source, tmp_path / "result").error == f"{source} is not a directory."
 
 
-def test_a_directory_has_no_revisions(copy, refusal):
+def test_a_revision_of_a_directory_is_refused(copy, refusal):
     assert "Leave out --revision" in refusal("--revision", "main")

@@ -91,7 +91,7 @@ def test_a_pipeline_writes_the_same_text(source, result):
     assert texts[0] == texts[1] and len(texts[0]) > 100
 
 
-def test_so_does_one_in_a_process_that_cannot_import_attnres(source, result, run, tmp_path):
+def test_a_pipeline_without_attnres_writes_the_same_text(source, result, run, tmp_path):
     site_packages = os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))
     isolated = [sys.executable, "-I", "-S", WITHOUT_ATTNRES, site_packages]
     run(*isolated, HERE / "serving_session.py", result, "Lily and Ben", tmp_path / "seen.json")

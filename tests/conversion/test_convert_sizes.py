@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from .checkpoints import change_json, standard_model, tensors_of
 
-pytestmark = pytest.mark.slow  # every case in a process that may run out of memory
+pytestmark = pytest.mark.slow  # every case runs in one process, with limits on memory and time
 
 FIELDS = {
     "layers": ("llama", "num_hidden_layers", 10**9),
@@ -35,7 +35,7 @@ def sources(tmp_path_factory) -> Path:
         standard_model(model_type).save_pretrained(folder / name)
         change_json(folder / name / "config.json", "layer_types", **{field: value})
     standard_model().save_pretrained(folder / "layer types")
-    # As many as a file may hold in bytes, and none of the weights.
+    # The file is small enough to be read, but the weights have three layers.
     change_json(folder / "layer types" / "config.json", layer_types=["full_attention"] * 10**6)
 
     shutil.copytree(folder / "sound", folder / "many tiny layers")
@@ -74,7 +74,7 @@ def seen(sources) -> dict:
 
 def error_of(seen: dict, name: str) -> str:
     """Return the one line that refuses a source, and assert that it comes at once."""
-    assert name in seen, "the process did not survive an earlier one"
+    assert name in seen, "the process ended at an earlier case"
     run = seen[name]
     assert run["code"] == 1, run
     assert len(run["error"].strip().splitlines()) == 1, run
@@ -82,26 +82,26 @@ def error_of(seen: dict, name: str) -> str:
     return run["error"]
 
 
-def test_what_is_sound_is_converted_in_that_much_memory(seen):
+def test_a_sound_model_is_converted_within_the_limits(seen):
     assert seen["sound"]["code"] == 0
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_number_that_the_files_do_not_bear_out_is_named(seen, sources, name):
+def test_a_number_that_is_too_large_for_the_weights_is_named(seen, sources, name):
     _, field, value = FIELDS[name]
     error = error_of(seen, name)
     assert f"{sources / name / 'config.json'}: `{field}` is {value:,}, but" in error
 
 
-def test_so_is_a_list_longer_than_there_are_layers(seen, sources):
+def test_a_list_that_is_longer_than_the_number_of_layers_is_named(seen, sources):
     assert str(sources / "layer types" / "config.json") in error_of(seen, "layer types")
 
 
-def test_a_layer_takes_more_than_one_tensor(seen):
+def test_layers_of_one_tensor_do_not_count(seen):
     assert "`num_hidden_layers` is 20,000, but" in error_of(seen, "many tiny layers")
 
 
-def test_the_number_of_an_expert_is_no_count_of_them(seen):
+def test_a_huge_number_of_one_expert_is_reported_as_missing_experts(seen):
     error = error_of(seen, "number of an expert")
     assert "it lacks `model.layers.0.block_sparse_moe.experts.4.w1.weight`" in error and "more" in error
 

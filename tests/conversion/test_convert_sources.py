@@ -31,7 +31,7 @@ def source(copy_of) -> Path:
 
 @pytest.fixture
 def pipe(source) -> Iterator:
-    """Return `pipe(name)`, which puts a pipe in place of a file. A process that reads from it ends after a while."""
+    """Return `pipe(name)`, which puts a pipe in place of a file. A read from it ends after 20 s instead of never."""
     started = []
 
     def make(name: str) -> Path:
@@ -56,19 +56,19 @@ def test_a_pipe_is_not_opened(pipe, refusal, name):
     assert f"{pipe(name)} is not a file. Put one there, or remove it." == refusal()
 
 
-def test_nor_is_one_in_the_place_of_an_index(pipe, source, refusal):
+def test_a_pipe_in_place_of_an_index_is_not_opened(pipe, source, refusal):
     (source / "model.safetensors").unlink()
     assert f"{pipe(INDEX)} is not a file" in refusal()
 
 
-def test_nor_one_that_an_index_names(pipe, source, refusal):
+def test_a_pipe_that_an_index_names_is_not_opened(pipe, source, refusal):
     (source / "model.safetensors").unlink()
     (source / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": "model-1.safetensors"}}))
     assert f"{pipe('model-1.safetensors')} is not a file" in refusal()
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors", INDEX])
-def test_a_link_elsewhere_is_not_followed(source, tmp_path, refusal, name):
+def test_a_link_out_of_the_directory_is_not_followed(source, tmp_path, refusal, name):
     if name == INDEX:
         (source / "model.safetensors").unlink()
     (source / name).unlink(missing_ok=True)
@@ -77,7 +77,7 @@ def test_a_link_elsewhere_is_not_followed(source, tmp_path, refusal, name):
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json", "vocab.json", INDEX])
-def test_a_file_that_is_too_large_to_be_what_it_says_is_not_read(source, refusal, name):
+def test_a_text_file_that_is_far_too_large_is_not_read(source, refusal, name):
     if name == INDEX:
         (source / "model.safetensors").unlink()
     with (source / name).open("a") as file:
@@ -86,7 +86,7 @@ def test_a_file_that_is_too_large_to_be_what_it_says_is_not_read(source, refusal
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "processor_config.json", INDEX])
-def test_one_that_is_nested_too_deeply_is_named(source, refusal, name):
+def test_a_file_that_is_nested_too_deeply_is_named(source, refusal, name):
     if name == INDEX:
         (source / "model.safetensors").unlink()
     (source / name).write_text(DEEP)
@@ -94,7 +94,7 @@ def test_one_that_is_nested_too_deeply_is_named(source, refusal, name):
     assert str(source / name) in error and ("nested too deeply" in error or "RecursionError" in error)
 
 
-def test_code_that_is_no_file_is_not_opened(pipe, source):
+def test_a_pipe_in_place_of_code_is_not_opened(pipe, source):
     change_json(source / "tokenizer_config.json", auto_map={"AutoTokenizer": ["mine.T", None]}, tokenizer_class="T")
     (source / "mine.py").write_text("from .helper import T\n")
     path = pipe("helper.py")
@@ -113,7 +113,7 @@ def test_weights_that_only_the_configuration_names_are_refused(source, refusal, 
     assert "Remove the field, or rename the file that it names to model.safetensors." in error
 
 
-def test_a_result_has_all_its_weights_where_the_configuration_names_the_file_that_is_there(source, tmp_path):
+def test_a_configuration_that_names_the_present_weights_gives_a_complete_result(source, tmp_path):
     expected = logits_of(source)
     change_json(source / "config.json", transformers_weights="model.safetensors")
     convert_well(source, tmp_path / "result")
@@ -124,11 +124,11 @@ def test_a_result_has_all_its_weights_where_the_configuration_names_the_file_tha
     assert torch.equal(back.model.norm.weight, held["model.norm.weight"])
 
 
-# ---- What is told
+# ---- Reports
 
 
 @pytest.mark.parametrize("options", [(), ("--trust-remote-code",)])
-def test_what_a_source_refers_to_forges_no_line(source, tmp_path, options):
+def test_a_reference_to_code_cannot_forge_a_line(source, tmp_path, options):
     reference = f"lab/other--{NOTE}"
     change_json(source / "tokenizer_config.json", auto_map={"AutoTokenizer": [reference, None]})
     out = convert_well(source, tmp_path / "result", "--no-verify", *options).out
@@ -136,19 +136,19 @@ def test_what_a_source_refers_to_forges_no_line(source, tmp_path, options):
     assert "\x1b" not in out and not any(line.startswith("Verified") for line in out.splitlines())
 
 
-def test_nor_does_the_name_of_a_file(source, tmp_path):
+def test_the_name_of_a_source_file_cannot_forge_a_line(source, tmp_path):
     (source / "vocab\nVerified: \x1b[31m.json").write_text('{"auto_map": {"AutoTokenizer": "evil.T"}}')
     out = convert_well(source, tmp_path / "result", "--no-verify").out
     assert "Verified: \\x1b[31m.json" in out
     assert "\x1b" not in out and not any(line.startswith("Verified") for line in out.splitlines())
 
 
-def test_nor_does_that_of_the_result(source, tmp_path):
+def test_the_name_of_the_result_cannot_forge_a_line(source, tmp_path):
     out = convert_well(source, tmp_path / "a\nVerified: \x1b[31m", "--no-verify").out
     assert out.endswith(f"Written to {tmp_path}/a\\nVerified: \\x1b[31m.\n")
 
 
-def test_what_differs_is_not_called_verified(source, tmp_path, monkeypatch):
+def test_a_result_that_differs_is_not_called_verified(source, tmp_path, monkeypatch):
     far = FunctionComparison(tokens=9, max_logit=1.0, max_difference=0.5, kl=0.1, agreement=0.5)
     monkeypatch.setattr("attnres.commands.convert.compare", lambda *arguments: far)
     run = convert(source, tmp_path / "result")
@@ -157,7 +157,7 @@ def test_what_differs_is_not_called_verified(source, tmp_path, monkeypatch):
     assert not (tmp_path / "result").exists()
 
 
-def test_sizes_are_told_in_units_in_which_they_are_not_0():
+def test_sizes_are_shown_in_units_that_do_not_round_to_zero():
     assert [show_bytes(n) for n in (171_000, 10**6, 3 * 10**8, 15 * 10**8)] == [
         "0.17 MB",
         "1.00 MB",

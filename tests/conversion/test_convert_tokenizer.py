@@ -43,7 +43,7 @@ def assert_same_tokenizer(source: Path, result: Path) -> None:
     assert after.model_max_length == before.model_max_length
 
 
-# What `AutoTokenizer` takes depends on the model type where no class is named, and for some types where one is.
+# Without the name of a class, `AutoTokenizer` chooses one by the model type; for some types also with a name.
 @pytest.mark.parametrize(
     ("model_type", "name"),
     [
@@ -54,7 +54,7 @@ def assert_same_tokenizer(source: Path, result: Path) -> None:
         ("llama", "NoSuchTokenizer"),
     ],
 )
-def test_the_class_is_the_same(source, tmp_path, model_type, name):
+def test_the_class_of_the_tokenizer_stays_the_same(source, tmp_path, model_type, name):
     of_type(source, model_type)
     change_json(source / CONFIG, "tokenizer_class", **({"tokenizer_class": name} if name else {}), model_max_length=77)
     convert_well(source, tmp_path / "result", "--no-verify")
@@ -64,7 +64,7 @@ def test_the_class_is_the_same(source, tmp_path, model_type, name):
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2", "gpt_neox"])
-def test_so_it_is_for_a_tokenizer_without_configuration(source, tmp_path, model_type):
+def test_a_tokenizer_without_configuration_stays_the_same(source, tmp_path, model_type):
     of_type(source, model_type)
     (source / CONFIG).unlink()
     convert_well(source, tmp_path / "result")
@@ -78,40 +78,40 @@ def test_a_configuration_that_names_the_class_is_not_rewritten(source, tmp_path)
     assert (tmp_path / "result" / CONFIG).read_text() == before
 
 
-def test_chat_templates_follow(source, tmp_path):
+def test_chat_templates_are_copied(source, tmp_path):
     (source / "chat_template.jinja").write_text("{{ messages[0]['content'] }} of {{ bos_token }}")
     folder = source / "additional_chat_templates"
     folder.mkdir()
     (folder / "tool.jinja").write_text("{{ 'a tool' }}")
     folder.chmod(0o555)
     convert_well(source, tmp_path / "result")
-    (tmp_path / "result" / folder.name / "mine.jinja").write_text("")  # the folder can be written to
+    (tmp_path / "result" / folder.name / "mine.jinja").write_text("")  # the copied folder is writable
     chat = [{"role": "user", "content": "Grüße"}]
     for name, expected in ((None, "Grüße of <s>"), ("tool", "a tool")):
-        found = loaded(tmp_path / "result").apply_chat_template(chat, tokenize=False, chat_template=name)
-        assert found == expected
+        text = loaded(tmp_path / "result").apply_chat_template(chat, tokenize=False, chat_template=name)
+        assert text == expected
 
 
-def test_a_chat_template_in_the_configuration_follows(source, tmp_path):
+def test_a_chat_template_in_the_configuration_is_copied(source, tmp_path):
     change_json(source / CONFIG, "tokenizer_class", chat_template="{{ messages[0]['role'] }}")
     convert_well(source, tmp_path / "result")
     chat = [{"role": "user", "content": ""}]
     assert loaded(tmp_path / "result").apply_chat_template(chat, tokenize=False) == "user"
 
 
-def test_licences_follow_and_what_is_of_the_training_does_not(source, tmp_path):
+def test_licences_are_copied_and_files_of_the_training_are_not(source, tmp_path):
     for name in ("LICENSE", "NOTICE.txt", "README.md", "optimizer.pt", "trainer_state.json", "modeling_mine.py"):
         (source / name).write_text(name)
     convert_well(source, tmp_path / "result")
     names = {path.name for path in (tmp_path / "result").iterdir()}
     assert names >= {"LICENSE", "NOTICE.txt"}
-    assert "README.md" not in (tmp_path / "result" / "README.md").read_text()  # of the source
+    assert "README.md" not in (tmp_path / "result" / "README.md").read_text()  # the card is not the source's
     assert not names & {"optimizer.pt", "trainer_state.json", "modeling_mine.py"}
 
 
 @pytest.fixture
 def with_code(source) -> Path:
-    """Return a model whose tokenizer has its own code, in three files."""
+    """Return a model whose tokenizer needs code in three files."""
     (source / "tokenization_mine.py").write_text(
         "from transformers import PreTrainedTokenizerFast\nfrom .helper import SIGN\n\n\n"
         "class MyTokenizer(PreTrainedTokenizerFast):\n    sign = SIGN\n"
@@ -124,7 +124,7 @@ def with_code(source) -> Path:
     return source
 
 
-def test_verifying_neither_runs_it_nor_asks_and_takes_other_tokens(with_code, tmp_path, monkeypatch):
+def test_verifying_uses_random_tokens_if_the_tokenizer_needs_code(with_code, tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *args: pytest.fail("the user is asked"))
     (with_code / "tokenization_mine.py").write_text("raise SystemExit('run')\n")
     (with_code / "helper.py").unlink()
@@ -145,7 +145,7 @@ def test_a_tokenizer_that_loads_but_fails_is_reported(source, tmp_path):
     of_type(source, "gemma2")
     (source / CONFIG).unlink()
     path = source / "tokenizer.json"
-    path.write_text(path.read_text().replace("<unk>", "<other>"))  # Gemma's class cannot do without
+    path.write_text(path.read_text().replace("<unk>", "<other>"))  # Gemma's class needs `<unk>`
     assert f"the tokenizer of {source} fails" in convert(source, tmp_path / "result").error
 
 

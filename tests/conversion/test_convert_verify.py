@@ -41,7 +41,7 @@ def numbers_in(text: str) -> list[float]:
 
 
 def direct_comparison(one: Path, other: Path, texts) -> list[float]:
-    """Compute the same numbers without the code under test."""
+    """Compute the numbers of [`numbers_in`] without the code under test."""
     tokenizer = AutoTokenizer.from_pretrained(one)
     a, b = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in (one, other))
     ids = [torch.tensor([tokenizer(text)["input_ids"]]) for text in texts]
@@ -53,14 +53,14 @@ def direct_comparison(one: Path, other: Path, texts) -> list[float]:
     return [(p - q).abs().max().item(), p.abs().max().item(), kl.item(), agreement.item(), len(p)]
 
 
-def test_the_numbers_are_those_of_the_two_models(source, tmp_path):
+def test_the_reported_numbers_are_right(source, tmp_path):
     run = convert_well(source, tmp_path / "result", "--scale", "mean", "--block-size", "2")
-    found, expected = numbers_in(run.out), direct_comparison(source, tmp_path / "result", PROMPTS)
+    reported, expected = numbers_in(run.out), direct_comparison(source, tmp_path / "result", PROMPTS)
     assert expected[0] > 0.1 and expected[2] > 1e-4 and expected[3] < 100, "the models must differ to compare numbers"
-    assert found == pytest.approx(expected, rel=0.05)
+    assert reported == pytest.approx(expected, rel=0.05)
 
 
-def test_the_divergence_is_that_of_the_result_from_the_source(source, copy):
+def test_the_divergence_is_from_the_source_to_the_result(source, copy):
     weight = AutoModelForCausalLM.from_pretrained(source).lm_head.weight.detach()
     change_tensors(copy, {"lm_head.weight": weight * 3})
     expected, reverse = direct_comparison(source, copy, PROMPTS)[2], direct_comparison(copy, source, PROMPTS)[2]
@@ -74,7 +74,7 @@ def test_verifying_is_the_default_and_finds_an_exact_retrofit_equal(source, tmp_
     assert tokens == sum(len(text.encode()) for text in PROMPTS)
 
 
-def test_it_can_be_left_out(source, tmp_path):
+def test_verifying_can_be_left_out(source, tmp_path):
     assert "erified" not in convert_well(source, tmp_path / "result", "--no-verify").out
 
 
@@ -96,7 +96,7 @@ def test_a_result_that_computes_another_function_is_not_written(wrong_backbone, 
     assert numbers_in(convert_well(tmp_path / "source", tmp_path / "anyway", "--no-verify").out + error)
 
 
-def test_weights_that_are_off_by_three_thousandths_are_seen(source, copy):
+def test_a_change_of_a_weight_by_three_thousandths_is_noticed(source, copy):
     assert compare(source, source).is_same
     weight = AutoModelForCausalLM.from_pretrained(source).get_parameter("model.layers.1.mlp.up_proj.weight").detach()
     change_tensors(copy, {"model.layers.1.mlp.up_proj.weight": weight * 1.003})
@@ -109,24 +109,24 @@ def test_weights_that_are_off_by_three_thousandths_are_seen(source, copy):
     ("largest", "difference", "agreement", "is_same"),
     [(10, 1e-3, 1.0, True), (10, 1.1e-3, 1.0, False), (20, 1.1e-3, 1.0, True), (10, 1e-4, 0.998, False)],
 )
-def test_what_counts_as_the_same(largest, difference, agreement, is_same):
+def test_equal_functions_have_close_logits_and_equal_top_tokens(largest, difference, agreement, is_same):
     assert FunctionComparison(500, largest, difference, 0.0, agreement).is_same is is_same
 
 
-def test_logits_that_are_no_numbers_are_not_the_same(source, copy):
+def test_nan_logits_are_not_the_same(source, copy):
     change_tensors(copy, {"model.norm.weight": torch.full((32,), torch.nan)})
     assert not compare(source, copy).is_same
     assert not compare(copy, copy).is_same
 
 
-def test_other_tokens_are_noticed(source, copy):
+def test_a_tokenizer_that_gives_other_tokens_is_refused(source, copy):
     path = copy / "tokenizer.json"
     path.write_text(path.read_text().replace('"a":', '"\\u0000":', 1).replace('"b":', '"a":', 1))
     with pytest.raises(ValueError, match=r"the tokenizers of .* differ"):
         compare(source, copy)
 
 
-def test_without_the_memory_it_is_left_out_unless_asked_for(source, tmp_path, monkeypatch):
+def test_without_enough_memory_only_an_explicit_option_verifies(source, tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1_000_000))
     assert "Not verified: 1.1 GB more memory is needed" in convert_well(source, tmp_path / "a").out
     assert "Verified: " in convert_well(source, tmp_path / "b", "--verify").out
@@ -141,7 +141,7 @@ def test_a_text_takes_the_place_of_the_prompts(source, tmp_path):
     assert numbers_in(run.out)[-1] == len("Grüße, 水!\n".encode())
 
 
-def test_of_a_long_text_as_much_is_compared_as_fits(source, tmp_path, monkeypatch):
+def test_a_long_text_is_compared_up_to_the_limit_of_logits(source, tmp_path, monkeypatch):
     (tmp_path / "text").write_text("word " * 400_000)  # 2 MB
     monkeypatch.setattr("attnres.conversion.verify.MAX_LOGITS", 300 * 1300)
     run = convert_well(source, tmp_path / "result", "--text", tmp_path / "text")
@@ -153,7 +153,7 @@ def test_of_a_long_text_as_much_is_compared_as_fits(source, tmp_path, monkeypatc
     [(b"", "holds no text"), (b" \n\n", "holds no text"), (bytes(range(256)), "not a text in UTF-8")],
     ids=["empty", "blank", "binary"],
 )
-def test_a_text_that_is_none_is_refused_before_anything_is_written(source, tmp_path, content, message, monkeypatch):
+def test_a_file_without_text_is_refused_before_anything_is_written(source, tmp_path, content, message, monkeypatch):
     monkeypatch.setattr("attnres.commands.convert.write", None)
     (tmp_path / "text").write_bytes(content)
     error = convert(source, tmp_path / "result", "--text", tmp_path / "text").error
@@ -163,7 +163,7 @@ def test_a_text_that_is_none_is_refused_before_anything_is_written(source, tmp_p
 
 def test_a_text_of_one_token_has_nothing_to_predict(source, tmp_path):
     (tmp_path / "text").write_text("a")
-    assert "no two tokens" in convert(source, tmp_path / "result", "--text", tmp_path / "text").error
+    assert "must have at least two tokens" in convert(source, tmp_path / "result", "--text", tmp_path / "text").error
 
 
 def test_a_text_needs_a_tokenizer_and_the_prompts_do_not(source, tmp_path):
@@ -177,7 +177,7 @@ def test_a_text_needs_a_tokenizer_and_the_prompts_do_not(source, tmp_path):
 def test_a_tokenizer_with_more_tokens_than_the_model_is_reported(copy, tmp_path):
     standard_model(vocab_size=100).save_pretrained(copy)
     change_json(copy / "config.json", vocab_size=100)
-    assert "but the model has 100 of them" in convert(copy, tmp_path / "result").error
+    assert "but the model has only 100 tokens" in convert(copy, tmp_path / "result").error
 
 
 def test_a_missing_text_is_bad_usage(source, tmp_path):

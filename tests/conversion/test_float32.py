@@ -17,7 +17,7 @@ BIASES = "e_score_correction_bias"
 
 @pytest.fixture
 def published(backbones, tmp_path):
-    """Return a checkpoint as Kimi Linear's: in bfloat16, with routing biases in float32 that need more digits."""
+    """Return a checkpoint like Kimi Linear's: bfloat16, but float32 routing biases that bfloat16 would round."""
     model = backbones.build("kimi_linear")
     with torch.no_grad():
         for name, buffer in model.named_buffers():
@@ -51,12 +51,12 @@ def test_a_connection_that_is_kept_in_float32_is_added_in_float32(published, tmp
 
 
 @pytest.mark.parametrize("names_dtype", [True, False])
-def test_what_is_added_has_the_dtype_of_the_weights_and_not_of_a_bias(published, tmp_path, names_dtype):
+def test_added_tensors_have_the_dtype_of_the_weights_and_not_of_a_bias(published, tmp_path, names_dtype):
     if not names_dtype:
         config = json.loads((published / "config.json").read_text())
         del config["dtype"]
         (published / "config.json").write_text(json.dumps(config))
-        # The first tensor of the file is then one in float32.
+        # Now the first tensor of the file is float32.
         tensors = {"a.unused": torch.ones(1)} | tensors_of(published)
         save_file(tensors, published / "model.safetensors", metadata={"format": "pt"})
     convert_well(published, tmp_path / "out")
@@ -64,12 +64,12 @@ def test_what_is_added_has_the_dtype_of_the_weights_and_not_of_a_bias(published,
     assert {tensors_of(tmp_path / "out")[name].dtype for name in added} == {torch.bfloat16}
 
 
-def test_a_retrofit_from_the_disk_has_the_biases_of_the_checkpoint(published):
+def test_a_retrofit_of_a_directory_keeps_its_float32_biases(published):
     expected = {name: tensor for name, tensor in tensors_of(published).items() if name.endswith(BIASES)}
     before = KimiLinearForCausalLM._keep_in_fp32_modules_strict
     model = retrofit(published)
     assert model.dtype == torch.bfloat16
-    found = [tensor for name, tensor in model.state_dict().items() if name.endswith(BIASES)]
-    assert len(found) == len(expected) > 0
-    assert all(map(torch.equal, found, expected.values()))
+    biases = [tensor for name, tensor in model.state_dict().items() if name.endswith(BIASES)]
+    assert len(biases) == len(expected) > 0
+    assert all(map(torch.equal, biases, expected.values()))
     assert KimiLinearForCausalLM._keep_in_fp32_modules_strict == before

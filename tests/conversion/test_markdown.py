@@ -49,12 +49,12 @@ def flat(tokens: list[Token]) -> Iterator[Token]:
 
 
 def kinds(text: str) -> list[tuple[str, str]]:
-    """Return the kinds of elements of a rendered text, without their content."""
+    """Return the kinds of elements of rendered Markdown, without their content."""
     return [(t.type, t.tag) for t in flat(READER.parse(text)) if t.type not in ("text", "text_special", "softbreak")]
 
 
-def said(text: str) -> str:
-    """Return the visible characters of a rendered text."""
+def visible_text(text: str) -> str:
+    """Return the visible characters of rendered Markdown."""
     tokens = flat(READER.parse(text))
     return "".join(token.content for token in tokens if token.type in ("text", "text_special", "code_inline"))
 
@@ -64,36 +64,36 @@ def printed(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def visible(text: str) -> str:
-    """Return the same in one line, as a browser shows it."""
+def shown_text(text: str) -> str:
+    """Return a text in one line, as a browser shows it."""
     return printed(" ".join(text.split()))
 
 
 @given(anything)
-def test_an_escaped_text_says_the_same_and_is_no_markup(text):
+def test_an_escaped_text_is_shown_literally_without_markup(text):
     for before, after in (("Of ", "."), ("# ", " x"), ("| a |\n|---|\n| ", " |"), ("**x** ", " y")):
         plain = f"{before}a{after}"
         assert kinds(before + escape(f"a{text}a") + after) == kinds(plain)
-    assert said(f"x{escape(text)}x") == f"x{visible(text)}x"
+    assert visible_text(f"x{escape(text)}x") == f"x{shown_text(text)}x"
 
 
 @given(anything)
-def test_a_text_with_an_address_gets_no_link_of_itself(text):
+def test_an_address_in_a_text_does_not_become_a_link(text):
     """The Hub's renderer links addresses without markup."""
     escaped = escape(f"{text} https://a.example WWW.b.example")
     assert not any(sign in escaped.lower() for sign in ("http:", "https:", "ftp:", "mailto:", "www."))
 
 
 @given(anything)
-def test_a_name_as_code_says_the_same_and_is_nothing_else(text):
+def test_a_name_as_code_is_shown_literally_without_other_markup(text):
     for name in (text, Path(text.replace("\x00", "")).name):
-        found = kinds(f"| a |\n|---|\n| x{code(name)} |")
-        assert [kind for kind in found if kind[0] not in ("code_inline",)] == kinds("| a |\n|---|\n| x |")
-        assert said(f"x{code(name)}x") == f"x{visible(name)}x"
+        elements = kinds(f"| a |\n|---|\n| x{code(name)} |")
+        assert [kind for kind in elements if kind[0] != "code_inline"] == kinds("| a |\n|---|\n| x |")
+        assert visible_text(f"x{code(name)}x") == f"x{shown_text(name)}x"
 
 
 @given(anything, anything)
-def test_what_is_no_id_of_a_repository_is_no_link(repo, commit):
+def test_only_the_id_of_a_repository_becomes_a_link(repo, commit):
     written = link(repo, commit=commit)
     for token in flat(READER.parse(f"x {written}")):
         if token.type == "link_open":
@@ -103,7 +103,7 @@ def test_what_is_no_id_of_a_repository_is_no_link(repo, commit):
 
 
 @given(anything)
-def test_a_literal_and_a_word_are_the_text_in_one_line(text):
+def test_a_python_literal_and_a_shell_word_hold_the_text_in_one_line(text):
     literal, word = python_text(text), shell_word(text)
     assert eval(literal) == text
     assert shlex.split(word) == [printed(text)]
@@ -116,7 +116,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def card(folder: Path, text: str) -> str:
-    """Return a card in which everything that has a name has this one."""
+    """Return a card in which every name is `text`."""
     entry = EvalResultEntry(dataset_id=text, task_id=text, value=1.5, notes=text)
     subject = CardSubject(CONFIG, folder, f"me/{text}", title=text, results=[entry], code=[], datasets=[text])
     step = f"**Retrofit** of {linked(None, f'/home/{text}')} and {linked(text, text, text)}."
@@ -127,12 +127,12 @@ def card(folder: Path, text: str) -> str:
 @given(anything)
 @example("<script>alert(1)</script>")
 @example("a: b\nlicense: mit")
-def test_nothing_that_has_a_name_gets_into_the_markup_of_a_card(folder, text):
+def test_no_name_changes_the_markup_of_a_card(folder, text):
     named = card(folder, f"a{text}a")
     named.encode()
     plain = card(folder, "a")
     bodies = [whole.partition("\n---\n")[2] for whole in (plain, named)]
-    # A local name may be code or text, and an id may be a link: nothing else differs.
+    # A local name may be shown as code or text, and an id as a link or not. Nothing else may differ.
     differing = ("code_inline", "link_open", "link_close")
     assert [kind for kind in kinds(bodies[1]) if kind[0] not in differing] == [
         kind for kind in kinds(bodies[0]) if kind[0] not in differing
@@ -141,7 +141,9 @@ def test_nothing_that_has_a_name_gets_into_the_markup_of_a_card(folder, text):
     assert (data.datasets, data.license) == ([f"a{text}a"], None)
 
 
-def test_an_item_that_joins_a_list_of_the_metadata_is_written_as_yaml(folder):
-    before = "---\ndatasets:\n- me/first\n---\n\n# Mine\n"
-    subject = CardSubject(CONFIG, folder, "me/x", code=[], datasets=["a: b", "- c", "#d", "'"])
-    assert ModelCard(complete(before, subject)).data.datasets == ["me/first", "a: b", "- c", "#d", "'"]
+@pytest.mark.parametrize(("before", "present"), [("datasets:\n- me/first", ["me/first"]), ("datasets: []", [])])
+def test_an_item_that_is_added_to_a_list_of_the_metadata_is_valid_yaml(folder, before, present):
+    items = ["a: b", "- c", "#d", "'", "\\1", "\\d"]
+    subject = CardSubject(CONFIG, folder, "me/x", code=[], datasets=items)
+    card = complete(f"---\n{before}\n---\n\n# Mine\n", subject)
+    assert ModelCard(card).data.datasets == present + items

@@ -29,7 +29,7 @@ def copied(model: Path, name: str) -> Path:
     return shutil.copytree(model, model.with_name(name))
 
 
-def test_what_is_listed_is_what_is_uploaded(push, model):
+def test_the_listed_files_are_the_uploaded_files(push, model):
     mine = copied(model, "listed")
     (mine / "optimizer.pt").write_bytes(b"of a run")
     (mine / "notes.py").write_text("secret = 1")
@@ -51,7 +51,7 @@ def test_what_is_listed_is_what_is_uploaded(push, model):
     assert not any("hf_" in entry["path"] for entry in push.hub.log())
 
 
-def test_the_card_is_valid_and_pins_the_commit_that_has_the_files(push, model):
+def test_the_card_is_valid_and_pins_the_commit_of_the_files(push, model):
     push("push", "model", "me/pinned")
     commits = push.hub.repositories["me/pinned"].commits
     (upload,) = [oid for oid, commit in commits.items() if commit.title == "Upload model"]
@@ -65,7 +65,7 @@ def test_the_card_is_valid_and_pins_the_commit_that_has_the_files(push, model):
         ["attnres", "attn-res"],
     )
     push.hub.forget()
-    push.edit("me/pinned", "README.md", card)  # `huggingface_hub` has cards validated before it uploads them
+    push.edit("me/pinned", "README.md", card)  # `huggingface_hub` validates a card before it uploads it
     assert push.hub.log("POST", "/api/validate-yaml")
     assert "**Retrofit** of `stories`" in part(card, "origin").content
     assert "The result computed the same function as its source: max |logit difference|" in part(card, "origin").content
@@ -81,7 +81,7 @@ def test_pushing_again_changes_nothing(push, model):
     assert not push.hub.log("PUT")
 
 
-def test_a_dry_run_asks_the_hub_for_nothing_and_shows_what_would_go(push, model):
+def test_a_dry_run_sends_no_request_and_shows_files_and_card(push, model):
     push.hub.forget()
     done = push("push", "model", "me/dry", "--dry-run", token=None)
     assert done["status"] == 0, done["err"]
@@ -91,7 +91,7 @@ def test_a_dry_run_asks_the_hub_for_nothing_and_shows_what_would_go(push, model)
     assert "## How it was made" in done["out"]
 
 
-def test_from_push_to_generation_without_attnres(push, model, tmp_path):
+def test_a_published_model_generates_without_attnres(push, model, tmp_path):
     """The card's snippet runs as it is printed, in a new process where `attnres` cannot be imported."""
     push("push", "model", "lab/stories")
     (snippet,) = re.findall(r"```python\n(.*?)```", push.card("lab/stories"), flags=re.DOTALL)
@@ -114,8 +114,8 @@ def test_from_push_to_generation_without_attnres(push, model, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_harness_evaluates_by_the_line_that_the_card_has(push, model, assets, tmp_path):
-    """It runs in the folder of the data, where the harness finds `allenai/ai2_arc` first, on a few items."""
+def test_the_command_for_the_harness_in_the_card_evaluates(push, model, assets, tmp_path):
+    """The command runs on a few items, in the folder with the data `allenai/ai2_arc`."""
     push("push", "model", "lab/evaluated")
     (line,) = re.findall(r"^lm_eval .*$", push.card("lab/evaluated"), flags=re.MULTILINE)
     environment = push.hub.environ(home=tmp_path / "home")
@@ -146,7 +146,7 @@ def test_a_branch_and_a_pull_request_leave_main_alone(push, model):
     assert push.hub.files("me/many") == main
 
 
-def test_only_the_card_changes_in_a_pull_request(push, model):
+def test_a_pull_request_can_change_the_card_alone(push, model):
     push("push", "model", "me/card")
     card = copied(model, "card")
     (card / "README.md").write_text((card / "README.md").read_text() + "\n## Limits\n\nSmall.\n")
@@ -155,7 +155,7 @@ def test_only_the_card_changes_in_a_pull_request(push, model):
     assert "## Limits" in push.card("me/card", "refs/pr/1")
 
 
-def test_files_of_others_stay_and_older_weights_go(push, model, tiny_model):
+def test_files_of_others_stay_and_older_weights_are_removed(push, model, tiny_model):
     push.run("from huggingface_hub import HfApi; HfApi().create_repo('me/used')")
     for name in ("model.safetensors", "training/log.txt", "LICENSE"):
         push.edit("me/used", name, f"{name} of others")
@@ -168,7 +168,7 @@ def test_files_of_others_stay_and_older_weights_go(push, model, tiny_model):
     assert files["training/log.txt"] == b"training/log.txt of others"
 
 
-def test_what_a_person_writes_in_the_card_stays(push, model):
+def test_text_of_a_person_in_the_card_stays(push, model):
     """The card is edited in the browser, then locally, then in both places."""
     mine = copied(model, "mine")
     push("push", "mine", "me/mine")
@@ -185,14 +185,14 @@ def test_what_a_person_writes_in_the_card_stays(push, model):
     (mine / "README.md").write_text((mine / "README.md").read_text() + "\n## Limits\n")
     done = push("push", "mine", "me/mine")
     assert done["status"] == 1
-    assert "README.md was edited on the Hub, and the one to be pushed was edited too" in done["err"]
+    assert "README.md was edited on the Hub, and the local one was edited too" in done["err"]
     assert push.card("me/mine") == card
     assert push("push", "mine", "me/mine", "--overwrite-card")["status"] == 0
     assert "## Limits" in push.card("me/mine")
     assert "## Bias" not in push.card("me/mine")
 
 
-def test_an_upload_that_was_cut_goes_on_where_it_was(push, model):
+def test_an_interrupted_upload_continues_where_it_stopped(push, model):
     push.hub.fail("cut", "/storage/upload/", after_bytes=1000, skip=1, times=None)
     done = push("push", "model", "me/cut")
     assert done["status"] == 1 and len(done["waits"]) == 5
@@ -208,16 +208,16 @@ def test_an_upload_that_was_cut_goes_on_where_it_was(push, model):
     assert not sent & again
 
 
-def test_each_file_of_weights_is_sent_by_itself(push, model):
-    """If `hf_xet` sends files together and one fails, all of them are lost."""
+def test_each_file_of_weights_is_sent_alone(push, model):
+    """If `hf_xet` sent the files together, one failure would lose them all."""
     push.hub.forget()
     assert push("push", "model", "me/each")["status"] == 0
     steps = [entry["path"] for entry in push.hub.log() if re.search("/objects/batch|/storage/upload/", entry["path"])]
     assert [path.split("/")[-1] == "batch" for path in steps] == [True, False, True, False]
 
 
-def test_a_refusal_of_the_default_way_to_send_is_one_line_too(push, model):
-    """`hf_xet`, which users have, first asks for a token that the Hub of the tests refuses."""
+def test_a_refused_upload_by_xet_is_an_error_of_one_line(push, model):
+    """Users have `hf_xet`. It first requests a token, which the Hub of the tests refuses."""
     done = push.run(
         "import sys\nfrom huggingface_hub import constants\nfrom attnres.commands.main import main\n"
         "constants.HF_HUB_DISABLE_XET, sys.argv = False, ['attnres', 'push', 'model', 'me/xet']\n"
@@ -230,14 +230,14 @@ def test_a_refusal_of_the_default_way_to_send_is_one_line_too(push, model):
     assert push.commits("me/xet") == ["initial commit"]
 
 
-def test_an_answer_that_is_lost_makes_no_second_commit(push, model):
+def test_a_lost_answer_makes_no_second_commit(push, model):
     push.hub.fail("lost", "/commit/")
     assert push("push", "model", "me/lost")["status"] in (0, 1)
     assert push("push", "model", "me/lost")["status"] == 0
     assert push.commits("me/lost") == ["initial commit", "Upload model", "Model card: the commit to load"]
 
 
-def test_a_hub_that_is_busy_for_a_moment_is_asked_again(push, model):
+def test_requests_are_repeated_while_the_hub_is_busy(push, model):
     paths = ("/preupload/", "/objects/batch", "/commit/", "/api/repos/create", "validate-yaml")
     for path in paths:
         for status, wait in ((429, "7"), (500, "5"), (503, "400")):
@@ -248,7 +248,7 @@ def test_a_hub_that_is_busy_for_a_moment_is_asked_again(push, model):
     for path in paths:
         assert [entry["status"] for entry in push.hub.log(path=path)][:4] == [429, 500, 503, 200], path
     waits = Counter(done["waits"])
-    # As long as it was asked to wait, but at most 5 minutes. Uploads are repeated by their client, a second later.
+    # A pause is as long as the Hub requests, but at most 5 minutes. The client repeats uploads a second later.
     assert [waits[seconds] for seconds in (7, 5, 300)] == [3, 3, 3]
     assert [waits[seconds] for seconds in (8, 6, 401)] == [2, 2, 2]
 
@@ -257,11 +257,11 @@ def test_a_hub_that_is_busy_for_a_moment_is_asked_again(push, model):
     ("arguments", "token", "message"),
     [
         (["me/refused"], None, "you are not logged in to the Hub: `hf auth login`, or set HF_TOKEN"),
-        (["me/refused"], "hf_wrong", "the Hub does not know the token"),
+        (["me/refused"], "hf_wrong", "the Hub refuses the token"),
         (["me/refused"], "hf_read_of_me", "the token may not write to me/refused"),
         (["other/refused"], "hf_write_of_me", "the token may not write to other/refused"),
-        (["me/refused/too"], "hf_write_of_me", "no id of a repository"),
-        (["me/open", "--private"], "hf_write_of_me", "me/open is there and public"),
+        (["me/refused/too"], "hf_write_of_me", "is not a repository id"),
+        (["me/open", "--private"], "hf_write_of_me", "me/open exists and is public"),
         (["me/open", "--revision", "refs/pr/7"], "hf_write_of_me", "has no such revision"),
     ],
 )
@@ -275,7 +275,7 @@ def test_a_refusal_is_one_line_and_changes_nothing(push, model, arguments, token
     assert push.hub.repositories == before
 
 
-def test_results_and_figures_go_along(push, model):
+def test_results_and_figures_are_published(push, model):
     scores, report = model.with_name("scores"), model.with_name("report")
     (scores / ".eval_results").mkdir(parents=True)
     entry = {"dataset": {"id": "cais/mmlu", "task_id": "mmlu"}, "value": 26.5, "notes": "5-shot | acc"}
@@ -338,7 +338,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_would_not_load_is_not_published(push, model, name):
+def test_a_model_that_would_not_load_is_not_published(push, model, name):
     broken = copied(model, f"broken {name}")
     BROKEN[name][0](broken)
     push.hub.forget()
@@ -349,9 +349,9 @@ def test_what_would_not_load_is_not_published(push, model, name):
     assert not push.hub.log()
 
 
-def test_a_standard_model_and_an_adapter_are_told_where_to_go(push, model):
+def test_a_standard_model_and_an_adapter_are_refused_with_a_remedy(push, model):
     done = push("push", "stories", "me/standard")
-    assert "none of attnres: `hf upload` publishes it" in done["err"]
+    assert "which is not of the attnres family. Use `hf upload`." in done["err"]
     adapter = model.with_name("adapter")
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
@@ -359,13 +359,13 @@ def test_a_standard_model_and_an_adapter_are_told_where_to_go(push, model):
 
 
 @pytest.mark.parametrize("command", [("push", "run", "me/run"), ("convert", "run", "x"), ("eval", "run", "--out", "x")])
-def test_of_the_folder_of_a_run_its_model_is_named(push, model, command):
+def test_the_error_for_the_folder_of_a_run_names_its_model(push, model, command):
     (model.parent / "run" / "model").mkdir(parents=True, exist_ok=True)
     shutil.copy(model / "config.json", model.parent / "run" / "model")
     assert "run holds no model itself. Its model is run/model: name that." in push(*command)["err"]
 
 
-def test_the_directory_stays_as_it_is(push, model):
+def test_push_does_not_change_the_directory(push, model):
     before = {path: digest(path.read_bytes().hex()) for path in model.rglob("*") if path.is_file()}
     push("push", "model", "me/untouched")
     assert before == {path: digest(path.read_bytes().hex()) for path in model.rglob("*") if path.is_file()}

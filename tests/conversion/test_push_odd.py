@@ -27,7 +27,7 @@ def changed(path: Path, **fields: object) -> None:
     path.write_text(json.dumps(content | fields))
 
 
-def test_weights_that_would_be_loaded_instead_go_and_no_others(push, model):
+def test_weights_that_would_be_loaded_instead_are_removed_and_no_other_files(push, model):
     stale = {
         "model.safetensors",
         "adapter_config.json",
@@ -63,7 +63,7 @@ def test_a_card_that_is_edited_during_the_upload_keeps_the_edit(push, model, cop
     changed(copy / "config.json", changed=True)
     api = HfApi(endpoint=push.hub.url, token=push.hub.write_token)
     edited = push.card("me/race") + "\n## Bias\n"
-    push.hub.before(  # when the upload has begun
+    push.hub.before(  # at the first request of the upload
         "/preupload/",
         lambda: api.upload_file(repo_id="me/race", path_in_repo="README.md", path_or_fileobj=edited.encode()),
     )
@@ -72,14 +72,14 @@ def test_a_card_that_is_edited_during_the_upload_keeps_the_edit(push, model, cop
     assert push.card("me/race").count("## Bias") == 1
 
 
-def test_metadata_that_is_added_here_joins_a_card_that_is_edited_there(push, copy):
+def test_local_metadata_is_added_to_a_card_that_was_edited_on_the_hub(push, copy):
     push("push", copy.name, "me/both")
     push.edit("me/both", "README.md", push.card("me/both").replace("tags:", "language: en\ntags:") + "\n## Bias\n")
     card = copy / "README.md"
     card.write_text(card.read_text().replace("tags:", "license: mit\nlanguage: de\ntags:", 1))
     done = push("push", copy.name, "me/both")
     assert done["out"].count("Published") == 1
-    assert "its `language` stays" in done["out"]
+    assert "it keeps its `language`" in done["out"]
     data = ModelCard(push.card("me/both")).data
     assert (data.license, data.language) == ("mit", "en")
     assert "## Bias" in push.card("me/both")
@@ -94,8 +94,8 @@ def test_a_push_that_failed_at_the_card_is_not_taken_for_an_edit(push, copy):
     assert "## Limits" in push.card("me/failed")
 
 
-def test_metadata_stays_as_it_was_written(push, copy):
-    """Comments and forms stay, a version that is not a number, and Norwegian."""
+def test_metadata_keeps_its_comments_and_forms(push, copy):
+    """A comment, a list in one line, the version 1.10 and the language `no` stay as they were written."""
     card = (
         (copy / "README.md")
         .read_text()
@@ -126,7 +126,7 @@ def test_metadata_that_the_hub_refuses_is_refused_before_anything_is_uploaded(pu
     assert push.commits("me/invalid") == ["initial commit"]
 
 
-def test_a_card_on_the_hub_that_is_damaged_is_told_before_anything_is_uploaded(push, tmp_path):
+def test_a_damaged_card_on_the_hub_is_reported_before_anything_is_uploaded(push, tmp_path):
     damaged = ["date: 2024-02-30", "a: " + "[" * 3000, "- a", "a: ["]
     for number, metadata in enumerate(damaged):
         branch = tmp_path / "me" / f"damaged{number}" / "main"
@@ -140,7 +140,7 @@ def test_a_card_on_the_hub_that_is_damaged_is_told_before_anything_is_uploaded(p
         assert len(push.commits(f"me/damaged{number}")) == 1
 
 
-def test_names_are_shown_as_they_are(push, copy):
+def test_names_of_files_are_shown_literally(push, copy):
     for name in ("LICENSE[red].txt", "LICENSE\n[1].txt", "odd[b].bin", "odd\x1b[2J.bin"):
         (copy / name).write_text("x")
     done = push("push", copy.name, "me/names", "--dry-run")
@@ -150,7 +150,7 @@ def test_names_are_shown_as_they_are(push, copy):
 
 
 @pytest.mark.parametrize("name", ["[red]", "[bold]x", "<b>", "a\nb", "-m", "a\x1b[2Jb", "{x}"])
-def test_a_folder_of_any_name_is_published_and_named_as_it_is(push, model, name):
+def test_a_folder_of_any_name_is_published_and_its_name_is_shown_literally(push, model, name):
     folder = shutil.copytree(model, model.with_name(name))
     shown = name.replace("\n", "\\n").replace("\x1b", "\\x1b")
     done = push("push", "--dry-run", "--", name, "x")
@@ -161,7 +161,7 @@ def test_a_folder_of_any_name_is_published_and_named_as_it_is(push, model, name)
     shutil.rmtree(folder)
     (line,) = refused["err"].splitlines()
     assert refused["status"] == 1
-    # A message is one line: of any white space in it one space is left.
+    # A message is one line, in which any white space becomes one space.
     assert " ".join(name.split()).replace("\x1b", "\\x1b") + "/config.json has no `auto_map`" in line
 
 
@@ -178,7 +178,7 @@ STRAY = (
 KNOWN = ("LICENSE.md", "NOTICE", "spiece.model", "tokenizer.model.v3", "additional_chat_templates/rag.jinja")
 
 
-def test_files_are_uploaded_by_known_names_and_others_are_named(push, copy):
+def test_only_files_of_known_names_are_uploaded_and_the_others_are_listed(push, copy):
     for name in (*STRAY, *KNOWN):
         (copy / name).parent.mkdir(exist_ok=True)
         (copy / name).write_text("x")
@@ -191,12 +191,12 @@ def test_files_are_uploaded_by_known_names_and_others_are_named(push, copy):
     files = push.hub.files("me/known").keys()
     assert not {*STRAY} & files
     assert {*KNOWN, *(f"inspection/{name}" for name in report)} <= files
-    for said in (dry["out"], done["out"]):
-        assert {*STRAY} == {*said.partition("Stays here: ")[2].partition(".\n")[0].split(", ")}
-        assert "`hf upload me/known FILE` adds another one" in said
+    for output in (dry["out"], done["out"]):
+        assert {*STRAY} == {*output.partition("Stays here: ")[2].partition(".\n")[0].split(", ")}
+        assert "`hf upload me/known FILE` adds another one" in output
 
 
-def test_a_folder_inspection_that_no_inspection_wrote_stays(push, copy):
+def test_a_folder_inspection_without_a_report_is_not_published(push, copy):
     (copy / "inspection").mkdir()
     for name in ("inspection.json", "report.html"):
         (copy / "inspection" / name).write_text('{"customers": []}')
@@ -209,7 +209,7 @@ def test_a_folder_inspection_that_no_inspection_wrote_stays(push, copy):
     assert "is no report of `attnres inspect`" in done["err"]
 
 
-def test_a_vocabulary_goes_along_by_the_name_that_the_code_of_its_tokenizer_has(push, copy):
+def test_a_vocabulary_is_published_if_the_code_of_its_tokenizer_names_it(push, copy):
     (copy / "tokenization_my.py").write_text('VOCAB_FILES_NAMES = {"vocab_file": "my.tiktoken"}\nclass MyTok: pass\n')
     for name in ("my.tiktoken", "other.tiktoken"):
         (copy / name).write_text("IQ== 0")
@@ -223,7 +223,7 @@ def test_a_vocabulary_goes_along_by_the_name_that_the_code_of_its_tokenizer_has(
 @pytest.mark.parametrize(
     "name", ["README.md", "tokenizer_config.json", "attn_res_attnres.py", "LICENSE", "inspection/sublayers.csv"]
 )
-def test_a_secret_in_a_file_that_goes_is_refused_with_its_line_and_not_shown(push, copy, name):
+def test_a_secret_in_a_published_file_is_refused_with_its_line_and_not_shown(push, copy, name):
     secret = "ghp_" + "".join(chr(ord("a") + number % 26) + str(number % 10) for number in range(18))
     path = copy / name
     (copy / "inspection").mkdir()
@@ -244,19 +244,19 @@ def test_a_secret_in_a_file_that_goes_is_refused_with_its_line_and_not_shown(pus
     assert not push.hub.log()
 
 
-def test_a_secret_in_a_file_that_stays_does_not_matter(push, copy):
+def test_a_secret_in_a_file_that_is_not_published_is_no_error(push, copy):
     (copy / ".env").write_text("HF_TOKEN=hf_" + "abcdefghi1" * 4)
     assert "Stays here: .env." in push("push", copy.name, "me/env", "--dry-run")["out"]
 
 
-def test_many_files_that_stay_are_counted(push, copy):
+def test_many_files_that_are_not_published_are_counted(push, copy):
     (copy / "many").mkdir()
     for number in range(200):
         (copy / "many" / f"{number}").touch()
     assert "and 180 other files" in push("push", copy.name, "me/many", "--dry-run")["out"]
 
 
-def test_the_code_of_a_tokenizer_goes_along(push, copy):
+def test_the_code_of_a_tokenizer_is_published(push, copy):
     (copy / "tokenization_my.py").write_text("from .helper import X\nclass MyTok: pass\n")
     (copy / "helper.py").write_text("X = 1\n")
     changed(copy / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_my.MyTok", None]})
@@ -290,7 +290,7 @@ REFUSED = {
     ),
     "a pipe": (_fifo, "is not a file"),
     "a link": (_link, "outside the model's directory"),
-    "a card of bytes": (lambda f: (f / "README.md").write_bytes(b"M\xfcller"), "is no text in UTF-8"),
+    "a card of bytes": (lambda f: (f / "README.md").write_bytes(b"M\xfcller"), "is not UTF-8 text"),
     "a card as a folder": (lambda f: ((f / "README.md").unlink(), (f / "README.md").mkdir()), "is not a file"),
     "the token far down": (
         lambda f: (f / "vocab.txt").write_text("x" * 11_000_000 + "hf_write_of_me"),
@@ -300,7 +300,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_is_told_in_one_line(push, copy, name):
+def test_a_hostile_directory_is_refused_in_one_line(push, copy, name):
     REFUSED[name][0](copy)
     push.hub.forget()
     done = push("push", copy.name, "me/refused")
@@ -311,7 +311,7 @@ def test_what_is_refused_is_told_in_one_line(push, copy, name):
     assert not push.hub.log()
 
 
-def test_a_name_without_an_account_goes_to_that_of_the_token_and_a_dry_run_says_so(push, model):
+def test_a_name_without_an_account_gets_the_account_of_the_token(push, model):
     push.hub.forget()
     for token in (None, push.hub.write_token):
         dry = push("push", "model", "bare", "--dry-run", token=token)
@@ -326,17 +326,17 @@ def test_a_name_without_an_account_goes_to_that_of_the_token_and_a_dry_run_says_
     assert "YOUR-NAME" not in push.card("me/bare")
 
 
-def test_a_dry_run_says_which_names_in_the_card_the_hub_will_refuse(push, copy):
+def test_a_dry_run_names_the_metadata_that_the_hub_will_refuse(push, copy):
     card = copy / "README.md"
     card.write_text(
         card.read_text().replace("tags:", "base_model: /home/me/llama\ndatasets:\n- me/data\n- ./x\ntags:", 1)
     )
-    said = push("push", copy.name, "me/x", "--dry-run")["out"]
-    assert "its `base_model` must name Hub ids, not /home/me/llama." in said
-    assert "its `datasets` must name Hub ids, not ./x." in said
+    out = push("push", copy.name, "me/x", "--dry-run")["out"]
+    assert "its `base_model` must name Hub ids, not /home/me/llama." in out
+    assert "its `datasets` must name Hub ids, not ./x." in out
 
 
-def test_an_empty_folder_of_results_is_none(push, copy):
+def test_an_empty_folder_of_results_is_ignored(push, copy):
     (copy / ".eval_results").mkdir()
     assert push("push", copy.name, "me/empty", "--dry-run")["status"] == 0
 
@@ -348,7 +348,7 @@ def test_bad_names_are_bad_usage(push, model, arguments):
     assert "repo_type" not in done["err"]
 
 
-def test_a_token_that_is_none_is_told(push, model):
+def test_a_token_with_impossible_characters_is_refused(push, model):
     done = push("push", "model", "me/x", token="hf_\u200bx")
     assert "has characters that no token has" in done["err"]
 
@@ -359,7 +359,7 @@ TEMPLATE = (
 )
 
 
-def test_push_to_hub_keeps_what_a_person_has_written_into_the_template(push, model):
+def test_push_to_hub_replaces_the_template_only_if_no_person_has_filled_it(push, model):
     template = ModelCard.from_template(
         ModelCard("---\nlicense: mit\n---\n").data,
         model_description=TEMPLATE,

@@ -23,7 +23,7 @@ BLOCKS = [{"full": True}, {"block_size": 2}, {"block_size": 3}, {"block_size": 6
 
 @pytest.fixture
 def kimi(tiny_config):
-    """Return `kimi(**overrides)`: a Kimi Linear model with norms away from one and logits of some size."""
+    """Return `kimi(**overrides)`: a Kimi Linear model with norm weights away from one and large logits."""
 
     def build(**overrides) -> KimiLinearForCausalLM:
         fields = tiny_config(**overrides).to_dict()
@@ -79,7 +79,7 @@ def test_shared_weights_get_the_same_gradients(kimi, token_ids, blocks):
         assert torch.allclose(after[name], gradient, rtol=1e-4, atol=1e-4 * gradient.abs().max()), name
 
 
-def test_the_mean_scale_is_not_exact_which_is_why_sum_is_the_default(kimi, token_ids):
+def test_the_scale_mean_is_not_exact(kimi, token_ids):
     model = kimi()
     with torch.no_grad():
         before, after = model(token_ids).logits, retrofit(model, block_size=2, scale="mean")(token_ids).logits
@@ -93,16 +93,16 @@ def test_the_result_shares_every_backbone_tensor(kimi, tie):
         model.config.tie_word_embeddings = True
         model.lm_head.weight = model.model.embed_tokens.weight
     result = retrofit(model)
-    shared, own = model.state_dict(keep_vars=True), result.state_dict(keep_vars=True)
-    assert all(own[name] is tensor for name, tensor in shared.items())
-    assert set(own) - set(shared) == set(residual_tensors(result))
-    assert not any(tensor.is_meta for tensor in own.values())
+    before, after = model.state_dict(keep_vars=True), result.state_dict(keep_vars=True)
+    assert all(after[name] is tensor for name, tensor in before.items())
+    assert set(after) - set(before) == set(residual_tensors(result))
+    assert not any(tensor.is_meta for tensor in after.values())
     assert (result.lm_head.weight is result.model.embed_tokens.weight) == tie
 
 
 @pytest.fixture
 def reload(tmp_path):
-    """Return a model after `save_pretrained` and `from_pretrained`."""
+    """Return `reload(model)`, which saves a model and loads it again."""
 
     def run(model):
         model.save_pretrained(tmp_path / "saved")
@@ -112,37 +112,37 @@ def reload(tmp_path):
 
 
 HEADS = {
-    "its own": lambda model: nn.Parameter(torch.randn_like(model.lm_head.weight)),
+    "a separate tensor": lambda model: nn.Parameter(torch.randn_like(model.lm_head.weight)),
     "the embedding": lambda model: model.get_input_embeddings().weight,
-    "of the embedding's memory": lambda model: nn.Parameter(model.get_input_embeddings().weight.data),
+    "a view of the embedding": lambda model: nn.Parameter(model.get_input_embeddings().weight.data),
 }
 
 
-@pytest.mark.parametrize("says_tied", [True, False])
+@pytest.mark.parametrize("is_declared_tied", [True, False])
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("model_type", ["kimi_linear", "llama", "gemma2"])
-def test_the_head_is_tied_where_it_is_one_tensor_whatever_the_configuration_says(
-    kimi, token_ids, reload, model_type, head, says_tied
+def test_the_head_is_tied_if_it_is_the_tensor_of_the_embedding(
+    kimi, token_ids, reload, model_type, head, is_declared_tied
 ):
     model = kimi() if model_type == "kimi_linear" else standard_model(model_type, head_dim=8)
-    model.config.tie_word_embeddings = says_tied
+    model.config.tie_word_embeddings = is_declared_tied
     model.lm_head.weight = HEADS[head](model)
     with torch.no_grad():
         before, result = model(token_ids).logits, retrofit(model, full=True)
         assert result.lm_head.weight is model.lm_head.weight
-        assert result.config.tie_word_embeddings == (head != "its own")
-        assert model.config.tie_word_embeddings == says_tied
+        assert result.config.tie_word_embeddings == (head != "a separate tensor")
+        assert model.config.tie_word_embeddings == is_declared_tied
         assert relative_difference(result(token_ids).logits, before) <= 1e-4
         again = reload(result)
-        assert (again.lm_head.weight is again.get_input_embeddings().weight) == (head != "its own")
+        assert (again.lm_head.weight is again.get_input_embeddings().weight) == (head != "a separate tensor")
         assert relative_difference(again(token_ids).logits, before) <= 1e-4
 
 
-@pytest.mark.parametrize("says_tied", [True, False])
-def test_so_it_is_for_a_directory(token_ids, tmp_path, reload, says_tied):
+@pytest.mark.parametrize("is_declared_tied", [True, False])
+def test_a_directory_with_an_untied_head_is_retrofitted_exactly(token_ids, tmp_path, reload, is_declared_tied):
     model = standard_model(tie_word_embeddings=False)
     model.save_pretrained(tmp_path / "source")
-    change_json(tmp_path / "source" / "config.json", tie_word_embeddings=says_tied)
+    change_json(tmp_path / "source" / "config.json", tie_word_embeddings=is_declared_tied)
     with torch.no_grad():
         before, result = model(token_ids).logits, retrofit(tmp_path / "source", full=True)
         assert relative_difference(result(token_ids).logits, before) <= 1e-4
@@ -166,7 +166,7 @@ def test_mode_dtype_and_frozen_weights_are_kept(kimi):
     assert not model.model.embed_tokens.weight.requires_grad
 
 
-def test_a_standard_member_of_the_family_and_a_directory_are_taken(tiny_model, token_ids, tmp_path):
+def test_a_standard_member_of_the_family_and_its_directory_are_retrofitted(tiny_model, token_ids, tmp_path):
     model = tiny_model(residual_connection="standard")
     model.save_pretrained(tmp_path)
     with torch.no_grad():
@@ -175,7 +175,7 @@ def test_a_standard_member_of_the_family_and_a_directory_are_taken(tiny_model, t
         assert relative_difference(retrofit(tmp_path, full=True)(token_ids).logits, expected) <= 1e-4
 
 
-def test_a_model_that_has_outgrown_its_rotary_embedding_stays_the_same():
+def test_a_model_whose_dynamic_rotary_embedding_has_grown_stays_the_same():
     shape = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     config = LlamaConfig(**shape, intermediate_size=64, max_position_embeddings=16, rope_parameters=rope)
@@ -183,7 +183,7 @@ def test_a_model_that_has_outgrown_its_rotary_embedding_stays_the_same():
     model = LlamaForCausalLM(config).eval()
     ids = torch.randint(99, (1, 40))
     with torch.no_grad():
-        model(ids)  # longer than its positions: the frequencies are those of 40 now
+        model(ids)  # longer than `max_position_embeddings`, so the frequencies change to those of length 40
         result = retrofit(model, full=True)
         for length in (8, 40):
             expected = model(ids[:, :length]).logits
@@ -198,7 +198,7 @@ def test_the_implementation_of_attention_and_experts_is_kept(kimi):
     assert (config._attn_implementation, config._experts_implementation) == ("eager", "eager")
 
 
-def test_without_a_block_size_there_are_eight_blocks(kimi):
+def test_without_a_block_size_there_are_up_to_eight_blocks(kimi):
     assert retrofit(kimi()).config.attn_res_block_size == 1  # 8 sublayers
     deep = kimi(num_hidden_layers=9, layer_types=["full_attention"] * 9, mlp_layer_types=["dense"] * 9)
     assert retrofit(deep).config.attn_res_block_size == 3  # 18 sublayers: 6 blocks

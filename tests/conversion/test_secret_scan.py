@@ -57,9 +57,9 @@ def test_a_secret_is_found_by_its_form_with_its_line_and_is_not_shown(tmp_path, 
     for secret in SECRETS[kind]:
         for text in (f"# Notes\n\nkey: {secret}\n", f"a\nb\n{secret}", f'1\n2\n{{"key": "{secret}"}}'):
             path.write_text(text)
-            (found,) = find_secrets(path)
-            assert (found.line, found.kind) == (3, kind)
-            assert str(found) == f"{path}, line 3, holds {kind}"
+            (match,) = find_secrets(path)
+            assert (match.line, match.kind) == (3, kind)
+            assert str(match) == f"{path}, line 3, holds {kind}"
 
 
 def test_a_key_in_json_is_found(tmp_path):
@@ -77,7 +77,7 @@ def test_a_secret_is_found_in_utf_16_and_in_the_header_of_weights(tmp_path):
     assert [secret.kind for secret in find_secrets(tmp_path / "model.safetensors")] == ["a Hugging Face token"]
 
 
-def test_the_users_own_token_is_found_whatever_its_form(tmp_path):
+def test_the_token_of_the_user_is_found_in_any_form(tmp_path):
     (tmp_path / "a.txt").write_text("\n\nmy-token")
     assert [(secret.line, secret.kind) for secret in find_secrets(tmp_path / "a.txt", "my-token")] == [
         (3, "your Hub token")
@@ -87,7 +87,7 @@ def test_the_users_own_token_is_found_whatever_its_form(tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        "hf_" + "x" * 34,  # as documentation has it
+        "hf_" + "x" * 34,  # a placeholder of documentation
         "hf_...",
         "HF_TOKEN=hf_your_token_here",
         "AKIA" + "IOSFODNN7" + "EXAMPLE",
@@ -101,13 +101,13 @@ def test_the_users_own_token_is_found_whatever_its_form(tmp_path):
         "rrxoxb-" + some(40),
     ],
 )
-def test_what_is_no_secret_is_not_taken_for_one(tmp_path, text):
+def test_placeholders_and_similar_texts_are_not_reported(tmp_path, text):
     (tmp_path / "a.txt").write_text(text)
     assert list(find_secrets(tmp_path / "a.txt")) == []
 
 
-def test_no_file_that_comes_with_the_package_holds_what_is_taken_for_a_secret(pytestconfig):
-    """The code and pages here are like those that models and cards hold."""
+def test_no_file_of_this_project_is_reported(pytestconfig):
+    """Its code and pages are like the files of models."""
     files = [path for ending in ("*.py", "*.md", "*.json") for path in (pytestconfig.rootpath).glob(f"[!.]*/{ending}")]
     assert len(files) > 100
     assert [secret for path in files for secret in find_secrets(path)] == []

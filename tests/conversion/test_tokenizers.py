@@ -27,9 +27,9 @@ def bare(assets, tmp_path) -> Path:
     return tmp_path / "bare"
 
 
-# Without files `transformers` fails for the first, and makes up an empty vocabulary for the others.
+# Without files, `transformers` fails for the first type, and returns an empty vocabulary for the others.
 @pytest.mark.parametrize("model_type", ["attnres_llama", "qwen3", "gemma2", "gpt_neox"])
-def test_a_directory_without_a_tokenizer_has_none(model_type, tmp_path):
+def test_a_directory_without_a_tokenizer_is_refused_with_the_remedies(model_type, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     assert refusal(load_tokenizer, tmp_path, remedy="name one by --other") == (
         f"{tmp_path} has no tokenizer that loads: save one there by "
@@ -37,28 +37,28 @@ def test_a_directory_without_a_tokenizer_has_none(model_type, tmp_path):
     )
 
 
-def test_every_command_says_so(bare, tmp_path):
-    said = f"{bare} has no tokenizer that loads: save one there by "
+def test_every_command_refuses_a_directory_without_a_tokenizer(bare, tmp_path):
+    message = f"{bare} has no tokenizer that loads: save one there by "
     recipe = Recipe(str(bare), ("text.txt",), str(tmp_path / "out"), steps=1)
-    assert refusal(run_train, recipe).startswith(said)
+    assert refusal(run_train, recipe).startswith(message)
     assert refusal(run_train, recipe).endswith(", or name one by tokenizer=DIR.")
-    assert refusal(InspectedSource(str(bare)).load).startswith(said)
+    assert refusal(InspectedSource(str(bare)).load).startswith(message)
 
 
-def test_the_tokenizer_saved_as_the_message_says_loads(bare, assets):
+def test_a_tokenizer_that_is_saved_as_the_message_proposes_loads(bare, assets):
     source = assets / "checkpoints" / "stories260K-hf"
     AutoTokenizer.from_pretrained(source).save_pretrained(bare)
     assert load_tokenizer(bare)("Once upon").input_ids == load_tokenizer(source)("Once upon").input_ids
 
 
-def test_a_damaged_file_is_told_with_the_reason(tmp_path):
+def test_a_damaged_file_is_reported_with_the_reason(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"mod')
     assert refusal(load_tokenizer, tmp_path).endswith(
         " (JSONDecodeError: Unterminated string starting at: line 1 column 2 (char 1))"
     )
 
 
-def test_a_name_that_is_no_directory_keeps_the_error_of_the_hub(monkeypatch):
+def test_a_name_that_is_not_a_directory_keeps_the_error_of_the_hub(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(OSError):
         load_tokenizer("nobody/none")

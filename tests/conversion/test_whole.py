@@ -56,7 +56,7 @@ LOADS = {
 }
 
 
-def test_every_command_names_it(incomplete):
+def test_every_command_names_a_missing_tensor(incomplete):
     for load in LOADS.values():
         with pytest.raises(ValueError, match=rf"^{incomplete} is incomplete: it lacks `{LACKING}`\."):
             load(incomplete)
@@ -73,7 +73,7 @@ def sound(assets, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def model(sound, tmp_path) -> Path:
-    """Return a copy of it that a test may change."""
+    """Return a copy of `sound` that a test may change."""
     return shutil.copytree(sound, tmp_path / "model")
 
 
@@ -96,7 +96,7 @@ HUGE = {
     "vocab_size": 10**9,
     "intermediate_size": 10**9,
     "num_hidden_layers": 10_000,
-    # Fewer than the files have bits, so that only the shapes tell.
+    # Fewer than the files have bits, so that only the shapes show the error.
     "hidden_size": 8 * 10**6,
     "head_dim": 10**6,
 }
@@ -115,13 +115,13 @@ def test_a_configuration_far_larger_than_the_weights_is_refused_before_memory_is
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_a_shape_that_is_a_little_off_is_named(model, load):
+def test_a_tensor_of_a_slightly_wrong_shape_is_named(model, load):
     change_json(model / "config.json", intermediate_size=200)
     with pytest.raises(RuntimeError, match=r"`model.layers.0.mlp.down_proj.weight` has shape \[64, 172\], but must be"):
         LOADS[load](model)
 
 
-def test_so_it_is_where_the_weights_are_pickles(sound, model):
+def test_pickled_weights_are_compared_with_the_configuration_too(sound, model):
     tensors = load_file(model / "model.safetensors")
     torch.save(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, model / "pytorch_model.bin")
     (model / "model.safetensors").unlink()
@@ -131,7 +131,7 @@ def test_so_it_is_where_the_weights_are_pickles(sound, model):
         SharedPrefixLM(str(model), device="cpu")
 
 
-def test_weights_that_are_links_elsewhere_and_a_change_of_the_recipe_are_loaded(sound, model):
+def test_weights_behind_links_and_a_field_of_the_recipe_are_loaded(sound, model):
     (model / "model.safetensors").unlink()
     (model / "model.safetensors").symlink_to(sound / "model.safetensors")
     train(model, max_position_embeddings=4096)
@@ -167,7 +167,7 @@ def test_a_value_that_no_model_has_is_named_with_its_file(model, name, load):
     assert message in str(refused.value)
 
 
-def test_infinity_in_a_list_may_be_a_limit(model):
+def test_infinity_in_a_list_is_allowed(model):
     content = json.loads((model / "config.json").read_text()) | {"time_step_limit": [0.0, math.inf]}
     (model / "config.json").write_text(json.dumps(content))
     check_source_sizes(model)

@@ -64,6 +64,6 @@ def test_the_error_of_a_missing_package_names_its_extra(module, extra, metadata_
     assert line.startswith(f"attnres: No module named {module!r}. It comes with `attnres[{extra}]`: pip install '")
 
 
-def test_the_error_of_a_package_of_no_extra_stays(metadata_of_the_checkout):
+def test_the_error_of_a_package_in_no_extra_is_unchanged(metadata_of_the_checkout):
     error = ModuleNotFoundError("No module named 'nowhere'", name="nowhere")
     assert guard._describe(error) == "attnres: No module named 'nowhere'"

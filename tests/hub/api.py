@@ -1,7 +1,7 @@
-"""The endpoints that `huggingface_hub` asks to publish and to load models, one function each.
+"""Answer the requests by which `huggingface_hub` publishes and loads models, with one function for each endpoint.
 
-They offer the client its simplest way to transfer bytes: LFS objects in one request each, downloads without a redirect.
-Anything else in the client's protocols is not ours to test.
+Bytes are transferred in the simplest way that the client supports: each LFS object in one request, and downloads
+without a redirect. Its other protocols are not tested here.
 """
 
 import base64
@@ -25,7 +25,7 @@ REVISION = r"(?P<revision>refs/pr/\d+|[^/]+)"
 
 @dataclass
 class Request:
-    """A request to the Hub at `url`; `account` is that of its token."""
+    """A request to the Hub at `url`; `account` is the owner of its token."""
 
     url: str
     method: str
@@ -36,13 +36,13 @@ class Request:
 
     @property
     def json(self) -> Any:
-        """The body, parsed."""
+        """The parsed body."""
         return json.loads(self.body or b"{}")
 
 
 @dataclass
 class Response:
-    """An answer: bytes, or a value to be sent as JSON."""
+    """An answer; its content is bytes, or a value to send as JSON."""
 
     content: Any
     status: int = 200
@@ -103,13 +103,13 @@ def validate_card(repositories: Repositories, request: Request) -> Response:
 
 @route("POST", "/api/repos/create")
 def create_repository(repositories: Repositories, request: Request) -> Response:
-    wanted = request.json
-    account = require_writer(request.account, wanted.get("organization"))
-    name = f"{wanted.get('organization') or account.name}/{wanted['name']}"
+    fields = request.json
+    account = require_writer(request.account, fields.get("organization"))
+    name = f"{fields.get('organization') or account.name}/{fields['name']}"
     address = {"url": f"{request.url}/{name}", "name": name, "id": name}
     if name in repositories:
         return Response({"error": "You already created this model repo", **address}, 409)
-    repositories.create(name, private=wanted.get("visibility") == "private")
+    repositories.create(name, private=fields.get("visibility") == "private")
     return Response(address)
 
 
@@ -130,7 +130,7 @@ def list_tree(repositories: Repositories, request: Request, name: str, revision:
     if folder and not paths:
         raise HubError(404, f"{folder} does not exist on {revision}", "EntryNotFound")
     if request.query.get("recursive", ["false"])[0].lower() != "true":
-        # Of a file in a subfolder, only the first folder below the root is listed.
+        # A file in a subfolder is listed as the folder directly below the root.
         paths = sorted({root / path.relative_to(root).parts[0] for path in paths})
     entries = []
     for path in map(str, paths):
@@ -166,7 +166,7 @@ def repository_to_change(repositories: Repositories, request: Request, name: str
 
 @route("POST", f"{MODEL}/preupload/{REVISION}")
 def plan_upload(repositories: Repositories, request: Request, name: str, revision: str) -> Response:
-    """Say of each file how to upload it, whether `.gitignore` leaves it out, and which content has its name now."""
+    """Return for each file how to upload it, whether `.gitignore` leaves it out, and the hash of its old content."""
     files = repository_to_change(repositories, request, name, revision).commit(revision).files
     hosted = files[".gitignore"].content.decode() if ".gitignore" in files else ""
     rules = [line.strip() for line in request.json.get("gitIgnore", hosted).splitlines()]
@@ -183,14 +183,14 @@ def plan_upload(repositories: Repositories, request: Request, name: str, revisio
 
 @route("POST", f"/{NAME}.git/info/lfs/objects/batch")
 def locate_objects(repositories: Repositories, request: Request, name: str) -> Response:
-    """Say where to send each object; nowhere if it is there."""
+    """Return the address for the upload of each object that the repository lacks."""
     repository = repositories.readable(name, request.account)
     require_writer(request.account)
     objects = []
-    for wanted in request.json["objects"]:
-        target = {"upload": {"href": f"{request.url}/storage/upload/{name}/{wanted['oid']}"}}
-        actions = {} if wanted["oid"] in repository.objects else {"actions": target}
-        objects.append({"oid": wanted["oid"], "size": wanted["size"], "authenticated": True, **actions})
+    for item in request.json["objects"]:
+        target = {"upload": {"href": f"{request.url}/storage/upload/{name}/{item['oid']}"}}
+        actions = {} if item["oid"] in repository.objects else {"actions": target}
+        objects.append({"oid": item["oid"], "size": item["size"], "authenticated": True, **actions})
     return Response({"transfer": "basic", "objects": objects})
 
 
@@ -206,8 +206,8 @@ def files_after(repository: Repository, files: dict[str, File], kind: str, value
     """Return the files after one operation of a commit.
 
     Raises:
-        HubError: 400 for an object that was not uploaded or an unknown operation, 404 for a file that is to be
-            deleted and is not there.
+        HubError: 400 for an object that was not uploaded or an unknown operation; 404 if the file to delete does not
+            exist.
     """
     path = value["path"]
     if kind == "file":
@@ -226,7 +226,7 @@ def files_after(repository: Repository, files: dict[str, File], kind: str, value
 
 @route("POST", f"{MODEL}/commit/{REVISION}")
 def commit(repositories: Repositories, request: Request, name: str, revision: str) -> Response:
-    """Commit lines of JSON: a header, then the operations."""
+    """Make a commit. The body has one JSON object a line: a header, then the operations."""
     repository = repository_to_change(repositories, request, name, revision)
     header, *operations = [json.loads(line) for line in request.body.splitlines() if line.strip()]
     ref = repository.ref(revision)

@@ -1,4 +1,4 @@
-"""What the Hub refuses in the metadata of a model card, and in results under `.eval_results/`."""
+"""Check the metadata of a model card, and results under `.eval_results/`, as the Hub does."""
 
 import re
 
@@ -16,7 +16,7 @@ LISTS = ("tags", "datasets", "language", "metrics", "base_model")
 
 
 def errors_of_card(content: str) -> tuple[list[str], list[str]]:
-    """Return errors and warnings about the front matter of a `README.md`, as `/api/validate-yaml` tells them."""
+    """Return errors and warnings about the front matter of a `README.md`, as `/api/validate-yaml` does."""
     match = re.match(r"\s*---[ \t]*\r?\n(.*?)^---[ \t]*$", content, re.DOTALL | re.MULTILINE)
     if match is None:
         return [], ["empty or missing yaml metadata in repo card"]
@@ -48,13 +48,13 @@ def errors_of_card(content: str) -> tuple[list[str], list[str]]:
 
 
 def strings(value: object) -> list[str]:
-    """Return the strings of a value that may be one, a list with some, or anything else."""
+    """Return the strings in a value, which may be a string, a list or anything else."""
     items = value if isinstance(value, list) else [value]
     return [item for item in items if isinstance(item, str)]
 
 
 def result_error(entry: object) -> str | None:
-    """Return what is wrong with an entry of `.eval_results/*.yaml`, or None."""
+    """Return the error in an entry of `.eval_results/*.yaml`, or None."""
     if not isinstance(entry, dict):
         return "an entry must be an object"
     dataset = entry.get("dataset")

@@ -1,4 +1,4 @@
-"""What the Hub of the tests holds: accounts with their tokens, and repositories of commits that never change."""
+"""Hold the accounts and repositories of the Hub of the tests. Commits never change."""
 
 import functools
 import hashlib
@@ -11,7 +11,7 @@ OBJECT_SIZE = 10_000_000  # bytes
 
 
 class HubError(Exception):
-    """An answer other than success. Clients tell causes apart by `code`, which becomes the header `X-Error-Code`."""
+    """An error as the Hub answers it. Clients tell causes apart by `code`, which becomes the header `X-Error-Code`."""
 
     def __init__(self, status: int, message: str, code: str | None = None, **headers: str):
         super().__init__(message)
@@ -41,7 +41,7 @@ ACCOUNTS = {
 
 
 def require_writer(account: Account | None, namespace: str | None = None) -> Account:
-    """Return the account if it may write to `namespace`; None stands for its own.
+    """Return the account if it may write to `namespace`, which is the account's by default.
 
     Raises:
         HubError: 401 without an account; 403 if the token only reads, or the namespace belongs to others.
@@ -57,7 +57,7 @@ def require_writer(account: Account | None, namespace: str | None = None) -> Acc
 
 @dataclass(frozen=True)
 class File:
-    """A file of a commit. An object (`is_object`) is uploaded by LFS, another file inside of the commit."""
+    """A file of a commit. An object (`is_object`) is uploaded by LFS, another file within the commit."""
 
     content: bytes
     is_object: bool
@@ -82,7 +82,7 @@ def now() -> str:
 
 @dataclass(frozen=True)
 class Commit:
-    """All files of a repository at one time, and how they came to be."""
+    """All files of a repository at one time, with the parent commit, title and date."""
 
     parent: str | None
     title: str
@@ -116,7 +116,7 @@ class Repository:
         """Return the full name of a branch or pull request.
 
         Raises:
-            HubError: 404 if there is none of this name.
+            HubError: 404 if no branch or pull request has this name.
         """
         for name in (f"refs/heads/{revision}", revision):
             if name in self.refs:
@@ -127,7 +127,7 @@ class Repository:
         """Return the commit that a branch, a pull request or a commit id names.
 
         Raises:
-            HubError: 404 if there is none.
+            HubError: 404 if the revision does not exist.
         """
         return self.commits[revision if revision in self.commits else self.refs[self.ref(revision)]]
 
@@ -148,7 +148,7 @@ class Repository:
 
 
 class Repositories(dict[str, Repository]):
-    """All repositories by their names, and who may do what with them."""
+    """All repositories by name, with checks of who may read and change them."""
 
     def create(self, name: str, private: bool = False) -> None:
         """Create a repository whose branch `main` holds `.gitattributes`."""
@@ -173,8 +173,8 @@ class Repositories(dict[str, Repository]):
         """Return a repository that `account` may read.
 
         Raises:
-            HubError: 401 without an account, 404 with one, if there is none: the Hub does not tell a stranger which
-                repositories exist.
+            HubError: The repository does not exist or is private: 401 without an account, 404 with one. The Hub does
+                not reveal which repositories exist.
         """
         repository = self.get(name)
         if repository and (not repository.private or (account and account.owns(repository.namespace))):
@@ -187,7 +187,7 @@ class Repositories(dict[str, Repository]):
         """Return a repository whose `revision` the account may change.
 
         Raises:
-            HubError: as of `readable` and `require_writer`. Who opened a pull request may change it.
+            HubError: As `readable` and `require_writer`. The account that opened a pull request may change it.
         """
         repository = self.readable(name, account)
         require_writer(account, None if repository.is_pull_request_of(account, revision) else repository.namespace)

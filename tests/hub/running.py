@@ -1,4 +1,4 @@
-"""The Hub of the tests as a server of this process: `with Hub.running() as hub: ...`."""
+"""Run the Hub of the tests as a server in this process: `with Hub.running() as hub: ...`."""
 
 import json
 import os
@@ -17,17 +17,17 @@ from .repositories import HubError, Repositories
 
 @dataclass
 class Fault:
-    """Trouble for the requests whose path matches.
+    """A failure of the next requests whose path matches.
 
     Attributes:
         kind: `status`: the request is answered with `status`, `headers` and `message`, and changes nothing.
             `cut`: the connection ends after `after_bytes` bytes of the body, and the request changes nothing.
             `lost`: the request is carried out, and the connection ends before the answer.
             `call`: `function()` is called, then the request is answered.
-        path: regular expression, searched in the path with its query.
-        method: only requests with this method; None for all.
-        times: how many requests it meets; None for all.
-        skip: how many matching requests pass unharmed before.
+        path: A regular expression, which is searched in the path with its query.
+        method: The method of the requests; None for all methods.
+        times: The number of requests that fail; None for all.
+        skip: The number of matching requests that succeed before.
     """
 
     kind: str
@@ -53,8 +53,8 @@ class Hub:
     has one that writes.
 
     Attributes:
-        url: its address.
-        repositories: what it holds, by name.
+        url: The address.
+        repositories: The repositories by name.
     """
 
     write_token = "hf_write_of_me"
@@ -77,7 +77,7 @@ class Hub:
         """Run a Hub as long as the context lasts.
 
         Args:
-            content: a folder whose files `OWNER/NAME/REVISION/...` are there from the start, in public repositories.
+            content: A folder of files `OWNER/NAME/REVISION/...`, which public repositories hold from the start.
         """
         hub = cls(content)
         threading.Thread(target=hub._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
@@ -87,7 +87,7 @@ class Hub:
             hub.stop()
 
     def stop(self) -> None:
-        """Refuse connections from now on. May be called again."""
+        """Refuse connections from now on. A second call does nothing."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -95,8 +95,8 @@ class Hub:
         """Return the environment of a process that uses this Hub.
 
         Args:
-            token: the token that the process has; None for none.
-            home: where it keeps its cache; None: where `HF_HOME` is by default.
+            token: The token of the process, if it has one.
+            home: The folder of its cache; the default of `HF_HOME` otherwise.
         """
         environment = {
             name: value
@@ -114,19 +114,19 @@ class Hub:
             self._faults.append(Fault(kind, path, **options))
 
     def before(self, path: str, function: Callable[[], object]) -> None:
-        """Call a function, which may use the Hub, when the next request for this path has come, before its answer."""
+        """Call a function before the next request for this path is answered. The function may use the Hub."""
         self.fail("call", path, function=function)
 
     def heal(self) -> None:
-        """Take back all faults that have not happened."""
+        """Remove all faults."""
         with self._lock:
             self._faults.clear()
 
     def log(self, method: str | None = None, path: str = "") -> list[dict]:
         """Return the requests so far with this method, and with this text in their path.
 
-        Each has its `method`, its `path` with the query, `received`, the bytes of its body that came, and `status`,
-        which is None if it was not answered.
+        Each has its `method`, its `path` with the query, the number of bytes of its body that were `received`, and the
+        `status` of its answer, which is None without an answer.
         """
         return [entry for entry in self._log if method in (None, entry["method"]) and path in entry["path"]]
 
@@ -150,7 +150,7 @@ class Hub:
         return {path: file.content for path, file in files.items()}
 
     def _take_fault(self, method: str, path: str) -> Fault | None:
-        """Return the fault that this request meets, if any."""
+        """Return the fault of this request, if it has one."""
         for fault in self._faults:
             if fault.method in (None, method) and re.search(fault.path, path):
                 if fault.skip > 0:
@@ -170,12 +170,12 @@ class _Handler(BaseHTTPRequestHandler):
     hub: Hub
 
     def handle(self) -> None:
-        """Serve a connection until its client has gone."""
+        """Serve a connection until the client closes it."""
         with suppress(ConnectionError):
             super().handle()
 
     def handle_request(self) -> None:
-        """Log a request and answer it, in the way that its fault leaves possible."""
+        """Log a request, and answer it unless its fault prevents that."""
         hub = self.hub
         entry = {"method": self.command, "path": self.path, "received": 0, "status": None}
         with hub._lock:
@@ -204,7 +204,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = handle_request
 
     def read_body(self, limit: int | None) -> bytes:
-        """Read the body, of known length or in chunks, or at least its first `limit` bytes."""
+        """Read the body, or at least its first `limit` bytes. It has a known length or comes in chunks."""
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
             length = int(self.headers.get("Content-Length", 0))
             return self.rfile.read(length if limit is None else min(length, limit))
@@ -217,7 +217,7 @@ class _Handler(BaseHTTPRequestHandler):
         return body
 
     def send(self, response: Response) -> None:
-        """Send an answer; to HEAD, without its body."""
+        """Send an answer. For a HEAD request, leave out the body."""
         is_bytes = isinstance(response.content, bytes)
         body = response.content if is_bytes else json.dumps(response.content).encode()
         self.send_response(response.status)

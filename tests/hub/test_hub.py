@@ -32,13 +32,13 @@ def plain_client() -> Iterator[None]:
 
 @pytest.fixture
 def client_of(hub) -> Callable[[str | bool], HfApi]:
-    """`client_of(token)`: a client of this Hub; with False, one without a token."""
+    """Return `client_of(token)`, a client of this Hub. The token False stands for none."""
     return lambda token: HfApi(endpoint=hub.url, token=token)
 
 
 @pytest.fixture
 def me(hub, client_of) -> HfApi:
-    """The client of the user `me`, who may write; there is an empty repository `me/model`."""
+    """Return the client of the user `me`, who may write to the empty repository `me/model`."""
     api = client_of(hub.write_token)
     api.create_repo("me/model")
     hub.forget()
@@ -47,7 +47,7 @@ def me(hub, client_of) -> HfApi:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A model directory: two text files and an object."""
+    """Return a model directory with two text files and an object."""
     folder = tmp_path / "folder"
     (folder / "code").mkdir(parents=True)
     (folder / "README.md").write_text("---\nlicense: mit\ntags: [attnres]\n---\n# A model\n")
@@ -86,7 +86,7 @@ def test_a_published_model_is_loaded_again_and_not_uploaded_twice(hub, me, folde
     assert not hub.log("PUT") and not hub.log("POST", "/commit/")
 
 
-def test_a_commit_stays_as_it_is(hub, me, folder):
+def test_a_commit_never_changes(hub, me, folder):
     first = me.upload_folder(repo_id="me/model", folder_path=folder)
     change = [CommitOperationAdd("code/config.json", b"[]"), CommitOperationDelete("model.safetensors")]
     me.create_commit("me/model", change, commit_message="a change", parent_commit=first.oid)
@@ -123,7 +123,7 @@ def test_files_under_a_gitignore_of_the_repository_are_left_out(hub, me, folder)
 @pytest.mark.parametrize(
     ("token", "status"), [(False, 401), ("hf_wrong", 401), (Hub.read_token, 403), (Hub.other_token, 403)]
 )
-def test_who_may_not_write_changes_nothing(hub, me, client_of, token, status):
+def test_a_client_that_may_not_write_changes_nothing(hub, me, client_of, token, status):
     for call in (lambda api: add(api), lambda api: api.create_repo("lab/new")):
         with pytest.raises(HfHubHTTPError) as error:
             call(client_of(token))
@@ -140,7 +140,7 @@ def test_a_private_repository_is_not_found_by_others(hub, me, client_of):
             client_of(token).model_info("lab/secret")
 
 
-def test_what_is_not_there_is_told_by_its_kind(me, tmp_path):
+def test_a_missing_repository_revision_or_file_raises_its_error(me, tmp_path):
     with pytest.raises(RepositoryNotFoundError):
         add(me, "me/absent")
     with pytest.raises(RevisionNotFoundError):
@@ -182,7 +182,7 @@ def test_a_card_with_bad_metadata_is_refused_before_anything_is_uploaded(hub, me
     assert [entry["path"] for entry in hub.log()] == ["/api/validate-yaml"]
 
 
-def test_a_fault_meets_the_requests_that_it_names(hub, me, folder):
+def test_a_fault_makes_the_matching_requests_fail(hub, me, folder):
     hub.fail("status", "/api/whoami", status=418, skip=1, times=None)
     me.whoami()
     for _ in range(2):
@@ -200,12 +200,12 @@ def test_a_fault_meets_the_requests_that_it_names(hub, me, folder):
     hub.fail("lost", "/commit/")
     with pytest.raises(httpx.TransportError):
         add(me)
-    assert hub.files("me/model")["one"] == b"1"  # carried out all the same
+    assert hub.files("me/model")["one"] == b"1"  # the commit was made before the connection ended
 
 
-def test_a_hub_can_stop_in_the_middle(hub, me):
+def test_a_hub_can_stop_during_a_request(hub, me):
     hub.before("/api/models/me/model", hub.stop)
     assert me.model_info("me/model").id == "me/model"
-    close_session()  # its connection is still open
+    close_session()  # the connection to the stopped Hub is still open
     with pytest.raises(httpx.ConnectError):
         me.model_info("me/model")
