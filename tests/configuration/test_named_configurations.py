@@ -211,7 +211,7 @@ def test_a_misspelt_name_is_refused_with_the_right_spelling():
 
 
 def test_an_unknown_name_is_refused_with_the_names_there_are():
-    with pytest.raises(ValueError, match=r"'attnres-1b', but there is attnres-194m, .*, attnres-tiny"):
+    with pytest.raises(ValueError, match=r"'attnres-1b'; the configurations are attnres-194m, .*, attnres-tiny"):
         load("attnres-1b")
 
 

@@ -88,14 +88,14 @@ def test_without_a_declaration_it_is_refused_with_the_list_of_what_is_supported(
         (
             "starcoder2",
             (Sublayer("mixer_res", PRE_NORM[0].branches), PRE_NORM[1]),
-            "the sublayers of 'starcoder2' are named ['mixer_res', 'mlp_res']; names must differ, the first be "
-            "'self_attention_res' or 'parallel_res'.",
+            "the sublayers of 'starcoder2' are named ['mixer_res', 'mlp_res']: names must differ, and the first "
+            "must be 'self_attention_res' or 'parallel_res'.",
         ),
         (
             "starcoder2",
             (PRE_NORM[0], Sublayer("self_attention_res", PRE_NORM[1].branches)),
-            "the sublayers of 'starcoder2' are named ['self_attention_res', 'self_attention_res']; names must differ, "
-            "the first be 'self_attention_res' or 'parallel_res'.",
+            "the sublayers of 'starcoder2' are named ['self_attention_res', 'self_attention_res']: names must differ, "
+            "and the first must be 'self_attention_res' or 'parallel_res'.",
         ),
     ],
     ids=["layers elsewhere", "missing module", "missing multiplier", "name of the first", "the same name twice"],

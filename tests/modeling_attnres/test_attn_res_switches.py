@@ -279,5 +279,5 @@ def test_what_makes_no_sense_is_refused_in_one_line(backbones, switches, message
 def test_where_the_place_of_a_layer_counts_none_can_be_removed(backbones):
     model = build(backbones, "llama", "attn_res", attn_res_count_prior=True, attn_res_block_size=3)
     model.model.layers = model.model.layers[:3]
-    with pytest.raises(ValueError, match="sublayer 10 reads 5 sources, and there are 3"):
+    with pytest.raises(ValueError, match="sublayer 10 reads 5 sources, but there are 3"):
         model(backbones.token_ids())

@@ -105,7 +105,7 @@ def test_a_field_of_another_version_is_named(folders, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(fields))
     messages = warnings_of(tmp_path)
     assert {message.split("`")[1] for message in messages} == {"attn_res_temperature", "mhc_rank"}
-    assert any("(2.0) is no field of this version" in message for message in messages)
+    assert any("(2.0) is not a field of this version" in message for message in messages)
 
 
 def test_a_misspelt_field_is_named_with_the_one_that_was_meant():

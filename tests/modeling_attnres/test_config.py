@@ -19,7 +19,8 @@ HEADS = (
     "MLA expands a key and a value for every head."
 )
 GROUPS = (
-    "`n_group` is {!r}, but must be a positive divisor of `num_local_experts` (8) that leaves two or more to a group."
+    "`n_group` is {!r}, but must be a positive divisor of `num_local_experts` (8) with two or more "
+    "experts in each group."
 )
 
 RESIDUAL_FIELDS = [

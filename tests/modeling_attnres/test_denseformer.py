@@ -98,7 +98,7 @@ def test_a_model_whose_layers_were_removed_is_refused_in_one_line(backbones):
     model = build(backbones, "llama", "denseformer")
     model.model.layers = torch.nn.ModuleList([model.model.layers[i] for i in (0, 1, 3, 4)])
     model.config.num_hidden_layers = 4
-    with pytest.raises(ValueError, match=r"sublayer 4 are for 4 earlier states, and there are 3: .*removed") as error:
+    with pytest.raises(ValueError, match=r"sublayer 4 are for 4 earlier states, but there are 3: .*removed") as error:
         model(backbones.token_ids())
     assert "\n" not in str(error.value)
 
@@ -110,7 +110,7 @@ def test_a_layer_at_the_place_of_another_is_refused_in_one_line(backbones, order
     model.model.layers = torch.nn.ModuleList(copy.deepcopy(model.model.layers[i]) for i in order)
     model.config.num_hidden_layers = 4
     token_ids = backbones.token_ids()  # two sequences, which are no two states
-    with pytest.raises(ValueError, match="layers cannot be moved in this model, removed or added"):
+    with pytest.raises(ValueError, match="layers of this model cannot be moved, removed or added"):
         model(token_ids)
 
 
