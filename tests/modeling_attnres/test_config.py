@@ -65,7 +65,7 @@ BACKBONE_FIELDS = [
 
 
 def wrong(*cases: tuple[str, object, str]) -> pytest.MarkDecorator:
-    """Parametrize a test with `field`, `value` and the `message` that refuses the value."""
+    """Parametrize a test with `field`, `value` and the `message` of the error."""
     return pytest.mark.parametrize(
         ("field", "value", "message"), cases, ids=[f"{field}={value!r}" for field, value, _ in cases]
     )
@@ -138,18 +138,18 @@ def test_a_value_that_contains_itself_is_named(tiny_config):
         tiny_config(extra=nested)
     shared: list = [1]
     for _ in range(60):
-        shared = [shared] * 9  # 9 ** 60 places, of 61 lists
+        shared = [shared] * 9  # 61 lists at 9 ** 60 places
     assert tiny_config(extra=shared).extra is shared
 
 
 @pytest.mark.parametrize(("field", "value"), [("num_attention_heads", 0), ("num_hidden_layers", 10**6)])
-def test_so_are_the_sizes_of_another_backbone(field, value):
+def test_wrong_sizes_of_another_backbone_are_refused(field, value):
     with pytest.raises(ValueError, match=f"`{field}` is {value}, but must be an integer"):
         AttnResLlamaConfig(**{field: value})
 
 
-def test_every_field_of_the_family_is_declared_with_a_type_that_its_default_has():
-    """An IDE and the API reference see declarations, and not attributes that are set at run time."""
+def test_the_default_of_every_field_has_the_declared_type():
+    """An IDE and the API reference show declared fields, and not attributes that are set at run time."""
     bases = [base for base in ResidualConfig.__mro__ if base.__module__.startswith("attnres.")]
     types = {name: kind for base in bases for name, kind in vars(base).get("__annotations__", {}).items()}
     fields = {
