@@ -126,7 +126,7 @@ class AttnRes(ResidualConnection):
         Args:
             config: the configuration to change.
             num_blocks: number of blocks; the block size is rounded up to hold all sublayers.
-            full: whether each sublayer is a block of its own.
+            full: whether each sublayer is a separate block.
             options: other options of the connection, such as `block_size`.
 
         Raises:

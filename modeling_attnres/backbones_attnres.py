@@ -29,7 +29,7 @@ on_new_class: list[Callable[[type], None]] = []
 
 
 class BackboneConfig(ResidualConfig):
-    """Base of the configurations. The first instance registers the models on its backbone with the Auto classes."""
+    """Base of the configuration classes. An instance registers the models on its backbone with the Auto classes."""
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)

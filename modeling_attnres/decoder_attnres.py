@@ -102,7 +102,7 @@ class ResidualDecoderLayer:
             outputs = []
             for branch in sublayer.branches:
                 output = inputs
-                for name in branch[is_normed:]:  # the norm comes first; a normed input has been through it
+                for name in branch[is_normed:]:  # without the first module, if the read has applied that norm
                     module, is_attention = getattr(self, name), name in ("attention", "self_attn")
                     output = self.attend(module, output, **kwargs) if is_attention else module(output)
                 outputs.append(output)
@@ -298,7 +298,7 @@ class ResidualPreTrainedModel:
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         with explain_broken_shard(source, kwargs.get("subfolder", "")):
             model, info = super().from_pretrained(source, *args, **kwargs)
-        if not options.get("ignore_mismatched_sizes"):  # `transformers` was told to ignore them
+        if not options.get("ignore_mismatched_sizes"):  # `transformers` ignored them, see above
             check_shapes(info["mismatched_keys"], source)
         for added in (residual_tensors(model), gate_tensors(model)):
             check_added(model, added, info["missing_keys"], source)
@@ -380,6 +380,9 @@ class ResidualModel(ResidualPreTrainedModel):
 
     def prepare_rows(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Change the arguments of a forward pass so that documents of one row do not see each other.
+
+        Args:
+            arguments: the arguments by name.
 
         Raises:
             ValueError: as [`keep_documents_apart`], or the row has several documents and the backbone carries a state

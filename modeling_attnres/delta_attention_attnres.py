@@ -113,7 +113,7 @@ def step(
 
 
 def convolve_step(inputs: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """Compute the convolution for one token `[batch, channels, 1]`, and add the token to `state` in place."""
+    """Compute the convolution of one token `[batch, channels, 1]`; update `state` `[batch, channels, kernel]`."""
     return kimi_linear.causal_conv1d_update(inputs, state, weight=weight, bias=bias, activation=activation)
 
 

@@ -318,7 +318,7 @@ def read_square_mask(
         `[batch, length]`, or `None` if each row is one document.
 
     Raises:
-        ValueError: the mask hides more than later tokens, padding and other documents.
+        ValueError: the mask shows later tokens, or hides more than these, padding and other documents.
     """
     is_seen = mask if mask.dtype == torch.bool else mask == 0
     first = is_seen[:, 0]  # (batch, length, tokens)
@@ -346,15 +346,15 @@ def read_square_mask(
     if first.shape[-1] == seen + length and bool(is_readable) and not bool(is_past_honoured.all()):
         raise ValueError(
             f"linear attention cannot apply this mask of shape {list(mask.shape)}: it must show the {seen} tokens in "
-            "the cache, except those that a mask of this form hid as padding when they went in. Pass the same padding "
-            "in each pass, or masks [batch, tokens] in all of them."
+            "the cache, except those that an earlier mask of this form hid as padding. Pass the same padding in each "
+            "pass, or masks [batch, tokens] in all of them."
         )
     if first.shape[-1] < seen + length or not bool(is_readable and is_past_honoured.all()):
         raise ValueError(
-            f"linear attention cannot apply this mask of shape {list(mask.shape)}: it takes padding and documents of "
-            "one row, not other pairs of tokens. Pass a mask [batch, tokens] or `position_ids` that restart; or a "
-            "dictionary with a mask for each kind of layer, 'full_attention' and 'linear_attention' (None or [batch, "
-            "tokens])."
+            f"linear attention cannot apply this mask of shape {list(mask.shape)}: it must hide later tokens, and "
+            "nothing else but padding and other documents. Pass a mask [batch, tokens] or `position_ids` that restart; "
+            "or a dictionary with a mask for each kind of layer, 'full_attention' and 'linear_attention' (None or "
+            "[batch, tokens])."
         )
     return (None if bool(is_real.all()) else is_real), (documents if bool(documents.any()) else None)
 
@@ -443,7 +443,7 @@ def for_linear_attention(
         config: the model's configuration.
         dtype: dtype of the activations.
         documents: the number of each token's document `[batch, seq]`, or `None` if each row is one document.
-        layer_idx: index of a layer with linear attention, whose state in the cache shows whether there is one.
+        layer_idx: index of any layer with linear attention; its entry in the cache shows whether there is a state.
 
     Returns:
         The arguments, with `real_tokens`, `seq_idx` and `cu_seqlens` for the layers where they need them.

@@ -100,7 +100,7 @@ def warn_of_change(
     before = {field: values[0] for field, values in changed.items()}
     if changed and _is_standard(model, before, info["unexpected_keys"]):
         changed = {}
-    # An added gate starts at random weights. Where the checkpoint has no gate, its other fields have no meaning.
+    # An added gate starts at random weights. Without a gate in the checkpoint, the gate's other fields have no meaning.
     fields = GATE_FIELDS if stored.get("attention_gate") is not None else {"attention_gate": None}
     gate = {f: (stored.get(f, fields[f]), getattr(config, f)) for f in fields}
     changed |= {field: values for field, values in gate.items() if values[0] != values[1]}

@@ -30,7 +30,7 @@ _FORMS = (
     ("model{variant}.safetensors", "model.safetensors.index{variant}.json"),
     ("pytorch_model{variant}.bin", "pytorch_model.bin.index{variant}.json"),
 )
-# Endings of the names of several files. Only `attnres convert` writes the second form.
+# How the name of one of several files ends. Only `attnres convert` writes the second form.
 _PART = r"-(\d{5}-of-\d{5}|residual(-\d+)?)"
 
 
@@ -234,7 +234,7 @@ def _remove(path: Path) -> None:
 def _locked(folder: Path, wait: bool = True) -> Iterator[bool]:
     """Lock `folder` against other processes and threads; the system frees the lock of a process that is killed.
 
-    The lock is on the folder itself: no lock file is written into what the user may upload.
+    The lock is on the folder itself: a lock file could be uploaded with the model.
 
     Args:
         folder: the folder to lock.

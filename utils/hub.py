@@ -21,6 +21,9 @@ _TIMEOUT = 5.0  # seconds
 def check_path(source: str | os.PathLike) -> None:
     """Raise if the name of a model is neither a directory nor a possible id on the Hub.
 
+    Args:
+        source: The name.
+
     Raises:
         FileNotFoundError: It is neither; or it is the directory of a training run, which holds the model in a folder
             `model`.

@@ -20,7 +20,7 @@ MOST_SECONDS = 300.0
 
 
 def show_duration(seconds: float) -> str:
-    """Return a duration in words, as exact as an estimate can be: `40 s`, `3 min`, `2 h 10 min`, `3 days`."""
+    """Return a duration in words, rounded like an estimate: `40 s`, `3 min`, `2 h 10 min`, `3 days`."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     minutes = round(seconds / 60)
@@ -33,12 +33,12 @@ def show_duration(seconds: float) -> str:
 
 
 class Pace:
-    """Decides when a plain line of progress is due, and words it.
+    """Decides when a plain line of progress is due, and formats it.
 
     Args:
         total: The amount of work; `None` where it is not known.
         done: How much was done earlier, as by a run that is resumed. It does not count for the time left.
-        unit: What the amount counts, such as "steps". Without one, lines show only the share.
+        unit: The counted things, such as "steps". Without a unit, lines show only the share.
         clock: Returns seconds.
     """
 
@@ -74,12 +74,12 @@ class Pace:
 class ProgressBar(Progress):
     """A `rich.progress.Progress` that, without a terminal to draw on, prints a plain line now and then.
 
-    Lines are printed by the calls that report progress, so that no thread disturbs what is being timed.
+    Lines are printed by the calls that report progress, so that no thread disturbs the timed work.
 
     Args:
         columns: As for `rich.progress.Progress`; drawn on a terminal only.
         console: Where the bar or the lines go.
-        unit: What the amounts of work count, for the lines; see [`Pace`].
+        unit: The counted things, for the lines; see [`Pace`].
         options: Other arguments of `rich.progress.Progress`.
     """
 

@@ -46,7 +46,7 @@ def load_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any
         raise UnboundedYaml("its values are nested too deeply") from None
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         # PyYAML's constructors raise these for `!!int ''`, `!!timestamp x` or `!!bool x`.
-        raise ValueError(f"a value is not what its tag says ({error!r})") from error
+        raise ValueError(f"a value does not fit its tag ({error!r})") from error
     finally:
         reader.dispose()
 
@@ -90,7 +90,7 @@ def load_card_metadata(path: Path) -> dict[str, Any] | None:
 
 def _check_size(root: Node) -> None:
     """Raise UnboundedYaml if aliases repeat more than `MAX_REPEATED` values and characters, or a value holds itself."""
-    sizes: dict[int, int | None] = {}  # of each node by its id, with aliases written out; None while it is computed
+    sizes: dict[int, int | None] = {}  # id of a node -> its size with aliases written out; None while it is computed
 
     def size(node: Node) -> int:
         if id(node) in sizes:

@@ -1,4 +1,4 @@
-"""After `import attnres`, the Auto classes of `transformers` know the family: by directory and by configuration."""
+"""After `import attnres`, the Auto classes of `transformers` load the family by directory and by configuration."""
 
 import pytest
 import torch

@@ -42,7 +42,7 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("backbone", sorted(BACKBONES))
-def test_the_auto_classes_know_every_member(backbones, backbone):
+def test_the_auto_classes_find_every_model(backbones, backbone):
     config = backbones.member_config(backbone)
     assert config.model_type == ("attnres" if backbone == "kimi_linear" else f"attnres_{backbone}")
     for auto_class, suffix in AUTO_CLASSES.items():

@@ -1,4 +1,4 @@
-"""A wrong configuration is refused with a `ValueError` that names the field, its value and what is allowed."""
+"""A wrong configuration is refused with a `ValueError` that names the field, its value and the allowed values."""
 
 import json
 
@@ -9,7 +9,7 @@ from attnres.attention_gate_attnres import GATE_FIELDS
 
 BUILT_IN = dict(CONNECTIONS)  # tests add others
 
-# The messages below are matched whole: field, value and what is allowed.
+# Tests match the whole messages: field, value and allowed values.
 BLOCK_SIZE = "`attn_res_block_size` is {!r}, but must be an integer >= 1 (block size in sublayers)."
 SCALE = "`attn_res_scale` is {!r}, but must be one of 'mean', 'sum'."
 CONNECTION = f"`residual_connection` is {{!r}}, but must be one of {', '.join(map(repr, CONNECTIONS))}."

@@ -66,7 +66,7 @@ class Trace:
 
 
 @torch.no_grad()
-def test_depth_weights_reproduce_what_every_sublayer_reads(model, token_ids):
+def test_depth_weights_reproduce_the_input_of_every_sublayer(model, token_ids):
     trace = Trace.of(model.model)
     outputs = model(token_ids, **RECORD)
     if model.config.residual_connection == "standard":

@@ -114,7 +114,7 @@ def test_dtype_auto_is_the_dtype_of_the_checkpoint(tiny_model, tmp_path, dtype, 
     assert dtypes_of(loaded) == {dtype}
 
 
-def test_another_dtype_than_the_checkpoint_can_be_asked_for(tiny_model, tmp_path):
+def test_from_pretrained_can_load_into_another_dtype(tiny_model, tmp_path):
     tiny_model().save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert dtypes_of(loaded) == {torch.bfloat16}

@@ -35,9 +35,9 @@ def test_ordinary_aliases_are_read_as_by_pyyaml():
         ("a: &a\n  b: &b [1, *a]", "the value in line 1 contains itself"),
         ("&a [*a]", "the value in line 1 contains itself"),
         ("[" * 5000, "nested too deeply"),
-        ("!!int ''", "not what its tag says"),
-        ("!!timestamp x", "not what its tag says"),
-        ("!!bool x", "not what its tag says"),
+        ("!!int ''", "does not fit its tag"),
+        ("!!timestamp x", "does not fit its tag"),
+        ("!!bool x", "does not fit its tag"),
         ("2026-02-31", "day"),
     ],
 )
