@@ -95,7 +95,7 @@ def test_a_prompt_cache_serves_several_continuations(model, generate, token_ids)
         assert torch.equal(generate(whole, **{CACHE: copy.deepcopy(prompt_cache)}), generate(whole))
 
 
-def test_generation_goes_on_from_the_cache_of_an_earlier_turn(generate, token_ids):
+def test_generation_continues_from_the_cache_of_an_earlier_turn(generate, token_ids):
     first = generate(token_ids, return_dict_in_generate=True)
     prompt = torch.cat([first.sequences, token_ids.flip(1)], dim=1)
     mask = torch.ones_like(prompt)  # without it, a generated padding token would be hidden

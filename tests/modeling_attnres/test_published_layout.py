@@ -197,7 +197,7 @@ def test_the_logged_report_names_exactly_the_attn_res_tensors_as_new(load, caplo
     )
 
 
-def test_the_new_tensors_are_initial(load):
+def test_the_new_tensors_have_initial_values(load):
     for name, tensor in residual_tensors(load()).items():
         expected = torch.zeros_like(tensor) if name.endswith("proj.weight") else torch.ones_like(tensor)
         assert torch.equal(tensor, expected), name

@@ -191,7 +191,7 @@ def test_reads_and_writes_with_fixed_coefficients_are_linear_in_the_state(backbo
 @torch.no_grad()
 @pytest.mark.parametrize("order", [(1, 0, 2), (2, 0, 1)])
 @every_connection
-def test_streams_differ_only_by_their_tensors(backbones, connection, order):
+def test_permuting_streams_and_tensors_permutes_the_result(backbones, connection, order):
     of, *_ = stirred(backbones, connection, 3)
     streams, output, order = random_streams(3), torch.ones(2, 5, 4, dtype=torch.float64), torch.tensor(order)
     tensors = {name: tensor.clone() for name, tensor in of.named_parameters()}
