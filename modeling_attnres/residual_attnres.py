@@ -113,7 +113,7 @@ class ResidualConnection(nn.Module):
             raise ValueError(f"no model can be retrofitted with {cls.name!r}: it never equals the standard residual.")
         chosen = {o: v for o, v in options.items() if o in cls.fields or (v is not None and v is not False)}
         for option in chosen.keys() - cls.options.keys() - cls.fields.keys():
-            raise ValueError(f"`{option}` ({chosen[option]!r}) is not an option of residual connection {cls.name!r}.")
+            raise ValueError(f"`{option}` ({chosen[option]!r}) is no option of the residual connection {cls.name!r}.")
         for field, value in (cls.retrofit | {cls.options.get(name, name): chosen[name] for name in chosen}).items():
             setattr(config, field, value)
         cls.check(config)
