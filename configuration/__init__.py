@@ -21,7 +21,7 @@ _PER_LAYER_FIELDS = ("layer_types", "mlp_layer_types")
 
 
 def names() -> tuple[str, ...]:
-    """Return the names that [`load`] knows, in alphabetical order."""
+    """Return the names of the configurations, in alphabetical order."""
     return configuration_names()
 
 
@@ -32,7 +32,7 @@ def load(name: str, **overrides) -> AttnResConfig:
         name: One of [`names`].
         overrides: Fields of [`AttnResConfig`] and their values. A smaller `num_hidden_layers` keeps the first layers:
             it also cuts `layer_types` and `mlp_layer_types`, unless they are overridden too. A larger one needs both
-            lists, since the caller has to say how the pattern goes on. An override changes no other field.
+            lists, since the pattern of the new layers is not known. An override changes no other field.
 
     Returns:
         The configuration.
@@ -50,7 +50,7 @@ def load(name: str, **overrides) -> AttnResConfig:
     known_names = names()
     if name not in known_names:
         hint = did_you_mean(name, known_names, otherwise_all=False)
-        raise ValueError(f"There is no configuration {name!r}, but there is {', '.join(known_names)}.{hint}")
+        raise ValueError(f"There is no configuration {name!r}; the configurations are {', '.join(known_names)}.{hint}")
     _check_fields(overrides)
     config = json.loads((configurations() / name / "config.json").read_text(encoding="utf-8"))
     if "num_hidden_layers" in overrides:
@@ -60,7 +60,7 @@ def load(name: str, **overrides) -> AttnResConfig:
 
 
 def _check_fields(overrides: dict) -> None:
-    """Raise ValueError if an override is not a field of the configuration."""
+    """Raise ValueError if an override is neither a field of the configuration nor one of `_SETTINGS`."""
     known_fields = {field.name for field in fields(AttnResConfig)} | {*_SETTINGS}
     known_fields.update(GATE_FIELDS, *(connection.fields for connection in CONNECTIONS.values()))
     for field in overrides:

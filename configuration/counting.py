@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """The number of parameters of a causal language model. Buffers, such as a router's correction bias, do not count.
+    """Numbers of parameters of a causal language model. Buffers, such as a router's correction bias, do not count.
 
     Attributes:
         total: All parameters, the AttnRes tensors included. Tied parameters count once.
@@ -28,10 +28,14 @@ class ParameterCount:
 
 
 def count_parameters(config: PreTrainedConfig) -> ParameterCount:
-    """Count the parameters of the causal language model of a configuration, of the family or of `transformers`."""
+    """Count the parameters of a configuration's causal language model.
+
+    Args:
+        config: A configuration of the family or of `transformers`.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    # Tied parameters count once: `parameters()` of a model yields them once, and so does the set here.
+    # Tied parameters count once: `parameters()` of a model yields them once, and this is a set.
     embeddings = {*model.get_input_embeddings().parameters(), *model.get_output_embeddings().parameters()}
     # `MixtralExperts`, `KimiLinearExperts`, ...: one module holds all routed experts of a layer, stacked along axis 0.
     # Each model of `transformers` has its own class for it, and they have no common parent.

@@ -1,9 +1,9 @@
-"""Gated attention (arXiv 2505.06708): a learned gate on one of the tensors of every attention that has a softmax.
+"""Gated attention (arXiv 2505.06708): a learned gate on one of the tensors of every softmax attention.
 
     Y' = Y * s(X W)   or   Y + s(X W)
 
 `X` `[batch, seq, hidden]` is the attention's input, usually normed. `W` is the weight of `self_attn.g_proj`, an
-`nn.Linear` without bias, named as in Kimi K3's weights. The gate works beside any residual connection.
+`nn.Linear` without bias, named as in Kimi K3's weights. The gate works with any residual connection.
 """
 
 from collections.abc import Callable
@@ -56,16 +56,16 @@ _PLACES |= {"key": (("k_proj",), "k_norm"), "query": (("q_proj", "q_b_proj"), "q
 class GatedAttention:
     """Mixin of a backbone's attention that gates the input or output of one of its projections.
 
-    The backbone's `forward` calls its projections as `self.v_proj(x)`. It runs here with a stand-in for `self`, which
-    has a function of projection and gate in that place. No hook is set, no code is copied, and every attention
-    implementation fits.
+    The backbone's `forward` calls its projections as, for example, `self.v_proj(x)`. Here it runs with a stand-in for
+    `self`, where that name is a function that projects and gates. This needs no hook and no copied code, and works with
+    every attention implementation.
     """
 
     ungated: type[nn.Module]  # the backbone's class
     g_proj: nn.Linear  # `W`
     gate: Callable[[Tensor, Tensor], Tensor]
-    gated: str  # name of the projection whose output is `Y` or, with `is_before`, whose input is
-    is_before: bool
+    gated: str  # name of the projection that is gated
+    is_before: bool  # whether `Y` is the projection's input, and not its output
 
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
         """Compute the backbone's attention with the gate, for an input `[batch, seq, hidden]`."""
@@ -77,7 +77,7 @@ class GatedAttention:
         return self.ungated.forward(_StandIn(self, self.gated, gated), hidden_states, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Pickle finds classes by name in a file, and this class is made at run time.
+        # Pickle looks up classes by name in a module, but this class is made at run time.
         return _empty, (self.ungated,), vars(self)
 
 
@@ -114,10 +114,10 @@ def _apply(head_dim: int, granularity: str, form: str, activation: str, scale: s
 
 
 def add_attention_gate(layer: nn.Module, config: PreTrainedConfig) -> None:
-    """Gate the attention of a decoder layer, if the configuration asks for it.
+    """Gate the softmax attention of a decoder layer, if `attention_gate` is set.
 
     Args:
-        layer: a layer of the backbone; linear attention stays as it is.
+        layer: a layer of the backbone; linear attention is not changed.
         config: the configuration with the fields of [`GateFields`].
 
     Raises:
@@ -140,8 +140,8 @@ def add_attention_gate(layer: nn.Module, config: PreTrainedConfig) -> None:
         is_kept = getattr(attention, norm).weight.numel() > width // heads  # a norm of more than one head
         require(config, "attention_gate_granularity", is_kept, f"another one: {norm} undoes a factor of a whole head")
     size = {"elementwise": width, "headwise": heads, "head_shared": width // heads}[granularity]
-    # The backbone makes its attention inside its own layer, and the choice of the class is its own (by layer, by
-    # configuration). To make it again would initialise its weights twice; the gated class only adds `g_proj`.
+    # The backbone's layer chooses and makes its attention. To make it again would initialise its weights twice, so only
+    # the class changes; the gated class adds `g_proj`.
     attention.__class__ = _gated(type(attention))
     attention.g_proj = nn.Linear(config.hidden_size, size, bias=False)
     attention.gated, attention.is_before = name, place == "sdpa"
@@ -155,18 +155,18 @@ def gate_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def check_attention_gate(config: PreTrainedConfig) -> None:
-    """Check the gate's fields, and plan its tensor parallelism.
+    """Check the gate's fields, and add the gate to the plan of tensor parallelism.
 
     Args:
         config: the configuration; its `base_model_tp_plan` is changed.
 
     Raises:
-        ValueError: a field has a value that is not allowed, alone or beside the others.
+        ValueError: a field has a value that is not allowed, alone or together with another field's.
     """
     if config.attention_gate is None:
         return
     for field, values in _VALUES.items():
-        # On the instance, and not only the class: then `config.json` holds the field.
+        # Set on the instance, and not only on the class: then `config.json` holds the field.
         setattr(config, field, getattr(config, field))
         require(config, field, getattr(config, field) in values, one_of(values))
     place, granularity, *function, scale = (getattr(config, field) for field in GATE_FIELDS)
@@ -174,8 +174,8 @@ def check_attention_gate(config: PreTrainedConfig) -> None:
     require(config, "attention_gate_granularity", has_heads, "'elementwise' where `attention_gate` is 'output'")
     allowed = "'unit' where `attention_gate_form` and `attention_gate_activation` are not 'multiply' and 'sigmoid'"
     require(config, "attention_gate_scale", scale == "unit" or function == ["multiply", "sigmoid"], allowed)
-    # Under tensor parallelism a gate is divided as its projection is. A gate that heads share cannot be divided, so its
-    # attention stays whole.
+    # Tensor parallelism divides a gate as it divides the gate's projection. A gate that heads share cannot be divided,
+    # so its attention stays whole.
     plan, divides = type(config).base_model_tp_plan or {}, "rowwise" if place == "sdpa" else "colwise"
     paths = [path.rsplit(".", 1) for path, rule in plan.items() if rule == divides and place != "output"]
     owners = [owner for owner, name in paths if name in _PLACES[place][0]]

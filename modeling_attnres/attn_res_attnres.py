@@ -31,8 +31,8 @@ from .residual_attnres import (
 class AttnResFields:
     """Configuration fields of `residual_connection="attn_res"`.
 
-    The first two choose the form. The others are *switches*: ablations of the paper's Table 4 and later variants, all
-    off by default. With `k_i = g_l * RMSNorm(s_i)` the default is `h_l = sum_i a_i s_i`, `a = softmax_i(w_l . k_i)`.
+    The first two choose the form. The others are *switches*, off by default: ablations of the paper's Table 4 and later
+    variants. With `k_i = g_l * RMSNorm(s_i)` the default is `h_l = sum_i a_i s_i`, `a = softmax_i(w_l . k_i)`.
     """
 
     attn_res_block_size: int = 6
@@ -40,8 +40,8 @@ class AttnResFields:
     S may be odd, and the last block may be shorter."""
 
     attn_res_scale: str = "mean"
-    """`"mean"`: the softmax average of the sources, for training from scratch. `"sum"`: that times the number of
-    sources, for retrofits: at zero queries it is the residual stream."""
+    """`"mean"`: the softmax average of the sources, for training from scratch. `"sum"`: that average times the number
+    of sources, for retrofits: at zero queries it is the residual stream."""
 
     attn_res_query: str = "learned"
     """`"learned"`: the pseudo-query `w_l`. `"input_dependent"`: `W_l x` in its place, where `x` is the input that the
@@ -60,7 +60,7 @@ class AttnResFields:
     all channels."""
 
     attn_res_window: int | None = None
-    """If an integer k >= 1, a sublayer reads only the embedding and the last k of the other sources."""
+    """With an integer k >= 1, a sublayer reads only the embedding and the last k of the other sources."""
 
     attn_res_values: str = "raw"
     """`"raw"`, or `"normed"`: `h = sum_i a_i s_i / rms(s_i)`."""
@@ -73,8 +73,9 @@ class AttnResFields:
     """Whether `log(number of outputs summed in the source)` is added to each logit."""
 
     attn_res_gated: bool = False
-    """Whether `h = v_0 + .. + v_{l-1} + gamma_l sum_i a_i s_i` with a scalar `gamma_l`, which starts at zero: the
-    residual stream, whatever else is set. With the scale `"sum"` the second sum is times the number of sources."""
+    """Whether `h = v_0 + .. + v_{l-1} + gamma_l sum_i a_i s_i` with a scalar `gamma_l`. It starts at zero, so that the
+    model starts as the residual stream, whatever else is set. The scale `"sum"` multiplies the second sum by the number
+    of sources."""
 
 
 class AttnRes(ResidualConnection):
@@ -83,7 +84,7 @@ class AttnRes(ResidualConnection):
     State: the sources `s_i`, each `[batch, seq, hidden]`. They are the embedding; the finished blocks, each the sum of
     its S sublayer outputs; and, once the current block has begun, its partial sum.
 
-    Tensors: `weight` `[1, hidden]`, the pseudo-query `w_l`, starts at zero: uniform depth weights. It is no
+    Tensors: `weight` `[1, hidden]`, the pseudo-query `w_l`, starts at zero: uniform depth weights. It is not in an
     `nn.Linear`, so that quantisers and LoRA's `all-linear` leave it alone. The key norm's weight `g_l` is the
     [`ResidualNorm`] beside the connection, and starts at one.
     """
@@ -125,7 +126,7 @@ class AttnRes(ResidualConnection):
         Args:
             config: the configuration to change.
             num_blocks: number of blocks; the block size is rounded up to hold all sublayers.
-            full: whether each sublayer is a block of its own.
+            full: whether each sublayer is a separate block.
             options: other options of the connection, such as `block_size`.
 
         Raises:
@@ -147,7 +148,8 @@ class AttnRes(ResidualConnection):
         for name, tensor in tensors.items():
             if tensor.ndim == 2 and tensor.count_nonzero():  # a query; key norms have one dimension
                 return f"`{name}` is a trained pseudo-query, with entries up to {tensor.abs().max():.3g}"
-        return None if config.attn_res_scale == "sum" else "the scale 'mean' is the sum only up to the norms' epsilons"
+        is_sum = config.attn_res_scale == "sum"
+        return None if is_sum else "with the scale 'mean' it differs from the sum by the norms' epsilons"
 
     @classmethod
     def plan_change(cls, config: PreTrainedConfig, connections: Mapping[str, "AttnRes"], block_size: int) -> None:
@@ -173,7 +175,7 @@ class AttnRes(ResidualConnection):
                 reason = f"its largest entry is {largest:.3g}" if largest > 0 else "the scale is 'mean'"
                 raise ValueError(
                     f"blocks of {block_size} sublayers would change the function: `{name}.weight` reads other sources "
-                    f"then, and {reason}. The function stays for zero queries with the scale 'sum'."
+                    f"then, and {reason}. Only zero queries with the scale 'sum' keep the function."
                 )
         config.attn_res_block_size = block_size
         cls.check(config)
@@ -184,14 +186,14 @@ class AttnRes(ResidualConnection):
         init.zeros_(self.weight)
 
     def forward(self, state: DepthState, norm_weight: Tensor) -> tuple[Tensor, Tensor, DepthState]:
-        """Read, `coefficients` and `mix` in one, by the fastest implementation that runs here.
+        """Read in one step, without `coefficients` and `mix`, by the implementation that the configuration names.
 
         Args:
             state: the sources, each `[batch, seq, hidden]`.
             norm_weight: `g_l` `[hidden]`.
 
         Returns:
-            The input `[batch, seq, hidden]`, the depth weights `[sources, batch, seq]`, the sources.
+            The input `[batch, seq, hidden]`, the depth weights `[sources, batch, seq]`, and the sources.
         """
         options = self.eps, self.scale == "sum", self.config.depth_attention_implementation
         return attend(self.weight, as_sources(state), norm_weight, *options, fuse_later_grads=True)

@@ -22,14 +22,14 @@ from .residual_attnres import DepthState, is_count, one_of, require
 SWITCHES: dict[str, Any] = {
     field: default for field, default in AttnRes.fields.items() if field not in AttnRes.options.values()
 }
-# Switch -> its allowed values, where these are names.
+# Switches whose values are names -> the allowed names.
 _NAMES = {
     "attn_res_query": ("learned", "input_dependent", "none"),
     "attn_res_activation": ("softmax", "sigmoid"),
     "attn_res_values": ("raw", "normed"),
     "attn_res_blocks": ("sum", "rms"),
 }
-# Where a switch (1st) has a value (2nd), another (3rd) must have one (4th), for a reason (5th).
+# Rows of (switch, its value, other switch, the value that the other must have then, reason).
 _EXCLUDED = (
     ("attn_res_query", "none", "attn_res_key_norm", True, "static weights have no keys"),
     ("attn_res_query", "none", "attn_res_heads", 1, "static weights have one logit per source"),
@@ -37,7 +37,7 @@ _EXCLUDED = (
 )
 # Switches with which a model never starts as the residual stream, and why.
 _NEVER_STANDARD = {
-    "attn_res_window": "sources are dropped, without which the sum cannot be formed",
+    "attn_res_window": "sources are dropped, so that the sum of all cannot be formed",
     "attn_res_values": "values are divided by their rms",
     "attn_res_blocks": "the outputs in a block are divided by their rms",
     "attn_res_count_prior": "sources of more outputs weigh more",
@@ -45,10 +45,10 @@ _NEVER_STANDARD = {
 
 
 class SwitchedState(NamedTuple):
-    """The tensors that a read uses, each `[batch, seq, hidden]`; all but the sources are `None` if not needed."""
+    """The tensors that a read uses, each `[batch, seq, hidden]`; except for the sources, `None` if not needed."""
 
     sources: tuple[Tensor, ...]
-    normed: Tensor | None  # sum_i v_i / rms(v_i) of the unfinished block whose raw sum is the last source
+    normed: Tensor | None  # sum_i v_i / rms(v_i) over the unfinished block, whose raw sum is the last source
     stream: Tensor | None  # v_0 + .. + v_{l-1}, of gated connections
     previous: Tensor | None  # the input that the previous sublayer read, of input-dependent queries
 
@@ -56,12 +56,12 @@ class SwitchedState(NamedTuple):
 class SwitchedAttnRes(AttnRes):
     """AttnRes with any combination of switches.
 
-    State: the tensors of a [`SwitchedState`] in a row, without the sources that a window drops. Where blocks sum normed
-    outputs, `write` leaves the newest output raw behind `normed`, and the next read norms it. So `write` stays linear,
-    and `1 / rms(v)` is a coefficient of that read.
+    State: the tensors of a [`SwitchedState`] in a tuple, without the sources that a window drops. Where blocks sum
+    normed outputs, `write` appends the newest output raw after `normed`, and the next read norms it. So `write` stays
+    linear, and `1 / rms(v)` is a coefficient of that read.
 
     Tensors, all of which start at zero: `weight` is `w_l` `[1, hidden]`, or `W_l` `[hidden, hidden]` for
-    input-dependent queries; static weights have the logits `bias` `[sources]` in its place. Gated connections have the
+    input-dependent queries. Static weights have the logits `bias` `[sources]` in its place. Gated connections have the
     scalar `gamma` `[1]`. There is a key norm if there are keys to norm.
     """
 
@@ -73,7 +73,7 @@ class SwitchedAttnRes(AttnRes):
         self.is_sigmoid = config.attn_res_activation == "sigmoid"
         self.has_norm = config.attn_res_key_norm and not self.is_static
         self.norms_values, self.norms_blocks = config.attn_res_values == "normed", config.attn_res_blocks == "rms"
-        # The number of sources is known from the sublayer's index, and the state must agree.
+        # These switches need the number of sources, which follows from the sublayer's index; `_open` checks the state.
         self.is_indexed = self.is_static or self.has_prior or self.norms_blocks or self.window is not None
         # These switches leave the aggregation itself plain, so that the fast implementations apply.
         self.is_plain = {"attn_res_window", "attn_res_blocks", "attn_res_gated"} >= _set_switches(config).keys()
@@ -118,7 +118,7 @@ class SwitchedAttnRes(AttnRes):
         """Set the fields as [`AttnRes.plan_retrofit`] does, with the same arguments.
 
         Raises:
-            ValueError: as there; or a switch that is set rules out an exact start.
+            ValueError: as there; or with a switch that is set, the model never starts as the residual stream.
         """
         super().plan_retrofit(config, num_blocks, full, **options)
         if reason := _never_standard(config):
@@ -126,8 +126,8 @@ class SwitchedAttnRes(AttnRes):
 
     @classmethod
     def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> str | None:
-        """Return a reason if a tensor is trained or a switch rules the standard function out; see the base class."""
-        # The gate alone decides; behind a zero gate any query is allowed.
+        """Return a reason if a tensor is trained or a switch excludes the standard function; see the base class."""
+        # With a gate, only the gate counts: behind a zero gate, queries have no effect.
         decisive = "_proj.gamma" if config.attn_res_gated else "_proj."
         for name, tensor in tensors.items():
             if decisive in name and tensor.count_nonzero():
@@ -171,10 +171,10 @@ class SwitchedAttnRes(AttnRes):
             init.zeros_(tensor)
 
     def forward(self, state: DepthState, norm_weight: Tensor | None = None) -> tuple[Tensor, Tensor, DepthState]:
-        """Read.
+        """Read the input of a sublayer.
 
         Args:
-            state: the tensors of a [`SwitchedState`] in a row.
+            state: the tensors of a [`SwitchedState`] in a tuple.
             norm_weight: `g_l` `[hidden]`, or `None` without key norm.
 
         Returns:
@@ -203,7 +203,7 @@ class SwitchedAttnRes(AttnRes):
 
         Returns:
             The factor of each source, as [`weigh`] returns it; and `1 / rms(v)` `[batch, seq, 1]` of the newest output,
-            or `None` if no block sums it up normed.
+            or `None` if blocks sum raw outputs.
         """
         inverse = self._newest_inverse_rms(state)
         opened = self._open(state, inverse)
@@ -217,6 +217,7 @@ class SwitchedAttnRes(AttnRes):
 
     def write(self, state: tuple[Tensor, ...], output: Tensor) -> tuple[Tensor, ...]:
         """Add an output `[batch, seq, hidden]` to block and stream, and keep it raw where the next read norms it."""
+        # The state ends with the optional tensors `normed`, `stream` and `previous`, in this order.
         sources = list(state)
         carried = [sources.pop()] if self.is_dynamic else []
         if self.is_gated:
@@ -226,12 +227,12 @@ class SwitchedAttnRes(AttnRes):
         return *super().write(tuple(sources), output), *carried
 
     def counts(self, is_windowed: bool = True) -> list[int]:
-        """Return how many outputs each source sums up."""
+        """Return how many outputs each source sums up; the embedding counts as one."""
         sizes = (min(self.block_size, self.sublayer - i) for i in range(0, self.sublayer, self.block_size))
         return self.within_window([1, *sizes]) if is_windowed else [1, *sizes]
 
     def within_window(self, sources: list) -> list:
-        """Return the first source and, of the others, the last that the window leaves."""
+        """Return the first source, and the last `window` of the others; all sources without a window."""
         return sources if self.window is None else [sources[0], *sources[1:][-self.window :]]
 
     def weigh(
@@ -282,8 +283,8 @@ class SwitchedAttnRes(AttnRes):
             shape = sources[0].shape
             if len(self.bias) != len(sources):
                 raise ValueError(
-                    f"sublayer {self.sublayer} has static logits for {len(self.bias)} sources, and reads "
-                    f"{len(sources)}: layers cannot be moved in this model, removed or added."
+                    f"sublayer {self.sublayer} has static logits for {len(self.bias)} sources, but reads "
+                    f"{len(sources)}: layers of this model cannot be moved, removed or added."
                 )
             logits = self.bias.to(dtype).view(-1, *(1 for _ in shape)).expand(-1, *shape[:-1], 1)
         else:
@@ -297,14 +298,14 @@ class SwitchedAttnRes(AttnRes):
         return logits
 
     def _newest_inverse_rms(self, state: DepthState) -> Tensor | None:
-        """Compute `1 / rms(v)` `[batch, seq, 1]` of the newest output, if a block sums it up normed."""
+        """Compute `1 / rms(v)` `[batch, seq, 1]` of the newest output; return `None` if blocks sum raw outputs."""
         if not (self.norms_blocks and isinstance(state, tuple)):
             return None
         newest = state[-1 - self.is_gated - self.is_dynamic]
         return inverse_rms(newest, self.eps, dtypes_of(state)[1]).unsqueeze(-1)
 
     def _open(self, state: DepthState, inverse: Tensor | None) -> SwitchedState:
-        """Name the tensors of a state, add the newest output to its normed block, and apply the window."""
+        """Unpack the tensors of a state, add the newest output to its normed block, and apply the window."""
         if not isinstance(state, tuple):  # the embedding
             return SwitchedState((state,), None, state, state)
         sources, normed = list(state), None
@@ -320,13 +321,13 @@ class SwitchedAttnRes(AttnRes):
         sources = self.within_window(sources)
         if self.is_indexed and len(sources) != (count := len(self.counts())):
             raise ValueError(
-                f"sublayer {self.sublayer} reads {count} sources, and there are {len(sources)}: with these switches "
-                "layers cannot be removed from a model."
+                f"sublayer {self.sublayer} reads {count} sources, but there are {len(sources)}: with these switches, "
+                "layers of a model cannot be removed."
             )
         return SwitchedState(tuple(sources), normed, stream, previous)
 
     def _close(self, opened: SwitchedState, attended: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the input `[batch, seq, hidden]` from the attended sum, and the state as a tuple of tensors."""
+        """Return the input `[batch, seq, hidden]` made of the attended sum, and the state as a tuple of tensors."""
         inputs = opened.stream + attended if self.is_gated else attended
         inputs = inputs.to(dtypes_of(opened.sources)[0])
         optional = (opened.normed is not None, opened.normed), (self.is_gated, opened.stream), (self.is_dynamic, inputs)
@@ -335,7 +336,7 @@ class SwitchedAttnRes(AttnRes):
 
 def _set_switches(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the switches that are not at their default, with their values."""
-    # A configuration has its fields in `vars`, where they are found faster than by `getattr`.
+    # The fields of a configuration are in `vars`, which is faster than its `getattr`.
     fields = vars(config)
     return {field: value for field, default in SWITCHES.items() if (value := fields.get(field, default)) != default}
 

@@ -1,4 +1,4 @@
-"""The family on the other backbones of `BACKBONES`: for `llama`, `AttnResLlamaConfig`, `AttnResLlamaForCausalLM`, ...
+"""The family on all backbones but Kimi Linear: for `llama`, `AttnResLlamaConfig`, `AttnResLlamaForCausalLM`, ...
 
 Each class is a mixin of `decoder_attnres` in front of the backbone's own class. It is made on first use, because the
 import of all backbones would take seconds.
@@ -24,12 +24,12 @@ _HEADS = {
 }
 
 
-# Called with every class that is made here.
+# Functions that are called with every class that is made here.
 on_new_class: list[Callable[[type], None]] = []
 
 
 class BackboneConfig(ResidualConfig):
-    """Base of the configurations. The first instance registers the models on its backbone with the Auto classes."""
+    """Base of the configuration classes. An instance registers the models on its backbone with the Auto classes."""
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -53,7 +53,7 @@ def models_on(backbone: str) -> dict[str, type[ResidualPreTrainedModel]]:
     config_class, backbone_config = config_on(backbone), CONFIG_MAPPING[backbone]
     heads = {name: models[backbone_config] for name, models in _HEADS.items() if backbone_config in models}
     model, causal_lm = MODEL_MAPPING[backbone_config], heads["AutoModelForCausalLM"]
-    # A backbone names its decoder layer in this attribute, and nowhere else where it can be read without a model.
+    # `_no_split_modules` names the backbone's decoder layer. Without a model, no other attribute does.
     layer_class = _make(getattr(sys.modules[model.__module__], model._no_split_modules[0]), ResidualDecoderLayer)
     shared = {"config_class": config_class, "_no_split_modules": [layer_class.__name__]}
     model_class = _make(model, ResidualModel, layer_class=layer_class, **shared)
@@ -77,7 +77,7 @@ def models_on(backbone: str) -> dict[str, type[ResidualPreTrainedModel]]:
 def _exact(rule: object) -> object:
     """Escape the dots in a renaming's targets.
 
-    On saving, `transformers` takes a target like `.mlp.` for a regular expression, which matches `.mlp_res_proj` too.
+    On saving, `transformers` uses a target such as `.mlp.` as a regular expression, which matches `.mlp_res_proj` too.
     """
     if type(rule) is WeightRenaming and all(re.fullmatch(r"\.[\w.]+\.", name) for name in rule.target_patterns):
         return WeightRenaming(rule.source_patterns, [re.escape(name) for name in rule.target_patterns])

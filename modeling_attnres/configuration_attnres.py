@@ -26,7 +26,7 @@ from .post_norm_attnres import PostNorm
 from .residual_attnres import FamilyWarning, ResidualConnection, one_of, require
 from .standard_attnres import StandardResidual
 
-# By name, the default first. `register` adds others at run time.
+# The connections by name; the first is the default. `register` adds others at run time.
 _STREAMS = HyperConnections, IdentityHyperConnections, MHC, MHCLite
 CONNECTIONS: dict[str, type[ResidualConnection]] = {
     connection.name: connection
@@ -40,8 +40,8 @@ class Sublayer:
 
     Args:
         name: name of its residual connection, whose tensors are `{name}_proj.weight` and `{name}_norm.weight`.
-        branches: chains of the layer's modules by name, such as norm, attention, dropout; `v_l` is the sum over chains.
-        multiplier: attribute of the layer that `v_l` is multiplied by.
+        branches: one or more chains of module names, such as norm, attention, dropout; `v_l` sums the chains' outputs.
+        multiplier: name of the layer's attribute by which `v_l` is multiplied; `None` for none.
     """
 
     name: str
@@ -62,9 +62,9 @@ def attention_and_mlp(attention: tuple[str, ...], mlp: tuple[str, ...], multipli
     """Declare a layer whose attention and MLP follow each other.
 
     Args:
-        attention: the attention's chain of modules by name.
-        mlp: the MLP's chain.
-        multiplier: attribute of the layer that both outputs are multiplied by.
+        attention: names of the modules of the attention's chain.
+        mlp: names of the modules of the MLP's chain.
+        multiplier: name of the layer's attribute by which both outputs are multiplied.
     """
     return Sublayer("self_attention_res", (attention,), multiplier), Sublayer("mlp_res", (mlp,), multiplier)
 
@@ -118,14 +118,14 @@ _MAX_LAYERS, _MAX_DEPTH = 10_000, 100
 
 
 class ResidualConfig(AttnResFields, HighwayFields, HyperConnectionsFields, MHCFields, GateFields, PreTrainedConfig):
-    """Mixin of every family member's configuration, beside the backbone's own.
+    """Mixin that adds the family's fields to a backbone's configuration.
 
-    The bases declare the fields of connections and gate. Of these, `config.json` holds the ones of the chosen
-    connection. A connection that is registered at run time adds its fields to this class.
+    The bases declare the fields of connections and gate. `config.json` holds only the fields of the chosen connection
+    and, if there is a gate, of the gate. A connection that is registered at run time adds its fields to this class.
     """
 
     backbone = ""  # model type of the backbone, a key of `BACKBONES`
-    # No plan for pipeline stages of `transformers`: it lists named tensors, and the state is a tuple.
+    # `transformers`' plan for pipeline stages lists tensors by name; the depth state is a tuple, so there is no plan.
     base_model_pp_plan = None
 
     residual_connection: str = "attn_res"
@@ -135,8 +135,8 @@ class ResidualConfig(AttnResFields, HighwayFields, HyperConnectionsFields, MHCFi
     """Name of an implementation in `DEPTH_ATTENTION`; `"auto"` is the fastest that runs. It is not saved."""
 
     def __post_init__(self, **kwargs):
-        kwargs.pop("model_type", None)  # a backbone's checkpoint names the backbone's own
-        # Before the backbone's class divides by these numbers, or makes lists of that length.
+        kwargs.pop("model_type", None)  # a backbone's checkpoint holds the backbone's model type
+        # This comes first, because the backbone's class divides by these numbers and makes lists of that length.
         self.check_sizes()
         for name, value in (vars(self) | kwargs).items():
             if _depth(value) > _MAX_DEPTH:
@@ -147,13 +147,13 @@ class ResidualConfig(AttnResFields, HighwayFields, HyperConnectionsFields, MHCFi
         self._warn_of_unknown_fields()
 
     def _warn_of_unknown_fields(self) -> None:
-        """Warn of fields whose names look like the family's, but which this version does not have."""
+        """Warn of fields that begin like the family's, but that this version does not have."""
         prefixes = (*_PREFIXES, *(f"{name}_" for name in CONNECTIONS))
         unknown = [name for name in vars(self) if name.startswith(prefixes) and not hasattr(type(self), name)]
         for name in sorted(unknown):
             known = difflib.get_close_matches(name, [f for f in dir(type(self)) if f.startswith(prefixes)], n=1)
             hint = f"Did you mean `{known[0]}`?" if known else "Update the code that loads it."
-            message = f"`{name}` ({getattr(self, name)!r}) is no field of this version, and has no effect. {hint}"
+            message = f"`{name}` ({getattr(self, name)!r}) is not a field of this version, and has no effect. {hint}"
             warnings.warn(message, FamilyWarning, stacklevel=3)
 
     def check_sizes(self) -> None:
@@ -169,7 +169,7 @@ class ResidualConfig(AttnResFields, HighwayFields, HyperConnectionsFields, MHCFi
             require(self, field, not isinstance(value, int) or value >= 1, "an integer >= 1")
 
     def check_fields(self) -> None:
-        """Check all fields of the family. Models call it again, since fields may be set after the start.
+        """Check all fields of the family. Models call it again, since a field may be set at any time.
 
         Raises:
             ValueError: a value is not allowed; the message names field, value and allowed values.
@@ -180,7 +180,7 @@ class ResidualConfig(AttnResFields, HighwayFields, HyperConnectionsFields, MHCFi
         require(self, "residual_connection", self.residual_connection in [*CONNECTIONS], one_of(CONNECTIONS))
         connection = CONNECTIONS[self.residual_connection]
         for field, default in connection.fields.items():
-            # On the instance, and not only the class: then `config.json` holds the field.
+            # Set on the instance, and not only on the class: then `config.json` holds the field.
             setattr(self, field, getattr(self, field, default))
         connection.check(self)
         check_attention_gate(self)
@@ -213,7 +213,7 @@ class ResidualConfig(AttnResFields, HighwayFields, HyperConnectionsFields, MHCFi
         return fields, kwargs
 
     def to_dict(self):
-        """Return the fields to save."""
+        """Return the fields that `config.json` holds."""
         fields = super().to_dict()
         fields.pop("depth_attention_implementation", None)  # it depends on the machine, not on the model
         return fields
@@ -223,7 +223,7 @@ def _depth(value: Any) -> int:
     """Return how deep dictionaries and lists are nested in a value, at most `_MAX_DEPTH + 1`."""
     depth, level = 0, [value]
     while depth <= _MAX_DEPTH:
-        # Each object once: by aliases, one may stand in more places than can be counted.
+        # Visit each object once: nested lists that repeat one object can have more places than can be counted.
         nested = {id(item): item for item in level if isinstance(item, dict | list | tuple)}
         if not nested:
             return depth
@@ -247,7 +247,7 @@ class AttnResConfig(ResidualConfig, KimiLinearConfig):
     backbone = "kimi_linear"
 
     def check_fields(self) -> None:
-        """Check also the fields of Kimi Linear whose mistakes would show late or not at all.
+        """Check all fields of the family, and those of Kimi Linear whose mistakes would show late or not at all.
 
         Raises:
             ValueError: a value is not allowed.
@@ -260,7 +260,7 @@ class AttnResConfig(ResidualConfig, KimiLinearConfig):
             allowed = f"a list of length {layers} (`num_hidden_layers`), not {len(value)}"
             require(self, field, len(value) == layers, allowed)
             require(self, field, set(value) <= {one, other}, f"a list of {one!r} and {other!r}")
-        has_full_attention = "full_attention" in self.layer_types  # the cache counts its tokens there
+        has_full_attention = "full_attention" in self.layer_types  # the cache counts tokens only in such layers
         require(self, "layer_types", has_full_attention, "a list with at least one 'full_attention' layer")
         for field in ("num_attention_heads", "linear_num_heads"):
             require(self, field, getattr(self, field) >= 1, "an integer >= 1")
@@ -271,7 +271,7 @@ class AttnResConfig(ResidualConfig, KimiLinearConfig):
         for field in ("n_group", "topk_group", "num_experts_per_tok"):
             require(self, field, isinstance(getattr(self, field), int), "an integer >= 1")
         experts, groups, used = self.num_local_experts, self.n_group, self.topk_group
-        allowed = f"a positive divisor of `num_local_experts` ({experts}) that leaves two or more to a group"
+        allowed = f"a positive divisor of `num_local_experts` ({experts}) with two or more experts in each group"
         require(self, "n_group", groups >= 1 and experts % groups == 0 and experts // groups >= 2, allowed)
         require(self, "topk_group", 1 <= used <= groups, f"from 1 to `n_group` ({groups})")
         reachable = experts // groups * used

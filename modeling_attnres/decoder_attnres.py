@@ -1,9 +1,8 @@
 """Residual connections on any decoder of `transformers`: mixins for its layer, its model and its heads.
 
-Each sublayer reads its input from the depth state and writes its output to it; at the end the final norm reads. The
-state takes the place of `hidden_states` in the backbone's own loop over layers, so no hooks are needed.
-
-The way of a state through one layer is `ResidualDecoderLayer.forward`: read, norm and attention (or MLP), write.
+Each sublayer reads its input from the depth state and writes its output to it; after the last layer, the final norm
+reads its input. The state takes the place of `hidden_states` in the backbone's own loop over layers, so no hooks are
+needed. `ResidualDecoderLayer.forward` is the way of the state through one layer.
 """
 
 import os
@@ -58,7 +57,7 @@ def _add_connection(module: nn.Module, name: str, config: ResidualConfig, sublay
 
 
 class ResidualDecoderLayer:
-    """Mixin of a backbone's decoder layer: runs its sublayers, as declared in `BACKBONES`, on the depth state."""
+    """Mixin of a backbone's decoder layer that runs its sublayers, as declared in `BACKBONES`, on the depth state."""
 
     sublayers: Sublayers
     layer_idx: int
@@ -81,7 +80,7 @@ class ResidualDecoderLayer:
         add_attention_gate(self, config)
 
     def move_to(self, layer_idx: int) -> None:
-        """Take another index in the decoder, after layers were moved or removed."""
+        """Set the layer's index in the decoder, after layers were moved or removed."""
         self.layer_idx = layer_idx
         for i, sublayer in enumerate(self.sublayers):
             getattr(self, f"{sublayer.name}_proj").sublayer = layer_idx * len(self.sublayers) + i
@@ -90,8 +89,8 @@ class ResidualDecoderLayer:
         """Run the layer's sublayers: each reads from the state, computes, and writes its output to the state.
 
         Args:
-            hidden_states: the depth state; the name is the one that backbones call layers with.
-            reader: the way to read in this pass, made once by the decoder.
+            hidden_states: the depth state; backbones call their layers with this name.
+            reader: the reader of this pass, made once by the decoder; `None` for a layer that is called alone.
             kwargs: arguments of the backbone's attention.
 
         Returns:
@@ -103,7 +102,7 @@ class ResidualDecoderLayer:
             outputs = []
             for branch in sublayer.branches:
                 output = inputs
-                for name in branch[is_normed:]:  # the norm comes first, and some reads include it
+                for name in branch[is_normed:]:  # without the first module, if the read has applied that norm
                     module, is_attention = getattr(self, name), name in ("attention", "self_attn")
                     output = self.attend(module, output, **kwargs) if is_attention else module(output)
                 outputs.append(output)
@@ -125,11 +124,12 @@ class ResidualDecoderLayer:
 
 
 class DepthReader:
-    """The way to read in one forward pass.
+    """Reads the inputs of all sublayers in one forward pass, through their connections or an inference plan.
 
     Args:
-        model: the decoder, whose output reads after its last layer; `None` for a layer that is called alone.
-        plan: the inference plan that reads in place of the connections, if there is one.
+        model: the decoder, for the read after its last layer; `None` for a layer that is called alone.
+        plan: the inference plan that reads in place of the connections, or `None`; see
+            [`ResidualConnection.inference_plan`].
     """
 
     def __init__(self, model: "ResidualModel | None" = None, plan: Any = None):
@@ -145,7 +145,8 @@ class DepthReader:
             first: name of the module, usually the norm, that the sublayer begins with.
 
         Returns:
-            The input `[batch, seq, hidden]`, whether `first` has been applied to it already, and the state.
+            The input `[batch, seq, hidden]`, whether `first` has been applied to it already, and the state after the
+            read.
 
         Raises:
             TypeError: an adapter wraps the connection or its norm.
@@ -188,14 +189,14 @@ class ResidualPreTrainedModel:
         # By default `transformers` would search the file of the class for the experts' decorator.
         cls._can_set_experts_implementation = backbone._can_set_experts_implementation
         _show_backbone_signature(cls)
-        # `hidden_states`: the input of every layer, then that of the final norm, which `transformers` replaces by the
-        # norm's output.
+        # A connection returns the input (0) and the depth weights (1). `hidden_states` has the input of each layer and
+        # of the final norm; `transformers` replaces the last one by the norm's output.
         record = partial(OutputRecorder, ResidualConnection)
         first = partial(record, index=0, capture_initial_hidden_state=False)
         reads = [first(layer_name=f"{name}_proj") for name in (*_FIRST_SUBLAYER, "output_attn_res")]
         own = {"hidden_states": reads, "depth_attentions": record(index=1)}
         cls._can_record_outputs = (getattr(cls, "_can_record_outputs", None) or {}) | own
-        # FSDP2 derives a class from the model's, and so may a user: it stands in the same tables as its base.
+        # FSDP2 derives a class from the model's, and so may a user. It goes into the tables that hold its base.
         bases = {base.__name__ for base in cls.__mro__[1:]}
         for names in _CLASS_NAMES.values():
             if not bases.isdisjoint(name for name in names.values() if isinstance(name, str)):
@@ -210,13 +211,13 @@ class ResidualPreTrainedModel:
             _add_class_name(_CLASS_NAMES[name], cls)
 
     def post_init(self) -> None:
-        """Initialise as `transformers` does, and keep sensitive tensors in float32 in a model of 16 bits."""
+        """Initialise as `transformers` does, and keep some tensors of a 16-bit model in float32."""
         for name in ("_no_split_modules", "_keep_in_fp32_modules_strict"):
             vars(self).pop(name, None)  # the backbone's `__init__` has set them from its own classes
         super().post_init()
         if CONNECTIONS[self.config.residual_connection].form(self.config).float32:
             self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), "*_res_proj"}
-        # A model that is made in 16 bits has all tensors in 16 bits. `from_pretrained` loads into the dtypes it finds.
+        # A model that is made in 16 bits has all tensors in 16 bits. `from_pretrained` keeps the dtypes that it finds.
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
         kept = self._tensors_kept_in_float32()
         for tensor in kept.values():
@@ -224,8 +225,8 @@ class ResidualPreTrainedModel:
         # Before transformers 5.23 the plan cannot be set, and FSDP2 groups whole layers.
         has_plan = getattr(getattr(type(self), "fsdp_plan", None), "fset", None) is not None
         if kept and has_plan and self.fsdp_plan and torch.get_default_dtype() != dtype:
-            # FSDP2 wants one dtype in a group, and `transformers` groups a module with a tensor in float32 together
-            # with its children in 16 bits. These get groups of their own.
+            # FSDP2 needs one dtype in a group, but `transformers` groups a module with a tensor in float32 together
+            # with its children in 16 bits. So each of these children gets a separate group.
             owners = {name.rpartition(".")[0] for name, _ in self.named_parameters() if name in kept}
             children = (f"{owner}.{name}" for owner in owners for name, _ in self.get_submodule(owner).named_children())
             apart = {re.sub(r"\.\d+\.", ".*.", name): "free_full_weight" for name in children}
@@ -243,11 +244,11 @@ class ResidualPreTrainedModel:
     def _apply(self, fn: Callable[[Tensor], Tensor], *args, **kwargs):
         """Apply a function to all tensors; `model.to(torch.bfloat16)` and `model.half()` call this.
 
-        Tensors that stay in float32 are moved by it, but not cast to 16 bits.
+        It moves the tensors that stay in float32, but does not cast them to 16 bits.
         """
         kept = [*self._tensors_kept_in_float32().values()]
         kept += [tensor.grad for tensor in kept if tensor.grad is not None]
-        kept_ids = {id(tensor) for tensor in kept}  # `fn` gets the tensors themselves, and not their names
+        kept_ids = {id(tensor) for tensor in kept}  # `fn` is called with tensors, and not with their names
 
         def cast(tensor: Tensor) -> Tensor:
             result = fn(tensor)
@@ -267,7 +268,7 @@ class ResidualPreTrainedModel:
 
     def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=checkpoint, **kwargs):
         def checkpoint_layer(forward: partial, state: DepthState) -> DepthState:
-            if isinstance(state, tuple):  # reentrant checkpointing differentiates only by positional tensors
+            if isinstance(state, tuple):  # reentrant checkpointing passes gradients only to positional tensors
                 return gradient_checkpointing_func(lambda *tensors: forward(tensors), *state)
             return gradient_checkpointing_func(forward, state)
 
@@ -275,7 +276,7 @@ class ResidualPreTrainedModel:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """Load a checkpoint of the family, or of a backbone, whose connections are then at their start.
+        """Load a checkpoint of the family or of a backbone. From a backbone's, connections have their initial values.
 
         Args:
             pretrained_model_name_or_path: a folder or Hub id.
@@ -284,7 +285,7 @@ class ResidualPreTrainedModel:
 
         Raises:
             ValueError: the checkpoint holds only some of the added tensors, or values that are not finite.
-            RuntimeError: a tensor has another shape than the configuration says.
+            RuntimeError: the configuration implies another shape for a tensor.
             OSError: a file is truncated or damaged; or an interrupted save into the folder has just been completed.
         """
         source, options = pretrained_model_name_or_path, kwargs.copy()
@@ -292,24 +293,33 @@ class ResidualPreTrainedModel:
         if source is not None and complete_save(Path(source, kwargs.get("subfolder") or "")) and "config" in kwargs:
             raise OSError(
                 f"a save into {source} was interrupted, and is complete now. Load it again: the configuration that was "
-                "read may be that of the model before."
+                "read may belong to the older model."
             )
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         with explain_broken_shard(source, kwargs.get("subfolder", "")):
             model, info = super().from_pretrained(source, *args, **kwargs)
-        if not options.get("ignore_mismatched_sizes"):  # refused here, by name
+        if not options.get("ignore_mismatched_sizes"):  # `transformers` ignored them, see above
             check_shapes(info["mismatched_keys"], source)
         for added in (residual_tensors(model), gate_tensors(model)):
             check_added(model, added, info["missing_keys"], source)
         if source is not None:
             warn_of_change(model, stored_fields(source, **options), source, info)
         if _by_own_names(source or "", kwargs.get("subfolder", "")):
+            # No renaming applied to these names, and a save would apply none either. Without the attribute, a save
+            # derives the renamings from the model type.
             vars(model).pop("_weight_conversions", None)
         return (model, info) if options.get("output_loading_info") else model
 
     def save_pretrained(self, save_directory: str | Path, *args, **kwargs):
-        """Save as `transformers` does, with the family's code; an older save in the folder is replaced as a whole."""
-        # FSDP2 derives a class of torch's.
+        """Save as `transformers` does, with the family's code; replace an older save in the folder as a whole.
+
+        The arguments are those of `transformers`.
+
+        Raises:
+            OSError: no weights were written, or a file could not be moved.
+        """
+        # FSDP2 derives the model's class from the family's, in a module of torch. `transformers` saves the name and the
+        # code of the class, so it must see the family's.
         cls = type(self)
         own = next(c for c in cls.__mro__ if not c.__module__.startswith("torch."))
         named = cls.__module__, cls.__name__
@@ -322,19 +332,18 @@ class ResidualPreTrainedModel:
         is_main = (not spread or torch.distributed.get_rank() == 0) and call.get("is_main_process", True)
         try:
             cls.__module__, cls.__name__ = own.__module__, own.__name__
-            # Adapters leave the weights beside them as they are.
-            # Of a distributed checkpoint each process writes its part.
+            # Adapters do not replace the weights beside them. Of a distributed checkpoint, each process writes a part.
             if getattr(self, "_hf_peft_config_loaded", False) or call.get("distributed_checkpoint"):
                 save(**call)
                 return
             local = call | {"push_to_hub": False}
             if call.get("state_dict") is not None:
-                local["state_dict"] = dict(call["state_dict"])  # `transformers` empties the one that it saves
+                local["state_dict"] = dict(call["state_dict"])  # `transformers` empties the dictionary that it saves
             with saved_whole(save_directory, call.get("variant")) if is_main else nullcontext(save_directory) as stage:
                 save(**local | {"save_directory": stage})
             if call.get("push_to_hub"):
-                # `transformers` uploads the folder that it writes to. So write again, to a folder for the upload: a
-                # failing upload then loses nothing. Each process takes part, because they gather the weights together.
+                # `transformers` uploads the folder that it writes to. So write again, to a stage for the upload: a
+                # failed upload then loses nothing. Every process takes part, because they gather the weights together.
                 call.setdefault("repo_id", os.path.basename(os.fspath(save_directory)))
                 with stage_in(save_directory) if is_main else nullcontext(save_directory) as stage:
                     save(**call | {"save_directory": stage})
@@ -362,8 +371,8 @@ class ResidualModel(ResidualPreTrainedModel):
         if not isinstance(getattr(self, "layers", None), nn.ModuleList):
             raise ValueError(f"the decoder of {config.backbone!r} does not keep its layers in `layers`.")
         for i, layer in enumerate(self.layers):
-            # The backbone makes its layers by a fixed class inside its `__init__`. To make them again by ours would
-            # initialise all weights twice; ours only adds methods and, in `connect`, the connections.
+            # The backbone's `__init__` makes its layers of a fixed class. To make them again would initialise all
+            # weights twice, so only the class changes: the family's adds methods and, in `connect`, the connections.
             layer.__class__ = self.layer_class
             layer.connect(config, sublayers, i)
         _add_connection(self, "output_attn_res", config, config.num_sublayers)
@@ -372,19 +381,23 @@ class ResidualModel(ResidualPreTrainedModel):
     def prepare_rows(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Change the arguments of a forward pass so that documents of one row do not see each other.
 
+        Args:
+            arguments: the arguments by name.
+
         Raises:
-            ValueError: as [`keep_documents_apart`], or the backbone has a state that goes through all of a row.
+            ValueError: as [`keep_documents_apart`], or the row has several documents and the backbone carries a state
+                through all of it.
         """
         arguments, documents = keep_documents_apart(arguments, self.config)
-        # A private name, but the one by which `transformers` knows such backbones.
+        # `_is_stateful` is private, but nothing else in `transformers` marks such backbones.
         if documents is not None and self._is_stateful:
             raise ValueError(
                 f"the row has several documents, but the backbone {self.config.backbone!r} carries a state from one to "
-                "the next: pass each document as a row of its own."
+                "the next: pass each document as a separate row."
             )
         mask = arguments.get("attention_mask")
         if documents is not None and isinstance(mask, Tensor) and mask.ndim == 2:
-            # `transformers` looks for documents only where there is no mask.
+            # `transformers` keeps documents apart only where there is no mask, so make the masks here.
             dtype = self.get_input_embeddings().weight.dtype
             mask = separate_under_mask(mask, documents, self.config, dtype, every_layer=True)
             arguments = arguments | {"attention_mask": mask}
@@ -395,16 +408,16 @@ class ResidualModel(ResidualPreTrainedModel):
 
         Args:
             args: the backbone's arguments.
-            record_to: a list that the recorded depth weights are appended to; the heads pass it.
+            record_to: a list to which the recorded depth weights are appended; the heads pass it.
             kwargs: the backbone's arguments.
 
         Raises:
-            ValueError: the same layer stands at two places; the rows cannot be prepared.
+            ValueError: the same layer is at two places of `layers`; the rows cannot be prepared.
         """
         # Layers may have been removed or moved since the last pass.
         if any(layer.layer_idx != i for i, layer in enumerate(self.layers)):
             if len({*self.layers}) < len(self.layers):
-                raise ValueError("one layer stands at two places of `layers`: copy it.")
+                raise ValueError("one layer is at two places of `layers`: put a copy at one of them.")
             for i, layer in enumerate(self.layers):
                 layer.move_to(i)
         records = ("output_hidden_states", "output_depth_attentions")
@@ -413,9 +426,9 @@ class ResidualModel(ResidualPreTrainedModel):
         # Records are taken from calls of the connections, which a plan bypasses.
         if not (is_recorded or torch.is_grad_enabled() or torch.compiler.is_compiling()):
             plan = CONNECTIONS[self.config.residual_connection].form(self.config).inference_plan(self)
-        # `zip` ends with the shorter one, the arguments that were given by position.
+        # `zip` ends with `args`, the arguments that were given by position.
         arguments = self.prepare_rows(dict(zip(self.argument_names, args)) | kwargs)
-        # The backbone's loop passes extra arguments on to every layer: so `reader` reaches them.
+        # The backbone's loop passes extra arguments on to every layer, so `reader` reaches the layers.
         outputs = super().forward(reader=DepthReader(self, plan), **arguments)
         if record_to is not None and "depth_attentions" in outputs:
             record_to.append(outputs["depth_attentions"])
@@ -430,9 +443,9 @@ class ResidualHead(ResidualPreTrainedModel):
     def __init__(self, config: ResidualConfig):
         config.check_fields()
         super().__init__(config)
-        # The backbone has made its own decoder, by a fixed class. Ours takes over its modules and attributes: to make
-        # it by its `__init__` would initialise all weights twice. The bare `PreTrainedModel.__init__` is needed, since
-        # `transformers` registers the records of a class there.
+        # The backbone has made its decoder of a fixed class. The family's decoder takes over its modules, because its
+        # own `__init__` would initialise all weights twice. `PreTrainedModel.__init__` alone is needed: `transformers`
+        # registers the recorded outputs of a class there.
         decoder = self.model_class.__new__(self.model_class)
         PreTrainedModel.__init__(decoder, config)
         vars(decoder).update(vars(self.base_model))
@@ -444,11 +457,11 @@ class ResidualHead(ResidualPreTrainedModel):
     def forward(self, *args, **kwargs) -> ModelOutput:
         """Run the model; see the backbone's own `forward` for arguments and result."""
         recorded = []
-        # Only then: the argument reaches the loss function too.
+        # Pass `record_to` only on demand, because the loss function gets it too.
         if kwargs.get("output_depth_attentions", getattr(self.config, "output_depth_attentions", False)):
             kwargs["record_to"] = recorded
-        # `Trainer` expects a loss that is divided by this number of labels, of all accumulated batches. A language
-        # model's loss is; the other heads return the mean over their own batch, whatever they are given.
+        # `Trainer` expects a loss that is divided by the number of labels in all accumulated batches. The loss of a
+        # language model is. The other heads ignore that number, and return the mean over their batch.
         total = None if self.can_generate() else kwargs.pop("num_items_in_batch", None)
         outputs = super().forward(*args, **kwargs | {"return_dict": True})
         if total is not None and outputs.get("loss") is not None:
@@ -477,6 +490,7 @@ class PooledByMask(GenericForSequenceClassification):
         outputs = self.base_model(input_ids, attention_mask, *args, **kwargs)
         batch_size, length = embeddings.shape[:2]
         is_token = attention_mask[:, -length:] != 0  # (batch, length); with a cache, the mask covers earlier tokens too
+        # The product is largest at the last real token.
         last = (torch.arange(length, device=is_token.device) * is_token).argmax(-1).to(embeddings.device)
         hidden = outputs.last_hidden_state[torch.arange(batch_size, device=embeddings.device), last]
         logits = self.score(hidden)
@@ -515,7 +529,9 @@ def _check_declaration(layer: nn.Module, backbone: str, sublayers: Sublayers) ->
     names = [sublayer.name for sublayer in sublayers]
     if names[0] not in _FIRST_SUBLAYER or len(set(names)) < len(names):
         first = " or ".join(map(repr, _FIRST_SUBLAYER))
-        raise ValueError(f"the sublayers of {backbone!r} are named {names}; names must differ, the first be {first}.")
+        raise ValueError(
+            f"the sublayers of {backbone!r} are named {names}: names must differ, and the first must be {first}."
+        )
     for sublayer in sublayers:
         for name in (*sum(sublayer.branches, ()), sublayer.multiplier):
             if name is not None and not hasattr(layer, name):
@@ -524,7 +540,7 @@ def _check_declaration(layer: nn.Module, backbone: str, sublayers: Sublayers) ->
 
 
 def _show_backbone_signature(model_class: type[ResidualPreTrainedModel]) -> None:
-    """Give `forward` the signature of the backbone's, which `generate` and `Trainer` read."""
+    """Give `forward` the signature of the backbone's `forward`, because `generate` and `Trainer` read it."""
     family_forward, *inherited = (vars(c)["forward"] for c in model_class.__mro__ if "forward" in vars(c))
     if family_forward.__module__ == __name__:
         backbone_forward = next(forward for forward in inherited if forward.__module__ != __name__)

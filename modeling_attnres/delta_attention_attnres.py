@@ -1,9 +1,9 @@
-"""Kimi Delta Attention that keeps documents of one row apart and lets padding change no state.
+"""Kimi Delta Attention that keeps the documents of one row apart, and ignores padding.
 
-`transformers`' layer runs one recurrence and one short convolution over all tokens of a row. This one also takes
+The layer of `transformers` runs one recurrence and one short convolution over all tokens of a row. This one also takes
 
 - rows of several documents: state and convolution begin anew at each;
-- padding anywhere: with and without a cache, the layer computes what it would if padding were not there.
+- padding anywhere: with and without a cache, the layer computes the same as without padding.
 
 The functions that compute the convolution and the recurrence are attributes, which `attnres.accelerated` replaces.
 """
@@ -21,7 +21,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 def convolve(
     inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None = None
 ) -> Tensor:
-    """Compute the causal convolution of each channel; with `seq_idx`, of each document by itself.
+    """Compute the causal convolution of each channel; with `seq_idx`, separately for each document.
 
     Args:
         inputs: `[batch, channels, seq]`.
@@ -38,7 +38,7 @@ def convolve(
     inputs_in, length = inputs.to(weight.dtype), inputs.shape[-1]
     output = inputs_in * weight[:, -1:]
     for back in range(1, min(weight.shape[-1], length)):
-        # A token of another document is as good as none.
+        # A token of another document contributes zero, as before the start of a row.
         is_same = (seq_idx[:, back:] == seq_idx[:, :-back]).unsqueeze(1)  # (batch, 1, seq - back)
         earlier = (inputs_in[..., :-back] * weight[:, -1 - back, None]).masked_fill(~is_same, 0)
         output = output + F.pad(earlier, (back, 0))
@@ -60,7 +60,7 @@ def chunk(
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the recurrence over several tokens; with `seq_idx`, over each document by itself.
+    """Compute the recurrence over several tokens; with `seq_idx`, separately over each document.
 
     Args:
         query: `[batch, seq, heads, d_k]`.
@@ -68,8 +68,8 @@ def chunk(
         value: `[batch, seq, heads, d_v]`.
         g: logarithm of each channel's decay, `[batch, seq, heads, d_k]`.
         beta: rate at which a token writes to the state, `[batch, seq, heads]`.
-        initial_state: `[batch, heads, d_k, d_v]`, or `None` for zeros, which rows of several documents need.
-        output_final_state: return the state after the last token, too.
+        initial_state: `[batch, heads, d_k, d_v]`, or `None` for zeros; it must be `None` with `seq_idx`.
+        output_final_state: whether to return the state after the last token, too; there is none with `seq_idx`.
         seq_idx: `[batch, seq]`, the number of each token's document.
         cu_seqlens: the documents' borders in all rows together, for kernels that take them.
 
@@ -81,8 +81,9 @@ def chunk(
         return kimi_linear.chunk_kimi_delta_attention(
             query, key, value, g=g, beta=beta, initial_state=initial_state, **options
         )
-    # No function of `transformers` takes documents on every device. So each becomes a row of its own, beside those of
-    # about its length: rows are filled to less than twice their tokens, and what fills them comes after their document.
+    # No function of `transformers` takes documents on every device. So each document becomes a row, in a batch with the
+    # documents of about its length (up to the same power of two). Tokens after a document fill its row to less than
+    # twice its length; their outputs are dropped.
     borders = [*is_start(seq_idx).flatten().nonzero().flatten().tolist(), seq_idx.numel()]
     documents: dict[int, list[tuple[int, int]]] = {}
     for start, end in pairwise(borders):
@@ -112,7 +113,7 @@ def step(
 
 
 def convolve_step(inputs: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """Compute the convolution for one token `[batch, channels, 1]`, and move `state` on by it, in place."""
+    """Compute the convolution of one token `[batch, channels, 1]`; update `state` `[batch, channels, kernel]`."""
     return kimi_linear.causal_conv1d_update(inputs, state, weight=weight, bias=bias, activation=activation)
 
 
@@ -142,28 +143,29 @@ class DeltaAttention(kimi_linear.KimiLinearDeltaAttention):
 
         Args:
             hidden_states: `[batch, seq, hidden]`.
-            cache: holds the states of earlier tokens; none with `seq_idx`.
-            attention_mask: `[batch, seq]`, 0 for padding that stands before the real tokens of a row without state,
-                or after them where there is no cache. Such padding has only to be zero.
-            real_tokens: the same as booleans, for padding anywhere else.
-            seq_idx: `[batch, seq]`, the number of each token's document; two that follow each other differ.
-            cu_seqlens: the same, as the documents' borders in all rows together, for GPU kernels.
+            cache: holds the states of earlier tokens; it must be `None` with `seq_idx`.
+            attention_mask: `[batch, seq]`, 0 for padding before the real tokens of a row without state, or after them
+                without a cache. It is enough to set such padding to zero.
+            real_tokens: `[batch, seq]`, false for padding; needed for padding anywhere else.
+            seq_idx: `[batch, seq]`, the number of each token's document; neighbouring documents differ.
+            cu_seqlens: the documents' borders in all rows together, for GPU kernels, beside `seq_idx`.
         """
         batch, length = hidden_states.shape[:2]
         order = None
         if real_tokens is not None:
-            # Real tokens first, in their order: the state runs through them, and what follows does not change it.
+            # Move real tokens to the front, in their order. The state runs through them; padding after them does not
+            # change it.
             order = (~real_tokens).int().argsort(dim=1, stable=True)
             hidden_states = hidden_states.gather(1, order.unsqueeze(-1).expand_as(hidden_states))
             attention_mask = real_tokens.gather(1, order)
             seq_idx = None if seq_idx is None else seq_idx.gather(1, order)
-            # These borders are of the tokens in their old order.
+            # These borders are for the old order of the tokens.
             cu_seqlens = None
         hidden_states = kimi_linear.apply_mask_to_padding_states(hidden_states, attention_mask)
 
         projections = self.q_proj, self.k_proj, self.v_proj
         mixed = torch.cat([project(hidden_states) for project in projections], -1).transpose(1, 2)
-        # Both are `None` before the first token. (`get_conv_state` is not in the oldest `transformers`.)
+        # Both states are `None` before the first token. (The oldest `transformers` has no `get_conv_state`.)
         conv_state = state = None
         if cache is not None and cache.has_previous_state(self.layer_idx):
             states = cache.layers[self.layer_idx]
@@ -174,7 +176,7 @@ class DeltaAttention(kimi_linear.KimiLinearDeltaAttention):
             mixed = self.convolve_step(mixed, conv_state, **convolution)
         else:
             if cache is not None:
-                # With the tokens before, which the convolution sees: `[batch, channels, kernel + seq]`.
+                # The kept tokens come before these: `[batch, channels, kernel + seq]`.
                 mixed = self._update_conv_state(cache, mixed, conv_state, attention_mask if order is not None else None)
             mixed = self.convolve(mixed, **convolution, seq_idx=seq_idx)[..., -length:]
         heads = batch, length, -1, self.head_dim
@@ -182,7 +184,7 @@ class DeltaAttention(kimi_linear.KimiLinearDeltaAttention):
 
         g, beta = self.forget_gate(hidden_states), self.b_proj(hidden_states).sigmoid()
         if order is not None:
-            # Nothing is forgotten and nothing is written. (The convolution of zeros after real tokens is not zero.)
+            # Padding neither forgets nor writes. (Zero inputs are not enough: their convolution sees real tokens.)
             is_padding = ~attention_mask.unsqueeze(-1)
             g, beta = g.masked_fill(is_padding.unsqueeze(-1), 0), beta.masked_fill(is_padding, 0)
         documents = {} if is_step else {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
@@ -200,22 +202,22 @@ class DeltaAttention(kimi_linear.KimiLinearDeltaAttention):
     def _update_conv_state(
         self, cache: Cache, mixed: Tensor, conv_state: Tensor | None, is_real: Tensor | None
     ) -> Tensor:
-        """Keep the last tokens of each row for the convolution, and return all tokens with those kept before.
+        """Keep the last tokens of each row for the convolution; return the tokens kept earlier and the new ones.
 
         Args:
-            cache: the cache that keeps them.
+            cache: the cache that keeps the tokens.
             mixed: `[batch, channels, seq]`.
             conv_state: `[batch, channels, kernel]`, or `None` before the first token.
-            is_real: `[batch, seq]`, where padding follows the real tokens.
+            is_real: `[batch, seq]`, true for real tokens, which padding follows; `None` if there is no padding.
         """
         size = self.conv_kernel_size
         if is_real is None:
             return cache.update_conv_state(mixed, self.layer_idx, conv_kernel_size=size)
         before = mixed.new_zeros(*mixed.shape[:2], size) if conv_state is None else conv_state
         mixed = torch.cat((before, mixed), -1)
-        # The last of the `size + count` that are there: all of them from before where `count` is 0.
+        # A row has `size + count` tokens, where `count` is its number of real tokens. Keep the last `size`.
         last = is_real.sum(1, keepdim=True) + torch.arange(size, device=mixed.device)  # (batch, kernel)
         kept = mixed.gather(2, last.unsqueeze(1).expand(-1, mixed.shape[1], -1))
-        # These are as many tokens as the cache keeps, so they replace its whole state.
+        # The cache keeps `size` tokens, so these replace its whole state.
         cache.update_conv_state(kept, self.layer_idx, conv_kernel_size=size)
         return mixed

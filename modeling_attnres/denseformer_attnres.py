@@ -1,8 +1,8 @@
 """DenseFormer (arXiv 2402.02622): each layer reads a learned, static average of the states after all earlier layers.
 
-    Y_i = sum_{j <= i} a_ij X_j,    X_0 = v_0,   X_j = the residual stream after layer j, which began from Y_{j-1}
+    Y_i = sum_{j <= i} a_ij X_j,    X_0 = v_0,   X_j = Y_{j-1} + the outputs of layer j
 
-The `a_ij` are scalars, of any sign. They start at the identity, `a_ii = 1`, which is the standard model exactly.
+The `a_ij` are scalars of any sign. They start at the identity, `a_ii = 1`, which is exactly the standard model.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class DenseFormer(ResidualConnection):
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__(config, sublayer)
         self.per_layer = len(config.sublayers)
-        # Not in an `nn.Linear`, whose blanket initialisation would destroy the start.
+        # Not in an `nn.Linear`: `transformers` would initialise it at random.
         self.register_parameter("weight", None)
         if sublayer > 0 and sublayer % self.per_layer == 0:
             self.weight = nn.Parameter(torch.zeros(sublayer // self.per_layer + 1))
@@ -39,7 +39,7 @@ class DenseFormer(ResidualConnection):
 
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:
-        """Return the name with the number of sublayers."""
+        """Return, for example, "DenseFormer (24 sublayers)"."""
         return f"DenseFormer ({config.num_sublayers} sublayers)"
 
     @classmethod
@@ -62,7 +62,7 @@ class DenseFormer(ResidualConnection):
         """Compute `Y_i` `[batch, seq, hidden]` at the first sublayer of a layer; elsewhere return the stream.
 
         Raises:
-            ValueError: the weights are for another number of states, because layers were moved, removed or added.
+            ValueError: there are more or fewer states than weights, because layers were moved, removed or added.
         """
         # `X_0 .. X_{i-1}`, and the stream after the layer that has just ended: `X_i`.
         *layers, last = state if isinstance(state, tuple) else (state,)
@@ -71,13 +71,13 @@ class DenseFormer(ResidualConnection):
         available = len(layers) + 1 if averages else 0
         if expected != available:
             raise ValueError(
-                f"the DenseFormer weights of sublayer {self.sublayer} are for {expected} earlier states, and there are "
-                f"{available}: layers cannot be moved in this model, removed or added."
+                f"the DenseFormer weights of sublayer {self.sublayer} are for {expected} earlier states, but there are "
+                f"{available}: layers of this model cannot be moved, removed or added."
             )
         if self.weight is None:
             return last, state
-        # One product after the other, rounded once at the end: `1 X_i` and `0 X_j` are exact. A weight `[1]`, unlike a
-        # scalar, takes part in type promotion: no state is copied to float32.
+        # The sum is rounded once, at the end, and `1 X_i` and `0 X_j` are exact. A weight `[1]`, unlike a scalar, takes
+        # part in type promotion, so that no state is copied to float32.
         weights = self.weight.to(torch.promote_types(last.dtype, torch.float32)).split(1)
         mixed = weights[-1] * last
         for weight, earlier in zip(weights, layers):

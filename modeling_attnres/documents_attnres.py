@@ -1,12 +1,12 @@
 """Rows that hold several documents, or padding anywhere.
 
-A forward pass may be told of documents by `position_ids` that restart, by borders (`cu_seq_lens_q`), by numbers
-(`seq_idx`) or by a mask over pairs of tokens. `transformers` takes restarting positions for documents only without mask
-and cache, and makes a cache unless told otherwise; only some kernels know the other signs. Here all of them mean the
-same for every layer, and a combination that cannot be honoured raises.
+Four *signs* mark the documents of a forward pass: `position_ids` that restart, borders (`cu_seq_lens_q`), numbers
+(`seq_idx`) and a mask over pairs of tokens. `transformers` takes restarting positions for documents only without mask
+and cache, but makes a cache by default; only some kernels read the other signs. Here all signs mean the same for every
+layer, and a combination that cannot be honoured raises an error.
 
-`keep_documents_apart` prepares the arguments for softmax attention, `for_linear_attention` also for delta attention,
-whose recurrence must begin anew at a document and pass over padding.
+`keep_documents_apart` prepares the arguments for softmax attention. `for_linear_attention` then prepares them for delta
+attention, whose recurrence must begin anew at each document and skip padding.
 """
 
 from collections.abc import Mapping
@@ -34,23 +34,23 @@ _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 _LENGTHS = ("max_length_q", "max_length_k")
 _NO_CACHE = (
     "rows of several documents cannot fill a cache, in which they would be one text: pass `use_cache=False` and no "
-    "cache, or each document as a row of its own."
+    "cache, or each document as a separate row."
 )
 # The name of the cache among the arguments, which `transformers` 5.24 changed.
 _CACHE = "cache" if "cache" in signature(KimiLinearModel.forward).parameters else "past_key_values"
-# Attribute of a cache, `[batch, tokens]`, false for padding, which the cache itself does not tell from tokens. As an
-# attribute it goes where the cache goes, when that is copied or saved.
+# Name of an attribute that this file sets on a cache: `[batch, tokens]`, false for padding, which the cache itself does
+# not mark. As an attribute, it stays with the cache when that is copied or saved.
 _REAL = "attnres_real_tokens"
 
 
 def cache_of(arguments: Arguments) -> Any:
-    """Return the cache among the arguments, or `None`. `transformers` 5.24 has another name for it."""
+    """Return the cache among the arguments, or `None`. Its name differs before and after `transformers` 5.24."""
     cache = arguments.get("cache")
     return arguments.get("past_key_values") if cache is None else cache
 
 
 def shape_of(arguments: Arguments) -> tuple[int, int] | None:
-    """Return batch size and length of the tokens, or `None` if the arguments hold none."""
+    """Return batch size and length of the tokens, or `None` if the arguments hold no tokens."""
     for name in ("input_ids", "inputs_embeds"):
         if isinstance(arguments.get(name), Tensor):
             return tuple(arguments[name].shape[:2])
@@ -58,13 +58,14 @@ def shape_of(arguments: Arguments) -> tuple[int, int] | None:
 
 
 def find_documents(arguments: Arguments) -> Tensor | None:
-    """Find the documents in each row by all arguments that may tell of documents.
+    """Find the documents in each row by all signs but a mask.
 
-    Without a mask and a cache, `position_ids` begin a document where they do not go on by one: the library's rule.
+    Without a mask and a cache, a document begins where `position_ids` do not grow by one. This is the rule of
+    `transformers`.
 
     Returns:
-        `[batch, seq]`, or `None` if each row is one document. A traced graph cannot branch on values: position ids that
-        are given then count as those of documents.
+        The number of each token's document `[batch, seq]`, or `None` if each row is one document. A traced graph cannot
+        branch on values; there, given `position_ids` always count as those of several documents.
 
     Raises:
         ValueError: two arguments contradict each other, or one does not fit the tokens.
@@ -78,20 +79,20 @@ def find_documents(arguments: Arguments) -> Tensor | None:
             if longest is not None:
                 _require(
                     longest >= shape[1],
-                    f"`{name}` is less than the {shape[1]} tokens of a row, which then hold several documents, but "
-                    "nothing tells where these begin: pass `cu_seq_lens_q`, `seq_idx` or `position_ids` too, or no "
-                    f"`{name}`.",
+                    f"`{name}` is less than the {shape[1]} tokens of a row, so it must hold several documents, but no "
+                    "argument marks where they begin: pass `cu_seq_lens_q`, `seq_idx` or `position_ids` too, or leave "
+                    f"out `{name}`.",
                 )
     if positions is not None and positions.ndim == 1:
         positions = positions.unsqueeze(0)
-    # Several positions for each token, of images and the like, tell nothing of documents.
+    # Several positions for each token, as for images, do not mark documents.
     has_row_of_positions = positions is not None and positions.ndim == 2
     if has_row_of_positions and arguments.get("attention_mask") is None and cache_of(arguments) is None:
         signs = {"position_ids": find_packed_sequence_indices(positions.expand(shape[0], -1)), **signs}
     for first, second in pairwise(signs):
         _require(
             _begin_alike(signs[first], signs[second]),
-            f"`{first}` and `{second}` begin documents at different tokens: pass only one of them, or let them agree.",
+            f"`{first}` and `{second}` begin documents at different tokens: pass only one of them, or make them agree.",
         )
     return next((documents for documents in reversed(signs.values()) if documents is not None), None)
 
@@ -105,7 +106,7 @@ def _begin_alike(first: Tensor | None, second: Tensor | None) -> Tensor | bool:
 
 
 def _documents_by_sign(arguments: Arguments, shape: tuple[int, int]) -> dict[str, Tensor | None]:
-    """Find the documents by each argument that holds their borders or numbers.
+    """Find the documents by each argument that holds borders or numbers.
 
     Returns:
         Name of the argument -> number of each token's document `[batch, seq]`, or `None` if each row is one document.
@@ -117,7 +118,7 @@ def _documents_by_sign(arguments: Arguments, shape: tuple[int, int]) -> dict[str
         if borders is None:
             continue
         if name == "cu_seq_lens_k" and cache_of(arguments) is not None and borders.shape == (2,):
-            continue  # the keys of one text, those in the cache included
+            continue  # the keys of one text, the cached ones included
         is_whole = batch == 1 and borders.ndim == 1 and len(borders) >= 2
         if is_whole:
             is_whole = (borders[0] == 0) & (borders[-1] == length) & (borders.diff() >= 0).all()
@@ -143,14 +144,14 @@ def _documents_by_sign(arguments: Arguments, shape: tuple[int, int]) -> dict[str
 def _require(condition: Tensor | bool, message: str) -> None:
     """Raise an error with this message if a condition on the values of tensors does not hold.
 
-    A traced graph cannot branch on values. So it gets the check as an operation, which raises RuntimeError when it
-    runs.
+    A traced graph cannot branch on values. So the check becomes an operation of the graph, which raises RuntimeError
+    when it runs.
 
     Raises:
         ValueError: the condition does not hold, outside of a traced graph.
     """
     if isinstance(condition, Tensor) and is_tracing(condition):
-        # A private name, but the only check of `torch` that needs neither a graph break nor a copy to the host.
+        # `_assert_async` is private, but no other check of `torch` avoids both a graph break and a copy to the host.
         torch._assert_async(condition, message)
     elif not condition:
         raise ValueError(message)
@@ -162,7 +163,7 @@ def _abridged(tensor: Tensor) -> str:
 
 
 def positions_in(documents: Tensor) -> Tensor:
-    """Count the tokens of each document from 0, `[batch, seq]`."""
+    """Return the position of each token in its document, `[batch, seq]`, from the documents' numbers `[batch, seq]`."""
     tokens = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     is_start = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
     return tokens - tokens.masked_fill(~is_start, 0).cummax(-1).values
@@ -170,6 +171,10 @@ def positions_in(documents: Tensor) -> Tensor:
 
 def keep_documents_apart(arguments: Arguments, config: Any) -> tuple[Arguments, Tensor | None]:
     """Change the arguments of a forward pass so that `transformers`' attention keeps documents of one row apart.
+
+    Args:
+        arguments: the arguments by name; they are not changed in place.
+        config: the model's configuration.
 
     Returns:
         The arguments, and the number of each token's document `[batch, seq]`, or `None` if each row is one document.
@@ -182,17 +187,18 @@ def keep_documents_apart(arguments: Arguments, config: Any) -> tuple[Arguments, 
     mask = arguments.get("attention_mask")
     has_borders = any(arguments.get(name) is not None for name in (*_BORDERS, "seq_idx"))
     if has_borders and isinstance(mask, Tensor) and mask.ndim == 2 and not is_tracing(mask) and bool(mask.all()):
-        mask = None  # it hides nothing, but `transformers` looks for documents only where there is no mask
+        # This mask hides nothing, but `transformers` looks for documents only where there is no mask.
+        mask = None
         arguments = arguments | {"attention_mask": None}
     documents = find_documents(arguments)
     cache, positions = cache_of(arguments), arguments.get("position_ids")
     if documents is not None and cache is None and arguments.get("use_cache") and is_tracing(documents):
-        # Where a cache is wanted there is usually one document. The graph is made for that, and checks it when it runs.
+        # With `use_cache`, rows usually are one document. The graph is made for that, and checks it when it runs.
         _require((documents[:, -1] == 0).all(), _NO_CACHE)
         documents = None
     if documents is not None:
         _refuse_cache(arguments)
-    # The position of a single token cannot restart. So decoding has no check in its graph.
+    # The position of a single token cannot restart, so the graph of a decoding step has no check.
     elif cache is not None and mask is None and positions is not None and positions.shape[-1] > 1:
         _require(positions.ndim > 2 or (positions.diff(dim=-1) > 0).all(), _NO_CACHE)
     if documents is None:
@@ -202,7 +208,7 @@ def keep_documents_apart(arguments: Arguments, config: Any) -> tuple[Arguments, 
             f"flash attention keeps documents apart in a single row only, but the batch has {documents.shape[0]}: join "
             "the rows into one (`DataCollatorWithFlattening`), or load the model with `attn_implementation='sdpa'`."
         )
-    # By default there would be a cache, and `transformers` would not look for documents then.
+    # By default `transformers` would make a cache, and would not look for documents then.
     arguments = arguments | {"use_cache": False}
     if arguments.get("position_ids") is None:
         arguments["position_ids"] = positions_in(documents)
@@ -218,18 +224,18 @@ def _refuse_cache(arguments: Arguments) -> None:
 def separate_under_mask(
     mask: Tensor, documents: Tensor, config: Any, dtype: torch.dtype, every_layer: bool = False
 ) -> Tensor | dict[str, Tensor]:
-    """Make the masks of softmax attention for documents in rows with padding.
+    """Make the masks with which softmax attention keeps documents apart in rows with padding.
 
     Args:
         mask: `[batch, seq]`, 0 for padding.
         documents: `[batch, seq]`, the number of each token's document.
         config: the model's configuration.
         dtype: dtype of the activations.
-        every_layer: whether to make the masks for all kinds of layers, sliding windows among them, and not only the
-            mask of full attention.
+        every_layer: whether to make the masks of all kinds of layers, such as sliding windows, and not only the mask of
+            full attention.
 
     Returns:
-        The mask `[batch, 1, seq, seq]`, or with `every_layer` a dictionary of them where layers differ in kind.
+        The mask `[batch, 1, seq, seq]`; with `every_layer` and layers of several kinds, a dictionary of masks by kind.
 
     Raises:
         ValueError: flash attention is used, which takes no such mask.
@@ -239,7 +245,8 @@ def separate_under_mask(
             "flash attention cannot keep the documents of a padded row apart: leave `attention_mask` out and the "
             "padding too (`DataCollatorWithFlattening`), or load the model with `attn_implementation='sdpa'`."
         )
-    # Only shape, dtype and device of the embeddings are looked at; no position ids, as the documents are known.
+    # `transformers` reads only shape, dtype and device of the embeddings. The documents are known, so it needs no
+    # position ids (`None`).
     embeddings = torch.empty(*mask.shape, 0, dtype=dtype, device=mask.device)
     make_masks = create_masks_for_generate if every_layer else create_causal_mask
     return make_masks(config, embeddings, mask, None, and_mask_function=packed_sequence_mask_function(documents))
@@ -248,15 +255,15 @@ def separate_under_mask(
 def documents_under_mask(positions: Tensor, is_real: Tensor) -> Tensor | None:
     """Find the documents in rows with padding.
 
-    A document begins at a real token whose position is not above that of the last real token before it. Positions that
-    stand still before the first real token, as `generate` has them for padding, begin nothing.
+    A document begins at a real token whose position is not above that of the last real token before it. Positions of
+    padding before the first real token, which `generate` sets to a constant, begin no document.
 
     Args:
         positions: `[batch, seq]`.
         is_real: `[batch, seq]`, false for padding.
 
     Returns:
-        `[batch, seq]`, or `None` if each row is one document.
+        The number of each token's document `[batch, seq]`, or `None` if each row is one document.
     """
     lowest = torch.iinfo(positions.dtype).min
     index = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
@@ -270,9 +277,9 @@ def documents_under_mask(positions: Tensor, is_real: Tensor) -> Tensor | None:
 
 
 def find_order(is_real: Tensor, has_cache: bool, has_state: bool) -> Tensor | None:
-    """Return `is_real` if a recurrence has to pass over padding, and `None` if zeros in its place do the same.
+    """Return `is_real` if a recurrence has to skip padding, and `None` if it is enough to set padding to zero.
 
-    Zeros do the same before all real tokens of a row that has no state yet, and after them if no state is kept.
+    Zeros are enough before all real tokens of a row that has no state yet, and after them if no state is kept.
 
     Args:
         is_real: `[batch, seq]`, false for padding.
@@ -283,7 +290,7 @@ def find_order(is_real: Tensor, has_cache: bool, has_state: bool) -> Tensor | No
         return is_real
     if bool(is_real.all()):
         return None
-    if has_state or is_real.shape[1] == 1:  # `transformers` drops the mask of a single token
+    if has_state or is_real.shape[1] == 1:  # `transformers` ignores the mask of a single token
         return is_real
     ends = is_real[:, :-1] & ~is_real[:, 1:]
     if has_cache:
@@ -297,26 +304,28 @@ def find_order(is_real: Tensor, has_cache: bool, has_state: bool) -> Tensor | No
 def read_square_mask(
     mask: Tensor, length: int, seen: int, was_real: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Find padding and documents in a mask over pairs of tokens, which a recurrence cannot apply.
+    """Find padding and documents in a mask over pairs of tokens, because a recurrence cannot apply such a mask.
 
     Args:
-        mask: `[batch, heads, length, tokens]`; boolean, true where a token is seen, or 0 there and far below elsewhere.
-        length: the tokens of this pass.
-        seen: the tokens in the cache, which stand before them.
+        mask: `[batch, heads, length, tokens]`; boolean, true where a token is seen; or 0 there, and very negative
+            elsewhere.
+        length: number of tokens in this pass.
+        seen: number of tokens in the cache, which come before them.
         was_real: `[batch, seen]`, false for padding in the cache; `None` if it has none.
 
     Returns:
-        Which tokens are real `[batch, length]`, or `None` if all are; and the number of each token's document likewise.
+        Which tokens are real `[batch, length]`, or `None` if all are; and the number of each token's document
+        `[batch, length]`, or `None` if each row is one document.
 
     Raises:
-        ValueError: it is no causal mask with padding and documents alone.
+        ValueError: the mask shows later tokens, or hides more than these, padding and other documents.
     """
     is_seen = mask if mask.dtype == torch.bool else mask == 0
     first = is_seen[:, 0]  # (batch, length, tokens)
     past, now = first[..., :seen], first[..., seen : seen + length]
     index = torch.arange(length, device=mask.device)
     later = index > index[:, None]
-    # Padding does not see itself; or, where rows without any token were filled up, it sees all.
+    # Padding does not see itself; or it sees all tokens, where `transformers` filled a row of the mask that saw none.
     sees_later = (now & later).any(-1)
     is_real = now.diagonal(dim1=1, dim2=2) & ~sees_later
     # A document begins at a real token that does not see the one before.
@@ -325,7 +334,7 @@ def read_square_mask(
     documents = (is_real & ~sees_last).cumsum(-1)
     expected = is_real.unsqueeze(1) & ~later & (documents.unsqueeze(1) == documents.unsqueeze(2))
     is_honoured = (now == expected) | ~is_real.unsqueeze(-1)
-    # All that is in the state is seen by the tokens that go on from it. Padding is not in the state.
+    # A token of the first document continues from the state, and so sees all that is in it. Padding is not.
     expected_past = (documents == 0).unsqueeze(-1)
     if was_real is not None:
         expected_past = expected_past & was_real.unsqueeze(1)
@@ -337,15 +346,15 @@ def read_square_mask(
     if first.shape[-1] == seen + length and bool(is_readable) and not bool(is_past_honoured.all()):
         raise ValueError(
             f"linear attention cannot apply this mask of shape {list(mask.shape)}: it must show the {seen} tokens in "
-            "the cache, except those that a mask of this form hid as padding when they went in. Pass the same padding "
-            "in each pass, or masks [batch, tokens] in all of them."
+            "the cache, except those that an earlier mask of this form hid as padding. Pass the same padding in each "
+            "pass, or masks [batch, tokens] in all of them."
         )
     if first.shape[-1] < seen + length or not bool(is_readable and is_past_honoured.all()):
         raise ValueError(
-            f"linear attention cannot apply this mask of shape {list(mask.shape)}: it takes padding and documents of "
-            "one row, not other pairs of tokens. Pass a mask [batch, tokens] or `position_ids` that restart; or a "
-            "dictionary with a mask for each kind of layer, 'full_attention' and 'linear_attention' (None or [batch, "
-            "tokens])."
+            f"linear attention cannot apply this mask of shape {list(mask.shape)}: it must hide later tokens, and "
+            "nothing else but padding and other documents. Pass a mask [batch, tokens] or `position_ids` that restart; "
+            "or a dictionary with a mask for each kind of layer, 'full_attention' and 'linear_attention' (None or "
+            "[batch, tokens])."
         )
     return (None if bool(is_real.all()) else is_real), (documents if bool(documents.any()) else None)
 
@@ -355,7 +364,8 @@ def _padding_in(cache: Any, batch: int, seen: int, device: torch.device) -> Tens
     was_real = getattr(cache, _REAL, None)
     if was_real is None or not seen or was_real.shape[0] != batch:
         return None
-    # Tokens after the noted ones were read with other masks, and count as real. Those of an emptied cache are cut off.
+    # Tokens after the noted ones were read with other masks, and count as real. Notes from before the cache was emptied
+    # are cut off.
     was_real = was_real[:, :seen].to(device)
     return F.pad(was_real, (0, seen - was_real.shape[1]), value=True)
 
@@ -363,13 +373,13 @@ def _padding_in(cache: Any, batch: int, seen: int, device: torch.device) -> Tens
 def _note_padding(
     arguments: Arguments, config: Any, is_real: Tensor | None, was_real: Tensor | None, seen: int
 ) -> Arguments:
-    """Note on the cache which tokens of this pass are padding, to check later masks over pairs by it.
+    """Note on the cache which tokens of this pass are padding, so that later masks over pairs can be checked.
 
     Args:
         arguments: the arguments of the forward pass.
         config: the model's configuration.
         is_real: `[batch, seq]`, or `None` if all tokens are real.
-        was_real: the same of the tokens in the cache, `[batch, seen]`.
+        was_real: `[batch, seen]`, the same for the tokens in the cache.
         seen: number of tokens in the cache.
 
     Returns:
@@ -381,7 +391,7 @@ def _note_padding(
     if cache is None:
         if not (config.use_cache if use_cache is None else use_cache):
             return arguments
-        # The one that `transformers` would make.
+        # This is the cache that `transformers` would make.
         cache = DynamicCache(config=config)
         arguments = arguments | {_CACHE: cache}
     before = is_real.new_ones(is_real.shape[0], seen) if was_real is None else was_real
@@ -392,7 +402,7 @@ def _note_padding(
 def _documents_of_masks(
     arguments: Arguments, config: Any, dtype: torch.dtype, documents: Tensor | None, shape: tuple[int, int]
 ) -> tuple[Arguments, Tensor | None]:
-    """Let both kinds of layers keep the same documents apart where there is a mask for each kind.
+    """Make both kinds of layers keep the same documents apart where there is a mask for each kind.
 
     Returns:
         The arguments, and the number of each token's document `[batch, seq]`, or `None` if each row is one document.
@@ -400,8 +410,8 @@ def _documents_of_masks(
     mask, positions = arguments["attention_mask"], arguments.get("position_ids")
     linear_mask = mask.get("linear_attention")
     is_real = linear_mask[:, -shape[1] :] != 0 if isinstance(linear_mask, Tensor) else None
-    # `generate` makes such masks for a static cache. They have no padding of single tokens, whose positions cannot
-    # restart either.
+    # `generate` makes such masks for a static cache. For a single token they have no padding, and its position cannot
+    # restart.
     if documents is None and positions is not None and shape[1] > 1:
         positions = positions.expand(shape)
         has_cache = cache_of(arguments) is not None
@@ -433,7 +443,7 @@ def for_linear_attention(
         config: the model's configuration.
         dtype: dtype of the activations.
         documents: the number of each token's document `[batch, seq]`, or `None` if each row is one document.
-        layer_idx: index of a layer with linear attention, whose state in the cache is looked at.
+        layer_idx: index of any layer with linear attention; its entry in the cache shows whether there is a state.
 
     Returns:
         The arguments, with `real_tokens`, `seq_idx` and `cu_seqlens` for the layers where they need them.
@@ -449,7 +459,7 @@ def for_linear_attention(
     if positions is not None and positions.ndim > 2:
         raise ValueError(f"`position_ids` must be [batch, seq], but have the shape {list(positions.shape)}.")
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > length and not is_tracing(mask):
-        # A mask as long as a static cache: the tokens that it has beyond these do not exist yet.
+        # The mask is as long as a static cache: its last tokens do not exist yet.
         mask = mask[:, : (0 if cache is None else int(cache.get_seq_length())) + length]
         arguments = arguments | {"attention_mask": mask}
     # A mask for each kind of layer, or one for all.
@@ -464,7 +474,7 @@ def for_linear_attention(
         # The first tokens of a longer mask are in the cache.
         is_real = linear_mask[:, -length:] != 0
         if is_tracing(linear_mask) and length == 1:
-            is_real = None  # `transformers` takes a single token for a real one; so no mask grows in the graph
+            is_real = None  # as in `transformers`, a single token is real; so no mask grows in the graph
         elif not isinstance(mask, Mapping):
             arguments, documents = _find_documents_under(arguments, config, dtype, documents, is_real)
     elif linear_mask is not None:
@@ -475,7 +485,7 @@ def for_linear_attention(
     arguments = {name: value for name, value in arguments.items() if name not in ("seq_idx", "cu_seqlens")}
     if is_real is not None:
         cache, use_cache = cache_of(arguments), arguments.get("use_cache")
-        # Also a cache that `transformers` makes after this, as it does unless told otherwise.
+        # This includes a cache that `transformers` makes later, as it does by default.
         keeps_state = cache is not None or (config.use_cache if use_cache is None else use_cache)
         order = find_order(is_real, keeps_state, cache is not None and cache.has_previous_state(layer_idx))
         if order is not None:
@@ -485,7 +495,7 @@ def for_linear_attention(
     if documents is not None:
         arguments["seq_idx"] = documents.int()
         if documents.device.type != "cpu" and not is_tracing(documents):
-            # Once for all layers: a processor waits for the device here.
+            # Computed once for all layers, because the CPU waits for the device here.
             is_start = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
             ends = documents.new_full((1,), documents.numel())
             arguments["cu_seqlens"] = torch.cat((is_start.flatten().nonzero().flatten(), ends))
@@ -495,11 +505,11 @@ def for_linear_attention(
 def _apply_square_mask(
     arguments: Arguments, config: Any, dtype: torch.dtype, documents: Tensor | None, square_mask: Tensor
 ) -> tuple[Arguments, Tensor | None, Tensor | None]:
-    """Take padding and documents from a mask over pairs of tokens `[batch, heads, seq, tokens]`.
+    """Read padding and documents from a mask over pairs of tokens `[batch, heads, seq, tokens]`.
 
     Returns:
-        The arguments, where full attention keeps the mask; the documents, and which tokens are real, both
-        `[batch, seq]` or `None`.
+        The arguments, in which full attention keeps the mask; the number of each token's document; and which tokens are
+        real. The last two are `[batch, seq]` or `None`, as in [`read_square_mask`].
     """
     cache, mask, length = cache_of(arguments), arguments["attention_mask"], shape_of(arguments)[1]
     seen = 0 if cache is None else int(cache.get_seq_length())
@@ -515,8 +525,8 @@ def _apply_square_mask(
             )
     elif documents is not None:
         raise ValueError(
-            "`seq_idx` or `cu_seq_lens_q` tell of several documents in a row, but the mask over pairs of tokens "
-            "lets them see each other: pass one of them."
+            "`seq_idx` or `cu_seq_lens_q` mark several documents in a row, but the mask over pairs of tokens lets them "
+            "see each other: pass one of them."
         )
     full = mask["full_attention"] if isinstance(mask, Mapping) else mask
     if isinstance(full, Tensor) and full.dtype == torch.bool and config._attn_implementation == "eager":
@@ -531,7 +541,7 @@ def _apply_square_mask(
 def _find_documents_under(
     arguments: Arguments, config: Any, dtype: torch.dtype, documents: Tensor | None, is_real: Tensor
 ) -> tuple[Arguments, Tensor | None]:
-    """Find documents in rows with a mask `[batch, tokens]`, and make the masks that keep them apart.
+    """Find documents in rows with a mask `[batch, tokens]`, and make a mask for each kind of layer.
 
     Returns:
         The arguments, and the number of each token's document `[batch, seq]`, or `None` if each row is one document.

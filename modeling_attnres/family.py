@@ -1,6 +1,6 @@
 """The names of the package `attnres`, and the registration of the model family with the Auto classes.
 
-This is the part of the model room that is installed only: it does not travel with weights.
+This file is only installed: it does not travel with weights.
 """
 
 import importlib
@@ -30,7 +30,8 @@ def add_backbone(model_type: str, sublayers: Sublayers) -> None:
 
     Args:
         model_type: the backbone's model type, known to `AutoConfig`.
-        sublayers: the sublayers of one of its layers; see [`Sublayer`], and `configuration_attnres` for usual forms.
+        sublayers: the sublayers of one of its layers; see [`Sublayer`], and `PRE_NORM` and the other usual forms in
+            `configuration_attnres`. Or a function that returns them for a configuration.
 
     Raises:
         ValueError: `AutoConfig` does not know the model type.
@@ -47,8 +48,8 @@ def add_backbone(model_type: str, sublayers: Sublayers) -> None:
 def register_residual_connection(connection: type[ResidualConnection]) -> type[ResidualConnection]:
     """Add another residual connection to the family: its `name` becomes a value of `residual_connection`.
 
-    It works as a decorator of the class. The class does not travel with weights: a checkpoint that uses it loads only
-    where it has been registered.
+    It also works as a decorator of the class. The class does not travel with weights: a checkpoint that uses it loads
+    only where it is registered.
 
     Args:
         connection: a class with `name`, `mix` and `write`; everything else is optional.
@@ -58,8 +59,8 @@ def register_residual_connection(connection: type[ResidualConnection]) -> type[R
 
     Raises:
         TypeError: it does not derive from [`ResidualConnection`].
-        ValueError: its name is not an identifier or belongs to another connection; or a configuration already has one
-            of its fields. The same class may be registered again, as when a notebook's cell runs twice.
+        ValueError: its name is not an identifier, or belongs to another connection; or a configuration already has one
+            of its fields. To register the same class again is allowed, as when a notebook's cell runs twice.
     """
     if not (isinstance(connection, type) and issubclass(connection, ResidualConnection)):
         raise TypeError(f"{connection!r} must be a class that derives from ResidualConnection.")
@@ -76,7 +77,7 @@ def register_residual_connection(connection: type[ResidualConnection]) -> type[R
     taken -= defaults.keys() | (known.fields.keys() if known else set())
     for field, default in connection.fields.items():
         if defaults.get(field, default) != default or field in taken or not field.isidentifier():
-            raise ValueError(f"`{field}` of {title} is a field of the configuration already, or no identifier.")
+            raise ValueError(f"`{field}` of {title} is a field of the configuration already, or not an identifier.")
     register(connection)
     return connection
 
@@ -102,15 +103,15 @@ def peft_modules_to_save(model: nn.Module) -> list[str]:
 
 def _upload_with_card(model: ResidualPreTrainedModel, folder: str, repo: str, *args: Any, **kwargs: Any) -> Any:
     """Upload a saved model as `transformers` does, but with our model card in place of its template."""
-    # Imported at the call, since the model room may not depend on `conversion`, which depends on it.
+    # Imported at the call, since these files must not depend on `conversion`, which depends on them.
     cards = importlib.import_module("attnres.conversion.cards")
     text = cards.decode_card((Path(folder) / cards.CARD).read_bytes(), cards.CARD)
     cards.write_card(cards.without_template(text), cards.CardSubject(model.config, Path(folder), repo))
     return transformers.PreTrainedModel._upload_modified_files(model, folder, repo, *args, **kwargs)
 
 
-# `push_to_hub` offers no other place for a card. It is set from here, and not written in the class, because the class
-# travels with weights and the cards do not.
+# `push_to_hub` calls this method, and has no other place for a card. It is set here, and not defined in the class,
+# because the class travels with weights and the cards do not.
 ResidualPreTrainedModel._upload_modified_files = _upload_with_card
 transformers.AutoConfig.register(AttnResConfig.model_type, AttnResConfig, exist_ok=True)
 for _auto_class, _name in AttnResPreTrainedModel.auto_classes.items():
@@ -134,7 +135,7 @@ def _add_to_transformers(new_class: type) -> None:
 
 for _class in (AttnResConfig, *(globals()[_name] for _name in AttnResPreTrainedModel.auto_classes.values())):
     _add_to_transformers(_class)
-# The classes on a backbone are made with its first configuration, so before a tool can read its `architectures`.
+# The classes on a backbone are made with its first configuration, before a tool can read its `architectures`.
 backbones_attnres.on_new_class.append(_add_to_transformers)
 
 

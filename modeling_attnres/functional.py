@@ -1,4 +1,4 @@
-"""Depth attention as a function of tensors: a readable reference, and a fast form with the same arguments."""
+"""Depth attention as a function of tensors: a fast form, and a readable reference with the same arguments."""
 
 from collections.abc import Sequence
 
@@ -27,7 +27,7 @@ def depth_attention(
         sources: the `n >= 1` sources `s_i`, each `[..., D]`, all of one shape, any floating dtype.
         key_norm_weight: weight `g` of the key norm, `[D]`; ones if `None`.
         eps: epsilon of the key norm.
-        scale: `"mean"` as above; `"sum"` multiplies the result by `n`: at `w = 0` the plain sum of the sources.
+        scale: `"mean"` as above; `"sum"` multiplies the result by `n`, which at `w = 0` gives the sum of the sources.
         return_weights: also return `a`, `[n, ...]` in the dtype of the statistics; it sums to one for either scale.
         implementation: a name of `attnres.DEPTH_ATTENTION`; `auto` is the fastest that runs on these tensors.
 
@@ -62,7 +62,7 @@ def _check(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor | N
     if scale not in ("mean", "sum"):
         raise ValueError(f"`scale` is {scale!r}, but must be one of 'mean', 'sum'.")
     if len(sources) == 0:
-        raise ValueError("`sources` is empty, but depth attention needs at least one source (the embedding).")
+        raise ValueError("`sources` is empty, but must hold at least one source (the embedding).")
     shape = sources[0].shape
     if not shape:
         raise ValueError("source 0 has shape (), but a source must be [..., D].")

@@ -18,7 +18,7 @@ try:
     import attnres.accelerated as accelerated
 except ModuleNotFoundError:
     accelerated = None
-# A copy of this file beside a checkpoint may be older or newer than the installed package: they must agree on this.
+# A copy of this file beside a checkpoint may be older or newer than the installed package. Both must have this number.
 INTERFACE = 2
 if accelerated is not None and accelerated.INTERFACE != INTERFACE:
     logging.get_logger(__name__).warning(
@@ -34,7 +34,7 @@ Attended = tuple[Tensor, Tensor, Sequence[Tensor]]
 def reference(
     query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor | None, eps: float, is_sum: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute depth attention as the equation says it.
+    """Compute depth attention by the equation, line by line.
 
     Args:
         query: `w` `[D]`.
@@ -87,7 +87,8 @@ def attend(
     if query.numel() != width:
         raise ValueError(f"the sources have width {width}, but the pseudo-query has {query.numel()} (`hidden_size`).")
     if implementation not in DEPTH_ATTENTION:
-        raise ValueError(f"{implementation!r} is no implementation of depth attention: {', '.join(DEPTH_ATTENTION)}.")
+        known = ", ".join(DEPTH_ATTENTION)
+        raise ValueError(f"{implementation!r} is not an implementation of depth attention: use one of {known}.")
     dtype, stat_dtype = dtypes_of(sources)
     query = query.flatten().to(stat_dtype)
     if key_norm_weight is not None:
@@ -110,7 +111,7 @@ def eager(
         fuse_later_grads: unused here; other implementations take it.
 
     Returns:
-        `h` `[..., D]` in the query's dtype or wider, `a` `[n, ...]`, and the sources as they came.
+        `h` `[..., D]` in the query's dtype or wider, `a` `[n, ...]`, and the same sources.
     """
     is_inference = not torch.is_grad_enabled()
     # Transforms and tracers need plain operations, and a compiler fuses them by itself.
@@ -122,7 +123,7 @@ def eager(
         if not is_inference or sources[0].numel() > 8 * len(query):
             return *_DepthAttention.apply(query, eps, is_sum, *sources), sources
         # For the few tokens of a decoding step, launches cost more than memory: stacked sources need fewer of them.
-        # Not for training, where a checkpointed forward pass must repeat to the same bits.
+        # Not in training, where the recomputation of a checkpointed layer must give the same bits.
         shape, n = sources[0].shape, len(sources)
         stacked = torch.stack([source.to(query.dtype) for source in sources]).view(n, -1, shape[-1])  # (n, tokens, D)
         weights = (stacked @ query).mul_(inverse_rms(stacked, eps, query.dtype)).softmax(0)  # (n, tokens)
@@ -138,7 +139,8 @@ class _DepthAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments: Tensor | float | bool) -> tuple[Tensor, Tensor]:
-        # `torch.compile` would take `(ctx, query, eps, is_sum, *sources)` with two sources for one without `ctx`.
+        # Not `(ctx, query, eps, is_sum, *sources)`: with two sources, `torch.compile` would mistake it for a signature
+        # without `ctx`.
         query, eps, is_sum, *sources = arguments
         inverse = torch.stack([inverse_rms(source, eps, query.dtype) for source in sources])  # (n, ...)
         logits = torch.stack([source.to(query.dtype) @ query for source in sources]) * inverse
@@ -161,7 +163,7 @@ class _DepthAttention(torch.autograd.Function):
         query, logits, inverse, weights, mixing, *sources = ctx.saved_tensors
         grad = torch.zeros_like(sources[0], dtype=query.dtype) if grad is None else grad
         with maybe_autocast(grad.device.type, enabled=False):
-            if torch.is_grad_enabled():  # for second derivatives, differentiate the reference
+            if torch.is_grad_enabled():  # second derivatives are those of the reference
                 (result, _), derivative = torch.func.vjp(
                     lambda query, *sources: reference(query, sources, None, ctx.eps, ctx.is_sum), query, *sources
                 )
@@ -193,7 +195,8 @@ class _DepthAttention(torch.autograd.Function):
 class DepthAttentionInterface(GeneralInterface):
     """Mapping from the name of an implementation to a function with the arguments of [`eager`].
 
-    `attnres.accelerated` adds others, which raise ValueError where they cannot run, and an `auto` that chooses.
+    `attnres.accelerated` adds others, which raise ValueError where they cannot run, and an `auto` that chooses the
+    fastest that runs.
     """
 
     _global_mapping = {"auto": eager, "eager": eager}

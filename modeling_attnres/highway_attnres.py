@@ -2,8 +2,8 @@
 
     h_{l+1} = g_l * v_l + (1 - g_l) * h_l,   g_l = sigmoid(W_g RMSNorm(h_l) + b_g)
 
-The gate is elementwise. `b_g` starts at -1: layers mostly carry at first. The two shares add up to one, so no setting
-gives the standard residual `h_l + v_l`.
+The gate is elementwise. `b_g` starts at -1, so that layers mostly carry the stream at first. The two shares add up to
+one, so no setting gives the standard residual `h_l + v_l`.
 """
 
 import torch

@@ -1,11 +1,11 @@
 """Hyper-Connections (arXiv 2409.19606): n residual streams, read, mixed and written with free weights.
 
     input  h = A_m^T X,      output  X' = A_r^T X + B (x) f(h)
-    [A_m, A_r, B] = S + [s_a, s_a, s_b] tanh(N [W_m, W_r, W_b]),   N = RMSNorm(X), each stream by itself
+    [A_m, A_r, B] = S + [s_a, s_a, s_b] tanh(N [W_m, W_r, W_b]),   N = RMSNorm(X), over each stream
 
 The static part `S` starts as `A_m = e_{l mod n}` for sublayer l, `A_r = I` and `B = 1`; the dynamic part starts with
-`W = 0` and the scales `s` at 0.01. The model is then the standard one exactly, and the streams differ once they are
-trained. The norm has no weight, since `W` can hold it.
+`W = 0` and the scales `s` at 0.01. The model is then exactly the standard one, and training makes the streams differ.
+The norm has no weight, since `W` can include it.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class HyperConnectionsFields(StreamFields):
     """Configuration fields of `residual_connection="hyper_connections"`."""
 
     hyper_connections_dynamic: bool = True
-    """Whether the coefficients depend on the tokens. If not, only the static part is there."""
+    """Whether the coefficients depend on the tokens. If not, they are the static part."""
 
 
 class HyperConnections(ResidualStreams):
@@ -52,7 +52,7 @@ class HyperConnections(ResidualStreams):
 
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:
-        """Return the name with the number of streams, and whether it is static."""
+        """Return, for example, "static Hyper-Connections, 4 streams"."""
         return ("" if config.hyper_connections_dynamic else "static ") + super().describe(config)
 
     @classmethod
@@ -63,7 +63,7 @@ class HyperConnections(ResidualStreams):
             if name.endswith(".weight") and tensor.count_nonzero():
                 return f"`{name}` is not zero: its coefficients depend on the tokens"
             if name.endswith(".static"):
-                # The streams stay equal if each column, but that of `B`, sums to 1.
+                # At the start `A_m` is 1 for one stream and 0 for the others, `A_r` is the identity, and `B` is 1.
                 read, between, write = tensor.split([1, n, 1], dim=1)
                 is_start = (read == 0).sum() == n - 1 and read.sum() == 1 and (write == 1).all()
                 if not (is_start and torch.equal(between, torch.eye(n).to(between))):
@@ -81,7 +81,7 @@ class HyperConnections(ResidualStreams):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set the tensors to the start of the standard residual, see above."""
+        """Set the tensors to the start of the standard residual; see the module's docstring."""
         if self.is_output:
             return
         one = torch.eye(self.streams, device=self.static.device)
@@ -106,7 +106,7 @@ class HyperConnections(ResidualStreams):
                 )
                 alpha, beta = self.scale.to(dtype)
                 weights = weights + projected.tanh() * torch.cat([alpha.expand(n + 1), beta.expand(1)])
-        # Products of batches of matrices are slow where their rows have gaps.
+        # Batched matrix products are slow for strided rows.
         read, write = weights[..., 0].contiguous(), weights[..., -1].contiguous()
         return read, write, weights[..., 1:-1] - torch.eye(n, dtype=dtype, device=streams.device)
 

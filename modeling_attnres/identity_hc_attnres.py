@@ -3,8 +3,8 @@
     x = RMSNorm(flatten(X)),   H_pre = sigmoid(a_1 F_1 x + b_1),   H_post = 2 sigmoid(a_2 F_2 x + b_2)        all [n]
     input  h = sum_j H_pre[j] X_j,            output  X' = X + H_post (x) f(h)
 
-mHC (arXiv 2512.24880) with `H_res = I`. With `b_1 = -ln(n - 1)`, `b_2 = 0` and `a = 0` the weights are 1/n and 1, and
-the model is the standard one exactly.
+This is mHC (arXiv 2512.24880) with `H_res = I`. With `b_1 = -ln(n - 1)`, `b_2 = 0` and `a = 0`, `H_pre` is 1/n,
+`H_post` is 1, and the model is exactly the standard one.
 """
 
 from .projected_streams_attnres import ProjectedStreams

@@ -62,15 +62,15 @@ def check_shapes(mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]
 
 
 def stored_fields(source: str | os.PathLike, **options: Any) -> dict[str, Any]:
-    """Return the fields of a checkpoint's `config.json` as they are there, none if it has no such file.
+    """Return the fields of a checkpoint's `config.json` unchanged; an empty dictionary without such a file.
 
     Args:
         source: a directory or Hub id.
-        options: of `from_pretrained`; those that say where the file is are used.
+        options: arguments of `from_pretrained`; only those that locate the file are used.
     """
     where = ("cache_dir", "proxies", "token", "revision", "local_files_only", "subfolder")
     try:
-        # Not by the family's class: that would replace a backbone's model type.
+        # The family's class would replace a backbone's model type.
         fields, _ = PreTrainedConfig.get_config_dict(source, **{key: options[key] for key in where if key in options})
     except OSError:
         return {}
@@ -80,17 +80,17 @@ def stored_fields(source: str | os.PathLike, **options: Any) -> dict[str, Any]:
 def warn_of_change(
     model: nn.Module, stored: Mapping[str, Any], source: str | os.PathLike, info: Mapping[str, Collection[str]]
 ) -> None:
-    """Warn if a model has other fields than its checkpoint, so that trained tensors mean something else.
+    """Warn if a model has other fields than its checkpoint, so that it computes another function.
 
     Args:
-        model: one of the family, loaded.
+        model: the loaded model.
         stored: the fields in the checkpoint's `config.json`.
         source: the checkpoint, for the message.
-        info: the loading info of `from_pretrained`; its missing and unexpected keys are used.
+        info: the loading info of `from_pretrained`, of which missing and unexpected keys are read.
     """
     config = model.config
     if stored.get("model_type") != config.model_type:
-        return  # a backbone's checkpoint has none of the tensors
+        return  # a backbone's checkpoint has no tensors of connections
     name = stored.get("residual_connection", type(config).residual_connection)
     defaults = {"residual_connection": type(config).residual_connection}
     if name == config.residual_connection:
@@ -100,7 +100,7 @@ def warn_of_change(
     before = {field: values[0] for field, values in changed.items()}
     if changed and _is_standard(model, before, info["unexpected_keys"]):
         changed = {}
-    # A gate that is added starts at random weights. The other fields of a gate say nothing where the save has none.
+    # An added gate starts at random weights. Without a gate in the checkpoint, the gate's other fields have no meaning.
     fields = GATE_FIELDS if stored.get("attention_gate") is not None else {"attention_gate": None}
     gate = {f: (stored.get(f, fields[f]), getattr(config, f)) for f in fields}
     changed |= {field: values for field, values in gate.items() if values[0] != values[1]}
@@ -127,15 +127,15 @@ def _is_standard(model: nn.Module, stored: Mapping[str, Any], unexpected: Collec
 
     Args:
         model: the loaded model.
-        stored: fields whose values in the checkpoint differ.
-        unexpected: names of the tensors that were saved and not loaded.
+        stored: the fields that differ, with their values in the checkpoint.
+        unexpected: names of the checkpoint's tensors that were not loaded.
     """
     before, tensors = copy(model.config), residual_tensors(model)
     owners = {name.rpartition(".")[0] for name in tensors}
     if any(name.rpartition(".")[0] in owners for name in unexpected):
         return False  # the connections had more tensors, which may have been trained
     if stored.get("residual_connection", "standard") != "standard":
-        return False  # its tensors are not loaded
+        return False  # the tensors of the checkpoint's connection are not loaded
     for field, value in stored.items():
         setattr(before, field, value)
     if any(tensor.is_meta for tensor in tensors.values()):
@@ -146,7 +146,7 @@ def _is_standard(model: nn.Module, stored: Mapping[str, Any], unexpected: Collec
 
 @contextmanager
 def explain_broken_shard(source: str | os.PathLike, subfolder: str = "") -> Iterator[None]:
-    """Turn a safetensors error, which names no file, into an OSError that names one in the folder `source`."""
+    """Replace a safetensors error, which names no file, by an OSError that names the damaged file in `source`."""
     try:
         yield
     except SafetensorError as error:

@@ -4,11 +4,10 @@
     H_res = Sinkhorn(a_3 F_3 x + b_3)   [n, n]
     input  h = sum_j H_pre[j] X_j,            output  X' = H_res^T X + H_post (x) f(h)
 
-With `b_1 = -ln(n - 1)`, `b_2 = 0` and `a = 0` the model is the standard one exactly, whatever `b_3`: all streams are
-equal, and `H_res` averages them with weights that sum to 1. `b_3` starts at 0 on the diagonal and -8 beside it: a
-stream keeps 99.9% of itself, and half of its difference from the others is left after 500 sublayers. Uniform matrices
-would average the difference away at once. Far below -80, `H_res` in float32 would hold only 0 and 1, and pass no
-gradient.
+With `b_1 = -ln(n - 1)`, `b_2 = 0` and `a = 0` the model is exactly the standard one, whatever `b_3`: all streams are
+equal, and `H_res` averages them with weights that sum to 1. `b_3` starts at 0 on the diagonal and -8 off it: a stream
+keeps 99.9% of itself, and half of its difference from the others is left after 500 sublayers. Uniform matrices would
+remove the difference at once. Far below -80, `H_res` in float32 would hold only 0 and 1, and pass no gradient.
 """
 
 import torch
@@ -28,7 +27,7 @@ class MHCFields(StreamFields):
 
 
 class MHC(ProjectedStreams):
-    """mHC. Its tensors are those of [`ProjectedStreams`]; `F_3` has n^2 rows, those of `H_res[0]` first."""
+    """mHC. Its tensors are those of [`ProjectedStreams`]; `F_3` has n^2 rows, `H_res` row by row."""
 
     name = "mhc"
     title = "mHC"
@@ -52,23 +51,23 @@ class MHC(ProjectedStreams):
     def mixing(self, logits: Tensor) -> Tensor:
         """Compute `H_res - I` `[..., n, n]` from logits `[..., n^2]`."""
         logits = logits.unflatten(-1, (self.streams, self.streams))
-        start = 8 * torch.eye(self.streams, dtype=logits.dtype, device=logits.device)  # the same as -8 beside it
+        start = 8 * torch.eye(self.streams, dtype=logits.dtype, device=logits.device)  # the same as -8 off the diagonal
         return minus_identity(sinkhorn(logits + start, self.iterations))
 
 
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
-    """Compute a doubly stochastic matrix near `exp(logits)`: divide rows and columns by their sums in turn.
+    """Compute a doubly stochastic matrix from `exp(logits)`: divide rows and columns by their sums in turn.
 
-    In logarithms no sum is zero or needs an epsilon, and gradients are finite whatever the logits.
+    In logarithms, no sum can be zero or needs an epsilon, and gradients are finite for all logits.
 
     Args:
         logits: `[..., n, n]`, in float32 or wider.
         iterations: number of divisions of the rows and of the columns, at least 1.
 
     Returns:
-        `[..., n, n]`. Columns sum to 1 to rounding, rows as nearly as the iterations have converged.
+        `[..., n, n]`. Columns sum to 1 up to rounding, rows as exactly as the iterations have converged.
     """
-    # The tokens last: sums over n numbers that lie side by side take ten times as long.
+    # Tokens go into the last dimension: sums over the last dimension, of only n numbers, take ten times as long.
     scores = logits.movedim((-2, -1), (0, 1)).contiguous()
     for _ in range(iterations - 1):
         scores = scores.log_softmax(1).log_softmax(0)

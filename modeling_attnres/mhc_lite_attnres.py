@@ -4,9 +4,9 @@
     H_res = sum_r p_r P_r,   p = softmax(a_3 F_3 x + b_3)        over all n! permutation matrices, the identity first
     input  h = sum_j H_pre[j] X_j,            output  X' = H_res^T X + H_post (x) f(h)
 
-`H_res` is doubly stochastic to rounding, without iterations. With `b_1 = -ln(n - 1)`, `b_2 = 0` and `a = 0` the model
-is the standard one exactly, whatever `b_3`. `b_3` starts at 0 for the identity and -8 for the others: each of four
-streams keeps 99.4% of itself. A uniform average would make all streams equal.
+`H_res` is doubly stochastic up to rounding, without iterations. With `b_1 = -ln(n - 1)`, `b_2 = 0` and `a = 0` the
+model is exactly the standard one, whatever `b_3`. `b_3` starts at 0 for the identity and -8 for the others: each of
+four streams keeps 99.4% of itself. A uniform average would make all streams equal.
 """
 
 import math

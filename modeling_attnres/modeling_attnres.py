@@ -6,9 +6,6 @@ Differences from Kimi Linear in `transformers`:
 - delta attention keeps the documents of one row apart and ignores padding;
 - an installed `attnres` brings a faster delta attention for devices without GPU kernels;
 - Kimi Linear checkpoints load and save in their published layout.
-
-The experts' decorator `@use_experts_implementation` is named here because `transformers` searches this file's text
-for it.
 """
 
 import inspect
@@ -34,11 +31,11 @@ class AttnResDecoderLayer(ResidualDecoderLayer, kimi_linear.KimiLinearDecoderLay
     """Decoder layer of Kimi Linear with residual connections and the family's delta attention."""
 
     def connect(self, config: AttnResConfig, sublayers: Sublayers, layer_idx: int) -> None:
-        """Add the residual connections, and exchange the delta attention."""
+        """Add the residual connections, and replace the delta attention by the family's; see the base class."""
         super().connect(config, sublayers, layer_idx)
         if self.block_type != "full_attention":
-            # Kimi Linear's layer makes its delta attention by a fixed class. The family's has the same tensors and
-            # another `forward`; to make it anew would initialise the weights twice.
+            # Kimi Linear's layer makes its delta attention of a fixed class. The family's class differs only in its
+            # `forward`. To make the module again would initialise its weights twice, so only the class changes.
             self.self_attn.__class__ = DeltaAttention
             if accelerated is not None:
                 accelerated.accelerate_delta_attention(self.self_attn)
@@ -59,8 +56,8 @@ class AttnResPreTrainedModel(ResidualPreTrainedModel, kimi_linear.KimiLinearPreT
 
     config: AttnResConfig
     _no_split_modules = ["AttnResDecoderLayer"]
-    # The list of Kimi Linear since transformers 5.24, and `A_log`. In bfloat16 different routing biases become equal,
-    # so that tokens go to other experts; and decays, which multiply up over a sequence, are off by a percent.
+    # The list of Kimi Linear since transformers 5.24, and `A_log`. In bfloat16, different routing biases become equal,
+    # so tokens go to other experts. Decays, which multiply up over a sequence, are off by a percent.
     _keep_in_fp32_modules_strict = ["e_score_correction_bias", "gate.weight", "dt_bias", "A_log"]
     auto_classes = {
         "AutoModel": "AttnResModel",
@@ -97,7 +94,7 @@ class AttnResForSequenceClassification(ResidualHead, PooledByMask, AttnResPreTra
     def __init__(self, config: AttnResConfig):
         AttnResPreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
-        self.model = AttnResModel(config)  # `AutoModel` does not know the classes of remote code
+        self.model = AttnResModel(config)  # `AutoModel` has no entry for remote code
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
 

@@ -34,7 +34,7 @@ class PostNorm(ResidualConnection):
 
         Args:
             state: the stream `[batch, seq, hidden]`.
-            norm: the norm of the sublayer, or `None` for a read of the output, whose norm is applied by the model.
+            norm: the norm of the sublayer; `None` for the output, whose norm the model applies.
 
         Returns:
             The normed stream as the input, no depth weights, and the normed stream as the state.
@@ -43,7 +43,7 @@ class PostNorm(ResidualConnection):
         return normed, None, normed
 
     def coefficients(self, state: Tensor, norm: Callable[[Tensor], Tensor] | None = None) -> Tensor | None:
-        """Compute the factor of each element `[batch, seq, hidden]` that the norm amounts to."""
+        """Compute the factor `[batch, seq, hidden]` by which the norm multiplies each element."""
         return None if norm is None else torch.where(state == 0, 0, norm(state) / state)
 
     def mix(self, state: Tensor, coefficients: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -2,9 +2,9 @@
 
     x = RMSNorm(flatten(X)),   H_pre = sigmoid(a_1 F_1 x + b_1),   H_post = 2 sigmoid(a_2 F_2 x + b_2)        both [n]
 
-With `b_1 = -ln(n - 1)`, `b_2 = 0` and `a = 0` the weights are 1/n and 1. The model is then the standard one exactly, if
-`H_res` leaves equal streams as they are. The stored parameter is the distance of `b` from this start: zero is exact in
-every dtype, `-ln(n - 1)` in bfloat16 is not.
+With `b_1 = -ln(n - 1)`, `b_2 = 0` and `a = 0`, `H_pre` is 1/n and `H_post` is 1. The model is then exactly the standard
+one, if `H_res` does not change equal streams. The stored bias is the difference of `b` from these values: zero is exact
+in every dtype, but `-ln(n - 1)` is not.
 """
 
 import math
@@ -23,10 +23,10 @@ from .streams_attnres import ResidualStreams, wide
 
 
 class ProjectedStreams(ResidualStreams):
-    """Base of connections with these projections; a subclass may define `H_res - I` as `mixing(a_3 F_3 x + b_3)`.
+    """Base of connections with these projections. A subclass may define `H_res - I` as `mixing(a_3 F_3 x + b_3)`.
 
     Tensors: `weight` `[2n + m, n hidden]` holds `F_1`, `F_2` and the m rows of `F_3`; `scale` `[2]` or `[3]` holds the
-    `a`; `bias` `[2n + m]` is added to the `b` of the start.
+    `a`; `bias` `[2n + m]` is the difference of the `b` from their start.
     """
 
     def add_tensors(self, config: PreTrainedConfig) -> None:
@@ -81,8 +81,8 @@ class ProjectedStreams(ResidualStreams):
 def minus_identity(matrix: Tensor) -> Tensor:
     """Subtract the identity from a matrix `[..., n, n]` whose columns sum to 1.
 
-    The diagonal is computed from the other entries: so the columns of the result sum to 0 to the rounding of its own
-    small numbers, and not to that of ones.
+    The diagonal is computed from the other entries, which are small. So the columns of the result sum to 0 more exactly
+    than if ones were subtracted from a diagonal near 1.
     """
     others = matrix.tril(-1) + matrix.triu(1)
     return others - others.sum(-2).diag_embed()

@@ -1,12 +1,12 @@
-"""The interface of residual connections: what a sublayer reads from earlier layers, and where its output goes.
+"""The interface of residual connections: how a sublayer reads from earlier layers, and where its output goes.
 
 A connection is one module per sublayer with two operations on the *state* that flows through the decoder layers:
 
     read    (state) -> input of sublayer l, state         `coefficients`, which may depend on the state, then `mix`
     write   (state, output of sublayer l) -> state        `write`
 
-Everything particular to a connection is in its class: tensors and their start, configuration fields and their checks,
-the meaning of the state. Nothing outside names one.
+The class of a connection holds everything particular to it: tensors and their initial values, configuration fields and
+their checks, the meaning of the state. No other code names a connection.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-# The embedding `[batch, seq, hidden]` before the first write, and after it whatever `write` returns: a tensor, or a
-# tuple of tensors.
+# The state is the embedding `[batch, seq, hidden]` before the first write, and after it whatever `write` returns: a
+# tensor or a tuple of tensors.
 DepthState = Tensor | tuple[Tensor, ...]
 
 
@@ -58,7 +58,7 @@ def field_defaults(declaration: type) -> dict[str, Any]:
 
 
 class ResidualConnection(nn.Module):
-    """The residual connection of one sublayer, or of the model's output. A subclass defines at least `mix` and `write`.
+    """The residual connection of one sublayer or of the model's output. A subclass defines at least `mix` and `write`.
 
     Args:
         config: the model's configuration.
@@ -68,13 +68,13 @@ class ResidualConnection(nn.Module):
     name: ClassVar[str]  # value of the configuration field `residual_connection`
     fields: ClassVar[dict[str, Any]] = {}  # its configuration fields with their defaults
     options: ClassVar[dict[str, str]] = {}  # option of a retrofit -> configuration field that it sets
-    # Fields that make the start equal to the residual stream, or `None` if nothing does.
+    # Fields with which an untrained connection equals the residual stream; `None` if it never does.
     retrofit: ClassVar[dict[str, Any] | None] = None
-    has_norm: ClassVar[bool] = False  # whether a read gets the weight of a [`ResidualNorm`]
+    has_norm: ClassVar[bool] = False  # whether a read gets the weight of a `ResidualNorm`
     # Whether all its tensors stay in float32 when the model is in 16 bits. This is for scalars that all tokens and
     # channels share: rounding them can move the logits more than rounding the rest of the model does.
     float32: ClassVar[bool] = False
-    takes_norm: ClassVar[bool] = False  # whether a read gets the sublayer's norm, and returns an input that is normed
+    takes_norm: ClassVar[bool] = False  # whether a read gets the sublayer's norm module, and returns a normed input
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__()
@@ -100,7 +100,7 @@ class ResidualConnection(nn.Module):
 
     @classmethod
     def plan_retrofit(cls, config: PreTrainedConfig, **options: Any) -> None:
-        """Set the configuration fields so that a standard decoder keeps its function.
+        """Set the configuration fields for a retrofit, which keeps the function of a standard decoder.
 
         Args:
             config: the configuration to change.
@@ -126,7 +126,7 @@ class ResidualConnection(nn.Module):
             config: the model's configuration.
             tensors: the tensors of its connections by name, as [`residual_tensors`] returns them.
         """
-        return f"{cls.name!r} is another function"
+        return f"{cls.name!r} computes another function"
 
     @classmethod
     def plan_change(cls, config: PreTrainedConfig, connections: Mapping[str, Any], **options: Any) -> None:
@@ -144,7 +144,7 @@ class ResidualConnection(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set the tensors to their start."""
+        """Set the tensors to their initial values."""
 
     def coefficients(self, state: DepthState, norm: Any = None) -> Any:
         """Compute the coefficients of a read, the part that depends on the state's values.
@@ -154,7 +154,7 @@ class ResidualConnection(nn.Module):
             norm: the key norm's weight `[hidden]` if `has_norm`, the sublayer's norm module if `takes_norm`.
 
         Returns:
-            Whatever `mix` takes; `None` if nothing depends on the state.
+            Any value, which `mix` takes; `None` if nothing depends on the state.
         """
 
     def mix(self, state: DepthState, coefficients: Any) -> tuple[Tensor, DepthState]:
@@ -169,7 +169,7 @@ class ResidualConnection(nn.Module):
         raise NotImplementedError
 
     def forward(self, state: DepthState, norm: Any = None) -> tuple[Tensor, Any, DepthState]:
-        """Read.
+        """Read the input of a sublayer.
 
         Args:
             state: the state before the read.
@@ -183,14 +183,14 @@ class ResidualConnection(nn.Module):
         return inputs, None, state
 
     def write(self, state: DepthState, output: Tensor) -> DepthState:
-        """Return the state after the sublayer's output `[batch, seq, hidden]` is added to it."""
+        """Return the state after the write of the sublayer's output `[batch, seq, hidden]`."""
         raise NotImplementedError
 
     @classmethod
     def inference_plan(cls, model: nn.Module) -> Any:
-        """Return an object that reads for all connections of a decoder in one pass without gradients, or `None`.
+        """Return an inference plan, which reads for all connections in a pass without gradients, or `None`.
 
-        Its method `read(connection, state)` returns the input and whether that is already normed.
+        The method `read(connection, state)` of a plan returns the input, and whether it is already normed.
 
         Args:
             model: the decoder.
@@ -200,7 +200,7 @@ class ResidualConnection(nn.Module):
 class ResidualNorm(nn.Module):
     """Holder of the key norm's weight `g_l` `[hidden]`, which its call returns.
 
-    It is called, and not only read, because offloading engines fetch the tensors of a module when it is called.
+    Read the weight by a call, because offloading engines fetch the tensors of a module when it is called.
     """
 
     def __init__(self, hidden_size: int):

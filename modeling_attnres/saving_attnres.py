@@ -1,13 +1,13 @@
 """Save a model over an older save, so that the folder loads as the old model or as the new one.
 
-`save_pretrained` of `transformers` writes into the folder file by file. Interrupted, it leaves shards of both models
-that load without a word; completed, it leaves an old `model.safetensors`, which is loaded before a new index. Here a
-save has three steps, and a kill at any file call loses neither model:
+`save_pretrained` of `transformers` writes into the folder file by file. Interrupted, it leaves shards of both models,
+which load without an error. Completed, it leaves an old `model.safetensors`, which is loaded in place of a new index.
+Here a save has three steps, and a kill at any file call loses neither model:
 
 1. Write the new model into a stage, a folder that belongs to one process. The old model is untouched.
 2. Rename the stage to `.saved-whole`. From now on the new model counts.
-3. Exchange: remove the old weights, then move the new files up, the file that makes them loadable last. Whoever saves
-   or loads next completes an exchange that was killed; all that it needs to know lies in the folder.
+3. Exchange: remove the old weights, then move the new files up, the file that makes them loadable last. The next save
+   or load completes an exchange that was killed; the folder holds all that this needs.
 """
 
 import json
@@ -30,37 +30,37 @@ _FORMS = (
     ("model{variant}.safetensors", "model.safetensors.index{variant}.json"),
     ("pytorch_model{variant}.bin", "pytorch_model.bin.index{variant}.json"),
 )
-# Names of one of several files. The package's conversion adds the second form.
+# How the name of one of several files ends. Only `attnres convert` writes the second form.
 _PART = r"-(\d{5}-of-\d{5}|residual(-\d+)?)"
 
 
 @contextmanager
 def saved_whole(folder: str | os.PathLike, variant: str | None = None) -> Iterator[str]:
-    """Give a stage to save a model into, and let it replace the weights in `folder` when the block ends.
+    """Make a stage to save a model into, and replace the weights in `folder` by it when the block ends.
 
     If the block fails, `folder` stays as it was. Files that are not weights of this `variant` stay in any case, except
     those that the block writes too. Of several processes that save to one folder, the last one wins.
 
     Args:
         folder: the folder that the user saves to.
-        variant: of the file names, as in `save_pretrained`.
+        variant: variant in the file names, as in `save_pretrained`.
 
     Yields:
         The path of the stage, a new folder in `folder`.
 
     Raises:
-        OSError: the block wrote no weights, or a file could not be moved. The message says where the new model lies.
+        OSError: the block wrote no weights, or a file could not be moved. The message names the new model's folder.
     """
     folder = Path(folder)
     if folder.is_file():
-        yield os.fspath(folder)  # `transformers` says what is wrong with it
+        yield os.fspath(folder)  # `transformers` refuses it
         return
     with stage_in(folder) as stage:
         yield stage
         if not _entries(Path(stage), variant):
-            raise OSError(f"no weights were saved, so that the files in {folder} stay as they are.")
+            raise OSError(f"no weights were saved, so the files in {folder} stay as they are.")
         with _locked(folder):
-            _exchange(folder)  # completes the exchange of a process that was killed; the lock is free
+            _exchange(folder)  # complete the exchange of a process that was killed
             if os.path.lexists(folder / _WHOLE):
                 raise OSError(f"{folder / _WHOLE} is not a saved model. Move it away and save again.")
             os.replace(stage, folder / _WHOLE)
@@ -69,12 +69,12 @@ def saved_whole(folder: str | os.PathLike, variant: str | None = None) -> Iterat
 
 @contextmanager
 def stage_in(folder: Path) -> Iterator[str]:
-    """Give a new folder in `folder` that belongs to this call alone, and remove it when the block ends.
+    """Make a new folder in `folder` that belongs to this call alone, and remove it when the block ends.
 
     The stages of processes that were killed are removed first.
 
     Args:
-        folder: the folder to make the stage in; it is made too if it is missing.
+        folder: the folder to make the stage in; a missing one is made.
 
     Yields:
         The path of the stage.
@@ -85,7 +85,7 @@ def stage_in(folder: Path) -> Iterator[str]:
         with _locked(Path(folder)):
             for other in Path(folder).glob(f"{_STAGE}*"):
                 if other.is_symlink():
-                    # The link alone: a copied repository may bring one that leads to files of the user.
+                    # Remove the link alone: in a copied repository, it may lead to files of the user.
                     os.remove(other)
                 elif other.is_dir():
                     # Its owner may remove it at the same time.
@@ -93,7 +93,7 @@ def stage_in(folder: Path) -> Iterator[str]:
                         if is_abandoned:
                             _clear(other)
             os.makedirs(stage)
-            # A kill frees the lock, which shows to others that the stage is abandoned.
+            # A kill frees the lock, by which other processes see that the stage is abandoned.
             stack.enter_context(_locked(stage))
         stack.callback(_clear, stage)
         yield str(stage)
@@ -124,25 +124,24 @@ def complete_save(folder: str | os.PathLike) -> bool:
 
 
 def _exchange(folder: Path) -> None:
-    """Let the files in `.saved-whole`, if it is there, take the place of the weights in `folder`.
+    """Replace the weights in `folder` by the files in `.saved-whole`, if it exists.
 
-    Each step may have been done before: by a process that was killed, or at the same time by one on a file system that
-    has no locks.
+    Each step may be done already: by a process that was killed, or by one that runs now on a file system without locks.
     """
     whole = folder / _WHOLE
     if whole.is_symlink():
         os.remove(whole)
     if not _is_whole(whole):
         with suppress(OSError):
-            os.rmdir(whole)  # all was moved, and then came a kill; files of others are kept
+            os.rmdir(whole)  # a kill came after the last move; a folder with other files stays
         return
     try:
         variant = _variant(whole)
         entries = _entries(whole, variant)
         names = {path.name for path in whole.iterdir()}
-        # The parts that the new index names and that have left `.saved-whole` are in `folder`, and new.
+        # Parts that the new index lists, but `.saved-whole` lacks, are new and were moved to `folder`.
         moved = set().union(*(_named(whole / name) for name in entries)) - names
-        # Parts before the entries, which tell which files are parts; the entry that is looked for first goes last.
+        # Remove the entries last, because they list the parts; and last of all the entry that is looked for first.
         order = [name for form in _forms(variant) for name in form]
         old = sorted(_weight_files(folder, variant) - moved)
         for name in [name for name in old if name not in order] + [name for name in reversed(order) if name in old]:
@@ -168,7 +167,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _variant(whole: Path) -> str | bool | None:
-    """Return the variant of the model in `.saved-whole`, as its entry tells; False if no model is there."""
+    """Return the variant of the model in `.saved-whole`, by the name of its entry; False without an entry."""
     try:
         names = {path.name for path in whole.iterdir()}
     except FileNotFoundError:  # another process has just completed the exchange
@@ -185,12 +184,12 @@ def _variant(whole: Path) -> str | bool | None:
 
 
 def _entries(folder: Path, variant: str | None) -> set[str]:
-    """Return the files in `folder` by which `from_pretrained` finds weights: a single file, or an index."""
+    """Return the *entries* in `folder`, by which `from_pretrained` finds weights: a single file, or an index."""
     return {name for form in _forms(variant) for name in form if (folder / name).is_file()}
 
 
 def _named(index: Path) -> set[str]:
-    """Return the names of the files that an index lists; none if `index` holds weights itself, or is damaged."""
+    """Return the names of the files that an entry lists; none if it holds weights itself, or is damaged."""
     if index.suffix != ".json":
         return set()
     try:
@@ -213,7 +212,7 @@ def _weight_files(folder: Path, variant: str | None) -> set[str]:
 
 
 def _forms(variant: str | None) -> list[tuple[str, str]]:
-    """Return the names of [`_FORMS`] for a variant."""
+    """Return the names in `_FORMS` for a variant."""
     return [tuple(name.format(variant=f".{variant}" if variant else "") for name in form) for form in _FORMS]
 
 
@@ -235,7 +234,7 @@ def _remove(path: Path) -> None:
 def _locked(folder: Path, wait: bool = True) -> Iterator[bool]:
     """Lock `folder` against other processes and threads; the system frees the lock of a process that is killed.
 
-    The lock is on the folder itself: no lock file is written into what the user may upload.
+    The lock is on the folder itself: a lock file could be uploaded with the model.
 
     Args:
         folder: the folder to lock.
@@ -243,7 +242,7 @@ def _locked(folder: Path, wait: bool = True) -> Iterator[bool]:
 
     Yields:
         Whether the lock is held. It is not held if another process has it and `wait` is false, nor on systems without
-        such locks. There two exchanges at once may leave a folder that does not load, but no mixture of models.
+        such locks. There, two exchanges at once may leave a folder that does not load, but no mixture of models.
     """
     if fcntl is None:
         yield False
@@ -259,6 +258,6 @@ def _locked(folder: Path, wait: bool = True) -> Iterator[bool]:
             yield is_held
         finally:
             if is_held:
-                fcntl.flock(handle, fcntl.LOCK_UN)  # at once, also where a forked process has the handle
+                fcntl.flock(handle, fcntl.LOCK_UN)  # a forked process may keep the handle open
     finally:
         os.close(handle)

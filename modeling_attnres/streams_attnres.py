@@ -4,7 +4,7 @@
 
 The streams X `[n, hidden]` begin as n copies of the embedding; the model's output reads their mean. (The papers sum
 them. At the start all streams are equal, and their mean is the standard residual stream.) `H_res[i, j]` is the share of
-stream i that goes on in stream j.
+stream i that is added to stream j.
 """
 
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ from .residual_attnres import DepthState, ResidualConnection, field_defaults, no
 
 
 class StreamFields:
-    """Configuration field that all connections with several streams share."""
+    """Configuration field of all connections with several streams."""
 
     residual_streams: int = 4
     """Number n of residual streams, from 2 to 64."""
@@ -27,7 +27,7 @@ class StreamFields:
 class ResidualStreams(ResidualConnection):
     """Base of connections with n streams; a subclass defines `add_tensors`, `reset_parameters` and `coefficients`.
 
-    State: a tuple that begins with the streams `[batch, seq, n, hidden]`; from a read to its write `H_post` follows.
+    State: a tuple of the streams `[batch, seq, n, hidden]` and, between a read and its write, `H_post`.
 
     The coefficients are `H_pre` and `H_post` `[batch, seq, n]` and, if streams are mixed, `H_res - I`
     `[batch, seq, n, n]`, in float32 or wider, under autocast too. The output has neither coefficients nor tensors.
@@ -36,7 +36,7 @@ class ResidualStreams(ResidualConnection):
     fields = field_defaults(StreamFields)
     options = {"streams": "residual_streams"}
     retrofit = {}
-    title: ClassVar[str]  # name for people
+    title: ClassVar[str]  # name in descriptions
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__(config, sublayer)
@@ -47,7 +47,7 @@ class ResidualStreams(ResidualConnection):
             self.reset_parameters()
 
     def add_tensors(self, config: PreTrainedConfig) -> None:
-        """Register the tensors of a sublayer, of any value."""
+        """Register the tensors of a sublayer; `reset_parameters` sets their values."""
         raise NotImplementedError
 
     @classmethod
@@ -57,7 +57,7 @@ class ResidualStreams(ResidualConnection):
 
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:
-        """Return the name with the number of streams."""
+        """Return, for example, "mHC, 4 streams"."""
         return f"{cls.title}, {config.residual_streams} streams"
 
     def expand(self, state: DepthState) -> tuple[Tensor, ...]:
@@ -78,12 +78,12 @@ class ResidualStreams(ResidualConnection):
         if coefficients is None:
             return streams.mean(-2, dtype=wide(streams)).to(streams.dtype), (streams,)
         pre, post, *changes = coefficients
-        # Products of matrices as small as these cost less than sums over streams; one for each result, since parts of
-        # one tensor would keep all of it in memory. Under autocast they would fall to half precision.
+        # Products of such small matrices are faster than sums over streams. Each result has a separate product, since
+        # two parts of one tensor would keep all of it in memory. Autocast would compute them in half precision.
         with maybe_autocast(streams.device.type, enabled=False):
             copy = copies[0] if copies else streams.to(pre.dtype)
             inputs = (pre.unsqueeze(-2) @ copy).squeeze(-2).to(streams.dtype)
-            for change in changes:  # none or one; apart from the identity, it cannot blur equal streams by rounding
+            for change in changes:  # `H_res - I`, if streams are mixed: unlike `H_res`, it keeps equal streams equal
                 streams = (copy + change.mT @ copy).to(streams.dtype)
         return inputs, (streams, post)
 
@@ -112,7 +112,7 @@ def require_integer(config: PreTrainedConfig, field: str, least: int, most: int)
 
 
 def wide(tensor: Tensor) -> torch.dtype:
-    """Return the tensor's dtype, or float32 if it is narrower."""
+    """Return the tensor's dtype, but at least float32."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

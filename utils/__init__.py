@@ -1,1 +1,1 @@
-"""Helpers that several packages of `attnres` share and none owns. They import nothing of the other packages."""
+"""Helpers that several folders of `attnres` share. They import nothing from the other folders."""

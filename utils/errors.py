@@ -1,4 +1,4 @@
-"""Recognise errors of disks and of other processes, and explain them in words."""
+"""Recognise and explain errors of disks and of other processes."""
 
 import errno
 import os
@@ -7,8 +7,6 @@ import re
 _ERRNO = re.compile(r"\(os error (\d+)\)")
 # Messages of `torch.save` for a file that it could not write in full. They do not give the reason.
 _CUT_SHORT = re.compile(r"inline_container|PytorchStreamWriter|unexpected pos")
-
-
 # Messages of gloo, NCCL and the key-value store of `torch.distributed` if a peer has ended.
 _LOST = re.compile(
     r"Connection (closed|reset) by (remote )?peer|Broken pipe|Socket (closed|Timeout)|recvValue failed|sendBytes failed"
@@ -21,7 +19,7 @@ def why_not_written(error: BaseException) -> str:
     """Return why something could not be written, such as `/disk/file: No space left on device`.
 
     Args:
-        error: The error of the writer: an `OSError`, or the error that safetensors and PyTorch raise in its place.
+        error: An `OSError`, or the error that safetensors or PyTorch raises in its place.
 
     Returns:
         The reason in one line, with the file's name if the error has it.
@@ -31,7 +29,7 @@ def why_not_written(error: BaseException) -> str:
         if error.errno is None:
             return text  # raised by this package, with its message
         reason = error.strerror or os.strerror(error.errno)
-        # A copy names the file that was read first. The second one is written.
+        # The error of a copy has two names: the file that is read, then the file that is written.
         names = [str(name) for name in (error.filename, error.filename2) if name]
         return f"{' -> '.join(names)}: {reason}" if names else reason
     if number := _ERRNO.search(text):
@@ -42,7 +40,7 @@ def why_not_written(error: BaseException) -> str:
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Return whether an error is only the consequence of another process of this run having ended."""
+    """Return whether an error only follows from the end of another process of this run."""
     several = os.environ.get("WORLD_SIZE", "1") not in ("", "1")
     return several and isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
 

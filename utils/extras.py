@@ -1,4 +1,4 @@
-"""Imports of packages that only an extra of this package brings, such as matplotlib by `attnres[analysis]`."""
+"""Import packages that only an extra of `attnres` installs, such as matplotlib by `attnres[analysis]`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from .wording import install_command
 
 @contextmanager
 def require_extra(extra: str) -> Iterator[None]:
-    """Explain a failed import within the block in one line, which says what to install.
+    """Replace the error of a failed import in the block by one line with the command to install the extra.
 
     Use it around the imports of optional packages:
 
@@ -16,7 +16,7 @@ def require_extra(extra: str) -> Iterator[None]:
             import matplotlib
 
     Args:
-        extra: The extra of `attnres` that brings the packages.
+        extra: The extra of `attnres` that installs the packages.
 
     Raises:
         ModuleNotFoundError: A package that the block imports is not installed.
@@ -25,7 +25,7 @@ def require_extra(extra: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        # A module of `attnres` itself that is missing is a bug, and no extra would help.
+        # A missing module of `attnres` is a bug, and no extra would help.
         if package in ("", "attnres"):
             raise
         raise ModuleNotFoundError(

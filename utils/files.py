@@ -37,7 +37,7 @@ def atomic_directory(out: str | os.PathLike, *, overwrite: bool, marker: str, co
         out: The directory.
         overwrite: Whether to replace `out` if the same command has written it, as `marker` shows.
         marker: The name of a file in every directory that the command writes.
-        content: A text in that file.
+        content: A text that the marker must contain before its directory may be replaced.
 
     Yields:
         The temporary directory, which is empty.
@@ -49,12 +49,12 @@ def atomic_directory(out: str | os.PathLike, *, overwrite: bool, marker: str, co
     roles = ("partial", "replaced", "removed", "lock")
     # `replaced` is the old `out` as a whole, which is renamed back after a failure. `removed` is about to be deleted.
     stage, replaced, removed, lock = (out.with_name(f".{out.name}.{role}") for role in roles)
-    check_replaceable(out, overwrite, marker, content)  # before anything is made
+    check_replaceable(out, overwrite, marker, content)  # before folders and the lock file are made
     with parents(out), locked(lock, out):
         try:
             if os.path.lexists(replaced) and not os.path.lexists(out):
                 replaced.rename(out)  # an earlier run was killed between the two renames below
-            # Again, because another run may have written `out` before this one got the lock.
+            # Check again, because another run may have written `out` before this one got the lock.
             check_replaceable(out, overwrite, marker, content)
             _remove(stage)
             _remove(removed)
@@ -99,7 +99,7 @@ def check_replaceable(out: Path, overwrite: bool, marker: str, content: str) -> 
 
 @contextlib.contextmanager
 def parents(out: Path) -> Iterator[None]:
-    """Make the folders above `out`. When the block ends, remove those that it has made and that are empty."""
+    """Make the folders above `out`. When the block ends, remove the new ones that are still empty."""
     new = [parent for parent in out.parents if not parent.exists()]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ def locked(path: Path, out: Path, wait: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
-        # Removed while it is held: a process that is waiting for this file notices and makes a new one.
+        # Remove the file while the lock is held: a waiting process notices, and makes a new file.
         with contextlib.suppress(OSError):
             path.unlink()
         lock.release()

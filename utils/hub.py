@@ -1,6 +1,6 @@
-"""Check names of models before the Hub is asked for them.
+"""Check the name of a model before PyTorch is imported and before a request to the Hub.
 
-A wrong name is reported at once, before PyTorch is imported and before a request has to time out.
+So a wrong name is reported at once, and not after a request has timed out.
 """
 
 import os
@@ -19,10 +19,13 @@ _TIMEOUT = 5.0  # seconds
 
 
 def check_path(source: str | os.PathLike) -> None:
-    """Check that the name of a model is a directory or can be an id on the Hub.
+    """Raise if the name of a model is neither a directory nor a possible id on the Hub.
+
+    Args:
+        source: The name.
 
     Raises:
-        FileNotFoundError: It is neither; or it is the directory of a training run, whose model is in its folder
+        FileNotFoundError: It is neither; or it is the directory of a training run, which holds the model in a folder
             `model`.
     """
     path, name = Path(source), str(source)
@@ -36,11 +39,11 @@ def check_path(source: str | os.PathLike) -> None:
 
 
 def check_source(source: str | os.PathLike, known: Collection[str] = ()) -> None:
-    """Check that a model is a directory, or in the Hub's cache, or that the Hub may be reachable.
+    """Raise if a model is neither a directory nor in the Hub's cache, and the Hub cannot be reached.
 
     Args:
         source: The directory or Hub id.
-        known: Other names that the caller accepts. The message proposes one that is spelt similarly.
+        known: Other names that the caller accepts. The message proposes a similar one.
 
     Raises:
         FileNotFoundError: The model cannot be found.
@@ -61,13 +64,13 @@ def meant(source: str, known: Collection[str]) -> str:
         known: The known names.
 
     Returns:
-        A proposal of the name that is spelt almost the same, or an empty string.
+        A proposal of the most similar known name, or an empty string.
     """
     return did_you_mean(source, known, otherwise_all=False, alike=0.8)
 
 
 def is_cached(kind: str, name: str) -> bool:
-    """Return whether the Hub's cache has anything of a repository.
+    """Return whether the Hub's local cache has a folder for a repository.
 
     Args:
         kind: `models` or `datasets`.
@@ -77,7 +80,7 @@ def is_cached(kind: str, name: str) -> bool:
 
 
 def is_offline() -> bool:
-    """Return whether the Hub certainly cannot be reached. A slow Hub or one behind a proxy may still answer.
+    """Return whether the Hub certainly cannot be reached. A slow Hub, or a Hub behind a proxy, may still answer.
 
     Raises:
         ValueError: The environment variable HF_ENDPOINT is not an address.

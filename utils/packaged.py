@@ -15,7 +15,7 @@ def configuration_names() -> tuple[str, ...]:
 
 
 def recipe_path(name: str) -> Path:
-    """Return the path that a recipe of this name has. It may not exist."""
+    """Return the path of a recipe by its name. The file may not exist."""
     return configurations() / "recipes" / f"{name}.yaml"
 
 

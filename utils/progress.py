@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.progress import Progress, ProgressColumn, TaskID
 from rich.text import Text
 
-# A line is due once this many seconds have passed and this share of the work was done since the last line.
+# A line is due once both this many seconds have passed and this share of the work is done since the last line.
 LEAST_SECONDS, LEAST_SHARE = 30.0, 0.1
-# In work of hours a tenth takes long: a line is due after this many seconds in any case.
+# A tenth of long work may take an hour: a line is due after this many seconds in any case.
 MOST_SECONDS = 300.0
 
 
 def show_duration(seconds: float) -> str:
-    """Return a duration in words, as exact as an estimate can be: `40 s`, `3 min`, `2 h 10 min`, `3 days`."""
+    """Return a duration in words, rounded like an estimate: `40 s`, `3 min`, `2 h 10 min`, `3 days`."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     minutes = round(seconds / 60)
@@ -33,12 +33,12 @@ def show_duration(seconds: float) -> str:
 
 
 class Pace:
-    """Decides when a plain line of progress is due, and what it says.
+    """Decides when a plain line of progress is due, and formats it.
 
     Args:
         total: The amount of work; `None` where it is not known.
-        done: How much was done before, such as by a run that is resumed. It does not count for the time left.
-        unit: What the amount counts, such as "steps". Without one, lines show only the share.
+        done: How much was done earlier, as by a run that is resumed. It does not count for the time left.
+        unit: The counted things, such as "steps". Without a unit, lines show only the share.
         clock: Returns seconds.
     """
 
@@ -50,7 +50,7 @@ class Pace:
         self._first = self._last_done = done
 
     def line(self, done: float) -> str | None:
-        """Return what to print now, such as `60 of 600 steps (10%), about 4 min left`; `None` if no line is due.
+        """Return the line to print now, such as `60 of 600 steps (10%), about 4 min left`; `None` if none is due.
 
         Args:
             done: How much of the work is done by now.
@@ -72,14 +72,14 @@ class Pace:
 
 
 class ProgressBar(Progress):
-    """`rich.progress.Progress` that prints a plain line now and then where there is no terminal to draw on.
+    """A `rich.progress.Progress` that, without a terminal to draw on, prints a plain line now and then.
 
-    Lines are printed by the calls that report progress, so that no thread disturbs what is being timed.
+    Lines are printed by the calls that report progress, so that no thread disturbs the timed work.
 
     Args:
         columns: As for `rich.progress.Progress`; drawn on a terminal only.
         console: Where the bar or the lines go.
-        unit: What the amounts of work count, for the lines; see [`Pace`].
+        unit: The counted things, for the lines; see [`Pace`].
         options: Other arguments of `rich.progress.Progress`.
     """
 
@@ -150,7 +150,7 @@ def status(console: Console, message: str) -> Iterator[Callable[[str], None]]:
             print_line(console, f"{current[0]} {show_duration(time.monotonic() - began)} so far")
             pause = min(2 * pause, MOST_SECONDS)
 
-    # The block is one call that takes long, so a thread has to print the lines.
+    # The block may be one long call, so a thread has to print the lines.
     printer = Thread(target=print_lines, daemon=True)
     printer.start()
     try:

@@ -21,8 +21,8 @@ def check_token_ids(ids: Tensor | Iterable[int], model: PreTrainedModel, source:
     largest = int(ids.max()) if isinstance(ids, Tensor) else max(ids, default=0)
     if largest >= size:
         raise ValueError(
-            f"{source} has the token id {largest}, but the model's `vocab_size` is {size}: ids are below it. "
-            "Name the model's own tokenizer, or resize the model's embedding."
+            f"{source} has the token id {largest}, but the model's `vocab_size` is {size}: ids must be below "
+            "it. Give the model's own tokenizer, or resize the model's embedding."
         )
 
 

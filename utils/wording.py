@@ -1,4 +1,4 @@
-"""Word parts of messages: numbers with their nouns, proposals for misspelt names, and commands to install an extra."""
+"""Word parts of messages: numbers with their nouns, proposals for misspelt names, and install commands."""
 
 from collections.abc import Collection
 from difflib import get_close_matches
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-_PACKAGES = {"yaml": "pyyaml"}  # modules that are not called like their package
+_PACKAGES = {"yaml": "pyyaml"}  # module -> package, where the names differ
 
 
 def counted(number: int, noun: str) -> str:
@@ -44,7 +44,7 @@ def did_you_mean(name: str, known: Collection[str], *, otherwise_all: bool = Tru
 def install_command(extra: str) -> str:
     """Return the `pip install` command for the packages of an extra.
 
-    It names the packages themselves, so that it works wherever `attnres` was installed from.
+    It lists the packages, so that it works however `attnres` was installed.
     """
     packages = []
     for requirement in _requirements():
@@ -55,7 +55,7 @@ def install_command(extra: str) -> str:
 
 
 def extras_with(module: str) -> list[str]:
-    """Return the extras that bring a missing top-level module, such as `train` for `peft`; empty if none does."""
+    """Return the extras that install a missing top-level module, such as `train` for `peft`; may be empty."""
     from packaging.utils import canonicalize_name
 
     package = canonicalize_name(_PACKAGES.get(module, module))

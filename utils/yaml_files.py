@@ -1,4 +1,4 @@
-"""Read YAML that other people wrote, in bounded time and memory.
+"""Read untrusted YAML in bounded time and memory.
 
 An alias (`*name`) repeats a value in a few characters, and the repeated value may hold aliases itself. Nine levels of
 nine aliases, in less than 1 KB, stand for 387 million values. PyYAML parses them quickly, because it shares repeated
@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from yaml.nodes import CollectionNode, MappingNode, Node
 
-# Far more than a recipe, a card or a task file needs. To visit so many values takes about a second.
+# Far more than a recipe, a card or a task file needs. Visiting this many values takes about a second.
 MAX_REPEATED = 1_000_000
 
 
@@ -24,7 +24,7 @@ def load_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any
 
     Args:
         text: The document.
-        loader: The class that constructs the values; a subclass can know more tags.
+        loader: The class that constructs the values; a subclass can read more tags.
 
     Returns:
         The value of the document, None if it is empty.
@@ -46,7 +46,7 @@ def load_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any
         raise UnboundedYaml("its values are nested too deeply") from None
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         # PyYAML's constructors raise these for `!!int ''`, `!!timestamp x` or `!!bool x`.
-        raise ValueError(f"a value is not what its tag says ({error!r})") from error
+        raise ValueError(f"a value does not fit its tag ({error!r})") from error
     finally:
         reader.dispose()
 
@@ -89,8 +89,8 @@ def load_card_metadata(path: Path) -> dict[str, Any] | None:
 
 
 def _check_size(root: Node) -> None:
-    """Raise ValueError if the document with all aliases written out is much longer than the document."""
-    sizes: dict[int, int | None] = {}  # of each node by its id, with aliases written out; None while it is computed
+    """Raise UnboundedYaml if aliases repeat more than `MAX_REPEATED` values and characters, or a value holds itself."""
+    sizes: dict[int, int | None] = {}  # id of a node -> its size with aliases written out; None while it is computed
 
     def size(node: Node) -> int:
         if id(node) in sizes:

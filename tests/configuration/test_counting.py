@@ -1,4 +1,4 @@
-"""`count_parameters` counts what it says, on the meta device, for AttnRes and for plain Kimi Linear."""
+"""`count_parameters` counts correctly on the meta device, for AttnRes and for Kimi Linear."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from attnres.configuration import count_parameters, load
 from attnres.residual_attnres import residual_tensors
 
 
-def test_counts_of_a_model_that_is_allocated(tiny_config):
+def test_counts_equal_those_of_an_allocated_model(tiny_config):
     model = AttnResForCausalLM(tiny_config())
     count = count_parameters(model.config)
     assert count.total == sum(parameter.numel() for parameter in model.parameters())
@@ -17,7 +17,7 @@ def test_counts_of_a_model_that_is_allocated(tiny_config):
     assert count.non_embedding == count.total - embeddings
 
 
-def test_activated_parameters_are_those_of_a_model_with_only_the_top_k_experts(tiny_config):
+def test_activated_parameters_equal_those_of_a_model_with_only_the_top_k_experts(tiny_config):
     config = tiny_config(num_local_experts=8, num_experts_per_tok=3)
     without_idle_experts = count_parameters(tiny_config(num_local_experts=3, num_experts_per_tok=3))
     router_rows = (8 - 3) * config.hidden_size * config.mlp_layer_types.count("sparse")
@@ -28,7 +28,7 @@ def test_activated_parameters_are_those_of_a_model_with_only_the_top_k_experts(t
     ("model_type", "experts_field"),
     [("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts"), ("attnres_deepseek_v3", "n_routed_experts")],
 )
-def test_the_experts_of_other_backbones_count_alike(model_type, experts_field):
+def test_the_experts_of_other_backbones_are_counted_alike(model_type, experts_field):
     shape = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "n_group": 1}
 
     def count(num_experts: int):
@@ -60,7 +60,7 @@ def test_attn_res_adds_its_tensors_to_every_count(tiny_config):
     assert attn_res.activated_non_embedding - standard.activated_non_embedding == added
 
 
-def test_plain_kimi_linear_counts_as_the_standard_baseline():
+def test_kimi_linear_has_the_counts_of_the_standard_baseline():
     standard = load("attnres-48b-a3b", residual_connection="standard")
     assert count_parameters(KimiLinearConfig(layer_types=standard.layer_types)) == count_parameters(standard)
 

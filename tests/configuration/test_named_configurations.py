@@ -1,4 +1,4 @@
-"""The named configurations are the models they are named after, and load by name, by path and with overrides."""
+"""The named configurations match the published models, and load by name, by path and with overrides."""
 
 from dataclasses import fields
 from importlib.resources import files
@@ -12,7 +12,7 @@ from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.attn_res_switches_attnres import SWITCHES
 from attnres.configuration import count_parameters, load, names
 
-# Activated non-embedding parameters in millions: the name of the paper's table, and that of our `standard` baseline.
+# Activated non-embedding parameters in millions: those in the paper's table, and those of our `standard` baseline.
 SCALING_TABLE = {
     "attnres-194m": (194, 190.9),
     "attnres-241m": (241, 238.5),
@@ -24,7 +24,7 @@ NAMES = tuple(sorted([*SCALING_TABLE, "attnres-48b-a3b", "attnres-tiny"]))
 
 README = Path(__file__).parents[2] / "configuration" / "README.md"
 
-# Narrow enough to run, with the depth and the blocks of the named model.
+# Overrides that make a model narrow enough to run, with the depth and the blocks of the named model.
 NARROW = {
     "vocab_size": 64,
     "hidden_size": 16,
@@ -55,7 +55,7 @@ def on_meta(model_class, config):
 
 
 def sources_at_output(config: AttnResConfig) -> int:
-    """As a forward pass records them."""
+    """Return the number of sources that a forward pass records at the output."""
     model = AttnResForCausalLM(config).eval()
     with torch.no_grad():
         outputs = model(torch.tensor([[3, 4]]), output_depth_attentions=True, use_cache=False)
@@ -67,11 +67,11 @@ def in_readable_units(number: int) -> str:
 
 
 def full_attention_layers(config: AttnResConfig) -> list[int]:
-    """Counted from one, as the published configuration does."""
+    """Return the numbers of the layers, counted from one as in the published configuration."""
     return [i for i, layer_type in enumerate(config.layer_types, start=1) if layer_type == "full_attention"]
 
 
-def test_the_names_are_those_of_the_directories():
+def test_the_names_are_the_names_of_the_directories():
     assert names() == NAMES
 
 
@@ -124,7 +124,7 @@ def test_the_standard_baseline_has_the_tensors_of_kimi_linear(name):
 
 
 @every_scaling_name
-def test_activated_parameters_are_those_of_the_scaling_table(name):
+def test_activated_parameters_match_the_scaling_table(name):
     papers, ours = SCALING_TABLE[name]
     activated = count_parameters(load(name)).activated_non_embedding
     activated_in_baseline = count_parameters(load(name, residual_connection="standard")).activated_non_embedding
@@ -140,7 +140,7 @@ def test_scaling_models_are_three_parts_kda_to_one_part_mla(name):
 
 
 @every_scaling_name
-def test_scaling_models_share_what_the_paper_keeps_fixed(name):
+def test_scaling_models_share_the_fields_that_the_paper_keeps_fixed(name):
     config = load(name)
     assert config.num_attention_heads == config.linear_num_heads == config.num_hidden_layers
     assert (config.linear_head_dim, config.v_head_dim, config.qk_nope_head_dim) == (128, 128, 128)
@@ -158,7 +158,7 @@ def test_scaling_models_have_about_eight_blocks(name):
 
 
 @every_name
-def test_the_readme_tabulates_the_configuration_as_it_is(name):
+def test_the_table_of_the_readme_matches_the_configuration(name):
     config = load(name)
     count = count_parameters(load(name, residual_connection="standard"))
     sizes = [in_readable_units(n) for n in (count.total, count.non_embedding, count.activated_non_embedding)]
@@ -206,12 +206,12 @@ def test_tiny_learns_a_batch_in_a_few_steps():
 
 
 def test_a_misspelt_name_is_refused_with_the_right_spelling():
-    with pytest.raises(ValueError, match=r"There is no configuration 'attnres-tinny', .* Did you mean `attnres-tiny`"):
+    with pytest.raises(ValueError, match=r"There is no configuration 'attnres-tinny'; .* Did you mean `attnres-tiny`"):
         load("attnres-tinny")
 
 
-def test_an_unknown_name_is_refused_with_the_names_there_are():
-    with pytest.raises(ValueError, match=r"'attnres-1b', but there is attnres-194m, .*, attnres-tiny"):
+def test_an_unknown_name_is_refused_with_all_names():
+    with pytest.raises(ValueError, match=r"'attnres-1b'; the configurations are attnres-194m, .*, attnres-tiny"):
         load("attnres-1b")
 
 
@@ -226,7 +226,7 @@ def test_a_misspelt_field_is_refused_with_the_right_spelling():
         load("attnres-tiny", residual_conection="standard")
 
 
-def test_an_unknown_field_unlike_any_other_is_refused_with_the_fields_there_are():
+def test_an_unknown_field_unlike_any_other_is_refused_with_all_fields():
     with pytest.raises(ValueError, match=r"`zzz` is not a field .* There is .*attn_res_block_size.*vocab_size"):
         load("attnres-tiny", zzz=1)
 
@@ -239,13 +239,13 @@ def test_a_value_that_the_configuration_refuses_is_refused():
 def test_overrides_replace_only_their_fields():
     overrides = {"residual_connection": "standard", "attn_res_block_size": 1, "vocab_size": 77}
     expected = load("attnres-tiny").to_dict() | overrides
-    # Fields of attention residuals that the file does not name are there with that connection alone.
+    # Only the connection `attn_res` has its fields, including those that the file leaves out.
     expected = {field: value for field, value in expected.items() if field not in SWITCHES}
     assert load("attnres-tiny", **overrides).to_dict() == expected
 
 
-def test_a_checkpoint_name_of_a_field_is_saved_under_it():
-    # Kimi Linear saves `num_local_experts` as `num_experts`: an override must reach both.
+def test_an_override_by_the_checkpoints_name_of_a_field_is_saved_under_it():
+    # Kimi Linear saves `num_local_experts` as `num_experts`, so an override must change both.
     config = load("attnres-tiny", num_local_experts=4)
     assert config.num_local_experts == config.to_dict()["num_experts"] == 4
 
@@ -255,7 +255,7 @@ def test_settings_that_are_not_fields_are_accepted():
     assert (config.num_labels, config._attn_implementation, config._experts_implementation) == (5, "eager", "eager")
 
 
-def test_fewer_layers_are_the_first_ones():
+def test_a_configuration_of_fewer_layers_keeps_the_first_ones():
     config = load("attnres-48b-a3b", num_hidden_layers=8)
     assert full_attention_layers(config) == [4, 8]
     assert config.mlp_layer_types == ["dense"] + ["sparse"] * 7

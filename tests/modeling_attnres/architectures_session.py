@@ -1,6 +1,6 @@
 """Look up the architecture of a configuration in `transformers`, before a model is made; run by `test_tools.py`.
 
-architectures_session.py OUT        the names of the classes found go to the file `OUT`
+architectures_session.py OUT        writes the names of the found classes to the file `OUT`
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Fixtures of the model tests: the equations as straight lines, a model in which every term counts, memory."""
+"""Fixtures of the model tests: the equations as straight-line code, a model in which every term matters, memory use."""
 
 import importlib.util
 import os
@@ -20,9 +20,9 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="session", autouse=True)
 def same_delta_attention():
-    """Kimi Linear with the family's form of delta attention, so that all the rest can be equal to the last bit.
+    """Give Kimi Linear the family's form of delta attention, so that everything else can be equal to the last bit.
 
-    `test_kda.py` holds one form against the other.
+    `test_kda.py` compares the two forms.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kimi_linear, "chunk_kimi_delta_attention", delta_attention.chunk_kimi_delta_attention)
@@ -30,7 +30,7 @@ def same_delta_attention():
 
 
 def load(path: Path) -> ModuleType:
-    """The module in a file that is no test."""
+    """Import the module in a file that is not a test."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -39,15 +39,15 @@ def load(path: Path) -> ModuleType:
 
 @pytest.fixture(scope="session")
 def straight_line() -> ModuleType:
-    """The module `straight_line.py` beside this file."""
+    """Return the module `straight_line.py` beside this file."""
     return load(Path(__file__).with_name("straight_line.py"))
 
 
 @pytest.fixture(scope="session")
 def vivid_model(tiny_model) -> Callable[..., AttnResForCausalLM]:
-    """`vivid_model(seed=0, **overrides)`: as `tiny_model`, with weights so large that every term moves the logits.
+    """Return `vivid_model(seed=0, **overrides)`: `tiny_model` with weights so large that every term moves the logits.
 
-    At the usual initialisation sublayers hardly change the embedding, so that a wrong one would pass unseen.
+    With the usual initial values, sublayers hardly change the embedding, so that tests would not notice a wrong one.
     """
 
     def build(seed: int = 0, **overrides) -> AttnResForCausalLM:
@@ -72,7 +72,7 @@ def vivid_model(tiny_model) -> Callable[..., AttnResForCausalLM]:
 
 @pytest.fixture(scope="module")
 def cpu_kernels() -> Iterator[None]:
-    """The kernels of a CPU compute what is as small as in these tests too."""
+    """Make the CPU kernels compute inputs as small as those of these tests, too."""
     pytest.importorskip("numba")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(numba, "_MANY", 0)
@@ -81,7 +81,7 @@ def cpu_kernels() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def peak_bytes() -> Callable[[Callable[[], object]], int]:
-    """`peak_bytes(function)`: the most bytes that the call held at once beyond those held before, by the allocator."""
+    """Return `peak_bytes(function)`: the most bytes that the call allocates at once, measured by the profiler."""
 
     def measure(function: Callable[[], object]) -> int:
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -101,7 +101,7 @@ def peak_bytes() -> Callable[[Callable[[], object]], int]:
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`run(script, *arguments, with_attnres=False, **environment)`: a script in a process with caches of its own."""
+    """Return `run(script, *arguments, with_attnres=False, **environment)`, which runs a script with empty caches."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
 
     def run_script(

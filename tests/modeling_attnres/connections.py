@@ -1,4 +1,4 @@
-"""Members of the family with a residual connection whose every coefficient counts, and what tests measure of them."""
+"""Build models whose every connection coefficient matters, and measure their logits and gradients."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -12,7 +12,7 @@ from attnres.residual_attnres import ResidualConnection, residual_tensors
 from ..caches import CACHE
 
 BACKBONES = ["llama", "kimi_linear"]
-# Forms of a connection that start as the standard one: its name and fields.
+# Forms of a connection that start as the standard one -> name of the connection, and fields.
 FORMS = {
     "attn_res, gated": (
         "attn_res",
@@ -32,16 +32,16 @@ FORMS = {
 
 @torch.no_grad()
 def stir(model: PreTrainedModel) -> PreTrainedModel:
-    """Draw the tensors of the residual connections, so that they are far from where training starts."""
+    """Draw the tensors of the residual connections at random, far from their initial values."""
     generator = torch.Generator().manual_seed(2)
     for name, tensor in residual_tensors(model).items():
         scale = tensor.shape[-1] ** -0.5 if tensor.ndim == 2 else 0.5
         if tensor.ndim == 2 and tensor.shape[0] == tensor.shape[1]:
-            scale *= 0.1  # what it multiplies for a query is not normed: logits are to be of size 1
+            scale *= 0.1  # `W_l` of a query multiplies an input that is not normed: logits should be about 1
         mean = 1.0 if name.endswith(".scale") else 0.0
         noise = torch.randn(tensor.shape, generator=generator)
         if name.endswith((".static", ".scale")) and tensor.any():
-            # Of Hyper-Connections: nothing bounds them, and far off, differences would grow with the depth.
+            # Nothing bounds the coefficients of Hyper-Connections: far from the start, they would grow with depth.
             tensor.add_(0.05 * noise)
         else:
             tensor.copy_(mean + scale * noise)
@@ -49,18 +49,18 @@ def stir(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def fields_of(connection: str) -> dict:
-    """The fields of the configuration for a connection, or a form of one."""
+    """Return the configuration fields of a connection or of a form in `FORMS`."""
     name, fields = FORMS.get(connection, (connection, {}))
     return {"residual_connection": name, **fields}
 
 
 def build(backbones: ModuleType, case: str, connection: str, **fields) -> PreTrainedModel:
-    """A member on the backbone of a case, in eval mode, stirred; `backbones.build(case)` has the other weights."""
+    """Build a model in eval mode with drawn connections; its other weights are those of `backbones.build(case)`."""
     return stir(build_start(backbones, case, connection, **fields))
 
 
 def build_start(backbones: ModuleType, case: str, connection: str, **fields) -> PreTrainedModel:
-    """As [`build`], with the connections at their start: a retrofit of `backbones.build(case)`."""
+    """Build the same model with connections at their initial values: a retrofit of `backbones.build(case)`."""
     standard = backbones.build(case, **fields)
     torch.manual_seed(3)
     config = backbones.member_config(case, **fields_of(connection) | fields)
@@ -71,24 +71,24 @@ def build_start(backbones: ModuleType, case: str, connection: str, **fields) -> 
 
 
 def connections_of(model: PreTrainedModel) -> list[ResidualConnection]:
-    """Of every sublayer in turn, the output last."""
+    """Return the connections of the sublayers in order, and last that of the output."""
     return sorted((m for m in model.modules() if isinstance(m, ResidualConnection)), key=lambda c: c.sublayer)
 
 
 def double(model: PreTrainedModel) -> PreTrainedModel:
-    """In float64, which the products of grouped experts are not made for."""
+    """Cast a model to float64; grouped experts do not support it, so choose the eager ones."""
     if hasattr(model.config, "_experts_implementation") and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
     return model.double()
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest number."""
+    """Return the largest difference, relative to the largest expected number."""
     return ((actual - expected).abs().max() / expected.abs().max()).item()
 
 
 def close(actual: Tensor, expected: Tensor) -> bool:
-    """Equal to rounding: another implementation of depth attention computes the same function."""
+    """Return whether two results are equal up to rounding, as those of two implementations."""
     return actual.shape == expected.shape and difference(actual, expected) <= 1e-5
 
 
@@ -109,9 +109,9 @@ def assert_reads(
     uncached: float = 1e-6,
     cached: float = 1e-5,
 ) -> None:
-    """The model is the standard one, except that sublayers read `read([v_0, v_1, ...])`; and it matters that they do.
+    """Assert that a model is the standard one, but sublayers read `read([v_0, v_1, ...])`, and that this matters.
 
-    Both in float64; `uncached` and `cached` bound the largest difference of the logits, relative to the largest one.
+    Both models are in float64. `uncached` and `cached` bound the largest difference of logits, relative to the largest.
     """
     token_ids = backbones.token_ids()
     expected = backbones.straight_line(standard, token_ids, read)
@@ -127,7 +127,7 @@ def loss_of(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
 
 
 def gradients(model: PreTrainedModel, token_ids: Tensor) -> dict[str, Tensor]:
-    """The gradient of every parameter that has one."""
+    """Return the gradient of every parameter that has one."""
     model.zero_grad(set_to_none=True)
     loss_of(model, token_ids).backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}

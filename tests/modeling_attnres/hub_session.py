@@ -1,4 +1,4 @@
-"""What a user without `attnres` does with a model on the Hub; run by `test_remote_code.py`, which judges what was seen.
+"""Use a model on the Hub without `attnres`; `test_remote_code.py` runs this and checks the results.
 
 hub_session.py IDS OUT        `IDS` is a file of token ids; results go to the file `OUT.pt`, a model to the folder `OUT`
 """

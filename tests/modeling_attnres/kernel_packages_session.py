@@ -1,7 +1,7 @@
-"""A model on a machine with kernel packages but no GPU; run by `test_kernel_packages.py`.
+"""Use a model with kernel packages but without a GPU; `test_kernel_packages.py` runs this.
 
-kernel_packages_session.py train FOLDER     with `attnres`: train a step, generate, save the model and what it says
-kernel_packages_session.py load FOLDER      without it: load the model from there, and compare
+kernel_packages_session.py train FOLDER     with `attnres`: train a step, generate, save the model and its outputs
+kernel_packages_session.py load FOLDER      without `attnres`: load the model, and compare the outputs
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""A process that loads remote code first and imports the installed `attnres` later; run by `test_remote_code.py`.
+"""Load remote code first and import the installed `attnres` later; `test_remote_code.py` runs this.
 
 mixed_session.py MODELS OUT        `MODELS` holds the saved models; results go to the file `OUT`
 """

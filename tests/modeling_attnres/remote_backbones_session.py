@@ -1,4 +1,4 @@
-"""What a user without `attnres` does with saved models on other backbones; run by `test_remote_backbones.py`.
+"""Use saved models on other backbones without `attnres`; `test_remote_backbones.py` runs this.
 
 remote_backbones_session.py MODELS OUT        `MODELS` holds a folder for each model; results go to the file `OUT`
 """

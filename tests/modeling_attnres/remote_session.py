@@ -1,4 +1,4 @@
-"""What a user without `attnres` does with saved models; run by `test_remote_code.py`, which judges what was seen.
+"""Use saved models without `attnres`; `test_remote_code.py` runs this and checks the results.
 
 remote_session.py MODELS OUT        `MODELS` holds the saved models; results go to the file `OUT`
 """
@@ -24,7 +24,7 @@ auto_classes = [AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassificat
 
 
 def error_of(folder: Path, **options) -> str:
-    """Type and message of the error that loading a language model raises; empty if none."""
+    """Return type and message of the error that loading a language model raises, or an empty string."""
     try:
         AutoModelForCausalLM.from_pretrained(folder, **options)
     except Exception as error:

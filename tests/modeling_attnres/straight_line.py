@@ -1,8 +1,8 @@
-"""A whole AttnRes model as straight lines of float64, written from the equations: the yardstick of `test_equations.py`
-and `test_attention_gate.py`. Its backbone is Kimi Linear or, where a configuration has no kinds of layers, Llama.
+"""A whole AttnRes model as straight-line code in float64, written from the equations. `test_equations.py` and
+`test_attention_gate.py` compare models with it. The backbone is Kimi Linear or, without `layer_types`, Llama.
 
-Nothing of the package or of transformers' models is used, nothing is cached, chunked, batched over experts or fused. A
-sublayer's input is computed from the list `v_0, v_1, ...` of sublayer outputs by index arithmetic:
+It uses nothing of the package or of transformers' models, and caches, chunks, fuses and batches nothing. It computes a
+sublayer's input from the list `v_0, v_1, ...` of sublayer outputs by index arithmetic:
 
     v_0 = embedding,  v_l = f_l(RMSNorm(h_l)),  h_l = sum_i a_i s_i,  a = softmax_i(w_l . (g_l * RMSNorm(s_i)))
 
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LATENT_EPS = 1e-6  # of the norms of MLA's latents, and of KDA's unit queries and keys
+LATENT_EPS = 1e-6  # epsilon of the norms of MLA's latents and of KDA's queries and keys
 MIN_DENOMINATOR = 1e-20
 
 
 def logits(tensors: Mapping[str, Tensor], config: Any, token_ids: Tensor) -> Tensor:
-    """Logits `[batch, seq, vocab]` in float64 of unpadded `token_ids` `[batch, seq]`; `tensors` is a state dict."""
+    """Compute float64 logits `[batch, seq, vocab]` of `token_ids` `[batch, seq]` from the state dict `tensors`."""
     tensors = {name.removeprefix("model."): tensor.detach().double() for name, tensor in tensors.items()}
     outputs = [tensors["embed_tokens.weight"][token_ids]]  # v_0, v_1, ...
     for layer in range(config.num_hidden_layers):
@@ -37,11 +37,11 @@ def logits(tensors: Mapping[str, Tensor], config: Any, token_ids: Tensor) -> Ten
 
 
 def _read(outputs: list[Tensor], weights: Mapping[str, Tensor], name: str, config: Any) -> Tensor:
-    """What the sublayer after these outputs `v_0 .. v_{l-1}` reads: `h_l`."""
+    """Compute `h_l`, which the sublayer after the outputs `v_0 .. v_{l-1}` reads."""
     if config.residual_connection == "standard":
         return sum(outputs)
     size, length = config.attn_res_block_size, len(outputs)
-    # Block n >= 1 is v_{(n-1)S+1} + ... + v_{nS}; the last of them ends where the outputs do.
+    # Block n >= 1 is v_{(n-1)S+1} + ... + v_{nS}; the last block ends with the last output.
     sources = [outputs[0]]
     sources += [sum(outputs[start : min(start + size, length)]) for start in range(1, length, size)]
     query, key_norm = weights[f"{name}_proj.weight"][0], weights[f"{name}_norm.weight"]
@@ -62,7 +62,7 @@ def _kda(x: Tensor, weights: Mapping[str, Tensor], config: Any) -> Tensor:
     batch, length, _ = x.shape
     heads, width, kernel = config.linear_num_heads, config.linear_head_dim, config.linear_conv_kernel_dim
     qkv = torch.cat([x @ weights[f"{name}_proj.weight"].T for name in "qkv"], dim=-1)
-    taps = weights["conv1d.weight"][:, 0]  # [channels, kernel]; the last tap is the token's own
+    taps = weights["conv1d.weight"][:, 0]  # [channels, kernel]; the last tap is for the token itself
     history = torch.cat([torch.zeros(batch, kernel - 1, qkv.shape[-1], dtype=torch.float64), qkv], dim=1)
     qkv = _silu(sum(history[:, tap : tap + length] * taps[:, tap] for tap in range(kernel)))
     q, k, v = qkv.reshape(batch, length, 3, heads, width).unbind(2)
@@ -86,7 +86,7 @@ def _kda(x: Tensor, weights: Mapping[str, Tensor], config: Any) -> Tensor:
 
 
 def _mla(x: Tensor, weights: Mapping[str, Tensor], config: Any) -> Tensor:
-    """Multi-head latent attention without position encoding: keys and values grow from one latent per token."""
+    """Multi-head latent attention without position encoding: keys and values come from one latent per token."""
     batch, length, _ = x.shape
     heads, rank, own = config.num_attention_heads, config.kv_lora_rank, config.qk_nope_head_dim
     if config.q_lora_rank is None:

@@ -1,4 +1,4 @@
-"""A decoder that is not in the table becomes a member by a declaration, or is refused with what does not fit."""
+"""A decoder that is not in `BACKBONES` joins the family by a declaration, or is refused with the reason."""
 
 from collections.abc import Callable, Iterator
 
@@ -17,7 +17,7 @@ COHERE = (Sublayer("parallel_res", (("input_layernorm", "self_attn"), ("input_la
 
 @pytest.fixture
 def declare() -> Iterator[Callable[[str, Sublayers], None]]:
-    """`add_backbone`, undone after the test."""
+    """Return `add_backbone`, and undo its calls after the test."""
     before = dict(BACKBONES)
     yield add_backbone
     BACKBONES.clear()
@@ -26,7 +26,7 @@ def declare() -> Iterator[Callable[[str, Sublayers], None]]:
 
 @pytest.fixture
 def build(backbones) -> Callable[..., PreTrainedModel]:
-    """`build(model_type, **fields)`: a small standard model of any decoder of `transformers`."""
+    """Return `build(model_type, **fields)`, which builds a small model of any decoder of `transformers`."""
 
     def make(model_type: str, **fields) -> PreTrainedModel:
         torch.manual_seed(0)
@@ -42,7 +42,7 @@ def build(backbones) -> Callable[..., PreTrainedModel]:
     [("cohere", COHERE, "Cohere", 1), ("starcoder2", PRE_NORM, "Starcoder2", 2), ("glm", PRE_NORM, "Glm", 2)],
 )
 @torch.no_grad()
-def test_a_declared_decoder_is_a_member_like_any_other(
+def test_a_declared_decoder_works_like_the_built_in_backbones(
     declare, build, backbones, tmp_path, model_type, sublayers, prefix, per_layer
 ):
     declare(model_type, sublayers)
@@ -64,7 +64,7 @@ def test_a_declared_decoder_is_a_member_like_any_other(
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(token_ids).logits, logits)
 
 
-def test_without_a_declaration_it_is_refused_with_the_list_of_what_is_supported(build):
+def test_an_undeclared_decoder_is_refused_with_the_list_of_backbones(build):
     with pytest.raises(ValueError, match=r"model type 'starcoder2'. Supported are .*'gemma3_text', .*add_backbone"):
         retrofit(build("starcoder2"))
 
@@ -88,14 +88,14 @@ def test_without_a_declaration_it_is_refused_with_the_list_of_what_is_supported(
         (
             "starcoder2",
             (Sublayer("mixer_res", PRE_NORM[0].branches), PRE_NORM[1]),
-            "the sublayers of 'starcoder2' are named ['mixer_res', 'mlp_res']; names must differ, the first be "
-            "'self_attention_res' or 'parallel_res'.",
+            "the sublayers of 'starcoder2' are named ['mixer_res', 'mlp_res']: names must differ, and the first "
+            "must be 'self_attention_res' or 'parallel_res'.",
         ),
         (
             "starcoder2",
             (PRE_NORM[0], Sublayer("self_attention_res", PRE_NORM[1].branches)),
-            "the sublayers of 'starcoder2' are named ['self_attention_res', 'self_attention_res']; names must differ, "
-            "the first be 'self_attention_res' or 'parallel_res'.",
+            "the sublayers of 'starcoder2' are named ['self_attention_res', 'self_attention_res']: names must differ, "
+            "and the first must be 'self_attention_res' or 'parallel_res'.",
         ),
     ],
     ids=["layers elsewhere", "missing module", "missing multiplier", "name of the first", "the same name twice"],
@@ -107,7 +107,7 @@ def test_a_declaration_that_does_not_fit_is_refused(declare, build, model_type, 
     assert str(error.value) == message
 
 
-def test_an_unknown_model_type_is_refused_and_not_kept():
+def test_an_unknown_model_type_is_refused_and_not_added():
     with pytest.raises(ValueError, match="'no_such_decoder' is not a model type"):
         attnres.add_backbone("no_such_decoder", attnres.BACKBONES["llama"])
     assert "no_such_decoder" not in attnres.BACKBONES

@@ -29,7 +29,7 @@ EVERY_FORM = pytest.mark.parametrize(("backbone", "place", "granularity"), FORMS
 EVERY_PLACE = pytest.mark.parametrize("place", [*PLACES["llama"], "output"])
 LLAMA = {"intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA |= {"vocab_size": 99, "hidden_size": 32, "head_dim": 12, "max_position_embeddings": 64, "pad_token_id": 0}
-# Of logits whose standard deviation is about one; norms are computed in float32, whatever the model's dtype.
+# For logits with a standard deviation of about one. Norms are in float32, whatever the model's dtype.
 TOLERANCE = 2e-4
 
 
@@ -39,7 +39,7 @@ def gate(place: str, granularity: str = "elementwise", **function: str) -> dict[
 
 @torch.no_grad()
 def make_vivid(model: PreTrainedModel) -> PreTrainedModel:
-    """Weights so large that every term moves the logits, the gates' too."""
+    """Draw weights so large that every term moves the logits, gates included."""
     generator = torch.Generator().manual_seed(5)
     for name, tensor in model.named_parameters():
         if name.endswith(("A_log", "dt_bias")):
@@ -51,7 +51,7 @@ def make_vivid(model: PreTrainedModel) -> PreTrainedModel:
 
 @pytest.fixture
 def build(tiny_config):
-    """`build(backbone, **fields)`: a member on Llama or Kimi Linear in eval mode, with vivid weights."""
+    """Return `build(backbone, **fields)`: a model on Llama or Kimi Linear in eval mode, with vivid weights."""
 
     def build_model(backbone: str = "llama", **fields) -> PreTrainedModel:
         fields = {"attn_res_block_size": 3, "rms_norm_eps": 0.1, **fields}
@@ -82,7 +82,7 @@ def test_a_gated_model_follows_its_equations_cached_and_uncached(
 @torch.no_grad()
 @pytest.mark.parametrize("q_lora_rank", [None, 12])
 @pytest.mark.parametrize("connection", ["standard", "attn_res"])
-def test_it_goes_with_other_connections_and_with_low_rank_queries(
+def test_a_gate_works_with_other_connections_and_with_low_rank_queries(
     build, token_ids, straight_line, connection, q_lora_rank
 ):
     fields = {"residual_connection": connection, "q_lora_rank": q_lora_rank, **gate("query", "headwise")}
@@ -92,7 +92,7 @@ def test_it_goes_with_other_connections_and_with_low_rank_queries(
 
 
 @EVERY_FORM
-def test_g_proj_is_a_linear_layer_of_each_attention_with_a_softmax(build, backbone, place, granularity):
+def test_each_softmax_attention_has_a_linear_layer_g_proj(build, backbone, place, granularity):
     model = build(backbone, **gate(place, granularity))
     llama = {"sdpa": (4, 12), "query": (4, 12), "value": (2, 12), "key": (2, 12), "output": (1, 32)}
     mla = {"sdpa": (4, 16), "query": (4, 24), "output": (1, 32)}
@@ -118,7 +118,7 @@ def test_from_scratch_a_gate_starts_like_other_linear_layers():
 
 
 @pytest.mark.parametrize(("place", "granularity"), [form[1:] for form in FORMS if form[0] == "llama"])
-def test_gradients_are_those_of_finite_differences(build, place, granularity):
+def test_gradients_equal_finite_differences(build, place, granularity):
     for function in FUNCTIONS:
         model = build(**gate(place, granularity, **function)).double()
         attention, x = model.model.layers[0].self_attn, torch.randn(1, 4, 32, dtype=torch.float64)
@@ -133,8 +133,10 @@ def test_gradients_are_those_of_finite_differences(build, place, granularity):
 
 
 @pytest.mark.parametrize("place", ["sdpa", "query", "output"])
-def test_the_gradient_of_latent_attentions_gate_is_that_of_the_straight_lines(build, token_ids, straight_line, place):
-    # No experts: the choice of them is not smooth.
+def test_the_gradient_of_a_gate_on_latent_attention_equals_that_of_the_straight_lines(
+    build, token_ids, straight_line, place
+):
+    # Without experts, because their choice is not smooth.
     model = double(build("kimi_linear", mlp_layer_types=["dense"] * 4, **gate(place)))
     name, tensor = next(iter(gate_tensors(model).items()))
     model(token_ids).logits.square().mean().backward()
@@ -163,7 +165,7 @@ def test_generation_is_the_same_cached_uncached_and_left_padded(build, token_ids
 
 @torch.no_grad()
 @EVERY_PLACE
-def test_implementations_of_attention_may_change_and_weights_are_recorded(build, token_ids, place):
+def test_the_attention_implementation_may_change_and_attention_weights_are_recorded(build, token_ids, place):
     model = build(**gate(place))
     expected = model(token_ids).logits
     assert model.config._attn_implementation == "sdpa"
@@ -177,7 +179,7 @@ def test_implementations_of_attention_may_change_and_weights_are_recorded(build,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("backbone", "place"), [("kimi_linear", "sdpa"), ("llama", "query")])
-def test_it_compiles_as_one_graph_in_its_first_call(build, token_ids, backbone, place):
+def test_a_gated_model_compiles_to_one_graph_in_its_first_call(build, token_ids, backbone, place):
     torch.compiler.reset()
     model = build(backbone, **gate(place, "elementwise"))
     compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
@@ -189,7 +191,7 @@ def test_it_compiles_as_one_graph_in_its_first_call(build, token_ids, backbone, 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @EVERY_PLACE
-def test_gradient_checkpointing_leaves_gradients_as_they_are(build, token_ids, place, use_reentrant):
+def test_gradient_checkpointing_does_not_change_gradients(build, token_ids, place, use_reentrant):
     model = build(**gate(place)).train()
     expected = gradients(model, token_ids)
     assert gate_tensors(model).keys() <= expected.keys()
@@ -199,7 +201,7 @@ def test_gradient_checkpointing_leaves_gradients_as_they_are(build, token_ids, p
 
 @torch.no_grad()
 @EVERY_PLACE
-def test_it_is_copied_pickled_saved_and_loaded(build, token_ids, tmp_path, place):
+def test_a_gated_model_can_be_copied_pickled_saved_and_loaded(build, token_ids, tmp_path, place):
     fields = gate(place, attention_gate_scale="double")
     model = build(**fields)
     model.save_pretrained(tmp_path)
@@ -213,22 +215,23 @@ def test_it_is_copied_pickled_saved_and_loaded(build, token_ids, tmp_path, place
         gates = gate_tensors(again)
         assert gates.keys() == gate_tensors(model).keys()
         for tensor in gates.values():
-            tensor.zero_()  # of its own
+            tensor.zero_()  # a copy must not share tensors with the model
     assert torch.equal(model(token_ids).logits, expected)
 
 
-def test_without_a_gate_a_configuration_does_not_mention_it():
+def test_a_configuration_without_a_gate_does_not_hold_its_fields():
     assert GATE_FIELDS.keys().isdisjoint(AutoConfig.for_model("attnres_llama", **LLAMA).to_dict())
 
 
 def project_twice(model: PreTrainedModel, place: str) -> None:
-    """Double what the projection of a place makes: where each gate is 1/2, this is the model without gates."""
+    """Double the output of the gated projections: where each gate is 1/2, this gives the model without gates."""
     names = {"value": ["v_proj"], "query": ["q_proj", "q_b_proj"], "key": ["k_proj"]}.get(place, ["o_proj", "dense"])
     for module in model.modules():
         if isinstance(module, GatedAttention):
             projection = next(getattr(module, name) for name in names if getattr(module, name, None) is not None)
             projection.weight.mul_(2)
-            if projection.bias is not None and place != "sdpa":  # the gate stands before it
+            # At "sdpa" the gate comes before the projection, so the bias is not gated.
+            if projection.bias is not None and place != "sdpa":
                 projection.bias.mul_(2)
 
 
@@ -243,7 +246,7 @@ BACKBONES = [
 @torch.no_grad()
 @EVERY_PLACE
 @pytest.mark.parametrize("case", BACKBONES)
-def test_every_backbone_has_its_gate_in_its_place_or_refuses_it(backbones, case, place):
+def test_every_backbone_gates_a_place_or_refuses_it(backbones, case, place):
     fields = {"num_hidden_layers": 4} | ({"layer_types": None} if case.startswith("gemma") else {})
     fields |= {"layer_types": ["linear_attention", "full_attention"] * 2} if case == "kimi_linear" else {}
     fields |= {"no_rope_layers": [1, 0, 1, 0]} if case == "smollm3" else {}
@@ -297,7 +300,7 @@ def test_every_backbone_has_its_gate_in_its_place_or_refuses_it(backbones, case,
         ),
     ],
 )
-def test_values_that_make_no_sense_are_refused_in_one_line(fields, message):
+def test_values_that_are_not_allowed_are_refused_in_one_line(fields, message):
     with pytest.raises(ValueError) as error:
         AutoConfig.for_model("attnres_llama", **LLAMA | fields)
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
@@ -312,11 +315,11 @@ def test_a_factor_of_a_whole_head_is_refused_where_a_norm_undoes_it(backbones, p
     with pytest.raises(ValueError, match=f"`attention_gate_granularity` is 'headwise', .* {place[0]}_norm undoes"):
         backbones.build_member("qwen3", **gate(place, "headwise"))
     backbones.build_member("qwen3", **gate(place, "headwise", attention_gate_form="add"))
-    backbones.build_member("olmo2", **gate(place, "headwise"))  # its norm is that of all heads together
+    backbones.build_member("olmo2", **gate(place, "headwise"))  # its norm is over all heads together
 
 
 @pytest.mark.parametrize(("place", "width"), [("sdpa", 48), ("value", 24), ("output", 32)])
-def test_it_costs_the_product_with_its_weight_and_no_other(build, token_ids, place, width):
+def test_a_gate_costs_only_the_product_with_its_weight(build, token_ids, place, width):
     counts = []
     for fields in ({}, gate(place)):
         with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -327,7 +330,7 @@ def test_it_costs_the_product_with_its_weight_and_no_other(build, token_ids, pla
 
 @torch.no_grad()
 @EVERY_PLACE
-def test_adapters_of_all_linear_layers_merge_into_it(build, token_ids, place):
+def test_adapters_of_all_linear_layers_merge_into_a_gate(build, token_ids, place):
     peft = pytest.importorskip("peft")
     model = build(**gate(place))
     before = model(token_ids).logits
@@ -340,7 +343,7 @@ def test_adapters_of_all_linear_layers_merge_into_it(build, token_ids, place):
     torch.testing.assert_close(adapted.merge_and_unload()(token_ids).logits, expected, rtol=0, atol=1e-4)
 
 
-def test_under_tensor_parallelism_it_divides_as_its_projection():
+def test_tensor_parallelism_divides_a_gate_like_its_projection():
     plans = {}
     for place, granularity in (form[1:] for form in FORMS if form[0] == "llama"):
         config = AutoConfig.for_model("attnres_llama", **LLAMA | gate(place, granularity))

@@ -1,4 +1,4 @@
-"""Attention residuals with switches set: what they read, written out from the equations, and where they start."""
+"""Attention residuals with switches: their reads against the equations, retrofits, and refused values."""
 
 import math
 from unittest import mock
@@ -16,7 +16,7 @@ from attnres.training.monitor import depth_attention_summary
 
 from .connections import BACKBONES, assert_reads, build, build_start, connections_of, difference, double
 
-EPS = 0.1  # that one can see
+EPS = 0.1  # large enough to matter
 SINGLE = [
     {"query": "input_dependent"},
     {"query": "none"},
@@ -47,11 +47,11 @@ def text(value) -> str:
 
 
 def sheet(weights: list[dict[str, Tensor]], config):
-    """`read`: what the sublayer after `v_0 .. v_{l-1}` reads, source by source and head by head.
+    """Return `read`, which computes the input of the sublayer after `v_0 .. v_{l-1}`, source by source, head by head.
 
     `logit_i = q . k_i`, `q = w` or `W x`, `k = g * s / rms(s)` or `s`, or a trained number; plus log(outputs); softmax
     or sigmoids; values `s` or `s / rms(s)`; blocks `sum v`, or `sum v / rms(v)` when finished; with a gate the
-    stream plus gamma times all that.
+    stream plus gamma times this result.
     """
     switch = {name: getattr(config, f"attn_res_{name}") for name in ("block_size", "scale")}
     switch |= {field.removeprefix("attn_res_"): getattr(config, field) for field in SWITCHES}
@@ -97,7 +97,7 @@ def sheet(weights: list[dict[str, Tensor]], config):
 
 
 def weights_of(model) -> list[dict[str, Tensor]]:
-    """The tensors of every sublayer in turn and of the output; their names in the model are part of its files."""
+    """Return the tensors of the sublayers in order and of the output, by their names in saved files."""
     tensors, result = model.state_dict(), []
     places = [
         f"layers.{i}.{name}" for i in range(len(model.model.layers)) for name in ("self_attention_res", "mlp_res")
@@ -112,17 +112,17 @@ def weights_of(model) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize("block_size", [1, 3])
 @pytest.mark.parametrize("switches", SINGLE + SEVERAL, ids=text)
 @pytest.mark.parametrize("case", BACKBONES)
-def test_sublayers_read_what_the_equations_say(backbones, case, switches, block_size):
+def test_sublayers_read_by_the_equations(backbones, case, switches, block_size):
     scale = "sum" if switches in SEVERAL or "activation" in switches else "mean"
     fields = {"attn_res_block_size": block_size, "attn_res_scale": scale, "rms_norm_eps": EPS}
     model = double(build(backbones, case, "attn_res", **fields, **named(switches)))
     assert {type(connection) for connection in connections_of(model)} == {SwitchedAttnRes}
     standard = double(backbones.build(case, rms_norm_eps=EPS))
-    # Delta attention, cached, is in float32.
+    # With a cache, delta attention is in float32.
     assert_reads(backbones, model, standard, sheet(weights_of(model), model.config), cached=1e-4)
 
 
-def test_every_switch_matters_and_without_one_it_is_the_plain_form(backbones):
+def test_every_switch_changes_reads_and_without_switches_the_plain_class_is_used(backbones):
     assert {field for switches in SINGLE for field in named(switches)} == SWITCHES.keys()
     plain = build(backbones, "llama", "attn_res", attn_res_block_size=3, **SWITCHES)
     assert {type(connection) for connection in connections_of(plain)} == {AttnRes}
@@ -135,7 +135,7 @@ def test_every_switch_matters_and_without_one_it_is_the_plain_form(backbones):
 
 @pytest.mark.parametrize("block_size", [1, 3])
 @pytest.mark.parametrize("switches", SEVERAL, ids=text)
-def test_derivatives_of_a_chain_of_reads_and_writes_are_those_of_finite_differences(backbones, switches, block_size):
+def test_derivatives_of_a_chain_of_reads_and_writes_equal_finite_differences(backbones, switches, block_size):
     fields = {"attn_res_block_size": block_size, "hidden_size": 8, "num_hidden_layers": 2, **named(switches)}
     config = backbones.member_config("llama", **fields)
     connections = [SwitchedAttnRes(config, sublayer).double() for sublayer in range(5)]
@@ -150,7 +150,7 @@ def test_derivatives_of_a_chain_of_reads_and_writes_are_those_of_finite_differen
             named = {name: tensors.pop(0) for name, _ in connection.named_parameters()}
             read, _, state = torch.func.functional_call(connection, named, (state, norm))
             inputs.append(read)
-            state = connection.write(state, torch.sin(read + len(inputs)))  # what is written depends on what is read
+            state = connection.write(state, torch.sin(read + len(inputs)))  # the output depends on the input
         return torch.stack(inputs)
 
     assert torch.autograd.gradcheck(chain, (embedding, *own))
@@ -158,7 +158,7 @@ def test_derivatives_of_a_chain_of_reads_and_writes_are_those_of_finite_differen
 
 @torch.no_grad()
 @pytest.mark.parametrize("switches", SINGLE + SEVERAL, ids=text)
-def test_replayed_on_one_hot_outputs_it_gives_the_matrix_of_what_each_output_counts(backbones, switches):
+def test_replaying_reads_and_writes_on_one_hot_outputs_gives_the_mixing_matrix(backbones, switches):
     model = double(build(backbones, "llama", "attn_res", attn_res_block_size=3, **named(switches)))
     connections, reads, outputs = connections_of(model), [], []
     forward, write = SwitchedAttnRes.forward, SwitchedAttnRes.write
@@ -210,7 +210,7 @@ def test_depth_attentions_are_the_weights_of_all_sources(backbones, switches):
 def test_a_retrofit_starts_as_the_standard_model_or_is_refused(backbones, switches, gated):
     standard, token_ids = backbones.build("llama"), backbones.token_ids()
     if switches == {"gated": True} and not gated:
-        return  # the plain form
+        return  # this is the plain form
     switches = switches | {"gated": gated}
     inexact = [
         field
@@ -265,7 +265,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("switches", "message"), REFUSED, ids=text)
-def test_what_makes_no_sense_is_refused_in_one_line(backbones, switches, message):
+def test_switches_that_are_not_allowed_are_refused_in_one_line(backbones, switches, message):
     for refuse in (
         lambda: backbones.member_config("llama", **named(switches)),
         lambda: retrofit(backbones.build("llama"), **named(switches)),
@@ -276,8 +276,8 @@ def test_what_makes_no_sense_is_refused_in_one_line(backbones, switches, message
 
 
 @torch.no_grad()
-def test_where_the_place_of_a_layer_counts_none_can_be_removed(backbones):
+def test_layers_cannot_be_removed_where_a_switch_needs_their_index(backbones):
     model = build(backbones, "llama", "attn_res", attn_res_count_prior=True, attn_res_block_size=3)
     model.model.layers = model.model.layers[:3]
-    with pytest.raises(ValueError, match="sublayer 10 reads 5 sources, and there are 3"):
+    with pytest.raises(ValueError, match="sublayer 10 reads 5 sources, but there are 3"):
         model(backbones.token_ids())

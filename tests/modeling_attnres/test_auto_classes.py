@@ -1,4 +1,4 @@
-"""After `import attnres`, the Auto classes of `transformers` know the family: by directory and by configuration."""
+"""After `import attnres`, the Auto classes of `transformers` load the family by directory and by configuration."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_auto_config_makes_a_configuration_by_model_type():
 
 
 @pytest.mark.parametrize(("auto_class", "model_class"), AUTO_CLASSES)
-def test_from_pretrained_gives_the_class_and_the_weights_of_a_saved_model(
+def test_from_pretrained_returns_the_class_and_the_weights_of_a_saved_model(
     auto_class, model_class, tiny_config, token_ids, tmp_path
 ):
     torch.manual_seed(0)
@@ -75,7 +75,7 @@ def test_from_pretrained_takes_overrides_of_the_configuration(tiny_model, tmp_pa
 
 @pytest.mark.parametrize("model_class", [AttnResModel, AttnResForCausalLM, AttnResForSequenceClassification])
 def test_attention_and_experts_run_on_the_same_implementation_as_in_kimi_linear(model_class, tiny_config, monkeypatch):
-    # `transformers` remembers on the class what a model can set; a Kimi Linear model made before must not matter.
+    # `transformers` caches on the class whether it can set experts; earlier tests must not matter.
     for ancestor in model_class.__mro__:
         for remembered in [name for name in vars(ancestor) if name.endswith("_cached_value")]:
             monkeypatch.delattr(ancestor, remembered)

@@ -1,4 +1,4 @@
-"""Checkpoints on every backbone: the layout is the backbone's own plus the AttnRes tensors, and what is saved loads."""
+"""Checkpoints on every backbone: they have the backbone's layout and the AttnRes tensors, and load back."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 
 
 def on_disk(folder: Path) -> dict[str, Tensor]:
-    """All tensors in the safetensors files of a directory."""
+    """Return all tensors in the safetensors files of a directory."""
     tensors = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -35,7 +35,7 @@ def on_disk(folder: Path) -> dict[str, Tensor]:
 
 @pytest.fixture
 def save(tmp_path) -> Callable[..., Path]:
-    """`save(model, dtype)`: the directory of shards that a model is saved to, in this dtype."""
+    """Return `save(model, dtype)`, which saves a model in shards in this dtype, and returns the directory."""
 
     def to_disk(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> Path:
         folder = tmp_path / type(model).__name__
@@ -112,7 +112,7 @@ def test_the_names_of_the_attn_res_tensors_are_those_of_the_released_weights(bac
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", ["llama", "gemma3_text", "gpt_neox", "mixtral"])
-def test_what_one_head_saved_loads_into_the_others(backbones, save, case):
+def test_a_checkpoint_of_one_head_loads_into_the_others(backbones, save, case):
     model, token_ids = backbones.build_member(case, attn_res_block_size=3), backbones.token_ids()
     folder = save(model)
     base = AutoModel.from_pretrained(folder)
@@ -127,7 +127,7 @@ def test_what_one_head_saved_loads_into_the_others(backbones, save, case):
 
 
 @pytest.mark.parametrize("case", ["deepseek_v3", "kimi_linear", "mixtral", "qwen3_moe"])
-def test_what_the_backbone_keeps_in_float32_stays_in_float32(backbones, save, case):
+def test_tensors_that_the_backbone_keeps_in_float32_stay_in_float32(backbones, save, case):
     def kept(model: PreTrainedModel) -> set[str]:
         loaded = type(model).from_pretrained(save(model), dtype=torch.bfloat16)
         return {name for name, tensor in loaded.state_dict().items() if tensor.dtype == torch.float32}
@@ -142,7 +142,7 @@ def test_what_the_backbone_keeps_in_float32_stays_in_float32(backbones, save, ca
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", ["llama", "gemma3_text", "gpt_neox", "mixtral"])
-def test_wherever_its_parts_are_placed_the_model_computes_the_same(backbones, save, case, tmp_path):
+def test_the_placement_of_parts_does_not_change_the_result(backbones, save, case, tmp_path):
     model, token_ids = backbones.build_member(case, attn_res_block_size=3), backbones.token_ids()
     expected, folder = model(token_ids).logits, save(model)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(folder, device_map="cpu")(token_ids).logits, expected)

@@ -31,18 +31,18 @@ def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]
     assert actual.keys() == expected.keys()
     scale = max(gradient.abs().max().item() for gradient in expected.values())
     for name, gradient in actual.items():
-        # A softmax cancels some biases of its keys: their gradients are rounding, far below those of the whole model.
+        # A softmax cancels some key biases: their gradients are rounding errors, far below those of the other tensors.
         tolerance = relative * max(expected[name].abs().max().item(), 1e-3 * scale)
         assert (gradient - expected[name]).abs().max() <= tolerance, name
 
 
 @every_form
-def test_every_parameter_learns_and_the_first_query_has_nothing_to_learn(backbones, case):
+def test_every_parameter_but_the_first_query_gets_a_gradient(backbones, case):
     model = backbones.build_member(case, attn_res_block_size=3)
     found = gradients(model, backbones.token_ids())
     assert found.keys() == dict(model.named_parameters()).keys()
     for name in residual_tensors(model):
-        # The first sublayer has one source: its weight is one whatever the query.
+        # The first sublayer has one source, whose weight is one for any query.
         first = "layers.0.self_attention_res" in name or "layers.0.parallel_res" in name
         assert (found[name].abs().max() > 1e-6) != first, name
 
@@ -67,8 +67,8 @@ def test_checkpointing_gives_the_same_gradients_and_records_the_same(backbones, 
 
 
 @pytest.mark.parametrize("case", ["gpt_neox", "phi3"])
-def test_dropout_is_that_of_the_backbone(backbones, case):
-    """With the same random numbers, the standard connection drops the same elements, in evaluation none."""
+def test_dropout_equals_that_of_the_backbone(backbones, case):
+    """The standard connection drops the same elements with the same random numbers; in eval mode, none."""
     token_ids = backbones.token_ids()
     logits = []
     for model in (backbones.build(case), backbones.build_member(case, residual_connection="standard")):
@@ -84,7 +84,7 @@ def test_dropout_is_that_of_the_backbone(backbones, case):
 
 @pytest.fixture
 def trainer(tmp_path) -> Callable[[nn.Module, Dataset], Trainer]:
-    """`trainer(model, dataset)`: for two steps on the CPU, with nothing reported and nothing saved."""
+    """Return `trainer(model, dataset)`: a `Trainer` for two steps on the CPU that reports and saves nothing."""
 
     def make(model: nn.Module, dataset: Dataset) -> Trainer:
         arguments = TrainingArguments(
@@ -139,7 +139,7 @@ def test_trainer_trains_a_classifier(backbones, trainer):
 
 @pytest.fixture
 def compiled() -> Iterator[Callable]:
-    """`compiled(function, backend)`: compiled as one graph; a graph break is an error."""
+    """Return `compiled(function, backend)`, which compiles to one graph; a graph break is an error."""
     torch._dynamo.reset()
     yield lambda function, backend: torch.compile(function, fullgraph=True, backend=backend)
     torch._dynamo.reset()

@@ -1,7 +1,7 @@
 """The family on every backbone: Auto classes, the equations, recorded outputs, generation, configurations.
 
-That a retrofit keeps a backbone's function is the matter of `tests/conversion`; checkpoints, training and new backbones
-have files of their own, `test_backbone_*.py`.
+`tests/conversion` tests retrofits; `test_backbone_*.py` and `test_add_backbone.py` test checkpoints, training and new
+backbones.
 """
 
 import copy
@@ -42,7 +42,7 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("backbone", sorted(BACKBONES))
-def test_the_auto_classes_know_every_member(backbones, backbone):
+def test_the_auto_classes_find_every_model(backbones, backbone):
     config = backbones.member_config(backbone)
     assert config.model_type == ("attnres" if backbone == "kimi_linear" else f"attnres_{backbone}")
     for auto_class, suffix in AUTO_CLASSES.items():
@@ -72,10 +72,10 @@ def test_a_class_is_named_after_that_of_its_backbone():
 
 
 def queries_and_norms(model) -> tuple[list[Tensor], list[Tensor]]:
-    """`w_l` and `g_l` of every sublayer in turn, and of the output."""
+    """Return `w_l` and `g_l` of the sublayers in order, and of the output."""
     tensors = residual_tensors(model)
     names = [name.removesuffix("_proj.weight") for name in tensors if name.endswith("_proj.weight")]
-    # A module's own tensors come before those of its layers.
+    # The decoder's tensors for the output come before those of its layers.
     names.sort(key=lambda name: "output_attn_res" in name)
     return [tensors[f"{name}_proj.weight"][0] for name in names], [tensors[f"{name}_norm.weight"] for name in names]
 
@@ -85,7 +85,7 @@ def queries_and_norms(model) -> tuple[list[Tensor], list[Tensor]]:
 @pytest.mark.parametrize("block_size", [1, 2, 3])
 @pytest.mark.parametrize("case", FORMS)
 def test_every_form_of_a_decoder_follows_the_equations(backbones, case, block_size, scale):
-    # An epsilon that one can see.
+    # An epsilon large enough to matter.
     eps = {"layer_norm_eps" if case == "gpt_neox" else "rms_norm_eps": 0.1}
     model = backbones.build_member(case, attn_res_block_size=block_size, attn_res_scale=scale, **eps)
     standard, token_ids = backbones.build(case, **eps), backbones.token_ids()
@@ -100,14 +100,14 @@ def test_every_form_of_a_decoder_follows_the_equations(backbones, case, block_si
     assert relative_difference(torch.cat([first.logits, last.logits], dim=1), expected) <= 1e-4
 
 
-def test_the_sublayers_of_a_layer_are_those_of_its_form(backbones):
+def test_each_form_of_a_layer_has_its_sublayers(backbones):
     layers = backbones.COMMON["num_hidden_layers"]
     for case, sublayers in (("llama", 2 * layers), ("gpt_neox", 8), ("gpt_neox, sequential", 2 * layers)):
         assert backbones.member_config(case).num_sublayers == sublayers
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_standard_connection_is_the_backbone_to_the_last_bit(backbones, case):
+def test_the_standard_connection_equals_the_backbone_to_the_last_bit(backbones, case):
     standard, token_ids = backbones.build(case), backbones.token_ids()
     model = backbones.build_member(case, residual_connection="standard")
     assert list(model.state_dict()) == list(standard.state_dict())
@@ -174,7 +174,7 @@ def test_the_base_model_and_the_classifier_record_the_same(backbones, case):
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", ["deepseek_v3", "mixtral", "qwen3_moe"])
-def test_router_logits_and_their_loss_are_those_of_the_backbone(backbones, case):
+def test_router_logits_and_their_loss_equal_those_of_the_backbone(backbones, case):
     token_ids = backbones.token_ids()
     if case == "deepseek_v3" and release < Version("5.19"):
         pytest.skip("DeepSeek-V3 of this transformers returns no router logits")
@@ -200,8 +200,8 @@ def test_a_misspelt_argument_of_generate_is_refused(backbones, case):
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", ["llama", "olmo2", "gemma3_text", "granite", "mixtral"])
-def test_the_first_layers_alone_can_draft_what_the_whole_model_verifies(backbones, case):
-    """`transformers` runs fewer layers for it, by a smaller `num_hidden_layers` of the configuration."""
+def test_the_first_layers_can_draft_tokens_that_the_whole_model_verifies(backbones, case):
+    """For a draft, `transformers` runs fewer layers by a smaller `num_hidden_layers` in the configuration."""
     if case in ("gemma3_text", "mixtral") and release < Version("5.19"):
         pytest.skip("with this transformers it fails for the backbone itself, in the masks of its sliding windows")
     model, token_ids = backbones.build_member(case, attn_res_block_size=3), backbones.token_ids()[:1]
@@ -215,7 +215,7 @@ def test_the_first_layers_alone_can_draft_what_the_whole_model_verifies(backbone
     assert torch.equal(model.generate(token_ids, assistant_early_exit=2, **options), expected)
 
 
-def test_a_loss_function_of_ones_own_is_called_as_for_a_backbone(backbones):
+def test_a_custom_loss_function_is_called_as_for_a_backbone(backbones):
     model, token_ids = backbones.build_member("llama"), backbones.token_ids()
     model.loss_function = lambda logits, labels, vocab_size: logits.sum()
     outputs = model(token_ids, labels=token_ids)
@@ -261,7 +261,7 @@ def test_the_implementation_of_attention_can_be_chosen(backbones, case, monkeypa
 def test_a_model_can_be_copied_and_pickled(backbones, case):
     model, token_ids = backbones.build_member(case), backbones.token_ids()
     pickled = pickle.dumps(model)
-    expected = model(token_ids, **RECORD)  # installs hooks: a deep copy takes them along, as it does for a backbone
+    expected = model(token_ids, **RECORD)  # installs hooks, which a deep copy copies, as for a backbone
     for other in (copy.deepcopy(model), pickle.loads(pickled)):
         assert type(other) is type(model)
         found = other(token_ids, **RECORD)
@@ -284,7 +284,7 @@ def test_a_configuration_reads_back_equal(backbones, case, tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_configuration_of_the_backbone_is_read_whole_and_without_a_warning(backbones, case, tmp_path, caplog):
+def test_a_configuration_of_the_backbone_is_read_completely_and_without_a_warning(backbones, case, tmp_path, caplog):
     standard = backbones.build(case).config
     standard.save_pretrained(tmp_path)
     config_class = type(backbones.member_config(case))
@@ -313,7 +313,7 @@ def test_a_configuration_of_the_backbone_is_read_whole_and_without_a_warning(bac
         ("residual_connection", "hyper", f"one of {', '.join(map(repr, CONNECTIONS))}"),
     ],
 )
-def test_a_wrong_field_is_refused_wherever_it_comes_from(backbones, case, field, value, allowed, tmp_path):
+def test_a_wrong_field_is_refused_however_it_was_set(backbones, case, field, value, allowed, tmp_path):
     config = backbones.member_config(case)
     message = f"`{field}` is {value!r}, but must be {allowed}."
 

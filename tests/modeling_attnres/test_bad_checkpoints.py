@@ -23,14 +23,14 @@ def loader(request) -> type:
 
 @pytest.fixture
 def whole(tiny_model, tmp_path) -> Path:
-    """A good checkpoint in one file."""
+    """Save a good checkpoint in one file, and return its folder."""
     tiny_model().save_pretrained(tmp_path / "whole")
     return tmp_path / "whole"
 
 
 @pytest.fixture
 def sharded(tiny_model, tmp_path) -> Path:
-    """A good checkpoint in about ten shards."""
+    """Save a good checkpoint in about ten shards, and return its folder."""
     tiny_model().save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
     return tmp_path / "sharded"
 
@@ -42,7 +42,7 @@ def checkpoint(request) -> Path:
 
 @pytest.fixture
 def change(checkpoint) -> Callable[..., Path]:
-    """`change(name=tensor, ...)`: the checkpoint with these tensors changed, or removed if `None`."""
+    """Return `change`, which returns the checkpoint with the given tensors replaced, or removed if `None`."""
 
     def edit(changes: dict[str, torch.Tensor | None]) -> Path:
         for path in checkpoint.glob("*.safetensors"):
@@ -67,7 +67,7 @@ def test_missing_tensors_are_named(change, loader, missing):
 
 
 @pytest.mark.parametrize("head", [AutoModel, AttnResForSequenceClassification])
-def test_missing_tensors_are_named_by_the_other_heads(change, head):
+def test_the_other_heads_name_missing_tensors_too(change, head):
     folder = change({QUERY: None})
     with pytest.raises(ValueError, match="missing: ") as error:
         head.from_pretrained(folder)
@@ -133,14 +133,14 @@ def test_a_bad_tensor_is_named_when_it_is_offloaded_to_disk(change, loader, tmp_
 
 
 def truncate(path: Path, size: int) -> Path:
-    """Cut the file to its first `size` bytes, or if negative, by that many."""
+    """Cut a file to its first `size` bytes; cut off `-size` bytes if `size` is negative."""
     content = path.read_bytes()
     path.write_bytes(content[:size])
     assert path.stat().st_size < len(content)
     return path
 
 
-# In the header's length, in the header, in the last tensor, in all tensors but a few.
+# The cut is in the header's length, in the header, in the last tensor, after a few tensors.
 SIZES = [0, 4, 8, 300, -1, -20_000]
 
 
@@ -176,7 +176,9 @@ def test_a_missing_shard_is_named(sharded, loader):
         loader.from_pretrained(sharded)
 
 
-def test_attn_res_tensors_that_a_standard_model_has_no_place_for_are_reported(checkpoint, loader, tiny_model, caplog):
+def test_attn_res_tensors_loaded_into_a_standard_model_are_reported_as_unexpected(
+    checkpoint, loader, tiny_model, caplog
+):
     model, report = loader.from_pretrained(checkpoint, residual_connection="standard", output_loading_info=True)
     assert set(report["unexpected_keys"]) == set(residual_tensors(tiny_model()))
     assert not residual_tensors(model)
@@ -191,7 +193,7 @@ def test_a_good_checkpoint_is_loaded_without_a_report(change, loader, caplog):
     assert "LOAD REPORT" not in caplog.text
 
 
-def test_a_misshapen_tensor_is_initialised_anew_where_that_is_asked_for(change, loader):
+def test_ignore_mismatched_sizes_initialises_a_misshapen_tensor(change, loader):
     folder = change({NORM: torch.full((31,), 2.0)})
     model = loader.from_pretrained(folder, ignore_mismatched_sizes=True)
     assert torch.equal(residual_tensors(model)[NORM], torch.ones(32))

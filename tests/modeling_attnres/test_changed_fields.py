@@ -1,4 +1,4 @@
-"""Fields that make a checkpoint another function than was saved are warned of by name; all others load silently."""
+"""A field that changes the function of a checkpoint causes a warning that names it; other fields load silently."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from attnres.residual_attnres import FamilyWarning, residual_tensors
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, tiny_model, backbones) -> Path:
-    """Saved models: trained ones of both layouts, one with a gate, a retrofit that is not trained, its source."""
+    """Save models: trained hybrid, Llama, gated and dynamic models, an untrained retrofit, and its source."""
     folder = tmp_path_factory.mktemp("models")
     tiny_model(attn_res_block_size=3).save_pretrained(folder / "hybrid")
     backbones.build_member("llama", attn_res_block_size=3).save_pretrained(folder / "llama")
@@ -48,7 +48,7 @@ def warnings_of(folder: Path, **fields) -> list[str]:
         ("llama", "attn_res_scale", "mean", "sum"),
         ("llama", "attn_res_key_norm", True, False),
         ("llama", "residual_connection", "attn_res", "standard"),
-        ("dynamic", "hyper_connections_dynamic", True, False),  # what is left of its tensors is at its start
+        ("dynamic", "hyper_connections_dynamic", True, False),  # its remaining tensors have their initial values
         ("llama", "attention_gate", None, "sdpa"),
         ("retrofit", "attention_gate", None, "output"),
         ("gated", "attention_gate", "sdpa", None),
@@ -62,7 +62,7 @@ def test_a_field_that_changes_the_function_is_named_with_both_values(folders, na
     assert str(folders / name) in message
 
 
-def test_so_it_is_if_a_configuration_is_given(folders):
+def test_a_changed_field_of_a_given_configuration_is_named_too(folders):
     config = AutoConfig.from_pretrained(folders / "hybrid")
     config.attn_res_block_size = 2
     (message,) = warnings_of(folders / "hybrid", config=config)
@@ -79,17 +79,17 @@ def test_so_it_is_if_a_configuration_is_given(folders):
         ("retrofit", {"attn_res_block_size": 2}),  # at zero queries a block is only a sum of sums
     ],
 )
-def test_a_field_that_does_not_is_not(folders, name, fields):
+def test_a_field_that_keeps_the_function_causes_no_warning(folders, name, fields):
     assert warnings_of(folders / name, **fields) == []
 
 
-def test_nor_is_a_backbones_checkpoint_that_begins_anew(folders):
+def test_a_backbones_checkpoint_causes_no_warning(folders):
     with warnings.catch_warnings():
         warnings.simplefilter("error", FamilyWarning)
         AttnResLlamaForCausalLM.from_pretrained(folders / "source", attn_res_block_size=2)
 
 
-def test_a_gate_that_the_weights_do_not_hold_is_named(folders, tmp_path):
+def test_a_gate_without_weights_in_the_checkpoint_is_named(folders, tmp_path):
     shutil.copytree(folders / "llama", tmp_path, dirs_exist_ok=True)
     fields = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(fields | {"attention_gate": "sdpa"}))
@@ -105,15 +105,15 @@ def test_a_field_of_another_version_is_named(folders, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(fields))
     messages = warnings_of(tmp_path)
     assert {message.split("`")[1] for message in messages} == {"attn_res_temperature", "mhc_rank"}
-    assert any("(2.0) is no field of this version" in message for message in messages)
+    assert any("(2.0) is not a field of this version" in message for message in messages)
 
 
-def test_a_misspelt_field_is_named_with_the_one_that_was_meant():
+def test_a_misspelt_field_is_named_with_the_right_spelling():
     with pytest.warns(FamilyWarning, match="`attn_res_blocksize`.*Did you mean `attn_res_block_size`"):
         AttnResConfig(attn_res_blocksize=2)
 
 
-def test_the_fields_of_every_backbone_are_known(backbones):
+def test_no_field_of_a_backbone_causes_a_warning(backbones):
     with warnings.catch_warnings():
         warnings.simplefilter("error", FamilyWarning)
         for case in backbones.CASES:

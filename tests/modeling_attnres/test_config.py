@@ -1,4 +1,4 @@
-"""A wrong configuration is refused with a `ValueError` that names the field, its value and what is allowed."""
+"""A wrong configuration is refused with a `ValueError` that names the field, its value and the allowed values."""
 
 import json
 
@@ -9,7 +9,7 @@ from attnres.attention_gate_attnres import GATE_FIELDS
 
 BUILT_IN = dict(CONNECTIONS)  # tests add others
 
-# The messages below are matched whole: field, value and what is allowed.
+# Tests match the whole messages: field, value and allowed values.
 BLOCK_SIZE = "`attn_res_block_size` is {!r}, but must be an integer >= 1 (block size in sublayers)."
 SCALE = "`attn_res_scale` is {!r}, but must be one of 'mean', 'sum'."
 CONNECTION = f"`residual_connection` is {{!r}}, but must be one of {', '.join(map(repr, CONNECTIONS))}."
@@ -19,7 +19,8 @@ HEADS = (
     "MLA expands a key and a value for every head."
 )
 GROUPS = (
-    "`n_group` is {!r}, but must be a positive divisor of `num_local_experts` (8) that leaves two or more to a group."
+    "`n_group` is {!r}, but must be a positive divisor of `num_local_experts` (8) with two or more "
+    "experts in each group."
 )
 
 RESIDUAL_FIELDS = [
@@ -64,7 +65,7 @@ BACKBONE_FIELDS = [
 
 
 def wrong(*cases: tuple[str, object, str]) -> pytest.MarkDecorator:
-    """Parametrize a test with `field`, `value` and the `message` that refuses the value."""
+    """Parametrize a test with `field`, `value` and the `message` of the error."""
     return pytest.mark.parametrize(
         ("field", "value", "message"), cases, ids=[f"{field}={value!r}" for field, value, _ in cases]
     )
@@ -137,18 +138,18 @@ def test_a_value_that_contains_itself_is_named(tiny_config):
         tiny_config(extra=nested)
     shared: list = [1]
     for _ in range(60):
-        shared = [shared] * 9  # 9 ** 60 places, of 61 lists
+        shared = [shared] * 9  # 61 lists at 9 ** 60 places
     assert tiny_config(extra=shared).extra is shared
 
 
 @pytest.mark.parametrize(("field", "value"), [("num_attention_heads", 0), ("num_hidden_layers", 10**6)])
-def test_so_are_the_sizes_of_another_backbone(field, value):
+def test_wrong_sizes_of_another_backbone_are_refused(field, value):
     with pytest.raises(ValueError, match=f"`{field}` is {value}, but must be an integer"):
         AttnResLlamaConfig(**{field: value})
 
 
-def test_every_field_of_the_family_is_declared_with_a_type_that_its_default_has():
-    """An IDE and the API reference see declarations, and not attributes that are set at run time."""
+def test_the_default_of_every_field_has_the_declared_type():
+    """An IDE and the API reference show declared fields, and not attributes that are set at run time."""
     bases = [base for base in ResidualConfig.__mro__ if base.__module__.startswith("attnres.")]
     types = {name: kind for base in bases for name, kind in vars(base).get("__annotations__", {}).items()}
     fields = {

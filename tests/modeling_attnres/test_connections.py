@@ -1,4 +1,4 @@
-"""Every residual connection of the registry, on two backbones: what models are asked for besides their equation."""
+"""Every residual connection on two backbones: generation, saving, training, dtypes and records."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from .connections import (
     loss_of,
 )
 
-# `attn_res` in its plain forms and `standard` have files of their own.
+# Other files test the plain forms of `attn_res` and `standard`.
 CONNECTIONS = [
     *("denseformer", "highway", "hyper_connections", "identity_hc", "mhc", "mhc_lite", "post_norm"),
     *FORMS,
@@ -36,7 +36,7 @@ every_model, every_retrofit = (
 
 @every_model
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
-def test_with_a_cache_it_generates_what_it_does_without(backbones, case, connection, options):
+def test_generation_is_the_same_with_and_without_a_cache(backbones, case, connection, options):
     model, token_ids = build(backbones, case, connection), backbones.token_ids()
     options |= {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     generated = [model.generate(token_ids, use_cache=use_cache, **options) for use_cache in (True, False)]
@@ -46,7 +46,7 @@ def test_with_a_cache_it_generates_what_it_does_without(backbones, case, connect
 
 @torch.no_grad()
 @every_model
-def test_saved_it_loads_back_bit_for_bit(backbones, case, connection, tmp_path):
+def test_a_saved_model_loads_back_bit_for_bit(backbones, case, connection, tmp_path):
     model, token_ids = build(backbones, case, connection), backbones.token_ids()
     model.save_pretrained(tmp_path, max_shard_size="40KB")
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -57,7 +57,7 @@ def test_saved_it_loads_back_bit_for_bit(backbones, case, connection, tmp_path):
 
 
 @pytest.mark.slow
-def test_without_the_package_the_code_beside_the_weights_gives_the_same(backbones, run, tmp_path):
+def test_the_code_beside_the_weights_gives_the_same_without_the_package(backbones, run, tmp_path):
     models = {
         f"{case}-{connection}": build(backbones, case, connection) for case in BACKBONES for connection in CONNECTIONS
     }
@@ -74,7 +74,7 @@ def test_without_the_package_the_code_beside_the_weights_gives_the_same(backbone
             expected = model(token_ids, output_hidden_states=True)
         assert there["class"][0].startswith("transformers_modules.") and there["report"] == {}
         for logits in (there["logits"], there["again"]):
-            # Delta attention has another form where the package is not installed; how far off depends on the processor.
+            # Without the package, delta attention has another form; the difference depends on the processor.
             assert difference(logits, expected.logits) < 1e-4, name
         assert len(there["hidden_states"]) == len(expected.hidden_states)
         generated = model.generate(token_ids, max_new_tokens=5, do_sample=False, eos_token_id=None)
@@ -90,7 +90,7 @@ def test_checkpointing_gives_the_same_gradients(backbones, case, connection, use
     model, token_ids = build(backbones, case, connection).train(), backbones.token_ids()
     expected = gradients(model, token_ids)
     assert expected.keys() == dict(model.named_parameters()).keys()
-    # The first sublayer has but one source, and a softmax over that no derivative.
+    # The first sublayer has one source, and the softmax over one source is constant.
     first = "model.layers.0.self_attention_res_" if connection in FORMS else "none"
     assert all(expected[name].abs().max() > 1e-6 for name in residual_tensors(model) if not name.startswith(first))
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
@@ -103,8 +103,8 @@ def test_checkpointing_gives_the_same_gradients(backbones, case, connection, use
 
 @every_model
 @pytest.mark.parametrize("how", ["bfloat16", "autocast"])
-def test_in_half_precision_it_computes_and_learns_about_the_same(backbones, case, connection, how):
-    # Without a router, which rounding sends to other experts.
+def test_loss_and_gradients_in_half_precision_are_about_the_same(backbones, case, connection, how):
+    # Without a router, because rounding changes which experts it chooses.
     fields = {"mlp_layer_types": ["dense"] * 5} if case == "kimi_linear" else {}
     model, token_ids = build(backbones, case, connection, **fields).train(), backbones.token_ids()
     expected = loss_of(model, token_ids).detach()
@@ -114,7 +114,7 @@ def test_in_half_precision_it_computes_and_learns_about_the_same(backbones, case
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
         found = gradients(model, token_ids)
         loss = loss_of(model, token_ids).float()
-    # A stream that does not grow with the depth, by norms or by gates, weighs each output and its rounding more.
+    # Norms or gates keep these streams from growing with depth, so each output and its rounding weigh more.
     amplifies = connection not in RETROFITS
     torch.testing.assert_close(loss.detach(), expected, rtol=0.1 if amplifies else 0.05, atol=0)
     assert found.keys() == wide.keys()
@@ -123,7 +123,7 @@ def test_in_half_precision_it_computes_and_learns_about_the_same(backbones, case
     if not amplifies:
         own = residual_tensors(model)
         narrow, expected = (torch.cat([of[name].float().flatten() for name in own]) for of in (found, wide))
-        # By how weights round: that of one model and text is 0.89, and its others are above 0.98.
+        # The similarity depends on how weights round: 0.89 for one model and text, above 0.98 for the others.
         assert torch.cosine_similarity(narrow, expected, dim=0) > 0.85
 
 
@@ -132,7 +132,7 @@ def test_in_half_precision_it_computes_and_learns_about_the_same(backbones, case
 def test_hidden_states_are_the_inputs_of_the_layers_and_the_normed_output(backbones, case, connection):
     model, token_ids, inputs = build(backbones, case, connection), backbones.token_ids(), []
     for norm in (*(layer.input_layernorm for layer in model.model.layers), model.model.norm):
-        if connection == "post_norm" and norm is not model.model.norm:  # the stream goes on from what the norm makes
+        if connection == "post_norm" and norm is not model.model.norm:  # the stream itself is normed
             norm.register_forward_hook(lambda _, args, output: inputs.append(output))
         else:
             norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
@@ -147,7 +147,7 @@ def test_hidden_states_are_the_inputs_of_the_layers_and_the_normed_output(backbo
 @torch.no_grad()
 @every_retrofit
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_made_under_another_default_dtype_it_starts_as_the_standard_model(backbones, case, connection, dtype):
+def test_a_model_made_under_another_default_dtype_starts_as_the_standard_model(backbones, case, connection, dtype):
     logits = []
     for name in (connection, "standard"):
         config = backbones.member_config(case, **fields_of(name))
@@ -160,12 +160,12 @@ def test_made_under_another_default_dtype_it_starts_as_the_standard_model(backbo
         assert {tensor.dtype for tensor in residual_tensors(model).values()} <= {own}
         model.load_state_dict(backbones.build(case).state_dict(), strict=False)
         logits.append(model.float().eval()(backbones.token_ids()).logits)
-    # Sums of blocks round in another order.
+    # Sums of blocks are rounded in another order.
     assert difference(*logits) < (1e-5 if connection in FORMS else 1e-6)
 
 
 @every_model
-def test_made_on_the_meta_device_and_given_memory_it_is_at_its_start(backbones, case, connection):
+def test_a_model_materialised_from_the_meta_device_has_its_initial_values(backbones, case, connection):
     expected = build_start(backbones, case, connection)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(backbones.member_config(case, **fields_of(connection)))
@@ -217,7 +217,7 @@ if sys.argv[3] == "training":
         *((connection, "kimi_linear", "inference") for connection in ("attn_res", "mhc", "attn_res, by head")),
     ],
 )
-def test_the_first_call_of_a_process_may_be_a_compiled_one(backbones, tmp_path, case, connection, mode):
+def test_the_first_call_of_a_process_may_be_compiled(backbones, tmp_path, case, connection, mode):
     fields = {"num_hidden_layers": 2, "hidden_size": 256}
     if case == "kimi_linear":
         fields |= {"layer_types": ["linear_attention", "full_attention"]}
@@ -229,7 +229,7 @@ def test_the_first_call_of_a_process_may_be_a_compiled_one(backbones, tmp_path, 
 
 @torch.no_grad()
 @every_model
-def test_a_mean_in_the_place_of_an_output_is_broadcast(backbones, case, connection):
+def test_a_hook_may_replace_an_output_by_a_mean_that_broadcasts(backbones, case, connection):
     model, token_ids, logits = build(backbones, case, connection), backbones.token_ids(), []
     for shape in (lambda mean, _: mean, lambda mean, output: mean.expand_as(output)):
         hook = model.model.layers[1].mlp.register_forward_hook(

@@ -1,4 +1,4 @@
-"""DenseFormer with static weights: what layers read, rebuilt from the outputs of the sublayers, and where it starts."""
+"""DenseFormer with static weights: reads recomputed from the outputs of the sublayers, start, and refused layers."""
 
 import copy
 
@@ -13,10 +13,10 @@ from .connections import assert_reads, build, build_start, double, loss_of
 
 
 def weighted_stream(weights: list[Tensor], per_layer: int):
-    """`read`: what the sublayer after `v_0 .. v_l` reads, by `Y_i = sum_j a_ij X_j` from all outputs, every time anew.
+    """Return `read`, which computes the input of the sublayer after `v_0 .. v_l` by `Y_i = sum_j a_ij X_j`.
 
-    `X_0 = v_0`, and `X_j = Y_{j-1}` plus the outputs of layer j. Sublayers within a layer read what has been added up
-    there so far. `weights[i - 1]` are `a_i0 .. a_ii`.
+    `X_0 = v_0`, and `X_j = Y_{j-1}` plus the outputs of layer j. Other sublayers of a layer read the stream
+    so far. `weights[i - 1]` are `a_i0 .. a_ii`.
     """
 
     def read(v: list[Tensor]) -> Tensor:
@@ -32,20 +32,20 @@ def weighted_stream(weights: list[Tensor], per_layer: int):
 
 
 def weights_of(model) -> list[Tensor]:
-    """`a_1, a_2, ...`, by length: one for each layer, the last of the output."""
+    """Return `a_1, a_2, ...`: one tensor for each layer but the first, and last that of the output."""
     return sorted((tensor.detach() for tensor in residual_tensors(model).values()), key=len)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["llama", "kimi_linear", "gpt_neox"])  # the last with one sublayer in a layer
-def test_layers_read_averages_of_the_states_after_all_layers_before(backbones, case):
+@pytest.mark.parametrize("case", ["llama", "kimi_linear", "gpt_neox"])  # gpt_neox has one sublayer in a layer
+def test_layers_read_averages_of_the_states_after_all_earlier_layers(backbones, case):
     model, standard = double(build(backbones, case, "denseformer")), double(backbones.build(case))
     weights = weights_of(model)
     assert [len(a) for a in weights] == list(range(2, model.config.num_hidden_layers + 2))
     assert_reads(backbones, model, standard, weighted_stream(weights, 1 if case == "gpt_neox" else 2))
 
 
-def test_the_derivative_of_a_chain_of_reads_and_writes_is_that_of_finite_differences(backbones):
+def test_the_derivative_of_a_chain_of_reads_and_writes_equals_finite_differences(backbones):
     config = backbones.member_config("llama", residual_connection="denseformer", num_hidden_layers=3)
     connections = [DenseFormer(config, sublayer).double() for sublayer in range(7)]
     generator = torch.Generator().manual_seed(0)
@@ -60,7 +60,7 @@ def test_the_derivative_of_a_chain_of_reads_and_writes_is_that_of_finite_differe
             read, _, state = torch.func.functional_call(connection, own, (state,))
             inputs.append(read)
             if i < 6:
-                state = connection.write(state, torch.sin(read + i))  # depends on what is read
+                state = connection.write(state, torch.sin(read + i))  # the output depends on the input
         return torch.stack(inputs)
 
     assert torch.autograd.gradcheck(chain, (embedding, *weights))
@@ -69,7 +69,7 @@ def test_the_derivative_of_a_chain_of_reads_and_writes_is_that_of_finite_differe
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", ["llama", "kimi_linear"])
-def test_it_starts_as_the_standard_model_to_the_last_bit_and_every_weight_learns(backbones, case, dtype):
+def test_a_model_starts_as_the_standard_model_to_the_last_bit_and_every_weight_learns(backbones, case, dtype):
     model, token_ids = build_start(backbones, case, "denseformer").to(dtype), backbones.token_ids()
     standard = build(backbones, case, "standard").to(dtype)
     with torch.no_grad():
@@ -89,7 +89,7 @@ def test_in_bfloat16_an_average_is_rounded_once(backbones):
     exact = sum(a.double() * x.double() for a, x in zip(connection.weight, state))
     read, _, _ = connection(state)
     assert read.dtype is torch.bfloat16
-    # Half a step of bfloat16, and a little of float32 where terms cancel.
+    # Half a step of bfloat16, and a little float32 rounding where terms cancel.
     assert ((read - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
 
 
@@ -98,24 +98,24 @@ def test_a_model_whose_layers_were_removed_is_refused_in_one_line(backbones):
     model = build(backbones, "llama", "denseformer")
     model.model.layers = torch.nn.ModuleList([model.model.layers[i] for i in (0, 1, 3, 4)])
     model.config.num_hidden_layers = 4
-    with pytest.raises(ValueError, match=r"sublayer 4 are for 4 earlier states, and there are 3: .*removed") as error:
+    with pytest.raises(ValueError, match=r"sublayer 4 are for 4 earlier states, but there are 3: .*removed") as error:
         model(backbones.token_ids())
     assert "\n" not in str(error.value)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("order", [(1, 2, 3, 4), (0, 0, 1, 2), (0, 1, 0, 2), (0, 1, 2, 0)])
-def test_a_layer_at_the_place_of_another_is_refused_in_one_line(backbones, order):
+def test_a_moved_layer_is_refused_in_one_line(backbones, order):
     model = build(backbones, "llama", "denseformer")
     model.model.layers = torch.nn.ModuleList(copy.deepcopy(model.model.layers[i]) for i in order)
     model.config.num_hidden_layers = 4
-    token_ids = backbones.token_ids()  # two sequences, which are no two states
-    with pytest.raises(ValueError, match="layers cannot be moved in this model, removed or added"):
+    token_ids = backbones.token_ids()  # a batch of two sequences must not be taken for two states
+    with pytest.raises(ValueError, match="layers of this model cannot be moved, removed or added"):
         model(token_ids)
 
 
 @pytest.mark.parametrize(("change", "is_named"), [(lambda a: a, False), (lambda a: a[0].fill_(1e-3), True)])
-def test_trained_weights_are_told_from_the_start(backbones, change, is_named):
+def test_trained_weights_are_distinguished_from_initial_ones(backbones, change, is_named):
     model = build_start(backbones, "llama", "denseformer")
     tensors = residual_tensors(model)
     with torch.no_grad():

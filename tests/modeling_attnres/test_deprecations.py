@@ -1,4 +1,4 @@
-"""Nothing that the family does by itself uses what `transformers` has deprecated."""
+"""The family uses nothing that `transformers` has deprecated."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ BACKBONES = ["kimi_linear", "llama", "deepseek_v3"]
 
 
 @pytest.mark.parametrize("case", BACKBONES)
-def test_a_model_runs_learns_and_generates_without_a_warning_of_a_name_that_goes(backbones, case, caplog, recwarn):
+def test_a_model_runs_learns_and_generates_without_a_deprecation_warning(backbones, case, caplog, recwarn):
     logging.warning_once.cache_clear()
     logger = logging.get_logger("transformers")
     logger.addHandler(caplog.handler)

@@ -1,4 +1,4 @@
-"""Documents in one row and padding anywhere: the hybrid computes for each document what it computes for it alone."""
+"""Documents in one row and padding anywhere: the model computes the same for each document as for it alone."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -16,9 +16,9 @@ from attnres.delta_attention_attnres import convolve
 
 from ..caches import CACHE
 
-# More than a chunk of delta attention, documents of one token, and borders within a group of four.
+# One document is longer than a chunk of delta attention, one has one token, and borders split groups of four.
 LENGTHS = (7, 1, 70, 3, 2)
-# A document has fewer products to sum than a chunk has: the order of summation differs.
+# Alone, a document sums its products in another order than within a chunk.
 TOLERANCE = 2e-5
 
 
@@ -29,7 +29,7 @@ def model(vivid_model) -> AttnResForCausalLM:
 
 @pytest.fixture(scope="module")
 def dense(vivid_model) -> AttnResForCausalLM:
-    """Without experts, whose choice a rounding can turn."""
+    """Return a model without experts, because rounding can change their choice."""
     return vivid_model(mlp_layer_types=["dense"] * 4)
 
 
@@ -51,7 +51,7 @@ TOTAL = sum(LENGTHS)
 
 
 def alone(model: Callable, documents: list[Tensor]) -> Tensor:
-    """The logits of each document as a row of its own, joined."""
+    """Compute the logits of each document as a separate row, and join them."""
     return torch.cat([model(document).logits for document in documents], 1)
 
 
@@ -61,7 +61,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 def of_travelled_code(model: AttnResForCausalLM) -> AttnResForCausalLM:
-    """The same weights with delta attention as it is where `attnres` is not installed."""
+    """Copy a model to one with the delta attention that runs without an installed `attnres`."""
     copy = AttnResForCausalLM(model.config).eval()
     copy.load_state_dict(model.state_dict())
     for layer in copy.model.layers:
@@ -91,7 +91,7 @@ def test_each_sign_of_documents_keeps_them_apart(model, documents, row, sign):
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_what_the_flattening_collator_of_transformers_makes_is_kept_apart(model, documents, implementation):
+def test_documents_of_the_flattening_collator_are_kept_apart(model, documents, implementation):
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     batch = collator([{"input_ids": document[0].tolist()} for document in documents])
     labels = batch.pop("labels")
@@ -109,7 +109,7 @@ def test_what_the_flattening_collator_of_transformers_makes_is_kept_apart(model,
     assert loss.item() == pytest.approx((sum(losses) / sum(length - 1 for length in LENGTHS)).item(), rel=1e-5)
 
 
-def test_rows_of_a_batch_have_documents_of_their_own_and_what_pads_their_ends_changes_nothing(model, documents, row):
+def test_each_row_of_a_batch_has_separate_documents_and_padding_at_its_end_changes_nothing(model, documents, row):
     others = documents[::-1][:-1]
     filled = torch.cat([*others, torch.zeros(1, LENGTHS[0], dtype=torch.long)], 1)
     positions = torch.cat([*(torch.arange(document.shape[1]) for document in others), torch.zeros(LENGTHS[0])]).long()
@@ -130,7 +130,9 @@ def gradients(model: AttnResForCausalLM, compute: Callable[[], Tensor]) -> dict[
 
 
 @pytest.mark.parametrize("is_travelled", [False, True], ids=["installed", "travelled"])
-def test_gradients_are_those_of_the_documents_one_by_one_with_checkpoints_too(dense, documents, row, is_travelled):
+def test_gradients_equal_those_of_separate_documents_with_gradient_checkpointing_too(
+    dense, documents, row, is_travelled
+):
     model = of_travelled_code(dense) if is_travelled else dense
     expected = gradients(model, lambda: alone(model, documents))
     packed = partial(gradients, model, lambda: model(row, position_ids=POSITIONS).logits)
@@ -147,7 +149,7 @@ def test_gradients_are_those_of_the_documents_one_by_one_with_checkpoints_too(de
             assert (found[name] - gradient).abs().max() < 1e-4 * gradient.abs().max() + 1e-7 * largest, name
 
 
-def test_without_attnres_the_documents_are_kept_apart_too(model, documents, row):
+def test_the_travelled_code_keeps_documents_apart_too(model, documents, row):
     travelled = of_travelled_code(model)
     others = torch.cat([row, row.flip(1)])
     positions = torch.cat([POSITIONS, torch.cat([torch.arange(length) for length in LENGTHS[::-1]])[None]])
@@ -157,7 +159,7 @@ def test_without_attnres_the_documents_are_kept_apart_too(model, documents, row)
 
 
 def test_under_autocast_documents_do_not_see_each_other(dense, documents, row):
-    """To the last bit: another first document, and none of the numbers after it changes."""
+    """Another first document changes no bit of the logits after it."""
     other = row.clone()
     other[:, : LENGTHS[0]] = 3 + (row[:, : LENGTHS[0]] - 2) % 96
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
@@ -188,7 +190,7 @@ def test_a_token_changes_nothing_before_it(dense, length):
             assert not torch.equal(before[:, place:], after[:, place:])
 
 
-# Padding: [batch, seq], with a row of padding alone.
+# Padding `[batch, seq]`; the last row is padding alone.
 RIGHT = (torch.arange(12) < torch.tensor([12, 7, 2, 0])[:, None]).long()
 GAPS = RIGHT.clone()
 GAPS[0] = torch.tensor([0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 0, 0])
@@ -213,12 +215,12 @@ def test_padding_changes_nothing(model, ids, padding):
     assert_as_without_padding(model, ids[:, :12], mask, model(ids[:, :12], attention_mask=mask).logits)
 
 
-@pytest.mark.parametrize("cache_class", [None, DynamicCache, StaticCache])  # by default the model makes one
+@pytest.mark.parametrize("cache_class", [None, DynamicCache, StaticCache])  # `None`: the model makes one
 @pytest.mark.parametrize("padding", PADDINGS)
-def test_after_a_padded_prompt_a_cache_goes_on_as_without_padding(model, ids, padding, cache_class):
+def test_a_cache_continues_after_a_padded_prompt_as_without_padding(model, ids, padding, cache_class):
     options = {"max_cache_len": 20} if cache_class is StaticCache else {}
     cache, logits, end = cache_class and cache_class(config=model.config, **options), [], 0
-    # A prompt, two single tokens, some with padding again, and of single tokens some that are padding.
+    # A prompt, two single tokens, five tokens with padding, and a single token that is padding in one row.
     parts = PADDINGS[padding], torch.ones(4, 1), torch.ones(4, 1), RIGHT[:, 4:9], torch.tensor([[1], [0], [1], [1]])
     for i in range(len(parts)):
         mask = torch.cat(parts[: i + 1], 1).long()
@@ -230,7 +232,7 @@ def test_after_a_padded_prompt_a_cache_goes_on_as_without_padding(model, ids, pa
     assert_as_without_padding(model, ids, mask, torch.cat(logits, 1))
 
 
-def test_right_padded_prompts_of_code_without_attnres_go_on_alike(model, ids):
+def test_the_travelled_code_continues_right_padded_prompts_alike(model, ids):
     found = []
     for form in (model, of_travelled_code(model)):
         cache = DynamicCache(config=model.config)
@@ -255,7 +257,7 @@ def test_position_ids_of_left_padded_rows_are_not_taken_for_documents(model, ids
         assert torch.equal(new, generate(tokens[is_real].unsqueeze(0))[0, -4:])
 
 
-def test_position_ids_that_go_on_from_a_cache_are_of_the_same_document(model, ids):
+def test_position_ids_that_continue_from_a_cache_belong_to_the_same_document(model, ids):
     cache = DynamicCache(config=model.config)
     first = model(ids[:1, :12], **{CACHE: cache}).logits
     rest = model(ids[:1, 12:], **{CACHE: cache}, position_ids=torch.arange(12, 20).unsqueeze(0)).logits
@@ -263,7 +265,7 @@ def test_position_ids_that_go_on_from_a_cache_are_of_the_same_document(model, id
 
 
 def square(is_seen: Tensor, form: str) -> Tensor:
-    """A mask over pairs of tokens `[batch, 1, seq, seq]`, boolean or to be added."""
+    """Return a mask over pairs of tokens `[batch, 1, seq, seq]`, boolean or additive."""
     least = torch.finfo(torch.float32).min
     return (is_seen if form == "boolean" else torch.where(is_seen, 0.0, least)).unsqueeze(1)
 
@@ -283,7 +285,7 @@ def test_a_mask_over_pairs_of_tokens_that_hides_padding_or_documents_is_honoured
     assert error(logits, alone(model, parts)) < TOLERANCE
 
 
-def test_such_a_mask_goes_on_from_a_cache(model, ids):
+def test_a_mask_over_pairs_of_tokens_may_continue_from_a_cache(model, ids):
     cache = DynamicCache(config=model.config)
     first = model(ids[:1, :12], **{CACHE: cache}, attention_mask=square(CAUSAL[None], "boolean")).logits
     is_seen = torch.ones(8, 20, dtype=torch.bool).tril(12)
@@ -293,7 +295,7 @@ def test_such_a_mask_goes_on_from_a_cache(model, ids):
 
 @pytest.fixture(scope="module")
 def dense64(dense) -> AttnResForCausalLM:
-    """In double precision, but for the recurrence and its state, which are in float32."""
+    """Return a model in float64; only the recurrence and its state stay in float32."""
     return deepcopy(dense).double()
 
 
@@ -301,10 +303,10 @@ PROMPT = torch.tensor([[0] * 5 + [1] * 15, [1] * 20, [0] * 9 + [1] * 11])
 GAPPED = torch.tensor([[1] * 4 + [0] * 3 + [1] * 13, [1] * 20, [0, 1, 0, 1] * 5])
 
 
-@pytest.mark.parametrize("cache_class", [None, DynamicCache])  # by default the model makes one
+@pytest.mark.parametrize("cache_class", [None, DynamicCache])  # `None`: the model makes one
 @pytest.mark.parametrize("form", ["boolean", "added"])
 @pytest.mark.parametrize("mask", [PROMPT, GAPPED], ids=["left", "in the middle"])
-def test_a_padded_prompt_in_chunks_with_masks_over_pairs_is_as_in_one(dense64, ids, mask, form, cache_class):
+def test_a_padded_prompt_may_be_read_in_chunks_with_masks_over_pairs(dense64, ids, mask, form, cache_class):
     ids = ids[:3]
     pairs = torch.ones(20, 20, dtype=torch.bool).tril() & mask[:, None].bool()
     cache, logits = cache_class and cache_class(config=dense64.config), []
@@ -326,7 +328,7 @@ def test_a_mask_over_pairs_that_hides_real_tokens_in_the_cache_is_refused(model,
     hidden[..., :2] = False
     message = refused(model, input_ids=ids[:3, 8:12], attention_mask=hidden, **{CACHE: start[CACHE]})
     assert "it must show the 8 tokens in the cache" in message
-    # What was hidden as padding must stay hidden, too.
+    # Tokens that were hidden as padding must stay hidden, too.
     start = model(ids[:3, :8], attention_mask=pairs[..., :8, :8] & PROMPT[:, None, None, :8].bool())
     message = refused(model, input_ids=ids[:3, 8:12], attention_mask=pairs[..., 8:, :], **{CACHE: start[CACHE]})
     assert "it must show the 8 tokens in the cache" in message
@@ -338,13 +340,13 @@ def refused(model, **arguments) -> str:
     return str(refusal.value)
 
 
-def test_what_linear_attention_cannot_honour_raises_and_says_what_it_takes(model, ids):
+def test_a_mask_that_linear_attention_cannot_apply_is_refused_with_a_remedy(model, ids):
     window = CAUSAL & ~CAUSAL.tril(-3)
     for mask in (window, torch.ones_like(CAUSAL), CAUSAL.flip(0)):
         assert "linear attention cannot apply" in refused(
             model, input_ids=ids[:1, :12], attention_mask=mask[None, None]
         )
-    # One for each kind of layer is the way out: what full attention sees is the caller's.
+    # The remedy is a mask for each kind of layer: the caller decides which tokens full attention sees.
     masks = {"full_attention": window[None, None], "linear_attention": None}
     assert model(ids[:1, :12], attention_mask=masks).logits.shape == (1, 12, 99)
 
@@ -379,11 +381,11 @@ def test_documents_that_would_fill_a_cache_are_refused(model, row):
         ({"max_length_q": torch.tensor(70)}, "`max_length_q` is less than the 83 tokens of a row"),
     ],
 )
-def test_signs_that_contradict_or_do_not_fit_are_refused(model, row, arguments, named):
+def test_contradicting_or_unfitting_signs_are_refused(model, row, arguments, named):
     assert named in refused(model, input_ids=row, **arguments)
 
 
-def test_an_empty_document_is_none(model, documents, row):
+def test_an_empty_document_is_ignored(model, documents, row):
     borders = torch.cat([BORDERS[:2], BORDERS[1:]])
     found = model(row, cu_seq_lens_q=borders, position_ids=POSITIONS, seq_idx=NUMBERS).logits
     assert error(found, alone(model, documents)) < TOLERANCE
@@ -398,8 +400,8 @@ def test_the_borders_and_the_length_of_one_document_change_nothing(model, ids):
     assert error(torch.cat([first, rest], 1), model(ids[:1]).logits) < TOLERANCE
 
 
-def test_other_backbones_keep_documents_apart_by_each_sign_too(backbones, documents, row):
-    """Among them by default, where `transformers` makes a cache and takes the row for one text."""
+def test_each_sign_keeps_documents_apart_on_other_backbones(backbones, documents, row):
+    """By default `transformers` would make a cache and take the row for one text."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(backbones.member_config("llama")).eval()
     documents = [document % model.config.vocab_size for document in documents]
@@ -418,7 +420,7 @@ def test_flash_attention_keeps_documents_apart_in_a_single_row_only(model, row, 
 
 @pytest.fixture
 def kernel_calls(monkeypatch) -> list[dict[str, Tensor]]:
-    """What functions with the signatures of the GPU kernels are called with; they compute what the kernels compute."""
+    """Replace the GPU kernels by functions with their signatures and results, and return the list of their calls."""
     calls = []
 
     def chunk_kda(q, k, v, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens):
@@ -437,14 +439,14 @@ def kernel_calls(monkeypatch) -> list[dict[str, Tensor]]:
     return calls
 
 
-def test_kernels_get_the_borders_of_all_rows_in_one_row_and_the_number_of_each_token_s_document(model, kernel_calls):
+def test_kernels_get_all_rows_as_one_row_with_borders_and_the_number_of_each_tokens_document(model, kernel_calls):
     ids = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(5))
     numbers = torch.tensor([[0] * 4 + [1] * 5, [0] * 9])
     logits = model(ids, seq_idx=numbers).logits
     convolution, chunk = kernel_calls[:2]
     assert len(kernel_calls) == 4
     assert chunk["shape"][:2] == (1, 18) and chunk["cu_seqlens"].tolist() == [0, 4, 9, 18]
-    # The kernel of `causal_conv1d` takes documents where channels lie side by side, and numbers of 32 bits.
+    # For documents, the kernel of `causal_conv1d` needs contiguous channels and 32-bit numbers.
     assert convolution["stride"] == 1 and torch.equal(convolution["seq_idx"], numbers.int())
     assert error(logits[:1], alone(of_travelled_code(model), [ids[:1, :4], ids[:1, 4:]])) < TOLERANCE
 
@@ -467,7 +469,7 @@ def test_a_first_chunk_of_padding_alone_changes_no_state(model, ids, first):
     assert_as_without_padding(model, ids[:2, :4], mask, torch.cat([start.logits, rest.logits], 1))
 
 
-def test_a_mask_as_long_as_a_static_cache_shows_the_tokens_that_there_are(model, ids):
+def test_a_mask_as_long_as_a_static_cache_is_cut_to_the_tokens_so_far(model, ids):
     cache, mask = StaticCache(config=model.config, max_cache_len=20), torch.zeros(4, 20, dtype=torch.long)
     mask[:, :12] = 1
     with torch.no_grad():
@@ -477,7 +479,7 @@ def test_a_mask_as_long_as_a_static_cache_shows_the_tokens_that_there_are(model,
 
 @pytest.mark.parametrize("sign", ["seq_idx", "position_ids"])
 @pytest.mark.parametrize("full", [None, "sdpa", "eager"])
-def test_masks_for_each_kind_of_layer_leave_documents_apart(model, ids, sign, full):
+def test_documents_are_kept_apart_with_a_mask_for_each_kind_of_layer(model, ids, sign, full):
     numbers = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2]])
     signs = {"seq_idx": numbers, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]])}
     pairs = ((numbers[0][:, None] == numbers[0]) & torch.ones(8, 8, dtype=torch.bool).tril())[None, None]
@@ -506,7 +508,7 @@ def llama(backbones) -> torch.nn.Module:
 
 
 def compiled(function: Callable) -> Callable:
-    """The function as one graph, without the time that a code generator takes."""
+    """Compile a function to one graph, with the backend that generates no code, to save time."""
     torch.compiler.reset()
     return torch.compile(function, fullgraph=True, backend="eager")
 
@@ -524,8 +526,8 @@ PACKED_WITH_CACHE = {
 
 @pytest.mark.parametrize("options", PACKED_WITH_CACHE)
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
-def test_compiled_or_not_positions_that_restart_fill_no_cache(model, row, is_compiled, options):
-    """What a graph is made of decides: so the rows are prepared alone, which a graph of the model does too."""
+def test_restarting_positions_cannot_fill_a_cache_compiled_or_not(model, row, is_compiled, options):
+    """Compile only the preparation of rows, which a graph of the whole model contains, to save time."""
     prepare = compiled(model.model.prepare_rows) if is_compiled else model.model.prepare_rows
     arguments = {"input_ids": row, **PACKED_WITH_CACHE[options]}
     if CACHE in arguments:
@@ -537,7 +539,7 @@ def test_compiled_or_not_positions_that_restart_fill_no_cache(model, row, is_com
 
 
 @pytest.mark.parametrize("has_cache", [False, True])
-def test_compiled_other_backbones_refuse_them_too(llama, row, has_cache):
+def test_compiled_other_backbones_refuse_restarting_positions_with_a_cache(llama, row, has_cache):
     options = {CACHE: DynamicCache(config=llama.config)} if has_cache else {"use_cache": True}
     with pytest.raises(RuntimeError, match="cannot fill a cache"):
         compiled(llama.model.prepare_rows)({"input_ids": row, "position_ids": POSITIONS, **options})
@@ -550,12 +552,12 @@ def test_compiled_other_backbones_refuse_them_too(llama, row, has_cache):
         ({"seq_idx": NUMBERS, "position_ids": torch.arange(TOTAL)[None]}, "`position_ids` and `seq_idx` begin"),
     ],
 )
-def test_compiled_signs_that_contradict_or_do_not_fit_are_refused_too(model, row, arguments, message):
+def test_contradicting_or_unfitting_signs_are_refused_when_compiled(model, row, arguments, message):
     with pytest.raises(RuntimeError, match=message):
         compiled(model.model.prepare_rows)({"input_ids": row, **arguments})
 
 
-def test_compiled_masks_for_each_kind_of_layer_leave_documents_apart(model, row):
+def test_documents_are_kept_apart_with_a_mask_for_each_kind_of_layer_when_compiled(model, row):
     masks = {"full_attention": None, "linear_attention": None}
     batch = {"input_ids": row, "attention_mask": masks, "position_ids": POSITIONS, "use_cache": False}
     found = compiled(model.model.prepare_rows)(batch)
@@ -578,8 +580,8 @@ def test_a_compiled_model_computes_one_document_with_a_cache_and_refuses_several
 
 
 @pytest.mark.parametrize("backbone", ["llama", "gemma2", "qwen3", "mistral"])
-def test_in_padded_rows_of_other_backbones_each_sign_of_documents_keeps_them_apart(backbones, backbone, row):
-    """Gemma's windows, too, which `transformers` makes masks of their own for."""
+def test_each_sign_keeps_documents_of_padded_rows_apart_on_other_backbones(backbones, backbone, row):
+    """`transformers` makes separate masks for Gemma's sliding windows."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(backbones.member_config(backbone)).eval()
     ids, mask = row[:, :12] % model.config.vocab_size, torch.ones(1, 12, dtype=torch.long)

@@ -11,10 +11,10 @@ from attnres.residual_attnres import residual_tensors
 from .connections import logits_token_by_token
 
 BLOCK_SIZES = (1, 2, 3, 4, 6, 8, 100)  # 8: the whole depth of 4 layers
-# An epsilon that one can see: with the usual 1e-5 the norms would hide a wrong scale, and a wrong epsilon.
+# An epsilon large enough to matter: with the usual 1e-5 the norms would hide a wrong scale and a wrong epsilon.
 EPS = 0.1
 # Logits have a standard deviation of about one. Kimi Linear computes its norms, its gates and the delta rule in float32
-# whatever the model's dtype, and these deep products amplify it: the float64 model is no closer than the float32 one.
+# whatever the model's dtype, and deep products amplify that: the float64 model is no closer than the float32 one.
 TOLERANCE = 2e-4
 
 
@@ -24,7 +24,7 @@ def assert_model_follows_equations(model, token_ids: torch.Tensor, straight_line
     assert expected.std() > 0.5
     for dtype in (torch.float32, torch.float64):
         model.to(dtype)
-        if dtype == torch.float64:  # which the default, a grouped matrix product, does not take
+        if dtype == torch.float64:  # the default, a grouped matrix product, does not support it
             model.set_experts_implementation("eager")
         for logits in (model(token_ids).logits, logits_token_by_token(model, token_ids)):
             assert logits.dtype == dtype
@@ -63,7 +63,7 @@ def test_model_follows_its_equations_beyond_one_chunk_of_the_delta_rule(vivid_mo
     torch.testing.assert_close(model(token_ids).logits.double(), expected, rtol=0, atol=TOLERANCE)
 
 
-def test_equations_tell_block_sizes_scales_and_connections_apart(vivid_model, token_ids, straight_line):
+def test_block_sizes_scales_and_connections_give_different_logits(vivid_model, token_ids, straight_line):
     variants = [
         {"attn_res_block_size": size, "attn_res_scale": scale} for size in BLOCK_SIZES for scale in ("mean", "sum")
     ]
@@ -75,7 +75,7 @@ def test_equations_tell_block_sizes_scales_and_connections_apart(vivid_model, to
     for i, result in enumerate(results):
         for j, other in enumerate(results[:i]):
             difference = (result - other).abs().max()
-            if {i, j} in ({10, 12}, {11, 13}):  # one block: beyond the whole depth its size says nothing
+            if {i, j} in ({10, 12}, {11, 13}):  # one block holds the whole depth, so its size does not matter
                 assert difference == 0
             else:
                 assert difference > 100 * TOLERANCE
@@ -83,7 +83,7 @@ def test_equations_tell_block_sizes_scales_and_connections_apart(vivid_model, to
 
 @torch.no_grad()
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_zero_queries_with_scale_sum_are_the_residual_stream(vivid_model, token_ids, block_size):
+def test_zero_queries_with_scale_sum_give_the_residual_stream(vivid_model, token_ids, block_size):
     standard = vivid_model(residual_connection="standard", rms_norm_eps=EPS)
     model = vivid_model(attn_res_block_size=block_size, attn_res_scale="sum", rms_norm_eps=EPS)
     for name, tensor in residual_tensors(model).items():
@@ -95,7 +95,7 @@ def test_zero_queries_with_scale_sum_are_the_residual_stream(vivid_model, token_
 
 @pytest.fixture
 def kimi_linear_and_standard(vivid_model):
-    """`KimiLinearForCausalLM` and the `"standard"` model of the same weights; eager attention shows its weights."""
+    """Return `KimiLinearForCausalLM` and the `"standard"` model with its weights, both with eager attention."""
     standard = vivid_model(residual_connection="standard", attn_implementation="eager")
     fields = {key: value for key, value in standard.config.to_dict().items() if key not in ("model_type", "auto_map")}
     kimi_linear = KimiLinearForCausalLM._from_config(KimiLinearConfig(**fields), attn_implementation="eager").eval()
@@ -105,7 +105,9 @@ def kimi_linear_and_standard(vivid_model):
 
 
 @torch.no_grad()
-def test_standard_is_kimi_linear_to_the_last_bit_with_all_its_outputs(kimi_linear_and_standard, token_ids):
+def test_the_standard_model_equals_kimi_linear_to_the_last_bit_with_all_its_outputs(
+    kimi_linear_and_standard, token_ids
+):
     recorded = {"output_hidden_states": True, "output_router_logits": True, "output_attentions": True}
     expected, actual = (model(token_ids, **recorded) for model in kimi_linear_and_standard)
     assert torch.equal(actual.logits, expected.logits)
@@ -119,7 +121,7 @@ def test_standard_is_kimi_linear_to_the_last_bit_with_all_its_outputs(kimi_linea
     assert torch.equal(*tokens)
 
 
-def test_standard_trains_like_kimi_linear_to_the_last_bit(kimi_linear_and_standard, token_ids):
+def test_the_standard_model_trains_like_kimi_linear_to_the_last_bit(kimi_linear_and_standard, token_ids):
     for model in kimi_linear_and_standard:
         assert model.get_experts_implementation() == {"": "grouped_mm"}
         model.train()(token_ids, labels=token_ids).loss.backward()

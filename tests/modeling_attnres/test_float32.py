@@ -16,7 +16,7 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 @pytest.fixture
 def balanced(vivid_model) -> AttnResForCausalLM:
-    """A model whose experts have biases that differ by less than a step of bfloat16."""
+    """Return a model whose experts have biases that differ by less than a step of bfloat16."""
     model = vivid_model().eval()
     with torch.no_grad():
         for name, buffer in model.named_buffers():
@@ -32,7 +32,7 @@ def kept_tensors(model: PreTrainedModel, names: tuple[str, ...] = NAMES) -> dict
 
 
 def assert_kept(model: PreTrainedModel, expected: dict[str, Tensor]) -> None:
-    """The model is in 16 bits, and these of its tensors have every digit that they had."""
+    """Assert that a model is in 16 bits, but its kept tensors have every digit of the expected ones."""
     assert model.dtype in HALF
     found = model.state_dict()
     assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
@@ -40,7 +40,7 @@ def assert_kept(model: PreTrainedModel, expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_they_keep_every_digit_when_a_model_is_loaded_in_16_bits(balanced, tmp_path, dtype):
+def test_kept_tensors_have_every_digit_when_a_model_is_loaded_in_16_bits(balanced, tmp_path, dtype):
     balanced.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     assert_kept(loaded, kept_tensors(balanced))
@@ -48,7 +48,7 @@ def test_they_keep_every_digit_when_a_model_is_loaded_in_16_bits(balanced, tmp_p
 
 
 @pytest.mark.parametrize("cast", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.bfloat16()])
-def test_they_keep_every_digit_when_a_model_is_cast(balanced, token_ids, cast):
+def test_kept_tensors_have_every_digit_when_a_model_is_cast(balanced, token_ids, cast):
     expected = {name: tensor.clone() for name, tensor in kept_tensors(balanced).items()}
     balanced(token_ids, labels=token_ids).loss.backward()
     cast(balanced)
@@ -60,23 +60,23 @@ def test_they_keep_every_digit_when_a_model_is_cast(balanced, token_ids, cast):
     assert {parameters[name].grad.dtype for name in expected if name in parameters} == {torch.float32}
 
 
-def test_in_a_decoder_alone_too(balanced):
+def test_kept_tensors_of_a_bare_decoder_have_every_digit_too(balanced):
     expected = {name.removeprefix("model."): tensor.clone() for name, tensor in kept_tensors(balanced).items()}
     assert_kept(balanced.model.bfloat16(), expected)
 
 
-def test_wider_and_back_is_no_change(balanced):
+def test_a_cast_to_float64_and_back_changes_nothing(balanced):
     expected = {name: tensor.clone() for name, tensor in kept_tensors(balanced).items()}
     assert {tensor.dtype for tensor in balanced.double().state_dict().values()} == {torch.float64}
     assert_kept(balanced.bfloat16(), expected)
 
 
-def test_a_model_that_is_made_in_16_bits_has_them_in_float32(tiny_config):
+def test_a_model_made_in_16_bits_has_kept_tensors_in_float32(tiny_config):
     model = AutoModelForCausalLM.from_config(tiny_config(), dtype=torch.bfloat16)
     assert {tensor.dtype for tensor in kept_tensors(model).values()} == {torch.float32}
 
 
-def test_saved_in_16_bits_they_are_in_the_file_in_float32(balanced, tmp_path):
+def test_a_model_saved_in_16_bits_has_kept_tensors_in_the_file_in_float32(balanced, tmp_path):
     expected = kept_tensors(balanced)
     expected = {name: tensor.clone() for name, tensor in expected.items()}
     balanced.bfloat16().save_pretrained(tmp_path, save_original_format=False)
@@ -85,7 +85,7 @@ def test_saved_in_16_bits_they_are_in_the_file_in_float32(balanced, tmp_path):
     assert_kept(AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto"), expected)
 
 
-def test_those_of_a_checkpoint_in_bfloat16_load_in_float32(balanced, tmp_path):
+def test_kept_tensors_of_a_checkpoint_in_bfloat16_load_in_float32(balanced, tmp_path):
     balanced.save_pretrained(tmp_path, save_original_format=False)
     rounded = {name: tensor.bfloat16() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     save_file(rounded, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -95,15 +95,15 @@ def test_those_of_a_checkpoint_in_bfloat16_load_in_float32(balanced, tmp_path):
 
 @torch.no_grad()
 def test_tokens_go_to_the_experts_that_the_biases_choose(balanced, token_ids, tmp_path):
-    """Of a router that is given the same hidden states in float32 and in bfloat16."""
+    """A router gets the same hidden states in float32 and in bfloat16."""
     balanced.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    hidden = torch.randn(4096, 32, generator=torch.Generator().manual_seed(0)) * 1e-3  # scores near each other
+    hidden = torch.randn(4096, 32, generator=torch.Generator().manual_seed(0)) * 1e-3  # similar scores
     chosen = [model.model.layers[1].mlp.gate(hidden)[2].sort(-1)[0] for model in (balanced, loaded)]
     assert torch.equal(*chosen)
 
 
-def test_offloaded_to_the_disk_they_have_every_digit(balanced, token_ids, tmp_path):
+def test_kept_tensors_offloaded_to_disk_have_every_digit(balanced, token_ids, tmp_path):
     balanced.save_pretrained(tmp_path / "model")
     options = {"dtype": torch.bfloat16, "device_map": "auto", "max_memory": {"cpu": "40KB"}}
     offloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", offload_folder=tmp_path / "disk", **options)
@@ -122,7 +122,7 @@ def connection_dtypes(model: PreTrainedModel) -> set[torch.dtype]:
     "connection, dtype", [("hyper_connections", torch.float32), ("attn_res", torch.bfloat16), ("mhc", torch.bfloat16)]
 )
 @pytest.mark.parametrize("case", ["llama", "kimi_linear"])
-def test_of_the_connections_hyper_connections_alone_are_in_float32(backbones, tmp_path, connection, dtype, case):
+def test_only_the_tensors_of_hyper_connections_stay_in_float32(backbones, tmp_path, connection, dtype, case):
     model = backbones.build_member(case, residual_connection=connection)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""`depth_attention` is its readable reference, has the right derivatives, and costs what it says."""
+"""`depth_attention` equals its readable reference, has the right derivatives, and copies no sources."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnres import DEPTH_ATTENTION, depth_attention, depth_attention_reference
 
-# No deadline: machines differ. Derandomised: the same examples everywhere.
+# No deadline, because machines differ; derandomised, so that all machines run the same examples.
 EXAMPLES = settings(deadline=None, derandomize=True, max_examples=60)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 BOTH = pytest.mark.parametrize("attend", [depth_attention, depth_attention_reference])
@@ -18,7 +18,7 @@ BOTH = pytest.mark.parametrize("attend", [depth_attention, depth_attention_refer
 
 @pytest.fixture(params=["kernels", "operations"], scope="module", autouse=True)
 def formulation(request):
-    """Each test with the kernels of a CPU, where they serve, and with PyTorch's operations alone."""
+    """Run each test with the CPU kernels, where they apply, and with PyTorch's operations alone."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "operations":
             patch.setitem(DEPTH_ATTENTION._global_mapping, "auto", DEPTH_ATTENTION["eager"])
@@ -45,7 +45,7 @@ class Problem:
         return attend(*args, **kwargs)
 
     def gradients(self, attend, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Of the query, the norm weight and every source, through both results."""
+        """Compute the gradients of the query, the norm weight and every source through both results."""
         (query, sources, norm, eps), kwargs = self.arguments(dtype)
         leaves = [tensor.clone().requires_grad_() for tensor in (query, norm, *sources) if tensor is not None]
         query, norm, sources = leaves[0], (None if norm is None else leaves[1]), leaves[-len(sources) :]
@@ -82,7 +82,7 @@ def problems(draw, dtypes=DTYPES) -> Problem:
 
 
 def close(actual: Tensor, expected: Tensor, dtype: torch.dtype, slack: float = 1) -> None:
-    """Equal up to one rounding to `dtype`, and that of statistics in float32 (float64)."""
+    """Assert equality up to one rounding to `dtype`, and the rounding of statistics in float32 (float64)."""
     rounding = 0.501 * torch.finfo(dtype).eps if dtype in (torch.bfloat16, torch.float16) else 0
     statistics = slack * (1e-12 if dtype == torch.float64 else 2e-5)
     torch.testing.assert_close(actual.double(), expected.double(), rtol=rounding + statistics, atol=statistics)
@@ -103,8 +103,8 @@ def test_fast_path_and_reference_are_the_float64_result_rounded_once(problem):
         close(weights, expected_weights, statistics)
 
 
-def test_depth_attention_does_a_sum_that_one_can_do_by_hand():
-    # RMSNorm makes (1, 1) and (0, sqrt(2)) of the sources, so that the logits are log 3 and 0.
+def test_depth_attention_gives_a_result_computed_by_hand():
+    # RMSNorm maps the sources to (1, 1) and (0, sqrt(2)), so that the logits are log 3 and 0.
     query = torch.tensor([torch.tensor(3.0).log(), 0.0], dtype=torch.float64)
     sources = [torch.tensor([5.0, 5.0], dtype=torch.float64), torch.tensor([0.0, 8.0], dtype=torch.float64)]
     for attend in (depth_attention, depth_attention_reference):
@@ -165,7 +165,7 @@ def test_order_of_sources_does_not_matter(problem, random):
 
 @EXAMPLES
 @given(problems(dtypes=(torch.float32, torch.float64)), st.floats(1e-3, 1e3))
-def test_weights_do_not_see_how_large_a_source_is(problem, factor):
+def test_weights_do_not_depend_on_the_size_of_a_source(problem, factor):
     problem.eps = 0.0
     _, weights = problem.solve()
     problem.sources[-1] = problem.sources[-1] * factor
@@ -175,7 +175,7 @@ def test_weights_do_not_see_how_large_a_source_is(problem, factor):
 
 @EXAMPLES
 @given(problems())
-def test_one_source_is_the_result(problem):
+def test_the_result_for_one_source_is_the_source(problem):
     problem.sources = problem.sources[:1]
     result, weights = problem.solve()
     assert torch.equal(result, problem.sources[0])
@@ -221,7 +221,7 @@ def test_large_logits_and_large_sources_do_not_overflow(attend, dtype):
 @pytest.mark.parametrize("n", [1, 2, 7])
 @pytest.mark.parametrize("part", ["result", "weights", "both"])
 @pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "no norm"])
-def test_derivatives_are_those_of_the_function(n, scale, part, has_norm):
+def test_derivatives_equal_finite_differences(n, scale, part, has_norm):
     problem = make_problem(n, shape=(2, 2), width=5, dtype=torch.float64, has_norm=has_norm, scale=scale, eps=1e-2)
     leaves = [problem.query, *problem.sources] + ([problem.key_norm_weight] if has_norm else [])
 
@@ -235,7 +235,7 @@ def test_derivatives_are_those_of_the_function(n, scale, part, has_norm):
 
 @EXAMPLES
 @given(problems())
-def test_gradients_are_those_of_the_float64_reference(problem):
+def test_gradients_equal_those_of_the_float64_reference(problem):
     dtype = problem.sources[0].dtype
     problem.eps = max(problem.eps, 1e-2)  # a source near zero has a key gradient of 1 / eps
     expected = problem.gradients(depth_attention_reference, torch.float64)
@@ -243,13 +243,13 @@ def test_gradients_are_those_of_the_float64_reference(problem):
     for gradient, reference in zip(problem.gradients(depth_attention), expected, strict=True):
         assert gradient.dtype == dtype
         rounding = 0.51 * torch.finfo(dtype).eps
-        # The gradients of the results arrive in their own dtype: rounded once more.
+        # The gradients of the results arrive in the dtype of the results: rounded once more.
         arriving = 4 * len(problem.sources) * rounding
         tolerance = size * (1e-11 if dtype == torch.float64 else 1e-4 + arriving)
         torch.testing.assert_close(gradient.double(), reference, rtol=rounding, atol=tolerance)
 
 
-def test_a_source_that_comes_twice_gets_both_gradients():
+def test_a_source_given_twice_gets_both_gradients():
     problem = make_problem(n=2, dtype=torch.float64)
     source = problem.sources[0].requires_grad_()
     depth_attention(problem.query, [source, problem.sources[1], source]).square().sum().backward()
@@ -258,7 +258,7 @@ def test_a_source_that_comes_twice_gets_both_gradients():
     torch.testing.assert_close(actual, source.grad)
 
 
-def test_only_what_is_asked_for_gets_a_gradient():
+def test_only_tensors_that_require_a_gradient_get_one():
     for wanted in ("query", "key_norm_weight", "source"):
         problem = make_problem(n=3)
         leaves = {"query": problem.query, "key_norm_weight": problem.key_norm_weight, "source": problem.sources[1]}
@@ -269,11 +269,11 @@ def test_only_what_is_asked_for_gets_a_gradient():
 
 
 @pytest.mark.parametrize("scale", ["mean", "sum"])
-def test_second_derivatives_are_those_of_the_reference(scale):
+def test_second_derivatives_equal_those_of_the_reference(scale):
     def hessian_times(attend) -> list[Tensor]:
         problem = make_problem(dtype=torch.float64, scale=scale)
         leaves = [tensor.requires_grad_() for tensor in (problem.query, *problem.sources)]
-        # A source that is computed from another: only what goes through the read itself may be counted once.
+        # One source is computed from another, so its gradient through the read must not be counted twice.
         sources = [leaves[1], leaves[2] + leaves[1].square(), *leaves[3:]]
         result, weights = attend(leaves[0], sources, scale=scale, return_weights=True)
         loss = result.square().sum() + weights.pow(3).sum()
@@ -320,7 +320,7 @@ def test_sources_of_mixed_dtypes_give_their_common_dtype(attend):
         assert [leaf.grad.dtype for leaf in leaves] == [source.dtype for source in sources]
 
 
-def test_strided_sources_are_as_good_as_contiguous_ones():
+def test_strided_sources_give_the_same_as_contiguous_ones():
     problem = make_problem(n=4, shape=(3, 5), width=6, dtype=torch.float64)
     expected, gradients = problem.solve()[0], problem.gradients(depth_attention)
     problem.sources = [source.permute(2, 0, 1).contiguous().permute(1, 2, 0) for source in problem.sources]
@@ -373,7 +373,7 @@ def test_fast_path_never_holds_a_stack_of_the_sources(peak_bytes, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_sources_themselves_are_what_is_saved_for_the_backward_pass(dtype):
+def test_the_backward_pass_saves_the_sources_and_no_copies(dtype):
     n, tokens, width = 6, 32, 64
     problem = make_problem(n=n, shape=(tokens,), width=width, dtype=dtype)
     problem.sources = [source.requires_grad_() for source in problem.sources]

@@ -1,4 +1,4 @@
-"""Generation: whatever feeds the model its tokens and its cache, the continuation is the same."""
+"""Generation: the continuation does not depend on how tokens and caches reach the model."""
 
 import copy
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def model(request, vivid_model) -> AttnResForCausalLM:
 
 @pytest.fixture
 def generate(model) -> Callable[..., torch.Tensor]:
-    """`generate(token_ids, **options)`: prompt and 6 greedy tokens, whatever the end-of-sequence token."""
+    """Return `generate(token_ids, **options)`: prompt and 6 greedy tokens, without a stop at the end of sequence."""
 
     def run(token_ids: torch.Tensor | None = None, **options) -> torch.Tensor:
         options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD, **options}
@@ -79,7 +79,7 @@ def test_beam_search_finds_the_same_beams_with_and_without_cache(model, generate
     }
     assert torch.equal(beams[True].sequences, beams[False].sequences)
     assert_same_logits(beams[True].sequences_scores, beams[False].sequences_scores)
-    # The score of a beam is the mean log-probability of its new tokens: the beam's cache was its own.
+    # The score of a beam is the mean log-probability of its new tokens, so each beam used the right cache.
     sequences, start = beams[True].sequences, token_ids.shape[1]
     with torch.no_grad():
         log_probabilities = model(sequences).logits.log_softmax(-1)[:, start - 1 : -1]
@@ -95,17 +95,17 @@ def test_a_prompt_cache_serves_several_continuations(model, generate, token_ids)
         assert torch.equal(generate(whole, **{CACHE: copy.deepcopy(prompt_cache)}), generate(whole))
 
 
-def test_generation_goes_on_from_the_cache_of_an_earlier_turn(generate, token_ids):
+def test_generation_continues_from_the_cache_of_an_earlier_turn(generate, token_ids):
     first = generate(token_ids, return_dict_in_generate=True)
     prompt = torch.cat([first.sequences, token_ids.flip(1)], dim=1)
-    mask = torch.ones_like(prompt)  # else a padding token among the generated ones would be taken for padding
+    mask = torch.ones_like(prompt)  # without it, a generated padding token would be hidden
     expected = generate(prompt, attention_mask=mask)
     assert torch.equal(generate(prompt, attention_mask=mask, **{CACHE: first[CACHE]}), expected)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("pieces", [[11], [1] * 11, [5, 6], [3, 1, 4, 1, 2], [1, 10], [10, 1]], ids=str)
-def test_logits_do_not_depend_on_how_tokens_meet_the_cache(model, token_ids, pieces):
+def test_logits_do_not_depend_on_how_tokens_are_split_between_cached_calls(model, token_ids, pieces):
     expected = model(token_ids, use_cache=False).logits
     cache, logits = None, []
     for piece in token_ids.split(pieces, dim=1):
@@ -129,7 +129,7 @@ def test_attention_residuals_add_nothing_to_the_cache(vivid_model, token_ids):
 
 
 def left_padded(token_ids: torch.Tensor, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last `lengths[i]` tokens of each row behind padding, and the attention mask."""
+    """Return the last `lengths[i]` tokens of each row after padding, and the attention mask."""
     mask = torch.stack([torch.arange(token_ids.shape[1]) >= token_ids.shape[1] - length for length in lengths])
     return token_ids.masked_fill(~mask, PAD), mask.long()
 
@@ -138,7 +138,7 @@ def left_padded(token_ids: torch.Tensor, lengths: list[int]) -> tuple[torch.Tens
 def test_left_padding_does_not_change_logits(model, token_ids):
     padded, mask = left_padded(token_ids, [4, 9])
     together = model(padded, attention_mask=mask, use_cache=False).logits
-    # In two pieces; the first row of the first piece is all padding.
+    # The prompt comes in two pieces; the first row of the first piece is all padding.
     first = model(padded[:, :7], attention_mask=mask[:, :7], use_cache=True)
     last = model(padded[:, 7:], attention_mask=mask, **{CACHE: first[CACHE]})
     for row, length in enumerate([4, 9]):
@@ -214,7 +214,7 @@ def test_generation_stops_at_the_end_of_sequence_token(generate, token_ids):
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A vocabulary of whole words: `w3` is token 3."""
+    """Return a tokenizer of whole words: `w3` is token 3."""
     words = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"w{i}": i for i in range(3, 99)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -1,4 +1,4 @@
-"""Hyper-Connections: their start, and the static form; the equation stands in `test_streams.py`."""
+"""Hyper-Connections: their start and the static form. `test_streams.py` tests the equation."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from .connections import build, build_start
 
 
 @pytest.mark.parametrize("streams", [2, 3, 4])
-def test_each_sublayer_begins_by_reading_another_stream(backbones, streams):
+def test_neighbouring_sublayers_start_by_reading_different_streams(backbones, streams):
     config = backbones.member_config("llama", residual_connection="hyper_connections", residual_streams=streams)
     x = torch.randn(2, 5, streams, 32, generator=torch.Generator().manual_seed(0))
     for sublayer in range(config.num_sublayers):
@@ -19,7 +19,7 @@ def test_each_sublayer_begins_by_reading_another_stream(backbones, streams):
         assert torch.equal(same, x) and (post == 1).all()
 
 
-def test_the_static_form_is_that_without_a_dynamic_part(backbones):
+def test_the_static_form_equals_the_dynamic_form_with_zero_weights(backbones):
     token_ids, fields = backbones.token_ids(), {"hyper_connections_dynamic": False}
     static = build(backbones, "llama", "hyper_connections", **fields)
     assert {name.rpartition(".")[2] for name in residual_tensors(static)} == {"static"}
@@ -32,14 +32,14 @@ def test_the_static_form_is_that_without_a_dynamic_part(backbones):
 
 
 @pytest.mark.parametrize(("is_dynamic", "words"), [(True, "Hyper-Connections"), (False, "static Hyper-Connections")])
-def test_it_says_which_form_it_is(backbones, is_dynamic, words):
+def test_the_description_names_the_form(backbones, is_dynamic, words):
     fields = {"residual_connection": "hyper_connections", "hyper_connections_dynamic": is_dynamic}
     config = backbones.member_config("llama", **fields)
     assert config.connection.describe(config) == f"{words}, 4 streams"
 
 
 @pytest.mark.parametrize("value", [1, "yes", None])
-def test_a_form_that_is_none_is_refused_in_one_line(backbones, value):
+def test_a_dynamic_field_that_is_not_boolean_is_refused_in_one_line(backbones, value):
     fields = {"residual_connection": "hyper_connections", "hyper_connections_dynamic": value}
     with pytest.raises(ValueError) as error:
         backbones.member_config("llama", **fields)

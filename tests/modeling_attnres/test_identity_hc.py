@@ -1,4 +1,4 @@
-"""Identity Hyper-Connections against those of Hy-V4 in `transformers`; the rest stands in `test_streams.py`."""
+"""Identity Hyper-Connections against those of Hy-V4 in `transformers`. `test_streams.py` tests the rest."""
 
 import math
 
@@ -12,7 +12,7 @@ from attnres.identity_hc_attnres import IdentityHyperConnections
 
 @torch.no_grad()
 @pytest.mark.parametrize("streams", [2, 4])
-def test_a_read_is_that_of_another_implementation(backbones, streams):
+def test_a_read_equals_that_of_another_implementation(backbones, streams):
     fields = {"residual_connection": "identity_hc", "residual_streams": streams, "hidden_size": 8, "rms_norm_eps": 0.1}
     ours = IdentityHyperConnections(backbones.member_config("llama", **fields), 1)
     theirs = HYV4HyperConnection(HYV4Config(hidden_size=8, hc_mult=streams, hc_eps=0.0, rms_norm_eps=0.1))

@@ -13,7 +13,7 @@ HEADS = [AttnResModel, AttnResForCausalLM, AttnResForSequenceClassification]
 
 
 def assert_attn_res_tensors_are_initial(model: torch.nn.Module) -> None:
-    """Every pseudo-query is zero and every key norm one: 2 of each per layer, and the output's."""
+    """Assert that every pseudo-query is zero and every key norm one: 2 of each per layer, and those of the output."""
     tensors = residual_tensors(model)
     queries = [tensor for name, tensor in tensors.items() if name.endswith("_proj.weight")]
     norms = [tensor for name, tensor in tensors.items() if name.endswith("_norm.weight")]
@@ -28,18 +28,18 @@ def head(request) -> type:
     return request.param
 
 
-def test_a_new_model_is_initial(head, tiny_config):
+def test_a_new_model_has_initial_values(head, tiny_config):
     assert_attn_res_tensors_are_initial(head(tiny_config()))
 
 
-def test_a_model_made_from_its_configuration_in_half_precision_is_initial(head, tiny_config):
+def test_a_model_made_from_its_configuration_in_half_precision_has_initial_values(head, tiny_config):
     model = head._from_config(tiny_config(), dtype=torch.bfloat16)
     assert {tensor.dtype for tensor in residual_tensors(model).values()} == {torch.bfloat16}
     assert_attn_res_tensors_are_initial(model.float())
 
 
 @pytest.mark.parametrize("member", ["attnres", "attnres_llama"])
-def test_the_same_seed_gives_the_weights_of_the_backbone_itself(member, tiny_config):
+def test_the_same_seed_gives_the_same_weights_as_the_backbone_alone(member, tiny_config):
     shape = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = tiny_config() if member == "attnres" else AutoConfig.for_model(member, **shape)
 
@@ -52,7 +52,7 @@ def test_the_same_seed_gives_the_weights_of_the_backbone_itself(member, tiny_con
 
 
 @pytest.mark.parametrize("initialise", ["init_weights", "initialize_weights"])
-def test_a_model_materialised_from_the_meta_device_is_initial(head, tiny_config, initialise):
+def test_a_model_materialised_from_the_meta_device_has_initial_values(head, tiny_config, initialise):
     with torch.device("meta"):
         model = head(tiny_config())
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
@@ -66,9 +66,7 @@ def test_a_model_materialised_from_the_meta_device_is_initial(head, tiny_config,
     assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
 
 
-def test_a_checkpoint_without_attn_res_tensors_loads_with_those_initial_and_all_others_as_saved(
-    head, tiny_config, tmp_path
-):
+def test_a_checkpoint_without_attn_res_tensors_loads_with_their_initial_values(head, tiny_config, tmp_path):
     saved = head(tiny_config())
     saved.save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"

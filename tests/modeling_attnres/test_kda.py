@@ -19,13 +19,13 @@ from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 from attnres.accelerated import accelerate_delta_attention, delta_attention
 from attnres.accelerated.delta_attention import chunk_kda, decayed_products
 
-# As it is before a fixture puts ours in its place.
+# The function of `transformers`, before a fixture replaces it by the family's.
 UPSTREAM = inspect.unwrap(kimi_linear.chunk_kimi_delta_attention)
 NAMES = ("query", "key", "value", "g", "beta", "initial_state")
 
 
 def make_inputs(batch=1, length=64, heads=2, size=8, decay=1.0, seed=0) -> dict[str, Tensor]:
-    """Random inputs; the logarithms of the decay are uniform between `-decay` and 0."""
+    """Draw inputs; the logarithms of the decay are uniform between `-decay` and 0."""
     generator = torch.Generator().manual_seed(seed)
     query, key, value = torch.randn(3, batch, length, heads, size, generator=generator)
     g = -decay * torch.rand(batch, length, heads, size, generator=generator)
@@ -35,7 +35,7 @@ def make_inputs(batch=1, length=64, heads=2, size=8, decay=1.0, seed=0) -> dict[
 
 
 def recurrence(query, key, value, g, beta, initial_state) -> tuple[Tensor, Tensor]:
-    """The equation, token by token."""
+    """Compute the equation token by token."""
     state, outputs = initial_state, []
     query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
     for t in range(query.shape[1]):
@@ -70,18 +70,18 @@ def relative_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> di
     batch=st.integers(1, 2),
     seed=st.integers(0, 2**20),
 )
-@example(length=2, decay=10.0, batch=1, seed=2)  # such a difference
-def test_outputs_state_and_gradients_are_those_of_the_recurrence(length, decay, batch, seed):
+@example(length=2, decay=10.0, batch=1, seed=2)  # gives the small difference described below
+def test_outputs_state_and_gradients_equal_those_of_the_recurrence(length, decay, batch, seed):
     draw = partial(make_inputs, batch, length, decay=decay, seed=seed)
     expected = with_gradients(recurrence, draw(), torch.float64)
     errors = relative_errors(with_gradients(in_chunks, draw(), torch.float32), expected)
-    # The gradient of a normalised key may be a small difference of large numbers, for the recurrence no less.
+    # The gradient of a normalised key may be a small difference of large numbers, in the recurrence too.
     own = relative_errors(with_gradients(recurrence, draw(), torch.float32), expected)
     assert all(error < max(1e-5, 4 * own[name]) for name, error in errors.items()), (errors, own)
 
 
 @pytest.mark.parametrize("decay", [10.0, 100.0, 10_000.0])
-def test_a_strong_decay_is_safe_and_more_exact_than_in_the_form_of_transformers(decay):
+def test_a_strong_decay_gives_finite_results_more_exact_than_those_of_transformers(decay):
     inputs = make_inputs(length=150, decay=decay)
     expected = with_gradients(recurrence, inputs, torch.float64)
     found, theirs = (
@@ -93,7 +93,7 @@ def test_a_strong_decay_is_safe_and_more_exact_than_in_the_form_of_transformers(
 
 
 @given(length=st.sampled_from([1, 2, 4, 8, 32]), seed=st.integers(0, 2**20))
-def test_the_products_of_pairs_are_the_sum_over_channels_with_the_decay_between(length, seed):
+def test_the_products_of_pairs_are_sums_over_channels_times_the_decay_between(length, seed):
     generator = torch.Generator().manual_seed(seed)
     readers = torch.randn(2, 3, length, 5, generator=generator)
     sources, g = torch.randn(3, length, 5, generator=generator), -5 * torch.rand(3, length, 5, generator=generator)
@@ -115,7 +115,7 @@ def test_low_precision_and_autocast_compute_in_float32():
     assert torch.equal(found, state)
 
 
-def test_the_model_uses_it_and_leaves_kimi_linear_as_it_is(tiny_model, token_ids, monkeypatch):
+def test_the_model_uses_the_accelerated_form_and_does_not_change_kimi_linear(tiny_model, token_ids, monkeypatch):
     calls, name = [], "chunk_kimi_delta_attention"
     monkeypatch.setattr(delta_attention, name, lambda *args, **kwargs: calls.append(1) or chunk_kda(*args, **kwargs))
     before = kimi_linear.KimiLinearDeltaAttention.forward
@@ -126,8 +126,8 @@ def test_the_model_uses_it_and_leaves_kimi_linear_as_it_is(tiny_model, token_ids
     assert UPSTREAM.__module__ == kimi_linear.__name__
 
 
-def test_the_layer_of_transformers_itself_is_left_as_it_is(tiny_config):
-    """Code saved beside weights by an earlier version has it, and asks for the acceleration."""
+def test_the_layer_of_transformers_is_not_accelerated(tiny_config):
+    """Code that an earlier version saved beside weights uses this layer, and calls the acceleration for it."""
     layer = kimi_linear.KimiLinearDeltaAttention(tiny_config(), 0)
     before = dict(vars(layer))
     accelerate_delta_attention(layer)
@@ -140,7 +140,7 @@ def test_the_layer_of_transformers_itself_is_left_as_it_is(tiny_config):
     decay=st.sampled_from([0.0, 1.0, 10.0]),
     seed=st.integers(0, 2**20),
 )
-def test_documents_of_a_row_give_the_outputs_and_gradients_of_the_recurrence_over_each(lengths, decay, seed):
+def test_documents_of_a_row_have_the_outputs_and_gradients_of_separate_recurrences(lengths, decay, seed):
     draw = partial(make_inputs, length=sum(lengths), decay=decay, seed=seed)
     starts = torch.zeros(1, sum(lengths), dtype=torch.bool)
     starts[0, torch.tensor([0, *lengths[:-1]]).cumsum(0)] = True
@@ -151,7 +151,7 @@ def test_documents_of_a_row_give_the_outputs_and_gradients_of_the_recurrence_ove
         return torch.cat([output for output, _ in found], 1), found[-1][1]
 
     def with_zero_gradient(compute, dtype):
-        """The state before the row has no gradient: the first document forgets it."""
+        """Compute gradients without that of the state before the row, which the first document forgets."""
         leaves = {key: value for key, value in draw().items() if key != "initial_state"}
         compute = partial(compute, initial_state=torch.ones(1, 2, 8, 8, dtype=dtype))
         return with_gradients(compute, leaves, dtype)
@@ -185,8 +185,8 @@ except RuntimeError as error:
 """
 
 
-def test_kernel_packages_without_a_gpu_do_not_get_in_the_way(tiny_config, tmp_path):
-    """Packages that fail as Triton's do: the models of `transformers` take them by their presence alone."""
+def test_kernel_packages_are_not_used_without_a_gpu(tiny_config, tmp_path):
+    """The packages fail like Triton without a GPU; the models of `transformers` use them if they are installed."""
     for package in ("fla", "causal_conv1d"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text(KERNELS)
@@ -204,7 +204,7 @@ def test_kernel_packages_without_a_gpu_do_not_get_in_the_way(tiny_config, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_training_step_takes_a_fourth_of_the_time_and_of_the_memory_of_the_form_of_transformers(peak_bytes):
+def test_a_training_step_takes_a_fourth_of_the_time_and_memory_of_transformers(peak_bytes):
     inputs = make_inputs(batch=2, length=512, heads=4, size=64)
 
     def step(compute: Callable) -> None:

@@ -1,4 +1,4 @@
-"""Kernel packages on a machine without a GPU do not get in the way: neither real ones nor ones that only fail."""
+"""On a machine without a GPU, installed kernel packages do no harm: neither real ones nor fakes that always fail."""
 
 import os
 import subprocess
@@ -12,8 +12,8 @@ import pytest
 HERE = Path(__file__).parent
 PACKAGES = ("triton", "fla", "causal_conv1d")
 
-# As Triton behaves without a driver: it loads, it takes kernels, and then cannot run one. PyTorch looks into it when it
-# is imported, so that any module and any name of it is there.
+# The fakes behave like Triton without a driver: they load and take kernels, but cannot run one. PyTorch looks into
+# Triton when it is imported, so any module and any name in it must exist.
 FAKES = {
     "triton/__init__.py": """
         import sys
@@ -62,9 +62,9 @@ FAKES = {
 
 
 def run(*command: object, **environment: str) -> list[str]:
-    """The last line that the command prints, in words."""
+    """Run a Python command, and return a list of the last line that it prints."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
-    # Also where there is a GPU.
+    # Hide a GPU.
     environment = inherited | {"CUDA_VISIBLE_DEVICES": ""} | environment
     done = subprocess.run(
         [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, timeout=600

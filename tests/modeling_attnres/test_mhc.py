@@ -11,7 +11,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Hyper
 
 from attnres.mhc_attnres import MHC, sinkhorn
 
-# No deadline: machines differ. Derandomised: the same examples everywhere.
+# No deadline, because machines differ; derandomised, so that all machines run the same examples.
 EXAMPLES = settings(deadline=None, derandomize=True, max_examples=60)
 
 
@@ -30,7 +30,7 @@ def test_rows_and_columns_sum_to_one(n, size, seed):
 
 @EXAMPLES
 @given(n=st.integers(2, 6), size=st.floats(0, 300), seed=st.integers(0, 99), iterations=st.integers(1, 200))
-def test_columns_do_however_few_the_iterations_and_large_the_logits(n, size, seed, iterations):
+def test_columns_sum_to_one_for_any_number_of_iterations_and_any_logits(n, size, seed, iterations):
     logits = drawn(n, size, seed).requires_grad_()
     h = sinkhorn(logits, iterations)
     torch.testing.assert_close(h.sum(-2), torch.ones(3, 7, n), rtol=0, atol=1e-6)
@@ -40,7 +40,7 @@ def test_columns_do_however_few_the_iterations_and_large_the_logits(n, size, see
 
 @EXAMPLES
 @given(n=st.integers(2, 5), seed=st.integers(0, 99), iterations=st.integers(1, 25))
-def test_each_in_turn_is_divided_by_its_sum(n, seed, iterations):
+def test_rows_and_columns_are_divided_by_their_sums_in_turn(n, seed, iterations):
     logits = drawn(n, 3.0, seed).double()
     expected = logits.exp()
     for _ in range(iterations):
@@ -48,12 +48,12 @@ def test_each_in_turn_is_divided_by_its_sum(n, seed, iterations):
         expected = expected / expected.sum(-2, keepdim=True)
     torch.testing.assert_close(sinkhorn(logits, iterations), expected)
     shifted = logits + 1e3 * torch.randn(7, n, 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    torch.testing.assert_close(sinkhorn(shifted, iterations), expected)  # rows are invariant
+    torch.testing.assert_close(sinkhorn(shifted, iterations), expected)  # a constant added to a row changes nothing
 
 
 @pytest.mark.parametrize("beside", [0.0, -8.0, -30.0, -80.0])
-def test_no_logit_is_without_a_gradient(beside):
-    """Where all beside the diagonal is rounded to zero, the mixing never learns."""
+def test_every_logit_gets_a_gradient(beside):
+    """If all entries off the diagonal were rounded to zero, the mixing would never learn."""
     logits = (beside * (1 - torch.eye(4))).requires_grad_()
     towards = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
     (sinkhorn(logits, 20) * towards).sum().backward()
@@ -64,7 +64,7 @@ def test_no_logit_is_without_a_gradient(beside):
     torch.testing.assert_close(logits.grad[off].double(), exact.grad[off], rtol=1e-3, atol=0)
 
 
-def test_the_mixing_learns_from_where_a_model_starts(backbones):
+def test_the_mixing_of_a_new_model_gets_a_gradient(backbones):
     of = MHC(backbones.member_config("llama", residual_connection="mhc"), 1)
     generator = torch.Generator().manual_seed(0)
     x, towards = (torch.randn(2, 5, 4, 32, generator=generator) for _ in range(2))
@@ -76,7 +76,7 @@ def test_the_mixing_learns_from_where_a_model_starts(backbones):
 
 @torch.no_grad()
 @pytest.mark.parametrize("streams", [2, 4])
-def test_a_step_is_that_of_another_implementation(backbones, streams):
+def test_a_step_equals_that_of_another_implementation(backbones, streams):
     fields = {"residual_connection": "mhc", "residual_streams": streams, "hidden_size": 8, "rms_norm_eps": 0.1}
     ours = MHC(backbones.member_config("llama", mhc_sinkhorn_iterations=6, **fields), 1)
     theirs = DeepseekV4HyperConnection(
@@ -93,7 +93,7 @@ def test_a_step_is_that_of_another_implementation(backbones, streams):
     inputs, _, state = ours((x,))
     post, comb, expected = theirs(x)
     torch.testing.assert_close(inputs, expected)
-    # As its decoder layer writes.
+    # This is the write in DeepSeek V4's decoder layer.
     expected = post.unsqueeze(-1) * output.unsqueeze(-2) + torch.matmul(comb.transpose(-1, -2), x)
     torch.testing.assert_close(ours.write(state, output)[0], expected)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from attnres.mhc_lite_attnres import MHCLite
 
-# No deadline: machines differ. Derandomised: the same examples everywhere.
+# No deadline, because machines differ; derandomised, so that all machines run the same examples.
 EXAMPLES = settings(deadline=None, derandomize=True, max_examples=60)
 
 
@@ -30,7 +30,7 @@ def test_rows_and_columns_sum_to_one(backbones, n, size, seed):
 
 @torch.no_grad()
 @pytest.mark.parametrize("streams", [2, 3, 4, 5])
-def test_each_weight_is_that_of_one_permutation_the_first_of_none_moved(backbones, streams):
+def test_each_logit_weights_one_permutation_and_the_first_is_the_identity(backbones, streams):
     of = made(backbones, streams)
     rows = of.mixing_rows(streams)
     matrices = of.mixing(1e3 * torch.eye(rows)) + torch.eye(streams)

@@ -1,7 +1,7 @@
-"""What people do to a model besides calling it: hooks, patches, other defaults, transforms, fewer layers.
+"""Unusual uses of a model: hooks, patches, other defaults, transforms, fewer layers.
 
-Each has a meaning in a standard model, and here the same. Models are as wide as the CPU's kernels ask for (256), since
-those are what could pass over somebody's change.
+Each must work as in a standard model. Models are so wide (256) that the CPU kernels run, because these could ignore a
+user's change.
 """
 
 import copy
@@ -25,7 +25,7 @@ WIDE = {"hidden_size": 256, "num_hidden_layers": 4}
 
 
 def make(backbones, case: str = "llama", implementation: str = "auto", **fields) -> PreTrainedModel:
-    """A wide member with attention residuals, on the model of `implementation`."""
+    """Build a wide model with attention residuals that reads by `implementation`."""
     fields = {**WIDE, "attn_res_block_size": 3, **fields}
     if case == "kimi_linear":
         fields.setdefault("layer_types", ["linear_attention", "full_attention"] * 2)
@@ -33,7 +33,7 @@ def make(backbones, case: str = "llama", implementation: str = "auto", **fields)
     with torch.no_grad():
         for name, tensor in residual_tensors(model).items():
             if name.endswith("_norm.weight"):
-                tensor.add_(1)  # as if drawn around one
+                tensor.add_(1)  # `build` draws around zero
             else:
                 tensor.mul_(2)
     model.config.depth_attention_implementation = implementation
@@ -50,7 +50,7 @@ def available(name: str) -> None:
 
 @pytest.mark.parametrize("implementation", ["numba", "eager"])
 @pytest.mark.parametrize("block_size", [1, 2, 3])
-def test_a_mean_in_the_place_of_an_output_is_broadcast(backbones, implementation, block_size):
+def test_a_hook_may_replace_an_output_by_a_mean_that_broadcasts(backbones, implementation, block_size):
     available(implementation)
     model = make(backbones, implementation=implementation, attn_res_block_size=block_size)
     token_ids, seen = backbones.token_ids(), []
@@ -130,7 +130,7 @@ for one, other in zip(actual, expected):
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["bfloat16", "float64", "meta"])
 @pytest.mark.parametrize("case", BACKBONES)
-def test_the_numbers_are_the_same_under_other_defaults(backbones, tmp_path, case, change):
+def test_another_default_dtype_or_device_does_not_change_the_results(backbones, tmp_path, case, change):
     make(backbones, case).save_pretrained(tmp_path / "model")
     torch.save(backbones.token_ids(), tmp_path / "ids.pt")
     done = forks.run("-c", OTHER_DEFAULTS, tmp_path / "model", tmp_path / "ids.pt", change)
@@ -145,7 +145,7 @@ def test_the_numbers_are_the_same_under_other_defaults(backbones, tmp_path, case
     [{"residual_connection": "standard"}, {"attn_res_block_size": 1}, {"attn_res_block_size": 3}],
     ids=["standard", "full", "block"],
 )
-def test_gradients_per_sample_are_those_of_a_loop(backbones, fields):
+def test_per_sample_gradients_equal_those_of_a_loop(backbones, fields):
     fields = {"residual_connection": "attn_res", **WIDE, **fields, "num_hidden_layers": 2}
     model = build(backbones, "llama", fields.pop("residual_connection"), **fields)
     token_ids, parameters = backbones.token_ids(), dict(model.named_parameters())
@@ -164,9 +164,9 @@ def test_gradients_per_sample_are_those_of_a_loop(backbones, fields):
 
 @pytest.mark.parametrize("implementation", ["numba", "eager"])
 @pytest.mark.parametrize("block_size", [1, 3])
-def test_the_second_derivative_is_that_of_finite_differences(backbones, implementation, block_size):
+def test_the_second_derivative_equals_finite_differences(backbones, implementation, block_size):
     available(implementation)
-    # The fused attention of PyTorch has no second derivative.
+    # PyTorch's fused attention has no second derivative.
     model = make(backbones, implementation=implementation, attn_res_block_size=block_size, num_hidden_layers=2)
     model.set_attn_implementation("eager")
     token_ids = backbones.token_ids()
@@ -231,7 +231,7 @@ def patched_call(monkeypatch) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("patch", [patched_norm, patched_read, patched_write, patched_call])
 @pytest.mark.parametrize("block_size", [1, 3])
-def test_what_is_patched_runs(backbones, monkeypatch, patch: Callable, block_size):
+def test_a_patched_method_is_called(backbones, monkeypatch, patch: Callable, block_size):
     model, token_ids = make(backbones, attn_res_block_size=block_size), backbones.token_ids()
     before = model(token_ids).logits
     patch(monkeypatch)
@@ -251,7 +251,7 @@ def test_what_is_patched_runs(backbones, monkeypatch, patch: Callable, block_siz
 @torch.no_grad()
 @pytest.mark.parametrize("kept", [(0, 1, 4, 5), (0, 3, 4), (2, 3), (5, 4, 3, 2, 1, 0)], ids=str)
 @pytest.mark.parametrize("case", BACKBONES)
-def test_with_layers_removed_it_computes_what_the_saved_model_does(backbones, tmp_path, case, kept):
+def test_a_model_with_removed_layers_computes_the_same_after_saving_and_loading(backbones, tmp_path, case, kept):
     types = ["linear_attention", "full_attention"] * 3
     fields = {"num_hidden_layers": 6} | ({"layer_types": types} if case == "kimi_linear" else {})
     model, token_ids = make(backbones, case, **fields), backbones.token_ids()
@@ -261,7 +261,7 @@ def test_with_layers_removed_it_computes_what_the_saved_model_does(backbones, tm
     for name in ("layer_types", "mlp_layer_types"):
         if getattr(model.config, name, None):
             setattr(model.config, name, [getattr(model.config, name)[i] for i in kept])
-    # That of the backbone: attention names its place in the cache itself.
+    # The backbone's attention finds its cache by this index.
     for i, layer in enumerate(model.model.layers):
         layer.self_attn.layer_idx = i
     logits = model(token_ids, use_cache=False).logits
@@ -276,14 +276,14 @@ def test_with_layers_removed_it_computes_what_the_saved_model_does(backbones, tm
 
 @pytest.mark.parametrize("learns", [True, False])
 @pytest.mark.parametrize("order", [(0, 1, 1, 2), (0, 1, 2, 1), (0, 0, 1, 2)], ids=str)
-def test_one_layer_at_two_places_is_refused_or_is_a_copy_of_itself(backbones, order, learns):
+def test_one_layer_at_two_places_is_refused_or_works_like_a_copy(backbones, order, learns):
     model, token_ids = make(backbones, num_hidden_layers=4), backbones.token_ids()
     layers = list(model.model.layers)
     with torch.set_grad_enabled(learns):
         model.model.layers = nn.ModuleList([copy.deepcopy(layers[i]) for i in order])
         expected = model(token_ids, use_cache=False).logits
         model.model.layers = nn.ModuleList([layers[i] for i in order])
-        for _ in range(2):  # the second call begins where the first ended
+        for _ in range(2):  # the second call sees the layers as the first left them
             try:
                 logits = model(token_ids, use_cache=False).logits
             except ValueError as error:
@@ -292,13 +292,13 @@ def test_one_layer_at_two_places_is_refused_or_is_a_copy_of_itself(backbones, or
                 assert difference(logits, expected) < 1e-6
 
 
-# ---- Who is looking
+# ---- Hooks and records in bfloat16
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("block_size", [1, 3])
 @pytest.mark.parametrize("case", BACKBONES)
-def test_logits_in_bfloat16_do_not_depend_on_who_is_looking(backbones, case, block_size):
+def test_hooks_and_records_hardly_change_logits_in_bfloat16(backbones, case, block_size):
     model, token_ids = make(backbones, case, attn_res_block_size=block_size).bfloat16(), backbones.token_ids()
     exact = copy.deepcopy(model).float()(token_ids).logits
     alone = model(token_ids).logits.float()
@@ -306,8 +306,8 @@ def test_logits_in_bfloat16_do_not_depend_on_who_is_looking(backbones, case, blo
     for layer in model.model.layers:
         layer.post_attention_layernorm.register_forward_hook(lambda *_: None)
     watched = model(token_ids).logits.float()
-    # Not to the last bit: sources read in another order are rounded elsewhere, and that goes through all later layers.
-    # Measured: 0 but for Llama in blocks of three, 0.023 of the largest logit, where bfloat16 itself costs 0.07.
+    # They are not equal to the last bit: another order of sources rounds differently, and later layers carry that on.
+    # Measured: 0, but 0.023 of the largest logit for Llama in blocks of three, where bfloat16 itself costs 0.07.
     for other in (recorded, watched):
         assert difference(other, alone) <= min(2**-5, difference(alone, exact))
 
@@ -329,7 +329,7 @@ def test_an_implementation_is_chosen_by_name(backbones, monkeypatch, name, learn
             return run(*args, **kwargs)
 
         monkeypatch.setitem(DEPTH_ATTENTION, other, note)
-    for layer in model.model.layers:  # somebody is looking: no reader
+    for layer in model.model.layers:  # with a hook, no inference plan is used
         layer.self_attention_res_proj.register_forward_hook(lambda *_: None)
     with torch.set_grad_enabled(learns):
         model(token_ids)

@@ -1,4 +1,4 @@
-"""Token classification and question answering, on the backbones that have these heads: the backbone's own head."""
+"""Token classification and question answering, on the backbones that have these heads, with the backbone's own head."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def ids() -> torch.Tensor:
     return torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
-def test_they_are_there_where_the_backbone_has_them(backbones):
+def test_a_head_exists_where_the_backbone_has_it(backbones):
     assert {("llama", auto_class) for auto_class in HEADS} <= set(CASES) and len(CASES) >= 18
     for backbone in BACKBONES:
         config_class = type(backbones.member_config(backbone))
@@ -44,7 +44,7 @@ def test_they_are_there_where_the_backbone_has_them(backbones):
 
 @torch.no_grad()
 @pytest.mark.parametrize(("backbone", "auto_class"), CASES, ids=name_of)
-def test_with_the_standard_residual_it_is_the_backbones_own(backbones, ids, backbone, auto_class):
+def test_a_head_with_the_standard_residual_equals_the_backbones(backbones, ids, backbone, auto_class):
     model = auto_class.from_config(backbones.member_config(backbone, num_labels=3, residual_connection="standard"))
     fields = {**backbones.COMMON, **backbones.CASES[backbone][1], "num_labels": 3}
     standard = auto_class.from_config(CONFIG_MAPPING[backbone](**fields))
@@ -62,7 +62,7 @@ def test_with_the_standard_residual_it_is_the_backbones_own(backbones, ids, back
 
 
 @pytest.mark.parametrize("auto_class", HEADS, ids=name_of)
-def test_on_a_retrofits_checkpoint_only_the_head_is_new_and_all_of_it_is_trained(backbones, ids, tmp_path, auto_class):
+def test_a_head_on_a_retrofits_checkpoint_is_new_and_the_whole_model_trains(backbones, ids, tmp_path, auto_class):
     causal_lm = backbones.build_member("llama", attn_res_block_size=3)
     causal_lm.save_pretrained(tmp_path / "causal")
     model, report = auto_class.from_pretrained(tmp_path / "causal", output_loading_info=True)

@@ -1,4 +1,4 @@
-"""Recorded outputs: what each layer reads, the weights it reads with, and that the two belong together."""
+"""Recorded outputs: the input of each layer, its depth weights, and that they belong together."""
 
 from dataclasses import dataclass, field
 
@@ -37,7 +37,7 @@ def full(vivid_model) -> AttnResForCausalLM:
 
 @dataclass
 class Trace:
-    """`v_0, v_1, ...` and `h_1, h_2, ...` of one forward pass, seen from outside: at the doors of the sublayers."""
+    """Outputs `v_0, v_1, ...` and inputs `h_1, h_2, ...` of the sublayers in one forward pass, recorded by hooks."""
 
     outputs: list[Tensor] = field(default_factory=list)
     inputs: list[Tensor] = field(default_factory=list)
@@ -59,14 +59,14 @@ class Trace:
         return trace
 
     def sources(self, aggregation: int, block_size: int) -> list[Tensor]:
-        """The sources of aggregation 0, 1, ...: the embedding, and the outputs before it in runs of `block_size`."""
+        """Return the sources of each read: the embedding, and the outputs before the read summed in blocks."""
         before = self.outputs[1 : aggregation + 1]
         runs = [before[start : start + block_size] for start in range(0, len(before), block_size)]
         return [self.outputs[0], *(torch.stack(run).sum(0) for run in runs)]
 
 
 @torch.no_grad()
-def test_depth_weights_reproduce_what_every_sublayer_reads(model, token_ids):
+def test_depth_weights_reproduce_the_input_of_every_sublayer(model, token_ids):
     trace = Trace.of(model.model)
     outputs = model(token_ids, **RECORD)
     if model.config.residual_connection == "standard":
@@ -84,7 +84,7 @@ def test_depth_weights_reproduce_what_every_sublayer_reads(model, token_ids):
         torch.testing.assert_close(aggregate, read, rtol=1e-4, atol=1e-4)
 
 
-def test_depth_weights_tell_tokens_and_sublayers_apart(full, token_ids):
+def test_depth_weights_differ_between_tokens_and_between_sublayers(full, token_ids):
     *_, before_last, last = full(token_ids, output_depth_attentions=True).depth_attentions
     assert last.std(dim=(1, 2)).min() > 1e-3
     assert (last[:-1] - before_last).abs().max() > 1e-2
@@ -114,7 +114,7 @@ def test_hidden_states_can_be_selected(model, token_ids, selection, selected):
     assert all(torch.equal(some[i], everything[i]) for i in selected)
 
 
-def test_nothing_is_recorded_unasked(full, token_ids):
+def test_nothing_is_recorded_by_default(full, token_ids):
     outputs = full(token_ids)
     for name in ("hidden_states", "depth_attentions", "attentions", "router_logits"):
         assert getattr(outputs, name, None) is None
@@ -122,7 +122,7 @@ def test_nothing_is_recorded_unasked(full, token_ids):
 
 
 @torch.no_grad()
-def test_the_configuration_can_ask_for_depth_weights(full, tiny_config, token_ids):
+def test_the_configuration_can_turn_on_depth_weights(full, tiny_config, token_ids):
     expected = full(token_ids, output_depth_attentions=True).depth_attentions
     full.config.output_depth_attentions = True
     for actual in (full(token_ids).depth_attentions, full.model(token_ids).depth_attentions):
@@ -189,10 +189,10 @@ def test_a_loss_on_depth_weights_reaches_every_query_but_the_first(full, token_i
 
 @pytest.mark.skipif(release < Version("5.19"), reason="Kimi Linear of this transformers returns no router logits")
 @torch.no_grad()
-def test_router_logits_are_those_of_the_sparse_layers(full, token_ids):
+def test_router_logits_come_from_the_sparse_layers(full, token_ids):
     trace = Trace.of(full.model)
     outputs = full(token_ids, output_router_logits=True)
-    assert len(outputs.router_logits) == 3  # the first layer's MLP is dense
+    assert len(outputs.router_logits) == 3  # of 4 layers, the first has a dense MLP
     for i, router_logits in enumerate(outputs.router_logits, start=1):
         layer = full.model.layers[i]
         expected = layer.post_attention_layernorm(trace.inputs[2 * i + 1]) @ layer.mlp.gate.weight.T
@@ -200,7 +200,7 @@ def test_router_logits_are_those_of_the_sparse_layers(full, token_ids):
 
 
 @torch.no_grad()
-def test_attentions_are_those_of_the_full_attention_layers(vivid_model, token_ids):
+def test_attentions_come_from_the_full_attention_layers(vivid_model, token_ids):
     model = vivid_model(attn_res_block_size=1, attn_implementation="eager")
     attentions = model(token_ids, output_attentions=True).attentions
     assert len(attentions) == 2

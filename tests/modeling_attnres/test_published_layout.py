@@ -1,6 +1,6 @@
 """Checkpoints in the layout of the published Kimi-Linear-48B-A3B load directly; only AttnRes tensors are new.
 
-The checkpoint is small, random and written by hand, key by key, in two shards: the code under test has no part in it.
+These tests write a small random checkpoint in two shards key by key, without the code under test.
 """
 
 import json
@@ -76,7 +76,7 @@ CONFIG = {
 
 
 def published_shapes() -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of a published checkpoint with this configuration."""
+    """Return names and shapes of the tensors of a published checkpoint with a configuration."""
     hidden, vocab, heads = CONFIG["hidden_size"], CONFIG["vocab_size"], CONFIG["num_attention_heads"]
     rank, nope, rope = CONFIG["kv_lora_rank"], CONFIG["qk_nope_head_dim"], CONFIG["qk_rope_head_dim"]
     kda = CONFIG["linear_attn_config"]
@@ -129,7 +129,7 @@ def published_shapes() -> dict[str, tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory) -> Path:
-    """A directory as published: config.json, two shards and their index. No code files."""
+    """Write a directory as published: config.json, two shards and their index, but no code."""
     folder = tmp_path_factory.mktemp("published")
     generator = torch.Generator().manual_seed(0)
     tensors = {
@@ -149,18 +149,18 @@ def published(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def load(published) -> Callable[..., AttnResForCausalLM]:
-    """`load(**overrides)`: the published directory as an AttnRes model."""
+    """Return `load(**overrides)`, which loads the published directory as an AttnRes model."""
     return lambda **overrides: AttnResForCausalLM.from_pretrained(published, **overrides)
 
 
 @pytest.fixture
 def kimi(published) -> KimiLinearForCausalLM:
-    """The published directory as `transformers`' own model."""
+    """Load the published directory as the model of `transformers`."""
     return KimiLinearForCausalLM.from_pretrained(published)
 
 
 def attn_res_names(num_layers: int, prefix: str = "model.") -> set[str]:
-    """The released names of the AttnRes tensors."""
+    """Return the released names of the AttnRes tensors."""
     per_layer = [
         f"layers.{i}.{sublayer}_res_{kind}.weight"
         for i in range(num_layers)
@@ -197,19 +197,19 @@ def test_the_logged_report_names_exactly_the_attn_res_tensors_as_new(load, caplo
     )
 
 
-def test_the_new_tensors_are_initial(load):
+def test_the_new_tensors_have_initial_values(load):
     for name, tensor in residual_tensors(load()).items():
         expected = torch.zeros_like(tensor) if name.endswith("proj.weight") else torch.ones_like(tensor)
         assert torch.equal(tensor, expected), name
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 6, 10, 100])
-def test_with_scale_sum_the_logits_are_those_of_kimi_linear(load, kimi, token_ids, block_size):
+def test_the_logits_with_scale_sum_equal_those_of_kimi_linear(load, kimi, token_ids, block_size):
     model = load(attn_res_scale="sum", attn_res_block_size=block_size)
     torch.testing.assert_close(model(token_ids).logits, kimi(token_ids).logits, rtol=0, atol=1e-5)
 
 
-def test_the_standard_connection_is_kimi_linear_to_the_last_bit_with_nothing_new(load, kimi, token_ids):
+def test_the_standard_connection_equals_kimi_linear_to_the_last_bit_without_new_tensors(load, kimi, token_ids):
     model, report = load(residual_connection="standard", output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
@@ -237,7 +237,7 @@ def test_the_base_model_reads_the_same_directory(published, kimi, token_ids):
 
 @pytest.fixture
 def saved(load, tmp_path) -> tuple[AttnResForCausalLM, Path]:
-    """The published checkpoint as an AttnRes model with random AttnRes tensors, and the directory it is saved to."""
+    """Return the published checkpoint as a model with random AttnRes tensors, and the directory of its save."""
     model = load(attn_res_scale="sum", attn_res_block_size=3)
     torch.manual_seed(0)
     for tensor in residual_tensors(model).values():
@@ -246,7 +246,7 @@ def saved(load, tmp_path) -> tuple[AttnResForCausalLM, Path]:
     return model, tmp_path
 
 
-def test_saved_and_loaded_again_it_is_the_same_model(saved, token_ids):
+def test_a_published_checkpoint_saved_and_loaded_again_gives_the_same_model(saved, token_ids):
     model, folder = saved
     loaded, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert type(loaded) is AttnResForCausalLM
@@ -295,7 +295,7 @@ def test_a_published_checkpoint_in_bfloat16_loads_in_bfloat16(published, tmp_pat
 
 
 def test_a_directory_that_kimi_linear_saved_loads_too(kimi, tmp_path, token_ids):
-    """`transformers` writes a dense MLP under `block_sparse_moe`, where a published checkpoint says `mlp`."""
+    """`transformers` writes a dense MLP as `block_sparse_moe`; a published checkpoint has `mlp`."""
     kimi.save_pretrained(tmp_path)
     assert "model.layers.0.block_sparse_moe.gate_proj.weight" in load_file(tmp_path / "model.safetensors")
     model, info = AttnResForCausalLM.from_pretrained(tmp_path, attn_res_scale="sum", output_loading_info=True)

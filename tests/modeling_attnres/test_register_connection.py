@@ -1,4 +1,4 @@
-"""Residual connections from outside the package: three of models in `transformers`, each in about fifteen lines."""
+"""Residual connections from outside the package: those of three models in `transformers`, in about 15 lines each."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from .connections import BACKBONES, assert_same_gradients, build, connections_of
 
 
 class ChannelGate(ResidualConnection):
-    """Of `muse_spark`: `alpha * h + beta * v`, a gate for each channel. Not close to the plain sum."""
+    """The connection of `muse_spark`: `alpha * h + beta * v`, gates for each channel. It is not near the plain sum."""
 
     name = "channel_gate"
     fields = {"gate_temperature": 1.0}
@@ -45,7 +45,7 @@ class ChannelGate(ResidualConnection):
 
 
 class ScaledStream(ResidualConnection):
-    """Of `zaya`: `scale * (h + bias) + v`, for each channel. The plain sum at its start."""
+    """The connection of `zaya`: `scale * (h + bias) + v` for each channel. It starts as the plain sum."""
 
     name = "scaled_stream"
     retrofit = {}
@@ -69,7 +69,7 @@ class ScaledStream(ResidualConnection):
 
 
 class DepthScaled(ResidualConnection):
-    """Of `beam`: `sqrt((k - 1) / k) * h + v / sqrt(k)`, k the place in the depth. Has no tensors."""
+    """The connection of `beam`: `sqrt((k - 1) / k) * h + v / sqrt(k)` at depth k. It has no tensors."""
 
     name = "depth_scaled"
 
@@ -96,7 +96,7 @@ every_neighbour = pytest.mark.parametrize("connection", STEPS, ids=lambda connec
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    """The three are registered, and no longer after the test."""
+    """Register the three connections for one test."""
     before = dict(CONNECTIONS)
     for connection in STEPS:
         assert register_residual_connection(connection) is connection
@@ -107,14 +107,14 @@ def registered() -> Iterator[None]:
 
 
 def tensors_of(model: nn.Module) -> list[dict[str, Tensor]]:
-    """Of every sublayer in turn."""
+    """Return the tensors of the sublayers in order."""
     return [dict(connection.named_parameters()) for connection in connections_of(model)]
 
 
 @torch.no_grad()
 @every_neighbour
 @pytest.mark.parametrize("case", BACKBONES)
-def test_it_computes_its_equation_and_generates_with_a_cache(backbones, case, connection):
+def test_a_registered_connection_computes_its_equation_and_generates_with_a_cache(backbones, case, connection):
     model, standard = double(build(backbones, case, connection.name)), double(backbones.build(case))
     token_ids, of_sublayers = backbones.token_ids(), tensors_of(model)
 
@@ -125,7 +125,7 @@ def test_it_computes_its_equation_and_generates_with_a_cache(backbones, case, co
         return h
 
     expected = backbones.straight_line(standard, token_ids, read)
-    # The shares of `depth_scaled` are 1/sqrt(k) of everything, which the norms take out again.
+    # `depth_scaled` multiplies everything by 1/sqrt(k), which the norms undo.
     assert (difference(standard(token_ids).logits, expected) < 1e-4) == (connection is DepthScaled)
     assert difference(model(token_ids).logits, expected) < 1e-6
     generated = [
@@ -135,7 +135,7 @@ def test_it_computes_its_equation_and_generates_with_a_cache(backbones, case, co
 
 
 @every_neighbour
-def test_it_trains_with_checkpointing_and_loads_back(backbones, connection, tmp_path):
+def test_a_registered_connection_trains_with_checkpointing_and_loads_back(backbones, connection, tmp_path):
     model, token_ids = build(backbones, "llama", connection.name).train(), backbones.token_ids()
     expected = gradients(model, token_ids)
     assert expected.keys() == dict(model.named_parameters()).keys()
@@ -156,14 +156,14 @@ def test_it_trains_with_checkpointing_and_loads_back(backbones, connection, tmp_
 
 @torch.no_grad()
 @every_neighbour
-def test_its_depth_mixing_is_that_of_a_stream(backbones, connection):
+def test_the_depth_mixing_of_a_registered_connection_is_that_of_a_stream(backbones, connection):
     mixing = token_mixing(build(backbones, "llama", connection.name), backbones.token_ids())
     assert difference(mixing.rebuilt(), mixing.inputs) < 1e-5
     assert mixing.constants.any() == (connection is ScaledStream)
     assert semiseparable_rank(mixing.matrices[..., 0, 0, -1]) == 1
 
 
-def test_a_retrofit_is_exact_where_the_connection_says_so(backbones):
+def test_a_retrofit_is_exact_where_the_connection_declares_it(backbones):
     standard, token_ids = backbones.build("llama"), backbones.token_ids()
     model = retrofit(standard, "scaled_stream")
     assert residual_tensors(model)
@@ -192,7 +192,7 @@ def test_a_field_is_read_checked_and_saved(backbones, tmp_path):
     ],
     ids=["name", "field of another connection", "field of every configuration", *("field of a backbone",) * 2],
 )
-def test_what_would_take_the_place_of_something_else_is_refused(members, message):
+def test_a_name_or_field_that_is_taken_is_refused(members, message):
     before = dict(CONNECTIONS)
     with pytest.raises(ValueError, match=message):
         attnres.register_residual_connection(type("Other", (ResidualConnection,), members))
@@ -200,14 +200,14 @@ def test_what_would_take_the_place_of_something_else_is_refused(members, message
 
 
 @pytest.mark.parametrize("name", [None, "", 3, "a b", ["x"]])
-def test_a_name_that_is_no_identifier_is_refused(name):
+def test_a_name_that_is_not_an_identifier_is_refused(name):
     with pytest.raises(ValueError, match=r"the `name` of Other is .*, but must be an identifier"):
         register_residual_connection(type("Other", (ResidualConnection,), {"name": name}))
     with pytest.raises(TypeError, match="'mhc' must be a class that derives from ResidualConnection"):
         register_residual_connection("mhc")
 
 
-def test_a_class_that_is_made_anew_takes_the_place_of_itself():
+def test_a_redefined_class_replaces_its_earlier_definition():
     again = type("ChannelGate", (ChannelGate,), {"fields": {"gate_temperature": 2.0}, "__module__": __name__})
     assert register_residual_connection(again) is CONNECTIONS["channel_gate"]
     assert ResidualConfig.gate_temperature == 2.0

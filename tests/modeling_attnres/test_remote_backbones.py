@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from .connections import close
 
 HERE = Path(__file__).parent
-# Two of them with gated attention.
+# Two of the models have gated attention.
 CASES = {
     "llama": {"attention_gate": "value", "attention_gate_granularity": "headwise"},
     "gemma3_text": {},
@@ -35,7 +35,7 @@ def folders(tmp_path_factory, backbones, originals) -> Path:
 
 @pytest.fixture(scope="module")
 def remote(folders, run) -> dict:
-    """What a process without `attnres` saw."""
+    """Return the results of a process without `attnres`."""
     run("remote_backbones_session.py", folders, folders / "seen.pt")
     return torch.load(folders / "seen.pt")
 
@@ -57,7 +57,7 @@ def test_the_classes_are_made_from_the_files_beside_the_weights(remote, original
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", CASES)
-def test_it_computes_records_and_generates_the_same(remote, originals, backbones, case):
+def test_remote_code_computes_records_and_generates_the_same(remote, originals, backbones, case):
     seen, model, token_ids = remote["models"][case], originals[case], backbones.token_ids()
     expected = model(token_ids, output_hidden_states=True, output_depth_attentions=True)
     assert close(seen["logits"], expected.logits)
@@ -72,7 +72,7 @@ def test_it_computes_records_and_generates_the_same(remote, originals, backbones
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", CASES)
-def test_saved_again_by_that_process_it_is_the_same_there_and_here(remote, folders, originals, backbones, case):
+def test_a_model_saved_again_by_remote_code_is_the_same_there_and_here(remote, folders, originals, backbones, case):
     expected = originals[case](backbones.token_ids()).logits
     assert close(remote["models"][case]["again"], expected)
     loaded = AutoModelForCausalLM.from_pretrained(folders / case / "again")

@@ -1,7 +1,7 @@
 """The code travels with the weights: without `attnres`, `trust_remote_code=True` gives the same model.
 
-Three real processes do what a user would (`remote_session.py`, `hub_session.py`, `mixed_session.py`); the first two
-cannot import `attnres`. The tests compare what they saw with the models of this process.
+Three processes act as users (`remote_session.py`, `hub_session.py`, `mixed_session.py`); the first two cannot import
+`attnres`. The tests compare their results with the models of this process.
 """
 
 import json
@@ -35,7 +35,7 @@ def ids() -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory, tiny_model, ids) -> Path:
-    """A folder of saved models, good and bad."""
+    """Save good and bad models, and return their folder."""
     folder = tmp_path_factory.mktemp("models")
     torch.save(ids, folder / "ids.pt")
     model = tiny_model(attn_res_block_size=3)
@@ -67,7 +67,7 @@ def models(tmp_path_factory, tiny_model, ids) -> Path:
 
 @pytest.fixture(scope="module")
 def remote(models, run) -> dict:
-    """What a process without `attnres` saw."""
+    """Return the results of a process without `attnres`."""
     run("remote_session.py", models, models / "remote.pt")
     return torch.load(models / "remote.pt")
 
@@ -81,7 +81,7 @@ def test_the_process_never_imported_attnres(remote):
     assert remote["attnres_modules"] == []
 
 
-def test_without_trust_the_code_is_not_run(remote):
+def test_the_code_does_not_run_without_trust(remote):
     assert [error.split(":")[0] for error in remote["refused"]] == ["ValueError", "ValueError"]
     assert all("trust_remote_code=True" in error for error in remote["refused"])
 
@@ -103,7 +103,7 @@ def test_the_logits_are_identical(remote, model, ids):
     assert close(remote["logits"], model(ids).logits)
 
 
-def test_label_smoothing_trains_the_next_token_there_too(remote, model, ids):
+def test_label_smoothing_of_remote_code_trains_the_next_token(remote, model, ids):
     log_p, labels = model(ids).logits[:, :-1].log_softmax(-1), ids[:, 1:]
     nll = -log_p.gather(-1, labels[..., None]).mean()
     assert close(remote["smoothed_loss"], 0.9 * nll - 0.1 * log_p.mean())
@@ -146,7 +146,7 @@ def test_the_pipeline_writes_the_same_text(remote, models):
     assert remote["text"][0]["generated_text"].removeprefix("w5 w17 w42")
 
 
-def test_missing_attn_res_tensors_are_initialised_and_no_other_is_touched(remote, model):
+def test_only_missing_attn_res_tensors_are_initialised(remote, model):
     new = residual_tensors(model)
     assert remote["new"] == sorted(new)
     for name, tensor in model.state_dict().items():
@@ -169,11 +169,11 @@ def test_a_bad_checkpoint_is_reported_by_name(remote, folder, kind, text):
     assert text in error
 
 
-def test_saved_again_by_that_process_it_loads_there(remote, model, ids):
+def test_a_model_saved_again_by_that_process_loads_there(remote, model, ids):
     assert close(remote["logits_again"], model(ids).logits)
 
 
-def test_saved_again_by_that_process_it_loads_here(remote, models, model, ids):
+def test_a_model_saved_again_by_that_process_loads_here(remote, models, model, ids):
     loaded = AutoModelForCausalLM.from_pretrained(models / "again")
     assert type(loaded) is AttnResForCausalLM
     assert torch.equal(loaded(ids).logits, model(ids).logits)
@@ -182,7 +182,7 @@ def test_saved_again_by_that_process_it_loads_here(remote, models, model, ids):
 
 
 @pytest.mark.parametrize("folders", [("causal", "again"), ("classifier", "classifier-again")])
-def test_saved_again_the_files_are_those_of_the_first_save(remote, models, folders):
+def test_the_code_files_of_a_second_save_equal_those_of_the_first(remote, models, folders):
     first, again = ({path.name: path.read_text() for path in (models / name).glob("*.py")} for name in folders)
     assert set(first) >= {"configuration_attnres.py", "modeling_attnres.py", "residual_attnres.py"}
     assert again == first
@@ -192,7 +192,7 @@ def test_saved_again_the_files_are_those_of_the_first_save(remote, models, folde
 
 @pytest.fixture(scope="module")
 def mixed(models, run) -> dict:
-    """What a process saw that loaded remote code first and imported `attnres` afterwards."""
+    """Return the results of a process that loaded remote code first and then imported `attnres`."""
     run("mixed_session.py", models, models / "mixed.pt", with_attnres=True)
     return torch.load(models / "mixed.pt")
 
@@ -208,13 +208,13 @@ def test_remote_code_and_the_installed_package_live_side_by_side(mixed, model, i
     assert all(close(logits, model(ids).logits) for logits in mixed["logits"])
 
 
-def test_both_save_models_that_load(mixed, model, ids):
+def test_remote_code_and_the_installed_package_save_models_that_load(mixed, model, ids):
     assert all(close(logits, model(ids).logits) for logits in mixed["saved"])
 
 
 @pytest.fixture(scope="module")
 def revisions(tmp_path_factory, tiny_model) -> Path:
-    """A folder of the revisions `main` and `v1` of the repository `lab/model`."""
+    """Save the revisions `main` and `v1` of the repository `lab/model`, and return their folder."""
     folder = tmp_path_factory.mktemp("hub") / "lab" / "model"
     tiny_model(seed=0, attn_res_block_size=3).save_pretrained(folder / "main", max_shard_size="40KB")
     tiny_model(seed=1, attn_res_block_size=2).save_pretrained(folder / "v1", max_shard_size="40KB")
@@ -223,7 +223,7 @@ def revisions(tmp_path_factory, tiny_model) -> Path:
 
 @pytest.fixture(scope="module")
 def from_hub(revisions, models, run) -> tuple[dict, Path]:
-    """What a process without `attnres` saw on the Hub, and the folder where it saved the model of revision `v1`."""
+    """Return the results of a process without `attnres` on the Hub, and the folder of its save of revision `v1`."""
     out = models / "from-hub"
     with Hub.running(revisions.parents[1]) as hub:
         run("hub_session.py", models / "ids.pt", out, **hub.environ())
@@ -247,7 +247,7 @@ def test_the_two_revisions_differ(from_hub):
     assert not torch.allclose(seen["logits"]["main"], seen["logits"]["v1"], atol=1e-2)
 
 
-def test_a_revision_that_is_not_there_is_named(from_hub):
+def test_a_missing_revision_is_named(from_hub):
     assert "absent is not a valid git identifier" in from_hub[0]["absent"]
 
 

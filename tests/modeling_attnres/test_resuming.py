@@ -1,4 +1,4 @@
-"""`transformers.Trainer` goes on from its checkpoints with every tensor, also where published names differ."""
+"""`transformers.Trainer` resumes from its checkpoints with every tensor, even where published names differ."""
 
 import logging
 from pathlib import Path
@@ -12,7 +12,7 @@ ROWS = torch.randint(3, 99, (8, 12), generator=torch.Generator().manual_seed(1))
 
 
 def train(model: PreTrainedModel, out: Path, resume: Path | None = None) -> dict[str, torch.Tensor]:
-    """Two steps, with a checkpoint after each; the tensors afterwards."""
+    """Train two steps with a checkpoint after each, and return the tensors."""
     options = {"max_steps": 2, "save_steps": 1, "per_device_train_batch_size": 2, "learning_rate": 1e-2}
     quiet = {"report_to": "none", "disable_tqdm": True}
     arguments = TrainingArguments(output_dir=str(out), use_cpu=True, **options, **quiet)
@@ -22,7 +22,7 @@ def train(model: PreTrainedModel, out: Path, resume: Path | None = None) -> dict
 
 
 @pytest.mark.parametrize("case", ["kimi_linear", "mixtral"])
-def test_a_resumed_run_ends_with_the_tensors_of_one_that_was_not_interrupted(backbones, tmp_path, caplog, case):
+def test_a_resumed_run_ends_with_the_tensors_of_an_uninterrupted_run(backbones, tmp_path, caplog, case):
     expected = train(backbones.build_member(case), tmp_path)
     first = tmp_path / "checkpoint-1"
     torch.manual_seed(5)
@@ -32,7 +32,7 @@ def test_a_resumed_run_ends_with_the_tensors_of_one_that_was_not_interrupted(bac
     assert [name for name, tensor in expected.items() if not torch.equal(resumed[name], tensor)] == []
     assert not [message for message in caplog.messages if "missing keys" in message or "unexpected keys" in message]
 
-    # A checkpoint is a model like any other; saved elsewhere, it has the names of the published layout.
+    # A checkpoint also loads as a model; saved elsewhere, it has the names of the published layout.
     (tmp_path / "latest").symlink_to(first)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "latest")
     AutoModelForCausalLM.from_pretrained(tmp_path, subfolder="checkpoint-1").save_pretrained(tmp_path / "by subfolder")

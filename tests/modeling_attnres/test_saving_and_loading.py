@@ -18,14 +18,14 @@ SHARD_SIZE = "40KB"  # of a model of about 400 KB
 
 @pytest.fixture
 def saved(tiny_model, tmp_path) -> tuple[AttnResForCausalLM, Path]:
-    """A model and the directory of shards it was saved to."""
+    """Return a model and the directory of its shards."""
     model = tiny_model(attn_res_block_size=3)
     model.save_pretrained(tmp_path / "saved", max_shard_size=SHARD_SIZE)
     return model, tmp_path / "saved"
 
 
 def names_on_disk(folder: Path) -> set[str]:
-    """The names of all tensors in the safetensors files of a directory."""
+    """Return the names of all tensors in the safetensors files of a directory."""
     names = set()
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -97,7 +97,7 @@ def test_embeddings_stay_tied_or_untied(tiny_model, token_ids, tmp_path, tied):
 
 
 def dtypes_of(model: AttnResForCausalLM) -> set[torch.dtype]:
-    """The dtypes of all tensors but those that `test_float32.py` is about."""
+    """Return the dtypes of all tensors but those that stay in float32, which `test_float32.py` tests."""
     kept = tuple(AttnResForCausalLM._keep_in_fp32_modules_strict)
     return {tensor.dtype for name, tensor in model.state_dict().items() if not name.endswith(kept)}
 
@@ -114,7 +114,7 @@ def test_dtype_auto_is_the_dtype_of_the_checkpoint(tiny_model, tmp_path, dtype, 
     assert dtypes_of(loaded) == {dtype}
 
 
-def test_another_dtype_than_the_checkpoint_can_be_asked_for(tiny_model, tmp_path):
+def test_from_pretrained_can_load_into_another_dtype(tiny_model, tmp_path):
     tiny_model().save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert dtypes_of(loaded) == {torch.bfloat16}
@@ -122,7 +122,7 @@ def test_another_dtype_than_the_checkpoint_can_be_asked_for(tiny_model, tmp_path
 
 @pytest.fixture(params=["40KB", "120KB", "200KB"])
 def offloaded(request, saved, tmp_path) -> AttnResForCausalLM:
-    """The model of `saved` with room in memory for nothing, for the embedding, or for a layer: the rest is on disk."""
+    """Load the model of `saved` with room for nothing, for the embedding or for a layer, and the rest on disk."""
     _, folder = saved
     return AutoModelForCausalLM.from_pretrained(
         folder, device_map="auto", max_memory={"cpu": request.param}, offload_folder=tmp_path / "offload"
@@ -171,7 +171,7 @@ def test_offloaded_to_the_cpu_by_accelerate_the_model_computes_the_same(saved, t
 
 @pytest.fixture
 def reload(tmp_path) -> Callable[[AttnResForCausalLM], AttnResForCausalLM]:
-    """`reload(model)`: the model, saved and loaded."""
+    """Return `reload(model)`, which saves and loads a model."""
 
     def save_and_load(model: AttnResForCausalLM) -> AttnResForCausalLM:
         model.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""Saved over an older save, a folder loads as the new model; where the new save fails, as the old one."""
+"""After a save over an older one, a folder loads as the new model; after a failed save, as the old one."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def models(tiny_model) -> tuple[AttnResForCausalLM, AttnResForCausalLM]:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """With files that are no weights of the model."""
+    """Return a folder that holds files other than weights of the model."""
     folder = tmp_path / "model"
     folder.mkdir()
     for name, text in KEPT.items():
@@ -37,7 +37,7 @@ def folder(tmp_path) -> Path:
 
 
 def is_whole(folder: Path, model: AttnResForCausalLM) -> bool:
-    """Whether the folder loads as the model, and no other weights lie there."""
+    """Return whether a folder loads as a model; assert that it holds no other weights."""
     loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     index = folder / "model.safetensors.index.json"
     named = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
@@ -49,14 +49,14 @@ def is_whole(folder: Path, model: AttnResForCausalLM) -> bool:
 
 
 def is_whole_alone(folder: Path, model: AttnResForCausalLM) -> bool:
-    """As `is_whole`, of a folder that has no other files."""
+    """Return the same for a folder without other files."""
     for name, text in KEPT.items():
         (folder / name).write_text(text)
     return is_whole(folder, model)
 
 
 def convert(model: AttnResForCausalLM, folder: Path) -> None:
-    """Save in shards, one of them as `attnres convert` names what it has added."""
+    """Save in shards, and rename one as `attnres convert` names its shards."""
     model.save_pretrained(folder, **SHARDS)
     index = folder / "model.safetensors.index.json"
     content = json.loads(index.read_text())
@@ -69,7 +69,7 @@ def convert(model: AttnResForCausalLM, folder: Path) -> None:
 
 
 def pickle(model: AttnResForCausalLM, folder: Path) -> None:
-    """Save as before safetensors."""
+    """Save as `pytorch_model.bin`."""
     model.save_pretrained(folder)
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
@@ -84,7 +84,7 @@ SAVES: dict[str, Callable[[AttnResForCausalLM, Path], object]] = {
 
 @pytest.mark.parametrize("new", ["one file", "shards"])
 @pytest.mark.parametrize("old", [*SAVES, "converted", "pickle"])
-def test_the_new_save_takes_the_place_of_the_old_one(models, folder, old, new):
+def test_a_new_save_replaces_the_old_one(models, folder, old, new):
     {**SAVES, "converted": convert, "pickle": pickle}[old](models[0], folder)
     SAVES[new](models[1], folder)
     assert is_whole(folder, models[1])
@@ -92,13 +92,13 @@ def test_the_new_save_takes_the_place_of_the_old_one(models, folder, old, new):
 
 @pytest.mark.parametrize("new", ["one file", "shards"])
 @pytest.mark.parametrize("old", SAVES)
-def test_a_save_that_fails_leaves_the_old_one(models, folder, monkeypatch, old, new):
+def test_a_failed_save_leaves_the_old_one(models, folder, monkeypatch, old, new):
     SAVES[old](models[0], folder)
     models[0].config.save_pretrained(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
 
     def full(tensors, filename, *args, **kwargs):
-        # The second shard, or the only file.
+        # Fail at the second shard or the only file.
         if "00001-of" not in str(filename):
             raise OSError("no space left on device")
         save_file(tensors, filename, *args, **kwargs)
@@ -110,7 +110,7 @@ def test_a_save_that_fails_leaves_the_old_one(models, folder, monkeypatch, old, 
 
 
 def model_in(folder: Path, models: tuple[AttnResForCausalLM, ...]) -> int:
-    """The number of the model that the folder loads as: with all of its tensors, and with its configuration."""
+    """Return the index of the model as which a folder loads; tensors and configuration must be of the same model."""
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     tensors = loaded.state_dict()
     (number,) = [
@@ -123,12 +123,14 @@ def model_in(folder: Path, models: tuple[AttnResForCausalLM, ...]) -> int:
 
 
 @pytest.mark.parametrize(("old", "new"), [("shards", "fewer shards"), ("converted", "one file"), ("pickle", "shards")])
-def test_killed_at_any_file_call_the_folder_holds_the_old_model_or_the_new_one(tiny_model, folder, tmp_path, old, new):
+def test_after_a_kill_at_any_file_call_the_folder_holds_the_old_model_or_the_new_one(
+    tiny_model, folder, tmp_path, old, new
+):
     models = tiny_model(0, attn_res_block_size=3), tiny_model(1, attn_res_block_size=2)
     {**SAVES, "converted": convert, "pickle": pickle}[old](models[0], folder)
     SAVES[new](models[1], tmp_path / "new")
     for code in [*folder.glob("*.py"), *(tmp_path / "new").glob("*.py")]:
-        code.unlink()  # not needed here, and as many file calls
+        code.unlink()  # each file costs a file call, and the code is not needed here
 
     def save(place: Path) -> None:
         with saved_whole(place) as stage:
@@ -142,7 +144,7 @@ def test_killed_at_any_file_call_the_folder_holds_the_old_model_or_the_new_one(t
         try:
             held.append(model_in(place, models))
         except OSError as error:
-            # Its old configuration was read before the exchange was completed.
+            # The old configuration was read before the exchange was completed.
             assert "was interrupted, and is complete now. Load it again" in str(error)
             told += 1
             held.append(model_in(place, models))
@@ -154,7 +156,7 @@ def test_killed_at_any_file_call_the_folder_holds_the_old_model_or_the_new_one(t
     assert held == sorted(held) and held.count(0) >= 4 and held.count(1) >= 6 and told >= 1
 
 
-def test_of_processes_that_save_at_once_one_wins(models, tiny_model, folder):
+def test_one_of_several_processes_that_save_at_once_wins(models, tiny_model, folder):
     models = (*models, tiny_model(2, attn_res_block_size=3))
     saves = [lambda number=number: models[number].save_pretrained(folder, **SHARDS) for number in (1, 2)]
     for trial in range(8):
@@ -174,7 +176,7 @@ def test_a_save_into_an_empty_folder_is_not_seen_before_it_is_whole(models, tmp_
     assert is_whole_alone(tmp_path / "model", models[0])
 
 
-def test_a_stage_in_use_is_left_alone_and_one_of_a_killed_process_goes(models, folder):
+def test_the_stage_of_a_killed_process_is_removed_and_a_stage_in_use_stays(models, folder):
     SAVES["one file"](models[0], folder)
 
     def killed() -> None:
@@ -214,7 +216,7 @@ def test_a_load_waits_for_an_exchange_that_is_under_way(models, folder, monkeypa
 
 
 @pytest.mark.parametrize("do", ["save", "load"])
-def test_an_exchange_that_cannot_be_completed_says_where_the_model_lies(models, folder, monkeypatch, do):
+def test_the_error_of_an_exchange_that_cannot_be_completed_names_the_models_folder(models, folder, monkeypatch, do):
     SAVES["one file"](models[0], folder)
     models[1].save_pretrained(folder / ".saved-whole", **SHARDS)
 
@@ -234,7 +236,7 @@ def test_an_exchange_that_cannot_be_completed_says_where_the_model_lies(models, 
     assert is_whole(folder, models[1])
 
 
-def test_files_of_the_user_in_the_place_of_a_saved_model_stay(models, folder):
+def test_files_of_the_user_in_the_folder_of_an_exchange_stay(models, folder):
     SAVES["one file"](models[0], folder)
     (folder / ".saved-whole").mkdir()
     (folder / ".saved-whole" / "notes.txt").write_text("mine")
@@ -245,13 +247,13 @@ def test_files_of_the_user_in_the_place_of_a_saved_model_stay(models, folder):
     assert is_whole(folder, models[0])
 
 
-def test_only_the_main_process_replaces(models, folder):
+def test_only_the_main_process_replaces_a_save(models, folder):
     SAVES["one file"](models[0], folder)
     models[1].save_pretrained(folder, is_main_process=False, **SHARDS)
     assert is_whole(folder, models[0])
 
 
-def test_a_variant_replaces_its_own_weights_alone(models, folder):
+def test_a_variant_replaces_only_its_own_weights(models, folder):
     SAVES["one file"](models[0], folder)
     models[0].save_pretrained(folder, variant="other")
     models[1].save_pretrained(folder, variant="other", **SHARDS)
@@ -269,7 +271,7 @@ def test_a_model_is_saved_into_the_folder_that_it_is_mapped_from(models, folder)
 
 
 @pytest.mark.parametrize("name", [".saving-1", ".saved-whole"])
-def test_a_link_in_the_place_of_the_stage_goes_and_its_target_stays(models, folder, tmp_path, name):
+def test_a_link_in_the_place_of_the_stage_is_removed_and_its_target_stays(models, folder, tmp_path, name):
     models[1].save_pretrained(tmp_path / "precious")
     models[0].save_pretrained(folder)
     (folder / name).symlink_to(tmp_path / "precious")

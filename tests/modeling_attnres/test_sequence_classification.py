@@ -1,4 +1,4 @@
-"""Sequence classification: the score of the last token that is not padding, on whichever side the padding is."""
+"""Sequence classification scores the last token that is not padding, with padding on either side."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ LENGTHS = (4, 9)
 
 @pytest.fixture(params=[1, 3])
 def classifier(request, tiny_config, vivid_model) -> AttnResForSequenceClassification:
-    """Three classes, on the decoder of `vivid_model`."""
+    """Return a classifier of three classes on the decoder of `vivid_model`."""
     fields = {"attn_res_block_size": request.param}
     torch.manual_seed(0)
     classifier = AttnResForSequenceClassification(tiny_config(num_labels=3, **fields)).eval()
@@ -24,7 +24,7 @@ def classifier(request, tiny_config, vivid_model) -> AttnResForSequenceClassific
 
 
 def padded(token_ids: Tensor, side: str) -> tuple[Tensor, Tensor]:
-    """The first `LENGTHS[i]` tokens of row i, padded to the same width on this side, and the attention mask."""
+    """Return the first `LENGTHS[i]` tokens of row i, padded to one width on a side, and the attention mask."""
     rows, masks = [], []
     for row, length in zip(token_ids, LENGTHS):
         padding = row.new_full((token_ids.shape[1] - length,), PAD)
@@ -84,7 +84,7 @@ def test_embeddings_without_a_mask_have_no_padding(classifier, token_ids):
 
 
 @torch.no_grad()
-def test_scores_are_those_of_the_last_token(classifier, token_ids):
+def test_scores_come_from_the_last_token(classifier, token_ids):
     hidden = classifier.model(token_ids).last_hidden_state[:, -1]
     torch.testing.assert_close(classifier(token_ids).logits, classifier.score(hidden))
 
@@ -98,7 +98,7 @@ def test_scores_are_those_of_the_last_token(classifier, token_ids):
         ("regression", torch.tensor([[0.5, -1.0, 2.0], [0.0, 1.0, 3.0]])),
     ],
 )
-def test_the_loss_is_that_of_the_problem(classifier, token_ids, problem_type, labels):
+def test_the_loss_follows_the_problem_type(classifier, token_ids, problem_type, labels):
     classifier.config.problem_type = problem_type
     outputs = classifier(token_ids, labels=labels)
     loss = {
@@ -110,7 +110,7 @@ def test_the_loss_is_that_of_the_problem(classifier, token_ids, problem_type, la
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_few_steps_learn_the_labels(classifier, token_ids, checkpointing):
+def test_a_few_training_steps_learn_the_labels(classifier, token_ids, checkpointing):
     classifier.train()
     if checkpointing:
         classifier.gradient_checkpointing_enable()
@@ -131,7 +131,7 @@ def test_a_few_steps_learn_the_labels(classifier, token_ids, checkpointing):
 
 
 @torch.no_grad()
-def test_hidden_states_are_recorded_here_too(classifier, token_ids):
+def test_a_classifier_records_hidden_states(classifier, token_ids):
     expected = classifier.model(token_ids, output_hidden_states=True).hidden_states
     actual = classifier(token_ids, output_hidden_states=True).hidden_states
     assert len(actual) == len(expected) == 5

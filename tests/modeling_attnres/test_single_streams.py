@@ -1,4 +1,4 @@
-"""PostNorm and Highway: what sublayers read, rebuilt from the outputs before them; neither can hold the plain sum."""
+"""PostNorm and Highway: reads recomputed from the outputs of sublayers, start, and refused values."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from attnres.residual_attnres import residual_tensors
 
 from .connections import assert_reads, build, build_start, connections_of, double
 
-EPS = 0.1  # that one can see
+EPS = 0.1  # large enough to matter
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 def post_norm_recurrence(norms: list[Tensor]):
-    """`read`: `h_0 = N_0(v_0)`, `h_{l+1} = N_{l+1}(h_l + v_l)`; what the norm makes of it is for whoever reads."""
+    """Return `read`: `h_0 = N_0(v_0)`, `h_{l+1} = N_{l+1}(h_l + v_l)`; it returns `h_l + v_l`, before the last norm."""
 
     def read(v: list[Tensor]) -> Tensor:
         stream = v[0]
@@ -33,7 +33,7 @@ def post_norm_recurrence(norms: list[Tensor]):
 
 
 def highway_recurrence(gates: list[tuple[Tensor, Tensor]]):
-    """`read`: `h_{l+1} = g v_l + (1 - g) h_l`, `g = sigmoid(W x + b)`, where x is the normed `h_l`."""
+    """Return `read`: `h_{l+1} = g v_l + (1 - g) h_l`, `g = sigmoid(W x + b)`, where x is the normed `h_l`."""
 
     def read(v: list[Tensor]) -> Tensor:
         stream = v[0]
@@ -51,23 +51,23 @@ def recurrence(connection: str, model: nn.Module) -> Callable[[list[Tensor]], Te
         norms = [norm.weight for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
         return post_norm_recurrence(norms)
     gates = connections_of(model)
-    assert gates[-1].weight is None  # of the output
+    assert gates[-1].weight is None  # the connection of the output
     return highway_recurrence([(gate.weight, gate.bias) for gate in gates[:-1]])
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("connection", ["post_norm", "highway"])
 @pytest.mark.parametrize("case", ["llama", "kimi_linear"])
-def test_sublayers_read_what_the_equation_says(backbones, case, connection):
+def test_sublayers_read_by_the_equation(backbones, case, connection):
     model = double(build(backbones, case, connection, rms_norm_eps=EPS))
     standard = double(backbones.build(case, rms_norm_eps=EPS))
-    # The backbones' norms, which with PostNorm the stream itself goes through, compute in float32.
+    # The backbones' norms compute in float32, and with PostNorm they are applied to the stream itself.
     uncached = 1e-5 if connection == "post_norm" else 1e-6
     assert_reads(backbones, model, standard, recurrence(connection, model), uncached)
 
 
 @pytest.mark.parametrize("connection", [Highway, PostNorm])
-def test_the_derivative_of_a_chain_of_reads_and_writes_is_that_of_finite_differences(backbones, connection):
+def test_the_derivative_of_a_chain_of_reads_and_writes_equals_finite_differences(backbones, connection):
     config = backbones.member_config(
         "llama", residual_connection=connection.name, hidden_size=4, num_hidden_layers=1, rms_norm_eps=EPS
     )
@@ -96,7 +96,7 @@ def test_the_derivative_of_a_chain_of_reads_and_writes_is_that_of_finite_differe
     assert torch.autograd.gradgradcheck(chain, (embedding, *own))
 
 
-def test_highway_layers_carry_at_first(backbones):
+def test_new_highway_layers_mostly_carry_the_stream(backbones):
     model = build_start(backbones, "llama", "highway", highway_bias=-2.0)
     for name, tensor in residual_tensors(model).items():
         if name.endswith(".bias"):
@@ -106,13 +106,13 @@ def test_highway_layers_carry_at_first(backbones):
 
 
 @pytest.mark.parametrize("connection", ["post_norm", "highway"])
-def test_a_retrofit_is_refused_since_the_plain_sum_is_out_of_reach(backbones, connection):
+def test_a_retrofit_is_refused_because_the_plain_sum_is_impossible(backbones, connection):
     with pytest.raises(ValueError, match=f"'{connection}': it never equals the standard residual"):
         retrofit(backbones.build("llama"), connection)
 
 
 @pytest.mark.parametrize("value", ["-1", None, float("nan"), float("inf"), True, 10**400])
-def test_a_bias_that_is_no_gate_is_refused(backbones, value):
+def test_a_bias_out_of_range_is_refused(backbones, value):
     with pytest.raises(ValueError, match=r"`highway_bias` is .*, but must be a number from -100 to 100"):
         backbones.member_config("llama", residual_connection="highway", highway_bias=value)
 

@@ -1,4 +1,4 @@
-"""Connections with n streams: what sublayers read, rebuilt from the outputs before them, and what all four share."""
+"""Connections with n streams: reads recomputed from the outputs of sublayers, and properties that all four share."""
 
 import math
 from itertools import permutations
@@ -13,11 +13,11 @@ from attnres.streams_attnres import ResidualStreams
 
 from .connections import assert_reads, build, build_start, connections_of, difference, double, loss_of
 
-EPS = 0.1  # that one can see
+EPS = 0.1  # large enough to matter
 STREAMS = ["hyper_connections", "identity_hc", "mhc", "mhc_lite"]
 every_connection = pytest.mark.parametrize("connection", STREAMS)
 
-# ---- The equations, as straight lines
+# ---- The equations as straight-line code
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 def hyper_connections(x: Tensor, of: dict[str, Tensor], n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A_m, B and A_r of the streams `x` `[..., n, d]`: static, and where there is a `weight`, `s tanh(N W)` more."""
+    """Compute A_m, B and A_r of the streams `x` `[..., n, d]`: the static part, plus `s tanh(N W)` if dynamic."""
     a_m, a_r, b = of["static"][:, 0], of["static"][:, 1 : n + 1], of["static"][:, n + 1]
     if "weight" in of:
         w, (s_a, s_b), normed = of["weight"], of["scale"], rms_norm(x)
@@ -36,7 +36,7 @@ def hyper_connections(x: Tensor, of: dict[str, Tensor], n: int) -> tuple[Tensor,
 
 
 def pre_and_post(x: Tensor, of: dict[str, Tensor], n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """H_pre and H_post of mHC and what followed, and the logits of H_res without their start."""
+    """Compute H_pre and H_post of mHC and its successors, and the logits of H_res without their start."""
     flat = rms_norm(torch.cat([x[..., j, :] for j in range(n)], dim=-1))
     f, a, b = of["weight"], of["scale"], of["bias"]
     pre = a[0] * (flat @ f[:n].T) + b[:n] - math.log(n - 1)
@@ -51,7 +51,7 @@ def identity_hc(x: Tensor, of: dict[str, Tensor], n: int) -> tuple[Tensor, Tenso
 
 
 def mhc(x: Tensor, of: dict[str, Tensor], n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """H_res: the exponential, then 20 times each row and each column divided by its sum."""
+    """Compute H_res from exponentials: divide each row, then each column, by its sum, 20 times."""
     pre, post, logits = pre_and_post(x, of, n)
     h = torch.exp(logits.unflatten(-1, (n, n)) - 8 * (1 - torch.eye(n).to(x)))
     for _ in range(20):
@@ -61,7 +61,7 @@ def mhc(x: Tensor, of: dict[str, Tensor], n: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def mhc_lite(x: Tensor, of: dict[str, Tensor], n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """H_res: the permutation matrices, in the order of `itertools`, weighted by a softmax."""
+    """Compute H_res: the permutation matrices in the order of `itertools`, weighted by a softmax."""
     pre, post, logits = pre_and_post(x, of, n)
     p = torch.exp(logits - torch.tensor([0.0] + [8.0] * (math.factorial(n) - 1)).to(x))
     p = p / p.sum(-1, keepdim=True)
@@ -73,9 +73,9 @@ def mhc_lite(x: Tensor, of: dict[str, Tensor], n: int) -> tuple[Tensor, Tensor, 
 
 
 def stream_recurrence(coefficients, weights: list[dict[str, Tensor]], n: int):
-    """`read`: what the sublayer after `v_0 .. v_l` reads, with the streams built anew from all outputs every time.
+    """Return `read`, which computes the input of the sublayer after `v_0 .. v_l` from streams rebuilt at each call.
 
-    X = v_0, n times;  h = sum_j pre_j X_j;  X_j becomes sum_i res_ij X_i + post_j v. At the end the mean.
+    X = v_0, n times;  h = sum_j pre_j X_j;  X_j becomes sum_i res_ij X_i + post_j v. The output reads the mean.
     """
 
     def read(v: list[Tensor]) -> Tensor:
@@ -92,7 +92,7 @@ def stream_recurrence(coefficients, weights: list[dict[str, Tensor]], n: int):
 
 
 def streams_of(model) -> list[ResidualStreams]:
-    """Those of the sublayers in turn, without that of the output, which has no tensors."""
+    """Return the connections of the sublayers in order; assert that the output's has no tensors."""
     *connections, last = connections_of(model)
     assert not last.state_dict()
     return connections
@@ -117,11 +117,11 @@ def test_sublayers_read_mix_and_write_the_streams(backbones, case, connection, n
     assert_reads(backbones, model, double(backbones.build(case, rms_norm_eps=EPS)), read)
 
 
-# ---- A connection by itself
+# ---- A connection alone
 
 
 def stirred(backbones, connection: str, n: int, hidden: int = 4, sublayers: int = 2, **fields) -> list[ResidualStreams]:
-    """The connections of some sublayers and of the output, in float64, every coefficient far from its start."""
+    """Make the connections of some sublayers and of the output in float64, with coefficients far from their start."""
     generator = torch.Generator().manual_seed(0)
     fields |= {"residual_streams": n, "hidden_size": hidden, "num_hidden_layers": (sublayers + 1) // 2}
     config = backbones.member_config("llama", residual_connection=connection, **fields)
@@ -140,7 +140,7 @@ FIELDS = [("hyper_connections", {"hyper_connections_dynamic": False})] + [(name,
 
 
 @pytest.mark.parametrize(("connection", "fields"), FIELDS, ids=str)
-def test_the_derivative_of_a_chain_of_reads_and_writes_is_that_of_finite_differences(backbones, connection, fields):
+def test_the_derivative_of_a_chain_of_reads_and_writes_equals_finite_differences(backbones, connection, fields):
     made = stirred(backbones, connection, 3, mhc_sinkhorn_iterations=3, **fields)
     own = [dict(of.named_parameters()) for of in made]
     embedding = torch.randn(1, 2, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
@@ -151,7 +151,7 @@ def test_the_derivative_of_a_chain_of_reads_and_writes_is_that_of_finite_differe
             read, _, state = torch.func.functional_call(of, {name: next(tensors) for name in own[i]}, (state,))
             inputs.append(read)
             if i < 2:
-                state = of.write(state, torch.sin(read + i))  # what is written depends on what is read
+                state = of.write(state, torch.sin(read + i))  # the output depends on the input
         return torch.stack(inputs)
 
     tensors = [tensor.detach().requires_grad_() for of in own for tensor in of.values()]
@@ -161,7 +161,7 @@ def test_the_derivative_of_a_chain_of_reads_and_writes_is_that_of_finite_differe
 
 @torch.no_grad()
 @pytest.mark.parametrize(("connection", "fields"), FIELDS, ids=str)
-def test_with_coefficients_held_a_read_and_a_write_are_linear_in_the_state(backbones, connection, fields):
+def test_reads_and_writes_with_fixed_coefficients_are_linear_in_the_state(backbones, connection, fields):
     of, _, last = stirred(backbones, connection, 3, **fields)
     streams, other, output = random_streams(3), random_streams(3).flip(1), torch.ones(2, 5, 4, dtype=torch.float64)
     coefficients = of.coefficients((streams,))
@@ -172,14 +172,14 @@ def test_with_coefficients_held_a_read_and_a_write_are_linear_in_the_state(backb
     assert torch.equal(read, inputs) and all(map(torch.equal, after, state))
 
     def step(streams: Tensor, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Input, streams after the write, and their mean."""
+        """Return the input, the streams after the write, and their mean."""
         inputs, state = of.mix((streams,), coefficients)
         written = of.write(state, output)
         return inputs, *written, last.mix(written, last.coefficients(written))[0]
 
     for both, one, two in zip(step(3 * streams - other, output), step(streams, output), step(other, 2 * output)):
         torch.testing.assert_close(both, 3 * one - two)
-    # One-hot sources `[sources, batch, seq, 1]` in place of the embedding and of the output: the weights of each.
+    # With one-hot sources `[sources, batch, seq, 1]` for embedding and output, the streams are the weights of each.
     embedding = torch.zeros(2, 1, 1, 1, dtype=torch.float64)
     embedding[0] = 1
     weights = of.write(of.mix(embedding.expand(2, 2, 5, 1), coefficients)[1], 1 - embedding)
@@ -191,7 +191,7 @@ def test_with_coefficients_held_a_read_and_a_write_are_linear_in_the_state(backb
 @torch.no_grad()
 @pytest.mark.parametrize("order", [(1, 0, 2), (2, 0, 1)])
 @every_connection
-def test_no_stream_is_told_from_another_but_by_its_tensors(backbones, connection, order):
+def test_permuting_streams_and_tensors_permutes_the_result(backbones, connection, order):
     of, *_ = stirred(backbones, connection, 3)
     streams, output, order = random_streams(3), torch.ones(2, 5, 4, dtype=torch.float64), torch.tensor(order)
     tensors = {name: tensor.clone() for name, tensor in of.named_parameters()}
@@ -221,12 +221,12 @@ def test_no_stream_is_told_from_another_but_by_its_tensors(backbones, connection
 @pytest.mark.parametrize("streams", [2, 3, 4, 5])
 @pytest.mark.parametrize("case", ["llama", "kimi_linear"])
 @every_connection
-def test_it_starts_as_the_standard_model(backbones, case, connection, streams):
+def test_a_model_starts_as_the_standard_model(backbones, case, connection, streams):
     model, token_ids = build_start(backbones, case, connection, residual_streams=streams), backbones.token_ids()
     found, expected = model(token_ids).logits, build_start(backbones, case, "standard")(token_ids).logits
     if streams in (2, 4):
         assert torch.equal(found, expected)
-    else:  # 1/n is no number of the computer, so that rounding differs, and these weights amplify it
+    else:  # 1/n is not a floating-point number, and these weights amplify its rounding
         assert difference(found, expected) < 1e-5
     found = model.bfloat16()(token_ids).logits
     assert torch.equal(found, build_start(backbones, case, "standard").bfloat16()(token_ids).logits)
@@ -235,8 +235,8 @@ def test_it_starts_as_the_standard_model(backbones, case, connection, streams):
 @torch.no_grad()
 @pytest.mark.parametrize("streams", [2, 3, 4, 5])
 @every_connection
-def test_at_the_start_equal_streams_stay_equal_through_a_hundred_sublayers(backbones, connection, streams):
-    """They are the running sum, to the last bit: nothing drifts, however deep the model is."""
+def test_new_connections_keep_equal_streams_equal_through_a_hundred_sublayers(backbones, connection, streams):
+    """The streams are the running sum to the last bit, so nothing drifts in a deep model."""
     config = backbones.member_config("llama", residual_connection=connection, residual_streams=streams)
     of = CONNECTIONS[connection](config, 3)
     stream = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
@@ -250,10 +250,10 @@ def test_at_the_start_equal_streams_stay_equal_through_a_hundred_sublayers(backb
 
 
 @every_connection
-def test_from_the_start_every_tensor_learns_and_the_streams_part(backbones, connection):
+def test_every_tensor_of_a_new_model_learns_and_the_streams_become_different(backbones, connection):
     model, token_ids = build_start(backbones, "llama", connection), backbones.token_ids()
     optimizer = torch.optim.SGD(residual_tensors(model).values(), lr=0.1)
-    for _ in range(4):  # the mixing after what it mixes, the projections after their scales, or they after those
+    for _ in range(4):  # a tensor that is multiplied by zero gets a gradient only after the other factor has moved
         optimizer.zero_grad()
         loss_of(model, token_ids).backward()
         optimizer.step()
@@ -299,7 +299,7 @@ def test_coefficients_are_in_float32_in_half_precision_and_under_autocast(backbo
     assert {c.dtype for c in of.coefficients((streams.to(dtype),))} == {torch.float32}
 
 
-# ---- What is refused, and what is told
+# ---- Refused values and descriptions
 
 
 @pytest.mark.parametrize("value", [1, 0, -4, 2.5, "4", True, None, 65, 10**9])
@@ -307,7 +307,7 @@ def test_coefficients_are_in_float32_in_half_precision_and_under_autocast(backbo
 def test_a_wrong_number_of_streams_is_refused_in_one_line(backbones, connection, value):
     with pytest.raises(ValueError) as error:
         backbones.member_config("llama", residual_connection=connection, residual_streams=value)
-    is_too_many_for_lite = connection == "mhc_lite" and value in (65, 10**9)  # it has a reason of its own
+    is_too_many_for_lite = connection == "mhc_lite" and value in (65, 10**9)  # mhc_lite has another message
     allowed = "from 2 to 5: each of the n! permutations" if is_too_many_for_lite else "an integer from 2 to 64."
     assert f"`residual_streams` is {value!r}, but must be {allowed}" in str(error.value)
     assert "\n" not in str(error.value)
@@ -315,7 +315,7 @@ def test_a_wrong_number_of_streams_is_refused_in_one_line(backbones, connection,
 
 @pytest.mark.parametrize("changed", [None, "bias", "scale", "static", "weight"])
 @every_connection
-def test_trained_weights_are_told_from_the_start(backbones, connection, changed):
+def test_trained_weights_are_distinguished_from_initial_ones(backbones, connection, changed):
     model = build_start(backbones, "llama", connection)
     tensors, name = residual_tensors(model), f"model.layers.2.mlp_res_proj.{changed}"
     if changed and name not in tensors:
@@ -324,6 +324,6 @@ def test_trained_weights_are_told_from_the_start(backbones, connection, changed)
         if changed:
             tensors[name].view(-1)[0] += 0.5
     reason = CONNECTIONS[connection].differs_from_standard(model.config, tensors)
-    # While `W` (of Hyper-Connections), or the scales (of the others), are zero, the other does nothing.
+    # While `W` (Hyper-Connections) or the scales (the others) are zero, the factor beside them has no effect.
     silent = {"hyper_connections": "scale"}.get(connection, "weight")
     assert reason is None if changed in (None, silent) else name in reason

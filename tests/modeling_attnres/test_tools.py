@@ -1,4 +1,4 @@
-"""Tools of `transformers` find the family where they look: architectures, pipelines, the server, tokenizers, help."""
+"""Tools of `transformers` find the family: architectures, pipelines, the server, tokenizers, docstrings."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ TEXT = "Once upon a time"
 
 @pytest.fixture(scope="module")
 def result(assets, tmp_path_factory) -> Path:
-    """A retrofit with its tokenizer."""
+    """Save a retrofit with its tokenizer, and return the folder."""
     source, folder = assets / "checkpoints" / "stories260K-hf", tmp_path_factory.mktemp("result")
     retrofit(AutoModelForCausalLM.from_pretrained(source), num_blocks=4).save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
@@ -51,14 +51,14 @@ def test_transformers_serve_loads_a_result(result):
 
 
 @pytest.mark.parametrize("task", ["text-generation", "text-classification", "token-classification"])
-def test_a_pipeline_takes_the_family_for_supported(result, monkeypatch, task):
+def test_a_pipeline_supports_the_family(result, monkeypatch, task):
     errors = []
     monkeypatch.setattr(pipelines.base.logger, "error", errors.append)
     pipeline(task, model=str(result))
     assert errors == []
 
 
-def test_transformers_serve_knows_the_family_as_a_language_model(result):
+def test_transformers_serve_treats_the_family_as_a_language_model(result):
     model = AutoModelForCausalLM.from_pretrained(result)
     assert ModelManager.get_model_modality(model) is Modality.LLM
 
@@ -69,12 +69,12 @@ def test_a_pipeline_labels_tokens(result):
     assert {entity["word"] for entity in label(TEXT)} <= set(label.tokenizer.tokenize(TEXT)) | {"<s>"}
 
 
-def test_without_attnres_the_tokenizer_needs_no_code_and_asks_nothing(result, run, tmp_path):
+def test_the_tokenizer_loads_without_attnres_without_code_or_question(result, run, tmp_path):
     done = run("tokenizer_session.py", result, TEXT, tmp_path / "seen.json")
     expected = AutoTokenizer.from_pretrained(result)(TEXT).input_ids
     assert json.loads((tmp_path / "seen.json").read_text()) == {"by class": expected, "by auto class": expected}
-    assert done.stdout.split() == ["PreTrainedTokenizerFast", "AutoTokenizer"]  # no question between
-    # Only the Auto class warns, of the configuration that it does not know.
+    assert done.stdout.split() == ["PreTrainedTokenizerFast", "AutoTokenizer"]  # no question whether to trust code
+    # Only the Auto class warns, because it does not know the configuration's model type.
     warnings = [line for line in done.stderr.splitlines() if "PyTorch" not in line]
     assert len(warnings) == 1 and "You are using a model of type `attnres_llama`" in warnings[0]
 
@@ -95,6 +95,6 @@ def test_the_docstrings_are_the_familys_own(name):
     assert "Mixin" not in model_class.__doc__ + model_class.forward.__doc__
 
 
-def test_the_docstring_of_forward_leads_to_the_backbones():
+def test_the_docstring_of_forward_links_to_the_backbones():
     assert "[`LlamaForCausalLM`]" in attnres.AttnResLlamaForCausalLM.__doc__
     assert "[`LlamaForCausalLM.forward`]" in attnres.AttnResLlamaForCausalLM.forward.__doc__

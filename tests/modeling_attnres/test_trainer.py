@@ -1,4 +1,4 @@
-"""`transformers.Trainer` trains the family as the kind of model that it is, and by the loss's own scale."""
+"""`transformers.Trainer` shifts labels only for language models, and scales the losses of all heads correctly."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def make_trainer(model: PreTrainedModel, folder: Path, **options) -> Trainer:
 
 
 def smoothed_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The label-smoothed loss of predicting each next token, from its definition."""
+    """Compute the label-smoothed loss of each next token by its definition."""
     log_p, labels = logits[:, :-1].log_softmax(-1), labels[:, 1:]
     log_p, labels = log_p[labels != -100], labels[labels != -100]
     return (1 - EPSILON) * F.nll_loss(log_p, labels) - EPSILON * log_p.mean()
@@ -43,7 +43,7 @@ def causal_lm(request, vivid_model, backbones) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def test_label_smoothing_trains_the_next_token_and_not_the_same(causal_lm, token_ids, tmp_path):
+def test_label_smoothing_trains_the_next_token_and_not_the_current_one(causal_lm, token_ids, tmp_path):
     labels = token_ids.clone()
     labels[0, :4] = -100
     trainer = make_trainer(causal_lm, tmp_path, label_smoothing_factor=EPSILON)
@@ -61,7 +61,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("backbone", sorted(attnres.BACKBONES))
-def test_each_class_is_named_where_transformers_looks_for_its_kind(backbones, backbone):
+def test_each_class_is_in_the_table_where_transformers_looks_for_its_kind(backbones, backbone):
     config = backbones.member_config(backbone)
     with torch.device("meta"):
         model = modeling_auto.AutoModelForCausalLM.from_config(config)
@@ -107,7 +107,7 @@ HEADS: dict[str, tuple[str, dict, Callable[[int], dict]]] = {
 
 
 class OnStep(TrainerCallback):
-    """Shows the model to a function before each step of the optimizer."""
+    """Calls a function with the model before each step of the optimizer."""
 
     def __init__(self, function: Callable[[PreTrainedModel], None]):
         self.function = function
@@ -117,7 +117,7 @@ class OnStep(TrainerCallback):
 
 
 def loss_and_gradients(model: PreTrainedModel, rows: list[dict], size: int, folder: Path) -> tuple[float, dict]:
-    """What `Trainer` logs and has accumulated at one step over all rows, in batches of `size`."""
+    """Return the loss that `Trainer` logs and the gradients that it accumulates over all rows in batches of `size`."""
     options = {"max_steps": 1, "learning_rate": 0.0, "max_grad_norm": 0.0, "logging_steps": 1}
     options |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": math.ceil(len(rows) / size)}
     trainer = make_trainer(model, folder, train_sampling_strategy="sequential", **options)
@@ -129,11 +129,12 @@ def loss_and_gradients(model: PreTrainedModel, rows: list[dict], size: int, fold
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_accumulated_gradients_of_a_head_are_those_of_one_batch(tiny_config, backbones, tmp_path, kind):
+def test_accumulated_gradients_of_a_head_equal_those_of_one_batch(tiny_config, backbones, tmp_path, kind):
     name, fields, label = HEADS[kind]
     config = backbones.member_config("llama", **fields) if "Llama" in name else tiny_config(**fields)
     ids = torch.randint(3, 99, (5, 9), generator=torch.Generator().manual_seed(1))
-    # Of five rows in batches of two the last one weighs less. Answers are not counted, so theirs must be equal.
+    # Of five rows in batches of two, the last batch is smaller. `Trainer` counts no labels of answers, so their batches
+    # must have one size.
     rows = [{"input_ids": ids[i], **label(i)} for i in range(4 if kind == "answers" else 5)]
     torch.manual_seed(0)
     model = getattr(attnres, name)(config)

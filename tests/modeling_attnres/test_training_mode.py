@@ -1,4 +1,4 @@
-"""Training: checkpointing, mixed precision, frozen parts, DDP and `torch.compile` leave the gradients what they are."""
+"""Checkpointing, mixed precision, frozen parts, DDP and `torch.compile` do not change the gradients."""
 
 from collections.abc import Callable, Iterator
 
@@ -21,7 +21,7 @@ VARIANTS = {
 
 @pytest.fixture(params=VARIANTS)
 def model(request, vivid_model) -> AttnResForCausalLM:
-    """In training mode; it has no dropout, so that its function is the same."""
+    """Return a model in training mode; without dropout, its function is that of eval mode."""
     return vivid_model(**VARIANTS[request.param]).train()
 
 
@@ -30,7 +30,7 @@ def loss_of(model: nn.Module, token_ids: Tensor, **kwargs) -> Tensor:
 
 
 def gradients(model: nn.Module, token_ids: Tensor, loss: Callable[..., Tensor] = loss_of) -> dict[str, Tensor]:
-    """The gradient of every parameter that has one."""
+    """Return the gradient of every parameter that has one."""
     model.zero_grad(set_to_none=True)
     loss(model, token_ids).backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -66,7 +66,7 @@ def test_checkpointing_gives_the_same_gradients(model, token_ids, use_reentrant,
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
 def test_checkpointing_lowers_peak_memory(vivid_model, peak_bytes, fields, use_reentrant):
-    # A layer that is recomputed needs its memory again: with six of them, under a third of the whole remains.
+    # Recomputation needs the memory of one layer at a time: of six layers, less than a third of the memory remains.
     layer_types = ["linear_attention"] * 5 + ["full_attention"]
     model = vivid_model(num_hidden_layers=6, layer_types=layer_types, **fields).train()
     token_ids = torch.arange(3, 67).reshape(1, 64)
@@ -74,14 +74,14 @@ def test_checkpointing_lowers_peak_memory(vivid_model, peak_bytes, fields, use_r
     def step() -> None:
         loss_of(model, token_ids).backward()
 
-    step()  # the gradients are there from here on
+    step()  # allocates the gradients
     plain = peak_bytes(step)
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     assert peak_bytes(step) < 0.4 * plain
 
 
-def test_checkpointing_keeps_states_and_not_what_is_inside_the_layers(model):
-    """What is saved between forward and backward, beside parameters: the depth state, and each source of it once."""
+def test_checkpointing_saves_depth_states_and_nothing_inside_the_layers(model):
+    """Between forward and backward, only parameters and each source of the depth state are saved, each source once."""
     token_ids = torch.arange(3, 67).reshape(1, 64)
 
     def saved_elements() -> int:
@@ -113,13 +113,13 @@ def test_every_parameter_gets_a_gradient_and_the_first_query_a_zero_one(model, t
     assert found.keys() == dict(model.named_parameters()).keys()
     assert all(gradient.isfinite().all() for gradient in found.values())
     for name in residual_tensors(model):
-        # The first sublayer has one source: its weight is one whatever the query.
+        # The first sublayer has one source, whose weight is one for any query.
         assert (found[name].abs().max() == 0) == ("layers.0.self_attention_res" in name)
 
 
 @pytest.fixture
 def process_group(tmp_path) -> Iterator[None]:
-    """A process group of this process alone."""
+    """Start a process group of this process alone."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
@@ -131,7 +131,7 @@ def test_ddp_finds_no_unused_parameter(model, token_ids, process_group, checkpoi
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     parallel = nn.parallel.DistributedDataParallel(model)
-    for _ in range(2):  # an unused parameter shows in the second step
+    for _ in range(2):  # DDP reports an unused parameter in the second step
         parallel.zero_grad()
         loss_of(parallel, token_ids).backward()
     assert_same_gradients({name: parameter.grad for name, parameter in model.named_parameters()}, expected)
@@ -182,7 +182,7 @@ def test_bf16_autocast_trains_close_to_float32(tiny_model, token_ids, fields):
         assert outputs.logits.dtype == torch.bfloat16
         return outputs.loss
 
-    # Without experts: where rounding changes a token's expert, gradients jump.
+    # Without experts, because gradients jump where rounding changes a token's expert.
     model = tiny_model(mlp_layer_types=["dense"] * 4, **fields).train()
     expected = gradients(model, token_ids)
     found = gradients(model, token_ids, loss_under_autocast)
@@ -221,20 +221,20 @@ def test_a_bf16_model_trains(model, token_ids):
 # ---- torch.compile
 
 
-# Without delta attention, whose reference implementation is a loop of 64 steps that takes long to trace.
+# Without delta attention, because its reference is a loop of 64 steps that takes long to trace.
 QUICK_TO_TRACE = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "attn_res_block_size": 3}
 EVERY_LAYER = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "attn_res_block_size": 3}
 
 
 @pytest.fixture
 def compiled() -> Iterator[Callable]:
-    """`compiled(function, backend)`: compiled as one graph; a graph break is an error."""
+    """Return `compiled(function, backend)`, which compiles to one graph; a graph break is an error."""
     torch._dynamo.reset()
     yield lambda function, backend: torch.compile(function, fullgraph=True, backend=backend)
     torch._dynamo.reset()
 
 
-# Older versions choose their experts' kernel by what a compiler cannot know.
+# Older versions choose the kernel of experts by values that a compiler cannot know.
 compiles_experts = pytest.mark.skipif(
     not hasattr(moe, "_grouped_mm_fallback_backward_fake"),
     reason="this version of transformers cannot compile the gradients of its experts on a CPU",
@@ -244,7 +244,7 @@ COMPILATIONS = [
     pytest.param({**QUICK_TO_TRACE, "attn_res_block_size": 1}, "aot_eager", id="full"),
     pytest.param(EVERY_LAYER, "aot_eager", id="KDA", marks=pytest.mark.slow),
 ]
-# The one that takes minutes: a training step, whose graph has that of the forward pass in it.
+# The training step takes minutes; its graph contains that of the forward pass.
 TO_MACHINE_CODE = pytest.param(EVERY_LAYER, "inductor", id="inductor", marks=pytest.mark.slow)
 
 

@@ -1,4 +1,4 @@
-"""The code that `save_pretrained` writes beside the weights is small, plain PyTorch, and touches nothing else."""
+"""The code that `save_pretrained` writes beside the weights is plain PyTorch, and uses no files or processes."""
 
 import ast
 import sys
@@ -29,7 +29,7 @@ FAMILY = {
         "saving",
     )
 }
-# Of a Kimi Linear member alone.
+# Only models on Kimi Linear have these files.
 LINEAR_ATTENTION = {"modeling_attnres.py", "delta_attention_attnres.py"}
 FORBIDDEN_MODULES = {"ctypes", "marshal", "mmap", "pickle", "shutil", "socket", "subprocess", "tempfile"}
 FORBIDDEN_CALLS = {"__import__", "compile", "eval", "exec", "open"}
@@ -41,7 +41,7 @@ FORBIDDEN_ATTRIBUTES = {
 
 @pytest.fixture(scope="module")
 def code(tiny_model, backbones, tmp_path_factory) -> dict[str, dict[str, str]]:
-    """The Python files saved with a Kimi Linear and a Llama member: name -> text."""
+    """Return the Python files that are saved with a model on Kimi Linear and on Llama: backbone -> name -> text."""
     models = {"kimi_linear": tiny_model(), "llama": AutoModelForCausalLM.from_config(backbones.member_config("llama"))}
     files = {}
     for backbone, model in models.items():
@@ -53,7 +53,7 @@ def code(tiny_model, backbones, tmp_path_factory) -> dict[str, dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def files(code) -> dict[str, str]:
-    """Those of both together; what both have is the same."""
+    """Return the files of both models together, by name."""
     return code["kimi_linear"] | code["llama"]
 
 
@@ -64,37 +64,37 @@ def of_connections(files: dict[str, str]) -> set[str]:
     return set(files) - FAMILY - {GATE}
 
 
-def test_each_member_travels_with_its_part_of_the_family_the_gate_and_one_for_each_further_connection(code, files):
+def test_each_model_travels_with_the_files_of_its_backbone_the_gate_and_all_connections(code, files):
     assert set(code["kimi_linear"]) == set(files) - {"backbones_attnres.py"}
     assert set(code["llama"]) == set(files) - LINEAR_ATTENTION
     assert all(code["llama"].get(name, text) == text for name, text in code["kimi_linear"].items())
     classes = {base for connection in CONNECTIONS.values() for base in connection.__mro__}
     modules = {base.__module__.rpartition(".")[2] for base in classes}
-    own_files = {f"{module}.py" for module in modules if module.endswith("_attnres")}  # what several share, too
+    own_files = {f"{module}.py" for module in modules if module.endswith("_attnres")}  # bases included
     assert set(files) >= FAMILY | {GATE} and of_connections(files) == own_files - FAMILY
 
 
-def test_they_import_nothing_but_libraries_each_other_and_where_installed_the_acceleration(files):
+def test_travelled_files_import_only_libraries_each_other_and_the_optional_acceleration(files):
     for name, text in files.items():
         for module in imports_of(text) - OPTIONAL:
             if module.startswith("."):
-                # Single dot, with a name: `transformers` finds the files to save by this form.
+                # `transformers` finds the files to save by this form, a single dot with a name.
                 assert f"{module[1:]}.py" in files, f"{name} imports {module}"
             else:
                 top = module.split(".")[0]
                 assert top in LIBRARIES | sys.stdlib_module_names - FORBIDDEN_MODULES, f"{name} imports {module}"
 
 
-def test_the_acceleration_is_imported_in_one_place_and_not_needed(files, tmp_path):
+def test_only_one_file_imports_the_acceleration_and_it_is_optional(files, tmp_path):
     assert {name for name, text in files.items() if imports_of(text) & OPTIONAL} == {"functional_attnres.py"}
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-        # What `transformers` finds missing before it loads them; what stands in a `try` may be.
+        # `transformers` requires these imports before it loads a file; imports in a `try` are optional.
         assert set(get_imports(tmp_path / name)) <= LIBRARIES | sys.stdlib_module_names, name
 
 
-# What `saving_attnres.py` does to files of the folder that the user saves a model to, and no other file does. It opens
-# that folder to lock it, for reading alone.
+# Only `saving_attnres.py` changes files, those of the folder that the user saves a model to. It opens that folder only
+# for reading, to lock it.
 OF_SAVING = {"O_RDONLY", "close", "makedirs", "open", "remove", "replace", "rmdir", "walk"}
 
 
@@ -111,7 +111,7 @@ LOCKING = "os.open(folder, os.O_RDONLY)"
 
 
 def forbidden(tree: ast.AST) -> list[str]:
-    """What code with no business beyond tensors has no use for: addresses, code made at run time, files, processes."""
+    """Return names in code that computing with tensors does not need: addresses, generated code, files, processes."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in FORBIDDEN_ATTRIBUTES:
@@ -121,7 +121,7 @@ def forbidden(tree: ast.AST) -> list[str]:
     return found
 
 
-def test_they_reach_for_no_address_no_generated_code_no_file_and_no_process(files):
+def test_travelled_files_use_no_addresses_generated_code_files_or_processes(files):
     assert files["saving_attnres.py"].count(LOCKING) == 1
     texts = files | {"saving_attnres.py": files["saving_attnres.py"].replace(LOCKING, "lock")}
     assert {name: names for name, text in texts.items() if (names := forbidden(ast.parse(text)))} == {}
@@ -134,5 +134,5 @@ def test_they_reach_for_no_address_no_generated_code_no_file_and_no_process(file
         *("path.write_text('a')", "path.open('w')", "os.system('a')", "importlib.import_module('ctypes')"),
     ],
 )
-def test_the_search_finds_what_is_forbidden(text):
+def test_the_search_finds_forbidden_code(text):
     assert forbidden(ast.parse(text))

@@ -1,6 +1,6 @@
-"""What a user without `attnres` does with a result's tokenizer; run by `test_tools.py`, which judges what was seen.
+"""Use a result's tokenizer without `attnres`; `test_tools.py` runs this and checks the results.
 
-tokenizer_session.py MODEL TEXT OUT        token numbers go to the file `OUT`
+tokenizer_session.py MODEL TEXT OUT        writes token ids to the file `OUT`
 """
 
 import json

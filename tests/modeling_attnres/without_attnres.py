@@ -2,8 +2,8 @@
 
     python -I -S without_attnres.py SITE_PACKAGES SCRIPT [ARGUMENTS]
 
-With `-S` Python reads no `.pth` file, which hides an editable install; the folders of `SITE_PACKAGES` are put on the
-path by hand. An `attnres` installed from a wheel lies in those folders themselves and is blocked by name.
+With `-S` Python reads no `.pth` file, which hides an editable install; this script adds the folders of `SITE_PACKAGES`
+to the path. An `attnres` installed from a wheel lies in those folders, and is blocked by name.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Errors of writing and of connections between processes are explained in words."""
+"""Errors of writing and of connections between processes are recognised and explained."""
 
 import errno
 import os
@@ -26,7 +26,7 @@ from attnres.utils.errors import is_lost_connection, why_not_written
         ),
     ],
 )
-def test_the_reason_why_something_is_not_written(error, reason):
+def test_the_reason_of_a_failed_write_is_one_line(error, reason):
     assert why_not_written(error) == reason
 
 
@@ -40,9 +40,9 @@ GLOO = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:4008: Connection
         (RuntimeError("Connection closed by peer [127.0.0.1]:7395. GLHF!"), "2", True),
         (RuntimeError(GLOO), "1", False),
         (RuntimeError("the checkpoint could not be read"), "2", False),
-        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), "2", False),  # of the Hub
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), "2", False),  # of a connection to the Hub
     ],
 )
-def test_a_connection_to_another_process_that_is_gone(error, processes, is_lost, monkeypatch):
+def test_a_lost_connection_to_another_process_is_recognised(error, processes, is_lost, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", processes)
     assert is_lost_connection(error) == is_lost

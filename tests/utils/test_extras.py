@@ -1,4 +1,4 @@
-"""The import of a package that only an extra brings fails in one line, and only where the package is used."""
+"""Without its extra, the import of a package fails with one line, and only where the package is used."""
 
 import sys
 
@@ -9,7 +9,7 @@ from attnres.utils.extras import require_extra
 from .. import forks
 
 
-def test_a_package_that_is_missing_is_named_with_its_extra_and_the_command():
+def test_a_missing_package_is_named_with_its_extra_and_the_install_command():
     with (
         pytest.raises(
             ModuleNotFoundError,
@@ -22,12 +22,12 @@ def test_a_package_that_is_missing_is_named_with_its_extra_and_the_command():
     assert isinstance(raised.value.__cause__, ModuleNotFoundError)
 
 
-def test_a_module_of_this_package_that_is_missing_is_a_fault_and_no_extra():
+def test_a_missing_module_of_attnres_keeps_its_error():
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'attnres\.nowhere'"), require_extra("cpu"):
         import attnres.nowhere  # noqa: F401
 
 
-def test_other_errors_of_an_import_stay_as_they_are(tmp_path, monkeypatch):
+def test_other_errors_of_an_import_are_not_changed(tmp_path, monkeypatch):
     (tmp_path / "broken_package.py").write_text("raise ImportError('libbroken.so: cannot open shared object file')")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with pytest.raises(ImportError, match=r"^libbroken\.so") as raised, require_extra("cpu"):
@@ -35,7 +35,7 @@ def test_other_errors_of_an_import_stay_as_they_are(tmp_path, monkeypatch):
     assert not isinstance(raised.value, ModuleNotFoundError)
 
 
-# A process in which the packages of the extra cannot be imported, as where it is not installed.
+# A process in which the packages of the extra `analysis` cannot be imported.
 MEASURE_WITHOUT_EXTRA = """
 import sys
 
@@ -65,7 +65,7 @@ except ModuleNotFoundError as error:
 """
 
 
-def test_measurements_need_no_extra_and_figures_say_which_one(tmp_path):
+def test_measurements_need_no_extra_and_figures_name_theirs(tmp_path):
     process = forks.run("-c", MEASURE_WITHOUT_EXTRA, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     plot, report = process.stdout.splitlines()
@@ -73,7 +73,7 @@ def test_measurements_need_no_extra_and_figures_say_which_one(tmp_path):
         assert line.startswith("the package matplotlib is not installed. It comes with `attnres[analysis]`: pip")
 
 
-def test_inspect_asks_for_the_extra_before_it_loads_a_model(tmp_path):
+def test_inspect_names_the_missing_extra_before_it_loads_a_model(tmp_path):
     (tmp_path / "model").mkdir()
     start = "import sys; sys.modules['bokeh'] = None; sys.argv = ['attnres', 'inspect', 'model']\n"
     process = forks.run("-c", f"{start}from attnres.commands.main import main; main()", cwd=tmp_path)

@@ -30,7 +30,7 @@ def out(tmp_path) -> Path:
     return tmp_path / "out"
 
 
-def test_a_file_that_is_written_by_its_link_keeps_the_link(tmp_path):
+def test_writing_through_a_link_keeps_the_link(tmp_path):
     (tmp_path / "file").write_text("old")
     (tmp_path / "link").symlink_to("file")
     atomic_write(tmp_path / "link", "new")
@@ -38,14 +38,14 @@ def test_a_file_that_is_written_by_its_link_keeps_the_link(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["file", "link"]
 
 
-def test_it_appears_when_the_block_ends(out):
+def test_a_directory_appears_when_the_block_ends(out):
     write(out, meanwhile=lambda: out.exists() and pytest.fail("too early"))
     assert {path.name for path in out.iterdir()} == {"a", "done"}
     assert os.listdir(out.parent) == ["out"]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-def test_after_an_error_nothing_is_left(out, error):
+def test_an_error_leaves_nothing_behind(out, error):
     def fail():
         raise error
 
@@ -54,7 +54,7 @@ def test_after_an_error_nothing_is_left(out, error):
     assert os.listdir(out.parent) == []
 
 
-def test_folders_above_are_made_and_removed_again_with_a_failure(out):
+def test_folders_above_are_made_and_after_a_failure_removed(out):
     write(out / "b" / "c")
     assert (out / "b" / "c" / "done").exists()
     with pytest.raises(ZeroDivisionError):
@@ -62,14 +62,14 @@ def test_folders_above_are_made_and_removed_again_with_a_failure(out):
     assert os.listdir(out / "b") == ["c"]
 
 
-def test_an_existing_one_is_refused(out):
+def test_an_existing_directory_is_refused(out):
     write(out, "old")
     with pytest.raises(FileExistsError, match="give --overwrite"):
         write(out)
     assert (out / "a").read_text() == "old"
 
 
-def test_an_existing_one_is_replaced_when_asked(out):
+def test_overwrite_replaces_an_existing_directory(out):
     write(out, "old")
     (out / "left").write_text("over")
     write(out, overwrite=True)
@@ -78,7 +78,7 @@ def test_an_existing_one_is_replaced_when_asked(out):
     assert os.listdir(out.parent) == ["out"]
 
 
-def test_it_is_there_until_the_new_one_is_complete_and_stays_if_that_fails(out):
+def test_the_old_directory_stays_until_the_new_one_is_complete_and_after_a_failure(out):
     write(out, "old")
     write(out, overwrite=True, meanwhile=lambda: (out / "a").read_text() == "old" or pytest.fail("too early"))
     with pytest.raises(ZeroDivisionError):
@@ -90,7 +90,7 @@ def test_it_is_there_until_the_new_one_is_complete_and_stays_if_that_fails(out):
 @pytest.mark.parametrize(
     "files", [{}, {"thesis": "mine"}, {"done": "theirs"}], ids=["empty", "no marker", "other marker"]
 )
-def test_a_directory_of_another_origin_is_never_replaced(out, files):
+def test_a_directory_without_the_marker_is_never_replaced(out, files):
     out.mkdir()
     for name, text in files.items():
         (out / name).write_text(text)
@@ -99,7 +99,7 @@ def test_a_directory_of_another_origin_is_never_replaced(out, files):
     assert {path.name: path.read_text() for path in out.iterdir()} == files
 
 
-def test_neither_is_a_file_or_a_link_to_nothing(out):
+def test_a_file_or_a_broken_link_is_never_replaced(out):
     out.symlink_to("nothing")
     for overwrite in (False, True):
         with pytest.raises(FileExistsError):
@@ -113,7 +113,7 @@ def test_neither_is_a_file_or_a_link_to_nothing(out):
     assert out.read_text() == "mine"
 
 
-def test_a_link_to_an_old_one_is_replaced_and_what_it_leads_to_is_not_touched(out, tmp_path):
+def test_a_link_to_an_old_directory_is_replaced_and_its_target_stays(out, tmp_path):
     write(tmp_path / "elsewhere", "old")
     out.symlink_to("elsewhere")
     write(out, overwrite=True)
@@ -121,7 +121,7 @@ def test_a_link_to_an_old_one_is_replaced_and_what_it_leads_to_is_not_touched(ou
     assert (tmp_path / "elsewhere" / "a").read_text() == "old"
 
 
-def test_it_goes_where_it_was_asked_for_even_if_the_current_folder_changes(tmp_path, monkeypatch):
+def test_a_relative_path_holds_even_if_the_current_folder_changes(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -129,7 +129,7 @@ def test_it_goes_where_it_was_asked_for_even_if_the_current_folder_changes(tmp_p
     assert (os.listdir(tmp_path / "here"), os.listdir(tmp_path / "there")) == (["out"], [])
 
 
-def test_where_the_last_step_fails_the_old_one_is_put_back(out, monkeypatch):
+def test_the_old_directory_is_put_back_where_the_last_step_fails(out, monkeypatch):
     write(out, "old")
     rename = Path.rename
 
@@ -146,14 +146,14 @@ def test_where_the_last_step_fails_the_old_one_is_put_back(out, monkeypatch):
 
 
 def leave(out: Path, role: str, **files: str) -> None:
-    """Leave the files of a killed run beside `out`."""
+    """Make a folder beside `out` such as a killed run leaves."""
     folder = out.with_name(f".{out.name}.{role}")
     folder.mkdir()
     for name, text in files.items():
         (folder / name).write_text(text)
 
 
-def test_what_a_killed_run_left_is_cleared(out):
+def test_files_of_a_killed_run_are_removed(out):
     leave(out, "partial", a="half", rest="of it")
     out.with_name(".out.lock").touch()
     write(out)
@@ -161,7 +161,7 @@ def test_what_a_killed_run_left_is_cleared(out):
     assert os.listdir(out.parent) == ["out"]
 
 
-def test_an_old_one_that_a_killed_run_had_put_aside_comes_back(out):
+def test_an_old_directory_that_a_killed_run_had_moved_comes_back(out):
     leave(out, "replaced", a="old", done="ours: old")
     leave(out, "partial", a="new", done="ours: new")
     with pytest.raises(FileExistsError, match="give --overwrite"):
@@ -171,7 +171,7 @@ def test_an_old_one_that_a_killed_run_had_put_aside_comes_back(out):
 
 
 @pytest.mark.parametrize("moves_away", [False, True])
-def test_killed_at_any_file_call_it_is_the_old_one_or_the_new_one_as_a_whole(out, moves_away):
+def test_after_a_kill_at_any_file_call_the_whole_old_directory_or_the_whole_new_one_is_there(out, moves_away):
     whole = {"a": "old", "b": "old", "done": "ours: old"}, {"a": "new", "done": "ours: new"}
     held = []
     for call in range(1, 60):
@@ -179,7 +179,7 @@ def test_killed_at_any_file_call_it_is_the_old_one_or_the_new_one_as_a_whole(out
         (out / "b").write_text("old")
         code = exit_code(in_child(lambda: write(out, overwrite=True), killed_at=call))
         if moves_away and out.exists():
-            out.rename(out.with_name("away"))  # by the user, who then starts anew
+            out.rename(out.with_name("away"))  # as a user may do before the next run
         with contextlib.suppress(FileExistsError):
             write(out)
         if moves_away and (out.parent / "away").exists():
@@ -192,7 +192,7 @@ def test_killed_at_any_file_call_it_is_the_old_one_or_the_new_one_as_a_whole(out
     assert code == 0 and 0 in held and 1 in held
 
 
-def test_an_old_one_that_was_to_be_removed_is_removed_by_the_next_run(out):
+def test_the_next_run_removes_an_old_directory_that_a_killed_run_left(out):
     write(out, "newer")
     leave(out, "replaced", a="old", done="ours: old")
     write(out, "newest", overwrite=True)
@@ -210,7 +210,7 @@ def test_a_second_writer_is_refused_and_does_not_disturb_the_first(out):
     assert os.listdir(out.parent) == ["out"]
 
 
-def test_one_that_another_run_finishes_at_the_last_moment_is_refused_too(out, monkeypatch):
+def test_a_directory_that_another_run_finishes_before_the_lock_is_refused(out, monkeypatch):
     acquire = FileLock.acquire
 
     def finish_another_first(lock, *args, **kwargs):
@@ -225,8 +225,8 @@ def test_one_that_another_run_finishes_at_the_last_moment_is_refused_too(out, mo
     assert os.listdir(out.parent) == ["out"]
 
 
-def test_of_many_writers_at_once_one_wins_whole(out):
-    """Processes begin together. Each writes its number, and ends with 0, or with 1 if it was refused."""
+def test_one_of_many_simultaneous_writers_wins(out):
+    """Processes begin together. Each writes its number and exits with 0, or with 1 if it is refused."""
     for _ in range(10):
         start = time.monotonic() + 0.05
         children = []
@@ -253,7 +253,7 @@ def test_of_many_writers_at_once_one_wins_whole(out):
 
 
 @pytest.mark.parametrize("parent", ["/proc", "/dev/null"])
-def test_where_nothing_can_be_written_the_message_is_not_of_another_process(parent):
+def test_the_error_of_a_folder_without_write_access_does_not_blame_another_process(parent):
     with pytest.raises(OSError) as error:
         write(f"{parent}/out")
     assert "another process" not in str(error.value)

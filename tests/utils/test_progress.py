@@ -1,4 +1,4 @@
-"""Long work shows a bar on a terminal, and elsewhere a plain line now and then with the time that is left."""
+"""Long work shows a bar on a terminal, and prints plain lines with the time left elsewhere."""
 
 import io
 import re
@@ -11,7 +11,7 @@ from attnres.utils.progress import Pace, ProgressBar, show_duration, status
 
 
 class Clock:
-    """A clock that advances when the test says so."""
+    """A clock that a test sets."""
 
     def __init__(self):
         self.now = 0.0
@@ -26,7 +26,7 @@ def clock() -> Clock:
 
 
 def lines_of(total: float | None, seconds_each: float, clock: Clock, count: int, unit: str = "steps") -> dict:
-    """Return the lines that are printed, by the step of `count` steps that take `seconds_each`."""
+    """Return the lines printed during `count` steps that take `seconds_each`: step -> line."""
     pace, found = Pace(total, unit=unit, clock=clock), {}
     for done in range(1, count + 1):
         clock.now += seconds_each
@@ -39,34 +39,34 @@ def test_short_work_prints_nothing(clock):
     assert lines_of(20, 1.0, clock, 20) == {}
 
 
-def test_each_tenth_of_long_work_is_told_with_the_time_left(clock):
+def test_long_work_prints_each_tenth_with_the_time_left(clock):
     lines = lines_of(600, 1.0, clock, 600)
     assert list(lines) == [*range(60, 601, 60)]
     assert lines[60] == "60 of 600 steps (10%), about 9 min left"
     assert lines[600] == "600 of 600 steps (100%)"
 
 
-def test_short_tenths_are_told_together(clock):
+def test_short_tenths_share_a_line(clock):
     """A tenth takes 10 seconds, and a line is printed every 30."""
     assert list(lines_of(100, 1.0, clock, 100)) == [30, 60, 90]
 
 
-def test_work_of_hours_is_told_each_five_minutes(clock):
+def test_work_of_hours_prints_a_line_every_five_minutes(clock):
     assert list(lines_of(10_000, 10.0, clock, 90)) == [30, 60, 90]
 
 
-def test_work_without_a_known_end_is_counted(clock):
+def test_work_without_a_known_end_prints_its_count(clock):
     assert lines_of(None, 10.0, clock, 6, unit="rows") == {3: "3 rows", 6: "6 rows"}
 
 
-def test_the_time_left_does_not_count_what_an_earlier_run_did(clock):
+def test_the_time_left_does_not_count_the_work_of_an_earlier_run(clock):
     pace = Pace(200, done=100, unit="steps", clock=clock)
     clock.now = 60.0
     assert pace.line(120) == "120 of 200 steps (60%), about 4 min left"
 
 
 def written(clock: Clock, **console) -> str:
-    """Return the output of 4 steps of 20 seconds."""
+    """Return the text that a bar writes during 4 steps of 20 seconds."""
     file = io.StringIO()
     with ProgressBar(console=Console(file=file, width=80, **console), unit="steps", get_time=clock) as bar:
         task = bar.add_task("a[b]", total=None)
@@ -77,7 +77,7 @@ def written(clock: Clock, **console) -> str:
     return file.getvalue()
 
 
-def test_in_a_file_there_are_plain_lines(clock):
+def test_a_file_gets_plain_lines(clock):
     lines = written(clock).splitlines()
     assert [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in lines] == [
         "training [x]: 2 of 8 steps (25%), about 2 min left",
@@ -85,12 +85,12 @@ def test_in_a_file_there_are_plain_lines(clock):
     ]
 
 
-def test_on_a_terminal_there_is_a_bar_and_no_line(clock):
+def test_a_terminal_gets_a_bar_and_no_lines(clock):
     assert "left" not in written(clock, force_terminal=True)
     assert "\x1b[" in written(clock, force_terminal=True)
 
 
-def test_one_call_that_takes_long_is_told_from_beside(monkeypatch):
+def test_a_thread_prints_lines_during_one_long_call(monkeypatch):
     file = io.StringIO()
     monkeypatch.setattr(progress_module, "LEAST_SECONDS", 0.02)
     with status(Console(file=file, width=80), "Comparing [them] ...") as show:
@@ -102,7 +102,7 @@ def test_one_call_that_takes_long_is_told_from_beside(monkeypatch):
     assert re.match(r"\d\d:\d\d:\d\d Comparing \[them\] \.\.\. 1 s so far\n", file.getvalue())
 
 
-def test_a_call_that_is_quick_prints_nothing():
+def test_a_quick_call_prints_nothing():
     file = io.StringIO()
     with status(Console(file=file), "Comparing ..."):
         pass
@@ -121,5 +121,5 @@ def test_a_call_that_is_quick_prints_nothing():
         (300_000, "3 days"),
     ],
 )
-def test_durations_are_as_exact_as_an_estimate_can_be(seconds, words):
+def test_durations_are_rounded_like_estimates(seconds, words):
     assert show_duration(seconds) == words

@@ -1,4 +1,4 @@
-"""Every command that reads text names a token without an embedding, and the size of the vocabulary."""
+"""Every command that reads text names a token id without an embedding, and the size of the vocabulary."""
 
 from pathlib import Path
 
@@ -27,20 +27,20 @@ def model(tiny_model) -> AttnResForCausalLM:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of 150 tokens, more than the model has."""
+    """Return a tokenizer of 150 tokens; the model has 99."""
     words = Tokenizer(WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, 150)}, "<pad>"))
     words.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
-def test_the_last_token_of_the_vocabulary_is_known(model):
+def test_the_last_token_of_the_vocabulary_is_allowed_and_the_next_is_not(model):
     check_token_ids(torch.tensor([[3, 98]]), model, "the data")
     check_token_ids([], model, "the data")
     with pytest.raises(ValueError, match="the data has the token id 99,"):
         check_token_ids([3, 99], model, "the data")
 
 
-def test_by_training_with_the_documents(model, tmp_path: Path):
+def test_training_names_the_token_and_the_document(model, tmp_path: Path):
     row = {"input_ids": torch.tensor([3, 120]), "labels": torch.tensor([3, 120]), "documents": "a.txt:7"}
     arguments = TrainingArguments(
         str(tmp_path), max_steps=1, use_cpu=True, report_to="none", remove_unused_columns=False
@@ -51,13 +51,13 @@ def test_by_training_with_the_documents(model, tmp_path: Path):
         trainer.train()
 
 
-def test_by_an_inspection(model, tokenizer):
+def test_an_inspection_names_the_token_and_the_file(model, tokenizer):
     text = InspectedText("some.txt", "w3 w4 w120 w5 " * 4)
     with pytest.raises(ValueError, match=rf"some\.txt.*{TOLD}"):
         inspect_model(model, tokenizer, text, length=8, tokens=8)
 
 
-def test_by_an_evaluation(model, tokenizer):
+def test_an_evaluation_names_the_token(model, tokenizer):
     lm = SharedPrefixLM(model, tokenizer=tokenizer)
     choice = Instance("loglikelihood", {}, ("w3 w4", " w120"), 0)
     prompt = Instance("generate_until", {}, ("w3 w120", {"until": ["w5"], "max_gen_toks": 2}), 0)

@@ -1,4 +1,4 @@
-"""YAML of other people is read in bounded time, and its errors are explained in one line."""
+"""Untrusted YAML is read in bounded time, and its errors take one line."""
 
 import pytest
 import yaml
@@ -7,14 +7,14 @@ from attnres.utils.yaml_files import load_card_metadata, load_yaml, read_yaml
 
 LISTS = ["a: &a [x, x, x, x, x, x, x, x, x]"]
 LISTS += [f"{name}: &{name} [{', '.join([f'*{of}'] * 9)}]" for of, name in zip("abcdefgh", "bcdefghi")]
-# Merging copies: this one would hang while it is read, not afterwards.
+# Merge keys copy: PyYAML would hang while it reads this, not only afterwards.
 MAPPINGS = ["a: &a {k: v}"]
 MAPPINGS += [f"{name}: &{name} {{<<: [{', '.join([f'*{of}'] * 9)}]}}" for of, name in zip("abcdefgh", "bcdefghi")]
 TEXTS = [f"a: &a {'x' * 5000}", f"b: [{', '.join(['*a'] * 400)}]"]
 
 
 @pytest.mark.parametrize("lines", [LISTS, MAPPINGS, TEXTS], ids=["lists", "merges", "texts"])
-def test_aliases_that_stand_for_too_much_are_refused_before_anything_is_built(lines, monkeypatch):
+def test_aliases_that_repeat_too_much_are_refused_before_values_are_built(lines, monkeypatch):
     text = "\n".join(lines)
     assert len(text) < 8000
     monkeypatch.setattr(yaml.SafeLoader, "construct_document", lambda *_: pytest.fail("values were built"))
@@ -22,7 +22,7 @@ def test_aliases_that_stand_for_too_much_are_refused_before_anything_is_built(li
         load_yaml(text)
 
 
-def test_aliases_as_people_use_them_are_read_as_ever():
+def test_ordinary_aliases_are_read_as_by_pyyaml():
     text = "base: &base {lr: 3e-4, steps: [1, 2]}\none: {<<: *base, lr: 1}\nall: [*base, *base]\n"
     assert load_yaml(text) == yaml.safe_load(text)
     long = "\n".join(f"- &item{n} {{id: {n}}}\n- *item{n}" for n in range(3000))
@@ -35,13 +35,13 @@ def test_aliases_as_people_use_them_are_read_as_ever():
         ("a: &a\n  b: &b [1, *a]", "the value in line 1 contains itself"),
         ("&a [*a]", "the value in line 1 contains itself"),
         ("[" * 5000, "nested too deeply"),
-        ("!!int ''", "not what its tag says"),
-        ("!!timestamp x", "not what its tag says"),
-        ("!!bool x", "not what its tag says"),
+        ("!!int ''", "does not fit its tag"),
+        ("!!timestamp x", "does not fit its tag"),
+        ("!!bool x", "does not fit its tag"),
         ("2026-02-31", "day"),
     ],
 )
-def test_values_that_cannot_be_built_are_a_value_error_in_one_line(text, reason, tmp_path):
+def test_values_that_cannot_be_built_raise_a_value_error_in_one_line(text, reason, tmp_path):
     with pytest.raises(ValueError, match=reason):
         load_yaml(text)
     path = tmp_path / "some.yaml"
@@ -58,7 +58,7 @@ def test_a_file_that_is_not_yaml_is_named(content, tmp_path):
         read_yaml(tmp_path / "some.yaml")
 
 
-def test_the_metadata_of_a_card_is_read_as_the_hub_reads_it(tmp_path):
+def test_the_metadata_of_a_card_is_read_as_by_the_hub(tmp_path):
     from huggingface_hub import metadata_load
 
     card = tmp_path / "README.md"

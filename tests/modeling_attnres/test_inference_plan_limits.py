@@ -1,4 +1,4 @@
-"""What reads in place of the connections acts only where it computes what they would."""
+"""Inference plans read in place of connections only where they compute the same."""
 
 import copy
 
@@ -16,7 +16,7 @@ from attnres.residual_attnres import ResidualNorm, residual_tensors
 
 @pytest.fixture
 def model():
-    """A Llama so wide that the compiled loops serve it, in blocks of 3, with depth weights far from uniform."""
+    """Return a Llama so wide that the CPU kernels run, in blocks of 3, with depth weights far from uniform."""
     pytest.importorskip("numba")
     torch.manual_seed(0)
     sizes = {"vocab_size": 99, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 2}
@@ -71,19 +71,19 @@ class Half(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["self_attention_res_proj", "self_attention_res_norm"])
-def test_a_parametrized_tensor_is_taken_as_it_is_computed(model, name):
+def test_a_parametrized_tensor_is_computed_for_each_read(model, name):
     parametrize.register_parametrization(getattr(model.model.layers[0], name), "weight", Half())
     assert_same_with_and_without_gradients(model)
 
 
-def test_a_norm_whose_weight_broadcasts_runs_as_the_module_that_it_is(model):
+def test_a_norm_whose_weight_broadcasts_runs_as_a_module(model):
     for layer in model.model.layers:
         layer.input_layernorm.weight = nn.Parameter(torch.ones(1) * 1.2)
     assert_same_with_and_without_gradients(model)
 
 
 @pytest.mark.parametrize("tokens", [2, 200])
-def test_forward_mode_derivatives_are_those_of_the_reference(tokens):
+def test_forward_mode_derivatives_equal_those_of_the_reference(tokens):
     query, direction, *sources = torch.randn(5, tokens, 256, dtype=torch.float64).float()
     found = []
     for attend in (depth_attention, depth_attention_reference):
