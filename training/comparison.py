@@ -53,10 +53,10 @@ def split(documents: Sequence[str]) -> tuple[list[str], list[str]]:
     return [document for i, document in enumerate(documents) if i % 4], list(documents[::4])
 
 
-def pack(
+def comparison_data(
     train: list[str], held_out: list[str], tokenizer: PreTrainedTokenizerBase, length: int, least: int
 ) -> ComparisonData:
-    """Tokenise documents and cut them into blocks; at most [`BLOCKS_OF_A_DOCUMENT`] of each held-out document.
+    """Tokenise documents and cut them into blocks, at most [`BLOCKS_OF_A_DOCUMENT`] of each held-out document.
 
     Args:
         train: The documents to train on.
@@ -144,10 +144,10 @@ def difference(trials: Sequence[Trial], of: str, to: str, documents: Tensor) -> 
 
     Args:
         trials: The results of the runs.
-        of: The label of the one model.
-        to: The label of the other, whose loss is subtracted.
-        documents: The document of each held-out block, `[held-out blocks]`. Blocks of one document do not count as
-            independent.
+        of: The label of the first model.
+        to: The label of the second model, whose loss is subtracted.
+        documents: The number of each held-out block's document, `[held-out blocks]`. Blocks of one document do not
+            count as independent.
 
     Returns:
         The difference.
