@@ -56,9 +56,9 @@ def load_balance(load: Tensor) -> tuple[Tensor, Tensor]:
 class ExpertBalance(LoggedCallback):
     """A callback that balances the experts of the model that a `Trainer` trains. Without routers it does nothing.
 
-    The load counts the experts that the routers return, over all micro-batches of a step and all processes. Only the
-    forward passes of training count, not those of evaluation or those that gradient checkpointing repeats. The balance
-    appears in the log, see [`metrics`].
+    The load counts the experts that the routers return, over all micro-batches of a step and all processes. Forward
+    passes of an evaluation do not count, nor do passes that gradient checkpointing repeats. The balance appears in the
+    log, see [`metrics`].
 
     The biases are made float32, since a step of 0.001 would be lost in bfloat16. Pass this callback to the constructor
     of the `Trainer`, so that a checkpoint is read into float32 too.

@@ -49,7 +49,7 @@ class Trial:
 
 
 def split(documents: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Divide documents into those to train on and those held out, which are every fourth."""
+    """Divide documents into training documents and held-out documents. Every fourth one is held out."""
     return [document for i, document in enumerate(documents) if i % 4], list(documents[::4])
 
 
@@ -98,7 +98,7 @@ def compare(
     on_run: Callable[[str], None],
     on_step: Callable[[], None],
 ) -> Iterator[tuple[Trial, PreTrainedModel]]:
-    """Train every model with every seed, on the same batches for all models of a seed.
+    """Train every model with every seed. All models of a seed train on the same batches.
 
     Args:
         starts: Label -> a function that makes the model. The seed decides the weights that it draws.

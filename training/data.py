@@ -62,8 +62,8 @@ def load_blocks(
     The order depends on data and `seed` alone, not on the process or the number of processes or workers.
 
     A stream (`spec.streaming`) keeps the order of the documents, and shuffles each block among the next
-    [`SHUFFLE_BUFFER`] ones, with the same order in each epoch. One worker reads the whole stream. It resumes exactly,
-    after skipped batches or `load_state_dict`, by reading and tokenising everything up to that place again.
+    [`SHUFFLE_BUFFER`] blocks, with the same order in each epoch. One worker reads the whole stream. After skipped
+    batches or `load_state_dict` it resumes exactly: it reads and tokenises everything up to that place again.
 
     Args:
         spec: The documents to read.

@@ -49,7 +49,7 @@ STANDARD, ATTN_RES = "standard", "Block AttnRes"
 NUM_BLOCKS = 4  # of the retrofit, as many as the configuration has
 SEEDS = 3
 LENGTH, BATCH_SIZE = 128, 6
-# Steps of a CPU core, about. The number is fixed, not measured, so that the same seed gives the same results.
+# A rough speed of one CPU core. It is fixed, not measured, so that the same seed gives the same results.
 STEPS_PER_MINUTE = 150
 LEARNING_RATE, CHECKPOINT_LEARNING_RATE = 3e-3, 3e-4
 RESIDUAL_LR_FACTOR = 0.3  # of a retrofit; from scratch the factor is 1

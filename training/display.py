@@ -34,7 +34,7 @@ def describe_run(
     device: torch.device,
     division: str = "1 process",
 ) -> list[str]:
-    """Describe a run before it begins: model, data, steps and processes, and notes on what may be a mistake.
+    """Describe a run before it begins: model, data, steps and processes, and notes on possible mistakes.
 
     Args:
         recipe: The recipe of the run.

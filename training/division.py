@@ -1,8 +1,8 @@
 """Division of a model among processes: by `transformers` as it loads the model, or by an engine of accelerate.
 
-`transformers` divides by FSDP2, tensor and expert parallelism, as `distributed` of the recipe says. Each process loads
-its part from the disk. So a model that is built in memory, from a named configuration or by a retrofit, is written to
-the disk first. This file also checks that the requested division takes place, since accelerate may ignore the request.
+`transformers` divides by FSDP2, tensor and expert parallelism, if the recipe has `distributed`. Each process loads its
+part from the disk. So a model that is built in memory, from a named configuration or by a retrofit, is written to the
+disk first. This file also checks that the requested division takes place, since accelerate may ignore the request.
 """
 
 import os
@@ -86,7 +86,7 @@ def check_division(trainer: Trainer, division: DistributedConfig | None) -> None
 
     Args:
         trainer: The trainer of the run.
-        division: The division that the recipe asks for.
+        division: The division by the recipe's `distributed`; `None` without one.
 
     Raises:
         RuntimeError: The model is not divided in this way.
@@ -106,7 +106,7 @@ def describe_division(trainer: Trainer, division: DistributedConfig | None) -> s
 
     Args:
         trainer: The trainer of the run.
-        division: The division that the recipe asks for.
+        division: The division by the recipe's `distributed`; `None` without one.
 
     Returns:
         The line, such as `8 processes, the model divided by transformers (FSDP2 8)`.

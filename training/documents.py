@@ -130,7 +130,7 @@ class DatasetSource:
 
     def identity(self) -> tuple:
         """Return the name and the fingerprint of the data set."""
-        # A private name, but the only one by which `datasets` tells one content from another.
+        # A private attribute: `datasets` has no public value that changes with the content.
         return self.name, self.data._fingerprint
 
     def read(self, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:

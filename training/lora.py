@@ -3,7 +3,7 @@
     W + (alpha / rank) B A        for each projection, and for each expert's part of a stacked weight
 
 The tensors of residual connections, such as pseudo-queries, are small: they are trained whole, and saved with the
-adapter. PEFT would freeze them, as every weight that is not a target, unless `modules_to_save` names them.
+adapter. PEFT would freeze them, like every weight that is not a target, unless `modules_to_save` names them.
 """
 
 import math
@@ -46,7 +46,7 @@ def add_adapters(
     Args:
         model: The base model, which is changed in place.
         rank: The rank of the adapters on linear layers.
-        alpha: Adapters are scaled by `alpha / rank`, those of experts too. By default `2 * rank`.
+        alpha: All adapters are scaled by `alpha / rank`, also those of experts. By default `2 * rank`.
         dropout: The dropout on the input of the adapters. PEFT has none for experts.
         targets: The weights to adapt, by the ends of their names: `("q_proj", "shared_experts.up_proj")`. By default
             all that [`projections`] and [`expert_weights`] find.
@@ -125,7 +125,7 @@ def check_options(
         expert_rank: As in [`add_adapters`].
 
     Raises:
-        ValueError: A value is not allowed. The message names the option, its value and the allowed ones.
+        ValueError: A value is not allowed. The message names the option, its value and the allowed values.
     """
     names = [targets] if isinstance(targets, str) else targets
     for name, value, is_allowed, allowed in (

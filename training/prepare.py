@@ -38,6 +38,7 @@ from .data import DataSpec, digest_of, load_blocks
 from .division import check_fsdp2, load_divided
 from .documents import file_identities
 from .recipe import Recipe
+from .run_folder import START
 from .text import open_tokenizer
 
 if TYPE_CHECKING:
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 HEAL = "heal"  # the recipe that refuses a model without attention residuals
 MAX_HELD_OUT = 64  # sequences, if the recipe gives no number
 SHORTEST_CURVE = 10  # points of the training loss, if `epochs` shortens the run
-START = ".start"  # the folder of a whole model that is about to be divided
 
 
 def prepare_arguments(recipe: Recipe, state: PartialState, division: DistributedConfig | None) -> TrainingArguments:
@@ -220,7 +220,7 @@ def prepare_data(
         tokenizer: The tokenizer of the run.
 
     Returns:
-        The sequences to train on, those held out, and a digest of each data set by its key in the recipe.
+        The sequences to train on, the held-out sequences, and a digest of each data set by its key in the recipe.
 
     Raises:
         OSError: A file cannot be read, or the cache cannot be written.
@@ -259,8 +259,8 @@ def prepare_data(
 def identify_model(recipe: Recipe) -> dict[str, str]:
     """Return `{"model": TEXT}`, where TEXT changes with the files of a local model. Empty for other models.
 
-    A resumed run compares this text with the one that it began with. Checkpoints do not suffice for that: those of an
-    adapter do not hold the base model, and none hold the configuration that the model began with.
+    A resumed run compares this text with the one that it began with. The checkpoint does not suffice for that: the
+    checkpoint of an adapter lacks the base model, and no checkpoint has the configuration that the model began with.
     """
     folder = Path(recipe.model)
     if recipe.model in names() or not folder.is_dir():

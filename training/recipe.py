@@ -329,7 +329,7 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
 
 
 def write_recipe(recipe: Recipe) -> str:
-    """Return a recipe as YAML, with every key, also those that have their default."""
+    """Return a recipe as YAML, with every key, including keys at their default."""
     content = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(recipe).items()}
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 

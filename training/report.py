@@ -117,11 +117,11 @@ def _write_files(
     write_card_to = partial(
         write_training_card, recipe=recipe, name=name, results=results, processes=trainer.args.world_size
     )
-    with contextlib.ExitStack() as written:
+    with contextlib.ExitStack() as stack:
         stage = out / f".{kind}.partial"  # the temporary directory that `atomic_directory` makes
         if is_main:
             # A run that was killed before it wrote `results.json` may have left a model, which this one replaces.
-            written.enter_context(atomic_directory(out / kind, overwrite=True, marker=marker))
+            stack.enter_context(atomic_directory(out / kind, overwrite=True, marker=marker))
         trainer.accelerator.wait_for_everyone()
         trainer.save_model(str(stage))  # all processes: a divided model is gathered from them
         trainer.accelerator.wait_for_everyone()

@@ -16,9 +16,10 @@ from attnres.utils.files import atomic_write, locked
 from .recipe import Recipe, read_recipe, write_recipe
 
 RECIPE, RESULTS, DATA, LOCK = "recipe.yaml", "results.json", "data.json", ".lock"
-# Folders that a killed run may leave half-written: a checkpoint, a saved model, and a whole model that was about to be
-# divided (`START` in `prepare.py`).
-HALF_WRITTEN = (".partial*", ".*.partial", ".start")
+PARTIAL = ".partial-"  # the prefix of a folder that a checkpoint is written into
+START = ".start"  # the folder of a whole model that is about to be divided
+# Folders that a killed run may leave half-written, the second of them by `atomic_directory`.
+HALF_WRITTEN = (f"{PARTIAL}*", ".*.partial", START)
 # Settings that may change when a run is resumed.
 MAY_CHANGE = ("log_every", "save_every", "keep", "micro_batch_size")
 

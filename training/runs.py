@@ -178,7 +178,7 @@ def sequence_losses(model: PreTrainedModel, blocks: Tensor, batch_size: int = 16
 
 class _Trainer(ResumableTrainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        # Resuming reads the model's names of tensors, so a checkpoint has these, not those of a published layout.
+        # A checkpoint has the model's own names of tensors, since resuming does not read a published layout.
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         model.save_pretrained(output_dir, state_dict=state_dict, save_original_format=False)
 

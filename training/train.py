@@ -69,11 +69,11 @@ def run_train(recipe: Recipe, name: str = "") -> dict[str, Any]:
     division = read_division(recipe.distributed, state.num_processes)
     with quiet_transformers():
         arguments = prepare_arguments(recipe, state, division)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         # Only the first process holds the folder, and it does so before the others look for a checkpoint there.
         with state.main_process_first():
             if state.is_main_process:
-                held.enter_context(hold_folder(Path(recipe.out), recipe))
+                stack.enter_context(hold_folder(Path(recipe.out), recipe))
         return _train_in_folder(recipe, name, state, division, arguments)
 
 

@@ -42,8 +42,8 @@ from .held_out import ROW, NumberedRows, TokenMean
 from .monitor import Monitor
 from .optimizer import build_optimizer, build_schedule
 from .recipe import Recipe
+from .run_folder import PARTIAL
 
-PARTIAL = ".partial-"  # the prefix of a folder that a checkpoint is written into
 OPTIMIZER = "optimizer"  # the folder of a divided model's optimizer in a checkpoint
 
 
@@ -221,7 +221,7 @@ class AttnResTrainer(ResumableTrainer):
         if state_dict is not None:
             # Gathering copies tied weights, and `save_pretrained` does not see that the copies are tied.
             state_dict = {name: state_dict[name] for name in state_dict if name not in model.all_tied_weights_keys}
-        # Resuming reads the model's names of tensors, so a checkpoint has these, not those of a published layout.
+        # A checkpoint has the model's own names of tensors, since resuming does not read a published layout.
         model.save_pretrained(
             output_dir,
             state_dict=state_dict,

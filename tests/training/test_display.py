@@ -1,4 +1,4 @@
-"""A run estimates its time before the first step, and prints its progress where there is no terminal."""
+"""A run estimates its time before the first step, and prints its progress if there is no terminal."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Optimizers: which tensors get Muon, AdamW and weight decay; the steps against plain sums; resuming; schedules."""
+"""Optimizers: which tensors get Muon, AdamW and weight decay; the steps against equations; resuming; schedules."""
 
 import copy
 import math

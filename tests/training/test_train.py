@@ -181,7 +181,7 @@ def test_a_killed_run_resumes_bit_for_bit(name, uninterrupted, command, tmp_path
     )
 
 
-# Code that ends the process after the last checkpoint is written, and before the model is.
+# Code that ends the process after it has written the last checkpoint, and before it writes the model.
 ENDS = {
     "killed": "train.collect_results = lambda *_: os.kill(os.getpid(), signal.SIGKILL)",
     "terminated": """
