@@ -111,7 +111,7 @@ def write_run(
 def _write_files(
     trainer: AttnResTrainer, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, name: str, results: dict[str, Any]
 ) -> None:
-    """Do the work of [`write_run`], which explains errors."""
+    """Write the files of [`write_run`], which explains the errors."""
     out, is_main = Path(recipe.out), trainer.is_world_process_zero()
     kind, marker = (MODEL, "config.json") if recipe.lora is None else (ADAPTER, "adapter_config.json")
     write_card_to = partial(

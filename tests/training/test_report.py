@@ -33,9 +33,9 @@ def trainer(request, tiny_model, tmp_path) -> AttnResTrainer:
 
 @pytest.fixture
 def write(trainer, tokenizer) -> Callable[..., int]:
-    """Return `write(killed_before)`, which writes the run in a child process, and gives the exit code of that process.
+    """Return `write(killed_before)`, which writes the run in a child process and returns its exit code.
 
-    The child is killed before it renames a file or folder of the name `killed_before`.
+    The child is killed before it renames a folder of the name `killed_before`. The parent's model is never merged.
     """
 
     def do(killed_before: str | None) -> None:
