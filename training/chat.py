@@ -79,7 +79,7 @@ class _ChatEncoder:
     def _marked(self, template: str, messages: list[dict], tools: list | None) -> tuple[str, list[tuple[int, int]]]:
         """Return the conversation as text, and the start and end of each part that the template marks."""
         # `apply_chat_template` finds the tokens of a part by their offsets. Many tokenizers give no offset for a space,
-        # so it would stop at the first part that begins with a space.
+        # so it would stop at the first part that begins with a space. Like it, this leaves out keys without a value.
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
         (text,), (parts,) = render_jinja_template(
             [messages],

@@ -179,7 +179,7 @@ def _write_tokens(documents: Documents, encoder: Encoder, folder: Path) -> None:
     token_list = pa.list_(pa.int32())
     columns = {"input_ids": token_list} | ({"labels": token_list} if encoder.encode else {})
     schema = pa.schema(columns | {"source": pa.string(), "first": pa.int64(), "last": pa.int64()})
-    # `disable=None` draws no bar where the error output is not a terminal. The lines of `pace` are printed there.
+    # `disable=None` draws no bar if the error output is not a terminal. `pace` prints lines instead.
     bar = datasets.utils.tqdm(desc="Tokenising", unit=" tokens", unit_scale=True, leave=False, disable=None)
     pace, count = Pace(None, unit="tokens"), 0
     with pa.ipc.new_stream(str(folder / _TOKENS), schema) as file, bar:

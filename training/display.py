@@ -130,7 +130,7 @@ class Display(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         """Open the bar."""
         if state.is_world_process_zero:
-            # `disable=None` draws no bar where the error output is not a terminal.
+            # `disable=None` draws no bar if the error output is not a terminal.
             settings = {"unit": " steps", "dynamic_ncols": True, "disable": None}
             self.bar = tqdm(total=state.max_steps, initial=state.global_step, **settings)
             self._pace = Pace(state.max_steps, state.global_step, "steps")

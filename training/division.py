@@ -37,7 +37,7 @@ def read_division(settings: Mapping[str, Any] | None, num_processes: int) -> Dis
         num_processes: The number of processes of the run.
 
     Returns:
-        The division as `transformers` takes it; `None` where the model is not divided.
+        The division as `transformers` takes it; `None` if the model is not divided.
 
     Raises:
         ValueError: A field is unknown or has a wrong value, the sizes do not multiply to the number of processes, an

@@ -55,8 +55,8 @@ def peak_flops(device_name: str) -> float | None:
 def flops_per_token(config: PreTrainedConfig, length: int) -> float:
     """Count the FLOPs of training on one token, forward and backward: `6 N + 3 A`.
 
-    `N` counts the activated parameters, with the output head and without the embedding table. Each multiplies and adds
-    once forward, and twice backward. `A` counts the forward FLOPs of mixing tokens: for softmax attention
+    `N` counts the activated parameters, with the output head and without the embedding table. Each parameter multiplies
+    and adds once forward and twice backward. `A` counts the forward FLOPs of mixing tokens: for softmax attention
     `2 heads (qk_dim + v_dim) length` (PaLM's convention, which does not halve it for causality), and for KDA's
     recurrence, on a state `[k_dim, v_dim]` per head, `6 heads k_dim v_dim`. Norms, activations, depth attention (under
     1%) and the recomputation of gradient checkpointing are left out.
@@ -122,15 +122,15 @@ class Monitor(LoggedCallback):
 
     - `tokens_per_second`: over all processes. Every position of a batch counts, padding too. The time is that of
       training steps and their data loading, without evaluation and saving.
-    - `model_flop_use`: the share of the devices' peak, where that is known and all weights are trained.
+    - `model_flop_use`: the share of the devices' peak, if the peak is known and all weights are trained.
 
     For a model of this family, the line also has measurements on the first `slice_tokens` tokens of each process's last
     batch, without padding. They cost one forward pass without gradient for each line, and its time is left out:
 
     - `magnitude_output`: the root mean square, over tokens and channels, of the output's input before its norm.
-      `magnitude_growth`: this, divided by the same for the first sublayer's input, which is the embedding.
-      `magnitude_largest`: the largest of any sublayer's input. In a residual stream they grow with depth; with
-      attention residuals they stay bounded.
+      `magnitude_growth`: `magnitude_output` divided by the root mean square of the first sublayer's input, which is
+      the embedding. `magnitude_largest`: the largest root mean square of a sublayer's input. In a residual stream
+      these values grow with depth; with attention residuals they stay bounded.
     - `depth_entropy`, `depth_distance`, `depth_weight_nearest` and `depth_weight_embedding` of attention residuals, see
       [`depth_attention_summary`].
 
@@ -154,7 +154,7 @@ class Monitor(LoggedCallback):
         if not self._tokens:  # the window has just begun, or the model gets no `input_ids`
             return {}
         tokens = reduce(torch.tensor(self._tokens, device=self._device), "sum").item()
-        # The processes of a tensor-parallel group share their batches.
+        # All processes of a tensor-parallel group compute the same batch.
         tokens //= getattr(self._model, "tp_size", None) or 1
         # After `item()`, which waits until the device has finished the window's steps.
         self._count_time()

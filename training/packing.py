@@ -24,7 +24,7 @@ class Tokens:
 
     Attributes:
         ids: Token ids `[tokens]`.
-        labels: Labels `[tokens]`; `None` where they are the token ids.
+        labels: Labels `[tokens]`; `None` if they are the token ids.
         lengths: The number of tokens of each document, `[documents]`.
         places: Where each document comes from.
     """
@@ -58,10 +58,10 @@ class Blocks(NamedTuple):
 
     Attributes:
         ids: Token ids `[blocks, length]`.
-        labels: Labels `[blocks, length]`; `None` where they are the token ids.
+        labels: Labels `[blocks, length]`; `None` if they are the token ids.
         documents: The places of each block's documents, as in [`describe_places`].
         positions: The position `[blocks, length]` of each token in its document, counted within the block from 0;
-            `None` where documents are not kept apart.
+            `None` if documents are not kept apart.
     """
 
     ids: np.ndarray

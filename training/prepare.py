@@ -63,14 +63,14 @@ def prepare_arguments(recipe: Recipe, state: PartialState, division: Distributed
     Raises:
         ValueError: The batch size does not fit the processes, or `trainer` of the recipe has a wrong value.
     """
-    # The processes of a tensor-parallel group share their batches.
-    batches = state.num_processes // (division.tp_size if division is not None else 1)
-    micro = min(recipe.micro_batch_size, max(1, recipe.batch_size // batches))
-    accumulated, rest = divmod(recipe.batch_size, micro * batches)
+    # All processes of a tensor-parallel group compute the same batch.
+    groups = state.num_processes // (division.tp_size if division is not None else 1)
+    micro = min(recipe.micro_batch_size, max(1, recipe.batch_size // groups))
+    accumulated, rest = divmod(recipe.batch_size, micro * groups)
     if rest:
         raise ValueError(
             f"`batch_size` {recipe.batch_size} is not a multiple of `micro_batch_size` {micro} times "
-            f"{batches} processes."
+            f"{groups} processes."
         )
     # The recipe may override these.
     defaults = {

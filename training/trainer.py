@@ -54,7 +54,7 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         rows: The rows.
 
     Returns:
-        `input_ids`, `labels` and, where the rows have them, `position_ids`, int64 `[batch, seq]`; the rows' numbers
+        `input_ids`, `labels` and, if the rows have them, `position_ids`, int64 `[batch, seq]`; the rows' numbers
         `[batch]`, for held-out data; and `documents`, the places of each row.
     """
     names = [name for name in ("input_ids", "labels", "position_ids") if name in rows[0]]
@@ -193,7 +193,7 @@ class AttnResTrainer(ResumableTrainer):
     def evaluation_loop(self, *arguments: Any, metric_key_prefix: str = "eval", **options: Any) -> EvalLoopOutput:
         """Return what `Trainer` returns, with the loss as the mean over the tokens of all rows, in nats/token.
 
-        It is the plain loss also where training smoothes labels, so that its exponential is the perplexity.
+        It is the plain loss also if training smoothes labels, so that its exponential is the perplexity.
         """
         self._held_out = TokenMean()
         output = super().evaluation_loop(*arguments, metric_key_prefix=metric_key_prefix, **options)
