@@ -36,8 +36,8 @@ def check_checkpoint(folder: Path) -> None:
     problem = next(filter(None, map(_broken, sorted(folder.rglob("*")))), None) or _missing(folder)
     if problem:
         raise ValueError(
-            f"{problem}, so the run cannot go on from {folder}. Put the file back, or remove that folder to go on from "
-            "the checkpoint before it, if there is one, or else from the start."
+            f"{problem}, so the run cannot resume from {folder}. Put the file back, or remove that folder to resume "
+            "from the checkpoint before it, or from the start if there is none."
         )
 
 

@@ -104,7 +104,7 @@ def write_run(
             raise  # another process has failed, and reports why
         raise OSError(
             f"the results of the run could not be written to {Path(recipe.out)}: {why_not_written(error)}. Its "
-            "checkpoints are there: the same command goes on from the last one."
+            "checkpoints are there: the same command resumes from the last one."
         ) from error
 
 

@@ -56,7 +56,7 @@ def _read_run_recipe(out: Path) -> Recipe:
         return read_recipe(out / RECIPE)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{out / RECIPE} is not the recipe of a run ({str(error).rstrip('.')}). Restore it to go on with that run, "
+            f"{out / RECIPE} is not the recipe of a run ({str(error).rstrip('.')}). Restore it to resume that run, "
             "or choose another `out`."
         ) from error
 
@@ -108,7 +108,7 @@ def _claim(out: Path, recipe: Recipe) -> None:
         if name := next((name for name in names if getattr(before, name) != getattr(recipe, name)), None):
             raise FileExistsError(
                 f"{out} holds a run with {name} {getattr(before, name)!r}, not {getattr(recipe, name)!r}. "
-                "Choose another `out`, or go on with the recipe as it was."
+                "Choose another `out`, or resume with the recipe as it was."
             )
     atomic_write(out / RECIPE, write_recipe(recipe))
 
@@ -133,14 +133,14 @@ def check_data(out: Path, digests: Mapping[str, str], is_resumed: bool) -> None:
             before = None
         if not isinstance(before, dict):
             raise ValueError(
-                f"{path} is damaged, so that changed data would go unnoticed. Restore it, or remove it to go on "
+                f"{path} is damaged, so that changed data would go unnoticed. Restore it, or remove it to resume "
                 "without that check."
             )
         # A key that the record lacks cannot be compared.
         if changed := [f"`{name}`" for name in digests if before.get(name, digests[name]) != digests[name]]:
             verb = "have" if len(changed) > 1 else "has"
             raise FileExistsError(
-                f"{' and '.join(changed)} {verb} changed since the run in {out} began: going on would train another "
+                f"{' and '.join(changed)} {verb} changed since the run in {out} began: resuming would train another "
                 "model. Put it back as it was, or choose another `out`."
             )
         return

@@ -113,7 +113,7 @@ def _train_in_folder(
             processes = describe_division(trainer, division)
             print("\n".join(describe_run(recipe, model, train, held_out, arguments.device, processes)), flush=True)
             if checkpoint:
-                print(f"Going on from {checkpoint}.", flush=True)
+                print(f"Resuming from {checkpoint}.", flush=True)
         try:
             with contextlib.closing(display):
                 trainer.train(resume_from_checkpoint=checkpoint)
@@ -123,7 +123,7 @@ def _train_in_folder(
             raise
         if trainer.stopping.received:
             if state.is_main_process:
-                print(f"Stopped after step {trainer.state.global_step}. The same command goes on from there.")
+                print(f"Stopped after step {trainer.state.global_step}. The same command resumes from there.")
             sys.exit(TERMINATED)
         results = collect_results(trainer, recipe)
         write_run(trainer, tokenizer, recipe, name, results)
@@ -137,7 +137,7 @@ def _describe_interruption(out: Path, steps: int) -> str:
     stopped, checkpoint = f"Stopped after {counted(steps, 'step')}", get_last_checkpoint(str(out))
     if checkpoint is None:
         return f"{stopped}, before the first checkpoint: the same command begins anew."
-    return f"{stopped}. The last checkpoint is {checkpoint}: the same command goes on from there."
+    return f"{stopped}. The last checkpoint is {checkpoint}: the same command resumes from there."
 
 
 __all__ = ["run_train"]

@@ -33,7 +33,7 @@ def problem(folder: Path) -> str:
     with pytest.raises(ValueError) as caught:
         check_checkpoint(folder)
     assert "\n" not in str(caught.value)
-    assert f"so the run cannot go on from {folder}. Put the file back, or remove that folder" in str(caught.value)
+    assert f"so the run cannot resume from {folder}. Put the file back, or remove that folder" in str(caught.value)
     return str(caught.value).partition(",")[0]
 
 

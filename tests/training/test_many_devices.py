@@ -182,10 +182,10 @@ def test_a_run_of_two_processes_resumes_bit_for_bit_after_a_kill_and_after_a_sig
     second = next(p for p in psutil.Process(process.pid).children() if p.environ().get("RANK") == "1")
     second.send_signal(signal.SIGTERM)  # to one of them
     output, _ = finish(process, code=143)
-    assert "The same command goes on from there." in output
+    assert "The same command resumes from there." in output
 
     output, _ = finish(launch(command))
-    assert "Going on from" in output
+    assert "Resuming from" in output
     assert_same_run(*outs, tolerance=0)
 
 

@@ -87,7 +87,7 @@ def test_a_stopped_run_resumes_from_its_last_whole_checkpoint(tiny_model, tmp_pa
     for name in ("optimizer.pt", "rng_state.pth", "model.safetensors"):
         content = (whole_one / name).read_bytes()
         (whole_one / name).write_bytes(content[: len(content) // 2])
-        assert last_whole_checkpoint(tmp_path) is None, "a run does not go on with half of one"
+        assert last_whole_checkpoint(tmp_path) is None, "a run does not resume from half a checkpoint"
         (whole_one / name).write_bytes(content)
 
     resumed, steps = tiny_model(), []

@@ -174,7 +174,7 @@ def test_a_killed_run_resumes_bit_for_bit(name, uninterrupted, command, tmp_path
         assert not (out / "results.json").exists()
     done = run(command(name, out))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "Going on from" in done.stdout
+    assert "Resuming from" in done.stdout
     assert_same_run(out, uninterrupted[name])
     assert sorted(path.name for path in out.iterdir()) == sorted(
         path.name for path in uninterrupted[name].iterdir() if path.name != "screen.txt"
@@ -260,7 +260,7 @@ def test_a_terminated_run_saves_a_checkpoint_and_resumes_from_it(uninterrupted, 
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=120)
     assert process.returncode == 143
-    assert "The same command goes on from there." in output
+    assert "The same command resumes from there." in output
     (checkpoint,) = out.glob("checkpoint-*")
     stopped = int(checkpoint.name.removeprefix("checkpoint-"))
     assert 2 <= stopped < 12
@@ -272,7 +272,7 @@ def test_a_terminated_run_saves_a_checkpoint_and_resumes_from_it(uninterrupted, 
 def test_an_interrupted_run_names_its_last_checkpoint_and_how_to_go_on(command, tmp_path):
     for save_every, message in (
         (9999, ", before the first checkpoint: the same command begins anew."),
-        (1, ": the same command goes on from there."),
+        (1, ": the same command resumes from there."),
     ):
         out = tmp_path / str(save_every)
         arguments = command("heal", out, "steps=10000", f"save_every={save_every}")
@@ -397,7 +397,7 @@ def test_a_run_does_not_resume_from_a_checkpoint_with_an_empty_file(name, comman
     done = run(command("heal", out))
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"attnres: {out / 'checkpoint-12' / name} is empty, so the run cannot go on from")
+    assert line.startswith(f"attnres: {out / 'checkpoint-12' / name} is empty, so the run cannot resume from")
 
 
 @pytest.mark.parametrize(
