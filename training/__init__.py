@@ -1,6 +1,6 @@
 """Training by recipes, the demo, and two callbacks for any `transformers.Trainer`. The README maps the files.
 
-The callbacks are imported on first use, since that takes seconds, and the command line checks a recipe before.
+The callbacks are imported on first use: importing them takes seconds, and the command line checks a recipe first.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """Expert balancing without an auxiliary loss, as DeepSeek-V3 and Kimi Linear do it.
 
-After each optimizer step, for each router, with `c_i` the tokens that chose expert i in the whole global batch:
+After each optimizer step, for each router, with `c_i` the number of tokens of the global batch that chose expert i:
 
     b_i <- b_i + rate * sign(mean(c) - c_i)
 
@@ -34,7 +34,7 @@ def balance_step(bias: Tensor, load: Tensor, rate: float) -> None:
         load: The number of tokens that chose each expert, integers `[experts]`.
         rate: The rate of the update.
     """
-    # Compared as integers, times the number of experts, so that an expert with exactly the mean load keeps its bias.
+    # Integers, multiplied by the number of experts, so that an expert with exactly the mean load keeps its bias.
     bias.add_(torch.sign(load.sum() - load * len(load)).to(bias.dtype), alpha=rate)
 
 
@@ -56,9 +56,9 @@ def load_balance(load: Tensor) -> tuple[Tensor, Tensor]:
 class ExpertBalance(LoggedCallback):
     """A callback that balances the experts of the model that a `Trainer` trains. Without routers it does nothing.
 
-    The load counts the experts that the routers return, over all micro-batches of a step and all processes. Only the
-    forward passes of training count, not those of evaluation or those that gradient checkpointing repeats. The balance
-    appears in the log, see [`metrics`].
+    The load counts the experts that the routers return, over all micro-batches of a step and all processes. Forward
+    passes of an evaluation do not count, nor do passes that gradient checkpointing repeats. The balance appears in the
+    log, see [`metrics`].
 
     The biases are made float32, since a step of 0.001 would be lost in bfloat16. Pass this callback to the constructor
     of the `Trainer`, so that a checkpoint is read into float32 too.
@@ -88,7 +88,7 @@ class ExpertBalance(LoggedCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Attach counters to the routers."""
         super().on_train_begin(args, state, control, **kwargs)
-        # Again, as the callback may have been added to a `Trainer` that was made before.
+        # Again: if the callback was added to an existing `Trainer`, this has not been called yet.
         self.on_init_end(args, state, control, model)
         # Remove the counters of an earlier training that ended with an error.
         self.on_train_end(args, state, control)
@@ -139,7 +139,7 @@ class ExpertBalance(LoggedCallback):
 
     @torch.no_grad()
     def on_optimizer_step(self, args, state, control, **kwargs):
-        """Sum the load over all processes, and update the biases by it."""
+        """Sum the load over all processes, and update the biases."""
         if not self._routers:
             return
         device = self._loads[0].device

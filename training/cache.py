@@ -12,8 +12,8 @@ from filelock import FileLock
 MANIFEST = "manifest.json"
 
 
-def built_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Build a folder, unless an earlier call has.
+def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
+    """Build a cache folder, unless an earlier call has built it.
 
     The folder is filled under a temporary name, so that a killed run leaves no incomplete one. A lock lets one process
     build while the others wait. A manifest holds the size and checksum of every file, and a folder that does not match
@@ -21,15 +21,15 @@ def built_once(folder: Path, build: Callable[[Path], None]) -> Path:
 
     Args:
         folder: The folder.
-        build: A function that writes the files into the empty folder that it is called with. An `OSError` about data
-            that it reads must have no `errno`, which tells it from an error in writing.
+        build: A function that writes the files into the empty folder that it is called with. If it raises an `OSError`
+            about data that it reads, the error must have no `errno`: one with an `errno` counts as an error of writing.
 
     Returns:
         The folder.
 
     Raises:
         OSError: The folder cannot be written.
-        Exception: Any error of `build`. Nothing is left of the folder then.
+        Exception: Any error of `build`. The folder is removed then.
     """
     if _is_whole(folder):
         return folder
@@ -47,7 +47,7 @@ def built_once(folder: Path, build: Callable[[Path], None]) -> Path:
 
 def _build(folder: Path, build: Callable[[Path], None]) -> None:
     partial = folder.with_name(f"{folder.name}.partial")
-    # A damaged folder, and one that a killed run has left.
+    # `folder` may be damaged, and a killed run may have left `partial`.
     for left_over in (folder, partial):
         if left_over.exists():
             shutil.rmtree(left_over)
@@ -71,7 +71,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _checksum(path: Path) -> list[int]:
-    """Return size and CRC-32 of a file. CRC-32 finds accidental damage, at the speed of the disk."""
+    """Return the size and the CRC-32 of a file. CRC-32 finds accidental damage and is as fast as the disk."""
     checksum = 0
     with open(path, "rb") as file:
         while chunk := file.read(1 << 20):

@@ -21,18 +21,18 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 def encode_chat(tokenizer: PreTrainedTokenizerBase, column: str = "messages") -> Callable[[dict], dict]:
     """Return a function that encodes a row with a conversation.
 
-    Two kinds of templates work. One marks the assistant's part by `{% generation %}`: the marked text is learned, and
-    the end-of-turn token after it. Any other has to render messages alike, whatever follows them: the assistant's part
-    is then the text that each of its turns adds to the prompt for it.
+    Two kinds of templates work. One kind marks the assistant's part by `{% generation %}`: the marked text is learned,
+    and the end-of-turn token after it. Any other template must render a message the same way whatever follows it: the
+    assistant's part is then the text that each of its turns adds to the prompt for that turn.
 
     Args:
         tokenizer: A tokenizer with a chat template.
         column: The column of the messages.
 
     Returns:
-        A function of a row. The row holds, in the `column`, a list of messages `{"role": ..., "content": ...}`, with
+        A function of a row. The row has, in `column`, a list of messages `{"role": ..., "content": ...}`, with
         any other keys that the template reads (`tool_calls`, `reasoning_content`), and may have `tools`. The function
-        returns `input_ids` and `labels` of the whole conversation; labels outside of the assistant's part are -100. It
+        returns `input_ids` and `labels` of the whole conversation; labels outside the assistant's part are -100. It
         raises ValueError for a row that cannot be used.
 
     Raises:
@@ -47,7 +47,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, column: str = "messages") ->
 
 @dataclass(frozen=True)
 class _ChatEncoder:
-    """The function of [`encode_chat`]. It is a class, not a closure, so that it can be sent to worker processes."""
+    """The function that [`encode_chat`] returns. A class can be sent to worker processes, and a closure cannot."""
 
     tokenizer: PreTrainedTokenizerBase
     column: str
@@ -58,7 +58,7 @@ class _ChatEncoder:
         try:
             template = self.tokenizer.get_chat_template(tools=tools)
             marked = _GENERATION.search(template) is not None
-            text, parts = (self._marked if marked else self._between_prompts)(template, messages, tools)
+            text, parts = self._marked(template, messages, tools) if marked else self._unmarked(messages, tools)
             opening = self._opening(messages, tools) if marked else None
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template refuses the conversation: {' '.join(str(error).split())}") from error
@@ -73,13 +73,13 @@ class _ChatEncoder:
                 end = self._without_trailing_space(ids, start, end)
             labels[start:end] = ids[start:end]
         if all(label == IGNORED for label in labels):
-            raise ValueError("the chat template leaves nothing of the assistant's turns.")
+            raise ValueError("the chat template renders no text of the assistant's turns.")
         return {"input_ids": ids, "labels": labels}
 
     def _marked(self, template: str, messages: list[dict], tools: list | None) -> tuple[str, list[tuple[int, int]]]:
         """Return the conversation as text, and the start and end of each part that the template marks."""
-        # Not by `apply_chat_template`, which finds the tokens of a part by their offsets. Many tokenizers give no
-        # offset for a space, and it stops at the first part that begins with one.
+        # `apply_chat_template` finds the tokens of a part by their offsets. Many tokenizers give no offset for a space,
+        # so it would stop at the first part that begins with a space. Like it, this leaves out keys without a value.
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
         (text,), (parts,) = render_jinja_template(
             [messages],
@@ -90,10 +90,8 @@ class _ChatEncoder:
         )
         return text, [(start, end) for start, end in parts if start < end]
 
-    def _between_prompts(
-        self, template: str, messages: list[dict], tools: list | None
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the conversation as text, and start and end of what each of the assistant's turns adds."""
+    def _unmarked(self, messages: list[dict], tools: list | None) -> tuple[str, list[tuple[int, int]]]:
+        """Return the conversation as text, and the start and end of what each assistant turn adds to its prompt."""
         text, parts = self._render(messages, tools), []
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -105,24 +103,27 @@ class _ChatEncoder:
         return text, parts
 
     def _token_span(self, text: str, ids: list[int], start: int, end: int) -> tuple[int, int]:
-        """Return start and end of the tokens of `text[start:end]`, including tokens that reach beyond it.
+        """Return the start and end of the tokens of `text[start:end]`, with tokens that reach beyond it.
 
-        Offsets of tokens would be simpler, but some are missing: see `_marked`.
+        The offsets of tokens would be simpler, but some tokens have none: see `_marked`.
         """
-        first = _shared(self._tokens(text[:start]), ids)
+        first = _common_prefix(self._tokens(text[:start]), ids)
         until = self._tokens(text[:end])
-        last = _shared(until, ids)
-        if last < len(until):  # a token spans `end`: the text after it tells how far this token reaches
-            last = max(last, len(ids) - _shared(self._tokens(text[end:])[::-1], ids[::-1]))
+        last = _common_prefix(until, ids)
+        if last < len(until):  # a token spans `end`: the tokens of the text after `end` show where this token ends
+            last = max(last, len(ids) - _common_prefix(self._tokens(text[end:])[::-1], ids[::-1]))
         return first, last
 
     def _without_trailing_space(self, ids: list[int], start: int, end: int) -> int:
-        """Return the end of a part, without the white space that follows the token which ends the turn."""
+        """Return the end of a part without the white space after its end-of-turn token."""
         last = next((i for i in range(end - 1, start - 1, -1) if ids[i] in self.added_tokens), None)
         return end if last is None or self.tokenizer.decode(ids[last + 1 : end]).strip() else last + 1
 
     def _opening(self, messages: list[dict], tools: list | None) -> int | None:
-        """Return the token that opens a turn. In a template without end-of-turn tokens it may follow a mark."""
+        """Return the first token of the prompt for an assistant turn, or `None`.
+
+        In a template without end-of-turn tokens, this token may follow a marked part, and does not belong to it.
+        """
         before = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
         prompt = self._render(messages[:before], tools, add_generation_prompt=True)
         tokens = self._tokens(prompt.removeprefix(self._render(messages[:before], tools)))
@@ -138,9 +139,9 @@ class _ChatEncoder:
 
 
 _UNSTABLE = (
-    "the chat template renders earlier messages differently once others follow, as templates do that drop earlier "
-    "thinking, so the assistant's part cannot be found: mark it in the template by {% generation %} and "
-    "{% endgeneration %}, or give each of the assistant's turns its own row, which ends with it."
+    "the chat template renders earlier messages differently once others follow, for example without their thinking, so "
+    "the assistant's part cannot be found: mark it in the template by {% generation %} and {% endgeneration %}, or "
+    "give each assistant turn its own row, which ends with that turn."
 )
 
 
@@ -148,7 +149,7 @@ def _messages(row: dict[str, Any], column: str) -> list[dict[str, Any]]:
     """Return the messages of a row.
 
     Raises:
-        ValueError: It holds no list of messages, or the assistant has no turn, or the first one.
+        ValueError: The row has no list of messages, no assistant turn, or an assistant turn first.
     """
     messages = row.get(column)
     if not isinstance(messages, list) or not messages:
@@ -158,14 +159,14 @@ def _messages(row: dict[str, Any], column: str) -> list[dict[str, Any]]:
             raise ValueError(f"message {i} of `{column}` must be an object with a `role` and a `content`.")
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
-        raise ValueError(f"`{column}` has no turn of the assistant's, only of {', '.join(dict.fromkeys(roles))}.")
+        raise ValueError(f"`{column}` has no assistant turn, only turns of {', '.join(dict.fromkeys(roles))}.")
     if roles[0] == "assistant":
-        raise ValueError(f"`{column}` begins with a turn of the assistant's: there is nothing that it answers.")
+        raise ValueError(f"`{column}` begins with an assistant turn, which has nothing to answer.")
     return messages
 
 
 def _tools(row: dict[str, Any]) -> list | None:
-    """Return the tools of a row, which may be written as JSON; `None` if there are none."""
+    """Return the tools of a row, which may be JSON text; `None` if there are none."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools:
         try:
@@ -175,7 +176,7 @@ def _tools(row: dict[str, Any]) -> list | None:
     return tools or None
 
 
-def _shared(first: list[int], second: list[int]) -> int:
+def _common_prefix(first: list[int], second: list[int]) -> int:
     """Return the length of the longest common prefix of two lists."""
     pairs = zip(first, second)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

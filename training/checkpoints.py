@@ -1,6 +1,6 @@
 """Exact resuming: a check that a checkpoint is complete, and a `Trainer` that makes no step too many.
 
-`transformers` resumes from an incomplete checkpoint without a word, with a new optimizer or other random numbers.
+`transformers` resumes from an incomplete checkpoint without an error, with a new optimizer or other random numbers.
 """
 
 import json
@@ -26,23 +26,23 @@ _RANDOM = "rng_state"
 def check_checkpoint(folder: Path) -> None:
     """Check every file of a checkpoint.
 
-    Files of `torch.save` have checksums, and are read completely. Weights have none: only their length is checked, and
-    that they are not all zero.
+    Files of `torch.save` have checksums, which are checked. Weights have none: only their length is checked, and that
+    they are not all zero.
 
     Raises:
         ValueError: A file is missing, empty, cut off or broken.
     """
-    # Broken files first: the index of shards, which tells what is missing, has to be whole.
+    # Broken files first, since `_missing` reads the index of the shards.
     problem = next(filter(None, map(_broken, sorted(folder.rglob("*")))), None) or _missing(folder)
     if problem:
         raise ValueError(
-            f"{problem}, so the run cannot go on from {folder}. Put the file back, or remove that folder to go on from "
-            "the checkpoint before it, if there is one, or else from the start."
+            f"{problem}, so the run cannot resume from {folder}. Put the file back, or remove that folder to resume "
+            "from the checkpoint before it, or from the start if there is none."
         )
 
 
 def _missing(folder: Path) -> str | None:
-    """Return which file is missing in a checkpoint, or `None`."""
+    """Return a message that names a missing file of a checkpoint; `None` if no file is missing."""
     names = {path.name for path in folder.iterdir()}
     for name in (TRAINER_STATE_NAME, SCHEDULER_NAME):
         if name not in names:
@@ -68,7 +68,7 @@ def _missing(folder: Path) -> str | None:
 
 
 def _broken(path: Path) -> str | None:
-    """Return what is wrong with a file, or `None`."""
+    """Return a message about a broken file of a checkpoint; `None` if the file is whole."""
     if not path.is_file():
         return None
     if not path.stat().st_size:
@@ -81,7 +81,7 @@ def _broken(path: Path) -> str | None:
         elif path.suffix == ".safetensors":
             # Opening compares the length with the header.
             with safe_open(path, "pt") as weights:
-                # A machine that lost its power leaves zeros. The search ends at the first tensor with another value.
+                # A machine that loses its power may leave zeros. The search ends at the first tensor with other values.
                 tensors = map(weights.get_tensor, weights.offset_keys())
                 if not any(tensor.flatten().view(torch.uint8).any() for tensor in tensors):
                     return f"{path} is broken (it holds nothing but zeros)"
@@ -93,16 +93,17 @@ def _broken(path: Path) -> str | None:
 
 
 def _wrong_state(path: Path) -> str | None:
-    """Return what is wrong with the state of the `Trainer`, or `None`."""
+    """Return a message if the state of the `Trainer` is broken, else `None`."""
     try:
         steps = TrainerState.load_from_json(str(path)).global_step
     except TypeError:  # not a mapping, or one with other keys
         steps = None
-    return None if isinstance(steps, int) and steps > 0 else f"{path} is broken (it does not say after which step)"
+    is_valid = isinstance(steps, int) and steps > 0
+    return None if is_valid else f"{path} is broken (its `global_step` is not a positive number)"
 
 
 def _wrong_archive(path: Path) -> str | None:
-    """Return what is wrong with a file of `torch.save`, which is a ZIP archive, or `None`."""
+    """Return a message if a file of `torch.save`, which is a ZIP archive, is broken, else `None`."""
     try:
         # The table of contents stands at the end, so a file that is cut off does not open.
         with zipfile.ZipFile(path) as archive:

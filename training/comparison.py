@@ -49,14 +49,14 @@ class Trial:
 
 
 def split(documents: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Divide documents into those to train on and those held out, which are every fourth."""
+    """Divide documents into training documents and held-out documents. Every fourth one is held out."""
     return [document for i, document in enumerate(documents) if i % 4], list(documents[::4])
 
 
-def pack(
+def comparison_data(
     train: list[str], held_out: list[str], tokenizer: PreTrainedTokenizerBase, length: int, least: int
 ) -> ComparisonData:
-    """Tokenise documents and cut them into blocks; at most [`BLOCKS_OF_A_DOCUMENT`] of each held-out document.
+    """Tokenise documents and cut them into blocks, at most [`BLOCKS_OF_A_DOCUMENT`] of each held-out document.
 
     Args:
         train: The documents to train on.
@@ -98,7 +98,7 @@ def compare(
     on_run: Callable[[str], None],
     on_step: Callable[[], None],
 ) -> Iterator[tuple[Trial, PreTrainedModel]]:
-    """Train every model with every seed, on the same batches for all models of a seed.
+    """Train every model with every seed. All models of a seed train on the same batches.
 
     Args:
         starts: Label -> a function that makes the model. The seed decides the weights that it draws.
@@ -144,10 +144,10 @@ def difference(trials: Sequence[Trial], of: str, to: str, documents: Tensor) -> 
 
     Args:
         trials: The results of the runs.
-        of: The label of the one model.
-        to: The label of the other, whose loss is subtracted.
-        documents: The document of each held-out block, `[held-out blocks]`. Blocks of one document do not count as
-            independent.
+        of: The label of the first model.
+        to: The label of the second model, whose loss is subtracted.
+        documents: The number of each held-out block's document, `[held-out blocks]`. Blocks of one document do not
+            count as independent.
 
     Returns:
         The difference.

@@ -21,7 +21,7 @@ from attnres.utils.extras import require_extra
 from attnres.utils.progress import Pace
 from attnres.utils.wording import counted
 
-from .cache import built_once
+from .cache import build_once
 from .documents import DataSpec, Documents, Skipped
 from .encoding import Encode, Encoder, key_of
 from .packing import Place, Tokens, pack
@@ -62,16 +62,16 @@ def load_blocks(
     The order depends on data and `seed` alone, not on the process or the number of processes or workers.
 
     A stream (`spec.streaming`) keeps the order of the documents, and shuffles each block among the next
-    [`SHUFFLE_BUFFER`] ones, with the same order in each epoch. One worker reads the whole stream. It resumes exactly,
-    after skipped batches or `load_state_dict`, by reading and tokenising everything up to that place again.
+    [`SHUFFLE_BUFFER`] blocks, with the same order in each epoch. One worker reads the whole stream. After skipped
+    batches or `load_state_dict` it resumes exactly: it reads and tokenises everything up to that place again.
 
     Args:
         spec: The documents to read.
         tokenizer: The tokenizer.
         length: Tokens in a block.
         seed: The seed of the order; `None` keeps the order of the files.
-        encode: A function that returns the `input_ids` and `labels` of a row, with the end of the document, and raises
-            `ValueError` for a row that it cannot use. The cache identifies it by its code and its fields.
+        encode: A function that returns the `input_ids` and `labels` of a row, including the tokens that end it, and
+            raises `ValueError` for a row that it cannot use. The cache identifies it by its code and its fields.
         separate: Keep the documents of a block apart, by `position_ids` `[length]` that restart with each document. The
             label of a document's first token is ignored.
         cache: A folder for tokens and blocks. By default a folder within the cache of `datasets`.
@@ -79,7 +79,7 @@ def load_blocks(
     Returns:
         Rows `{"input_ids": [length], "labels": [length], "documents": "train.jsonl:17-19"}`: two int64 tensors, and the
         lines or rows that the block was made from. Labels are the tokens (models shift them), unless `encode` gives
-        others. `info.description` tells the number of documents and tokens, except for a stream.
+        others. `info.description` holds the number of documents and tokens; for a stream it is empty.
 
     Raises:
         OSError: A file is absent or cannot be read, or the cache cannot be written.
@@ -103,11 +103,12 @@ def load_blocks(
             raise ValueError(f"{' '.join(spec.paths)} changed while it was read. Start again.")
 
     def build_blocks(folder: Path) -> None:
-        tokens = built_once(cache / f"tokens-{key}", build_tokens)
-        _write_blocks(tokens, length, seed, folder, name=" ".join(spec.paths), separate=separate)
+        token_folder = build_once(cache / f"tokens-{key}", build_tokens)
+        _write_blocks(token_folder, length, seed, folder, name=" ".join(spec.paths), separate=separate)
 
+    # The key has `separate` only if it is set, so that caches from before this argument stay valid.
     blocks_key = key_of(key, length, seed, *(["separate"] if separate else []))
-    folder = built_once(cache / f"blocks-{blocks_key}", build_blocks)
+    folder = build_once(cache / f"blocks-{blocks_key}", build_blocks)
     skipped = _read_skipped(folder)
     if skipped:
         logger.warning("%s", skipped)
@@ -117,11 +118,10 @@ def load_blocks(
 def _stream(documents: Documents, encoder: Encoder, length: int, seed: int | None, separate: bool) -> IterableDataset:
     # Reading one document shows errors of the whole data now, not when training begins.
     if next(iter(documents), None) is None:
-        raise ValueError(_too_few(" ".join(documents.spec.paths), 0, 0, length, documents.skipped))
-    # Without `features` and format, which convert each token to a Python number on its way: 50 times slower. Without
-    # lists among the arguments, which `datasets` would divide among workers: that changes the order.
-    arguments = {"documents": documents, "encoder": encoder, "length": length, "seed": seed}
-    arguments["separate"] = separate
+        raise ValueError(_describe_no_block(" ".join(documents.spec.paths), 0, 0, length, documents.skipped))
+    arguments = {"documents": documents, "encoder": encoder, "length": length, "seed": seed, "separate": separate}
+    # No `features` and no format: with either, `datasets` converts each token to a Python number, 50 times slower. No
+    # list among the arguments: `datasets` would divide it among workers, which changes the order.
     return IterableDataset.from_generator(_generate, gen_kwargs=arguments)
 
 
@@ -151,15 +151,16 @@ def _generate(
 
     yield from rows() if seed is None else _shuffled(rows(), seed)
     if not num_blocks:
-        raise ValueError(_too_few(" ".join(documents.spec.paths), **counts, length=length, skipped=documents.skipped))
+        name = " ".join(documents.spec.paths)
+        raise ValueError(_describe_no_block(name, **counts, length=length, skipped=documents.skipped))
     if documents.skipped:
         logger.warning("%s", documents.skipped)
 
 
 def _shuffled(rows: Iterator[dict[str, Any]], seed: int) -> Iterator[dict[str, Any]]:
-    """Yield rows in a shuffled order, which is the same in a worker and after a resume.
+    """Yield rows in a shuffled order.
 
-    `IterableDataset.shuffle` does not keep its order in either case.
+    `IterableDataset.shuffle` changes its order in a worker and after a resume. This order stays the same.
     """
     generator = np.random.default_rng(seed)
     buffer = []
@@ -167,18 +168,18 @@ def _shuffled(rows: Iterator[dict[str, Any]], seed: int) -> Iterator[dict[str, A
         if len(buffer) < SHUFFLE_BUFFER:
             buffer.append(row)
         else:
-            place = generator.integers(SHUFFLE_BUFFER)
-            yield buffer[place]
-            buffer[place] = row
-    yield from (buffer[place] for place in generator.permutation(len(buffer)))
+            index = generator.integers(SHUFFLE_BUFFER)
+            yield buffer[index]
+            buffer[index] = row
+    yield from (buffer[index] for index in generator.permutation(len(buffer)))
 
 
 def _write_tokens(documents: Documents, encoder: Encoder, folder: Path) -> None:
     """Write `tokens.arrow`, a row for each document in the order of the files, and the count of skipped rows."""
-    tokens = pa.list_(pa.int32())
-    columns = {"input_ids": tokens} | ({"labels": tokens} if encoder.encode else {})
+    token_list = pa.list_(pa.int32())
+    columns = {"input_ids": token_list} | ({"labels": token_list} if encoder.encode else {})
     schema = pa.schema(columns | {"source": pa.string(), "first": pa.int64(), "last": pa.int64()})
-    # `disable=None` draws no bar where the error output is not a terminal. The lines of `pace` are printed there.
+    # `disable=None` draws no bar if the error output is not a terminal. `pace` prints lines instead.
     bar = datasets.utils.tqdm(desc="Tokenising", unit=" tokens", unit_scale=True, leave=False, disable=None)
     pace, count = Pace(None, unit="tokens"), 0
     with pa.ipc.new_stream(str(folder / _TOKENS), schema) as file, bar:
@@ -195,17 +196,17 @@ def _write_tokens(documents: Documents, encoder: Encoder, folder: Path) -> None:
     (folder / _SKIPPED).write_text(json.dumps(vars(documents.skipped)))
 
 
-def _write_blocks(tokens: Path, length: int, seed: int | None, folder: Path, name: str, separate: bool) -> None:
-    """Write `blocks.arrow`, cut from the documents in the order of `seed`, its digest, and the counts."""
-    documents = Dataset.from_file(str(tokens / _TOKENS))
-    skipped = _read_skipped(tokens)
+def _write_blocks(token_folder: Path, length: int, seed: int | None, folder: Path, name: str, separate: bool) -> None:
+    """Write `blocks.arrow`, cut from the documents in the order of `seed`, with its digest and counts."""
+    documents = Dataset.from_file(str(token_folder / _TOKENS))
+    skipped = _read_skipped(token_folder)
     if seed is not None:
         documents = documents.select(_order(seed, 0, len(documents)))
     block = pa.list_(pa.int32(), length)
     labels = {"labels": block} if separate or "labels" in documents.column_names else {}
     positions = {"position_ids": block} if separate else {}
     schema = pa.schema({"input_ids": block} | labels | positions | {"documents": pa.string()})
-    # One digest for each column, so that it does not depend on how many documents are read at once.
+    # One digest for each column: a common one would depend on how many documents are read at once.
     count, digests = 0, [hashlib.blake2b(digest_size=16) for _ in ("input_ids", *labels, *positions)]
     with pa.ipc.new_stream(str(folder / _BLOCKS), schema) as file:
         for blocks in pack(_read_tokens(documents), length, separate):
@@ -218,7 +219,7 @@ def _write_blocks(tokens: Path, length: int, seed: int | None, folder: Path, nam
             count += len(blocks.documents)
     total = pc.sum(pc.list_value_length(documents.data.column("input_ids"))).as_py() or 0
     if not count:
-        raise ValueError(_too_few(name, len(documents), total, length, skipped))
+        raise ValueError(_describe_no_block(name, len(documents), total, length, skipped))
     (folder / _SKIPPED).write_text(json.dumps(vars(skipped)))
     (folder / _DIGEST).write_text(" ".join(digest.hexdigest() for digest in digests))
     (folder / _COUNTS).write_text(json.dumps({"document": len(documents), "token": total}))
@@ -250,9 +251,9 @@ def _open_blocks(folder: Path, seed: int | None) -> Dataset:
 
 
 def digest_of(blocks: Dataset) -> str:
-    """Return a digest of the tokens and labels of a data set from [`load_blocks`], or of one selected from it.
+    """Return a digest of the tokens and labels of a data set from [`load_blocks`], or of a selection from it.
 
-    It does not depend on the names and dates of files.
+    The digest does not depend on the names and dates of files. A selection has the digest of the whole data set.
     """
     return Path(blocks.cache_files[0]["filename"]).with_name(_DIGEST).read_text()
 
@@ -266,13 +267,13 @@ def _read_skipped(folder: Path) -> Skipped:
     return Skipped(**json.loads((folder / _SKIPPED).read_text()))
 
 
-def _too_few(name: str, documents: int, tokens: int, length: int, skipped: Skipped) -> str:
-    """Return the message of an error about data that gives no block."""
+def _describe_no_block(name: str, documents: int, tokens: int, length: int, skipped: Skipped) -> str:
+    """Return the error message for data that gives no block."""
     verb = "is" if documents == 1 else "are"
     problem = (
         f"{name}: {counted(documents, 'document')} with {counted(tokens, 'token')} {verb} too few for one block of "
         f"{length}."
     )
     if tokens >= length:
-        problem = f"{name}: no block of {length} tokens holds any of the assistant's to learn. Give a larger `length`."
+        problem = f"{name}: no block of {length} tokens holds a token of the assistant's part. Give a larger `length`."
     return f"{problem} {skipped}" if skipped else problem

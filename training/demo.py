@@ -1,7 +1,7 @@
 """The demo, in two acts: attention residuals against the residual stream from scratch, and an exact retrofit.
 
 It needs no network and no account: the text is the sources of the Python installation. It prints its measurements,
-whichever model wins. With a checkpoint, the retrofit comes first, and both models are trained on from there.
+whichever model wins. With a checkpoint, the retrofit comes first, and then both models are trained further.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from attnres.utils.files import atomic_directory
 from attnres.utils.progress import ProgressBar
 from attnres.utils.quiet import quiet_transformers
 
-from .comparison import ComparisonData, Difference, compare, difference, pack, split
+from .comparison import ComparisonData, Difference, compare, comparison_data, difference, split
 from .runs import Run, sequence_losses
 from .text import open_tokenizer, python_sources, read_documents, train_tokenizer
 
@@ -49,7 +49,7 @@ STANDARD, ATTN_RES = "standard", "Block AttnRes"
 NUM_BLOCKS = 4  # of the retrofit, as many as the configuration has
 SEEDS = 3
 LENGTH, BATCH_SIZE = 128, 6
-# About the speed of a CPU core, all runs together. Fixed, not measured, so that the same seed gives the same numbers.
+# A rough speed of one CPU core. It is fixed, not measured, so that the same seed gives the same results.
 STEPS_PER_MINUTE = 150
 LEARNING_RATE, CHECKPOINT_LEARNING_RATE = 3e-3, 3e-4
 RESIDUAL_LR_FACTOR = 0.3  # of a retrofit; from scratch the factor is 1
@@ -59,9 +59,9 @@ NEW_TOKENS = 40  # of each text that is generated
 RESULTS = "results.json"
 
 AT_THIS_LENGTH = (
-    "At this length only: {tokens:,} tokens, the first moments of a training. With more of it a lead shrinks: that of "
-    "a model with 28 million parameters was largest after 300 steps, and 0.26 ± 0.03 nats after 16.8 million tokens "
-    "(experiments/RESULTS.md in the repository)."
+    "At this length only: {tokens:,} tokens are just the beginning of a training. A lead shrinks with more tokens: the "
+    "lead of a model with 28 million parameters was largest after 300 steps, and 0.26 ± 0.03 nats after 16.8 million "
+    "tokens (experiments/RESULTS.md in the repository)."
 )
 
 _GENERATE = """
@@ -117,7 +117,8 @@ def run_demo(
     Args:
         out: The directory.
         minutes: The time to aim at, on two idle CPU cores.
-        checkpoint: A directory or Hub id of a standard model to retrofit and train on. By default models from scratch.
+        checkpoint: A directory or Hub id of a standard model to retrofit and train further. By default, models are
+            trained from scratch.
         text: A file of text. By default the sources of the Python installation.
         seed: The first of [`SEEDS`] seeds.
         overwrite: Whether to replace the directory of an earlier demo.
@@ -129,8 +130,8 @@ def run_demo(
         FileExistsError: `out` exists and `overwrite` is not set, or it was not written by the demo.
         ValueError: There is too little text, or the checkpoint cannot be retrofitted.
     """
-    # For so small a model, a second thread saves a fifth of the time on idle cores, and costs a lot on busy ones. With
-    # one thread the numbers do not depend on the number of cores.
+    # For such a small model, a second thread saves a fifth of the time on idle cores, and costs much time on busy ones.
+    # With one thread the results do not depend on the number of cores.
     threads = torch.get_num_threads() if checkpoint else 1
     with (
         quiet_transformers(),
@@ -170,12 +171,12 @@ class _Demo:
         return self.finish(models[ATTN_RES], tokenizer, data)
 
     def from_checkpoint(self, checkpoint: str) -> dict[str, Any]:
-        """Retrofit a standard model, then train it on, beside its retrofit."""
+        """Retrofit a standard model, then train both models further."""
         standard, tokenizer = _load_checkpoint(checkpoint)
         data = self.tokenize(tokenizer)
         self.heading(f"Act one: {checkpoint}, retrofitted to attention residuals")
         self.show_retrofit(standard, retrofit(standard), tokenizer, data)
-        self.heading(f"Act two: both go on from there on the same batches ({SEEDS} seeds)")
+        self.heading(f"Act two: both are trained further on the same batches ({SEEDS} seeds)")
         self.results["held_out_loss_before"] = sequence_losses(standard, data.held_out).mean().item()
         starts = {
             STANDARD: lambda: copy.deepcopy(standard),
@@ -191,7 +192,7 @@ class _Demo:
     def tokenize(self, tokenizer: PreTrainedTokenizerBase) -> ComparisonData:
         """Cut the text into blocks, and print its size."""
         text = self.text
-        data = pack(text.train, text.held_out, tokenizer, LENGTH, least=2 * BATCH_SIZE)
+        data = comparison_data(text.train, text.held_out, tokenizer, LENGTH, least=2 * BATCH_SIZE)
         sizes = {
             "training_documents": len(text.train),
             "held_out_documents": len(data.documents.unique()),
@@ -282,7 +283,7 @@ class _Demo:
         model.save_pretrained(self.target / "model")
         tokenizer.save_pretrained(self.target / "model")
         self.results["sample"] = _generate_without_attnres(self.target / "model", self.text.prompt, self.seed)
-        self.heading("Sample of the model that is written, from a fresh process that has no attnres")
+        self.heading("A sample of the saved model, from a new process without attnres")
         self.console.print(self.results["sample"], markup=False, highlight=False)
         (self.target / RESULTS).write_text(json.dumps(self.results, indent=2) + "\n")
         return self.results
@@ -335,7 +336,7 @@ def _continue_greedily(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
 def _generate_without_attnres(path: Path, prompt: str, seed: int) -> str:
     """Return a sample of a saved model from a process that cannot import `attnres`."""
     with tempfile.TemporaryDirectory() as modules:
-        # A fresh cache of modules, so that the code beside the weights is used, not that of an earlier demo.
+        # A new cache of modules, so that the code beside the weights is used, not the code of an earlier demo.
         environment = os.environ | {"HF_MODULES_CACHE": modules, "TRANSFORMERS_VERBOSITY": "error"}
         command = [sys.executable, "-c", _GENERATE, str(path), prompt, str(seed)]
         process = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -379,7 +380,7 @@ def _describe_depth_attention(attention: DepthAttention) -> str:
     """Return the mean weights of the sublayer that is furthest from uniform weights, and of the output."""
     depth, counts = attention.depth, attention.num_sources
     furthest = int((attention.mean - 1 / torch.tensor(counts)[:, None]).abs().nansum(1).argmax())
-    lines = ["What the trained AttnRes model reads, mean over tokens (all of it in depth_attention.png):"]
+    lines = ["What the trained AttnRes model reads, mean over tokens (all sublayers: depth_attention.png):"]
     for consumer in dict.fromkeys((furthest, len(counts) - 1)):
         weights = attention.mean[consumer, : counts[consumer]].tolist()
         shares = ", ".join(f"{name} {weight:.2f}" for name, weight in zip(depth.sources, weights))

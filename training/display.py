@@ -1,4 +1,4 @@
-"""The lines of a run on the screen: what it trains, before it begins; losses and the time left, while it trains."""
+"""The lines of a run on the screen: a description before it begins; losses and the time left while it trains."""
 
 import sys
 import time
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MANY_EPOCHS = 10
 # A backward pass takes about twice as long as a forward pass.
 STEP_PER_EVALUATION = 3
-# Without a measurement of the held-out loss at the start, so many steps are timed.
+# The number of steps that are timed if the held-out loss is not measured at the start.
 TIMED_STEPS = 2
 
 
@@ -34,7 +34,7 @@ def describe_run(
     device: torch.device,
     division: str = "1 process",
 ) -> list[str]:
-    """Describe a run before it begins: model, data, steps and processes, and notes on what may be a mistake.
+    """Describe a run before it begins: model, data, steps and processes, and notes on possible mistakes.
 
     Args:
         recipe: The recipe of the run.
@@ -45,7 +45,7 @@ def describe_run(
         division: How many processes train, and how they divide the model, in words.
 
     Returns:
-        The lines; those of notes come last and begin with `Note:`.
+        The lines. Notes come last and begin with `Note:`.
     """
     config = model.config.get_text_config()
     parameters = [(tensor.numel(), tensor.requires_grad) for tensor in model.parameters()]
@@ -73,7 +73,7 @@ def describe_run(
 
 
 def _epochs(recipe: Recipe, steps: int, sequences: int) -> float:
-    """Return how often so many steps read the data."""
+    """Return how many times `steps` steps read the data."""
     return steps * recipe.batch_size / sequences
 
 
@@ -104,7 +104,7 @@ def show_share(share: float) -> str:
 
 
 class Display(TrainerCallback):
-    """A callback that shows a line for each log, and the time left: a bar on a terminal, a line now and then elsewhere.
+    """A callback that shows a line for each log, and the time left: a bar on a terminal, else a line now and then.
 
     Only the first process shows anything.
     """
@@ -130,7 +130,7 @@ class Display(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         """Open the bar."""
         if state.is_world_process_zero:
-            # `disable=None` draws no bar where the error output is not a terminal.
+            # `disable=None` draws no bar if the error output is not a terminal.
             settings = {"unit": " steps", "dynamic_ncols": True, "disable": None}
             self.bar = tqdm(total=state.max_steps, initial=state.global_step, **settings)
             self._pace = Pace(state.max_steps, state.global_step, "steps")
@@ -186,7 +186,7 @@ class Display(TrainerCallback):
         self._write(f"step {state.global_step}: {', '.join(parts)}")
 
     def _write_pace(self, line: str | None) -> None:
-        """Write a line about progress, where there is no bar."""
+        """Write a line about progress, unless there is a bar."""
         if line and self.bar.disable:
             self._write(f"{time.strftime('%H:%M:%S')} {line}")
 

@@ -1,8 +1,8 @@
 """Division of a model among processes: by `transformers` as it loads the model, or by an engine of accelerate.
 
-`transformers` divides by FSDP2, tensor and expert parallelism, as `distributed` of the recipe says. Each process loads
-its part from the disk. So a model that is built in memory, from a named configuration or by a retrofit, is written to
-the disk first. This file also checks that a division which was asked for takes place, since accelerate may ignore it.
+`transformers` divides by FSDP2, tensor and expert parallelism, if the recipe has `distributed`. Each process loads its
+part from the disk. So a model that is built in memory, from a named configuration or by a retrofit, is written to the
+disk first. This file also checks that the requested division takes place, since accelerate may ignore the request.
 """
 
 import os
@@ -23,7 +23,7 @@ from transformers.distributed import DistributedConfig
 from attnres.conversion.whole import load_whole
 from attnres.utils.wording import counted, did_you_mean
 
-# The types by which accelerate calls processes on CPUs that share only gradients.
+# accelerate's types of runs in which each process has the whole model.
 _UNDIVIDED = (DistributedType.NO, DistributedType.MULTI_CPU)
 # Fields of `DistributedConfig` for divisions that `Trainer` cannot train.
 _REFUSED = ("enable_sequence_parallel", "enable_expert_parallel", "pp_size")
@@ -37,7 +37,7 @@ def read_division(settings: Mapping[str, Any] | None, num_processes: int) -> Dis
         num_processes: The number of processes of the run.
 
     Returns:
-        The division as `transformers` takes it; `None` where the model is not divided.
+        The division as `transformers` takes it; `None` if the model is not divided.
 
     Raises:
         ValueError: A field is unknown or has a wrong value, the sizes do not multiply to the number of processes, an
@@ -73,12 +73,12 @@ def read_division(settings: Mapping[str, Any] | None, num_processes: int) -> Dis
 
 
 def check_engines(state: PartialState) -> None:
-    """Raise RuntimeError if accelerate was told to divide the model by an engine that does not run on this machine.
+    """Raise RuntimeError if accelerate should divide the model by an engine that does not run on this machine.
 
     On CPUs accelerate ignores such an engine, and trains a whole model in each process.
     """
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and state.distributed_type in _UNDIVIDED:
-        raise RuntimeError(_not_divided("FSDP"))
+        raise RuntimeError(_describe_not_divided("FSDP"))
 
 
 def check_division(trainer: Trainer, division: DistributedConfig | None) -> None:
@@ -86,19 +86,19 @@ def check_division(trainer: Trainer, division: DistributedConfig | None) -> None
 
     Args:
         trainer: The trainer of the run.
-        division: The division that the recipe asks for.
+        division: The division by the recipe's `distributed`; `None` without one.
 
     Raises:
-        RuntimeError: The model is not divided like this.
+        RuntimeError: The model is not divided in this way.
     """
     engines = {"FSDP": trainer.is_fsdp_enabled, "DEEPSPEED": trainer.is_deepspeed_enabled, "MEGATRON_LM": False}
     for engine, is_made in engines.items():
         if parse_flag_from_env(f"ACCELERATE_USE_{engine}") and not is_made:
-            raise RuntimeError(_not_divided(engine))
+            raise RuntimeError(_describe_not_divided(engine))
     if (trainer.args.fsdp and not trainer.is_fsdp_enabled) or (trainer.args.deepspeed and not engines["DEEPSPEED"]):
-        raise RuntimeError(_not_divided("`fsdp`" if trainer.args.fsdp else "`deepspeed`"))
+        raise RuntimeError(_describe_not_divided("`fsdp`" if trainer.args.fsdp else "`deepspeed`"))
     if division is not None and not getattr(trainer.model, "is_distributed_loading_by_transformers", False):
-        raise RuntimeError("the model is not divided by the recipe's `distributed`, which asks for it.")
+        raise RuntimeError("`distributed` of the recipe is set, but `transformers` did not divide the model.")
 
 
 def describe_division(trainer: Trainer, division: DistributedConfig | None) -> str:
@@ -106,7 +106,7 @@ def describe_division(trainer: Trainer, division: DistributedConfig | None) -> s
 
     Args:
         trainer: The trainer of the run.
-        division: The division that the recipe asks for.
+        division: The division by the recipe's `distributed`; `None` without one.
 
     Returns:
         The line, such as `8 processes, the model divided by transformers (FSDP2 8)`.
@@ -128,7 +128,7 @@ def describe_division(trainer: Trainer, division: DistributedConfig | None) -> s
     return "1 process"
 
 
-def _not_divided(engine: str) -> str:
+def _describe_not_divided(engine: str) -> str:
     return (
         f"accelerate was told to divide the model by {engine}, but cannot do so here: it divides models on GPUs and "
         "other accelerators only. Without them give ddp.yaml, which trains a whole model in each process, or divide "
@@ -164,22 +164,22 @@ def check_fsdp2(model: nn.Module) -> None:
 def load_divided(
     source: str | None, division: DistributedConfig, start: Path, build: Callable[[], PreTrainedModel], **config: Any
 ) -> PreTrainedModel:
-    """Load a model so that each process has its part.
+    """Load a model of which each process has a part.
 
     Args:
         source: A directory or Hub id; `None` for a model that first has to be built.
         division: The division of the model among the processes.
-        start: A folder for the whole model, if it cannot be loaded from `source`. It is removed again.
-        build: A function that builds this whole model; the first process calls it.
+        start: A temporary folder for the whole model, if the processes cannot load their parts from `source`.
+        build: A function that builds the whole model for that folder; the first process calls it.
         config: Fields of the configuration to set in a model from `source`.
 
     Returns:
         The model, of which this process has its part.
 
     Raises:
-        OSError, RuntimeError, ValueError: The model cannot be loaded, or cannot be divided like this.
+        OSError, RuntimeError, ValueError: The model cannot be loaded or divided.
     """
-    if source is not None and not _is_converted(source):
+    if source is not None and not _joins_tensors(source):
         return load_whole(AutoModelForCausalLM, source, starts_anew=True, distributed_config=division, **config)
     state = PartialState()
     if state.is_main_process:
@@ -192,19 +192,19 @@ def load_divided(
         state.wait_for_everyone()
         if state.is_main_process:
             shutil.rmtree(start, ignore_errors=True)
-    # `transformers` saves a model in the layout that it was loaded from. This folder is not in a published layout, but
-    # the run's result is to be.
+    # `transformers` saves a model in the layout that it was loaded from. `start` is not in a published layout, but the
+    # run's result must be.
     vars(model).pop("_weight_conversions", None)
     return model
 
 
-def _is_converted(source: str) -> bool:
-    """Return whether several tensors of a model's published layout are joined to one tensor of the model.
+def _joins_tensors(source: str) -> bool:
+    """Return whether loading the model joins several tensors of its published layout to one.
 
-    `transformers` joins the parts that a process has of each of them. Together these are not the process's part of the
-    joined tensor: Kimi Linear's convolutions would be scrambled.
+    Such a layout cannot be divided while it is loaded. `transformers` would join the parts that a process has of each
+    tensor, and they are not the process's part of the joined tensor: Kimi Linear's convolutions would be scrambled.
     """
-    # Older versions of `transformers`, which divide no model like this, do not have it.
+    # Here, since older versions of `transformers`, which divide no model, do not have this module.
     from transformers.distributed.checkpoint import is_sharded_checkpoint
 
     if is_sharded_checkpoint(source):

@@ -1,7 +1,7 @@
 """Find the documents that a recipe's data sets hold, in order, and handle rows and files that cannot be used.
 
-A data set is a local file, a folder, a glob pattern or a Hub id. Bad rows and files end the run or are counted, as
-`bad_rows` of the recipe says.
+A data set is a local file, a folder, a glob pattern or a Hub id. `bad_rows` of the recipe decides whether a bad row or
+file ends the run or is counted.
 """
 
 import glob
@@ -38,11 +38,10 @@ class DataSpec:
         paths: Hub data set ids (`org/name` or `org/name:config`); `.jsonl`, `.json`, `.parquet` and `.txt` files; glob
             patterns of files; folders of files, or folders laid out as on the Hub (with a README that names `configs`).
             They are read in the order given.
-        split: The split of Hub data sets and of folders. The names of a folder's files tell their splits, as in
-            `datasets`.
+        split: The split of Hub data sets and of folders. `datasets` derives the split of a folder's file from its name.
         column: The column of the text, or of the messages of chat data. A `.txt` file has the column `text`.
         streaming: Read the data during training, without a tokenised copy on disk.
-        bad_rows: `"error"`, or `"skip"` to leave out, count and report rows and files that cannot be used.
+        bad_rows: `"error"` to raise at a row or file that cannot be used; `"skip"` to leave it out and count it.
         limit: The most documents to read. By default all.
 
     Raises:
@@ -92,11 +91,11 @@ class DocumentSource(Protocol):
         """Return values that change when the content changes."""
 
     def read(self, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
-        """Yield a document, or a ValueError that says what is wrong, for each row.
+        """Yield a document for each row, or a ValueError that explains what is wrong with the row.
 
         Args:
             column: The column that a document needs.
-            whole_rows: Give all columns; else only `column`.
+            whole_rows: Whether to give all columns, or only `column`.
 
         Raises:
             OSError, ValueError: The source as a whole cannot be read.
@@ -131,7 +130,7 @@ class DatasetSource:
 
     def identity(self) -> tuple:
         """Return the name and the fingerprint of the data set."""
-        # A private name, but the only one by which `datasets` tells one content from another.
+        # A private attribute: `datasets` has no public value that changes with the content.
         return self.name, self.data._fingerprint
 
     def read(self, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
@@ -151,9 +150,9 @@ class Documents(Iterable[Document]):
 
     Args:
         spec: The specification.
-        whole_rows: Give all columns, for an encoder of rows. Else give only the text, and leave out documents without a
-            visible character.
-        skipped: The count of rows and files left out, which each iteration begins anew.
+        whole_rows: Whether to give all columns, for an encoder of rows. If not, only the text is given, and documents
+            without a visible character are left out.
+        skipped: The count of rows and files left out. Each iteration counts anew.
 
     Raises:
         OSError: A file is absent or cannot be read, now or in an iteration.
@@ -172,7 +171,7 @@ class Documents(Iterable[Document]):
                 self.sources += find_sources(path, self.spec)
             except (OSError, ValueError) as error:
                 self._skip_source(path, error)
-        self._absent = self.skipped
+        self._absent = self.skipped  # the sources that were not found; each iteration begins with this count
 
     def __iter__(self) -> Iterator[Document]:
         self.skipped = replace(self._absent)
@@ -183,7 +182,7 @@ class Documents(Iterable[Document]):
         return [source.identity() for source in self.sources]
 
     def skip_row(self, problem: ValueError) -> None:
-        """Raise `problem`, or count it if such rows are to be skipped."""
+        """Raise `problem`, or count it if `bad_rows` is `"skip"`."""
         if self.spec.bad_rows == "error":
             raise problem
         self.skipped.rows += 1
@@ -206,7 +205,7 @@ class Documents(Iterable[Document]):
             self._skip_source(source.name, error)
 
     def _skip_source(self, name: str, error: Exception) -> None:
-        """Raise the error in one line that names the source, or count it if such sources are to be skipped."""
+        """Raise the error in one line that names the source, or count it if `bad_rows` is `"skip"`."""
         if isinstance(error, OSError) and error.strerror:
             error = type(error)(f"{name} cannot be read: {error.strerror}.")
         elif isinstance(error, ArrowException):
@@ -217,7 +216,7 @@ class Documents(Iterable[Document]):
         self.skipped.reason = self.skipped.reason or str(error)
 
     def _problem(self, document: Document) -> ValueError | None:
-        """Return why a document cannot be used, or `None`: it lacks the column, or its text is not a string."""
+        """Return an error if the document lacks the column or its text is not a string, else `None`."""
         column = self.spec.column
         if column not in document.row:
             place = f"{document.source}:{document.first}"
@@ -231,7 +230,7 @@ class Documents(Iterable[Document]):
 
 
 def file_identities(spec: DataSpec) -> list[tuple[str, int, int]]:
-    """Return name, size and time of change of each local file of a [`DataSpec`]; the Hub's data sets are left out."""
+    """Return name, size and time of change of each local file of a [`DataSpec`], without data sets of the Hub."""
     identities = []
     for path in spec.paths:
         if _HUB_ID.fullmatch(path) and not os.path.exists(os.path.expanduser(path)):
@@ -258,30 +257,31 @@ def find_sources(path: str, spec: DataSpec) -> list[DocumentSource]:
     """
     local = Path(os.path.expanduser(path))
     if local.is_dir():
-        return _folder(local, None, spec)
+        return _folder_sources(local, None, spec)
     if local.exists():
-        return [_file(local)]
+        return [_file_source(local)]
     if glob.has_magic(path):
         files = sorted(glob.glob(str(local), recursive=True))
         if not files:
             raise FileNotFoundError(f"{path} matches no file.")
-        return [_file(Path(file)) for file in files]
+        return [_file_source(Path(file)) for file in files]
     folder, _, config = str(local).rpartition(":")
     if folder and Path(folder).is_dir():
-        return _folder(Path(folder), config, spec)
+        return _folder_sources(Path(folder), config, spec)
     hub_id = _HUB_ID.fullmatch(path)
     if hub_id is None or local.suffix.lower() in LOADERS:
         raise FileNotFoundError(f"{path} does not exist.")
-    return [_load(path, hub_id["id"], hub_id["config"], spec)]
+    options = {"split": spec.split, "streaming": spec.streaming}
+    return [DatasetSource(path, _explained(path, load_dataset, hub_id["id"], hub_id["config"], **options))]
 
 
-def _file(path: Path) -> DocumentSource:
+def _file_source(path: Path) -> DocumentSource:
     if path.suffix.lower() not in LOADERS:
         raise ValueError(f"{path} has an unknown suffix, which must be {_SUFFIXES}.")
     return FileSource(str(path))
 
 
-def _folder(path: Path, config: str | None, spec: DataSpec) -> list[DocumentSource]:
+def _folder_sources(path: Path, config: str | None, spec: DataSpec) -> list[DocumentSource]:
     """Return the files of a folder that belong to the split, in the order of their names."""
     name = f"{path}:{config}" if config else str(path)
     if _names_configurations(path / "README.md"):
@@ -291,16 +291,18 @@ def _folder(path: Path, config: str | None, spec: DataSpec) -> list[DocumentSour
     elif config is None:
         files = _files_by_split(path)
     else:
-        raise ValueError(f"{path} has no configuration {config!r}, as no README.md in it names `configs`.")
+        raise ValueError(f"{path} has no configuration {config!r}, since no README.md in it lists `configs`.")
     if not files:
         raise FileNotFoundError(f"{path} holds no {_SUFFIXES} file.")
     if spec.split not in files:
-        raise ValueError(f"{name} has no split {spec.split!r}, but {', '.join(repr(str(split)) for split in files)}.")
-    return [_file(path / os.path.relpath(file, os.path.abspath(path))) for file in sorted(files[spec.split])]
+        splits = ", ".join(repr(str(split)) for split in files)
+        raise ValueError(f"{name} has no split {spec.split!r}; it has {splits}.")
+    return [_file_source(path / os.path.relpath(file, os.path.abspath(path))) for file in sorted(files[spec.split])]
 
 
 def _files_by_split(path: Path) -> DataFilesDict:
-    base = glob.escape(str(path))
+    """Return the files of a folder by split, which `datasets` derives from their names."""
+    base = glob.escape(str(path))  # since `datasets` takes it for a pattern
     try:
         return DataFilesDict.from_patterns(get_data_patterns(base), base_path=base, allowed_extensions=list(LOADERS))
     except FileNotFoundError:  # the folder holds no such files
@@ -315,18 +317,12 @@ def _names_configurations(readme: Path) -> bool:
         raise ValueError(f"{readme} begins with metadata that cannot be read: {_one_line(error)}") from error
 
 
-def _load(name: str, path: str, config: str | None, spec: DataSpec) -> DocumentSource:
-    return DatasetSource(name, _explained(name, load_dataset, path, config, split=spec.split, streaming=spec.streaming))
-
-
 def _explained(name: str, load: Callable, *arguments: Any, **options: Any) -> Any:
-    """Call `load(*arguments, **options)`. Raise any error as a ValueError of one line.
-
-    Any error, since `datasets` raises many kinds: of the Hub, of the network, and of each format.
-    """
+    """Call `load(*arguments, **options)`, a function of `datasets`. Raise any error as a ValueError of one line."""
     try:
         return load(*arguments, **options)
-    except Exception as error:
+    except Exception as error:  # there are many kinds: of the Hub, of the network, and of each format
+        # `datasets` wraps the errors of a format in one that gives no reason.
         cause = error.__cause__ if "error occurred while generating" in str(error) and error.__cause__ else error
         raise ValueError(f"{name} cannot be loaded: {_one_line(cause)}") from error
 

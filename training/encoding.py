@@ -1,4 +1,4 @@
-"""Encode documents as tokens, in batches: text with its end-of-text token, or rows through the caller's function."""
+"""Encode documents as tokens, in batches: texts by the tokenizer, or whole rows by a function of the caller."""
 
 import hashlib
 import json
@@ -19,6 +19,7 @@ from .packing import Place, Tokens
 with require_extra("train"):
     from datasets.fingerprint import Hasher
 
+# A function that returns the `input_ids` and `labels` of a row, and raises ValueError for a row that it cannot use.
 Encode = Callable[[dict[str, Any]], dict[str, Any]]
 
 _CHARACTERS_AT_ONCE, _DOCUMENTS_AT_ONCE = 1 << 20, 1024
@@ -30,8 +31,8 @@ class Encoder:
 
     Args:
         tokenizer: The tokenizer.
-        encode: A function that returns the `input_ids` and `labels` of a row. Without it, text is tokenised with the
-            tokenizer's own special tokens, and ends with its end-of-text token.
+        encode: A function that encodes a row. Without it, text is tokenised with the tokenizer's own special tokens,
+            and ends with its end-of-text token.
 
     Raises:
         ValueError: There is no `encode`, and the tokenizer has no end-of-text token.
@@ -45,18 +46,19 @@ class Encoder:
             raise ValueError("The tokenizer has no end-of-text token: set its `eos_token`.")
 
     def key(self) -> str:
-        """Return a name for the cache, which changes when the same documents may become other tokens."""
+        """Return a digest for the name of a cache folder. It changes if the same documents may give other tokens."""
         if self.encode is not None:
             return Hasher.hash((self.tokenizer.chat_template, self.encode))
         if not self.tokenizer.is_fast:
             return Hasher.hash(self.tokenizer)
         state = json.loads(self.tokenizer.backend_tokenizer.to_str())
-        for setting_of_a_call in ("padding", "truncation"):
-            state.pop(setting_of_a_call, None)
+        # Calls of the tokenizer leave their settings here. `_encode_texts` resets them.
+        for setting in ("padding", "truncation"):
+            state.pop(setting, None)
         return key_of(state, self.tokenizer.eos_token_id, self.tokenizer.split_special_tokens)
 
     def batches(self, documents: Documents) -> Iterator[Tokens]:
-        """Yield the tokens of all documents. `documents` raises or counts rows that cannot be encoded."""
+        """Yield the tokens of all documents. `bad_rows` of `documents` decides about rows that cannot be encoded."""
         for batch in _batched(documents, documents.spec.column):
             tokens = self._encode_rows(batch, documents) if self.encode else self._encode_texts(batch, documents)
             if tokens.places:
@@ -67,7 +69,7 @@ class Encoder:
         if self.tokenizer.is_fast:
             # A call resets the padding and truncation that an earlier call may have left in the backend.
             self.tokenizer("")
-            # The same tokens as from a call, in half the time, since offsets are not computed.
+            # This gives the tokens of a call in half the time, since it computes no offsets.
             ids = [encoding.ids for encoding in self.tokenizer.backend_tokenizer.encode_batch_fast(texts)]
         else:
             ids = self.tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
@@ -98,7 +100,7 @@ def key_of(*parts: Any) -> str:
 
 
 def _batched(documents: Iterable[Document], column: str) -> Iterator[list[Document]]:
-    """Yield batches that bound the memory, whether documents are many or long."""
+    """Yield batches that are limited in documents and in characters, so that they fit into memory."""
     batch, characters = [], 0
     for document in documents:
         batch.append(document)
@@ -112,7 +114,7 @@ def _batched(documents: Iterable[Document], column: str) -> Iterator[list[Docume
 
 
 def _join(ids: list, labels: list | None, batch: list[Document]) -> Tokens:
-    """Join the tokens and labels of each document of a batch."""
+    """Join the tokens `ids` and the `labels` of the documents of a batch, one list for each document."""
     lengths = np.array([len(document) for document in ids], dtype=np.int64)
 
     def flat(part: list) -> np.ndarray:

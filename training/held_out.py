@@ -1,8 +1,8 @@
 """Held-out loss as the mean over tokens, whatever the size of batches and the number of processes.
 
-`transformers.Trainer` averages the means of batches. Its number depends on `micro_batch_size` and on the number of
-processes where batches have different numbers of labels: with conversations, a shorter last batch, or the rows that pad
-the last batch of several processes. Here every row of the data counts once, by its tokens.
+`transformers.Trainer` averages the means of batches. That number depends on `micro_batch_size` and on the number of
+processes if batches have different numbers of labels: with conversations, with a shorter last batch, or with the rows
+that pad the last batch of several processes. Here each row of the data counts once, weighted by its tokens.
 """
 
 import math
@@ -19,11 +19,11 @@ from .packing import IGNORED
 if TYPE_CHECKING:
     from datasets import Dataset
 
-ROW = "row"  # the key of a row's number
+ROW = "row"  # the key of a row's number in the data set
 
 
 class NumberedRows(torch.utils.data.Dataset):
-    """A data set that adds its number to each row, so that a row which two processes see is counted once.
+    """A data set that adds to each row its number, so that a row that two processes evaluate counts once.
 
     Args:
         rows: The data set.
@@ -40,7 +40,7 @@ class NumberedRows(torch.utils.data.Dataset):
 
 
 class TokenMean:
-    """The loss of rows, to be averaged over the tokens of all processes."""
+    """The sums from which the mean loss over the tokens of all processes is computed."""
 
     def __init__(self) -> None:
         self._rows: dict[int, tuple[float, int]] = {}  # number -> sum of the loss, count of tokens
@@ -50,8 +50,8 @@ class TokenMean:
 
         Args:
             numbers: The rows' numbers, `[batch]`.
-            logits: The model's logits, `[batch, seq, vocab]`. Those at a position predict the next label.
-            labels: Token ids, `[batch, seq]`. `-100` is not learned.
+            logits: The model's logits, `[batch, seq, vocab]`. The logits at a position predict the next label.
+            labels: Token ids, `[batch, seq]`. `-100` is ignored.
         """
         # Row by row, since the logits of a whole batch in float32 would take as much memory again as training does.
         for number, row, targets in zip(numbers.tolist(), logits, labels):

@@ -1,7 +1,7 @@
 """Loaders of local training files: each yields rows with their line numbers, so that an error can name file and line.
 
-`datasets` reads these formats too. But it does not say which line a row comes from or which line is broken, it takes
-each line of a text file as a row or holds the whole file in memory, and it copies the data.
+`datasets` reads these formats too. But it does not report which line a row comes from or which line is broken. It takes
+each line of a text file as a row or holds the whole file in memory. And it copies the data.
 """
 
 import io
@@ -26,7 +26,7 @@ class Document(NamedTuple):
     Attributes:
         row: Column -> value.
         source: The file or data set, as the user named it.
-        first: The first line of the document in a text file; else the number of its line or row. Counts from 1.
+        first: The first line of the document in a text file; else the number of its line or row. The first is 1.
         last: The last line; the same as `first` except in text files.
     """
 
@@ -47,14 +47,14 @@ def load_text(name: str, column: str, whole_rows: bool) -> Iterator[Document | V
         whole_rows: Has no effect: a text file has one column.
 
     Yields:
-        Each document, or a ValueError that says what is wrong with it.
+        Each document, or a ValueError that explains what is wrong with it.
 
     Raises:
         OSError: The file cannot be read.
         ValueError: `column` is not `text`.
     """
     check_column(name, column, [TEXT_COLUMN])
-    with _open(name) as file:
+    with _open(name) as file:  # twice, since the whole file decides which lines separate documents
         separator = END_OF_TEXT if any(line.rstrip("\n") == END_OF_TEXT for line in file) else ""
     lines, first, last = [], 0, 0
     with _open(name) as file:
@@ -70,7 +70,7 @@ def load_text(name: str, column: str, whole_rows: bool) -> Iterator[Document | V
 
 
 def load_json_lines(name: str, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
-    """Yield the object in each line of a file as a document, or what is wrong with the line. Empty lines are left out.
+    """Yield a document for the JSON object in each line of a file. Empty lines are left out.
 
     Args:
         name: The path of the file.
@@ -78,7 +78,7 @@ def load_json_lines(name: str, column: str, whole_rows: bool) -> Iterator[Docume
         whole_rows: Has no effect: rows have all their columns.
 
     Yields:
-        A document, or a ValueError, for each line that is not empty.
+        A document, or a ValueError that explains what is wrong with the line.
 
     Raises:
         OSError: The file cannot be read.
@@ -90,7 +90,7 @@ def load_json_lines(name: str, column: str, whole_rows: bool) -> Iterator[Docume
 
 
 def load_json(name: str, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
-    """Yield the objects of a JSON file as documents. It holds one list, which is read whole, or an object in each line.
+    """Yield the objects of a JSON file as documents. The file holds a list, which is read whole, or an object per line.
 
     Args:
         name: The path of the file.
@@ -126,7 +126,7 @@ def load_parquet(name: str, column: str, whole_rows: bool) -> Iterator[Document 
     Args:
         name: The path of the file.
         column: The column of the text.
-        whole_rows: Read all columns; else only `column`.
+        whole_rows: Whether to read all columns, or only `column`.
 
     Yields:
         A document, or a ValueError, for each row.
@@ -147,7 +147,7 @@ def load_parquet(name: str, column: str, whole_rows: bool) -> Iterator[Document 
                 yield Document(row, name, number, number)
 
 
-# Suffix of a file -> its loader, which is called with the path, the column, and whether to give whole rows.
+# Suffix of a file -> its loader. Arguments: the path, the column of the text, and whether to give all columns.
 LOADERS: dict[str, Callable[[str, str, bool], Iterator[Document | ValueError]]] = {
     ".jsonl": load_json_lines,
     ".json": load_json,
@@ -170,7 +170,7 @@ def check_column(name: str, column: str, columns: Iterable[str]) -> None:
 
 
 def describe_missing_column(place: str, column: str, columns: Iterable[str]) -> str:
-    """Return the message of an error about a missing column.
+    """Return the error message for a missing column.
 
     Args:
         place: The data set or the line that lacks it.
@@ -178,7 +178,7 @@ def describe_missing_column(place: str, column: str, columns: Iterable[str]) -> 
         columns: The columns that there are.
     """
     present = ", ".join(f"`{name}`" for name in columns)
-    return f"{place} has no column `{column}`, but {present or 'none at all'}."
+    return f"{place} has no column `{column}`; it has {present or 'no columns'}."
 
 
 def kind_of(value: Any) -> str:
@@ -192,7 +192,7 @@ def _open(name: str) -> io.TextIOWrapper:
 
 
 def _not_utf8(name: str, first: int, text: str) -> ValueError | None:
-    """Return what is wrong with a text that begins at line `first`, or `None` if it was UTF-8."""
+    """Return an error if a text, which begins at line `first`, was not UTF-8 before `_open` decoded it; else `None`."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -215,7 +215,7 @@ def _json_document(name: str, number: int, line: str) -> Document | ValueError:
         row = json.loads(line.rstrip("\n"))
     except (ValueError, RecursionError) as error:
         return _broken_json(name, number, error)
-    # JSON can spell half a character, which no tokenizer can take.
+    # JSON can escape half of a surrogate pair, which is not a character: tokenizers refuse it.
     if _SURROGATE.search(line) and _has_lone_surrogate(row):
         return ValueError(f"{name}:{number}: not Unicode text (a lone surrogate).")
     return _row_document(name, number, row)
@@ -243,12 +243,13 @@ def _broken_json(name: str, first: int, error: Exception) -> ValueError:
 
 
 def _rows(batch: "pa.RecordBatch") -> Iterator[dict[str, Any] | UnicodeDecodeError]:
-    """Yield the rows of a batch. A row that is not UTF-8 is found by converting each row by itself."""
+    """Yield the rows of a batch, or the error of a row that is not UTF-8."""
     try:
         yield from batch.to_pylist()
     except UnicodeDecodeError as error:
         if len(batch) == 1:
             yield error
         else:
+            # The error does not name the row: convert each row by itself.
             for number in range(len(batch)):
                 yield from _rows(batch.slice(number, 1))

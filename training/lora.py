@@ -3,7 +3,7 @@
     W + (alpha / rank) B A        for each projection, and for each expert's part of a stacked weight
 
 The tensors of residual connections, such as pseudo-queries, are small: they are trained whole, and saved with the
-adapter. PEFT freezes every weight that is not a target, unless it is named as [`attnres.peft_modules_to_save`] does.
+adapter. PEFT would freeze them, like every weight that is not a target, unless `modules_to_save` names them.
 """
 
 import math
@@ -46,7 +46,7 @@ def add_adapters(
     Args:
         model: The base model, which is changed in place.
         rank: The rank of the adapters on linear layers.
-        alpha: Adapters are scaled by `alpha / rank`, those of experts too. By default `2 * rank`.
+        alpha: All adapters are scaled by `alpha / rank`, also those of experts. By default `2 * rank`.
         dropout: The dropout on the input of the adapters. PEFT has none for experts.
         targets: The weights to adapt, by the ends of their names: `("q_proj", "shared_experts.up_proj")`. By default
             all that [`projections`] and [`expert_weights`] find.
@@ -84,8 +84,8 @@ def add_adapters(
     if parameters:
         per_token = getattr(model.config, "num_experts_per_tok", None) or 1
         expert_rank = expert_rank or max(1, rank // per_token)
-        # The general rank is that of the experts, and patterns set that of the projections. The other way round PEFT
-        # would warn, wrongly, that the patterns match no module, since experts are parameters.
+        # `r` is the rank of the experts, and patterns set the rank of the projections. The other way round, PEFT would
+        # warn that the patterns match no module, since experts are parameters.
         options = {"r": expert_rank, "lora_alpha": alpha * expert_rank / rank}
         patterns = [re.escape(name) for name in modules]
         options |= {"rank_pattern": dict.fromkeys(patterns, rank), "alpha_pattern": dict.fromkeys(patterns, alpha)}
@@ -125,13 +125,13 @@ def check_options(
         expert_rank: As in [`add_adapters`].
 
     Raises:
-        ValueError: A value is not allowed. The message names the option, its value and the allowed ones.
+        ValueError: A value is not allowed. The message names the option, its value and the allowed values.
     """
     names = [targets] if isinstance(targets, str) else targets
     for name, value, is_allowed, allowed in (
         ("rank", rank, _is_rank(rank), "a whole number, at least 1"),
         ("alpha", alpha, alpha is None or (_is_number(alpha) and alpha > 0), "a number above 0"),
-        ("dropout", dropout, _is_number(dropout) and 0 <= dropout < 1, "a share from 0 on and below 1"),
+        ("dropout", dropout, _is_number(dropout) and 0 <= dropout < 1, "a share, at least 0 and below 1"),
         ("targets", targets, names is None or _are_names(names), "a list of names"),
         ("experts", experts, isinstance(experts, bool), "true or false"),
         ("expert_rank", expert_rank, expert_rank is None or _is_rank(expert_rank), "a whole number, at least 1"),
@@ -179,6 +179,7 @@ def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def _stacked_weights(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the weights `[experts, ., .]` that a module itself holds, by name."""
     if isinstance(module, _ConvNd):  # kernels of convolutions have three axes too
         return {}
     return {name: weight for name, weight in module.named_parameters(recurse=False) if weight.ndim == 3}
@@ -188,19 +189,22 @@ def _is_router(layer: nn.Module, name: str) -> bool:
     """Return whether a linear layer has one output for each of the experts beside it."""
     siblings = layer.get_submodule(name.rpartition(".")[0]).children()
     experts = {len(weight) for module in siblings for weight in _stacked_weights(module).values()}
-    return layer.get_submodule(name).out_features in experts and bool(experts)
+    return layer.get_submodule(name).out_features in experts
 
 
 def _chosen(modules: list[str], parameters: list[str], targets: Collection[str]) -> tuple[list[str], list[str]]:
     """Return the modules and the parameters whose names end in a target. Raise ValueError if a target matches none."""
 
-    def ends(name: str, target: str) -> bool:
+    def is_chosen(name: str, target: str) -> bool:
         return f".{name}".endswith(f".{target}")
 
     for target in targets:
-        if not any(ends(name, target) for name in (*modules, *parameters)):
+        if not any(is_chosen(name, target) for name in (*modules, *parameters)):
             raise ValueError(f"no projection is named {target!r}; there are {', '.join((*modules, *parameters))}.")
-    return tuple([name for name in names if any(ends(name, t) for t in targets)] for names in (modules, parameters))
+    return tuple(
+        [name for name in names if any(is_chosen(name, target) for target in targets)]
+        for names in (modules, parameters)
+    )
 
 
 __all__ = ["add_adapters", "check_options", "expert_weights", "projections"]

@@ -22,7 +22,7 @@ from attnres.configuration import count_parameters
 from .logged import LoggedCallback
 
 # Pattern of a device's name -> peak dense bfloat16 FLOP/s, with float32 accumulation, from the vendors' data sheets
-# (NVIDIA's state twice as much, "with sparsity"). The first pattern that is found in the name counts.
+# (NVIDIA's data sheets give twice as much, "with sparsity"). The first pattern that matches the name counts.
 PEAK_FLOPS = {
     r"\bMIG\b": None,  # a part of a device
     r"\bB200\b": 2250e12,
@@ -55,8 +55,8 @@ def peak_flops(device_name: str) -> float | None:
 def flops_per_token(config: PreTrainedConfig, length: int) -> float:
     """Count the FLOPs of training on one token, forward and backward: `6 N + 3 A`.
 
-    `N` counts the activated parameters, with the output head and without the embedding table. Each multiplies and adds
-    once forward, and twice backward. `A` counts the forward FLOPs of mixing tokens: for softmax attention
+    `N` counts the activated parameters, with the output head and without the embedding table. Each parameter multiplies
+    and adds once forward and twice backward. `A` counts the forward FLOPs of mixing tokens: for softmax attention
     `2 heads (qk_dim + v_dim) length` (PaLM's convention, which does not halve it for causality), and for KDA's
     recurrence, on a state `[k_dim, v_dim]` per head, `6 heads k_dim v_dim`. Norms, activations, depth attention (under
     1%) and the recomputation of gradient checkpointing are left out.
@@ -76,25 +76,25 @@ def flops_per_token(config: PreTrainedConfig, length: int) -> float:
     parameters = count.activated_non_embedding + config.vocab_size * config.hidden_size
     layers = config.num_hidden_layers
     heads = config.num_attention_heads
-    linear = (getattr(config, "layer_types", None) or []).count("linear_attention")
+    linear_layers = (getattr(config, "layer_types", None) or []).count("linear_attention")
     if getattr(config, "qk_nope_head_dim", None):
         query_and_value = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
     else:
         query_and_value = 2 * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    mixing = (layers - linear) * 2 * heads * query_and_value * length
-    if linear:
-        mixing += linear * 6 * config.linear_num_heads * config.linear_head_dim**2
+    mixing = (layers - linear_layers) * 2 * heads * query_and_value * length
+    if linear_layers:
+        mixing += linear_layers * 6 * config.linear_num_heads * config.linear_head_dim**2
     return 6 * parameters + 3 * mixing
 
 
 def depth_attention_summary(depth_attentions: Iterable[Tensor | None]) -> dict[str, float]:
-    """Summarise how the weights `a` of the sublayers and the output are spread over their K sources.
+    """Summarise how the depth attention weights `a` of the sublayers and the output are spread over their K sources.
 
     Weights are divided by their sum first, since sigmoids do not add up to one.
 
     Args:
         depth_attentions: The weights of each sublayer and of the output, `[sources, batch, seq]`, of any dtype; `None`
-            for a sublayer without any.
+            for a sublayer without weights.
 
     Returns:
         Means over tokens and over the sublayers with K > 1 sources, empty if there is none. `depth_entropy`:
@@ -122,15 +122,15 @@ class Monitor(LoggedCallback):
 
     - `tokens_per_second`: over all processes. Every position of a batch counts, padding too. The time is that of
       training steps and their data loading, without evaluation and saving.
-    - `model_flop_use`: the share of the devices' peak, where that is known and all weights are trained.
+    - `model_flop_use`: the share of the devices' peak, if the peak is known and all weights are trained.
 
-    For a model of this family it also has measurements on the first `slice_tokens` tokens of each process's last batch,
-    without padding. They cost one forward pass without gradient for each line; no window counts that time:
+    For a model of this family, the line also has measurements on the first `slice_tokens` tokens of each process's last
+    batch, without padding. They cost one forward pass without gradient for each line, and its time is left out:
 
     - `magnitude_output`: the root mean square, over tokens and channels, of the output's input before its norm.
-      `magnitude_growth`: this, divided by the same for the first sublayer's input, which is the embedding.
-      `magnitude_largest`: the largest of any sublayer's input. In a residual stream they grow with depth; with
-      attention residuals they stay bounded.
+      `magnitude_growth`: `magnitude_output` divided by the root mean square of the first sublayer's input, which is
+      the embedding. `magnitude_largest`: the largest root mean square of a sublayer's input. In a residual stream
+      these values grow with depth; with attention residuals they stay bounded.
     - `depth_entropy`, `depth_distance`, `depth_weight_nearest` and `depth_weight_embedding` of attention residuals, see
       [`depth_attention_summary`].
 
@@ -154,9 +154,9 @@ class Monitor(LoggedCallback):
         if not self._tokens:  # the window has just begun, or the model gets no `input_ids`
             return {}
         tokens = reduce(torch.tensor(self._tokens, device=self._device), "sum").item()
-        # The processes of a tensor-parallel group share their batches.
+        # All processes of a tensor-parallel group compute the same batch.
         tokens //= getattr(self._model, "tp_size", None) or 1
-        # After `item()`, which waits until the device has finished the steps of the window.
+        # After `item()`, which waits until the device has finished the window's steps.
         self._count_time()
         metrics = {"tokens_per_second": tokens / self._seconds}
         flops, peak = self._training_flops(), peak_flops(_device_name(self._device))
@@ -186,7 +186,7 @@ class Monitor(LoggedCallback):
         self._handle = self._model = None
         self._tokens = 0
 
-    # Kept out of compiled graphs, which would run it only when they are made.
+    # A compiled graph would run this only once, while it is compiled.
     @torch.compiler.disable
     def _see_batch(self, model: nn.Module, inputs: tuple, kwargs: dict) -> None:
         if model.training and (ids := kwargs.get("input_ids", inputs[0] if inputs else None)) is not None:
@@ -227,21 +227,21 @@ class Monitor(LoggedCallback):
         squares: list[Tensor] = []
         weights: list[Tensor] = []
 
-        def read(connection: nn.Module, forward: Any, *arguments: Any) -> Any:
-            result = forward(*arguments)
+        def record(connection: nn.Module, forward: Any, *arguments: Any) -> Any:
+            result = forward(*arguments)  # the sublayer's input, `[batch, seq, hidden]`, and its weights over sources
             squares.append(result[0].float().square().mean().to(self._device))
             if result[1] is not None:
                 weights.append(result[1].to(self._device))
             return result
 
         # `measuring` sets eval mode, so that dropout draws no random numbers and expert balancing does not count this.
-        with measuring(self._model), watched(self._model, read):
+        with measuring(self._model), watched(self._model, record):
             self._model(input_ids=self._slice(), use_cache=False, logits_to_keep=1)
         summary = depth_attention_summary(weights)
         means = torch.tensor(list(summary.values()), dtype=torch.float32, device=self._device)
         # One reduction for all numbers.
         values = reduce(torch.stack([*squares, *means]), "mean")
-        # Sizes of the sublayers' inputs by depth, the output's last.
+        # Root mean squares of the inputs of the sublayers by depth, and of the output at the end.
         sizes, means = values[: len(squares)].sqrt(), values[len(squares) :]
         magnitudes = {
             "magnitude_output": sizes[-1],

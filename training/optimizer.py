@@ -103,13 +103,13 @@ class MuonAdamW(torch.optim.Optimizer):
     batched call for all experts. Gate and up projections that the model stores as one matrix are updated as one.
 
     Sharded parameters (FSDP2, tensor parallel): each matrix is gathered for its update, one at a time, and every
-    process computes all of it. Experts that are divided among processes, each of them whole, are updated where they
-    are. Parameters that an engine has flattened (FSDP1, DeepSpeed) are refused, as they have no matrices left.
+    process computes the whole update. If whole experts are divided among the processes, each process updates its own.
+    Parameters that an engine has flattened (FSDP1, DeepSpeed) are refused, since they are no longer matrices.
 
     Args:
         params: Parameter groups; `method` of a group is `"muon"` or, by default, `"adamw"`.
-        lr: The rate of groups without their own.
-        weight_decay: The decay of groups without their own.
+        lr: The rate of groups that set none.
+        weight_decay: The decay of groups that set none.
         betas: AdamW's betas.
         eps: AdamW's eps.
         momentum: Muon's `mu`.
@@ -216,7 +216,7 @@ def build_schedule(
 
 
 def _by_mesh(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Split groups by how their parameters are divided among processes, since one kernel updates a whole group."""
+    """Split groups by the device mesh of their parameters, since one kernel updates a whole group."""
     split = []
     for group in groups:
         by_mesh = defaultdict(list)
@@ -230,9 +230,9 @@ def _by_kind(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     """Return the trainable parameters: the decoder's `matrices`; `others` that decay; `vectors`; and `residual`."""
     kinds = {"matrices": [], "others": [], "vectors": [], "residual": []}
     residual = {id(parameter) for parameter in residual_tensors(model).values()}
-    whole = model.get_base_model() if hasattr(model, "get_base_model") else model  # without PEFT's wrapper
-    decoder = {id(parameter) for parameter in getattr(whole, "base_model", whole).parameters()}
-    seen = set()
+    unwrapped = model.get_base_model() if hasattr(model, "get_base_model") else model  # without PEFT's wrapper
+    decoder = {id(parameter) for parameter in getattr(unwrapped, "base_model", unwrapped).parameters()}
+    seen = set()  # tied parameters appear in several modules
     for module in model.modules():
         # `MixtralExperts`, `KimiLinearExperts`, ...: every tensor is stacked along a first axis of experts.
         experts = type(module).__name__.endswith("Experts")
@@ -254,8 +254,9 @@ def _by_kind(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 
 def _check_matrices(group: dict[str, Any]) -> None:
-    for parameter in group["params"] if group["method"] == "muon" else ():
-        if parameter.ndim not in (2, 3):
+    """Raise ValueError if a parameter of a Muon group is neither a matrix nor a stack of matrices."""
+    for parameter in group["params"]:
+        if group["method"] == "muon" and parameter.ndim not in (2, 3):
             raise ValueError(
                 f"Muon needs whole matrices, but was given a tensor of shape {list(parameter.shape)}, as engines that "
                 "flatten parameters do (FSDP1, DeepSpeed): use FSDP2, or set the optimizer to 'adamw'."
@@ -265,18 +266,18 @@ def _check_matrices(group: dict[str, Any]) -> None:
 def _orthogonal(update: Tensor) -> Tensor:
     """Orthogonalise a matrix `[out, in]`, or each matrix of a stack `[experts, out, in]`, by Newton-Schulz iterations.
 
-    A sharded tensor gives one that is sharded alike.
+    The result of a sharded tensor is sharded in the same way.
     """
     if isinstance(update, DTensor):
         mesh, placements = update.device_mesh, update.placements
-        # A stack that is divided between experts: each process has whole matrices.
+        # A stack that is divided along its experts: each process has whole matrices.
         if update.ndim == 3 and all(p in (Replicate(), Shard(0)) for p in placements):
             local = _orthogonal(update.to_local())
             return DTensor.from_local(local, mesh, placements, shape=update.shape, stride=update.stride())
         whole = DTensor.from_local(_orthogonal(update.full_tensor()), mesh, [Replicate()] * mesh.ndim)
         return whole.redistribute(placements=placements)
 
-    # PyTorch's iterations have a private name only. Using them keeps the result the same, bit for bit, as Muon's there.
+    # A private function of PyTorch, with which the result is the same, bit for bit, as that of `torch.optim.Muon`.
     def newton_schulz(matrix: Tensor) -> Tensor:
         return _zeropower_via_newtonschulz(matrix, (DEFAULT_A, DEFAULT_B, DEFAULT_C), ns_steps=5, eps=1e-7)
 

@@ -24,7 +24,7 @@ class Tokens:
 
     Attributes:
         ids: Token ids `[tokens]`.
-        labels: Labels `[tokens]`; `None` where they are the token ids.
+        labels: Labels `[tokens]`; `None` if they are the token ids.
         lengths: The number of tokens of each document, `[documents]`.
         places: Where each document comes from.
     """
@@ -44,11 +44,11 @@ class Tokens:
         )
 
     def after(self, start: int) -> "Tokens":
-        """Return the tokens after the first `start`; the first document may be cut."""
+        """Return the tokens after the first `start` tokens; the first document may be cut."""
         ends = self.lengths.cumsum()
         first = int(np.searchsorted(ends, start, side="right"))
         lengths = self.lengths[first:].copy()
-        lengths[:1] = ends[first : first + 1] - start  # slices, since no document may be left
+        lengths[:1] = ends[first : first + 1] - start  # slices, since there may be no document after `start`
         labels = None if self.labels is None else self.labels[start:]
         return Tokens(self.ids[start:], labels, lengths, self.places[first:])
 
@@ -58,10 +58,10 @@ class Blocks(NamedTuple):
 
     Attributes:
         ids: Token ids `[blocks, length]`.
-        labels: Labels `[blocks, length]`; `None` where they are the token ids.
-        documents: The places of each block's documents, in words.
+        labels: Labels `[blocks, length]`; `None` if they are the token ids.
+        documents: The places of each block's documents, as in [`describe_places`].
         positions: The position `[blocks, length]` of each token in its document, counted within the block from 0;
-            `None` where documents are not kept apart.
+            `None` if documents are not kept apart.
     """
 
     ids: np.ndarray
@@ -80,8 +80,8 @@ def pack(batches: Iterable[Tokens], length: int, separate: bool = False) -> Iter
     Args:
         batches: The documents, in order.
         length: Tokens in a block.
-        separate: Keep documents apart: give positions, and ignore the label of each document's first token, which
-            nothing before it predicts.
+        separate: Keep documents apart: give positions, and ignore the label of each document's first token, since no
+            earlier token of its document predicts it.
 
     Yields:
         The blocks that each batch completes.
@@ -116,10 +116,10 @@ def _cut(stream: Tokens, length: int, count: int, separate: bool) -> Blocks:
     ends = stream.lengths.cumsum()
     firsts = np.searchsorted(ends, starts, side="right")  # the document that a block's first token belongs to
     lasts = np.searchsorted(ends, starts + length - 1, side="right")
-    documents = [describe(stream.places[first : last + 1]) for first, last in zip(firsts, lasts)]
+    documents = [describe_places(stream.places[first : last + 1]) for first, last in zip(firsts, lasts)]
     ids, positions = in_blocks(stream.ids, length), None
     if separate:
-        # Positions begin at 0 again where a block cuts a document, whose earlier part cannot be seen.
+        # Positions restart at 0 where a block cuts a document, since its earlier part is in another block.
         begins = np.repeat(ends - stream.lengths, stream.lengths)[: ids.size].reshape(ids.shape)
         positions = np.arange(ids.size, dtype=np.int64).reshape(ids.shape) - np.maximum(begins, starts[:, None])
         positions = positions.astype(np.int32)
@@ -132,11 +132,11 @@ def _cut(stream: Tokens, length: int, count: int, separate: bool) -> Blocks:
     return Blocks(ids[learned], labels[learned], kept, None if positions is None else positions[learned])
 
 
-def describe(places: Iterable[Place]) -> str:
-    """Return places in one line, with consecutive ones joined: `train.jsonl:17-19,40 other.jsonl:3`.
+def describe_places(places: Iterable[Place]) -> str:
+    """Return places as one line, with consecutive places joined: `train.jsonl:17-19,40 other.jsonl:3`.
 
     ```python
-    >>> describe([Place("a.jsonl", 1, 1), Place("a.jsonl", 2, 2), Place("a.jsonl", 7, 7)])
+    >>> describe_places([Place("a.jsonl", 1, 1), Place("a.jsonl", 2, 2), Place("a.jsonl", 7, 7)])
     'a.jsonl:1-2,7'
     ```
     """

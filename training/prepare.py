@@ -1,7 +1,7 @@
 """The first phase of a training run: turn a recipe into arguments, a tokenizer, data and a model.
 
-Each function makes one of them, and refuses a recipe that cannot work as early as it can: a wrong model is found before
-any text is tokenised. `train.py` calls them in order.
+Each function makes one of them. `train.py` calls them in an order that finds errors early: a wrong model is refused
+before any text is tokenised.
 """
 
 import contextlib
@@ -38,15 +38,15 @@ from .data import DataSpec, digest_of, load_blocks
 from .division import check_fsdp2, load_divided
 from .documents import file_identities
 from .recipe import Recipe
+from .run_folder import START
 from .text import open_tokenizer
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 HEAL = "heal"  # the recipe that refuses a model without attention residuals
-MAX_HELD_OUT = 64  # sequences, where the recipe gives no number
-SHORTEST_CURVE = 10  # points of the training loss, where `epochs` makes the run shorter
-START = ".start"  # the folder of a whole model that is about to be divided
+MAX_HELD_OUT = 64  # sequences, if the recipe gives no number
+SHORTEST_CURVE = 10  # points of the training loss, if `epochs` shortens the run
 
 
 def prepare_arguments(recipe: Recipe, state: PartialState, division: DistributedConfig | None) -> TrainingArguments:
@@ -58,20 +58,21 @@ def prepare_arguments(recipe: Recipe, state: PartialState, division: Distributed
         division: How they divide the model; `None` if each has the whole model.
 
     Returns:
-        The arguments. [`set_length`] corrects their number of steps once the data is known.
+        The arguments. [`set_steps`] sets their number of steps once the data is known.
 
     Raises:
         ValueError: The batch size does not fit the processes, or `trainer` of the recipe has a wrong value.
     """
-    # The processes of a tensor-parallel group share their batches.
-    batches = state.num_processes // (division.tp_size if division is not None else 1)
-    micro = min(recipe.micro_batch_size, max(1, recipe.batch_size // batches))
-    accumulated, rest = divmod(recipe.batch_size, micro * batches)
+    # All processes of a tensor-parallel group compute the same batch.
+    groups = state.num_processes // (division.tp_size if division is not None else 1)
+    micro = min(recipe.micro_batch_size, max(1, recipe.batch_size // groups))
+    accumulated, rest = divmod(recipe.batch_size, micro * groups)
     if rest:
         raise ValueError(
             f"`batch_size` {recipe.batch_size} is not a multiple of `micro_batch_size` {micro} times "
-            f"{batches} processes."
+            f"{groups} processes."
         )
+    # The recipe may override these.
     defaults = {
         "eval_strategy": "steps",
         "eval_steps": recipe.save_every,
@@ -79,15 +80,16 @@ def prepare_arguments(recipe: Recipe, state: PartialState, division: Distributed
         "report_to": "none",
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
+    # The recipe must not set these: they are keys of `DECIDED_BY_RUN`.
     decided = {
         "output_dir": recipe.out,
-        "max_steps": recipe.most_steps or 1,  # see `set_length`
+        "max_steps": recipe.most_steps or 1,  # until `set_steps` knows the data
         "per_device_train_batch_size": micro,
         "per_device_eval_batch_size": micro,
         "gradient_accumulation_steps": accumulated,
         "max_grad_norm": recipe.max_grad_norm,
         "logging_steps": recipe.log_every,
-        "logging_nan_inf_filter": False,  # it would show a loss of 0 where the model diverged
+        "logging_nan_inf_filter": False,  # it would show a loss of 0 when the model diverges
         "save_steps": recipe.save_every,
         "save_total_limit": recipe.keep,
         "seed": recipe.seed,
@@ -105,8 +107,8 @@ def prepare_arguments(recipe: Recipe, state: PartialState, division: Distributed
     return arguments
 
 
-def set_length(arguments: TrainingArguments, recipe: Recipe, train: "Dataset | IterableDataset") -> None:
-    """Set the number of steps in `arguments`, which `epochs` of the recipe may limit now that the data is known.
+def set_steps(arguments: TrainingArguments, recipe: Recipe, train: "Dataset | IterableDataset") -> None:
+    """Set the number of steps in `arguments`. `epochs` of the recipe may limit it, now that the data is known.
 
     Args:
         arguments: The arguments of the run; they are changed in place.
@@ -115,7 +117,7 @@ def set_length(arguments: TrainingArguments, recipe: Recipe, train: "Dataset | I
     """
     arguments.max_steps = recipe.count_steps(None if recipe.streaming else len(train))
     if arguments.max_steps != recipe.most_steps:
-        # The recipe's interval is meant for its own length: without this the curve of a small run has one point.
+        # `log_every` is chosen for a run of full length. With it, the curve of a much shorter run would have one point.
         arguments.logging_steps = min(recipe.log_every, max(1, arguments.max_steps // SHORTEST_CURVE))
 
 
@@ -124,7 +126,8 @@ def prepare_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
     Raises:
         FileNotFoundError: The tokenizer cannot be found or read.
-        ValueError: The recipe names none for a model that starts from scratch, or it has no end-of-text token.
+        ValueError: The recipe names no tokenizer for a model from scratch, or the tokenizer does not load or has no
+            end-of-text token.
     """
     if recipe.tokenizer is None and recipe.model in names():
         raise ValueError(f"{recipe.model} starts from scratch: the recipe needs a `tokenizer`, a directory or Hub id.")
@@ -151,24 +154,24 @@ def explain_missing(kind: str, source: str) -> Iterator[None]:
         if Path(source).is_dir():
             raise FileNotFoundError(f"the {kind} in {source} cannot be read: {reason}.") from error
         known = names() if kind == "model" else ()
-        absent = f"no directory, nor a named configuration ({', '.join(known)})" if known else "no directory"
+        absent = f"directory or named configuration ({', '.join(known)})" if known else "directory"
         raise FileNotFoundError(
-            f"the {kind} {source} cannot be read; it is {absent}, and as a name on the Hub it fails: {reason}."
-            f"{meant(source, known)}"
+            f"the {kind} {source} cannot be read: there is no such {absent}, and loading it from the Hub failed: "
+            f"{reason}.{meant(source, known)}"
         ) from error
 
 
 def check_model_config(recipe: Recipe, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise if no model can be made from the configuration that a recipe asks for.
+    """Check that the configuration of a recipe's model gives a model that the recipe can train.
 
     Args:
         recipe: The recipe of the run.
-        name: The recipe's name, where it comes with `attnres`.
+        name: The recipe's name if it comes with `attnres`, else empty.
         tokenizer: The tokenizer of the run.
 
     Raises:
         FileNotFoundError: The model cannot be found or read.
-        ValueError: `config` or `retrofit` does not fit the model, or there is nothing to heal.
+        ValueError: `config` or `retrofit` does not fit the model, or the recipe `heal` gets a standard model.
     """
     try:
         if recipe.model in names():
@@ -195,7 +198,7 @@ def _is_retrofitted(config: PreTrainedConfig) -> bool:
     config = config.get_text_config()
     if not isinstance(config, ResidualConfig):
         return False
-    # A gate may be all that a conversion has added.
+    # A conversion may have added only a gate.
     return config.residual_connection != "standard" or config.attention_gate is not None
 
 
@@ -217,7 +220,7 @@ def prepare_data(
         tokenizer: The tokenizer of the run.
 
     Returns:
-        The sequences to train on, those held out, and a digest of each data set by its key in the recipe.
+        The sequences to train on, the held-out sequences, and a digest of each data set by its key in the recipe.
 
     Raises:
         OSError: A file cannot be read, or the cache cannot be written.
@@ -227,7 +230,7 @@ def prepare_data(
     encode = encode_chat(tokenizer, recipe.column) if recipe.chat else None
     load_spec = partial(load_blocks, encode=encode, separate=recipe.separate_documents)
     train = load_spec(spec, tokenizer, recipe.length, seed=recipe.seed)
-    # The tokens of a stream are not known before it is read.
+    # The tokens of a stream are not known yet: its files stand in for them.
     digests = {"train": repr(file_identities(spec)) if recipe.streaming else digest_of(train)}
     if recipe.held_out:
         split = recipe.held_out_split or recipe.split
@@ -236,28 +239,28 @@ def prepare_data(
         return train, held_out, digests | {"held_out": digest_of(held_out)}
     if recipe.streaming:
         raise ValueError("A stream has no end to take `held_out_sequences` from: give `held_out`.")
-    # Of small data only a tenth is held out, so that most of it is left to train on.
+    # At most a tenth of the data, so that most of a small data set is left to train on.
     count = recipe.held_out_sequences or min(MAX_HELD_OUT, max(1, len(train) // 10))
-    size = len(train) - count
-    if size <= 0:
+    num_train = len(train) - count
+    if num_train <= 0:
         raise ValueError(
             f"`held_out_sequences` of the recipe is {count}, but the data has only "
             f"{counted(len(train), 'sequence')} of {recipe.length} tokens: hold out fewer, name other data by "
             "`held_out`, or give more data, or a smaller `length`."
         )
-    if size < recipe.batch_size:
+    if num_train < recipe.batch_size:
         raise ValueError(
             f"the data has {len(train)} sequences of {recipe.length} tokens, {count} of them held "
             f"out: less than one batch of {recipe.batch_size}. Give more data, or smaller `length` or `batch_size`."
         )
-    return train.select(range(size)), train.select(range(size, len(train))), digests
+    return train.select(range(num_train)), train.select(range(num_train, len(train))), digests
 
 
 def identify_model(recipe: Recipe) -> dict[str, str]:
-    """Return name, size and time of change of the files of a local model, by the recipe's key for it.
+    """Return `{"model": TEXT}`, where TEXT changes with the files of a local model. Empty for other models.
 
-    A resumed run compares them with those that it began with. Its checkpoint cannot tell: that of an adapter does not
-    hold the base model, and none holds the configuration that the model began with.
+    A resumed run compares this text with the one that it began with. The checkpoint does not suffice for that: the
+    checkpoint of an adapter lacks the base model, and no checkpoint has the configuration that the model began with.
     """
     folder = Path(recipe.model)
     if recipe.model in names() or not folder.is_dir():
@@ -275,8 +278,8 @@ def prepare_model(
         recipe: The recipe of the run.
         tokenizer: The tokenizer of the run.
         division: How the processes divide the model; `None` if each has the whole model.
-        checkpoint: The checkpoint that the run resumes from. Only a divided model is loaded from it: `Trainer` loads
-            the weights into a whole one.
+        checkpoint: The checkpoint that the run resumes from; `None` for a new run. Only a divided model is loaded from
+            it here: `Trainer` loads the weights of a whole model.
 
     Returns:
         The model, of which this process holds its part.
@@ -314,9 +317,9 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTraine
         try:
             options = {"starts_anew": True, "trust_remote_code": False}
             model = load_whole(AutoModelForCausalLM, source, **options, **recipe.config)
-        except TypeError as error:  # from the model's constructor, which gets each key that is no field of its config
+        except TypeError as error:  # the model's constructor gets each key that is not a field of its configuration
             raise ValueError(f"`config` of the recipe does not fit {recipe.model}: {error}") from error
-        # What a run writes must not refer to code that came with the model and did not run.
+        # Code that came with the model was not run, so the saved model must not refer to it.
         vars(model.config).pop("auto_map", None)
     if recipe.retrofit is not None:
         model = retrofit(model, **recipe.retrofit)
@@ -337,5 +340,5 @@ __all__ = [
     "prepare_data",
     "prepare_model",
     "prepare_tokenizer",
-    "set_length",
+    "set_steps",
 ]

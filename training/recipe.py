@@ -1,6 +1,6 @@
 """A recipe: everything that decides a training run, as a YAML file and `key=value` changes to it.
 
-A wrong key or value is refused here, before models and data are touched. The command line reads a recipe before it
+Wrong keys and values are refused here, before models and data are touched. The command line reads a recipe before it
 imports PyTorch, so this file imports heavy packages only for the recipes that need them.
 """
 
@@ -25,10 +25,10 @@ from attnres.utils.yaml_files import load_yaml
 BAD_ROWS = ("error", "skip")
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "wsd")
-# Checks of a value, and their words in the error message. NaN fails each of them.
+# A check of a value, and the allowed values as the error message names them. NaN fails every check.
 _POSITIVE = (lambda value: value >= 1, "at least 1")
 _SHARE = (lambda value: 0 <= value <= 1, "a share from 0 to 1")
-_FACTOR = (lambda value: 0 <= value < math.inf, "a number from 0 on")
+_FACTOR = (lambda value: 0 <= value < math.inf, "a finite number, at least 0")
 # Key of a recipe -> the check of its value.
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     **dict.fromkeys(
@@ -37,7 +37,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     ),
     "length": (
         lambda value: 2 <= value < 2**31,
-        "at least 2, as each token is predicted from those before, and below 2**31",
+        "at least 2, since each token is predicted from earlier ones, and below 2**31",
     ),
     **dict.fromkeys(("warmup", "decay", "min_rate", "residual_alone"), _SHARE),
     "epochs": (lambda value: 0 < value < math.inf, "a number above 0"),
@@ -46,10 +46,10 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "seed": (lambda value: 0 <= value < 2**32, "from 0 to 2**32 - 1"),
 }
 _NEEDED = ("model", "train", "out")
-_LENGTHS = ("steps", "tokens", "epochs")
+_RUN_LENGTHS = ("steps", "tokens", "epochs")
 # Keys whose values are names of models, files, folders, columns or splits, which must not be empty.
 _NAMES = ("model", "train", "out", "tokenizer", "held_out", "held_out_split", "column", "split")
-# Fields of `TrainingArguments` that a run decides itself -> what to use instead; `None` where there is nothing.
+# Fields of `TrainingArguments` that the run sets -> the remedy in the error message. `None`: leave the field out.
 DECIDED_BY_RUN = {
     "output_dir": "`out`",
     "max_steps": "`steps`",
@@ -82,7 +82,8 @@ class Recipe:
     """The settings of one run. Steps are optimizer steps; a batch counts sequences of `length` tokens.
 
     Attributes:
-        model: A directory or Hub id to train on from; or a named configuration (`attnres-tiny`) to train from scratch.
+        model: The directory or Hub id of a model to train further, or a named configuration (`attnres-tiny`) to train
+            from scratch.
         train: Data sets: Hub ids, files, patterns and folders.
         out: The folder of the run, for checkpoints, the model, results and figures.
         config: Fields of the model's configuration to set, such as `rms_norm_eps`. `dtype: float32` trains a checkpoint
@@ -92,31 +93,33 @@ class Recipe:
         tokenizer: A directory or Hub id. By default the model's; a model from scratch needs one.
         held_out: Data sets to measure the loss on. Without it, `held_out_sequences` are taken from the training data.
         held_out_split: The split of `held_out`. By default `split`.
-        held_out_sequences: How many sequences are taken from the training data, where there is no `held_out`. By
-            default 64, or a tenth of the data where that is less.
-        column: The column of the text; with `chat`, that of the messages.
+        held_out_sequences: How many sequences are taken from the training data if there is no `held_out`. By default
+            64, but at most a tenth of the data.
+        column: The column of the text or, with `chat`, of the messages.
         split: The split of data sets that have several.
         streaming: Read the data during training, instead of tokenising all of it first.
         bad_rows: `error` ends the run at a row that cannot be used. `skip` leaves such rows out and counts them.
         chat: The data is conversations. Only the assistant's part is learned.
         length: Tokens in a sequence.
-        separate_documents: Keep the documents of a sequence apart: none sees another, and each begins at position 0.
+        separate_documents: Keep the documents of a sequence apart: a token attends only to its own document, and each
+            document begins at position 0.
         batch_size: Sequences in a step, over all processes.
         micro_batch_size: Sequences that a process computes at once. Gradients accumulate up to `batch_size`.
         steps: The length of the run in optimizer steps. Give this or `tokens`.
         tokens: The length of the run in tokens, over all processes.
-        epochs: The length of the run in passes over the training data, where `steps` or `tokens` do not end it before.
+        epochs: The length of the run in passes over the training data. `steps` or `tokens` may end the run earlier.
         optimizer: `adamw`, or `muon` for the matrices.
         learning_rate: The highest rate of the schedule.
         weight_decay: The decay of matrices. Vectors and the tensors of residual connections do not decay.
         residual_lr_factor: The rate of the residual connections' tensors, as a factor of `learning_rate`.
-        residual_alone: The share of the steps, at the start, in which only these tensors are trained.
+        residual_alone: The share of the steps at the start in which only these tensors are trained.
         schedule: `cosine`, or `wsd` (warm-up, stable, decay).
         warmup: The share of the steps in which the rate rises from 0.
         decay: With `wsd`, the share of the steps at the end in which the rate falls.
         min_rate: The rate at the end, as a factor of `learning_rate`.
-        max_grad_norm: The norm that gradients are scaled down to. 0 leaves them as they are.
-        expert_balancing: The rate at which the routers' biases follow the load. 0 turns balancing off.
+        max_grad_norm: Gradients with a larger norm are scaled down to this norm. 0 turns this off.
+        expert_balancing: The rate of [`attnres.training.balance.ExpertBalance`], which evens out the experts' load. 0
+            turns balancing off.
         lora: Arguments of [`attnres.training.lora.add_adapters`]. Only adapters and residual tensors are trained then.
         merge: With `lora`, write the merged model beside the adapter.
         seed: The seed of the data's order and of everything random, such as new weights.
@@ -125,11 +128,11 @@ class Recipe:
         keep: How many checkpoints stay. Older ones are removed.
         distributed: How the model is divided among processes: fields of `transformers`' `DistributedConfig`, such as
             `{fsdp_size: 8}`. See `docs/guides/many_devices.md`.
-        trainer: Fields of `transformers.TrainingArguments`, except those that the run decides (see `DECIDED_BY_RUN`):
+        trainer: Fields of `transformers.TrainingArguments`, except those that the run sets (see `DECIDED_BY_RUN`):
             `bf16`, `activation_checkpointing`, `torch_compile`, `report_to` (`tensorboard`, `trackio`), and so on.
 
     Raises:
-        ValueError: A value is not allowed, or two values do not go together.
+        ValueError: A value is not allowed, or two values contradict each other.
     """
 
     model: str
@@ -174,10 +177,16 @@ class Recipe:
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._check_values()
+        self._check_mappings()
+        self._check_combinations()
+
+    def _check_values(self) -> None:
+        """Raise ValueError if a value is not allowed, or the length of the run is not given once."""
         if self.steps is not None and self.tokens is not None:
             raise ValueError("The recipe has both `steps` and `tokens`: give one of them.")
         if self.steps is self.tokens is self.epochs is None:
-            raise ValueError("The recipe has no length: give `steps`, `tokens` or `epochs`.")
+            raise ValueError("The recipe must have `steps`, `tokens` or `epochs`: give one of them.")
         if self.streaming and self.steps is self.tokens is None:
             raise ValueError("The length of a stream is not known before it ends: give `steps` or `tokens`.")
         for name, (is_allowed, range_in_words) in _RANGES.items():
@@ -192,18 +201,24 @@ class Recipe:
             values = getattr(self, name)
             if "" in ((values,) if isinstance(values, str) else values or ()):
                 raise ValueError(f"`{name}` of the recipe is empty: name one, or leave it out.")
+        if not self.train:
+            raise ValueError("`train` of the recipe is empty: name at least one data set.")
+
+    def _check_mappings(self) -> None:
+        """Raise ValueError if a mapping has a wrong key or value."""
+        # Imports that take seconds are made only for the recipes that need them.
         if decided := next((key for key in self.trainer if key in DECIDED_BY_RUN), None):
             remedy = f"give {DECIDED_BY_RUN[decided]} instead" if DECIDED_BY_RUN[decided] else "leave it out"
-            raise ValueError(f"`trainer.{decided}` of the recipe is not to be set, as the run decides it: {remedy}.")
+            raise ValueError(f"`trainer.{decided}` of the recipe must not be set, since the run sets it: {remedy}.")
         if self.trainer:
-            # Here and below, imports that take seconds are made only for the recipes that need them.
             from transformers import TrainingArguments
 
             _check_keys("trainer", self.trainer, _options_of(TrainingArguments))
         workers = self.trainer.get("dataloader_num_workers", 0)
         if not isinstance(workers, int) or workers < 0:
             raise ValueError(
-                f"`trainer.dataloader_num_workers` of the recipe is {workers!r}, but must be a whole number from 0 on."
+                f"`trainer.dataloader_num_workers` of the recipe is {workers!r}, but must be a whole number, "
+                "at least 0."
             )
         if self.retrofit is not None:
             from attnres.conversion.family import retrofit_fields, retrofit_options
@@ -212,20 +227,12 @@ class Recipe:
             allowed = ["residual", *retrofit_options(**chosen), *retrofit_fields(**chosen)]
             _check_keys("retrofit", self.retrofit, allowed)
         if self.lora is not None:
-            # `peft` comes with an extra. Where it is missing, `run_train` says how to install it.
+            # `peft` comes with an extra. If it is missing, `run_train` raises an error that names the extra.
             with suppress(ImportError):
                 from .lora import add_adapters, check_options
 
                 _check_keys("lora", self.lora, _options_of(add_adapters))
                 check_options(**self.lora)
-        if self.lora is not None and self.retrofit is not None:
-            raise ValueError(
-                "An adapter's base has to be on disk: `attnres convert` it first, and leave `retrofit` out."
-            )
-        if self.lora is not None and self.distributed is not None:
-            raise ValueError("An adapter is trained on whole models: leave out `lora` or `distributed`.")
-        if not self.train:
-            raise ValueError("`train` of the recipe names no data.")
         dtype = self.config.get("dtype")
         if isinstance(dtype, str) and dtype != "auto":
             import torch
@@ -236,11 +243,21 @@ class Recipe:
                     "such as bfloat16."
                 )
 
+    def _check_combinations(self) -> None:
+        """Raise ValueError if two keys exclude each other."""
+        if self.lora is not None and self.retrofit is not None:
+            raise ValueError(
+                "`lora` and `retrofit` of the recipe exclude each other, since an adapter's base has to be on disk: "
+                "run `attnres convert` first, and leave `retrofit` out."
+            )
+        if self.lora is not None and self.distributed is not None:
+            raise ValueError("An adapter cannot be trained on a divided model: leave out `lora` or `distributed`.")
+
     @property
     def most_steps(self) -> int | None:
         """Return the optimizer steps that `steps` or `tokens` ask for; `None` if only `epochs` is given.
 
-        With `tokens`, the last step may exceed the number.
+        `tokens` are rounded up to whole steps.
         """
         if self.tokens is not None:
             return math.ceil(self.tokens / (self.batch_size * self.length))
@@ -277,10 +294,10 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
         FileNotFoundError: There is no such file or recipe.
         ValueError: A key is unknown, or a value has the wrong type or is not allowed.
     """
-    content = read_yaml(_text(path), path)
+    content = read_yaml(_read_text(path), path)
     content = {} if content is None else content
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is not a recipe: it should hold `key: value` lines.")
+        raise ValueError(f"{path} is not a recipe: it must hold `key: value` lines.")
     changed = set()
     for number, change in enumerate(changes):
         key, equals, value = change.partition("=")
@@ -294,10 +311,12 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
             raise
         content[name] = {**_mapping(name, content.get(name) or {}), inner: parsed} if dot else parsed
         changed.add(name)
-    if any(content.get(name) is not None for name in changed.intersection(_LENGTHS)):
-        for name in {*_LENGTHS} - changed:
+    if any(content.get(name) is not None for name in changed.intersection(_RUN_LENGTHS)):
+        # A length on the command line replaces the file's, which may be given by another of these keys.
+        for name in {*_RUN_LENGTHS} - changed:
             content.pop(name, None)
     known = {item.name: item for item in fields(Recipe)}
+    # A needed key without a value counts as missing.
     content = {name: value for name, value in content.items() if value is not None or name not in _NEEDED}
     for name, value in content.items():
         if name not in known:
@@ -310,7 +329,7 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
 
 
 def write_recipe(recipe: Recipe) -> str:
-    """Return a recipe as YAML, with every key, also those that have their default."""
+    """Return a recipe as YAML, with every key, including keys at their default."""
     content = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(recipe).items()}
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 
@@ -326,7 +345,7 @@ def _check_keys(name: str, arguments: dict[str, Any], known: Collection[str]) ->
         raise ValueError(f"`{name}` has no `{key}`.{did_you_mean(key, known, otherwise_all=False)}")
 
 
-def _text(path: str | Path) -> str:
+def _read_text(path: str | Path) -> str:
     """Return the content of a recipe's file, or of a recipe that comes with `attnres`."""
     if Path(path).is_file():
         try:
@@ -372,16 +391,16 @@ def _check_undivided(changes: Sequence[str]) -> None:
 
 
 def _mapping(name: str, value: Any) -> dict[str, Any]:
-    """Return a copy of a mapping of the recipe. Raise ValueError if it is something else."""
+    """Return a copy of a value of the recipe. Raise ValueError if it is not a mapping of names to values."""
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise ValueError(f"`{name}` of the recipe is {value!r}, which is not a mapping of names to values.")
+        raise ValueError(f"`{name}` of the recipe is {value!r}, but must be a mapping of names to values.")
     return dict(value)
 
 
 def _typed(name: str, value: Any, kind: Any) -> Any:
-    """Return a YAML value as the type of its field. Raise ValueError if it has another type.
+    """Convert a YAML value to the type of its field. Raise ValueError if it cannot be converted.
 
-    YAML reads `3e-4` as text and `2026-01-31` as a date, so types that can be converted are.
+    YAML reads `3e-4` as text and `2026-01-31` as a date, so a value of another type may be what the user means.
     """
     if isinstance(kind, UnionType):  # such as `str | None`
         if value is None:
@@ -403,7 +422,8 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
             number = value if isinstance(value, int) else float(value)
             if kind is float or number == int(number):
                 return kind(number)
-    type_in_words = {str: "text", Sequence: "a list of names"}.get(kind, kind.__name__)
+    types_in_words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     # YAML reads `no` and `on` as booleans.
-    hint = "; put it in quotes" if kind is str and isinstance(value, bool) else ""
-    raise ValueError(f"`{name}` of the recipe is {value!r}, which is not {type_in_words}{hint}.")
+    remedy = ": put it in quotes" if kind is str and isinstance(value, bool) else ""
+    allowed = types_in_words.get(kind, "a list of names")
+    raise ValueError(f"`{name}` of the recipe is {value!r}, but must be {allowed}{remedy}.")

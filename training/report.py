@@ -1,11 +1,11 @@
-"""The last phase of a training run: its results, the files that it leaves, and its step on the model card.
+"""The last phase of a training run: collect its results, save the model, and describe the run on the model card.
 
-`results.json` is written last, so that its presence says that the run is finished.
+`results.json` is written last: a folder that has this file holds a finished run.
 """
 
+import contextlib
 import json
 import math
-import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from attnres.configuration import names
 from attnres.conversion.cards import CARD, CardSubject, add_step, linked, new_card, write_card
 from attnres.conversion.markdown import code, is_hub_id, link
 from attnres.utils.errors import is_lost_connection, why_not_written
-from attnres.utils.files import atomic_write
+from attnres.utils.files import atomic_directory, atomic_write
 from attnres.utils.wording import counted
 
 from .recipe import Recipe
@@ -32,11 +32,11 @@ from .run_folder import RESULTS
 from .trainer import AttnResTrainer
 
 MODEL, ADAPTER, CURVE = "model", "adapter", "loss.png"
-LARGEST_EXPONENT = 700.0  # beyond it the perplexity is no finite float
+LARGEST_EXPONENT = 700.0  # `exp` of a larger loss would exceed the range of floats
 
 
 def collect_results(trainer: AttnResTrainer, recipe: Recipe) -> dict[str, Any]:
-    """Collect the numbers of a run from its log. Measure the held-out loss, if the log has none of the last step.
+    """Collect the numbers of a run from its log. Measure the held-out loss if the log has none for the last step.
 
     Args:
         trainer: The trainer, whose training has ended.
@@ -61,7 +61,7 @@ def collect_results(trainer: AttnResTrainer, recipe: Recipe) -> dict[str, Any]:
 
 
 def describe_results(results: Mapping[str, Any], out: Path) -> str:
-    """Return the line that ends a finished run.
+    """Return the last line of a finished run.
 
     Args:
         results: The results of [`collect_results`].
@@ -76,7 +76,7 @@ def describe_results(results: Mapping[str, Any], out: Path) -> str:
 
 
 def _loss_at_start(results: Mapping[str, Any]) -> float | None:
-    """Return the held-out loss before the first step; a resumed run may not have it."""
+    """Return the held-out loss before the first step; `None` if the log has none."""
     return next((loss for step, loss in results["held_out_losses"] if step == 0), None)
 
 
@@ -91,7 +91,7 @@ def write_run(
         trainer: The trainer, whose training has ended.
         tokenizer: The tokenizer of the run.
         recipe: The recipe of the run.
-        name: The recipe's name, where it comes with `attnres`.
+        name: The recipe's name if it comes with `attnres`, else empty.
         results: The results of [`collect_results`].
 
     Raises:
@@ -101,40 +101,42 @@ def write_run(
         _write_files(trainer, tokenizer, recipe, name, results)
     except (OSError, RuntimeError, SafetensorError) as error:
         if is_lost_connection(error):
-            raise  # another process has failed, and says why
+            raise  # another process has failed, and reports why
         raise OSError(
             f"the results of the run could not be written to {Path(recipe.out)}: {why_not_written(error)}. Its "
-            "checkpoints are there: the same command goes on from the last one."
+            "checkpoints are there: the same command resumes from the last one."
         ) from error
 
 
 def _write_files(
     trainer: AttnResTrainer, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, name: str, results: dict[str, Any]
 ) -> None:
+    """Write the files of [`write_run`], which explains the errors."""
     out, is_main = Path(recipe.out), trainer.is_world_process_zero()
-    kind = ADAPTER if recipe.lora is not None else MODEL
-    # The model is whole before it gets its name, so that a run that is killed leaves no half-written one.
-    stage = out / f".{kind}.partial"
+    kind, marker = (MODEL, "config.json") if recipe.lora is None else (ADAPTER, "adapter_config.json")
+    write_card_to = partial(
+        write_training_card, recipe=recipe, name=name, results=results, processes=trainer.args.world_size
+    )
+    with contextlib.ExitStack() as stack:
+        stage = out / f".{kind}.partial"  # the temporary directory that `atomic_directory` makes
+        if is_main:
+            # A run that was killed before it wrote `results.json` may have left a model, which this one replaces.
+            stack.enter_context(atomic_directory(out / kind, overwrite=True, marker=marker))
+        trainer.accelerator.wait_for_everyone()
+        trainer.save_model(str(stage))  # all processes: a divided model is gathered from them
+        trainer.accelerator.wait_for_everyone()
+        if is_main:
+            (stage / "training_args.bin").unlink(missing_ok=True)
+            tokenizer.save_pretrained(stage)
+            if kind == MODEL:
+                write_card_to(stage, trainer.accelerator.unwrap_model(trainer.model))
     if is_main:
-        shutil.rmtree(stage, ignore_errors=True)
-    trainer.accelerator.wait_for_everyone()
-    trainer.save_model(str(stage))  # all processes: a divided model is gathered from them
-    trainer.accelerator.wait_for_everyone()
-    if is_main:
-        (stage / "training_args.bin").unlink(missing_ok=True)
-        tokenizer.save_pretrained(stage)
-        write_training = partial(
-            write_training_card, recipe=recipe, name=name, results=results, processes=trainer.args.world_size
-        )
-        if kind == MODEL:
-            write_training(stage, trainer.accelerator.unwrap_model(trainer.model))
-        shutil.rmtree(out / kind, ignore_errors=True)
-        stage.rename(out / kind)
         if recipe.lora is not None and recipe.merge:
-            merged = trainer.model.merge_and_unload()
-            merged.save_pretrained(out / MODEL)
-            tokenizer.save_pretrained(out / MODEL)
-            write_training(out / MODEL, merged)
+            with atomic_directory(out / MODEL, overwrite=True, marker="config.json") as stage:
+                merged = trainer.model.merge_and_unload()
+                merged.save_pretrained(stage)
+                tokenizer.save_pretrained(stage)
+                write_card_to(stage, merged)
         curves = {"training": results["training_loss"], "held out": results["held_out_losses"]}
         plot_loss_curves({label: points for label, points in curves.items() if points}, out / CURVE)
         atomic_write(out / RESULTS, json.dumps(results, indent=2) + "\n")
@@ -144,13 +146,13 @@ def _write_files(
 def write_training_card(
     folder: Path, model: PreTrainedModel, recipe: Recipe, name: str, results: Mapping[str, Any], processes: int
 ) -> None:
-    """Write the card of the model that a run has saved. A standard decoder, which is not of this family, gets none.
+    """Write the card of the model that a run has saved, if the model is of this family.
 
     Args:
         folder: The folder of the saved model.
         model: The trained model.
         recipe: The recipe of the run.
-        name: The recipe's name, where it comes with `attnres`.
+        name: The recipe's name if it comes with `attnres`, else empty.
         results: The results of [`collect_results`].
         processes: How many processes trained.
     """

@@ -1,7 +1,7 @@
 """The folder of a run: which run owns it, and whether a run may begin or resume there.
 
 Three files keep one run's checkpoints from another's: `.lock` while a process trains, `recipe.yaml` with the settings,
-and `data.json` with digests of data and model. A run that would mix two of them stops with an error.
+and `data.json` with digests of data and model. A run that would continue another run's checkpoints is refused.
 """
 
 import json
@@ -16,17 +16,19 @@ from attnres.utils.files import atomic_write, locked
 from .recipe import Recipe, read_recipe, write_recipe
 
 RECIPE, RESULTS, DATA, LOCK = "recipe.yaml", "results.json", "data.json", ".lock"
-# What a killed run leaves half-written: checkpoints, the model, and the whole model that was to be divided.
-HALF_WRITTEN = (".partial*", ".*.partial", ".start")
+PARTIAL = ".partial-"  # the prefix of a folder that a checkpoint is written into
+START = ".start"  # the folder of a whole model that is about to be divided
+# Folders that a killed run may leave half-written, the second of them by `atomic_directory`.
+HALF_WRITTEN = (f"{PARTIAL}*", ".*.partial", START)
 # Settings that may change when a run is resumed.
-FREE = ("log_every", "save_every", "keep", "micro_batch_size")
+MAY_CHANGE = ("log_every", "save_every", "keep", "micro_batch_size")
 
 
 def check_folder(out: Path) -> None:
     """Raise if no run can begin or resume in `out`.
 
     Raises:
-        FileExistsError: `out` holds a finished run or something else.
+        FileExistsError: `out` is a file, or holds a finished run or other files.
         ValueError: The recipe in `out` is damaged.
     """
     if (out / RESULTS).exists():
@@ -38,22 +40,23 @@ def check_folder(out: Path) -> None:
 
 
 def _is_run_folder(out: Path) -> bool:
-    """Return whether a run made this folder. A recipe that a person wrote, beside other files, looks different."""
+    """Return whether a run made this folder."""
     if not (out / RECIPE).exists():
         return False
     if any(out.glob("checkpoint-*")):
         return True
+    # A run writes every key in a fixed order. A recipe that a person wrote, beside other files, looks different.
     text = (out / RECIPE).read_text(encoding="utf-8", errors="replace")
-    return write_recipe(_recipe_of(out)) == text
+    return write_recipe(_read_run_recipe(out)) == text
 
 
-def _recipe_of(out: Path) -> Recipe:
-    """Return the recipe that a run has written into its folder. Raise ValueError if the file is not a recipe."""
+def _read_run_recipe(out: Path) -> Recipe:
+    """Read the recipe that a run has written into its folder. Raise ValueError if the file is not a recipe."""
     try:
         return read_recipe(out / RECIPE)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{out / RECIPE} is not the recipe of a run ({str(error).rstrip('.')}). Restore it to go on with that run, "
+            f"{out / RECIPE} is not the recipe of a run ({str(error).rstrip('.')}). Restore it to resume that run, "
             "or choose another `out`."
         ) from error
 
@@ -70,7 +73,8 @@ def hold_folder(out: Path, recipe: Recipe) -> Iterator[None]:
         recipe: The recipe of the run.
 
     Raises:
-        FileExistsError: Another process trains into `out`, or `out` holds another run or something else.
+        FileExistsError: Another process trains into `out`, or `out` is a file or holds another run or other files.
+        ValueError: The recipe in `out` is damaged.
         OSError: `out` cannot be made or written.
     """
     check_folder(out)
@@ -93,18 +97,18 @@ def hold_folder(out: Path, recipe: Recipe) -> Iterator[None]:
 
 
 def _claim(out: Path, recipe: Recipe) -> None:
-    """Write the recipe into the folder of its run. Raise FileExistsError or ValueError if another run's is there."""
+    """Write the recipe into the folder of its run. Raise FileExistsError if the folder holds another run."""
+    # Here, since the command line calls `check_folder` before it imports PyTorch.
     from transformers.trainer_utils import get_last_checkpoint
 
-    check_folder(out)
+    check_folder(out)  # again, since another process may have used the folder before this one locked it
     if (out / RECIPE).exists() and get_last_checkpoint(str(out)):
-        before = _recipe_of(out)
-        differing = [name for name in vars(recipe) if getattr(before, name) != getattr(recipe, name)]
-        if differing := [name for name in differing if name not in FREE]:
-            name = differing[0]
+        before = _read_run_recipe(out)
+        names = (name for name in vars(recipe) if name not in MAY_CHANGE)
+        if name := next((name for name in names if getattr(before, name) != getattr(recipe, name)), None):
             raise FileExistsError(
                 f"{out} holds a run with {name} {getattr(before, name)!r}, not {getattr(recipe, name)!r}. "
-                "Choose another `out`, or go on with the recipe as it was."
+                "Choose another `out`, or resume with the recipe as it was."
             )
     atomic_write(out / RECIPE, write_recipe(recipe))
 
@@ -129,13 +133,14 @@ def check_data(out: Path, digests: Mapping[str, str], is_resumed: bool) -> None:
             before = None
         if not isinstance(before, dict):
             raise ValueError(
-                f"{path} is damaged, so that changed data would go unnoticed. Restore it, or remove it to go on "
+                f"{path} is damaged, so that changed data would go unnoticed. Restore it, or remove it to resume "
                 "without that check."
             )
+        # A key that the record lacks cannot be compared.
         if changed := [f"`{name}`" for name in digests if before.get(name, digests[name]) != digests[name]]:
             verb = "have" if len(changed) > 1 else "has"
             raise FileExistsError(
-                f"{' and '.join(changed)} {verb} changed since the run in {out} began: going on would train another "
+                f"{' and '.join(changed)} {verb} changed since the run in {out} began: resuming would train another "
                 "model. Put it back as it was, or choose another `out`."
             )
         return

@@ -1,4 +1,4 @@
-"""Training of one model on packed token blocks, without a recipe, and its held-out loss for each sequence.
+"""Train one model on packed token blocks, without a recipe, and measure its held-out loss for each sequence.
 
 The demo and the experiments compare models by such runs.
 """
@@ -74,15 +74,15 @@ def train(
             step.
         callbacks: Other callbacks of the `Trainer`.
         work: A folder for the checkpoints of this run alone. A run that was stopped resumes from the last complete one.
-        save_seconds: The least time between checkpoints. They are made where a point of the loss ends, so that a
-            resumed run returns the same points as one that was not stopped.
+        save_seconds: The least seconds between checkpoints. A checkpoint is made only where a point of the loss ends,
+            so that a resumed run returns the same points as a run that was not stopped.
         arguments: Fields of `TrainingArguments`, such as `bf16` or `torch_compile`.
 
     Returns:
         The training loss as points (step, mean over the steps since the point before), in nats/token.
 
     Raises:
-        ValueError: `work` holds a checkpoint of a run of another length.
+        ValueError: `work` holds a checkpoint of a run with another number of steps.
     """
     with _folder(work) as folder:
         arguments = TrainingArguments(
@@ -91,8 +91,8 @@ def train(
             per_device_train_batch_size=run.batch_size,
             max_grad_norm=1.0,
             logging_steps=max(1, run.steps // 50),
-            logging_nan_inf_filter=False,  # it would show a loss of 0 where the model diverged
-            save_strategy="no",  # by the clock instead
+            logging_nan_inf_filter=False,  # it would show a loss of 0 when the model diverges
+            save_strategy="no",  # `_Progress` saves by the clock instead
             save_total_limit=1,
             report_to="none",
             disable_tqdm=True,
@@ -123,6 +123,7 @@ def train(
 
 @contextmanager
 def _folder(work: Path | None) -> Iterator[Path]:
+    """Make the folder of the checkpoints: `work`, or a temporary one."""
     if work is None:
         with tempfile.TemporaryDirectory() as scratch:
             yield Path(scratch)
@@ -132,11 +133,11 @@ def _folder(work: Path | None) -> Iterator[Path]:
 
 
 def _checkpoint(folder: Path, run: Run) -> str | None:
-    """Return the checkpoint to resume from. Raise ValueError if it is of a run of another length."""
+    """Return the checkpoint to resume from. Raise ValueError if its run has another number of steps."""
     checkpoint = last_whole_checkpoint(folder)
     if checkpoint and (steps := json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_text())["max_steps"]) != run.steps:
         raise ValueError(
-            f"{checkpoint} is of a run of {steps} steps, not {run.steps}: choose another folder, or empty it."
+            f"{checkpoint} belongs to a run of {steps} steps, not {run.steps}: choose another folder, or empty it."
         )
     return checkpoint
 
@@ -177,7 +178,7 @@ def sequence_losses(model: PreTrainedModel, blocks: Tensor, batch_size: int = 16
 
 class _Trainer(ResumableTrainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        # Resuming reads the model's names of tensors, so a checkpoint has these, not those of a published layout.
+        # A checkpoint has the model's own names of tensors, since resuming does not read a published layout.
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         model.save_pretrained(output_dir, state_dict=state_dict, save_original_format=False)
 

@@ -23,7 +23,7 @@ PADDING = "<|pad|>"
 
 
 def python_sources(max_characters: int) -> list[str]:
-    """Return the modules of Python's standard library in a fixed order, until they have so many characters."""
+    """Return modules of Python's standard library in a fixed order, until they have `max_characters` characters."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "test", "tests", "encodings"}  # `encodings` holds tables of characters
     paths = [path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)]
@@ -72,17 +72,17 @@ def open_tokenizer(source: str, remedy: str = "") -> PreTrainedTokenizerBase:
 
     Args:
         source: The directory or Hub id of the tokenizer.
-        remedy: The end of the error message: how you can name another tokenizer, as for [`load_tokenizer`].
+        remedy: The end of the error message, which says how to name another tokenizer, as for [`load_tokenizer`].
 
     Returns:
         The tokenizer.
 
     Raises:
-        OSError: `source` is not a directory, and the Hub does not give it.
+        OSError: `source` is neither a directory nor a tokenizer that the Hub gives.
         ValueError: The tokenizer does not load, or has no end-of-text token.
     """
     tokenizer = load_tokenizer(source, remedy=remedy)
-    # What a run writes must not refer to code that came with the tokenizer and did not run.
+    # Code that came with the tokenizer was not run, so the saved tokenizer must not refer to it.
     tokenizer.init_kwargs.pop("auto_map", None)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {source} has no end-of-text token; set its `eos_token`.")

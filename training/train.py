@@ -1,7 +1,7 @@
-"""A training run by a recipe: prepare, train, report. In one process or under `accelerate launch`.
+"""Run a recipe: prepare, train, report.
 
-attnres train RECIPE [key=value ...]
-accelerate launch [--config_file FILE] -m attnres train RECIPE [key=value ...]
+One process runs it by `attnres train RECIPE [key=value ...]`, and several processes by
+`accelerate launch [--config_file FILE] -m attnres train RECIPE [key=value ...]`.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from .prepare import (
     prepare_data,
     prepare_model,
     prepare_tokenizer,
-    set_length,
+    set_steps,
 )
 from .recipe import Recipe
 from .report import collect_results, describe_results, write_run
@@ -46,20 +46,21 @@ def run_train(recipe: Recipe, name: str = "") -> dict[str, Any]:
     """Train by the recipe into its folder `out`. Resume from the last checkpoint there, if the run was stopped.
 
     Args:
-        recipe: Everything that decides the run.
-        name: The recipe's name, where it is one of those that come with `attnres`.
+        recipe: The recipe of the run.
+        name: The recipe's name if it comes with `attnres`, else empty.
 
     Returns:
         The content of `results.json`.
 
     Raises:
-        FileExistsError: `out` holds something else, the run of another recipe or on other data, or is in use.
+        FileExistsError: `out` is in use, or holds a finished run, a run with another recipe or other data, or other
+            files.
         FloatingPointError: The loss is not finite.
         OSError, ValueError: A model, data set or value cannot be used, or a checkpoint cannot be written.
-        RuntimeError: A division of the model was asked for, and is not made here.
-        SystemExit: The run was terminated; its checkpoint is written.
+        RuntimeError: The model cannot be divided on this machine as the settings require.
+        SystemExit: SIGTERM stopped the run, after it had saved a checkpoint.
     """
-    # Without being told, accelerate does not join processes on CPUs.
+    # accelerate joins processes on CPUs only if `cpu` is set.
     cpu = not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
     state = PartialState(cpu=cpu)
     if recipe.lora is not None:
@@ -68,11 +69,11 @@ def run_train(recipe: Recipe, name: str = "") -> dict[str, Any]:
     division = read_division(recipe.distributed, state.num_processes)
     with quiet_transformers():
         arguments = prepare_arguments(recipe, state, division)
-    with contextlib.ExitStack() as folder:
-        # The first process takes the folder before the others look at it.
+    with contextlib.ExitStack() as stack:
+        # Only the first process holds the folder, and it does so before the others look for a checkpoint there.
         with state.main_process_first():
             if state.is_main_process:
-                folder.enter_context(hold_folder(Path(recipe.out), recipe))
+                stack.enter_context(hold_folder(Path(recipe.out), recipe))
         return _train_in_folder(recipe, name, state, division, arguments)
 
 
@@ -84,7 +85,7 @@ def _train_in_folder(
     checkpoint = get_last_checkpoint(str(out))
     if checkpoint is not None:
         check_checkpoint(Path(checkpoint))
-        arguments.eval_on_start = False  # the first part of the run has done it
+        arguments.eval_on_start = False  # the run measured this loss when it began
     set_seed(recipe.seed)
 
     # The first process tokenises; the others then find its tokens in the cache.
@@ -96,7 +97,7 @@ def _train_in_folder(
         train, held_out, digests = prepare_data(recipe, tokenizer)
         if state.is_main_process:
             check_data(out, digests | identify_model(recipe), is_resumed=checkpoint is not None)
-    set_length(arguments, recipe, train)
+    set_steps(arguments, recipe, train)
 
     with quiet_transformers():
         model = prepare_model(recipe, tokenizer, division, checkpoint)
@@ -112,7 +113,7 @@ def _train_in_folder(
             processes = describe_division(trainer, division)
             print("\n".join(describe_run(recipe, model, train, held_out, arguments.device, processes)), flush=True)
             if checkpoint:
-                print(f"Going on from {checkpoint}.", flush=True)
+                print(f"Resuming from {checkpoint}.", flush=True)
         try:
             with contextlib.closing(display):
                 trainer.train(resume_from_checkpoint=checkpoint)
@@ -122,7 +123,7 @@ def _train_in_folder(
             raise
         if trainer.stopping.received:
             if state.is_main_process:
-                print(f"Stopped after step {trainer.state.global_step}. The same command goes on from there.")
+                print(f"Stopped after step {trainer.state.global_step}. The same command resumes from there.")
             sys.exit(TERMINATED)
         results = collect_results(trainer, recipe)
         write_run(trainer, tokenizer, recipe, name, results)
@@ -132,11 +133,11 @@ def _train_in_folder(
 
 
 def _describe_interruption(out: Path, steps: int) -> str:
-    """Return the line that ends a run which Ctrl-C stopped after so many steps."""
-    checkpoint = get_last_checkpoint(str(out))
+    """Return the last line of a run that Ctrl-C stopped after `steps` steps."""
+    stopped, checkpoint = f"Stopped after {counted(steps, 'step')}", get_last_checkpoint(str(out))
     if checkpoint is None:
-        return f"Stopped after {counted(steps, 'step')}, before the first checkpoint: the same command begins anew."
-    return f"Stopped after {counted(steps, 'step')}. Saved is {checkpoint}: the same command goes on from there."
+        return f"{stopped}, before the first checkpoint: the same command begins anew."
+    return f"{stopped}. The last checkpoint is {checkpoint}: the same command resumes from there."
 
 
 __all__ = ["run_train"]

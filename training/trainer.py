@@ -1,8 +1,12 @@
 """`transformers.Trainer` for a recipe, with checkpoints that are either complete or absent.
 
-It adds to `Trainer`: the optimizer and schedule of the recipe; a checkpoint is written under another name and renamed;
-SIGTERM saves a checkpoint and stops; a loss that is not finite stops the run and names the documents; the held-out loss
-is a mean over tokens; the log has the expert load, tokens/s and the depth attention.
+It differs from `Trainer` as follows:
+
+- The recipe decides the optimizer and the schedule.
+- A checkpoint is written under another name and then renamed. SIGTERM saves a checkpoint and stops the run.
+- A loss that is not finite stops the run, and the error names the documents.
+- The held-out loss is a mean over tokens.
+- The log has the load of the experts, tokens/s and the depth attention.
 """
 
 import os
@@ -38,8 +42,8 @@ from .held_out import ROW, NumberedRows, TokenMean
 from .monitor import Monitor
 from .optimizer import build_optimizer, build_schedule
 from .recipe import Recipe
+from .run_folder import PARTIAL
 
-PARTIAL = ".partial-"  # begins the name of a folder that a checkpoint is written into
 OPTIMIZER = "optimizer"  # the folder of a divided model's optimizer in a checkpoint
 
 
@@ -50,7 +54,7 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         rows: The rows.
 
     Returns:
-        `input_ids`, `labels` and, where the rows have them, `position_ids`, int64 `[batch, seq]`; the rows' numbers
+        `input_ids`, `labels` and, if the rows have them, `position_ids`, int64 `[batch, seq]`; the rows' numbers
         `[batch]`, for held-out data; and `documents`, the places of each row.
     """
     names = [name for name in ("input_ids", "labels", "position_ids") if name in rows[0]]
@@ -66,7 +70,7 @@ class AttnResTrainer(ResumableTrainer):
     Args:
         model: The model, whole or divided among the processes by `transformers`.
         recipe: The recipe of the run.
-        arguments: Its translation by [`attnres.training.prepare.prepare_arguments`].
+        arguments: The arguments that [`attnres.training.prepare.prepare_arguments`] makes from the recipe.
         options: Other arguments of `Trainer`, such as the data sets.
 
     Attributes:
@@ -75,7 +79,7 @@ class AttnResTrainer(ResumableTrainer):
         divided: Whether `transformers` has divided the model among the processes.
 
     Raises:
-        ValueError: The recipe asks to keep documents apart, and the model cannot.
+        ValueError: The recipe sets `separate_documents`, and the model cannot keep documents apart.
         FloatingPointError: From `train`: the loss is not finite.
         OSError: From `train`: a checkpoint cannot be written. The one before it stays.
     """
@@ -85,7 +89,7 @@ class AttnResTrainer(ResumableTrainer):
             _check_separable(model, recipe)
         self.recipe = recipe
         self.stopping = StopOnSignal(self)
-        self._saving_in: str | None = None
+        self._saving_in: str | None = None  # the folder that a checkpoint is being written into
         callbacks = [Monitor(), ExpertBalance(recipe.expert_balancing), self.stopping]
         # The warning is about changing a layer's output in place, which nothing here does.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -96,8 +100,8 @@ class AttnResTrainer(ResumableTrainer):
         if options.get("eval_dataset") is not None:
             options["eval_dataset"] = NumberedRows(options["eval_dataset"])
         super().__init__(model, arguments, data_collator=self._collate, callbacks=callbacks, **options)
-        # A random name for the folder that checkpoints are written into, the same in all processes of this run. So a
-        # process that outlives its run cannot write into a checkpoint of the next one.
+        # A random part of the name of that folder, the same in all processes of this run. So a process that outlives
+        # its run cannot write into a checkpoint of the next one.
         self._run_id: str = broadcast_object_list([secrets.token_hex(4)])[0]
 
     def _collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -106,7 +110,7 @@ class AttnResTrainer(ResumableTrainer):
         check_token_ids(batch["input_ids"], self.model, f"the data ({'; '.join(batch['documents'])})")
         return batch
 
-    # The optimizer and the schedule. `Trainer` calls both methods, also more than once.
+    # The optimizer and the schedule. `Trainer` may call these methods more than once.
 
     def create_optimizer(self, model: PreTrainedModel | None = None) -> torch.optim.Optimizer:
         """Make the optimizer of the recipe, as `Trainer` calls it."""
@@ -141,7 +145,7 @@ class AttnResTrainer(ResumableTrainer):
     def _hold_back(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
         """Set the rate of all but the residual tensors to 0 in the first `steps`.
 
-        Every engine that divides models supports this. Not all of them can freeze parameters for a part of a run.
+        Freezing these parameters would be simpler, but not every engine that divides models can do so during a run.
         """
         if not steps:
             return
@@ -150,7 +154,7 @@ class AttnResTrainer(ResumableTrainer):
             if not any(id(parameter) in residual for parameter in group["params"]):
                 factor = self.lr_scheduler.lr_lambdas[i]
                 self.lr_scheduler.lr_lambdas[i] = lambda step, factor=factor: 0.0 if step < steps else factor(step)
-                group["lr"] = 0.0
+                group["lr"] = 0.0  # the schedule has set the rate of the first step already
 
     # The training loss
 
@@ -189,7 +193,7 @@ class AttnResTrainer(ResumableTrainer):
     def evaluation_loop(self, *arguments: Any, metric_key_prefix: str = "eval", **options: Any) -> EvalLoopOutput:
         """Return what `Trainer` returns, with the loss as the mean over the tokens of all rows, in nats/token.
 
-        It is the plain loss also where training smoothes labels, so that its exponential is the perplexity.
+        It is the plain loss also if training smoothes labels, so that its exponential is the perplexity.
         """
         self._held_out = TokenMean()
         output = super().evaluation_loop(*arguments, metric_key_prefix=metric_key_prefix, **options)
@@ -203,7 +207,7 @@ class AttnResTrainer(ResumableTrainer):
         return self._saving_in or super()._get_output_dir(trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Write the weights: of a checkpoint as resuming reads them, else whole and in the published layout."""
+        """Write the weights: for a checkpoint as resuming reads them, else as a whole model in the published layout."""
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         if not isinstance(model, PreTrainedModel):
             return super()._save(output_dir, state_dict)
@@ -213,11 +217,11 @@ class AttnResTrainer(ResumableTrainer):
             state_dict = model.gather_sharded_state_dict_for_save(
                 model, model.state_dict(), division, save_on_this_rank=is_main
             )
-            model.config.distributed_config = None  # the file is to hold a whole model
+            model.config.distributed_config = None  # since the files hold a whole model
         if state_dict is not None:
             # Gathering copies tied weights, and `save_pretrained` does not see that the copies are tied.
             state_dict = {name: state_dict[name] for name in state_dict if name not in model.all_tied_weights_keys}
-        # Resuming reads the model's names of tensors, so a checkpoint has these, not those of a published layout.
+        # A checkpoint has the model's own names of tensors, since resuming does not read a published layout.
         model.save_pretrained(
             output_dir,
             state_dict=state_dict,
@@ -243,14 +247,14 @@ class AttnResTrainer(ResumableTrainer):
                 self._save_rng_state(folder)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
-                (folder,) = Path(self._saving_in).iterdir()
+                (folder,) = Path(self._saving_in).iterdir()  # `checkpoint-N`
                 shutil.rmtree(run / folder.name, ignore_errors=True)
-                # Without this a machine that loses its power could leave a checkpoint with empty files.
+                # Otherwise a machine that loses its power could leave a checkpoint with empty files.
                 _flush(folder)
                 folder.rename(run / folder.name)
         except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
             if is_lost_connection(error):
-                raise  # another process has failed, and says why
+                raise  # another process has failed, and reports why
             last = get_last_checkpoint(str(run))
             raise OSError(
                 f"the checkpoint of step {self.state.global_step} could not be written: {why_not_written(error)}. "
@@ -286,13 +290,13 @@ class AttnResTrainer(ResumableTrainer):
 
 
 def _check_separable(model: PreTrainedModel, recipe: Recipe) -> None:
-    """Raise ValueError if the model would let documents of one row see each other, without an error."""
+    """Raise ValueError if the model would silently let documents of one row attend to each other."""
     config = model.config.get_text_config()
-    # A private name, but the one by which `transformers` knows models with a state beside their keys and values.
+    # A private name, by which `transformers` marks models with a state beside their keys and values.
     if getattr(model, "_is_stateful", False) and not isinstance(config, ResidualConfig):
         raise ValueError(
-            f"`separate_documents` of the recipe cannot be: the layers of {config.model_type} carry a state from one "
-            "document to the next. Retrofit a Kimi Linear model (retrofit={}), or leave `separate_documents` out."
+            f"`separate_documents` of the recipe must be false: the layers of {config.model_type} carry a state from "
+            "one document to the next. Retrofit a Kimi Linear model (retrofit={}), or leave `separate_documents` out."
         )
     if is_flash_attention_requested(config) and recipe.micro_batch_size > 1:
         raise ValueError(
@@ -325,7 +329,7 @@ class StopOnSignal(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Begin to listen for SIGTERM."""
-        self._before = signal.signal(signal.SIGTERM, self._receive)
+        self._previous_handler = signal.signal(signal.SIGTERM, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = True
@@ -339,5 +343,5 @@ class StopOnSignal(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args, state, control, **kwargs):
-        """Restore the handler that was there before."""
-        signal.signal(signal.SIGTERM, self._before)
+        """Restore the previous handler of SIGTERM."""
+        signal.signal(signal.SIGTERM, self._previous_handler)

@@ -1,4 +1,4 @@
-"""Helpers for the tests of blocks: texts, loading them, and computing the expected blocks."""
+"""Helpers for the tests of blocks: make texts, load them, and compute the expected blocks."""
 
 import json
 import random
@@ -12,6 +12,7 @@ WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine",
 
 
 def write(path: str, texts: list[str]) -> str:
+    """Write texts as JSON Lines, and return the path."""
     Path(path).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
 
@@ -38,7 +39,7 @@ def rows(blocks) -> list[list[int]]:
 
 
 def stream_of(texts: list[str], tokenizer) -> list[int]:
-    """Return the tokens of all texts, each with one end-of-text token, also if the tokenizer or the text has set it."""
+    """Return the tokens of all texts. Each text ends with exactly one end-of-text token."""
     end, stream = tokenizer.eos_token_id, []
     for text in texts:
         ids = tokenizer(text)["input_ids"]
@@ -47,4 +48,5 @@ def stream_of(texts: list[str], tokenizer) -> list[int]:
 
 
 def cut(stream: list, length: int) -> list[list[int]]:
+    """Cut a stream into blocks, without its incomplete end."""
     return [stream[start : start + length] for start in range(0, len(stream) - length + 1, length)]

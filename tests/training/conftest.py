@@ -1,4 +1,4 @@
-"""Fixtures for the tests of data."""
+"""Fixtures for the tests of training."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def tokenizer():
 
 @pytest.fixture
 def tokenised(monkeypatch) -> list[str]:
-    """Return a list that gets an entry each time that documents are tokenised."""
+    """Return a list that gets an entry whenever documents are tokenised."""
     calls, batches = [], Encoder.batches
 
     def counting(self, documents):

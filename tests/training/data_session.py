@@ -1,7 +1,7 @@
 """A process that loads blocks, for tests of the shared cache: `data_session.py FILE TOKENIZER CACHE LOG HOW`.
 
-It writes a line to LOG when it tokenises, and prints a digest of the blocks. HOW is `slow`, to tokenise slowly, or
-`die`, to be killed while it tokenises.
+It writes a line to LOG when it tokenises, and prints a digest of the blocks. With HOW `slow` it tokenises slowly; with
+`die` it is killed while it tokenises.
 """
 
 import hashlib

@@ -1,6 +1,7 @@
 """Run `attnres train` on CPUs as if they were GPUs: `many_devices_session.py train RECIPE [key=value ...]`.
 
-accelerate uses FSDP2 and tensor parallelism on GPUs only, although both run on CPUs. Here it takes CPUs for GPUs.
+accelerate uses FSDP2 and tensor parallelism on GPUs only, although both run on CPUs. This session makes it treat CPUs
+as GPUs.
 """
 
 from accelerate import PartialState

@@ -1,4 +1,4 @@
-"""Helpers for the tests of training: runs of a plain `Trainer`, results of a run, and sizes of a model's inputs."""
+"""Helpers for the tests of training: train with a plain `Trainer`, read results, and measure a model's inputs."""
 
 import json
 import subprocess
@@ -23,10 +23,12 @@ def uneven_rows() -> list[dict[str, Any]]:
 
 
 def results(out: Path) -> dict:
+    """Read `results.json` of a run."""
     return json.loads((out / "results.json").read_text())
 
 
 def wait_for(path: Path, process: subprocess.Popen) -> None:
+    """Wait until a running process has made a file or folder."""
     while not path.exists():
         assert process.poll() is None
         time.sleep(0.01)
@@ -55,7 +57,7 @@ def train(
 def sizes_by_hooks(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Return the root mean square of the input of each sublayer and of the output, by depth.
 
-    It is measured at the norms: at their input, or at the output of the norms that PostNorm puts before a sublayer.
+    Hooks on the norms measure it: at a norm's input, or, with PostNorm, at the output of a norm before a sublayer.
     """
     sizes = []
 

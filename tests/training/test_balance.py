@@ -1,4 +1,4 @@
-"""Expert balancing: the update, which forward passes count, and whether the load evens out over a run."""
+"""Expert balancing: the update, the forward passes that count, and the load over a run."""
 
 import copy
 from functools import partial
@@ -20,7 +20,8 @@ loads = st.lists(st.integers(0, 10**9), min_size=2, max_size=12).filter(any).map
 
 def train(model, folder, *callbacks, steps=1, learning_rate=0.0, blocks=BLOCKS, checkpoint=None, **options):
     """Train on all `blocks` in every step, by default in four micro-batches of two."""
-    model.save_pretrained = partial(model.save_pretrained, save_original_format=False)  # the names a Trainer resumes by
+    # `Trainer` resumes by the model's own names of tensors.
+    model.save_pretrained = partial(model.save_pretrained, save_original_format=False)
     arguments = TrainingArguments(
         folder,
         max_steps=steps,
@@ -74,7 +75,7 @@ def test_the_update_raises_experts_below_the_mean_and_lowers_those_above(load, r
 
 
 @given(loads)
-def test_the_measures_are_extreme_for_even_and_for_collapsed_loads_only(load):
+def test_the_measures_are_extreme_for_even_and_for_collapsed_loads(load):
     violation, entropy = load_balance(load)
     assert -1e-6 <= violation <= len(load) - 1 + 1e-5
     assert -1e-6 <= entropy <= 1 + 1e-6
@@ -160,7 +161,7 @@ def test_a_module_that_does_not_return_the_experts_it_chose_is_named(tiny_model,
         train(model, tmp_path, ExpertBalance())
 
 
-def test_a_model_whose_routers_do_not_run_is_an_error(tiny_model, tmp_path):
+def test_a_model_in_which_no_router_runs_is_an_error(tiny_model, tmp_path):
     model = tiny_model()
     model.unused = copy.deepcopy(model.model.layers[1].mlp.gate)
     for layer in model.model.layers[1:]:
@@ -188,7 +189,7 @@ def test_the_bias_has_no_gradient_and_is_float32_in_a_bfloat16_model(tiny_model,
     assert moved.max() == pytest.approx(0.002, rel=1e-3)
 
 
-def test_compiled_models_are_counted_too(tiny_model, tmp_path):
+def test_the_load_of_a_compiled_model_is_counted(tiny_model, tmp_path):
     model = tiny_model(num_hidden_layers=2, layer_types=["full_attention"] * 2)
     expected = expected_biases(model, 0.25)
     torch._dynamo.reset()

@@ -43,7 +43,7 @@ LLAMA3 = r"""
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
 
-# Without a header for the assistant, whose turn begins where the user's ends. Turns must alternate.
+# Without a header for the assistant: its turn begins at the end of the user's. Turns must alternate.
 INSTRUCT = r"""
 {%- for message in messages %}
 {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
@@ -110,6 +110,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def with_template(tokenizer: PreTrainedTokenizerFast, template: str) -> PreTrainedTokenizerFast:
+    """Set the chat template of a tokenizer, and return the tokenizer."""
     tokenizer.chat_template = template
     return tokenizer
 
@@ -148,14 +149,14 @@ def test_labels_are_the_assistants_texts_and_the_ends_of_its_turns(tokenizer, na
     assume(name != "chatml, text marked" or any(turns[1::2]))
     encoded = encode_chat(tokenizer)({"messages": messages})
     assert encoded["input_ids"] == tokenizer.apply_chat_template(messages)["input_ids"]
-    # A mark around nothing marks nothing.
+    # The template marks no part for an empty answer.
     expected = [answer + end for answer in turns[1::2] if answer or name != "chatml, text marked"]
     assert parts(tokenizer, encoded) == expected
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, CHATML_MARKED_TEXT])
-def test_spaces_are_learned_where_a_tokenizer_gives_them_no_offsets(tokenizer, template):
-    """Return a tokenizer like those of GPT-2 and Llama 3, which leave spaces out of offsets."""
+def test_spaces_are_learned_also_if_the_tokenizer_gives_them_no_offsets(tokenizer, template):
+    """The tokenizers of GPT-2 and Llama 3 leave spaces out of the offsets."""
     trimmed = copy.deepcopy(with_template(tokenizer, template))
     begin = ("<|endoftext|>", trimmed.bos_token_id)
     trimmed.backend_tokenizer.post_processor = processors.Sequence(
@@ -175,8 +176,8 @@ def test_spaces_are_learned_where_a_tokenizer_gives_them_no_offsets(tokenizer, t
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, CHATML_MARKED_TEXT])
-def test_a_tokenizer_that_puts_spaces_before_words_learns_the_same_parts(template):
-    """Return a tokenizer like SentencePiece's (Llama 2, Mistral, Gemma): white space is part of the next word."""
+def test_the_parts_are_the_same_for_a_tokenizer_that_joins_spaces_to_the_next_word(template):
+    """SentencePiece's tokenizers (Llama 2, Mistral, Gemma) do so."""
     backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Sequence(
@@ -193,7 +194,7 @@ def test_a_tokenizer_that_puts_spaces_before_words_learns_the_same_parts(templat
     assert [part.lstrip() for part in parts(words, encoded)] == ["import os<|im_end|>", "sys 😀\n<|im_end|>"]
 
 
-def test_a_template_without_control_tokens_has_the_text_and_what_ends_it():
+def test_with_a_template_without_control_tokens_the_text_and_its_end_are_learned():
     # Two line breaks are one token at the end of the text, and two before the next turn.
     plain = with_template(train_tokenizer([*python_sources(20_000), *["\n\n"] * 1000], 400), PLAIN)
     assert len(plain("\n\n").input_ids) == 1 and len(plain("\n\n#").input_ids) == 3
@@ -205,9 +206,9 @@ def test_a_template_without_control_tokens_has_the_text_and_what_ends_it():
     assert [part.lstrip(" ") for part in parts(plain, encoded)] == ["<|endoftext|> is it.\n\n", "yes\n\n"]
 
 
-def test_nothing_to_learn_is_an_error(tokenizer):
+def test_a_conversation_with_nothing_to_learn_is_an_error(tokenizer):
     with_template(tokenizer, CHATML_MARKED_TEXT)
-    with pytest.raises(ValueError, match="leaves nothing of the assistant's turns"):
+    with pytest.raises(ValueError, match="renders no text of the assistant's turns"):
         encode_chat(tokenizer)({"messages": conversation("hi", "")})
 
 
@@ -252,11 +253,11 @@ def test_a_template_that_renders_earlier_turns_differently_is_an_error_with_the_
     with pytest.raises(ValueError, match=r"renders earlier messages differently.*\{% generation %\}") as raised:
         encode({"messages": messages})
     assert "\n" not in str(raised.value)
-    # Where the rendering differs only before the last turn, there is nothing to lose.
+    # A single turn has no earlier turn that could be rendered differently.
     assert parts(tokenizer, encode({"messages": messages[:2]})) == ["<think>easy</think>1<|im_end|>"]
 
 
-def test_marked_turns_are_found_where_thinking_is_dropped(tokenizer):
+def test_marked_turns_are_found_although_the_template_drops_earlier_thinking(tokenizer):
     marked = THINKING.replace("{{- message['content'] + '<|im_end|>\\n' }}", MARK)
     assert marked != THINKING
     with_template(tokenizer, marked)
@@ -272,7 +273,7 @@ MARK = (
 )
 
 
-def test_a_mark_that_no_end_of_turn_follows_does_not_take_in_the_next_turn(tokenizer):
+def test_a_mark_without_an_end_of_turn_token_does_not_reach_into_the_next_turn(tokenizer):
     template = CHATML_MARKED_TEXT.replace("{% endgeneration %}{{ '<|im_end|>\\n' }}", "{% endgeneration %}")
     assert template != CHATML_MARKED_TEXT
     with_template(tokenizer, template)
@@ -292,9 +293,9 @@ def test_a_tokenizer_without_a_template_is_refused_at_once(tokenizer):
         ([], "`messages` holds no messages"),
         ("hello", "`messages` holds no messages"),
         ([{"from": "human", "value": "hi"}], "message 0 of `messages` must be an object with a `role`"),
-        (conversation("hi"), "no turn of the assistant's, only of user"),
-        ([{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}], "only of human, gpt"),
-        (conversation("a", "b")[1:], "begins with a turn of the assistant's"),
+        (conversation("hi"), "no assistant turn, only turns of user"),
+        ([{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}], "only turns of human, gpt"),
+        (conversation("a", "b")[1:], "begins with an assistant turn"),
         (conversation("a") + conversation("b", "c"), "the chat template refuses .*: Roles must alternate: user, "),
         ([*conversation("a"), {"role": "assistant", "content": 3}], "the chat template refuses the conversation"),
     ],
@@ -306,7 +307,7 @@ def test_a_row_that_cannot_be_used_is_an_error_of_one_line(tokenizer, messages, 
     assert "\n" not in str(raised.value)
 
 
-def test_an_absent_column_is_an_error_and_another_name_is_read(tokenizer):
+def test_the_column_may_have_another_name_and_its_absence_is_an_error(tokenizer):
     with_template(tokenizer, CHATML)
     row = {"chat": conversation("hi", "hello")}
     assert parts(tokenizer, encode_chat(tokenizer, "chat")(row)) == ["hello<|im_end|>"]
@@ -314,7 +315,7 @@ def test_an_absent_column_is_an_error_and_another_name_is_read(tokenizer):
         encode_chat(tokenizer)(row)
 
 
-def test_chat_files_become_blocks_whose_labels_are_the_assistants(tokenizer, tmp_path):
+def test_the_labels_of_blocks_from_a_chat_file_are_the_assistants_text(tokenizer, tmp_path):
     with_template(tokenizer, CHATML)
     rows = [{"messages": conversation(f"question {i}", f"answer {i}")} for i in range(20)]
     rows.insert(3, {"messages": conversation("nobody answers")})
@@ -328,8 +329,8 @@ def test_chat_files_become_blocks_whose_labels_are_the_assistants(tokenizer, tmp
     assert len(tokenizer.decode(learned)) > 0.8 * len(answers)
 
 
-def test_the_encoder_hashes_alike_before_and_after_use(tokenizer):
-    """The cache of blocks identifies encoders by it."""
+def test_the_hash_of_an_encoder_does_not_change_when_it_is_used(tokenizer):
+    """The cache of blocks identifies an encoder by its hash."""
     with_template(tokenizer, CHATML)
     encode = encode_chat(tokenizer)
     before = Hasher.hash(encode)

@@ -29,14 +29,15 @@ def checkpoint(tmp_path) -> Path:
 
 
 def problem(folder: Path) -> str:
+    """Check a checkpoint that must be refused, and return the first part of the message."""
     with pytest.raises(ValueError) as caught:
         check_checkpoint(folder)
     assert "\n" not in str(caught.value)
-    assert f"so the run cannot go on from {folder}. Put the file back, or remove that folder" in str(caught.value)
+    assert f"so the run cannot resume from {folder}. Put the file back, or remove that folder" in str(caught.value)
     return str(caught.value).partition(",")[0]
 
 
-def test_a_whole_one_is_accepted(checkpoint):
+def test_a_whole_checkpoint_is_accepted(checkpoint):
     check_checkpoint(checkpoint)
 
 
@@ -48,7 +49,7 @@ def test_a_missing_file_is_named(name, checkpoint):
 
 @pytest.mark.parametrize("name", NEEDED)
 @pytest.mark.parametrize(
-    "damage, wanted",
+    "damage, message",
     [
         (lambda content: b"", "is empty"),
         (lambda content: content[:-1], "is broken"),
@@ -56,13 +57,13 @@ def test_a_missing_file_is_named(name, checkpoint):
     ],
     ids=["empty", "a byte short", "half"],
 )
-def test_a_file_that_is_not_whole_is_named(name: str, damage: Callable[[bytes], bytes], wanted: str, checkpoint):
+def test_a_file_that_is_cut_off_is_named(name: str, damage: Callable[[bytes], bytes], message: str, checkpoint):
     path = checkpoint / name
     path.write_bytes(damage(path.read_bytes()))
-    assert problem(checkpoint).startswith(f"{path} {wanted}")
+    assert problem(checkpoint).startswith(f"{path} {message}")
 
 
-def test_of_several_processes_each_has_its_random_state(checkpoint):
+def test_the_random_state_of_each_process_is_needed(checkpoint):
     (checkpoint / "rng_state.pth").rename(checkpoint / "rng_state_0.pth")
     for number in (1, 2):
         torch.save({}, checkpoint / f"rng_state_{number}.pth")
@@ -71,29 +72,29 @@ def test_of_several_processes_each_has_its_random_state(checkpoint):
     assert problem(checkpoint) == f"{checkpoint / 'rng_state_1.pth'} is missing"
 
 
-def test_of_several_files_of_weights_the_one_that_is_missing_is_named(checkpoint):
+def test_a_missing_shard_of_the_weights_is_named(checkpoint):
     (checkpoint / "model.safetensors").rename(checkpoint / "model-00001-of-00002.safetensors")
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
     assert problem(checkpoint) == f"{checkpoint / 'model-00002-of-00002.safetensors'} is missing"
 
 
-def test_other_engines_keep_the_optimizer_under_other_names(checkpoint):
+def test_the_optimizer_of_an_engine_that_divides_models_may_have_another_name(checkpoint):
     (checkpoint / "optimizer.pt").unlink()
     (checkpoint / "optimizer_0").mkdir()
     check_checkpoint(checkpoint)
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "3", '{"global_step": "x"}', '{"global_step": 4, "other": 1}'])
-def test_a_state_that_says_no_step_is_named(content, checkpoint):
+def test_a_trainer_state_without_a_step_is_named(content, checkpoint):
     path = checkpoint / "trainer_state.json"
     path.write_text(content)
-    assert problem(checkpoint) == f"{path} is broken (it does not say after which step)"
+    assert problem(checkpoint) == f"{path} is broken (its `global_step` is not a positive number)"
 
 
 @pytest.mark.parametrize("name", ARCHIVES)
 @pytest.mark.parametrize("start", [0, 0.25, 0.5])
-def test_a_file_of_right_length_with_damage_within_is_named(start, name, checkpoint):
+def test_a_damaged_file_of_the_right_length_is_named(start, name, checkpoint):
     path = checkpoint / name
     torch.save({"state": torch.ones(5000)}, path)
     content = bytearray(path.read_bytes())
@@ -104,7 +105,7 @@ def test_a_file_of_right_length_with_damage_within_is_named(start, name, checkpo
 
 
 @pytest.mark.parametrize("name", ARCHIVES)
-def test_an_archive_of_nothing_is_named(name, checkpoint):
+def test_an_empty_archive_is_named(name, checkpoint):
     zipfile.ZipFile(checkpoint / name, "w").close()
     assert problem(checkpoint) == f"{checkpoint / name} is broken (it does not hold what training writes there)"
 
@@ -115,13 +116,13 @@ class Hostile:
 
 
 @pytest.mark.parametrize("name", ARCHIVES)
-def test_a_file_of_code_is_named_and_not_run(name, checkpoint, in_tmp_path):
+def test_a_file_that_holds_code_is_named_and_the_code_does_not_run(name, checkpoint, in_tmp_path):
     torch.save({"state": Hostile()}, checkpoint / name)
     assert problem(checkpoint) == f"{checkpoint / name} is broken (it does not hold what training writes there)"
     assert not Path("ran").exists()
 
 
-def test_weights_that_are_all_zero_are_named(checkpoint):
+def test_a_file_of_weights_that_are_all_zero_is_named(checkpoint):
     path = checkpoint / "model.safetensors"
     save_file({"a": torch.zeros(50), "b": torch.zeros(())}, path)
     assert problem(checkpoint) == f"{path} is broken (it holds nothing but zeros)"

@@ -66,13 +66,13 @@ def test_a_block_names_the_rows_that_it_was_made_from(tokenizer):
         named = _expand(row["documents"])
         stream = [token for path in named for token in ids_of[path]]
         start = next(n for n in range(len(ids_of[named[0]])) if stream[n : n + 16] == row["input_ids"].tolist())
-        assert start + 16 > len(stream) - len(ids_of[named[-1]])  # the last that is named is in it, too
+        assert start + 16 > len(stream) - len(ids_of[named[-1]])  # the last document that is named is in it, too
         seen.update(named)
     assert len(seen) >= 59
 
 
 def _expand(documents: str) -> list[str]:
-    """`a.jsonl:1-2,7` -> `a.jsonl:1`, `a.jsonl:2`, `a.jsonl:7`."""
+    """Return one place per row: `a.jsonl:1-2,7` gives `a.jsonl:1`, `a.jsonl:2` and `a.jsonl:7`."""
     expanded = []
     for part in documents.split(" "):
         name, ranges = part.split(":")
@@ -90,7 +90,7 @@ def test_a_real_corpus_gives_the_blocks_of_its_stories(assets, tokenizer):
         assert torch.equal(torch.stack([row["input_ids"] for row in blocks]), expected)
 
 
-def test_a_document_begins_as_the_tokenizer_begins_it_and_ends_once(assets):
+def test_a_document_has_the_tokenizers_own_first_token_and_one_end_of_text_token(assets):
     tokenizer = AutoTokenizer.from_pretrained(assets / "checkpoints" / "stories260K-hf")
     write("a.jsonl", ["Once upon a time", "The end"])
     stream = [token for row in rows(load("a.jsonl", tokenizer, 2, seed=None)) for token in row]
@@ -104,7 +104,7 @@ def test_a_document_begins_as_the_tokenizer_begins_it_and_ends_once(assets):
     assert rows(load("b.jsonl", tokenizer, 2 * len(ended), seed=None)) == [ended * 2]
 
 
-def test_what_an_earlier_call_has_set_in_the_tokenizer_changes_nothing(tokenizer, tokenised):
+def test_padding_and_truncation_of_an_earlier_call_of_the_tokenizer_change_nothing(tokenizer, tokenised):
     write("a.jsonl", some_texts(50))
     expected = rows(load("a.jsonl", tokenizer, seed=None))
     tokenizer(some_texts(3), truncation=True, max_length=4, padding="max_length")
@@ -126,7 +126,7 @@ def test_a_limit_takes_the_first_documents(tokenizer):
 
 
 class LastTokenOnly:
-    """Give a label to a row's last token only, and refuse a row that asks for it."""
+    """An encoder that gives a label to the last token only, and refuses the row `refuse`."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -164,7 +164,7 @@ def test_a_row_that_the_encoder_refuses_is_an_error_or_skipped(tokenizer, stream
     assert "Skipped 1 row, the first because: chat.jsonl:7: there is nobody to answer." in caplog.messages
 
 
-def test_as_many_labels_as_tokens_are_needed(tokenizer):
+def test_an_encoder_must_give_as_many_labels_as_tokens(tokenizer):
     write("a.jsonl", ["a"])
     with pytest.raises(ValueError, match=r"^a.jsonl:1: 2 tokens, but 1 labels.$"):
         load("a.jsonl", tokenizer, encode=lambda row: {"input_ids": [1, 2], "labels": [1]})
@@ -182,12 +182,12 @@ def test_the_seed_alone_decides_the_order(tokenizer):
         assert len(first) > 100
 
 
-def test_neither_documents_nor_the_blocks_of_a_document_stay_together(tokenizer):
+def test_documents_and_the_blocks_of_a_document_are_shuffled_apart(tokenizer):
     write("a.jsonl", [" ".join([word] * 200) for word in WORDS])
     blocks = load("a.jsonl", tokenizer, 8, seed=0)
     numbers = [int(_expand(row["documents"])[0].split(":")[1]) for row in blocks]
-    stay = sum(a == b for a, b in itertools.pairwise(numbers))
-    assert len(numbers) > 200 and stay < len(numbers) / 5  # a tenth by chance
+    together = sum(a == b for a, b in itertools.pairwise(numbers))
+    assert len(numbers) > 200 and together < len(numbers) / 5  # a tenth by chance
     neighbours = {tuple(_expand(row["documents"])) for row in blocks if len(_expand(row["documents"])) == 2}
     assert len(neighbours) > 5
     assert neighbours - {(f"a.jsonl:{n}", f"a.jsonl:{n + 1}") for n in range(1, 10)}
@@ -233,7 +233,7 @@ def test_a_block_of_a_stream_comes_at_most_the_buffer_too_early(tokenizer, monke
     assert 10 < max(early) <= 20
 
 
-def test_a_stream_goes_on_where_it_stood(tokenizer):
+def test_a_stream_resumes_where_it_stopped(tokenizer):
     write("a.jsonl", some_texts(300))
     for seed in (None, 0):
         stream = load("a.jsonl", tokenizer, seed=seed, streaming=True)
@@ -252,16 +252,16 @@ def test_a_stream_goes_on_where_it_stood(tokenizer):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_what_is_wrong_with_all_of_the_data_shows_before_training(tokenizer, streaming):
+def test_an_error_of_all_the_data_shows_before_training(tokenizer, streaming):
     with pytest.raises(FileNotFoundError, match=r"^absent.jsonl does not exist.$"):
         load("absent.jsonl", tokenizer, streaming=streaming)
     write("a.jsonl", some_texts(3))
-    with pytest.raises(ValueError, match=r"^a.jsonl:1 has no column `body`, but `text`.$"):
+    with pytest.raises(ValueError, match=r"^a.jsonl:1 has no column `body`; it has `text`.$"):
         load("a.jsonl", tokenizer, column="body", streaming=streaming)
     with pytest.raises(ValueError, match=r"^`length` is 1, but a block needs at least 2 tokens.$"):
         load("a.jsonl", tokenizer, 1, streaming=streaming)
     message = "^a.jsonl: 0 documents with 0 tokens are too few for one block of 16. Skipped 3 rows, the first because: "
-    with pytest.raises(ValueError, match=f"{message}a.jsonl:1 has no column `body`, but `text`.$"):
+    with pytest.raises(ValueError, match=f"{message}a.jsonl:1 has no column `body`; it has `text`.$"):
         load("a.jsonl", tokenizer, column="body", bad_rows="skip", streaming=streaming)
 
 
@@ -275,7 +275,7 @@ def test_too_little_text_for_one_block_is_an_error(tokenizer, streaming):
     assert len(rows(load("a.jsonl", tokenizer, tokens, streaming=streaming))) == 1
 
 
-def test_a_tokenizer_without_an_end_is_refused(tokenizer):
+def test_a_tokenizer_without_an_end_of_text_token_is_refused(tokenizer):
     without = train_tokenizer(["one two"], 300)
     without.eos_token = None
     write("a.jsonl", some_texts(30))
@@ -284,7 +284,7 @@ def test_a_tokenizer_without_an_end_is_refused(tokenizer):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_what_was_skipped_is_reported_each_time(tokenizer, streaming, caplog):
+def test_skipped_rows_and_files_are_reported_each_time(tokenizer, streaming, caplog):
     texts = some_texts(100)
     write("a.jsonl", [*texts[:50], 7, *texts[50:], None])
     caplog.set_level(logging.WARNING)
@@ -296,7 +296,7 @@ def test_what_was_skipped_is_reported_each_time(tokenizer, streaming, caplog):
 
 
 @pytest.mark.slow
-def test_a_corpus_of_many_books_becomes_blocks_and_is_whole(assets):
+def test_the_blocks_of_a_corpus_of_books_hold_every_book(assets):
     path = assets / "corpora" / "classics" / "train.txt"
     documents = read_documents(path)
     tokenizer = train_tokenizer(documents[:5], 4096)

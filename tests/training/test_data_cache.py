@@ -1,4 +1,4 @@
-"""The cache of blocks: it is built once, by one process, and used only for the same data and while undamaged."""
+"""The cache of blocks: one process builds it once, and it is used only for the same data and while it is undamaged."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("in_tmp_path")
 SESSION = Path(__file__).with_name("data_session.py")
 
 
-def test_a_second_start_tokenises_nothing_and_another_order_only_packs(tokenizer, tokenised):
+def test_a_second_start_tokenises_nothing_and_another_order_or_length_only_packs_again(tokenizer, tokenised):
     write("a.jsonl", some_texts(100))
     first = load("a.jsonl", tokenizer)
     assert rows(load("a.jsonl", tokenizer)) == rows(first)
@@ -32,7 +32,7 @@ def test_a_second_start_tokenises_nothing_and_another_order_only_packs(tokenizer
     assert len(tokenised) == 1
 
 
-def test_the_cache_is_for_that_content_tokenizer_column_and_length_only(tokenizer, tokenised):
+def test_other_content_tokenizer_column_length_limit_or_encoder_gets_its_own_cache(tokenizer, tokenised):
     texts = some_texts(100)
     write("a.jsonl", texts)
     load("a.jsonl", tokenizer)
@@ -65,7 +65,7 @@ def test_the_cache_is_for_that_content_tokenizer_column_and_length_only(tokenize
     assert rows(encoded) == [[8] * 16] * 6
 
 
-def test_the_cache_of_a_folder_laid_out_as_on_the_hub_is_for_its_content(tokenizer, tokenised):
+def test_a_change_in_a_folder_laid_out_as_on_the_hub_is_noticed(tokenizer, tokenised):
     Path("org/name").mkdir(parents=True)
     Path("org/name/README.md").write_text("---\nconfigs:\n- config_name: one\n  data_files: a.jsonl\n---\n")
     for seed in (1, 2):
@@ -84,7 +84,7 @@ def _flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-HARM = {
+DAMAGE = {
     "a bit flipped": _flip_a_bit,
     "cut short": lambda path: os.truncate(path, path.stat().st_size // 2),
     "emptied": lambda path: os.truncate(path, 0),
@@ -97,12 +97,12 @@ HARM = {
 
 
 @pytest.mark.parametrize("stage", ["tokens", "blocks"])
-@pytest.mark.parametrize("harm", HARM.values(), ids=HARM)
-def test_a_harmed_cache_is_built_again(tokenizer, harm, stage):
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_cache_is_built_again(tokenizer, damage, stage):
     write("a.jsonl", some_texts(100))
     expected = rows(load("a.jsonl", tokenizer))
     (path,) = Path("cache").glob(f"{stage}-*/{stage}.arrow")
-    harm(path)
+    damage(path)
     if stage == "tokens":
         (blocks,) = Path("cache").glob("blocks-*[!k]")
         shutil.rmtree(blocks)
@@ -150,7 +150,7 @@ def test_a_cache_that_cannot_be_written_is_an_error_in_one_line(tokenizer):
         load("a.jsonl", tokenizer, cache="a.jsonl")
 
 
-def test_a_file_that_goes_while_it_is_read_is_named(tokenizer, monkeypatch):
+def test_a_file_that_is_removed_while_it_is_read_is_named(tokenizer, monkeypatch):
     write("a.jsonl", some_texts(20))
     batches = Encoder.batches
 
@@ -174,23 +174,23 @@ def _digest(blocks) -> str:
 
 
 @pytest.mark.slow
-def test_of_two_processes_one_builds_the_cache_and_both_have_the_same_blocks(tokenizer):
+def test_one_of_two_processes_builds_the_cache_and_both_have_the_same_blocks(tokenizer):
     write("a.jsonl", some_texts(2000))
     processes = [_start(tokenizer, "slow") for _ in range(2)]
     outputs = [process.communicate(timeout=300) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert Path("log").read_text() == "tokenised\n"
-    expected = _digest(load("a.jsonl", tokenizer, 32, seed=5, cache="cache of its own"))
+    expected = _digest(load("a.jsonl", tokenizer, 32, seed=5, cache="another cache"))
     assert [output for output, _ in outputs] == [f"{expected}\n"] * 2
 
 
 @pytest.mark.slow
-def test_what_a_killed_process_has_begun_is_never_used(tokenizer):
+def test_a_cache_that_a_killed_process_left_incomplete_is_never_used(tokenizer):
     write("a.jsonl", some_texts(2000))
     killed = _start(tokenizer, "die")
     killed.communicate(timeout=300)
     assert killed.returncode == -9
     assert list(Path("cache").glob("tokens-*.partial/tokens.arrow"))
-    expected = _digest(load("a.jsonl", tokenizer, 32, seed=5, cache="cache of its own"))
+    expected = _digest(load("a.jsonl", tokenizer, 32, seed=5, cache="another cache"))
     assert _digest(load("a.jsonl", tokenizer, 32, seed=5)) == expected
     assert not list(Path("cache").glob("*.partial"))

@@ -1,4 +1,4 @@
-"""The demo through its command line, in processes of its own, on little text."""
+"""The demo through its command line, in separate processes, on little text."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def error_line(process: subprocess.CompletedProcess) -> str:
 
 
 @pytest.mark.slow
-def test_it_compares_over_seeds_shows_the_same_function_and_leaves_a_model_that_loads(stories, tmp_path):
+def test_the_demo_compares_over_seeds_shows_an_exact_retrofit_and_saves_a_model_that_loads(stories, tmp_path):
     process = attnres("demo", "--out", "a", "--minutes", 0.07, "--text", stories, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     assert os.listdir(tmp_path) == ["a"]
@@ -89,7 +89,7 @@ def test_it_compares_over_seeds_shows_the_same_function_and_leaves_a_model_that_
 
 
 @pytest.mark.slow
-def test_given_a_checkpoint_it_is_retrofitted_first_and_continues_the_users_text(stories, assets, tmp_path):
+def test_with_a_checkpoint_the_demo_begins_with_its_retrofit_and_continues_the_users_text(stories, assets, tmp_path):
     checkpoint = assets / "checkpoints" / "stories260K-hf"
     process = attnres("demo", "--checkpoint", checkpoint, "--minutes", 0.07, "--text", stories, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
@@ -106,7 +106,7 @@ def test_given_a_checkpoint_it_is_retrofitted_first_and_continues_the_users_text
 
 
 @pytest.mark.slow
-def test_code_of_a_checkpoint_is_neither_run_nor_referred_to(text, tiny_model, tmp_path):
+def test_the_code_of_a_checkpoint_is_neither_run_nor_named_in_the_saved_files(text, tiny_model, tmp_path):
     (tmp_path / "start").mkdir()
     tiny_model(residual_connection="standard", vocab_size=600).save_pretrained(tmp_path / "start")
     train_tokenizer(python_sources(50_000), 600).save_pretrained(tmp_path / "start")

@@ -1,4 +1,4 @@
-"""The lines of a run before it begins, and its notes on settings that are probably a mistake."""
+"""The description of a run before it begins, and the notes on settings that may be mistakes."""
 
 import json
 
@@ -65,19 +65,19 @@ def test_frozen_parameters_are_not_counted_as_trained(parts):
         ("model", {}, None),
     ],
 )
-def test_what_is_hardly_meant_is_pointed_out(parts, model, changes, note):
+def test_a_setting_that_may_be_a_mistake_gets_a_note(parts, model, changes, note):
     notes = [line for line in described(parts, model, **changes) if line.startswith("Note: ")]
     assert len(notes) == bool(note) and all(line.startswith(note) for line in notes)
 
 
-def test_as_many_steps_as_are_proposed_are_not_pointed_out(parts):
+def test_the_number_of_steps_that_a_note_proposes_gets_no_note(parts):
     (note,) = (line for line in described(parts, "retrofit", steps=1000) if line.startswith("Note: "))
     steps = int(note.partition("steps=")[2].split()[0])
     assert len(described(parts, "retrofit", steps=steps)) == 5
     assert len(described(parts, "retrofit", steps=steps + 1)) == 6
 
 
-def test_a_run_that_small_data_makes_shorter_says_so_with_its_length(parts):
+def test_a_run_that_small_data_shortens_gets_a_note_with_its_length(parts):
     run, note = described(parts, "retrofit", tokens=50_000_000, steps=None, epochs=4)[-2:]
     steps = 4 * (len(parts["blocks"]) - 3) // 4
     assert run.startswith(f"Run: {steps} steps of 4 sequences, {steps * 256:,} tokens, 4 epochs;")
@@ -87,5 +87,5 @@ def test_a_run_that_small_data_makes_shorter_says_so_with_its_length(parts):
 @pytest.mark.parametrize(
     "share, shown", [(0.93214, "0.9321"), (0.99996, "1 - 4.0e-05"), (1.0, "1 - 0.0e+00"), (1 + 1e-7, "1 - 0.0e+00")]
 )
-def test_a_share_close_to_one_is_shown_by_what_is_missing(share, shown):
+def test_a_share_close_to_one_is_shown_by_its_distance_from_one(share, shown):
     assert show_share(share) == shown

@@ -1,4 +1,4 @@
-"""A run estimates its time before the first step, and prints its progress where there is no terminal."""
+"""A run estimates its time before the first step, and prints its progress if there is no terminal."""
 
 import time
 
@@ -11,7 +11,7 @@ from attnres.training.display import Display
 
 
 class Clock:
-    """Return a clock that moves only when the test moves it."""
+    """A clock that moves only when the test moves it."""
 
     now = 0.0
 
@@ -60,13 +60,13 @@ def test_the_time_is_estimated_from_the_held_out_loss(begun, clock, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "Time: about 40 min for 100 steps."
 
 
-def test_it_is_said_once(begun, clock, capsys):
+def test_the_estimate_is_shown_once(begun, clock, capsys):
     measure(begun, clock, rows=24, seconds=0.5)
     measure(begun, clock, rows=24, seconds=0.5)
     assert capsys.readouterr().out.count("Time: ") == 1
 
 
-def test_without_such_a_measurement_the_first_steps_are_timed(begun, clock, capsys):
+def test_without_a_held_out_loss_at_the_start_the_first_steps_are_timed(begun, clock, capsys):
     arguments, state, shown = begun
     for seconds in (90.0, 2.0, 2.0):
         clock.now += seconds

@@ -1,4 +1,4 @@
-"""Documents: every kind of source, and every error of a file or a row, which is one line that names the place."""
+"""Documents: every kind of source, and every error of a file or a row, in one line that names the place."""
 
 import json
 import os
@@ -66,27 +66,27 @@ def test_the_same_documents_come_from_files_of_every_kind():
         assert texts(path) == TEXTS, kind
 
 
-def test_a_document_knows_its_lines_or_its_row():
+def test_a_document_has_the_numbers_of_its_lines_or_of_its_row():
     files = one_of_each(TEXTS)
     assert places(files["text"]) == ["marked.txt:1-1", "marked.txt:3-4", "marked.txt:6-6"]
     for kind in ("lines", "list", "parquet"):
         assert places(files[kind]) == [f"{files[kind]}:{row}-{row}" for row in (1, 2, 3)]
 
 
-def test_sources_follow_each_other_in_the_order_given():
+def test_sources_are_read_in_the_order_given():
     write_json_lines("b.jsonl", [{"text": "b"}])
     write_json_lines("a.jsonl", [{"text": "a1"}, {"text": "a2"}])
     assert texts("b.jsonl", "a.jsonl", "b.jsonl") == ["b", "a1", "a2", "b"]
     assert texts("b.jsonl", "a.jsonl", limit=2) == ["b", "a1"]
 
 
-def test_a_pattern_stands_for_its_files_in_alphabetical_order():
+def test_a_pattern_gives_its_files_in_alphabetical_order():
     for name in ("part-2", "part-10", "part-1"):
         write_json_lines(f"{name}.jsonl", [{"text": name}])
     assert texts("part-*.jsonl") == ["part-1", "part-10", "part-2"]
 
 
-def test_a_folder_gives_the_files_of_the_split_and_no_others():
+def test_a_folder_gives_the_files_of_the_split_only():
     write_json_lines("data/train-00.jsonl", [{"text": "t0"}])
     write_json_lines("data/train-01.jsonl", [{"text": "t1"}])
     write_json_lines("data/valid.jsonl", [{"text": "v"}])
@@ -100,7 +100,7 @@ def test_a_folder_gives_the_files_of_the_split_and_no_others():
         assert places(name)[-1] == f"{name}/train-01.jsonl:1-1"
 
 
-def test_of_a_folder_without_splits_every_file_of_a_known_kind_is_read():
+def test_a_folder_without_splits_gives_every_file_of_a_known_kind():
     write_json_lines("data/part/2.jsonl", [{"text": "2"}])
     Path("data/1.txt").write_text("1")
     for name in ("README.md", "LICENSE", ".hidden.txt", "table.csv"):
@@ -127,7 +127,7 @@ def test_a_folder_laid_out_as_on_the_hub_gives_the_files_of_a_configuration():
     assert places("org/name:old")[-1] == "org/name/old.parquet:1000-1000"
     with pytest.raises(ValueError, match=r"^org/name cannot be loaded: Config name is missing\. .*'old', 'new'"):
         texts("org/name")
-    with pytest.raises(ValueError, match=r"^org/name:new has no split 'test', but 'train'.$"):
+    with pytest.raises(ValueError, match=r"^org/name:new has no split 'test'; it has 'train'.$"):
         texts("org/name:new", split="test")
 
 
@@ -140,18 +140,18 @@ def test_a_benchmark_laid_out_as_on_the_hub_can_be_read(assets):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_other_names_are_data_sets_of_the_hub(streaming, monkeypatch):
-    asked = []
+    requests = []
 
     def load_dataset(path, config, *, split, streaming):
-        asked.append((path, config, split, streaming))
+        requests.append((path, config, split, streaming))
         data = Dataset.from_dict({"text": [f"row {n}" for n in range(1000)], "n": range(1000)})
         return data.to_iterable_dataset() if streaming else data
 
     monkeypatch.setattr("attnres.training.documents.load_dataset", load_dataset)
     assert texts("org/name:config", split="test", streaming=streaming) == [f"row {n}" for n in range(1000)]
     assert places("org.1/na-me", streaming=streaming)[-1] == "org.1/na-me:1000-1000"
-    assert asked == [("org/name", "config", "test", streaming), ("org.1/na-me", None, "train", streaming)]
-    with pytest.raises(ValueError, match=r"^org/name has no column `body`, but `text`, `n`.$"):
+    assert requests == [("org/name", "config", "test", streaming), ("org.1/na-me", None, "train", streaming)]
+    with pytest.raises(ValueError, match=r"^org/name has no column `body`; it has `text`, `n`.$"):
         texts("org/name", column="body", streaming=streaming)
     rows = [document.row for document in Documents(DataSpec("name", column="n", streaming=streaming), whole_rows=True)]
     assert rows[7] == {"text": "row 7", "n": 7}
@@ -170,9 +170,9 @@ def test_a_text_file_is_split_at_marks_or_else_in_paragraphs(lines, newline):
         return
     assert texts("some.txt") == expected
     for document in Documents(DataSpec(("some.txt",))):
-        of_document = lines[document.first - 1 : document.last]
-        assert "\n".join(of_document).strip() == document.row["text"]
-        assert of_document[0].strip() and of_document[-1].strip()
+        own_lines = lines[document.first - 1 : document.last]
+        assert "\n".join(own_lines).strip() == document.row["text"]
+        assert own_lines[0].strip() and own_lines[-1].strip()
 
 
 def test_a_text_file_is_not_read_whole():
@@ -191,12 +191,12 @@ def test_real_stories_are_split_at_their_marks(assets):
     assert texts(path) == split(path.read_text())
 
 
-def test_rows_without_a_visible_character_hold_no_document():
+def test_rows_without_a_visible_character_are_left_out():
     path = write_json_lines("a.jsonl", [{"text": ""}, {"text": " \n"}, {"text": "b"}])
     assert places(path) == ["a.jsonl:3-3"]
 
 
-def test_a_byte_order_mark_is_no_text():
+def test_a_byte_order_mark_is_left_out():
     Path("a.jsonl").write_text('{"text": "a"}\n', encoding="utf-8-sig")
     Path("a.json").write_text('[{"text": "a"}]', encoding="utf-8-sig")
     Path("a.txt").write_text("a", encoding="utf-8-sig")
@@ -231,10 +231,15 @@ ROWS = {
     "no column in one row": (
         "a.jsonl",
         b'{"text": "a"}\n{"body": "b", "id": 7}\n',
-        "a.jsonl:2 has no column `text`, but `body`, `id`.",
+        "a.jsonl:2 has no column `text`; it has `body`, `id`.",
         ["a"],
     ),
-    "no column at all": ("a.jsonl", b'{"text": "a"}\n{}\n', "a.jsonl:2 has no column `text`, but none at all.", ["a"]),
+    "no column at all": (
+        "a.jsonl",
+        b'{"text": "a"}\n{}\n',
+        "a.jsonl:2 has no column `text`; it has no columns.",
+        ["a"],
+    ),
     "null": (
         "a.jsonl",
         b'{"text": null}\n{"text": "b"}\n',
@@ -285,7 +290,7 @@ FILES = {
     "no column in parquet": (
         "a.parquet",
         lambda path: write_parquet(path, {"body": ["a"], "id": [1]}),
-        "a.parquet has no column `text`, but `body`, `id`.",
+        "a.parquet has no column `text`; it has `body`, `id`.",
     ),
     "broken list": (
         "a.json",
@@ -304,7 +309,7 @@ FILES = {
     "no such split": (
         "data",
         lambda path: write_json_lines("data/valid.jsonl", [{"text": "v"}]),
-        "data has no split 'train', but 'validation'.",
+        "data has no split 'train'; it has 'validation'.",
     ),
     "no metadata": (
         "data",
@@ -355,7 +360,7 @@ def test_a_file_that_cannot_be_used_is_an_error_in_one_line_or_skipped(path, con
     assert str(documents.skipped) == f"Skipped 1 file, the first because: {error.value}"
 
 
-def test_what_is_skipped_is_counted_anew_each_time():
+def test_each_iteration_counts_skipped_rows_and_files_anew():
     write_json_lines("a.jsonl", [{"text": 1}, {"text": "a"}, {}])
     documents = Documents(DataSpec(("absent.jsonl", "a.jsonl", "missing.txt"), bad_rows="skip"))
     for _ in range(2):
@@ -363,7 +368,7 @@ def test_what_is_skipped_is_counted_anew_each_time():
         assert str(documents.skipped) == "Skipped 2 rows and 2 files, the first because: absent.jsonl does not exist."
 
 
-def test_a_file_that_the_system_refuses_is_named(monkeypatch):
+def test_a_file_that_must_not_be_read_is_named(monkeypatch):
     write_json_lines("a.jsonl", [{"text": "a"}])
 
     def refuse(name, *arguments, **options):
@@ -374,14 +379,14 @@ def test_a_file_that_the_system_refuses_is_named(monkeypatch):
         texts("a.jsonl")
 
 
-def test_without_a_network_a_data_set_of_the_hub_is_one_clear_error(monkeypatch):
+def test_without_a_network_a_data_set_of_the_hub_is_an_error_in_one_line(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"^org/name:config cannot be loaded: [^\n]*org/name[^\n]*$"):
         texts("org/name:config")
 
 
-def test_a_field_with_another_value_is_refused():
+def test_a_value_that_is_not_allowed_is_refused():
     with pytest.raises(ValueError, match="`bad_rows` is 'drop', but must be 'error' or 'skip'"):
         DataSpec(("a",), bad_rows="drop")
     with pytest.raises(ValueError, match="`limit` is 0, but must be at least 1"):

@@ -35,12 +35,12 @@ def held_out_loss(model, folder, micro_batch_size: int, **options) -> float:
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 8])
-def test_it_does_not_depend_on_the_size_of_batches(micro_batch_size, tiny_model, tmp_path):
+def test_the_held_out_loss_does_not_depend_on_the_micro_batch_size(micro_batch_size, tiny_model, tmp_path):
     model = tiny_model()
     assert held_out_loss(model, tmp_path, micro_batch_size) == pytest.approx(mean_over_tokens(model), abs=1e-5)
 
 
-def test_it_is_the_plain_loss_where_training_smoothes_labels(tiny_model, tmp_path):
+def test_the_held_out_loss_is_the_plain_loss_also_if_training_smoothes_labels(tiny_model, tmp_path):
     model = tiny_model()
     loss = held_out_loss(model, tmp_path, 2, label_smoothing_factor=0.5)
     assert loss == pytest.approx(mean_over_tokens(model), abs=1e-5)
@@ -55,8 +55,8 @@ def test_rows_without_a_token_to_predict_are_refused(tiny_model, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_report_it_too(tiny_model, tmp_path):
-    """Seven rows in batches of two: the last batch is filled up with rows that another process has seen."""
+def test_two_processes_report_the_same_held_out_loss(tiny_model, tmp_path):
+    """Seven rows in batches of two: the last batch is padded with rows that another process has evaluated."""
     model = tiny_model()
     results = two_processes("held_out", model, tmp_path)
     assert [result["loss"] for result in results] == [pytest.approx(mean_over_tokens(model), abs=1e-5)] * 2

@@ -30,12 +30,12 @@ NAMES = {
 PLAIN = {"loss", "grad_norm", "learning_rate", "epoch", "step"}
 
 
-def by_its_constructor(model, folder, **options):
+def passed_to_the_constructor(model, folder, **options):
     return train(model, folder, Monitor(), ExpertBalance(0.001), steps=5, save_steps=5, **options)
 
 
-def by_itself(model, folder, **options):
-    """Train with callbacks that are added to an existing `Trainer`, by class and as an object."""
+def added_to_a_trainer(model, folder, **options):
+    """Train with callbacks that are added to an existing `Trainer`: one as a class, one as an object."""
     arguments = TrainingArguments(folder, max_steps=5, logging_steps=2, save_steps=5, use_cpu=True, **options)
     rows = [{"input_ids": block, "labels": block} for block in BLOCKS]
     trainer = Trainer(model, arguments, train_dataset=rows)
@@ -45,7 +45,7 @@ def by_itself(model, folder, **options):
     return [line for line in trainer.state.log_history if "loss" in line]
 
 
-def by_the_packages_own(model, folder, **options):
+def in_the_packages_trainer(model, folder, **options):
     arguments = TrainingArguments(
         folder, max_steps=5, logging_steps=2, save_steps=5, use_cpu=True, remove_unused_columns=False, **options
     )
@@ -56,10 +56,7 @@ def by_the_packages_own(model, folder, **options):
     return [line for line in trainer.state.log_history if "loss" in line]
 
 
-WAYS = [by_its_constructor, by_itself, by_the_packages_own]
-
-
-@pytest.mark.parametrize("run", WAYS)
+@pytest.mark.parametrize("run", [passed_to_the_constructor, added_to_a_trainer, in_the_packages_trainer])
 def test_tensorboard_has_each_number_of_each_line_once(run, tiny_model, tmp_path):
     lines = run(tiny_model(), tmp_path, report_to="tensorboard", save_strategy="steps")
     assert [line["step"] for line in lines] == [2, 4]
@@ -76,17 +73,17 @@ def test_tensorboard_has_each_number_of_each_line_once(run, tiny_model, tmp_path
 def test_trackio_has_each_number_of_each_line_once(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # trackio reads it on import
     pytest.importorskip("trackio", reason="trackio is not installed: `pip install trackio`")
-    lines = by_its_constructor(tiny_model(), tmp_path, report_to="trackio", project="depth")
+    lines = passed_to_the_constructor(tiny_model(), tmp_path, report_to="trackio", project="depth")
     (database,) = (tmp_path / "trackio").glob("*.db")
     with closing(sqlite3.connect(database)) as connection:
         rows = connection.execute("SELECT metrics FROM metrics ORDER BY id").fetchall()
     shown = [json.loads(metrics) for (metrics,) in rows]
     shown = [metrics for metrics in shown if "train/loss" in metrics]
     expected = [{f"train/{name}": line[name] for name in line if name != "step"} for line in lines]
-    assert shown == [of | {"train/global_step": line["step"]} for of, line in zip(expected, lines)]
+    assert shown == [metrics | {"train/global_step": line["step"]} for metrics, line in zip(expected, lines)]
 
 
-def test_what_else_the_trainer_calls_stays_in_its_order_and_is_called_once(tiny_model, tmp_path):
+def test_other_callbacks_keep_their_order_are_called_once_and_see_the_measurements(tiny_model, tmp_path):
     called = []
 
     class Note(TrainerCallback):

@@ -1,4 +1,4 @@
-"""Adapters: where they sit, what is trained and saved, and that loading and merging give the same model."""
+"""Adapters: which weights get one, which tensors are trained and saved, and that loading and merging keep the model."""
 
 import subprocess
 import sys
@@ -72,7 +72,7 @@ def load_base(path: Path, **kwargs) -> PreTrainedModel:
 
 
 def adapters(path: Path, **kwargs) -> PeftModel:
-    torch.manual_seed(0)  # which their initial values are drawn from
+    torch.manual_seed(0)  # for the initial values of the adapters
     return add_adapters(load_base(path, **kwargs), rank=4)
 
 
@@ -118,11 +118,11 @@ def losses_of(trainer: Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-# --- where adapters sit
+# --- which weights get an adapter
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_each_matrix_of_the_decoder_layers_has_an_adapter_and_nothing_else_has(base, name):
+def test_the_matrices_of_the_decoder_layers_have_adapters_and_no_other_tensors_do(base, name):
     model = load_base(base(name))
     residual = residual_tensors(model)
     expected = {
@@ -170,7 +170,7 @@ def load_kimi_fields(base) -> dict:
     return {key: value for key, value in fields.items() if not key.startswith(("attn_res", "residual", "model_type"))}
 
 
-def test_targets_choose_among_what_there_is(base):
+def test_targets_choose_among_the_projections_and_experts(base):
     model = load_base(base("attnres"))
     config = add_adapters(model, rank=4, targets=("q_proj", "shared_experts.up_proj", "gate_up_proj")).peft_config
     assert config["default"].target_modules == {"self_attn.q_proj", "mlp.shared_experts.up_proj"}
@@ -181,7 +181,7 @@ def test_targets_choose_among_what_there_is(base):
         add_adapters(load_base(base("attnres")), targets=("q_proj", "wq"))
 
 
-def test_what_cannot_be_adapted_is_an_error_that_says_why(base):
+def test_an_adapter_that_is_not_possible_is_an_error_that_says_why(base):
     with pytest.raises(ValueError, match="`rank` of the adapters is 0"):
         add_adapters(load_base(base("attnres")), rank=0)
     with pytest.raises(ValueError, match="leave out the experts"):
@@ -207,7 +207,7 @@ def test_rank_and_scale_of_linear_layers_and_of_experts(base):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_saved_loaded_and_merged_adapters_give_the_logits_of_the_trained_ones(base, name, tmp_path, token_ids):
+def test_saved_loaded_and_merged_adapters_give_the_logits_of_the_trained_adapters(base, name, tmp_path, token_ids):
     plain = logits_of(load_base(base(name)), token_ids)
     adapted = adapters(base(name))
     assert torch.equal(logits_of(adapted, token_ids), plain)  # B is zero
@@ -244,8 +244,8 @@ def test_the_adapter_file_holds_adapters_and_attn_res_tensors_and_no_base_weight
     add_adapters(model, rank=4).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     assert sum(tensor.numel() for tensor in tensors.values()) == elements
-    own = {key.removeprefix("base_model.model.") for key in tensors if ".lora_" not in key}
-    assert own == set(residual)
+    others = {key.removeprefix("base_model.model.") for key in tensors if ".lora_" not in key}
+    assert others == set(residual)
     size = (tmp_path / "adapter_model.safetensors").stat().st_size
     assert 4 * elements < size < 4 * elements + 200 * len(tensors)
 
@@ -313,12 +313,12 @@ def test_training_lowers_the_loss_and_leaves_the_base_weights_alone(base, name, 
     assert all(torch.equal(frozen[n], p) for n, p in before.named_parameters())
     for tensor_name, tensor in residual.items():
         if ".layers.0.self_attention_res_" in tensor_name or ".layers.0.parallel_res_" in tensor_name:
-            continue  # it has one source, and so no choice
+            continue  # it reads a single source, so its gradient is zero
         module = tensor_name.removesuffix(".weight")
         assert not torch.equal(after[f"{module}.modules_to_save.default.weight"], tensor), tensor_name
 
 
-def test_a_run_that_stopped_goes_on_as_if_it_had_not(base, tmp_path):
+def test_a_run_with_adapters_resumes_bit_for_bit(base, tmp_path):
     whole = run(adapters(base("attnres")), tmp_path / "whole", steps=6, save_strategy="no")
     run(adapters(base("attnres")), tmp_path / "parts", steps=3, save_steps=3)
     names = {path.name for path in (tmp_path / "parts" / "checkpoint-3").iterdir()}
@@ -342,7 +342,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(base, reentrant, first)
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     torch.manual_seed(0)
     adapted = add_adapters(model, rank=4)
-    if first == "adapters":  # so does the Trainer
+    if first == "adapters":  # as `Trainer` does it
         adapted.gradient_checkpointing_enable({"use_reentrant": reentrant})
     assert all(layer.gradient_checkpointing for layer in model.model.layers)
     plain, checkpointed = gradients(adapters(base("attnres"))), gradients(adapted)
@@ -352,7 +352,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(base, reentrant, first)
         torch.testing.assert_close(checkpointed[name], gradient)
 
 
-def test_a_16_bit_base_keeps_its_dtype_and_what_is_trained_is_float32(base, tmp_path, token_ids):
+def test_a_16_bit_base_keeps_its_dtype_and_trained_tensors_are_float32(base, tmp_path, token_ids):
     adapted = adapters(base("attnres"), dtype=torch.bfloat16)
     kept = tuple(attnres.AttnResForCausalLM._keep_in_fp32_modules_strict)
     dtypes = {(p.requires_grad, p.dtype) for n, p in adapted.named_parameters() if not n.endswith(kept)}
@@ -387,7 +387,7 @@ def test_depth_attentions_and_generation_work_with_adapters(base, token_ids):
     assert torch.equal(merged.generate(input_ids=token_ids, **options), generated)
 
 
-def test_pefts_own_all_linear_leaves_the_attn_res_tensors_alone(base):
+def test_all_linear_of_peft_adapts_no_attn_res_tensor(base):
     model = load_base(base("attnres"))
     residual = set(residual_tensors(model))
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
@@ -401,7 +401,7 @@ def test_pefts_own_all_linear_leaves_the_attn_res_tensors_alone(base):
 
 
 @pytest.mark.parametrize("name", ["attnres", "attnres_llama"])
-def test_peft_trains_and_saves_the_attn_res_tensors_that_it_is_told_of(base, tmp_path, name):
+def test_peft_alone_trains_and_saves_the_attn_res_tensors_in_modules_to_save(base, tmp_path, name):
     model = AutoModelForCausalLM.from_pretrained(base(name))
     names = attnres.peft_modules_to_save(model)
     assert "output_attn_res_proj" in names and "mlp_res_norm" in names
@@ -422,7 +422,7 @@ def test_peft_trains_and_saves_the_attn_res_tensors_that_it_is_told_of(base, tmp
 
 
 @pytest.mark.parametrize("targets", [["mlp_res_proj"], "mlp_res_norm", ["q_proj", "output_attn_res_proj"]], ids=str)
-def test_an_adapter_on_the_attn_res_tensors_is_refused_by_their_name(base, targets):
+def test_an_adapter_on_an_attn_res_tensor_is_refused_by_name(base, targets):
     model = AutoModelForCausalLM.from_pretrained(base("attnres_llama"))
     with pytest.raises(ValueError, match=r"'(mlp_res_proj|mlp_res_norm|output_attn_res_proj)' cannot have an adapter"):
         add_adapters(model, targets=targets)

@@ -146,15 +146,15 @@ def assert_same_run(out: Path, expected: Path, tolerance: float = 1e-4) -> None:
         ("hybrid", "tensor_parallel", "{tp_size: 2}", True, "the model divided by transformers (TP 2)"),
     ],
 )
-def test_two_processes_compute_what_one_does(run, config, distributed, as_on_gpus, how, single, arguments, tmp_path):
-    """Each process computes half of the batch; or, with divided matrices, all of it with its half of them."""
+def test_two_processes_give_the_run_of_one(run, config, distributed, as_on_gpus, how, single, arguments, tmp_path):
+    """Each process computes half of the batch; with tensor parallelism, the whole batch with half of each matrix."""
     out = tmp_path / "out"
     changes = (f"distributed={distributed}",) if distributed else ()
     output, _ = finish(launch(arguments(run, out, *changes), config, as_on_gpus))
     assert output.count("Written to") == 1
     assert f"\nProcesses: 2 processes, {how}\n" in output
     assert_same_run(out, single(run))
-    # The last checkpoint is the same model, also where each process has written its part.
+    # The last checkpoint holds the same model, also if each process has written its part.
     assert len(list((out / "checkpoint-6").glob("shard-*.safetensors"))) == (2 if distributed else 0)
     models = [AutoModelForCausalLM.from_pretrained(out / name).state_dict() for name in ("model", "checkpoint-6")]
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
@@ -162,7 +162,7 @@ def test_two_processes_compute_what_one_does(run, config, distributed, as_on_gpu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("distributed", [(), ("distributed={fsdp_size: 2}",)], ids=["whole", "divided"])
-def test_a_run_of_two_processes_goes_on_bit_for_bit_after_a_kill_and_after_a_signal(
+def test_a_run_of_two_processes_resumes_bit_for_bit_after_a_kill_and_after_a_signal(
     distributed, single, arguments, tmp_path
 ):
     outs = [tmp_path / name for name in ("stopped", "expected")]
@@ -182,23 +182,22 @@ def test_a_run_of_two_processes_goes_on_bit_for_bit_after_a_kill_and_after_a_sig
     second = next(p for p in psutil.Process(process.pid).children() if p.environ().get("RANK") == "1")
     second.send_signal(signal.SIGTERM)  # to one of them
     output, _ = finish(process, code=143)
-    assert "The same command goes on from there." in output
+    assert "The same command resumes from there." in output
 
     output, _ = finish(launch(command))
-    assert "Going on from" in output
+    assert "Resuming from" in output
     assert_same_run(*outs, tolerance=0)
 
 
 @pytest.mark.slow
-def test_what_one_process_says_is_said_once(arguments, tmp_path):
-    """The other process only loses its connection."""
+def test_an_error_of_one_process_is_reported_without_the_lost_connection_of_the_other(arguments, tmp_path):
     _, errors = finish(launch(arguments("retrofit", tmp_path / "out", "retrofit={block_size: 0}")), code=1)
     assert "attnres: `retrofit` of the recipe is {'block_size': 0}: " in errors
     assert "unforeseen" not in errors and "gloo" not in errors
 
 
 @pytest.mark.slow
-def test_a_division_that_is_not_made_is_refused(arguments, tmp_path):
+def test_a_division_that_accelerate_would_ignore_is_refused(arguments, tmp_path):
     """When told to divide a model among CPUs, accelerate trains a whole model in each process."""
     _, errors = finish(launch(arguments("retrofit", tmp_path / "out"), "fsdp2"), code=1)
     assert "attnres: accelerate was told to divide the model by FSDP, but cannot do so here" in errors
@@ -226,7 +225,7 @@ def test_a_loss_that_is_not_finite_ends_a_divided_run_with_its_documents(argumen
         ("{fsdp_size: 2, tp_size: 2}", "among 4 processes, but this run has 1."),
     ],
 )
-def test_a_division_that_cannot_be_is_refused(settings, message):
+def test_an_impossible_division_is_refused(settings, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         read_division(yaml.safe_load(settings), 1)
 
@@ -237,7 +236,7 @@ def test_a_division_by_two_engines_is_refused(monkeypatch):
         read_division({"fsdp_size": 2}, 2)
 
 
-def test_loading_on_the_first_process_alone_is_refused_where_buffers_are_saved(tiny_model, monkeypatch, assets):
+def test_loading_on_the_first_process_alone_is_refused_if_buffers_are_saved(tiny_model, monkeypatch, assets):
     path = next(path for path in YAMLS if path.stem == "fsdp2")
     flags = yaml.safe_load(path.read_text())["fsdp_config"] | {"fsdp_cpu_ram_efficient_loading": True}
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
@@ -310,7 +309,7 @@ def test_a_model_in_16_bits_with_tensors_in_float32_is_divided_by_transformers(
     assert loss == pytest.approx(whole(token_ids, labels=token_ids).loss.item(), abs=1e-2)
 
 
-def test_a_model_that_is_not_divided_needs_no_division():
+def test_a_model_that_one_process_holds_is_not_divided():
     assert read_division(None, 2) is None
     assert read_division({"fsdp_size": 1}, 1) is None
 
@@ -345,7 +344,7 @@ def test_a_sharded_model_is_saved_with_its_own_code(tiny_model, one_process, tmp
     assert files[0] == files[1]
 
 
-def test_engines_that_wrap_layers_find_those_of_the_family(tiny_model, assets):
+def test_engines_find_the_decoder_layers_of_the_family(tiny_model, assets):
     models = (tiny_model(), retrofit(str(assets / "checkpoints" / "stories260K-hf")))
     for model, name in zip(models, ("AttnResDecoderLayer", "AttnResLlamaDecoderLayer"), strict=True):
         for part in (model, model.model):

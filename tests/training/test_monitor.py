@@ -1,4 +1,4 @@
-"""The monitor: tokens/s over the right time, FLOPs against sums by hand, depth attention, magnitudes."""
+"""The monitor: tokens/s over the time of training, FLOPs against counts by hand, depth attention, magnitudes."""
 
 import time
 
@@ -43,7 +43,7 @@ class Work(TrainerCallback):
 # --- throughput
 
 
-def test_tokens_per_second_are_those_of_training_without_evaluation(tiny_model, tmp_path, clock):
+def test_tokens_per_second_leave_out_the_time_of_evaluation(tiny_model, tmp_path, clock):
     lines = train(
         tiny_model(), tmp_path, Monitor(), Work(clock), steps=6, eval_strategy="steps", eval_steps=3, save_strategy="no"
     )
@@ -51,15 +51,15 @@ def test_tokens_per_second_are_those_of_training_without_evaluation(tiny_model, 
     assert [line["tokens_per_second"] for line in lines] == [pytest.approx(24.0)] * 3
 
 
-def test_a_real_clock_gives_a_rate_near_the_runs_own(tiny_model, tmp_path):
+def test_by_a_real_clock_the_windows_take_less_time_than_the_run(tiny_model, tmp_path):
     start = time.perf_counter()
     lines = train(tiny_model(), tmp_path, Monitor(), steps=6)
     seconds = time.perf_counter() - start
-    # The windows that are logged lie in the run, one after the other, however long each takes.
+    # The windows lie in the run, one after the other, however long each takes.
     assert 0 < sum(2 * 48 / line["tokens_per_second"] for line in lines) < seconds
 
 
-def test_measurements_are_given_once_and_each_window_has_its_own(tiny_model, tmp_path):
+def test_each_window_is_measured_once(tiny_model, tmp_path):
     monitor = Monitor()
     lines = train(tiny_model(), tmp_path, monitor)
     assert monitor.metrics() == {}
@@ -75,7 +75,7 @@ def test_windows_may_be_epochs(tiny_model, tmp_path, clock):
 # --- model FLOP use
 
 
-def test_flops_of_a_dense_model_are_those_counted_by_hand():
+def test_the_flops_of_a_dense_model_equal_a_count_by_hand():
     config = LlamaConfig(
         vocab_size=100,
         hidden_size=32,
@@ -91,7 +91,7 @@ def test_flops_of_a_dense_model_are_those_counted_by_hand():
     assert flops_per_token(config, 64) == 6 * parameters + 12 * 3 * 4 * 8 * 64
 
 
-def test_flops_of_a_model_with_experts_count_what_a_token_passes_through(tiny_model):
+def test_the_flops_of_a_model_with_experts_count_the_parameters_that_a_token_uses(tiny_model):
     config = tiny_model().config
     model = tiny_model()
     idle = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name) * 6 // 8
@@ -125,11 +125,11 @@ def test_depth_attention_adds_less_than_a_hundredth_as_the_documentation_says():
         ("cpu", None),
     ],
 )
-def test_the_peak_is_that_of_the_named_device_or_unknown(name, peak):
+def test_the_peak_is_found_by_the_name_of_the_device_or_unknown(name, peak):
     assert peak_flops(name) == peak
 
 
-def test_flop_use_is_the_share_of_the_peak_and_absent_where_that_is_unknown(tiny_model, tmp_path, monkeypatch):
+def test_flop_use_is_the_share_of_the_peak_and_absent_if_the_peak_is_unknown(tiny_model, tmp_path, monkeypatch):
     model = tiny_model()
     assert all("model_flop_use" not in line for line in train(model, tmp_path, Monitor()))
     monkeypatch.setattr(module, "_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
@@ -143,7 +143,7 @@ def test_flop_use_is_the_share_of_the_peak_and_absent_where_that_is_unknown(tiny
 # --- depth attention
 
 
-def test_the_spread_is_extreme_for_uniform_and_for_single_sources():
+def test_the_measures_of_spread_are_extreme_for_uniform_weights_and_for_a_single_source():
     uniform = torch.full((4, 1, 3), 0.25)
     nearest = torch.zeros(3, 1, 3)
     nearest[-1] = 1.0
@@ -159,7 +159,7 @@ def test_the_spread_is_extreme_for_uniform_and_for_single_sources():
 def test_weights_that_do_not_add_up_to_one_count_as_shares():
     weights = torch.tensor([0.3, 0.1, 0.2])[:, None, None]
     summary = depth_attention_summary((weights,))
-    assert summary == {name: pytest.approx(of) for name, of in depth_attention_summary((weights / 0.6,)).items()}
+    assert summary == {name: pytest.approx(value) for name, value in depth_attention_summary((weights / 0.6,)).items()}
     assert summary["depth_distance"] == pytest.approx(1 / 2 - 1 / 3)
 
 
@@ -175,7 +175,7 @@ class Slices(Monitor):
         return self.slices[-1]
 
 
-def test_a_fresh_model_is_logged_as_uniform_and_another_by_its_own_weights(tiny_model, tiny_config, tmp_path):
+def test_a_fresh_model_reads_uniformly_and_another_model_by_its_weights(tiny_model, tiny_config, tmp_path):
     torch.manual_seed(0)
     fresh = type(tiny_model())(tiny_config())
     line = train(fresh, tmp_path, Monitor(), steps=1, logging_steps=1, learning_rate=0.0)[0]
@@ -189,7 +189,7 @@ def test_a_fresh_model_is_logged_as_uniform_and_another_by_its_own_weights(tiny_
     line = train(model, tmp_path, monitor, steps=1, logging_steps=1, learning_rate=0.0)[0]
     handle.remove()
     (ids,) = monitor.slices
-    assert torch.equal(ids, seen[1]["input_ids"][:1, :5])  # of the second micro-batch; after it comes the slice
+    assert torch.equal(ids, seen[1]["input_ids"][:1, :5])  # the second micro-batch; the third pass is the slice
     assert len(seen) == 3
     with torch.no_grad():
         weights = model.eval()(ids, output_depth_attentions=True).depth_attentions
@@ -207,7 +207,7 @@ def test_a_fresh_model_is_logged_as_uniform_and_another_by_its_own_weights(tiny_
 
 
 @pytest.mark.parametrize("connection", CONNECTIONS)
-def test_magnitudes_are_those_of_what_is_read(connection, tiny_model, tmp_path):
+def test_magnitudes_are_the_sizes_of_the_sublayers_inputs(connection, tiny_model, tmp_path):
     model, monitor = tiny_model(residual_connection=connection), Slices()
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(30.0)  # so that no two sizes are nearly the same
@@ -219,7 +219,7 @@ def test_magnitudes_are_those_of_what_is_read(connection, tiny_model, tmp_path):
     assert any(name.startswith("depth") for name in line) == (connection == "attn_res")
 
 
-def test_the_residual_stream_grows_where_attention_residuals_are_bounded(tiny_model, tmp_path):
+def test_the_residual_stream_grows_and_attention_residuals_stay_bounded(tiny_model, tmp_path):
     """Each sublayer is changed so that its output is large beside the embedding, whatever its input."""
     growth = {}
     for connection in ("standard", "attn_res"):
@@ -233,7 +233,7 @@ def test_the_residual_stream_grows_where_attention_residuals_are_bounded(tiny_mo
 
 
 def test_padding_is_not_measured(tiny_model, tmp_path):
-    """Texts that are padded on the left, by more than the slice, give the same lines as without padding."""
+    """Texts with more padding on the left than the slice has tokens give the same lines as texts without padding."""
     rows = [{"input_ids": block, "labels": block} for block in BLOCKS]
     padding = torch.zeros(6, dtype=torch.long)
     padded = [
@@ -244,12 +244,12 @@ def test_padding_is_not_measured(tiny_model, tmp_path):
         }
         for block in BLOCKS
     ]
-    model, found = tiny_model(), []
+    model, measured = tiny_model(), []
     for blocks in (rows, padded):
         line = train(model, tmp_path, Monitor(5), blocks=blocks, steps=1, logging_steps=1, learning_rate=0.0)[0]
-        found.append({name: value for name, value in line.items() if name.startswith(("depth", "magnitude"))})
-    assert len(found[0]) == 7
-    assert found[0] == found[1]
+        measured.append({name: value for name, value in line.items() if name.startswith(("depth", "magnitude"))})
+    assert len(measured[0]) == 7
+    assert measured[0] == measured[1]
 
 
 # --- no effect on training
@@ -281,21 +281,22 @@ def test_measuring_changes_neither_the_training_nor_the_load_of_the_experts(opti
     assert "magnitude_output" in lines[-1]
 
 
-def test_each_module_stays_in_the_mode_that_it_was_in(tiny_model, tmp_path):
-    found = []
+def test_measuring_leaves_each_module_in_its_mode(tiny_model, tmp_path):
+    in_eval_mode = []
 
     class Freeze(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):
             model.model.layers[0].self_attn.eval()
 
         def on_log(self, args, state, control, model=None, **kwargs):
-            found.append({name.partition(".self_attn")[0] for name, of in model.named_modules() if not of.training})
+            names = (name for name, module in model.named_modules() if not module.training)
+            in_eval_mode.append({name.partition(".self_attn")[0] for name in names})
 
     train(tiny_model(), tmp_path, Freeze(), Monitor(), steps=1, logging_steps=1)
-    assert found[0] == {"model.layers.0"}
+    assert in_eval_mode[0] == {"model.layers.0"}
 
 
-def test_a_model_of_transformers_logs_its_throughput_only(tmp_path):
+def test_a_model_of_another_family_logs_its_throughput_only(tmp_path):
     config = LlamaConfig(
         vocab_size=99, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
@@ -304,7 +305,7 @@ def test_a_model_of_transformers_logs_its_throughput_only(tmp_path):
         assert not any(name.startswith(("depth", "magnitude")) for name in line)
 
 
-def test_compiled_models_are_measured_too_and_compiled_no_more_often(tiny_model, tmp_path, clock):
+def test_a_compiled_model_is_measured_and_not_compiled_more_often(tiny_model, tmp_path, clock):
     options = {"torch_compile": True, "torch_compile_backend": "eager"}
     frames, lines = [], []
     for callbacks in ([], [Monitor()]):
@@ -320,7 +321,7 @@ def test_compiled_models_are_measured_too_and_compiled_no_more_often(tiny_model,
     assert lines[0]["expert_max_violation"] > 0
 
 
-def test_adapters_are_measured_with_what_they_add(tiny_model, tmp_path):
+def test_a_model_with_adapters_is_measured_with_them(tiny_model, tmp_path):
     peft = pytest.importorskip("peft")
     extra = peft_modules_to_save(tiny_model())
     config = peft.LoraConfig(target_modules=["o_proj"], modules_to_save=extra, init_lora_weights=False)

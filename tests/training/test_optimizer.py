@@ -1,4 +1,4 @@
-"""Optimizers: which tensors get Muon, AdamW and weight decay; the steps against plain sums; resuming; schedules."""
+"""Optimizers: which tensors get Muon, AdamW and weight decay; the steps against equations; resuming; schedules."""
 
 import copy
 import math
@@ -48,7 +48,7 @@ def muon_by_hand(weight, gradient, average, lr, weight_decay, mu=0.95, steps=5):
 # --- groups
 
 
-def test_every_trainable_parameter_is_in_one_group_with_its_own_rule(tiny_model):
+def test_every_trainable_parameter_is_in_the_group_of_its_kind(tiny_model):
     model = tiny_model()
     model.lm_head.weight.requires_grad_(False)
     groups = parameter_groups(model, learning_rate=0.1, weight_decay=0.2, residual_lr_factor=3.0)
@@ -99,7 +99,7 @@ def test_tied_embeddings_are_taken_once_and_by_adamw(tiny_model):
     assert rules[id(model.lm_head.weight)]["method"] == "adamw"
 
 
-def test_only_what_is_trainable_is_taken_and_nothing_to_train_is_an_error(tiny_model):
+def test_only_trainable_parameters_are_taken_and_a_model_without_any_is_an_error(tiny_model):
     model = tiny_model().requires_grad_(False)
     residual = residual_tensors(model)
     for tensor in residual.values():
@@ -120,7 +120,7 @@ def test_an_unknown_name_is_refused(tiny_model):
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (16, 16), (3, 24, 40), (5, 40, 24)])
-def test_a_step_of_muon_is_the_papers_equation_on_a_matrix_and_on_each_expert(shape):
+def test_a_step_of_muon_follows_the_papers_equation_on_a_matrix_and_on_each_expert(shape):
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(shape))
     optimizer = MuonAdamW([{"params": [weight], "method": "muon"}], lr=0.05, weight_decay=0.3)
@@ -133,14 +133,14 @@ def test_a_step_of_muon_is_the_papers_equation_on_a_matrix_and_on_each_expert(sh
         stepped = [muon_by_hand(*each, lr=0.05, weight_decay=0.3) for each in zip(experts, gradients, averages)]
         experts, averages = (np.stack(parts) for parts in zip(*stepped))
         optimizer.step()
-        found = weight.detach().double().numpy().reshape(experts.shape)
+        actual = weight.detach().double().numpy().reshape(experts.shape)
         # Newton-Schulz runs in bfloat16: its error is a few hundredths of the step.
         size = np.abs(experts - before).max()
-        assert np.abs(found - experts).max() < 0.05 * size
-        experts = found
+        assert np.abs(actual - experts).max() < 0.05 * size
+        experts = actual
 
 
-def test_on_matrices_muon_is_pytorchs_bit_for_bit_and_on_experts_within_bfloat16():
+def test_muon_equals_pytorchs_bit_for_bit_on_a_matrix_and_up_to_bfloat16_on_experts():
     torch.manual_seed(0)
     matrix, stack = torch.nn.Parameter(torch.randn(24, 40)), torch.nn.Parameter(torch.randn(4, 40, 24))
     optimizer = MuonAdamW([{"params": [matrix, stack], "method": "muon"}], lr=0.05, weight_decay=0.3)
@@ -160,7 +160,7 @@ def test_on_matrices_muon_is_pytorchs_bit_for_bit_and_on_experts_within_bfloat16
     assert torch.equal(optimizer.state[stack]["momentum_buffer"], averages)
 
 
-def test_everything_but_matrices_steps_exactly_as_with_adamw(tiny_model):
+def test_all_parameters_but_the_matrices_are_updated_exactly_as_by_adamw(tiny_model):
     model, reference = tiny_model(), tiny_model()
     settings = {"learning_rate": 0.05, "weight_decay": 0.3, "residual_lr_factor": 2.0}
     muon = build_optimizer(model, name="muon", **settings)
@@ -174,7 +174,7 @@ def test_everything_but_matrices_steps_exactly_as_with_adamw(tiny_model):
         assert torch.equal(ours, theirs) == (rules[id(ours)]["method"] == "adamw"), name
 
 
-def test_one_learning_rate_serves_both_as_the_steps_are_equally_large():
+def test_the_steps_of_muon_and_adamw_are_equally_large_at_one_learning_rate():
     sizes = {}
     for method in ("adamw", "muon"):
         torch.manual_seed(0)
@@ -198,11 +198,11 @@ def test_flattened_parameters_are_refused_in_one_line():
         optimizer.step()
 
 
-# --- one optimizer among others
+# --- saving, copying and training
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_saved_optimizer_goes_on_bit_for_bit(tiny_model, tmp_path, name):
+def test_a_saved_optimizer_resumes_bit_for_bit(tiny_model, tmp_path, name):
     def build(model):
         optimizer = build_optimizer(model, name=name, learning_rate=0.05, residual_lr_factor=0.5)
         return optimizer, build_schedule(optimizer, "wsd", steps=6, warmup_steps=2, decay_steps=2)
@@ -228,7 +228,7 @@ def test_a_saved_optimizer_goes_on_bit_for_bit(tiny_model, tmp_path, name):
     assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in rest[0].param_groups]
 
 
-def test_a_copy_of_model_and_optimizer_steps_as_the_original_does(tiny_model):
+def test_a_copy_of_model_and_optimizer_makes_the_steps_of_the_original(tiny_model):
     model = tiny_model()
     optimizer = build_optimizer(model, name="muon", learning_rate=0.05)
     fill_gradients(model, 0)
@@ -304,9 +304,9 @@ def rates(name: str, steps: int, warmup: int, decay: int, min_rate: float) -> np
 def test_a_schedule_rises_to_the_groups_rate_then_falls_to_the_minimum(name, lengths, min_rate):
     warmup, middle, decay = lengths
     steps = warmup + middle + decay
-    found = rates(name, steps, warmup, decay, min_rate)
-    assert np.allclose(found[:, 1], 0.25 * found[:, 0])  # the groups keep their ratio
-    rate = found[:, 0]
+    both = rates(name, steps, warmup, decay, min_rate)
+    assert np.allclose(both[:, 1], 0.25 * both[:, 0])  # the groups keep their ratio
+    rate = both[:, 0]
     assert rate[warmup] == 1.0
     assert np.all(np.diff(rate[: warmup + 1]) > 0)
     assert np.all(np.diff(rate[warmup:]) <= 1e-12)

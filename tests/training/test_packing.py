@@ -6,13 +6,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnres.training.packing import IGNORED, Place, Tokens, describe, in_blocks, pack
+from attnres.training.packing import IGNORED, Place, Tokens, describe_places, in_blocks, pack
 
 LENGTHS = st.lists(st.integers(1, 9), max_size=40)
 
 
 def tokens(lengths: list[int], first_document: int = 0, first_token: int = 0) -> Tokens:
-    """Return documents of these lengths. Tokens count up through all of them, and labels are 1000 more."""
+    """Return documents of these lengths. The token ids count up through all documents; a label is its id plus 1000."""
     ids = np.arange(first_token, first_token + sum(lengths), dtype=np.int32)
     places = [Place("a", number, number) for number in range(first_document, first_document + len(lengths))]
     return Tokens(ids, ids + 1000, np.array(lengths, dtype=np.int64), places)
@@ -37,16 +37,16 @@ def test_blocks_are_the_stream_of_all_documents_without_an_incomplete_end(length
 
 
 @given(LENGTHS, st.integers(2, 20), st.data())
-def test_a_block_names_the_documents_that_its_tokens_are_from(lengths, length, data):
+def test_a_block_names_the_documents_of_its_tokens(lengths, length, data):
     at = data.draw(st.lists(st.integers(0, len(lengths)), max_size=5))
     document_of = np.repeat(np.arange(len(lengths)), lengths)
     for blocks in pack(in_batches(lengths, at), length):
         for ids, documents in zip(blocks.ids, blocks.documents):
-            assert documents == describe(Place("a", n, n) for n in sorted(set(document_of[ids].tolist())))
+            assert documents == describe_places(Place("a", n, n) for n in sorted(set(document_of[ids].tolist())))
 
 
 @given(st.integers(2, 8), st.sets(st.integers(0, 99)), st.data())
-def test_a_block_that_teaches_nothing_is_left_out(length, learned, data):
+def test_a_block_without_a_label_to_learn_is_left_out(length, learned, data):
     """A model predicts each label from the tokens before it, so the first label of a block is never learned."""
     at = data.draw(st.lists(st.integers(0, 100), max_size=5))
     batches = in_batches([1] * 100, at)
@@ -58,7 +58,7 @@ def test_a_block_that_teaches_nothing_is_left_out(length, learned, data):
 
 
 @given(LENGTHS, st.integers(2, 20), st.data())
-def test_documents_kept_apart_count_from_the_block_s_start_or_their_own_and_teach_no_first_token(lengths, length, data):
+def test_positions_restart_with_each_separate_document_and_its_first_token_has_no_label(lengths, length, data):
     at = data.draw(st.lists(st.integers(0, len(lengths)), max_size=5))
     document_of = np.repeat(np.arange(len(lengths)), lengths)
     together = {block[0]: block for blocks in pack(in_batches(lengths, at), length) for block in zip(blocks.ids[:, 0])}
@@ -70,12 +70,12 @@ def test_documents_kept_apart_count_from_the_block_s_start_or_their_own_and_teac
             assert positions.tolist() == expected
             assert labels.tolist() == [IGNORED if place == 0 else token + 1000 for token, place in zip(ids, expected)]
             seen += 1
-    # A block of documents of one token each has nothing to learn.
+    # A block whose documents have one token each has nothing to learn.
     blocks = [document_of[start : start + length] for start in together]
     assert seen == sum(len(set(block.tolist())) < length for block in blocks)
 
 
-def test_places_that_follow_each_other_are_written_as_a_range():
+def test_consecutive_places_are_written_as_a_range():
     places = [
         Place("a.txt", 1, 4),
         Place("a.txt", 5, 9),
@@ -83,7 +83,7 @@ def test_places_that_follow_each_other_are_written_as_a_range():
         Place("b.txt", 4, 4),
         Place("a.txt", 5, 6),
     ]
-    assert describe(places) == "a.txt:1-9,3 b.txt:4 a.txt:5-6"
+    assert describe_places(places) == "a.txt:1-9,3 b.txt:4 a.txt:5-6"
 
 
 def test_a_stream_is_cut_without_its_incomplete_end():

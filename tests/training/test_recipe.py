@@ -26,12 +26,12 @@ def test_the_recipes_of_the_package_are_complete_with_model_data_and_folder():
     assert read_recipe("sft", NEEDED).chat
 
 
-def test_every_key_is_described():
+def test_the_docstring_describes_every_key():
     described = re.findall(r"^ {8}(\w+): ", Recipe.__doc__.partition("Raises:")[0], re.MULTILINE)
     assert sorted(described) == sorted(item.name for item in fields(Recipe))
 
 
-def test_a_file_and_changes_to_it(tmp_path):
+def test_changes_replace_the_values_of_a_file(tmp_path):
     (tmp_path / "mine.yaml").write_text("model: m\ntrain: [a.txt, b.txt]\nout: o\nsteps: 5\ntrainer: {bf16: true}\n")
     changes = ("learning_rate=3e-4", "trainer.report_to=tensorboard", "steps=1e2", "held_out=c.txt", "config={a: 1}")
     recipe = read_recipe(tmp_path / "mine.yaml", changes)
@@ -47,7 +47,7 @@ def test_a_file_and_changes_to_it(tmp_path):
     lora=st.none() | st.just({"rank": 4}),
     held_out=st.lists(st.text("ab/", min_size=1), max_size=2),
 )
-def test_what_is_written_is_read_again(tmp_path_factory, steps, rate, trainer, lora, held_out):
+def test_a_recipe_that_is_written_reads_back_equal(tmp_path_factory, steps, rate, trainer, lora, held_out):
     recipe = Recipe(
         "m", ("a",), "o", steps=steps, learning_rate=rate, trainer=trainer, lora=lora, held_out=tuple(held_out)
     )
@@ -57,7 +57,7 @@ def test_what_is_written_is_read_again(tmp_path_factory, steps, rate, trainer, l
 
 
 @pytest.mark.parametrize("recipe", [*recipe_names()])
-def test_a_change_of_steps_or_tokens_takes_the_place_of_the_files(recipe):
+def test_a_change_of_the_length_of_the_run_replaces_the_length_in_the_file(recipe):
     needed = ("model=m", "train=a.txt", "out=o", "tokenizer=t")
     for change in ("steps=7", "tokens=9000", "epochs=2"):
         name, _, value = change.partition("=")
@@ -82,7 +82,7 @@ def test_tokens_are_rounded_up_to_steps():
         ({"steps": 5}, 32, 5),
     ],
 )
-def test_epochs_end_a_run_where_nothing_else_does_before(lengths, sequences, steps):
+def test_a_run_has_the_smaller_number_of_steps_by_tokens_and_by_epochs(lengths, sequences, steps):
     assert Recipe("m", ("a",), "o", length=1024, batch_size=32, **lengths).count_steps(sequences) == steps
 
 
@@ -96,22 +96,22 @@ def test_epochs_end_a_run_where_nothing_else_does_before(lengths, sequences, ste
             "The shell divides config={dtype: float32, eos_token_id: [1, 2]} at its spaces: put it in quotes, 'c",
         ),
         (("train=[a.txt,", "b.txt]"), "put it in quotes, 'train=[a.txt, b.txt]'."),
-        (("steps=many",), "`steps` of the recipe is 'many', which is not int."),
-        (("steps=1.5",), "`steps` of the recipe is 1.5, which is not int."),
-        (("chat=perhaps",), "`chat` of the recipe is 'perhaps', which is not bool."),
+        (("steps=many",), "`steps` of the recipe is 'many', but must be a whole number."),
+        (("steps=1.5",), "`steps` of the recipe is 1.5, but must be a whole number."),
+        (("chat=perhaps",), "`chat` of the recipe is 'perhaps', but must be true or false."),
         (("steps=5", "tokens=5"), "The recipe has both `steps` and `tokens`: give one of them."),
-        (("steps=null", "epochs=null"), "The recipe has no length: give `steps`, `tokens` or `epochs`."),
+        (("steps=null", "epochs=null"), "The recipe must have `steps`, `tokens` or `epochs`: give one of them."),
         (("epochs=2", "streaming=true"), "The length of a stream is not known before it ends: give `steps` or "),
         (("epochs=0",), "`epochs` of the recipe is 0.0, but must be a number above 0."),
-        (("lora={rank: 2}", "retrofit={block_size: 2}"), "An adapter's base has to be on disk"),
+        (("lora={rank: 2}", "retrofit={block_size: 2}"), "an adapter's base has to be on disk"),
         (
             ("trainer.output_dir=elsewhere",),
-            "`trainer.output_dir` of the recipe is not to be set, as the run decides it: give `out` instead.",
+            "`trainer.output_dir` of the recipe must not be set, since the run sets it: give `out` instead.",
         ),
-        (("trainer.max_steps=1",), "the run decides it: give `steps` instead."),
-        (("trainer.per_device_train_batch_size=7",), "the run decides it: give `micro_batch_size` instead."),
-        (("trainer.optim=sgd",), "the run decides it: give `optimizer` instead."),
-        (("trainer.label_names=[a]",), "the run decides it: leave it out."),
+        (("trainer.max_steps=1",), "the run sets it: give `steps` instead."),
+        (("trainer.per_device_train_batch_size=7",), "the run sets it: give `micro_batch_size` instead."),
+        (("trainer.optim=sgd",), "the run sets it: give `optimizer` instead."),
+        (("trainer.label_names=[a]",), "the run sets it: leave it out."),
         (("trainer.bf_16=true",), "`trainer` has no `bf_16`. Did you mean `bf16`?"),
         (("retrofit={blocksize: 2}",), "`retrofit` has no `blocksize`. Did you mean `block_size`?"),
         (("retrofit={attn_res_gatd: true}",), "`retrofit` has no `attn_res_gatd`. Did you mean `attn_res_gated`?"),
@@ -129,9 +129,9 @@ def test_epochs_end_a_run_where_nothing_else_does_before(lengths, sequences, ste
         (("warmup=100",), "`warmup` of the recipe is 100.0, but must be a share from 0 to 1."),
         (("config={dtype: nope}",), "`config.dtype` of the recipe is 'nope', but must be auto or a type of PyTorch"),
         (("config={dtype",), "config={dtype is broken YAML: "),
-        (("config={1: 2}",), "`config` of the recipe is {1: 2}, which is not a mapping of names to values."),
-        (("model.a=1",), "`model` of the recipe is 'm', which is not a mapping"),
-        (("lora=5",), "`lora` of the recipe is 5, which is not a mapping"),
+        (("config={1: 2}",), "`config` of the recipe is {1: 2}, but must be a mapping of names to values."),
+        (("model.a=1",), "`model` of the recipe is 'm', but must be a mapping"),
+        (("lora=5",), "`lora` of the recipe is 5, but must be a mapping"),
         (("retrofit={model_or_path: m}",), "`retrofit` has no `model_or_path`."),
         (("lora={model: m}",), "`lora` has no `model`."),
         (("lora={rank: 0}",), "`rank` of the adapters is 0, but must be a whole number, at least 1."),
@@ -140,29 +140,29 @@ def test_epochs_end_a_run_where_nothing_else_does_before(lengths, sequences, ste
         (("lora={dropout: .nan}",), "`dropout` of the adapters is nan, but must be a share"),
         (("lora={targets: []}",), "`targets` of the adapters is [], but must be a list of names."),
         (("lora={expert_rank: 1.5}",), "`expert_rank` of the adapters is 1.5, but must be a whole number"),
-        (("column=on",), "`column` of the recipe is True, which is not text; put it in quotes."),
-        (("column=null",), "`column` of the recipe is None, which is not text"),
-        (("out=[a, b]",), "`out` of the recipe is ['a', 'b'], which is not text"),
-        (("train={a: b}",), "`train` of the recipe is {'a': 'b'}, which is not a list of names."),
-        (("train=[null]",), "`train` of the recipe is None, which is not text"),
-        (("chat=1",), "`chat` of the recipe is 1, which is not bool."),
-        (("learning_rate=true",), "`learning_rate` of the recipe is True, which is not float."),
+        (("column=on",), "`column` of the recipe is True, but must be text: put it in quotes."),
+        (("column=null",), "`column` of the recipe is None, but must be text"),
+        (("out=[a, b]",), "`out` of the recipe is ['a', 'b'], but must be text"),
+        (("train={a: b}",), "`train` of the recipe is {'a': 'b'}, but must be a list of names."),
+        (("train=[null]",), "`train` of the recipe is None, but must be text"),
+        (("chat=1",), "`chat` of the recipe is 1, but must be true or false."),
+        (("learning_rate=true",), "`learning_rate` of the recipe is True, but must be a number."),
     ],
 )
-def test_a_value_that_cannot_be_used_is_named(changes, message):
+def test_an_error_names_the_key_the_value_and_the_remedy(changes, message):
     with pytest.raises(ValueError) as caught:
         read_recipe("finetune", (*NEEDED, *changes))
     assert message in str(caught.value)
 
 
-def test_a_model_that_is_not_on_the_hub_may_be_a_misspelt_configuration():
-    for what, hint in (("model", True), ("tokenizer", False)):
-        with pytest.raises(FileNotFoundError) as caught, prepare.explain_missing(what, "attnres-tinny"):
+def test_a_misspelt_configuration_gets_a_suggestion():
+    for kind, is_suggested in (("model", True), ("tokenizer", False)):
+        with pytest.raises(FileNotFoundError) as caught, prepare.explain_missing(kind, "attnres-tinny"):
             raise OSError("404")
-        assert str(caught.value).endswith(" Did you mean `attnres-tiny`?") == hint
+        assert str(caught.value).endswith(" Did you mean `attnres-tiny`?") == is_suggested
 
 
-def test_more_held_out_than_there_is_is_named(tokenizer, monkeypatch, tmp_path):
+def test_holding_out_more_sequences_than_there_are_is_refused(tokenizer, monkeypatch, tmp_path):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     (tmp_path / "text.txt").write_text("one two three four five six seven eight nine " * 20)
     changes = ("model=m", f"train={tmp_path / 'text.txt'}", "out=o", "length=16", "batch_size=1")
@@ -173,8 +173,7 @@ def test_more_held_out_than_there_is_is_named(tokenizer, monkeypatch, tmp_path):
         prepare.prepare_data(read[1], tokenizer)
 
 
-def test_a_recipe_refuses_what_the_run_sets_itself(monkeypatch, tmp_path):
-    """A recipe may set the fields of `TrainingArguments` for which the run only has another default."""
+def test_a_recipe_may_set_a_field_of_the_trainer_only_if_the_run_has_just_a_default_for_it(monkeypatch, tmp_path):
     seen = {}
     monkeypatch.setattr(prepare, "TrainingArguments", lambda **arguments: seen.update(arguments) or TrainingArguments())
     monkeypatch.chdir(tmp_path)
@@ -196,16 +195,16 @@ MAY_BE_ZERO = {
 
 @pytest.mark.parametrize("value", ["-3", "0", ".nan", ".inf", "-.inf", "1e999"])
 @pytest.mark.parametrize("name", NUMBERS)
-def test_no_number_is_negative_or_infinite_or_none_and_few_are_zero(name, value):
+def test_numbers_must_be_finite_and_not_negative_and_most_must_not_be_zero(name, value):
     if value == "0" and name in MAY_BE_ZERO:
         assert getattr(read_recipe("finetune", (*NEEDED, f"{name}=0")), name) == 0
         return
-    with pytest.raises(ValueError, match=f"^`{name}` of the recipe is .+, (but must be|which is not) "):
+    with pytest.raises(ValueError, match=f"^`{name}` of the recipe is .+, but must be "):
         read_recipe("finetune", (*NEEDED, f"{name}={value}"))
 
 
 @pytest.mark.parametrize("change", ["out=", "model=", "train=", "train=[]", 'out=""'])
-def test_an_empty_name_is_one_that_is_lacking(change):
+def test_an_empty_needed_key_counts_as_missing(change):
     with pytest.raises(ValueError, match=f"lacks `{change.partition('=')[0]}`"):
         read_recipe("finetune", (*NEEDED, change))
 
@@ -213,7 +212,7 @@ def test_an_empty_name_is_one_that_is_lacking(change):
 @pytest.mark.parametrize(
     "change", ['train=[a, ""]', 'held_out=""', 'tokenizer=""', 'column=""', 'split=""', 'held_out_split=""']
 )
-def test_an_empty_name_among_others_is_refused(change):
+def test_an_empty_name_in_a_list_or_an_optional_key_is_refused(change):
     with pytest.raises(ValueError, match=f"`{change.partition('=')[0]}` of the recipe is empty"):
         read_recipe("finetune", (*NEEDED, change))
 
@@ -227,9 +226,9 @@ BOMB = b"config:\n  a: &a [x, x, x, x, x, x, x, x, x]\n" + b"".join(
     "content, message",
     [
         (b"model: [m\n", "is broken YAML: .* line 2"),
-        (b"- a\n- b\n", "is not a recipe: it should hold `key: value` lines"),
-        (b"[]", "is not a recipe: it should hold `key: value` lines"),
-        (b"0", "is not a recipe: it should hold `key: value` lines"),
+        (b"- a\n- b\n", "is not a recipe: it must hold `key: value` lines"),
+        (b"[]", "is not a recipe: it must hold `key: value` lines"),
+        (b"0", "is not a recipe: it must hold `key: value` lines"),
         (bytes(range(128, 256)), "is not text in UTF-8"),
         (b"a\x00b", "is broken YAML"),
         (b"1: 2\n", "A recipe has no `1`"),
@@ -240,7 +239,7 @@ BOMB = b"config:\n  a: &a [x, x, x, x, x, x, x, x, x]\n" + b"".join(
     ],
     ids=["unclosed", "list", "empty-list", "naught", "binary", "zero", "number", "date", "aliases", "itself", "object"],
 )
-def test_a_file_that_is_no_recipe_is_named(content, message, tmp_path):
+def test_a_file_that_is_not_a_recipe_is_named(content, message, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=message) as caught:
@@ -248,12 +247,12 @@ def test_a_file_that_is_no_recipe_is_named(content, message, tmp_path):
     assert str(path) in str(caught.value) or "has no `1`" in message
 
 
-def test_what_yaml_takes_for_a_number_or_a_date_may_be_a_name():
+def test_a_name_may_look_like_a_number_or_a_date():
     recipe = read_recipe("finetune", ("model=7", "train=[1, 2026-01-31]", "out=2026-01-31"))
     assert (recipe.model, recipe.train, recipe.out) == ("7", ("1", "2026-01-31"), "2026-01-31")
 
 
-def test_what_the_user_has_to_give_is_named():
+def test_missing_keys_and_files_are_named():
     with pytest.raises(
         ValueError, match=r"The recipe lacks `model` and `train` and `out`: give model=\.\.\. train=\.\.\. out="
     ):

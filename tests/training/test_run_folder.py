@@ -24,8 +24,7 @@ def begin(out: Path) -> None:
         (out / "checkpoint-4").mkdir()
 
 
-def test_two_runs_do_not_share_a_folder(tmp_path):
-    """The process that holds the folder may have survived a launcher that was killed."""
+def test_two_runs_cannot_use_a_folder_at_once(tmp_path):
     out = tmp_path / "out"
     with hold_folder(out, recipe(out)):
         other = f"""
@@ -43,7 +42,7 @@ with hold_folder(Path({str(out)!r}), Recipe("model", ("a.txt",), {str(out)!r}, s
         pass
 
 
-def test_what_a_killed_run_left_half_written_goes(tmp_path):
+def test_half_written_folders_of_a_killed_run_are_removed(tmp_path):
     begin(tmp_path)
     for name in (".partial-0a1b2c3d", ".model.partial", ".start"):
         (tmp_path / name).mkdir()
@@ -53,7 +52,7 @@ def test_what_a_killed_run_left_half_written_goes(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", RECIPE]
 
 
-def test_a_killed_run_that_left_only_its_lock_holds_nothing_else(tmp_path):
+def test_a_run_may_begin_in_a_folder_that_holds_only_a_lock(tmp_path):
     (tmp_path / LOCK).touch()
     check_folder(tmp_path)
     (tmp_path / "notes.txt").touch()
@@ -62,14 +61,13 @@ def test_a_killed_run_that_left_only_its_lock_holds_nothing_else(tmp_path):
 
 
 @pytest.mark.parametrize("fields", [{"steps": 6}, {"steps": None, "tokens": 100}, {"epochs": 1.0}, {"seed": 1}])
-def test_the_run_of_another_recipe_is_not_gone_on_with(fields, tmp_path):
-    """Also a number of steps that is smaller than that of the checkpoint."""
+def test_a_run_does_not_resume_with_another_recipe(fields, tmp_path):
     begin(tmp_path)
     with pytest.raises(FileExistsError, match="holds a run with "), hold_folder(tmp_path, recipe(tmp_path, **fields)):
         pass
 
 
-def test_what_may_change_does(tmp_path):
+def test_a_run_resumes_with_another_micro_batch_size_and_number_of_checkpoints(tmp_path):
     begin(tmp_path)
     with hold_folder(tmp_path, recipe(tmp_path, micro_batch_size=1, keep=9)):
         pass
@@ -86,16 +84,16 @@ def digest(folder: Path, texts: list[str], tokenizer) -> str:
     return digest_of(load(write(str(folder / "a.jsonl"), texts), tokenizer, cache=folder / "cache"))
 
 
-def test_a_digest_is_of_the_tokens_alone(tokenizer, tmp_path):
+def test_a_digest_depends_on_the_tokens_alone(tokenizer, tmp_path):
     texts = some_texts(60)
-    found = digest(tmp_path / "one", texts, tokenizer)
-    assert digest(tmp_path / "a-folder-of-another-name", texts, tokenizer) == found
+    expected = digest(tmp_path / "one", texts, tokenizer)
+    assert digest(tmp_path / "a-folder-of-another-name", texts, tokenizer) == expected
     os.utime(tmp_path / "one" / "a.jsonl", (1, 1))
-    assert digest(tmp_path / "one", texts, tokenizer) == found
-    assert digest(tmp_path / "one", [*texts[:-1], texts[-1] + " more"], tokenizer) != found
+    assert digest(tmp_path / "one", texts, tokenizer) == expected
+    assert digest(tmp_path / "one", [*texts[:-1], texts[-1] + " more"], tokenizer) != expected
 
 
-def test_data_that_has_changed_since_the_run_began_is_named(tmp_path):
+def test_data_that_has_changed_since_the_run_began_is_refused_by_name(tmp_path):
     check_data(tmp_path, {"train": "1", "held_out": "2"}, is_resumed=False)
     check_data(tmp_path, {"train": "1", "held_out": "2"}, is_resumed=True)
     with pytest.raises(FileExistsError, match=r"^`train` has changed since the run in .* began"):
@@ -107,7 +105,7 @@ def test_data_that_has_changed_since_the_run_began_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["{", "", "[]", "null"])
-def test_a_damaged_record_of_the_data_is_named(tmp_path, content):
+def test_a_damaged_record_of_the_data_is_refused(tmp_path, content):
     (tmp_path / "data.json").write_text(content)
     with pytest.raises(ValueError, match=r"data\.json is damaged, so that changed data would go unnoticed"):
         check_data(tmp_path, {"train": "1"}, is_resumed=True)
@@ -115,7 +113,7 @@ def test_a_damaged_record_of_the_data_is_named(tmp_path, content):
 
 @pytest.mark.parametrize("content", ["[]", "{", "", "5", "steps: many", "unknown: 1", "steps: .nan", b"\xff\xfe"])
 @pytest.mark.parametrize("is_stopped", [True, False])
-def test_a_damaged_recipe_of_a_run_is_named(content, is_stopped, tmp_path):
+def test_a_damaged_recipe_of_a_run_is_refused(content, is_stopped, tmp_path):
     out = tmp_path / "out"
     begin(out)
     if not is_stopped:
@@ -134,7 +132,7 @@ def test_a_folder_with_a_recipe_that_a_person_wrote_is_not_taken_for_a_run(tmp_p
     assert (tmp_path / RECIPE).read_text().startswith("# mine")
 
 
-def test_a_model_that_was_replaced_since_the_run_began_is_another_one(tmp_path):
+def test_a_model_that_has_changed_since_the_run_began_is_refused(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""Runs without a recipe: the seed decides everything, a stopped run resumes, and held-out losses are the model's."""
+"""Runs without a recipe: the seed alone decides them, a stopped run resumes, and held-out losses are the model's."""
 
 import copy
 import itertools
@@ -34,7 +34,7 @@ def test_the_seed_alone_decides_a_run_and_the_loss_falls(tiny_model):
     assert first[-1][0] == 12
 
 
-def test_a_run_that_diverges_has_no_loss_of_zero(tiny_model):
+def test_a_run_that_diverges_reports_a_loss_that_is_not_finite(tiny_model):
     points = train(tiny_model(), random_blocks(16), Run(steps=4, batch_size=4, learning_rate=1e30))
     assert math.isfinite(points[0][1]) and not math.isfinite(points[-1][1])
 
@@ -70,7 +70,7 @@ def train_until(step: int, model: PreTrainedModel, blocks: torch.Tensor, run: Ru
         train(model, blocks, run, stop, work=work, save_seconds=0)
 
 
-def test_a_stopped_run_goes_on_from_its_last_whole_checkpoint(tiny_model, tmp_path):
+def test_a_stopped_run_resumes_from_its_last_whole_checkpoint(tiny_model, tmp_path):
     run = Run(steps=8, batch_size=2, learning_rate=1e-2, warmup_steps=2, decay_steps=4)
     blocks = random_blocks(16)
     whole = tiny_model()
@@ -87,19 +87,19 @@ def test_a_stopped_run_goes_on_from_its_last_whole_checkpoint(tiny_model, tmp_pa
     for name in ("optimizer.pt", "rng_state.pth", "model.safetensors"):
         content = (whole_one / name).read_bytes()
         (whole_one / name).write_bytes(content[: len(content) // 2])
-        assert last_whole_checkpoint(tmp_path) is None, "a run does not go on with half of one"
+        assert last_whole_checkpoint(tmp_path) is None, "a run does not resume from half a checkpoint"
         (whole_one / name).write_bytes(content)
 
     resumed, steps = tiny_model(), []
     assert train(resumed, blocks, run, lambda: steps.append(1), work=tmp_path, save_seconds=0) == points
     assert len(steps) == 8
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters()))
-    with pytest.raises(ValueError, match=r"checkpoint-8 is of a run of 8 steps, not 6: choose another folder"):
+    with pytest.raises(ValueError, match=r"checkpoint-8 belongs to a run of 8 steps, not 6: choose another folder"):
         train(tiny_model(), blocks, replace(run, steps=6), work=tmp_path)
 
 
-def test_a_run_that_is_resumed_after_its_last_step_makes_no_other(tiny_model, tmp_path):
-    """Like a run that was killed after its last checkpoint, before its model was used."""
+def test_a_run_that_is_resumed_after_its_last_step_makes_no_further_step(tiny_model, tmp_path):
+    """A run may have been killed after its last checkpoint, before its model was used."""
     run, blocks = Run(steps=4, batch_size=2, learning_rate=1e-2), random_blocks(6)
     whole = tiny_model()
     points = train(whole, blocks, run, work=tmp_path, save_seconds=0)
@@ -109,7 +109,7 @@ def test_a_run_that_is_resumed_after_its_last_step_makes_no_other(tiny_model, tm
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
 
 
-def test_the_curve_of_a_run_that_was_stopped_within_a_point_is_the_same(tiny_model, tmp_path):
+def test_a_run_that_was_stopped_between_two_points_of_its_curve_has_the_same_curve(tiny_model, tmp_path):
     """A point is the mean of three steps here. A checkpoint between points would lose the first steps of one."""
     run, blocks = Run(steps=150, batch_size=1, learning_rate=1e-3), random_blocks(16)
     fields = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "mlp_layer_types": ["dense"]}  # quick

@@ -24,7 +24,7 @@ def trainer(model, **fields) -> AttnResTrainer:
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["cached", "streamed"])
-def test_blocks_hold_positions_that_restart_and_the_same_tokens(tokenizer, streaming):
+def test_separate_documents_keep_the_tokens_of_blocks_and_restart_the_positions(tokenizer, streaming):
     data = write("train.jsonl", some_texts(40))
     apart = list(load((data,), tokenizer, seed=None, separate=True, streaming=streaming))
     together = list(load((data,), tokenizer, seed=None, streaming=streaming))
@@ -69,7 +69,7 @@ def test_a_batch_has_the_loss_and_gradients_of_its_documents_one_by_one(backbone
             assert (parameter.grad - gradients[name]).abs().max() < 1e-4 * largest, name
 
 
-def test_standard_models_with_linear_attention_are_refused(tiny_config):
+def test_a_standard_model_with_linear_attention_is_refused(tiny_config):
     fields = {key: value for key, value in tiny_config().to_dict().items() if key in KimiLinearConfig().to_dict()}
     fields.pop("model_type")
     standard = AutoModelForCausalLM.from_config(KimiLinearConfig(**fields))

@@ -13,7 +13,7 @@ from ..conversion.checkpoints import change_json, save_tokenizer, standard_model
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Return a recipe for a model whose configurations name code. The code leaves a trace if it runs."""
+    """Return a recipe for a model whose configuration files name code. The code makes the file `sprung` if it runs."""
     source = tmp_path / "source"
     standard_model().save_pretrained(source)
     save_tokenizer(source)
@@ -27,7 +27,7 @@ def recipe(tmp_path):
     return Recipe(str(source), ("text.txt",), str(tmp_path / "out"), steps=1)
 
 
-def test_it_is_neither_run_nor_written(recipe, tmp_path):
+def test_the_code_is_neither_run_nor_saved(recipe, tmp_path):
     tokenizer = prepare_tokenizer(recipe)
     tokenizer.save_pretrained(tmp_path / "saved")
     build_model(recipe, tokenizer).save_pretrained(tmp_path / "saved")
@@ -37,7 +37,7 @@ def test_it_is_neither_run_nor_written(recipe, tmp_path):
     assert not list((tmp_path / "saved").glob("*.py"))
 
 
-def test_the_trap_works_where_code_is_run(recipe, tmp_path):
+def test_the_trap_works_if_the_code_runs(recipe, tmp_path):
     AutoTokenizer.from_pretrained(recipe.model, trust_remote_code=True)
     assert (tmp_path / "sprung").exists()
     assert type(AutoConfig.from_pretrained(recipe.model, trust_remote_code=True)).__name__ == "C"

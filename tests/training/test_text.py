@@ -5,7 +5,7 @@ import pytest
 from attnres.training.text import END_OF_TEXT, python_sources, read_documents, token_stream, train_tokenizer
 
 
-def test_the_python_sources_are_real_and_the_same_each_time():
+def test_the_python_sources_are_the_same_modules_each_time():
     documents = python_sources(200_000)
     assert documents == python_sources(200_000)
     assert documents == python_sources(400_000)[: len(documents)]
@@ -13,7 +13,7 @@ def test_the_python_sources_are_real_and_the_same_each_time():
     assert any("import " in document for document in documents)
 
 
-def test_a_file_gives_its_documents_up_to_the_one_that_reaches_the_limit(tmp_path):
+def test_a_file_gives_its_documents_until_one_reaches_the_limit(tmp_path):
     path = tmp_path / "text"
     path.write_text(f"One.\n\nStill one.\n{END_OF_TEXT}\nTwo.\n{END_OF_TEXT}\nThree.\n")
     assert read_documents(path) == ["One.\n\nStill one.", "Two.", "Three."]
@@ -26,7 +26,7 @@ def test_a_file_gives_its_documents_up_to_the_one_that_reaches_the_limit(tmp_pat
         read_documents(path)
 
 
-def test_the_stream_has_every_token_and_marks_every_document():
+def test_the_stream_has_every_token_and_one_mark_for_each_document():
     documents = ["def f(): return 1", "ünïcode too", "x"]
     tokenizer = train_tokenizer(documents, 300)
     assert len(tokenizer) <= 300

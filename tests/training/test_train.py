@@ -1,4 +1,4 @@
-"""`attnres train` from end to end, in processes of its own: a real checkpoint on real text."""
+"""`attnres train` from end to end, in separate processes: a real checkpoint on real text."""
 
 import json
 import re
@@ -25,11 +25,11 @@ from .running import results, wait_for
 pytestmark = pytest.mark.slow
 
 SIZES = ("length=64", "batch_size=4", "micro_batch_size=2", "tokens=null", "steps=12", "save_every=4", "log_every=2")
-# A hybrid with experts from scratch, with Muon and balancing. A checkpoint of a dense model, with AdamW. The settings
-# for a device with little memory, on a stream.
+# A hybrid model with experts from scratch, with Muon and balancing. A retrofit of a dense model, with AdamW: the first
+# nine steps train only its residual tensors. The same retrofit with settings that save memory, on a stream.
 RUNS = {
     "pretrain": ("pretrain", "model=attnres-tiny", "config={num_hidden_layers: 4}", "tokenizer={source}"),
-    "heal": ("heal", "model={retrofit}", "residual_alone=0.5"),
+    "heal": ("heal", "model={retrofit}", "residual_alone=0.75"),
     "finetune": (
         "finetune",
         "model={retrofit}",
@@ -64,7 +64,7 @@ def command(folders, assets) -> Callable[..., list[str]]:
 
 
 def run(arguments: list[str]) -> subprocess.CompletedProcess:
-    """Run a command in a fork, which is fast. Commands that a test interrupts run as processes of their own."""
+    """Run a command in a fork, which is fast. Commands that a test interrupts run in new processes instead."""
     return forks.run(*arguments[1:], timeout=300)
 
 
@@ -114,7 +114,7 @@ def test_a_run_leaves_a_model_its_curve_and_its_held_out_loss(uninterrupted, fol
     assert [step for step, _ in results(out)["training_loss"]] == [2, 4, 6, 8, 10, 12]
 
 
-def test_what_the_screen_shows(uninterrupted):
+def test_the_screen_shows_the_run_its_losses_and_its_results(uninterrupted):
     for out in uninterrupted.values():
         screen = (out / "screen.txt").read_text()
         assert screen.startswith("Model: ") and "\nstep 0: held-out loss " in screen
@@ -125,7 +125,7 @@ def test_what_the_screen_shows(uninterrupted):
     assert "expert overload" in (uninterrupted["pretrain"] / "screen.txt").read_text()
 
 
-def test_tensorboard_shows_what_the_screen_does(uninterrupted):
+def test_tensorboard_shows_the_numbers_of_the_run(uninterrupted):
     out = uninterrupted["finetune"]
     assert logged(out, "train/loss") == pytest.approx(dict(results(out)["training_loss"]), abs=1e-6)
     assert logged(out, "eval/loss")[12] == pytest.approx(results(out)["held_out_loss"], abs=1e-6)
@@ -141,8 +141,9 @@ def test_tensorboard_shows_what_the_screen_does(uninterrupted):
         ("bf16: true", 1e-5, 0.05),
     ],
 )
-def test_what_saves_memory_and_time_computes_the_same(options, least, most, command, uninterrupted, tmp_path):
-    """In half precision the weights stay float32."""
+def test_settings_that_save_memory_or_time_give_nearly_the_same_losses_and_float32_weights(
+    options, least, most, command, uninterrupted, tmp_path
+):
     done = run(command("heal", tmp_path / "out", f"trainer={{{options}}}"))
     assert done.returncode == 0, done.stderr[-3000:]
     losses, expected = (results(out)["training_loss"] for out in (tmp_path / "out", uninterrupted["heal"]))
@@ -154,14 +155,17 @@ def test_what_saves_memory_and_time_computes_the_same(options, least, most, comm
 
 def test_in_the_first_stage_only_the_attn_res_vectors_move(uninterrupted, folders):
     start = load_file(folders["retrofit"] / "model.safetensors")
-    before, after = (load_file(uninterrupted["heal"] / f"checkpoint-{n}" / "model.safetensors") for n in (8, 12))
-    moved = {name for name in start if not torch.equal(start[name], after[name])}
-    assert {name for name in moved if "_res_" not in name}
-    assert before.keys() == after.keys()
+
+    def moved_until(step: int) -> set[str]:
+        weights = load_file(uninterrupted["heal"] / f"checkpoint-{step}" / "model.safetensors")
+        return {name for name in start if not torch.equal(start[name], weights[name])}
+
+    assert moved_until(8) and all("_res_" in name for name in moved_until(8))
+    assert any("_res_" not in name for name in moved_until(12))
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_killed_run_goes_on_bit_for_bit(name, uninterrupted, command, tmp_path):
+def test_a_killed_run_resumes_bit_for_bit(name, uninterrupted, command, tmp_path):
     out = tmp_path / "out"
     for checkpoint in ("checkpoint-4", "checkpoint-8"):
         with subprocess.Popen(command(name, out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
@@ -170,14 +174,14 @@ def test_a_killed_run_goes_on_bit_for_bit(name, uninterrupted, command, tmp_path
         assert not (out / "results.json").exists()
     done = run(command(name, out))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "Going on from" in done.stdout
+    assert "Resuming from" in done.stdout
     assert_same_run(out, uninterrupted[name])
     assert sorted(path.name for path in out.iterdir()) == sorted(
         path.name for path in uninterrupted[name].iterdir() if path.name != "screen.txt"
     )
 
 
-# Code that ends the process after the last checkpoint is written, and before the model is.
+# Code that ends the process after it has written the last checkpoint, and before it writes the model.
 ENDS = {
     "killed": "train.collect_results = lambda *_: os.kill(os.getpid(), signal.SIGKILL)",
     "terminated": """
@@ -209,7 +213,7 @@ def test_a_run_that_ends_after_its_last_checkpoint_makes_no_further_step(end, un
     assert sorted(path.name for path in out.glob("checkpoint-*")) == ["checkpoint-12", "checkpoint-8"]
 
 
-def test_a_run_does_not_go_on_with_other_data(command, folders, tmp_path):
+def test_a_run_does_not_resume_with_other_data(command, folders, tmp_path):
     text = tmp_path / "text.txt"
     shutil.copy(folders["held_out"], text)
     out = tmp_path / "out"
@@ -227,7 +231,7 @@ def test_a_run_does_not_go_on_with_other_data(command, folders, tmp_path):
 
 
 def test_small_data_ends_a_run_after_a_few_epochs(folders, tmp_path):
-    """The recipe is meant for 50 million tokens, and this text has ten thousand."""
+    """The recipe trains for 50 million tokens, and this text has ten thousand."""
     arguments = ["attnres", "train", "heal", f"model={folders['retrofit']}", f"train={folders['held_out']}"]
     done = forks.run("-m", *arguments, f"out={tmp_path / 'out'}", "length=64", "batch_size=8", timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -239,7 +243,7 @@ def test_small_data_ends_a_run_after_a_few_epochs(folders, tmp_path):
     assert len(results(tmp_path / "out")["training_loss"]) >= 10
 
 
-def test_there_is_nothing_to_heal_in_a_model_that_was_not_converted(command, folders, tmp_path):
+def test_healing_a_model_that_was_not_converted_is_refused(command, folders, tmp_path):
     done = run(command("heal", tmp_path / "out", f"model={folders['source']}"))
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
@@ -247,7 +251,7 @@ def test_there_is_nothing_to_heal_in_a_model_that_was_not_converted(command, fol
     assert f"`attnres convert {folders['source']} DIR`" in line and "add 'retrofit={}'" in line
 
 
-def test_a_terminated_run_saves_where_it_is_and_goes_on(uninterrupted, command, tmp_path):
+def test_a_terminated_run_saves_a_checkpoint_and_resumes_from_it(uninterrupted, command, tmp_path):
     out = tmp_path / "out"
     arguments = command("heal", out, "save_every=100", "trainer.eval_steps=4")
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
@@ -256,7 +260,7 @@ def test_a_terminated_run_saves_where_it_is_and_goes_on(uninterrupted, command, 
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=120)
     assert process.returncode == 143
-    assert "The same command goes on from there." in output
+    assert "The same command resumes from there." in output
     (checkpoint,) = out.glob("checkpoint-*")
     stopped = int(checkpoint.name.removeprefix("checkpoint-"))
     assert 2 <= stopped < 12
@@ -265,10 +269,10 @@ def test_a_terminated_run_saves_where_it_is_and_goes_on(uninterrupted, command, 
     assert_same_run(out, uninterrupted["heal"], left_out=[stopped + 1] if stopped % 2 else [])
 
 
-def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on(command, tmp_path):
-    for save_every, said in (
+def test_an_interrupted_run_names_its_last_checkpoint_and_how_to_go_on(command, tmp_path):
+    for save_every, message in (
         (9999, ", before the first checkpoint: the same command begins anew."),
-        (1, ": the same command goes on from there."),
+        (1, ": the same command resumes from there."),
     ):
         out = tmp_path / str(save_every)
         arguments = command("heal", out, "steps=10000", f"save_every={save_every}")
@@ -278,7 +282,7 @@ def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on(command, tmp_pat
             process.send_signal(signal.SIGINT)
             output, _ = process.communicate(timeout=120)
         assert process.returncode == 130
-        assert said in output
+        assert message in output
         assert bool(list(out.glob("checkpoint-*"))) == (save_every == 1)
 
 
@@ -330,8 +334,7 @@ def test_bad_input_ends_in_one_line(changes, message, command, uninterrupted, tm
     assert "Traceback" not in done.stderr
 
 
-def test_the_run_of_another_recipe_is_not_continued(command, tmp_path):
-    """A run that failed before its first step does not fix `model`, which may be corrected."""
+def test_a_run_does_not_resume_with_another_recipe_once_it_has_a_checkpoint(command, tmp_path):
     out = tmp_path / "out"
     assert run(command("heal", out, "model=./absent")).returncode == 1
     assert not out.exists()
@@ -343,7 +346,7 @@ def test_the_run_of_another_recipe_is_not_continued(command, tmp_path):
     assert "holds a run with learning_rate 0.0003, not 1e-05" in done.stderr
 
 
-def test_adapters_are_saved_small_and_merge_into_the_same_model(command, folders, tmp_path):
+def test_an_adapter_is_saved_as_a_small_file_and_its_merged_model_computes_the_same(command, folders, tmp_path):
     from peft import PeftModel
 
     out = tmp_path / "out"
@@ -361,7 +364,7 @@ def test_adapters_are_saved_small_and_merge_into_the_same_model(command, folders
     assert (merged(ids).logits - untrained).abs().max() > 1e-3
 
 
-def test_conversations_train_the_assistants_part(command, folders, tmp_path):
+def test_training_on_conversations_lowers_the_loss(command, folders, tmp_path):
     model = folders["shared"] / "chat"
     tokenizer = AutoTokenizer.from_pretrained(folders["retrofit"])
     tokenizer.chat_template = (
@@ -386,7 +389,7 @@ def test_conversations_train_the_assistants_part(command, folders, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_a_checkpoint_that_lacks_a_file_is_not_gone_on_from(name, command, uninterrupted, tmp_path):
+def test_a_run_does_not_resume_from_a_checkpoint_with_an_empty_file(name, command, uninterrupted, tmp_path):
     out = shutil.copytree(uninterrupted["heal"], tmp_path / "out")
     (out / "results.json").unlink()
     (out / "recipe.yaml").write_text((out / "recipe.yaml").read_text().replace(str(uninterrupted["heal"]), str(out)))
@@ -394,7 +397,7 @@ def test_a_checkpoint_that_lacks_a_file_is_not_gone_on_from(name, command, unint
     done = run(command("heal", out))
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"attnres: {out / 'checkpoint-12' / name} is empty, so the run cannot go on from")
+    assert line.startswith(f"attnres: {out / 'checkpoint-12' / name} is empty, so the run cannot resume from")
 
 
 @pytest.mark.parametrize(
@@ -406,7 +409,7 @@ def test_a_checkpoint_that_lacks_a_file_is_not_gone_on_from(name, command, unint
         (("batch_size=3",), "`batch_size` 3 is not a multiple of `micro_batch_size` 2"),
     ],
 )
-def test_what_a_recipe_asks_for_in_vain_is_told_before_anything_is_tokenised(changes, message, command, tmp_path):
+def test_an_impossible_value_is_refused_before_anything_is_tokenised(changes, message, command, tmp_path):
     done = run(command("finetune", tmp_path / "out", *changes))
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
@@ -414,11 +417,11 @@ def test_what_a_recipe_asks_for_in_vain_is_told_before_anything_is_tokenised(cha
 
 
 @pytest.mark.parametrize("package", ["peft", "datasets"])
-def test_without_a_package_one_line_says_what_to_install_before_anything_is_tokenised(package, command, tmp_path):
-    """`None` in `sys.modules` makes the import of a package fail."""
+def test_a_missing_package_is_an_error_in_one_line_that_says_what_to_install(package, command, tmp_path):
     arguments = command("heal", tmp_path / "out", "lora={rank: 2}")[3:]
+    # `None` in `sys.modules` makes the import of a package fail.
     code = f"import sys; sys.modules[{package!r}] = None; from attnres.commands.main import main; main()"
-    # Not in a fork, which has imported `datasets` already.
+    # In a new process, since a fork has imported `datasets` already.
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     message = f"attnres: the package {package} is not installed. It comes with `attnres[train]`: pip install '"

@@ -26,7 +26,7 @@ def two_processes(name: str, model, folder: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_the_load_and_the_tokens_are_those_of_both_processes(tiny_model, tmp_path):
+def test_the_load_and_the_tokens_are_summed_over_both_processes(tiny_model, tmp_path):
     model = tiny_model()
     results = two_processes("balance", model, tmp_path)
     with torch.no_grad():
@@ -49,10 +49,10 @@ def test_the_load_and_the_tokens_are_those_of_both_processes(tiny_model, tmp_pat
 
 
 @pytest.mark.slow
-def test_muon_under_fsdp2_steps_as_on_one_process_also_after_a_resume(tiny_model, tmp_path):
+def test_muon_under_fsdp2_makes_the_steps_of_one_process_also_after_a_resume(tiny_model, tmp_path):
     model = tiny_model()
     results = two_processes("fsdp2", model, tmp_path)
-    assert [result["local_experts"] for result in results] == [4, 4]  # of 8: they stay divided
+    assert [result["local_experts"] for result in results] == [4, 4]  # of 8, as the experts stay divided
 
     start = copy.deepcopy(model.state_dict())
     optimizer = build_optimizer(model.train(), name="muon", learning_rate=0.02, residual_lr_factor=0.5)
