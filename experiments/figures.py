@@ -10,17 +10,17 @@ from attnres.analysis.loss_figures import Points
 from .declared import BASELINE
 from .scratch import ShownRuns
 
-SMOOTHED = 3  # points that one of a difference is the mean of: single batches differ more than models do
+SMOOTHED = 3  # points of a difference that are averaged: single batches differ more than models do
 
 
 def plot(shown: ShownRuns, path: Path) -> None:
     """Draw the training loss of each connection, and below it the loss minus that of the standard model.
 
-    Thick lines are means over seeds. Where there are several seeds, each has a thin line in the lower panel.
+    Thick lines are means over seeds. If there are several seeds, each has a thin line in the lower panel.
 
     Args:
-        shown: the runs.
-        path: of the picture.
+        shown: The runs.
+        path: The picture.
     """
     figure = blank(7, 6)
     upper, lower = figure.subplots(2, sharex=True, height_ratios=[3, 2])
@@ -48,7 +48,7 @@ def _mean(curves: Sequence[Points]) -> Points:
 
 
 def smoothed(points: Points) -> Points:
-    """Return the means of `SMOOTHED` neighbouring points, in their middle; the rest at the end joins the last."""
+    """Return the means of `SMOOTHED` neighbouring points, in their middle. The rest at the end joins the last."""
     groups = [points[i : i + SMOOTHED] for i in range(0, len(points) - SMOOTHED + 1, SMOOTHED)] or [points]
     groups[-1] = points[len(groups[:-1]) * SMOOTHED :]
     return [(mean(step for step, _ in group), mean(value for _, value in group)) for group in groups]

@@ -1,17 +1,15 @@
-"""Pages and figures of the experiments, made from the stored runs; nothing is trained.
+"""Pages and figures of the experiments, made from the stored runs without training.
 
-`results/TABLES.md` shows every table. `RESULTS.md` shows those, and the figures, that its text has a place for.
+`results/TABLES.md` shows every table. `RESULTS.md` shows the tables and figures that its text has a place for.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from filelock import FileLock
-
-from attnres.analysis.tables import check_tables, update_tables
+from attnres.analysis.tables import update_tables
 from attnres.utils.files import atomic_write
 
-from . import healing, store, summary
+from . import store, summary
 from .costs import costs_of
 from .declared import TINY, HealingExperiment, ScratchExperiment, names, sizes_of_healing
 from .figures import plot
@@ -33,7 +31,7 @@ Every table that the stored runs give, under the name of its file. `python -m ex
 
 
 def results_page() -> Path:
-    """Return the page that a person reads."""
+    """Return the page that explains the results."""
     return store.FOLDER / "RESULTS.md"
 
 
@@ -47,91 +45,72 @@ def is_reported(name: str, path: Path) -> bool:
     return path == store.results_file(name) and not name.endswith(f"-{TINY}")
 
 
-def check_page(path: Path) -> None:
-    """Raise ValueError if the tables of runs stored in `path` could not be written beside them after training."""
-    check_tables(path.with_suffix(".md"), f"{path.stem}: ")
-
-
 def write(comparison: DeclaredComparison, tokens: int, rates: Mapping[str, float] | None = None) -> None:
     """Write the pages and figures that show a comparison, after some of its runs were made.
 
     Args:
-        comparison: the runs.
-        tokens: the length of the reported runs.
-        rates: label -> learning rate, of the connections that are shown; None: all that have runs.
+        comparison: The runs.
+        tokens: The length of the reported runs.
+        rates: Label -> learning rate, of the connections that are shown; `None` for all that have runs.
     """
     path = comparison.store.path
     if is_reported(comparison.experiment.name, path):
-        write_all()
-        return
-    with comparison.store.held():  # the last of several processes to write shows the runs of all
-        comparison.store.read()
-        shown = comparison.shown(tokens, rates)
-        if shown.rates:
-            update_tables(path.with_suffix(".md"), scratch_tables(shown, costs_of(comparison)))
-        if len(shown.rates) > 1:
-            plot(shown, path.with_suffix(".png"))
+        return write_all()
+    comparison.store.read()  # the last of several processes to write shows the runs of all
+    shown = comparison.shown(tokens, rates)
+    if shown.rates:
+        update_tables(path.with_suffix(".md"), scratch_tables(shown, costs_of(comparison)))
+        plot(shown, path.with_suffix(".png"))
 
 
-def write_healed(experiment: HealingExperiment, runs: RunStore, seeds: Iterable[int]) -> None:
-    """Write the page that shows runs of healing.
-
-    Args:
-        experiment: the declaration.
-        runs: the runs.
-        seeds: of the reported runs.
-    """
+def write_healed(experiment: HealingExperiment, runs: RunStore) -> None:
+    """Write the page that shows runs of healing."""
     if is_reported(experiment.name, runs.path):
-        write_all()
-    else:
-        update_tables(runs.path.with_suffix(".md"), healing_tables(experiment, runs, list(seeds)))
+        return write_all()
+    update_tables(runs.path.with_suffix(".md"), healing_tables(experiment, runs))
 
 
 def write_all() -> None:
     """Write all pages and figures of the repository anew."""
-    with FileLock(tables_page().with_suffix(".lock")):
-        comparisons = stored_comparisons()
-        tables = {}
-        for comparison in comparisons:
-            shown = comparison.shown()
-            if shown.rates:
-                tables |= scratch_tables(shown, costs_of(comparison))
-        for experiment, runs in stored_healing():
-            tables |= healing_tables(experiment, runs, healing.SEEDS)
-        parts = [f"## {name}\n\n{table}\n" for name, table in tables.items()]
-        atomic_write(tables_page(), "\n".join([HEAD, *parts]))
-        # Repetitions have tables, but are no further experiments.
-        first = [c for c in comparisons if c.store.path.stem == c.experiment.name]
-        here, others = summary.leads_of(first), summary.published()
-        tables |= {"summary: here": summary.table(here, 1), "summary: others": summary.table(others, 1 + len(here))}
-        text = results_page().read_text(encoding="utf-8")
-        update_tables(results_page(), {name: table for name, table in tables.items() if f"<!-- {name} -->" in text})
-        for comparison in comparisons:
-            figure = comparison.store.path.with_suffix(".png")
-            if f"(results/{figure.name})" in text:
-                plot(comparison.shown(), figure)
-        summary.plot(here, others, store.results_file("summary").with_suffix(".png"))
+    comparisons = stored_comparisons()
+    tables = {}
+    for comparison in comparisons:
+        tables |= scratch_tables(comparison.shown(), costs_of(comparison))
+    for experiment, runs in stored_healing():
+        tables |= healing_tables(experiment, runs)
+    parts = [f"## {name}\n\n{table}\n" for name, table in tables.items()]
+    atomic_write(tables_page(), "\n".join([HEAD, *parts]))
+    # Repetitions have tables, but are no further experiments.
+    first = [c for c in comparisons if c.store.path.stem == c.experiment.name]
+    here, others = summary.leads_of(first), summary.published()
+    tables |= {"summary: here": summary.table(here, 1), "summary: others": summary.table(others, 1 + len(here))}
+    text = results_page().read_text(encoding="utf-8")
+    update_tables(results_page(), {name: table for name, table in tables.items() if f"<!-- {name} -->" in text})
+    for comparison in comparisons:
+        figure = comparison.store.path.with_suffix(".png")
+        if f"(results/{figure.name})" in text:
+            plot(comparison.shown(), figure)
+    summary.plot(here, others, store.results_file("summary").with_suffix(".png"))
 
 
 def stored_comparisons() -> list[DeclaredComparison]:
     """Return the comparisons from scratch whose runs are stored in the repository, repetitions included."""
-    files = _files(names(), lambda name: name)
-    experiments = ((ScratchExperiment.load(name), path) for name, path in files)
+    experiments = ((ScratchExperiment.load(name), path) for name, path in _files(names()))
     return [DeclaredComparison(experiment, RunStore(experiment, path)) for experiment, path in experiments]
 
 
 def stored_healing() -> list[tuple[HealingExperiment, RunStore]]:
     """Return the experiments of healing with the runs that are stored in the repository, repetitions included."""
-    files = _files(sizes_of_healing(), lambda size: f"healing-{size}")
-    experiments = ((HealingExperiment.load(size), path) for size, path in files)
+    files = _files([f"healing-{size}" for size in sizes_of_healing()])
+    experiments = ((HealingExperiment.load(name.removeprefix("healing-")), path) for name, path in files)
     return [(experiment, RunStore(experiment, path)) for experiment, path in experiments]
 
 
-def _files(declared: list[str], stem: Callable[[str], str]) -> list[tuple[str, Path]]:
+def _files(declared: Sequence[str]) -> list[tuple[str, Path]]:
     """Return each results file with its declaration: `depth-12.json`, and repetitions such as `depth-12-again.json`."""
     files = []
     for path in sorted(store.results_file("any").parent.glob("*.json")):
-        fitting = [name for name in declared if f"{path.stem}-".startswith(f"{stem(name)}-")]
+        fitting = [name for name in declared if f"{path.stem}-".startswith(f"{name}-")]
         if fitting and not {TINY, "trial"} & set(path.stem.split("-")):
             files.append((max(fitting, key=len), path))
     return files
