@@ -5,6 +5,7 @@
 
 import argparse
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,33 +14,32 @@ from transformers.utils import logging
 from . import findings, healing, report
 from .costs import WAYS, measure_costs
 from .data import load, prepare
-from .declared import BASELINE, SELECTION_SEED, HealingExperiment, ScratchExperiment, names, sizes_of_healing
+from .declared import BASELINE, FROM_SCRATCH, SELECTION_SEED, HealingExperiment, ScratchExperiment, names
 from .scratch import DeclaredComparison
 from .store import RunStore, results_file
 from .tables import result_table
 
-FROM_SCRATCH = {
-    "claim": "attention residuals against the residual stream, dense and deep",
-    "moe": "a small MoE",
-    "ablations": "the forms of the paper's Table 4, and block sizes",
-    "depth": "whether the gain grows with depth, at equal parameters",
-}
 WORK = Path(tempfile.gettempdir()) / "attnres-experiments"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse the command line. `run` of the result is the function that runs the command."""
     parser = argparse.ArgumentParser(prog="python -m experiments", description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="experiment", required=True)
-    places = argparse.ArgumentParser(add_help=False)
-    text = "JSON file for runs, with tables and figure beside it; default in experiments/results"
-    places.add_argument("--results", type=Path, help=text)
-    places.add_argument("--work", type=Path, default=WORK, help=f"folder for checkpoints; default {WORK}")
+    commands = parser.add_subparsers(required=True)
+
+    def add(name: str, about: str, run: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=about, description=about)
+        command.set_defaults(experiment=name, run=run, rate=None, tokens=None)
+        if sizes := [declared.removeprefix(f"{name}-") for declared in names(name)]:
+            default = next((size for size in ("cpu", "stories") if size in sizes), sizes[0])
+            text = "JSON file for runs, with tables and figure beside it; default in experiments/results"
+            command.add_argument("--size", choices=sizes, default=default, help=f"which declaration; default {default}")
+            command.add_argument("--results", type=Path, help=text)
+            command.add_argument("--work", type=Path, default=WORK, help=f"folder for checkpoints; default {WORK}")
+        return command
+
     for name, about in FROM_SCRATCH.items():
-        sizes = [size.removeprefix(f"{name}-") for size in names(name)]
-        default = "cpu" if "cpu" in sizes else sizes[0]
-        option = commands.add_parser(name, help=about, description=about, parents=[places]).add_argument
-        option("--size", choices=sizes, default=default, help=f"which declaration; default {default}")
+        option = add(name, about, run_from_scratch).add_argument
         option("--corpus", type=Path, help="folder with train.txt and valid.txt, until it is prepared")
         option("--prepare", action="store_true", help="only prepare the text, for a machine without it")
         option("--costs", nargs="*", choices=WAYS, help="only time a step of each connection; default both ways")
@@ -50,15 +50,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         option("--rate", type=float, help="learning rate of all connections, instead of a sweep for each")
         option("--tokens", type=int, help="of a reported run, instead of the declared number")
         option("--keep", type=Path, help="folder for the models of reported runs; default: none are kept")
-    about = healing.__doc__.splitlines()[0]
-    option = commands.add_parser("healing", help=about, description=about, parents=[places]).add_argument
-    option("--size", choices=sizes_of_healing(), default="stories", help="which declaration; default stories")
+    option = add("healing", healing.__doc__.splitlines()[0], run_healing).add_argument
     option("--checkpoint", type=Path, required=True, help="directory of the pretrained model")
     option("--corpus", type=Path, required=True, help="directory with train.txt and valid.txt")
     option("--groups", nargs="+", metavar="GROUP", help="titles of sweeps, or `report`; default all")
-    commands.add_parser("findings", help=findings.__doc__.splitlines()[0])
-    commands.add_parser("report", help=report.__doc__.splitlines()[0])
+    add("findings", findings.__doc__.splitlines()[0], lambda options: findings.write())
+    add("report", report.__doc__.splitlines()[0], lambda options: report.write_all())
     return parser.parse_args(arguments)
+
+
+def _store(options: argparse.Namespace, experiment: ScratchExperiment | HealingExperiment) -> RunStore:
+    # The pages of the repository do not show trials.
+    is_trial = options.rate or options.tokens or options.size == "tiny"
+    return RunStore(experiment, options.results or results_file(experiment.name + ("-trial" if is_trial else "")))
 
 
 def _select(option: str, chosen: list[str] | None, declared: list[str]) -> list[str]:
@@ -77,10 +81,7 @@ def run_from_scratch(options: argparse.Namespace) -> None:
     experiment = ScratchExperiment.load(f"{options.experiment}-{options.size}")
     if options.prepare:
         return prepare(experiment.text, options.corpus)
-    is_trial = bool(options.rate or options.tokens)
-    store = RunStore(
-        experiment, options.results or results_file(f"{experiment.name}-trial" if is_trial else experiment.name)
-    )
+    store = _store(options, experiment)
     tokens, seeds = options.tokens or experiment.tokens, options.seeds or experiment.seeds
     if SELECTION_SEED in seeds:
         raise ValueError(f"--seeds must not have {SELECTION_SEED}, the seed of the runs that choose settings.")
@@ -107,9 +108,9 @@ def run_healing(options: argparse.Namespace) -> None:
         OSError: A file cannot be read or written.
         ValueError: An option does not fit the experiment, or stored runs do not.
     """
-    experiment = HealingExperiment.load(options.size)
+    experiment = HealingExperiment.load(f"healing-{options.size}")
     groups = _select("--groups", options.groups, [healing.REPORT, *experiment.sweeps])
-    store = RunStore(experiment, options.results or results_file(experiment.name))
+    store = _store(options, experiment)
     start, tokenizer = healing.load_start(options.checkpoint)
     data = healing.load_data(experiment, options.corpus, tokenizer)
     healing.Healing(experiment, start, data, store, options.work).make(groups)
@@ -128,11 +129,4 @@ def main(arguments: list[str] | None = None) -> None:
     logging.disable_progress_bar()
     # More threads gain little for models so small, and the numbers would depend on the machine.
     torch.set_num_threads(1)
-    if options.experiment in FROM_SCRATCH:
-        run_from_scratch(options)
-    elif options.experiment == "healing":
-        run_healing(options)
-    elif options.experiment == "findings":
-        findings.write()
-    else:
-        report.write_all()
+    options.run(options)

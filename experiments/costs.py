@@ -1,6 +1,6 @@
 """The cost of a training step with each connection, as a ratio to the standard model, timed in turn in one process."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
@@ -43,7 +43,7 @@ def measure_costs(comparison: DeclaredComparison, labels: Sequence[str], ways: S
     set_seed(0)
     steps = training_step(models, ids)
     if experiment.bfloat16:
-        steps = {name: _in_bfloat16(step, device) for name, step in steps.items()}
+        steps = {name: torch.autocast(device, torch.bfloat16)(step) for name, step in steps.items()}
     # All models run through the same lines of code, each of which is compiled anew for each model.
     with torch._dynamo.config.patch(recompile_limit=2 * len(models)):
         timings = interleave(steps, Setting(torch.get_num_threads(), REPEATS, device=device), calls=1)
@@ -68,11 +68,3 @@ def costs_of(comparison: DeclaredComparison) -> dict[str, dict[str, float]]:
         costs = RunStore(ScratchExperiment.load(other), results_file(other)).costs
     ratios = costs.get("ratios", {})
     return {way: {label: ratio["median"] for label, ratio in ratios[way].items()} for way in WAYS if way in ratios}
-
-
-def _in_bfloat16(step: Callable[[], object], device: str) -> Callable[[], object]:
-    def within() -> None:
-        with torch.autocast(device, torch.bfloat16):
-            step()
-
-    return within

@@ -68,27 +68,27 @@ def tokenizer_folder(text: Corpus, out: Path = PREPARED) -> Path:
     return out / f"{text.name}-tokenizer"
 
 
-def prepare(text: Corpus, folder: Path, out: Path = PREPARED) -> None:
+def prepare(text: Corpus, corpus: Path | None, out: Path = PREPARED) -> None:
     """Tokenise a corpus: write its token ids to a file, and the tokenizer to a folder beside it.
 
     Args:
         text: The declared text.
-        folder: The folder with `train.txt` and `valid.txt`.
+        corpus: The folder with `train.txt` and `valid.txt`.
         out: The folder that is written to.
 
     Raises:
         OSError: A text cannot be read.
-        ValueError: A text is empty, or the folder has another name than the corpus.
+        ValueError: A text is empty, or the folder is missing or has another name than the corpus.
     """
     # Runs are stored under the declared name, so another text must not get it.
-    if folder.resolve().name != text.corpus:
-        raise ValueError(f"--corpus must be the folder of {text.corpus}; got {folder}.")
+    if corpus is None or corpus.resolve().name != text.corpus:
+        raise ValueError(f"--corpus must be the folder of {text.corpus}; got {corpus}.")
     # Imported here, since the machine of the GPU has prepared text and no `datasets`.
     from attnres.training.text import read_documents, token_stream, train_tokenizer
 
-    documents = read_documents(folder / "train.txt", text.characters)
+    documents = read_documents(corpus / "train.txt", text.characters)
     tokenizer = train_tokenizer(documents, text.vocab_size)
-    parts = {"train": documents, "valid": read_documents(folder / "valid.txt")}
+    parts = {"train": documents, "valid": read_documents(corpus / "valid.txt")}
     streams = {name: token_stream(part, tokenizer).astype(np.uint16) for name, part in parts.items()}
     head = {name: len(stream) for name, stream in streams.items()}
     content = json.dumps(head).encode() + b"\n" + b"".join(stream.tobytes() for stream in streams.values())
@@ -109,13 +109,11 @@ def load(text: Corpus, length: int, held_out: int, corpus: Path | None = None, o
         out: The folder of prepared texts.
 
     Raises:
-        FileNotFoundError: The text was not prepared, and no folder is given.
-        ValueError: The text is too short.
+        OSError: A text cannot be read.
+        ValueError: The text was not prepared and no folder is given, or the text is too short.
     """
     path = prepared_file(text, out)
     if not path.exists():
-        if corpus is None:
-            raise FileNotFoundError(f"{path} does not exist: name the folder of the text by --corpus, to prepare it.")
         prepare(text, corpus, out)
     content = lzma.decompress(path.read_bytes())
     head, _, ids = content.partition(b"\n")

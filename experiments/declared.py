@@ -4,15 +4,13 @@ A declaration names what is trained, on which text, and for how long. The types 
 loaded.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from attnres.configuration import load
@@ -22,7 +20,12 @@ DECLARED = Path(__file__).parent / "declared"
 SELECTION_SEED = 10  # of the runs that choose settings, on text that is not reported
 BASELINE = "standard"
 HEALING_SEEDS = (0, 1, 2)  # of the reported runs of healing
-TINY = "tiny"  # the size that tries the whole path, and is never reported
+FROM_SCRATCH = {
+    "claim": "attention residuals against the residual stream, dense and deep",
+    "moe": "a small MoE",
+    "ablations": "the forms of the paper's Table 4, and block sizes",
+    "depth": "whether the gain grows with depth, at equal parameters",
+}
 
 
 @strict
@@ -89,13 +92,11 @@ class ScratchExperiment:
 
     @classmethod
     def load(cls, name: str) -> "ScratchExperiment":
-        """Load the declaration `name`. Raise ValueError if a field is unknown or has another type."""
-        path = DECLARED / f"{name}.yaml"
-        values = read_declaration(path)
-        with _naming(path):
-            experiment = cls(name=name, **values | {"text": Corpus(**values["text"])})
-            for connection in experiment.connections.values():
-                experiment.config(connection)
+        """Load the declaration `name`. Raise an error if a field is unknown or has another type."""
+        values = read_declaration(name)
+        experiment = cls(name=name, **values | {"text": Corpus(**values["text"])})
+        for connection in experiment.connections.values():
+            experiment.config(connection)
         return experiment
 
     def config(self, connection: Mapping[str, Any]) -> PreTrainedConfig:
@@ -163,7 +164,7 @@ class HealingExperiment:
     """An experiment of healing.
 
     Attributes:
-        size: The name of the file.
+        name: `healing-` and the name of the file.
         length: Tokens in a training sequence.
         held_out_length: Tokens in a sequence that the loss is measured on.
         batch_size: Sequences in a step.
@@ -174,7 +175,7 @@ class HealingExperiment:
         seen: Tokens of `text` that the model was pretrained on with seed 0. Healing trains on the others.
     """
 
-    size: str
+    name: str
     length: int
     held_out_length: int
     batch_size: int
@@ -185,24 +186,17 @@ class HealingExperiment:
     seen: int = 0
 
     @classmethod
-    def load(cls, size: str) -> "HealingExperiment":
-        """Load the declaration of a size. Raise ValueError if a field is unknown or has another type."""
+    def load(cls, name: str) -> "HealingExperiment":
+        """Load the declaration `name`. Raise an error if a field is unknown or has another type."""
 
         def recipes(declared: Mapping[object, Mapping[str, Any]]) -> dict[str, HealingRecipe]:
             return {str(label): HealingRecipe(**values) for label, values in declared.items()}
 
-        path = DECLARED / "healing" / f"{size}.yaml"
-        values = read_declaration(path)
-        with _naming(path):
-            values["report"] = recipes(values["report"])
-            values["sweeps"] = {title: recipes(sweep) for title, sweep in values["sweeps"].items()}
-            text = Corpus(**values["text"]) if "text" in values else None
-            return cls(size=size, **values | {"text": text})
-
-    @property
-    def name(self) -> str:
-        """The name of its results file."""
-        return f"healing-{self.size}"
+        values = read_declaration(name)
+        values["report"] = recipes(values["report"])
+        values["sweeps"] = {title: recipes(sweep) for title, sweep in values["sweeps"].items()}
+        text = Corpus(**values["text"]) if "text" in values else None
+        return cls(name=name, **values | {"text": text})
 
     def setting(self) -> dict[str, Any]:
         """Return what all runs of a results file share."""
@@ -214,27 +208,14 @@ class HealingExperiment:
         return next(other for other in self.report.values() if other.is_baseline and other.steps == recipe.steps)
 
 
-def read_declaration(path: Path) -> dict[str, Any]:
-    """Return the fields of a YAML file. If it is `like` another file, fields that it lacks come from that file."""
-    values = read_yaml(path)
+def read_declaration(name: str) -> dict[str, Any]:
+    """Return the fields of a declaration. If it is `like` another one, fields that it lacks come from that one."""
+    values = read_yaml(DECLARED / f"{name.replace('healing-', 'healing/')}.yaml")
     like = values.pop("like", None)
-    return read_declaration(path.with_name(f"{like}.yaml")) | values if like else values
+    return read_declaration(like) | values if like else values
 
 
-def names(experiment: str = "*") -> list[str]:
-    """Return the names of the declarations from scratch, all or those of an experiment such as `claim`."""
-    return sorted(path.stem for path in DECLARED.glob(f"{experiment}-*.yaml"))
-
-
-def sizes_of_healing() -> list[str]:
-    """Return the declared sizes of healing."""
-    return sorted(path.stem for path in (DECLARED / "healing").glob("*.yaml"))
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Raise errors of a declaration as a ValueError that names its file."""
-    try:
-        yield
-    except (KeyError, StrictDataclassError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+def names(experiment: str) -> list[str]:
+    """Return the names of the declarations of an experiment, such as `claim-cpu` and `claim-gpu` of `claim`."""
+    paths = [*DECLARED.glob(f"{experiment}-*.yaml"), *DECLARED.glob(f"{experiment}/*.yaml")]
+    return sorted(path.relative_to(DECLARED).with_suffix("").as_posix().replace("/", "-") for path in paths)

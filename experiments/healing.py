@@ -91,26 +91,19 @@ def reconnected(start: PreTrainedModel, recipe: HealingRecipe) -> PreTrainedMode
 
 
 def continue_training(
-    model: PreTrainedModel,
-    blocks: Tensor,
-    recipe: HealingRecipe,
-    batch_size: int,
-    seed: int,
-    on_step: Callable[[], None],
-    work: Path,
+    model: PreTrainedModel, blocks: Tensor, recipe: HealingRecipe, seed: int, on_step: Callable[[], None], work: Path
 ) -> None:
     """Train a model in place.
 
     Args:
         model: The model.
-        blocks: The token ids, `[recipe.steps * batch_size, length]`.
+        blocks: The token ids, `[steps * batch size, length]`.
         recipe: The rates, and which tensors are trained.
-        batch_size: Sequences in a step.
         seed: The seed of the run.
         on_step: Called after each step.
         work: The folder for checkpoints.
     """
-    steps = recipe.steps
+    steps, batch_size = recipe.steps, len(blocks) // recipe.steps
     alone = round(recipe.alone * steps)
     for first, last, trained in ((0, alone, "AttnRes"), (alone, steps, recipe.trained)):
         if first == last:
@@ -128,8 +121,8 @@ def continue_training(
             seed=seed,
         )
         # Each stage has a folder: the second must not resume from checkpoints of the first.
-        stage = work / f"{first}-{trained}"
-        train(model, blocks[first * batch_size : last * batch_size], schedule, on_step, work=stage)
+        part, folder = blocks[first * batch_size : last * batch_size], work / f"{first}-{trained}"
+        train(model, part, schedule, on_step, work=folder)
 
 
 @dataclass(frozen=True)
@@ -196,16 +189,15 @@ class Healing:
             work: The folder for its checkpoints.
 
         Returns:
-            Held-out loss (nats/token) before and after, tokens, seconds, depth attention with its distance from
-            uniform, and the mean of |gamma| where there are gates.
+            Held-out loss (nats/token) before and after, tokens, seconds, and depth attention with its distance from
+            uniform.
         """
-        recipe, batch_size = HealingRecipe(**run.recipe), self.experiment.batch_size
-        held_out = self.data.held_out(run.selecting)
+        recipe, held_out = HealingRecipe(**run.recipe), self.data.held_out(run.selecting)
         model = reconnected(self.start, recipe)
         before = mean_loss(model, held_out)
         began = time.monotonic()
-        blocks = self.data.order(run.seed, recipe.steps * batch_size)
-        continue_training(model, blocks, recipe, batch_size, run.seed, on_step, work)
+        blocks = self.data.order(run.seed, recipe.steps * self.experiment.batch_size)
+        continue_training(model, blocks, recipe, run.seed, on_step, work)
         result = {
             "tokens": blocks.numel(),
             "after": mean_loss(model, held_out),
@@ -216,9 +208,6 @@ class Healing:
         if recipe.block_size is not None:
             read = depth_attention(model, held_out[:32].split(16))
             result["depth_attention"] = [[round(w, 4) for w in row[~row.isnan()].tolist()] for row in read.mean]
-            gates = [tensor.abs() for name, tensor in residual_tensors(model).items() if name.endswith(".gamma")]
-            if gates:
-                result["gamma"] = round(torch.cat(gates).mean().item(), 5)
             result["distance_from_uniform"] = round(read.distance[1:].mean().item(), 5)
         return result
 

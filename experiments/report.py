@@ -6,28 +6,16 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from attnres.analysis.loss_figures import plot_paired_runs
 from attnres.analysis.tables import update_tables
 from attnres.utils.files import atomic_write
 
 from . import store, summary
 from .costs import costs_of
-from .declared import TINY, HealingExperiment, ScratchExperiment, names, sizes_of_healing
-from .figures import plot
+from .declared import BASELINE, FROM_SCRATCH, HealingExperiment, ScratchExperiment, names
 from .scratch import DeclaredComparison
 from .store import RunStore
 from .tables import healing_tables, scratch_tables
-
-HEAD = """# All tables
-
-Every table that the stored runs give, under the name of its file. `python -m experiments report` makes this page.
-[Results](../RESULTS.md) says what the tables mean, and [method](../README.md) how the runs were made.
-
-- *result*, *report*: held-out loss (nats/token), mean ± standard deviation over seeds; differences are within a seed.
-- *lead*: training loss minus that of the standard model at some steps, mean over seeds.
-- *rates*, and tables of healing that name a rate: what was tried to choose settings, with one seed and on text that is
-  not reported.
-- *depth attention*: `1/2 sum_i |a_i - 1/n|`, the distance of its weights from uniform, where a retrofit starts.
-"""
 
 
 def results_page() -> Path:
@@ -40,13 +28,8 @@ def tables_page() -> Path:
     return store.FOLDER / "results" / "TABLES.md"
 
 
-def is_reported(name: str, path: Path) -> bool:
-    """Return whether the pages of the repository show the runs of an experiment that are stored in `path`."""
-    return path == store.results_file(name) and not name.endswith(f"-{TINY}")
-
-
 def write(comparison: DeclaredComparison, tokens: int, rates: Mapping[str, float] | None = None) -> None:
-    """Write the pages and figures that show a comparison, after some of its runs were made.
+    """Write the pages that show a comparison, after some of its runs were made.
 
     Args:
         comparison: The runs.
@@ -54,32 +37,30 @@ def write(comparison: DeclaredComparison, tokens: int, rates: Mapping[str, float
         rates: Label -> learning rate, of the connections that are shown; `None` for all that have runs.
     """
     path = comparison.store.path
-    if is_reported(comparison.experiment.name, path):
+    if path == store.results_file(comparison.experiment.name):
         return write_all()
     comparison.store.read()  # the last of several processes to write shows the runs of all
     shown = comparison.shown(tokens, rates)
     if shown.rates:
         update_tables(path.with_suffix(".md"), scratch_tables(shown, costs_of(comparison)))
-        plot(shown, path.with_suffix(".png"))
 
 
 def write_healed(experiment: HealingExperiment, runs: RunStore) -> None:
     """Write the page that shows runs of healing."""
-    if is_reported(experiment.name, runs.path):
+    if runs.path == store.results_file(experiment.name):
         return write_all()
     update_tables(runs.path.with_suffix(".md"), healing_tables(experiment, runs))
 
 
 def write_all() -> None:
     """Write all pages and figures of the repository anew."""
-    comparisons = stored_comparisons()
-    tables = {}
+    comparisons, tables = stored_comparisons(), {}
     for comparison in comparisons:
         tables |= scratch_tables(comparison.shown(), costs_of(comparison))
     for experiment, runs in stored_healing():
         tables |= healing_tables(experiment, runs)
-    parts = [f"## {name}\n\n{table}\n" for name, table in tables.items()]
-    atomic_write(tables_page(), "\n".join([HEAD, *parts]))
+    head, *_ = tables_page().read_text(encoding="utf-8").split("\n## ")
+    atomic_write(tables_page(), "\n".join([head, *(f"## {name}\n\n{table}\n" for name, table in tables.items())]))
     # Repetitions have tables, but are no further experiments.
     first = [c for c in comparisons if c.store.path.stem == c.experiment.name]
     here, others = summary.leads_of(first), summary.published()
@@ -87,22 +68,26 @@ def write_all() -> None:
     text = results_page().read_text(encoding="utf-8")
     update_tables(results_page(), {name: table for name, table in tables.items() if f"<!-- {name} -->" in text})
     for comparison in comparisons:
-        figure = comparison.store.path.with_suffix(".png")
+        figure, shown = comparison.store.path.with_suffix(".png"), comparison.shown()
         if f"(results/{figure.name})" in text:
-            plot(comparison.shown(), figure)
+            # A figure has room for two models: the first connection, and the standard model as its rival.
+            first = next(label for label in shown.rates if label != BASELINE)
+            curves = ([run["curve"] for run in runs] for runs in zip(*shown.pairs[first]))
+            plot_paired_runs(dict(zip((first, BASELINE), curves)), figure)
     summary.plot(here, others, store.results_file("summary").with_suffix(".png"))
+    print(f"Written from the stored runs: {results_page()}, {tables_page()} and their figures.")
 
 
 def stored_comparisons() -> list[DeclaredComparison]:
     """Return the comparisons from scratch whose runs are stored in the repository, repetitions included."""
-    experiments = ((ScratchExperiment.load(name), path) for name, path in _files(names()))
+    declared = [name for experiment in FROM_SCRATCH for name in names(experiment)]
+    experiments = ((ScratchExperiment.load(name), path) for name, path in _files(declared))
     return [DeclaredComparison(experiment, RunStore(experiment, path)) for experiment, path in experiments]
 
 
 def stored_healing() -> list[tuple[HealingExperiment, RunStore]]:
     """Return the experiments of healing with the runs that are stored in the repository, repetitions included."""
-    files = _files([f"healing-{size}" for size in sizes_of_healing()])
-    experiments = ((HealingExperiment.load(name.removeprefix("healing-")), path) for name, path in files)
+    experiments = ((HealingExperiment.load(name), path) for name, path in _files(names("healing")))
     return [(experiment, RunStore(experiment, path)) for experiment, path in experiments]
 
 
@@ -111,6 +96,6 @@ def _files(declared: Sequence[str]) -> list[tuple[str, Path]]:
     files = []
     for path in sorted(store.results_file("any").parent.glob("*.json")):
         fitting = [name for name in declared if f"{path.stem}-".startswith(f"{name}-")]
-        if fitting and not {TINY, "trial"} & set(path.stem.split("-")):
+        if fitting and not path.stem.endswith("-trial"):
             files.append((max(fitting, key=len), path))
     return files

@@ -8,18 +8,16 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from tqdm import tqdm
 
 from attnres.utils.files import locked
-from attnres.utils.progress import ProgressBar
 
 from .declared import SELECTION_SEED
 from .store import ROOT, RunStore
@@ -55,15 +53,10 @@ class PlannedRun:
         return re.sub(r"[^\w.=-]+", "_", str(self))
 
 
-# Trains a run. It calls its second argument after each step, and keeps checkpoints in the folder that is its third.
-# It returns what is stored beside recipe and seed: `after` (held-out loss, nats/token), `seconds`, ...
-Measure = Callable[[PlannedRun, Callable[[], None], Path], dict[str, Any]]
-
-
 def make_runs(
     store: RunStore,
-    plan: Iterable[PlannedRun],
-    measure: Measure,
+    plan: list[PlannedRun],
+    measure: Callable[[PlannedRun, Callable[[], None], Path], dict[str, Any]],
     work: Path,
     identity: dict[str, Any],
     device: str = "cpu",
@@ -73,7 +66,8 @@ def make_runs(
     Args:
         store: The store.
         plan: The runs.
-        measure: Trains a run.
+        measure: Trains a run. It calls its second argument after each step, and keeps checkpoints in its third. It
+            returns what is stored beside recipe and seed: `after` (held-out loss, nats/token), `seconds`, ...
         work: The folder for checkpoints.
         identity: What a run depends on beside its recipe and seed. A run resumes from checkpoints of the same identity.
         device: `cpu` or `cuda`; stored with the run.
@@ -81,29 +75,25 @@ def make_runs(
     Raises:
         FileExistsError: Another process is making one of these runs.
     """
-    plan = list(plan)
     missing = [run for run in plan if store.find(run.recipe, run.seed) is None]
-    console = Console()
-    console.print(f"Runs stored: {len(plan) - len(missing)} of {len(plan)}.", highlight=False)
+    print(f"Runs stored: {len(plan) - len(missing)} of {len(plan)}.")
     work.mkdir(parents=True, exist_ok=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left:"))
-    with ProgressBar(*columns, TimeRemainingColumn(), console=console, unit="steps") as progress:
-        bar = progress.add_task("", total=sum(run.steps for run in missing))
+    with tqdm(total=sum(run.steps for run in missing), unit="step") as bar:
         for run in missing:
-            progress.update(bar, description=str(run))
+            bar.set_description(str(run))
             key = json.dumps([identity, run.recipe, run.seed], sort_keys=True)
             folder = work / f"{run.folder}-{hashlib.sha256(key.encode()).hexdigest()[:10]}"
             with locked(folder.with_name(f"{folder.name}.lock"), folder):
                 store.read()
                 if store.find(run.recipe, run.seed):  # another process has made it in the meantime
-                    progress.advance(bar, run.steps)
+                    bar.update(run.steps)
                     continue
-                origin = made_by(device)  # before training, which may outlast a change of the code
-                result = measure(run, lambda: progress.advance(bar), folder)
+                origin = made_by(device)  # before the training, during which the code may change
+                result = measure(run, bar.update, folder)
                 with store.update():
                     store.runs.append({"recipe": run.recipe, "seed": run.seed, **result, "made_by": origin})
                 shutil.rmtree(folder, ignore_errors=True)
-            console.print(f"{run}: {result['after']:.4f}, {result['seconds']:.0f} s", highlight=False)
+            bar.write(f"{run}: {result['after']:.4f}, {result['seconds']:.0f} s")
 
 
 def made_by(device: str) -> dict[str, Any]:

@@ -94,12 +94,6 @@ class DeclaredComparison:
         """
         began = time.monotonic()
         experiment, recipe = self.experiment, run.recipe
-        kept = None
-        if self.keep and not run.selecting:
-            # Another experiment has runs of the same label, so the folder names the experiment too. It is made before
-            # the training, to fail early.
-            kept = self.keep / f"{experiment.name}-{run.folder}"
-            kept.mkdir(parents=True, exist_ok=True)
         model = build(experiment, recipe["connection"], run.seed)
         schedule = Run(
             run.steps,
@@ -134,35 +128,33 @@ class DeclaredComparison:
         if getattr(model.config, "residual_connection", None) == "attn_res" and math.isfinite(result["after"]):
             weights = depth_attention(model, held_out[:32].split(16)).mean
             result["depth_attention"] = [[round(w, 4) for w in row[~row.isnan()].tolist()] for row in weights]
-        if kept:
-            model.save_pretrained(kept)
-            shutil.copytree(tokenizer_folder(experiment.text), kept, dirs_exist_ok=True)
+        if self.keep and not run.selecting:
+            # Another experiment has runs of the same label, so the folder names the experiment too.
+            folder = self.keep / f"{experiment.name}-{run.folder}"
+            model.save_pretrained(folder)
+            if (tokenizer := tokenizer_folder(experiment.text)).is_dir():  # not where only the token ids were copied
+                shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
         return result
 
-    def by_length(self, label: str, rate: float, selecting: bool = False) -> dict[int, dict[int, dict[str, Any]]]:
-        """Return tokens -> seed -> run, of a connection at a learning rate.
+    def runs(
+        self, label: str, rate: float | None = None, tokens: int | None = None, selecting: bool = False
+    ) -> list[dict[str, Any]]:
+        """Return the stored runs of a connection, the last one last.
 
         Args:
             label: The label of the connection.
-            rate: The learning rate.
+            rate: The learning rate; `None` for all.
+            tokens: The tokens of a run; `None` for all.
             selecting: Whether to return the runs that choose settings, instead of those that are reported.
         """
-        runs, connection = {}, self.experiment.connections[label]
-        for run in sorted(self.store.select(selecting), key=lambda run: run["seed"]):
-            recipe = run["recipe"]
-            if (recipe["connection"], recipe["rate"]) == (connection, rate):
-                runs.setdefault(recipe["tokens"], {})[run["seed"]] = run
-        return runs
+        wanted = {"connection": self.experiment.connections[label], "rate": rate, "tokens": tokens}
+        wanted = {name: value for name, value in wanted.items() if value is not None}
+        return [run for run in self.store.select(selecting) if wanted.items() <= run["recipe"].items()]
 
     def swept(self, label: str) -> dict[float, float]:
         """Return learning rate -> loss on the selection text, of the rates that the sweep has tried so far."""
-        return dict(self._tried(label, self.experiment.sweep_tokens, selecting=True))
-
-    def _tried(self, label: str, tokens: int, selecting: bool) -> list[tuple[float, float]]:
-        """Return (learning rate, held-out loss) of the runs of a connection with so many tokens, the last run last."""
-        connection = self.experiment.connections[label]
-        runs = [(run["recipe"], run["after"]) for run in self.store.select(selecting)]
-        return [(r["rate"], loss) for r, loss in runs if (r["connection"], r["tokens"]) == (connection, tokens)]
+        runs = self.runs(label, tokens=self.experiment.sweep_tokens, selecting=True)
+        return {run["recipe"]["rate"]: run["after"] for run in runs}
 
     def best_rate(self, label: str) -> float:
         """Return the learning rate of the sweep with the lowest loss. A run that diverged is not the best."""
@@ -179,19 +171,18 @@ class DeclaredComparison:
 
         The sweep tries the declared rates, and goes on beyond them while the best is the last one tried.
         """
-        rates = {label: list(self.experiment.rates) for label in labels}
-        while True:
-            tokens = self.experiment.sweep_tokens
-            self.make([(label, rate, tokens, SELECTION_SEED) for label in labels for rate in rates[label]])
-            best = {label: self.best_rate(label) for label in labels}
-            is_done = True
-            for label in labels:
+        tokens = self.experiment.sweep_tokens
+        wanted = [(label, rate, tokens, SELECTION_SEED) for label in labels for rate in self.experiment.rates]
+        while wanted:
+            self.make(wanted)
+            best, wanted = {label: self.best_rate(label) for label in labels}, []
+            for label, rate in best.items():
                 tried = self.swept(label)
-                if best[label] in (min(tried), max(tried)):
-                    is_done = False
-                    rates[label].append(best[label] * (BEYOND if best[label] == max(tried) else 1 / BEYOND))
-            if is_done:
-                return best
+                if rate in (min(tried), max(tried)):
+                    wanted.append(
+                        (label, rate * (BEYOND if rate == max(tried) else 1 / BEYOND), tokens, SELECTION_SEED)
+                    )
+        return best
 
     def shown(self, tokens: int | None = None, rates: Mapping[str, float] | None = None) -> "ShownRuns":
         """Return the runs that a page shows.
@@ -203,18 +194,19 @@ class DeclaredComparison:
         """
         tokens = tokens or self.experiment.tokens
         rates = rates or self._reported_rates(tokens)
-        runs = {label: self.by_length(label, rate).get(tokens, {}) for label, rate in rates.items()}
+        runs = {label: {run["seed"]: run for run in self.runs(label, rate, tokens)} for label, rate in rates.items()}
         baseline = runs.get(BASELINE, {})
         # Differences are within seeds: a run that shares no seed with the baseline is not shown.
         pairs = {
-            label: [(by_seed[s], baseline[s]) for s in by_seed if s in baseline] for label, by_seed in runs.items()
+            label: [(own[seed], baseline[seed]) for seed in sorted(own.keys() & baseline)]
+            for label, own in runs.items()
         }
         return ShownRuns(self, tokens, {label: rates[label] for label in rates if pairs[label]}, pairs)
 
     def _reported_rates(self, tokens: int) -> dict[str, float]:
         rates = {}
         for label in self.experiment.connections:
-            if tried := [rate for rate, _ in self._tried(label, tokens, selecting=False)]:
+            if tried := [run["recipe"]["rate"] for run in self.runs(label, tokens=tokens)]:
                 best = self.experiment.rate_of(label) or (self.best_rate(label) if self.swept(label) else None)
                 rates[label] = best if best in tried else tried[-1]
         return rates
@@ -239,8 +231,3 @@ class ShownRuns:
     def differences(self, label: str) -> list[float]:
         """Return the held-out loss of a connection minus that of the baseline, for each seed."""
         return [run["after"] - standard["after"] for run, standard in self.pairs[label]]
-
-    def leads(self, label: str) -> list[list[tuple[int, float]]]:
-        """Return the training loss minus that of the baseline, as (step, difference), for each seed."""
-        curves = [(run["curve"], standard["curve"]) for run, standard in self.pairs[label]]
-        return [[(step, a - b) for (step, a), (_, b) in zip(*pair, strict=True)] for pair in curves]

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import mean, stdev
 
+import numpy as np
+
 from .declared import BASELINE, HEALING_SEEDS, SELECTION_SEED, HealingExperiment
 from .scratch import DeclaredComparison, ShownRuns
 from .store import RunStore
@@ -111,17 +113,18 @@ def at_equal_time(shown: ShownRuns, label: str, cost: float | None) -> float | N
 
 
 def _slope(shown: ShownRuns, label: str, is_sweep: bool) -> float | None:
-    rate, tokens = shown.rates[label], shown.tokens
-    after = shown.comparison.by_length(label, rate)[tokens]
-    runs = shown.comparison.by_length(label, rate, selecting=is_sweep)
-    lengths = [length for length in runs if length < tokens and (is_sweep or runs[length].keys() & after.keys())]
-    if not lengths:
+    rate, tokens, comparison = shown.rates[label], shown.tokens, shown.comparison
+    ends = {run["seed"]: run["after"] for run in comparison.runs(label, rate, tokens)}
+    starts: dict[int, dict[int, float]] = {}  # tokens -> seed -> loss
+    for run in comparison.runs(label, rate, selecting=is_sweep):
+        if run["recipe"]["tokens"] < tokens and (is_sweep or run["seed"] in ends):
+            starts.setdefault(run["recipe"]["tokens"], {})[run["seed"]] = run["after"]
+    if not starts:
         return None
-    before = runs[max(lengths)]
+    short = max(starts)
     if not is_sweep:  # within seeds
-        before, after = ({seed: part[seed] for seed in before.keys() & after.keys()} for part in (before, after))
-    starts, ends = (mean(run["after"] for run in part.values()) for part in (before, after))
-    return (starts - ends) / math.log(tokens / max(lengths))
+        ends = {seed: ends[seed] for seed in starts[short]}
+    return (mean(starts[short].values()) - mean(ends.values())) / math.log(tokens / short)
 
 
 def lead_table(shown: ShownRuns) -> str:
@@ -130,11 +133,12 @@ def lead_table(shown: ShownRuns) -> str:
     for label in shown.rates:
         if label == BASELINE:
             continue
-        leads = shown.leads(label)
-        steps = [step for step, _ in leads[0]]
-        places = [max(0, round(share * len(steps)) - 1) for share in SHARES]
-        rows = rows or [["step", *(f"{steps[place]:,}" for place in places)]]
-        rows.append([label, *(f"{mean(points[place][1] for points in leads):+z.3f}" for place in places)])
+        # [seeds, points, (step, loss)]
+        curves, standard = (np.array([run["curve"] for run in runs]) for runs in zip(*shown.pairs[label]))
+        places = [max(0, round(share * len(curves[0])) - 1) for share in SHARES]
+        leads = (curves - standard)[:, places, 1].mean(axis=0)
+        rows = rows or [["step", *(f"{step:,.0f}" for step in curves[0, places, 0])]]
+        rows.append([label, *(f"{lead:+z.3f}" for lead in leads)])
     return markdown(rows) if rows else "No other connection has runs."
 
 
