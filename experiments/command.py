@@ -12,12 +12,12 @@ import torch
 from transformers.utils import logging
 
 from . import findings, healing, report
-from .costs import WAYS, measure_costs
+from .costs import WAYS, costs_of, measure_costs
 from .data import load, prepare
 from .declared import BASELINE, FROM_SCRATCH, SELECTION_SEED, HealingExperiment, ScratchExperiment, names
 from .scratch import DeclaredComparison
 from .store import RunStore, results_file
-from .tables import result_table
+from .tables import healing_tables, result_table, scratch_tables
 
 WORK = Path(tempfile.gettempdir()) / "attnres-experiments"
 
@@ -32,7 +32,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         command.set_defaults(experiment=name, run=run, rate=None, tokens=None)
         if sizes := [declared.removeprefix(f"{name}-") for declared in names(name)]:
             default = next((size for size in ("cpu", "stories") if size in sizes), sizes[0])
-            text = "JSON file for runs, with tables and figure beside it; default in experiments/results"
+            text = "JSON file for runs, with their tables beside it; default in experiments/results"
             command.add_argument("--size", choices=sizes, default=default, help=f"which declaration; default {default}")
             command.add_argument("--results", type=Path, help=text)
             command.add_argument("--work", type=Path, default=WORK, help=f"folder for checkpoints; default {WORK}")
@@ -87,18 +87,20 @@ def run_from_scratch(options: argparse.Namespace) -> None:
         raise ValueError(f"--seeds must not have {SELECTION_SEED}, the seed of the runs that choose settings.")
     labels = _select("--connections", options.connections, list(experiment.connections))
     labels = [BASELINE, *(label for label in labels if label != BASELINE)]
+    one_rate = dict.fromkeys(labels, options.rate) if options.rate else None
     if options.costs is not None:
         comparison = DeclaredComparison(experiment, store, device=options.device)
         measure_costs(comparison, labels, options.costs or WAYS)
-        return report.write(comparison, tokens)
-    data = load(experiment.text, experiment.length, experiment.held_out, options.corpus)
-    comparison = DeclaredComparison(
-        experiment, store, data, options.work, options.device, options.keep, options.compile
-    )
-    rates = dict.fromkeys(labels, options.rate) if options.rate else comparison.choose_rates(labels)
-    comparison.make([(label, rates[label], tokens, seed) for seed in seeds for label in labels])
-    report.write(comparison, tokens, rates if options.rate else None)
-    print(result_table(comparison.shown(tokens, rates), costs={}))
+    else:
+        data = load(experiment.text, experiment.length, experiment.held_out, options.corpus)
+        comparison = DeclaredComparison(
+            experiment, store, data, options.work, options.device, options.keep, options.compile
+        )
+        rates = one_rate or comparison.choose_rates(labels)
+        comparison.make([(label, rates[label], tokens, seed) for seed in seeds for label in labels])
+    shown = comparison.shown(tokens, one_rate)
+    report.write(experiment, store.path, scratch_tables(shown, costs_of(comparison)))
+    print(result_table(shown, costs_of(comparison)))
 
 
 def run_healing(options: argparse.Namespace) -> None:
@@ -114,7 +116,7 @@ def run_healing(options: argparse.Namespace) -> None:
     start, tokenizer = healing.load_start(options.checkpoint)
     data = healing.load_data(experiment, options.corpus, tokenizer)
     healing.Healing(experiment, start, data, store, options.work).make(groups)
-    report.write_healed(experiment, store)
+    report.write(experiment, store.path, healing_tables(experiment, store))
 
 
 def main(arguments: list[str] | None = None) -> None:

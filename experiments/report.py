@@ -3,8 +3,9 @@
 `results/TABLES.md` shows every table. `RESULTS.md` shows the tables and figures that its text has a place for.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from attnres.analysis.loss_figures import plot_paired_runs
 from attnres.analysis.tables import update_tables
@@ -28,35 +29,26 @@ def tables_page() -> Path:
     return store.FOLDER / "results" / "TABLES.md"
 
 
-def write(comparison: DeclaredComparison, tokens: int, rates: Mapping[str, float] | None = None) -> None:
-    """Write the pages that show a comparison, after some of its runs were made.
+def write(experiment: ScratchExperiment | HealingExperiment, path: Path, tables: dict[str, str]) -> None:
+    """Write the pages that show an experiment, after some of its runs were made.
 
     Args:
-        comparison: The runs.
-        tokens: The length of the reported runs.
-        rates: Label -> learning rate, of the connections that are shown; `None` for all that have runs.
+        experiment: The declaration.
+        path: The file of the runs. If it is not the one in the repository, the page beside it is written.
+        tables: The tables of the runs by their names on a page.
     """
-    path = comparison.store.path
-    if path == store.results_file(comparison.experiment.name):
-        return write_all()
-    comparison.store.read()  # the last of several processes to write shows the runs of all
-    shown = comparison.shown(tokens, rates)
-    if shown.rates:
-        update_tables(path.with_suffix(".md"), scratch_tables(shown, costs_of(comparison)))
-
-
-def write_healed(experiment: HealingExperiment, runs: RunStore) -> None:
-    """Write the page that shows runs of healing."""
-    if runs.path == store.results_file(experiment.name):
-        return write_all()
-    update_tables(runs.path.with_suffix(".md"), healing_tables(experiment, runs))
+    if path == store.results_file(experiment.name):
+        write_all()
+    else:
+        update_tables(path.with_suffix(".md"), tables)
 
 
 def write_all() -> None:
     """Write all pages and figures of the repository anew."""
     comparisons, tables = stored_comparisons(), {}
     for comparison in comparisons:
-        tables |= scratch_tables(comparison.shown(), costs_of(comparison))
+        if (shown := comparison.shown()).rates:
+            tables |= scratch_tables(shown, costs_of(comparison))
     for experiment, runs in stored_healing():
         tables |= healing_tables(experiment, runs)
     head, *_ = tables_page().read_text(encoding="utf-8").split("\n## ")
@@ -81,21 +73,20 @@ def write_all() -> None:
 def stored_comparisons() -> list[DeclaredComparison]:
     """Return the comparisons from scratch whose runs are stored in the repository, repetitions included."""
     declared = [name for experiment in FROM_SCRATCH for name in names(experiment)]
-    experiments = ((ScratchExperiment.load(name), path) for name, path in _files(declared))
-    return [DeclaredComparison(experiment, RunStore(experiment, path)) for experiment, path in experiments]
+    return [DeclaredComparison(*pair) for pair in _stored(ScratchExperiment.load, declared)]
 
 
 def stored_healing() -> list[tuple[HealingExperiment, RunStore]]:
     """Return the experiments of healing with the runs that are stored in the repository, repetitions included."""
-    experiments = ((HealingExperiment.load(name), path) for name, path in _files(names("healing")))
-    return [(experiment, RunStore(experiment, path)) for experiment, path in experiments]
+    return _stored(HealingExperiment.load, names("healing"))
 
 
-def _files(declared: Sequence[str]) -> list[tuple[str, Path]]:
-    """Return each results file with its declaration: `depth-12.json`, and repetitions such as `depth-12-again.json`."""
-    files = []
+def _stored(load: Callable[[str], Any], declared: Sequence[str]) -> list[tuple[Any, RunStore]]:
+    """Return each declared experiment with its file, and with repetitions such as `depth-12-again.json`."""
+    stored = []
     for path in sorted(store.results_file("any").parent.glob("*.json")):
         fitting = [name for name in declared if f"{path.stem}-".startswith(f"{name}-")]
         if fitting and not path.stem.endswith("-trial"):
-            files.append((max(fitting, key=len), path))
-    return files
+            experiment = load(max(fitting, key=len))
+            stored.append((experiment, RunStore(experiment, path)))
+    return stored

@@ -156,10 +156,11 @@ class DeclaredComparison:
         runs = self.runs(label, tokens=self.experiment.sweep_tokens, selecting=True)
         return {run["recipe"]["rate"]: run["after"] for run in runs}
 
-    def best_rate(self, label: str) -> float:
-        """Return the learning rate of the sweep with the lowest loss. A run that diverged is not the best."""
+    def best_rate(self, label: str) -> float | None:
+        """Return the learning rate of the sweep with the lowest loss; `None` if there was no sweep."""
         losses = self.swept(label)
-        return min(losses, key=lambda rate: math.inf if math.isnan(losses[rate]) else losses[rate])
+        # The loss of a run that diverged is NaN.
+        return min(losses, key=lambda rate: math.inf if math.isnan(losses[rate]) else losses[rate], default=None)
 
     def choose_rates(self, labels: Sequence[str]) -> dict[str, float]:
         """Return the learning rates that connections are reported at: declared, or chosen by a sweep."""
@@ -178,10 +179,10 @@ class DeclaredComparison:
             best, wanted = {label: self.best_rate(label) for label in labels}, []
             for label, rate in best.items():
                 tried = self.swept(label)
-                if rate in (min(tried), max(tried)):
-                    wanted.append(
-                        (label, rate * (BEYOND if rate == max(tried) else 1 / BEYOND), tokens, SELECTION_SEED)
-                    )
+                if rate == max(tried):
+                    wanted.append((label, rate * BEYOND, tokens, SELECTION_SEED))
+                elif rate == min(tried):
+                    wanted.append((label, rate / BEYOND, tokens, SELECTION_SEED))
         return best
 
     def shown(self, tokens: int | None = None, rates: Mapping[str, float] | None = None) -> "ShownRuns":
@@ -189,11 +190,11 @@ class DeclaredComparison:
 
         Args:
             tokens: The length of the runs; `None` for the declared one.
-            rates: Label -> learning rate; `None` for the declared one, or the best of the sweep, or that of the last
-                run.
+            rates: Label -> learning rate; `None` for the declared one, or else the best of the sweep.
         """
-        tokens = tokens or self.experiment.tokens
-        rates = rates or self._reported_rates(tokens)
+        experiment, tokens = self.experiment, tokens or self.experiment.tokens
+        rates = rates or {label: experiment.rate_of(label) or self.best_rate(label) for label in experiment.connections}
+        rates = {label: rate for label, rate in rates.items() if rate}
         runs = {label: {run["seed"]: run for run in self.runs(label, rate, tokens)} for label, rate in rates.items()}
         baseline = runs.get(BASELINE, {})
         # Differences are within seeds: a run that shares no seed with the baseline is not shown.
@@ -203,18 +204,10 @@ class DeclaredComparison:
         }
         return ShownRuns(self, tokens, {label: rates[label] for label in rates if pairs[label]}, pairs)
 
-    def _reported_rates(self, tokens: int) -> dict[str, float]:
-        rates = {}
-        for label in self.experiment.connections:
-            if tried := [run["recipe"]["rate"] for run in self.runs(label, tokens=tokens)]:
-                best = self.experiment.rate_of(label) or (self.best_rate(label) if self.swept(label) else None)
-                rates[label] = best if best in tried else tried[-1]
-        return rates
-
 
 @dataclass(frozen=True)
 class ShownRuns:
-    """The runs of a comparison that its tables and figure show.
+    """The runs of a comparison that its tables show.
 
     Attributes:
         comparison: The comparison.

@@ -8,10 +8,10 @@ import pytest
 
 from experiments import report, store
 from experiments.declared import ScratchExperiment
-from experiments.scratch import DeclaredComparison
 from experiments.store import RunStore
+from experiments.tables import scratch_tables
 
-from .stored_runs import SMALL, stored
+from .stored_runs import stored
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,18 +91,12 @@ def test_a_trial_has_a_page_beside_its_file_and_is_on_no_other(copy):
     path = store.results_file("claim-tiny-trial")
     runs = [(label, 1e-3, tiny.tokens, 0, 5.0) for label in ("standard", "Full")]
     before = report.tables_page().read_text()
-    report.write(stored(tiny, path, runs), tiny.tokens)
+    report.write(
+        tiny, path, scratch_tables(stored(tiny, path, runs).shown(rates=dict.fromkeys(tiny.connections, 1e-3)), {})
+    )
     assert "<!-- claim-tiny-trial: result -->" in path.with_suffix(".md").read_text()
     report.write_all()
     assert report.tables_page().read_text() == before
-
-
-def test_a_page_shows_the_runs_of_all_processes(tmp_path):
-    first = stored(SMALL, tmp_path / "runs.json", [("standard", 1e-3, 64, 0, 5.0), ("Full", 1e-3, 64, 0, 4.0)])
-    runs = [(label, 1e-3, 64, 1, loss) for label, loss in (("standard", 5.0), ("Full", 4.5))]
-    stored(SMALL, tmp_path / "runs.json", runs)  # another process
-    report.write(first, 64)
-    assert "| Full | 0.001 | 2 |" in (tmp_path / "runs.md").read_text()
 
 
 def test_a_new_run_of_the_repository_is_on_its_pages_at_once(copy):
@@ -113,5 +107,5 @@ def test_a_new_run_of_the_repository_is_on_its_pages_at_once(copy):
     report.write_all()
     assert "| Block, S=3 | 0.002 | 2 |" in report.results_page().read_text()
     shutil.copy(ROOT / "experiments" / "results" / "depth-12.json", runs.path)
-    report.write(DeclaredComparison(experiment, RunStore(experiment, runs.path)), experiment.tokens)
+    report.write(experiment, runs.path, {})
     assert report.results_page().read_text() == (ROOT / "experiments" / "RESULTS.md").read_text()

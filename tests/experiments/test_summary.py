@@ -13,6 +13,7 @@ from experiments.scratch import DeclaredComparison
 from .stored_runs import CURVE, SMALL, add, stored, words
 
 BLOCK = "Block, S=2"
+ONE_RATE = replace(SMALL, rate=1e-3)
 
 
 @pytest.fixture
@@ -21,13 +22,13 @@ def comparison(tmp_path) -> DeclaredComparison:
     runs = [("standard", 1e-3, SMALL.tokens, seed, 5.0 + seed) for seed in (0, 1)]
     runs += [(BLOCK, 1e-3, SMALL.tokens, 0, 4.5), (BLOCK, 1e-3, SMALL.tokens, 1, 6.0)]
     runs += [(BLOCK, 1e-3, SMALL.tokens // 2, SELECTION_SEED, 5.75)]
-    return stored(SMALL, tmp_path / "claim-tiny.json", runs)
+    return stored(ONE_RATE, tmp_path / "claim-tiny.json", runs)
 
 
 def test_the_lead_is_that_of_the_first_block_without_switches(comparison):
     heads = {"Block, two heads": {"attn_res_block_size": 2, "attn_res_heads": 2}}
     others = {"standard": SMALL.connections["standard"], "Full": SMALL.connections["Full"]} | heads
-    experiment = replace(SMALL, connections=others | {BLOCK: SMALL.connections[BLOCK]})
+    experiment = replace(ONE_RATE, connections=others | {BLOCK: SMALL.connections[BLOCK]})
     first = DeclaredComparison(experiment, comparison.store)
     for label in ("Full", "Block, two heads"):
         run = {"recipe": {"connection": experiment.connections[label], "rate": 1e-3, "tokens": SMALL.tokens}}
@@ -42,9 +43,9 @@ def test_the_lead_is_that_of_the_first_block_without_switches(comparison):
 
 
 def test_a_comparison_without_runs_has_no_lead(tmp_path):
-    assert summary.lead_of(stored(SMALL, tmp_path / "none.json", [])) is None
+    assert summary.lead_of(stored(ONE_RATE, tmp_path / "none.json", [])) is None
     alone = [("standard", 1e-3, SMALL.tokens, 0, 5.0), ("Full", 1e-3, SMALL.tokens, 0, 4.0)]
-    assert summary.lead_of(stored(SMALL, tmp_path / "full.json", alone)) is None
+    assert summary.lead_of(stored(ONE_RATE, tmp_path / "full.json", alone)) is None
 
 
 def test_at_equal_time_a_step_that_takes_twice_as_long_has_half_the_tokens(comparison):

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from experiments import report
 from experiments.declared import SELECTION_SEED
 from experiments.scratch import DeclaredComparison
-from experiments.tables import at_equal_time, lead_table, result_table, scratch_tables
+from experiments.tables import at_equal_time, lead_table, rate_table, result_table, scratch_tables
 
 from .stored_runs import SMALL, add, stored
 
@@ -96,8 +95,7 @@ def test_the_lead_is_a_mean_over_the_seeds_that_both_have(tmp_path):
         recipe = {"connection": SMALL.connections[label], "rate": 1e-3, "tokens": 64}
         curve = [[step, 10.0 / step + seed + behind / step] for step in range(1, 51)]
         add(comparison.store, {"recipe": recipe, "seed": seed, "after": seed + behind, "curve": curve})
-    shown = comparison.shown(64)
-    assert shown.rates == RATES
+    shown = comparison.shown(64, RATES)
     assert lead_table(shown).splitlines() == [
         "| step | 5 | 10 | 15 | 20 | 25 | 30 | 40 | 50 |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
@@ -106,28 +104,19 @@ def test_the_lead_is_a_mean_over_the_seeds_that_both_have(tmp_path):
     assert shown.differences("Full") == [0.25]
 
 
-def test_a_page_shows_the_rate_of_the_sweep_or_of_the_last_run(tmp_path):
-    """A connection that shares no seed with the baseline is left out."""
+def test_tables_show_the_declared_rate_or_the_best_of_the_sweep(tmp_path):
+    """A connection that shares no seed with the baseline is left out, and one whose rate is not known."""
     runs = [("standard", 1e-3, 64, 0, 5.0), ("standard", 2e-3, 64, 0, 4.0)]
-    runs += [("standard", rate, 128, SELECTION_SEED, rate) for rate in (1e-3, 2e-3)]
-    runs += [("Full", 1e-3, 64, 0, 5.0), ("Full", 4e-3, 64, 0, 4.0), ("Block, S=2", 1e-3, 64, 1, 5.0)]
+    runs += [(label, rate, 128, SELECTION_SEED, rate) for label in ("standard", "Block, S=2") for rate in (1e-3, 2e-3)]
+    runs += [("Full", 1e-3, 64, 0, 5.0), ("Block, S=2", 1e-3, 64, 1, 5.0)]
     comparison = stored(SMALL, tmp_path / "runs.json", runs)
-    assert comparison.shown(64).rates == {"standard": 1e-3, "Full": 4e-3}
-    report.write(comparison, 64)
-    page = (tmp_path / "runs.md").read_text()
-    assert "<!-- runs: result -->" in page and "| standard | 0.001 | 1 | 5.0000 |  |" in page
-    assert "| Full | 0.004 | 1 | 4.0000 | -1.0000 |" in page
-    assert "Block" not in page
-    report.write(comparison, 64, {"standard": 2e-3, "Full": 4e-3, "Block, S=2": 1e-3})
-    page = (tmp_path / "runs.md").read_text()
-    assert "| standard | 0.002 | 1 | 4.0000 |  |" in page and "| Full | 0.004 | 1 | 4.0000 | +0.0000 |" in page
-    assert "Block" not in page
-    assert stored(SMALL, tmp_path / "none.json", runs[-1:]).shown(64).rates == {}
-    one_rate = DeclaredComparison(replace(SMALL, rate=2e-3), comparison.store)
-    assert one_rate.shown(64).rates["standard"] == 2e-3
-    assert "runs: rates" in scratch_tables(one_rate.shown(64), {})
-    alone = DeclaredComparison(one_rate.experiment, stored(SMALL, tmp_path / "alone.json", runs[:2]).store)
-    assert "alone: rates" not in scratch_tables(alone.shown(64), {})
+    assert comparison.shown(64).rates == {"standard": 1e-3}
+    assert "| standard | 0.0010 | 0.0020 |" in rate_table(comparison)
+    declared = DeclaredComparison(replace(SMALL, rate=2e-3), comparison.store)
+    assert declared.shown(64).rates == {"standard": 2e-3}
+    assert set(scratch_tables(declared.shown(64), {})) == {"runs: result", "runs: lead", "runs: rates"}
+    alone = stored(replace(SMALL, rate=1e-3), tmp_path / "alone.json", runs[:2])
+    assert set(scratch_tables(alone.shown(64), {})) == {"alone: result", "alone: lead"}
 
 
 def test_a_row_has_the_seeds_that_it_shares_with_the_baseline(tmp_path):
