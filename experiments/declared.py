@@ -17,9 +17,9 @@ from attnres.configuration import load
 from attnres.utils.yaml_files import read_yaml
 
 DECLARED = Path(__file__).parent / "declared"
-SELECTION_SEED = 10  # of the runs that choose settings, on text that is not reported
+SELECTION_SEED = 10  # the seed of runs that choose settings, on text that is not reported
 BASELINE = "standard"
-HEALING_SEEDS = (0, 1, 2)  # of the reported runs of healing
+HEALING_SEEDS = (0, 1, 2)  # the seeds of reported runs of healing
 FROM_SCRATCH = {
     "claim": "attention residuals against the residual stream, dense and deep",
     "moe": "a small MoE",

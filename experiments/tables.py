@@ -11,7 +11,7 @@ from .declared import BASELINE, HEALING_SEEDS, SELECTION_SEED, HealingExperiment
 from .scratch import DeclaredComparison, ShownRuns
 from .store import RunStore
 
-SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)  # of the steps: where the training loss is shown
+SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)  # the training loss is shown after these shares of the steps
 
 
 def markdown(rows: Sequence[Sequence[str]], texts: int = 1) -> str:
