@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from attnres.utils.files import locked
+from attnres.utils.progress import ProgressBar
 
 from .declared import SELECTION_SEED
 from .store import ROOT, RunStore
@@ -78,22 +80,24 @@ def make_runs(
     missing = [run for run in plan if store.find(run.recipe, run.seed) is None]
     print(f"Runs stored: {len(plan) - len(missing)} of {len(plan)}.")
     work.mkdir(parents=True, exist_ok=True)
-    with tqdm(total=sum(run.steps for run in missing), unit="step") as bar:
+    console, columns = Console(), (TextColumn("{task.description}"), BarColumn(), TextColumn("left:"))
+    with ProgressBar(*columns, TimeRemainingColumn(), console=console, unit="steps") as progress:
+        bar = progress.add_task("", total=sum(run.steps for run in missing))
         for run in missing:
-            bar.set_description(str(run))
+            progress.update(bar, description=str(run))
             key = json.dumps([identity, run.recipe, run.seed], sort_keys=True)
             folder = work / f"{run.folder}-{hashlib.sha256(key.encode()).hexdigest()[:10]}"
             with locked(folder.with_name(f"{folder.name}.lock"), folder):
                 store.read()
                 if store.find(run.recipe, run.seed):  # another process has made it in the meantime
-                    bar.update(run.steps)
+                    progress.advance(bar, run.steps)
                     continue
                 origin = made_by(device)  # before the training, during which the code may change
-                result = measure(run, bar.update, folder)
+                result = measure(run, lambda: progress.advance(bar), folder)
                 with store.update():
                     store.runs.append({"recipe": run.recipe, "seed": run.seed, **result, "made_by": origin})
                 shutil.rmtree(folder, ignore_errors=True)
-            bar.write(f"{run}: {result['after']:.4f}, {result['seconds']:.0f} s")
+            console.print(f"{run}: {result['after']:.4f}, {result['seconds']:.0f} s", highlight=False)
 
 
 def made_by(device: str) -> dict[str, Any]:
