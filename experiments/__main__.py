@@ -1,4 +1,4 @@
-"""Entry of `python -m experiments`: an expected error or Ctrl-C, from the first import on, ends in one line."""
+"""Entry of `python -m experiments`. An expected error or Ctrl-C ends in one line, from the first import on."""
 
 import sys
 

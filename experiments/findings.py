@@ -1,13 +1,11 @@
-"""The paper's findings in the models trained here: a table of `analysis/RESULTS.md`, made from stored inspections.
+"""The table of `analysis/RESULTS.md`: the paper's findings in the stored inspections of `analysis/results`.
 
-An inspection is the `inspection.json` of `attnres inspect`; `analysis/results` holds them.
+An inspection is the `inspection.json` of `attnres inspect`.
 """
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median_high
 from typing import Any
 
 from attnres.analysis.tables import update_tables
@@ -16,156 +14,75 @@ from .store import ROOT
 from .tables import distance_of_means, markdown
 
 INSPECTIONS, PAGE = ROOT / "analysis" / "results", ROOT / "analysis" / "RESULTS.md"
-ABSENT = "no depth attention"
+ROWS = (
+    *("", "connection", "sublayers, width", "weight on the nearest source"),
+    *("weight on the embedding, second half of the depth", "normalised entropy before"),
+    *("distance from uniform, token by token", "magnitudes: stream", "gradients, first quarter over last"),
+    "loss rises most (nats) with hidden",
+)
 
 
-@dataclass(frozen=True)
-class InspectedModel:
-    """A model of a stored inspection.
-
-    Attributes:
-        name: its column in the table.
-        numbers: its part of the inspection.
-    """
-
-    name: str
-    numbers: dict[str, Any]
-
-    @property
-    def consumers(self) -> list[int]:
-        """The sublayers that have several sources, and the output as the last one."""
-        return [
-            consumer for consumer in range(len(self.numbers["depth_attention"]["mean"])) if self.count(consumer) > 1
-        ]
-
-    def weights(self, consumer: int) -> list[float]:
-        """Return the mean weight of each source of a consumer."""
-        return [weight for weight in self.numbers["depth_attention"]["mean"][consumer] if weight is not None]
-
-    def count(self, consumer: int) -> int:
-        """Return how many sources a consumer has."""
-        return len(self.weights(consumer))
-
-    def attention(self, name: str, consumers: list[int]) -> list[float]:
-        """Return a measure of the depth attention, such as `entropy`, of some consumers."""
-        return [self.numbers["depth_attention"][name][consumer] for consumer in consumers]
+def write() -> None:
+    """Write the table of all inspections into the page: a column for each model and a row for each measure."""
+    columns = [ROWS]
+    for path in sorted(INSPECTIONS.glob("*.json")):
+        models = json.loads(path.read_text(encoding="utf-8"))["models"]
+        for model in models:
+            name = f"{path.stem}: {Path(model['model']['name']).name}" if len(models) > 1 else path.stem
+            columns.append((name, *column(model)))
+    update_tables(PAGE, {"findings": markdown(list(zip(*columns)), texts=len(columns))})
+    print(f"Written from {len(columns) - 1} models: the table of {PAGE}.")
 
 
-def read(folder: Path = INSPECTIONS) -> list[InspectedModel]:
-    """Read the models of all inspections in a folder.
-
-    A model has the name of its file; where a file has two models, that of the model stands behind.
-
-    Raises:
-        ValueError: a file is no inspection, or lacks what the table shows.
-    """
-    models = []
-    for path in sorted(folder.glob("*.json")):
-        try:
-            inspected = json.loads(path.read_text(encoding="utf-8"))["models"]
-            for numbers in inspected:
-                model = Path(numbers["model"]["name"]).name
-                models.append(InspectedModel(f"{path.stem}: {model}" if len(inspected) > 1 else path.stem, numbers))
-                column(models[-1])  # fails here, where the name of the file is known
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path} is damaged, or no inspection with all that the table shows ({error!r}): move it away, or make "
-                "it anew by `attnres inspect`."
-            ) from error
-    return models
-
-
-def nearest(model: InspectedModel) -> str:
-    """Say how many consumers give their nearest source most, and its weight as a multiple of an even share."""
-    rows = [model.weights(consumer) for consumer in model.consumers]
-    most = sum(row[-1] == max(row) for row in rows)
-    return f"{most} of {len(rows)} give it most; {mean(row[-1] * len(row) for row in rows):.2f} x even"
-
-
-def embedding(model: InspectedModel) -> str:
-    """Say the weight that consumers of the second half give the embedding, also as a multiple of an even share."""
-    half = len(model.numbers["depth"]["readers"]) // 2
-    later = [consumer for consumer in model.consumers if consumer > half]
-    weights = model.attention("embedding", later)
-    even = mean(weight * model.count(consumer) for weight, consumer in zip(weights, later))
-    return f"{mean(weights):.2f}; {even:.2f} x even"
-
-
-def sharper(model: InspectedModel) -> str:
-    """Say the normalised entropy before attention and before MLPs."""
-    kinds, last = model.numbers["depth"]["kinds"], len(model.numbers["depth"]["readers"]) - 1
-    sublayers = [consumer for consumer in model.consumers if consumer < last]
-    by_kind = {kind: [s for s in sublayers if kinds[s % len(kinds)] == kind] for kind in kinds}
-    return ", ".join(f"{kind} {mean(model.attention('entropy', own)):.2f}" for kind, own in by_kind.items())
-
-
-def by_token(model: InspectedModel) -> str:
-    """Say the mean distance from uniform of the weights of single tokens, and of their mean."""
-    rows = [model.weights(consumer) for consumer in model.consumers]
-    distance = mean(model.attention("distance", model.consumers))
-    return f"{distance:.2f}, of the mean map {distance_of_means(rows):.2f}"
-
-
-def growth(model: InspectedModel) -> str:
-    """Say the largest magnitude of the stream over its median, and the input of the output over the embedding."""
-    sizes = model.numbers["magnitudes"]
-    stream, inputs = sizes["stream"], sizes["inputs"]
-    largest = max(stream) / sorted(stream)[len(stream) // 2]
-    return f"largest / median {largest:.1f}; input of the output / embedding {inputs[-1] / inputs[0]:.1f}"
-
-
-def gradients(model: InspectedModel) -> str:
-    """Say the gradients of the first quarter of the sublayers over the last, and of the largest over the smallest."""
-    sizes = model.numbers["magnitudes"]["gradients"][1:]
-    quarter = max(1, len(sizes) // 4)
-    return f"{mean(sizes[:quarter]) / mean(sizes[-quarter:]):.1f}; largest / smallest {max(sizes) / min(sizes):.0f}"
-
-
-def used(model: InspectedModel) -> str:
-    """Say which hidden source costs most, and which consumer's weights matter most."""
-    interventions, depth = model.numbers["interventions"], model.numbers["depth"]
-    cost, source = max(zip(interventions["hidden"], depth["sources"]))
-    rises = [(rise, name) for rise, name in zip(interventions["uniform"], depth["readers"]) if rise is not None]
-    return f"{source} +{cost:.2f}" + (", uniform {1} +{0:.3f}".format(*max(rises)) if rises else "")
-
-
-# Row -> (its cells, whether they need depth attention).
-MEASURES: dict[str, tuple[Callable[[InspectedModel], str], bool]] = {
-    "weight on the nearest source": (nearest, True),
-    "weight on the embedding, second half of the depth": (embedding, True),
-    "normalised entropy before": (sharper, True),
-    "distance from uniform, token by token": (by_token, True),
-    "magnitudes: stream": (growth, False),
-    "gradients, first quarter over last": (gradients, False),
-    "loss rises most (nats) with hidden": (used, False),
-}
-
-
-def column(model: InspectedModel) -> list[str]:
-    """Return the cells of a model: name, connection, shape, and each measure."""
-    fact, attention = model.numbers["model"], model.numbers["depth_attention"]
-    cells = [model.name, fact["connection"].partition(",")[0], f"{fact['sublayers']}, {fact['hidden_size']}"]
-    return cells + [ABSENT if needs and attention is None else measure(model) for measure, needs in MEASURES.values()]
-
-
-def table(models: list[InspectedModel]) -> str:
-    """Tabulate models: a column for each model and a row for each measure."""
-    names = ["", "connection", "sublayers, width", *MEASURES]
-    return markdown(list(zip(names, *map(column, models))), texts=len(models) + 1)
-
-
-def write(folder: Path = INSPECTIONS, page: Path = PAGE) -> None:
-    """Write the table of all inspections into a page.
+def column(model: dict[str, Any]) -> list[str]:
+    """Return the cells of a model below its name.
 
     Args:
-        folder: holds the inspections.
-        page: the Markdown file.
-
-    Raises:
-        FileNotFoundError: there are no inspections.
+        model: The part of the model in an inspection.
     """
-    models = read(folder)
-    if not models:
-        raise FileNotFoundError(f"{folder} holds no inspections: copy inspection.json of `attnres inspect` there.")
-    update_tables(page, {"findings": table(models)})
-    print(f"Written from {len(models)} models: the table of {page}.")
+    facts, depth, sizes, effects = (model[key] for key in ("model", "depth", "magnitudes", "interventions"))
+    attention = _attention(model["depth_attention"], depth) if model["depth_attention"] else ["no depth attention"] * 4
+
+    stream, inputs, gradients = sizes["stream"], sizes["inputs"], sizes["gradients"][1:]
+    quarter = max(1, len(gradients) // 4)
+    evenness = mean(gradients[:quarter]) / mean(gradients[-quarter:])
+
+    cost, source = max(zip(effects["hidden"], depth["sources"]))
+    rises = [(rise, name) for rise, name in zip(effects["uniform"], depth["readers"]) if rise is not None]
+    return [
+        facts["connection"].partition(",")[0],
+        f"{facts['sublayers']}, {facts['hidden_size']}",
+        *attention,
+        f"largest / median {max(stream) / median_high(stream):.1f}; "
+        f"input of the output / embedding {inputs[-1] / inputs[0]:.1f}",
+        f"{evenness:.1f}; largest / smallest {max(gradients) / min(gradients):.0f}",
+        f"{source} +{cost:.2f}" + (", uniform {1} +{0:.3f}".format(*max(rises)) if rises else ""),
+    ]
+
+
+def _attention(measured: dict[str, Any], depth: dict[str, Any]) -> list[str]:
+    """Return the cells that need depth attention: nearest source, embedding, entropy, distance from uniform."""
+    # Consumers are the sublayers and, as the last one, the output. One with a single source has no choice.
+    rows = [[weight for weight in row if weight is not None] for row in measured["mean"]]
+    choosing = [consumer for consumer, row in enumerate(rows) if len(row) > 1]
+    nearest = sum(rows[consumer][-1] == max(rows[consumer]) for consumer in choosing)
+    # Weights are also given as multiples of an even share.
+    share = mean(rows[consumer][-1] * len(rows[consumer]) for consumer in choosing)
+
+    last = len(rows) - 1
+    later = [consumer for consumer in choosing if consumer > len(rows) // 2]
+    on_embedding = mean(measured["embedding"][consumer] for consumer in later)
+    even = mean(measured["embedding"][consumer] * len(rows[consumer]) for consumer in later)
+
+    kinds = depth["kinds"]
+    entropy = {
+        kind: mean(measured["entropy"][c] for c in choosing if c < last and kinds[c % len(kinds)] == kind)
+        for kind in kinds
+    }
+    distance = mean(measured["distance"][consumer] for consumer in choosing)
+    return [
+        f"{nearest} of {len(choosing)} give it most; {share:.2f} x even",
+        f"{on_embedding:.2f}; {even:.2f} x even",
+        ", ".join(f"{kind} {value:.2f}" for kind, value in entropy.items()),
+        f"{distance:.2f}, of the mean map {distance_of_means(rows):.2f}",
+    ]

@@ -1,15 +1,14 @@
-"""Healing: a pretrained model trained on for equal tokens, as it is and with attention residuals.
+"""Healing: a pretrained model is trained on for equal tokens, as it is and with attention residuals.
 
-`declared/healing/SIZE.yaml` holds the recipes. Those of `sweeps` choose settings, with one seed and on text that is not
-reported. Those of `report` are measured with other seeds and on other text.
+`declared/healing/SIZE.yaml` holds the recipes. Recipes of `sweeps` choose settings, with one seed and on text that is
+not reported. Recipes of `report` are measured with other seeds and on other text.
 """
 
 import copy
 import hashlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cache, partial
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,117 +24,86 @@ from attnres.training.packing import in_blocks
 from attnres.training.runs import Run, sequence_losses, train
 from attnres.training.text import read_documents, token_stream
 
-from .data import TokenData, load, prepare, prepared_file
-from .declared import SELECTION_SEED, TRAINED, HealingExperiment, HealingRecipe
-from .runs import PlannedRun, checkpoint_folder, make_runs
+from .data import TokenData, load
+from .declared import HEALING_SEEDS, SELECTION_SEED, HealingExperiment, HealingRecipe
+from .runs import PlannedRun, make_runs
 from .store import RunStore
 
-SEEDS = (0, 1, 2)
+REPORT = "report"
 DECAY_SHARE = 0.5
 SAME_LOSS = 1e-3  # nats/token; another processor changes less
+# Tensors that a recipe trains, by (name of the tensor, whether the retrofit adds it).
+TRAINED: dict[str, Callable[[str, bool], bool]] = {
+    "all": lambda name, is_attnres: True,
+    "all but key norms": lambda name, is_attnres: not (is_attnres and name.endswith("_norm.weight")),
+    "AttnRes": lambda name, is_attnres: is_attnres,
+    "norms": lambda name, is_attnres: not is_attnres and "norm" in name,
+}
 
 
 def load_data(experiment: HealingExperiment, corpus: Path, tokenizer: PreTrainedTokenizerBase) -> TokenData:
-    """Load what is trained on, what chooses settings, and what is reported.
+    """Load the text to train on, the text that chooses settings, and the text that is reported.
 
-    A declared text is the one that `experiments claim` prepared: healing trains on what the model has not seen, and
-    the two halves of `valid.txt` are held out. Without one, every tenth document of `train.txt` chooses settings,
-    healing trains on the others, and `valid.txt` is reported. There each document stands after the beginning-of-text
-    token, as in the pretraining of the stories models.
+    A declared text is the text of `experiments claim`: healing trains on what the model has not seen, and the two
+    halves of `valid.txt` are held out. Without one, every tenth document of `train.txt` chooses settings, healing
+    trains on the others, and `valid.txt` is reported. There each document stands after the beginning-of-text token,
+    as in the pretraining of the stories models.
 
     Args:
-        experiment: the declaration.
-        corpus: folder with `train.txt` and `valid.txt`.
-        tokenizer: of the pretrained model.
-
-    Raises:
-        OSError: a text cannot be read.
-        ValueError: a text is too short, or the tokenizer has no beginning-of-text token.
+        experiment: The declaration.
+        corpus: The folder with `train.txt` and `valid.txt`.
+        tokenizer: The tokenizer of the pretrained model.
     """
     if experiment.text is not None:
-        if not prepared_file(experiment.text).exists():
-            prepare(experiment.text, corpus)
-        data = load(experiment.text, experiment.length, experiment.held_out)
-        rest = data.order(0, len(data.train))[experiment.seen // experiment.length :]
-        if not len(rest):
-            raise ValueError(
-                f"{experiment.size}: seen is {experiment.seen} tokens, which is all of the {data.train.numel()} that "
-                f"{experiment.text.corpus} gives. Declare less, or a longer text."
-            )
-        return replace(data, train=rest)
-    if tokenizer.bos_token_id is None:
-        raise ValueError(
-            "--checkpoint: its tokenizer has no beginning-of-text token, which each document stands after. "
-            "Name it as bos_token in tokenizer_config.json."
-        )
-    train_documents, valid = (read_documents(corpus / f"{name}.txt") for name in ("train", "valid"))
+        data = load(experiment.text, experiment.length, experiment.held_out, corpus)
+        # Pretraining took the first sequences of this order.
+        return replace(data, train=data.order(0, len(data.train))[experiment.seen // experiment.length :])
 
     def blocks(documents: list[str], length: int) -> Tensor:
-        stream = token_stream(documents, tokenizer, begin=True)
-        if len(stream) < length:
-            raise ValueError(f"{len(stream)} tokens are less than one block of {length}. Give a longer text.")
-        return torch.from_numpy(in_blocks(stream, length))
+        return torch.from_numpy(in_blocks(token_stream(documents, tokenizer, begin=True), length))
 
+    documents, valid = (read_documents(corpus / f"{name}.txt") for name in ("train", "valid"))
     parts = (
-        blocks([document for i, document in enumerate(train_documents) if i % 10], experiment.length),
-        blocks(train_documents[::10], experiment.held_out_length),
+        blocks([document for i, document in enumerate(documents) if i % 10], experiment.length),
+        blocks(documents[::10], experiment.held_out_length),
         blocks(valid, experiment.held_out_length),
     )
+    if not all(map(len, parts)):
+        raise ValueError(f"{corpus} must hold a longer text: a part of it is shorter than one block.")
     tokens = hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts))
     return TokenData(*parts, fingerprint=tokens.hexdigest()[:12])
 
 
 def load_start(checkpoint: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the pretrained model, and its tokenizer.
-
-    The model is in float32, whatever it is stored in: bfloat16 would lose small updates.
-
-    Raises:
-        ValueError: one of them cannot be loaded, or a tensor is missing.
-    """
-    try:
-        return InspectedSource(str(checkpoint), tokenizer=str(checkpoint), dtype="float32", device="cpu").load()
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"--checkpoint: {error}") from error
+    """Load the pretrained model and its tokenizer. The model is in float32, since bfloat16 would lose small updates."""
+    return InspectedSource(str(checkpoint), tokenizer=str(checkpoint), dtype="float32", device="cpu").load()
 
 
 def reconnected(start: PreTrainedModel, recipe: HealingRecipe) -> PreTrainedModel:
     """Copy the pretrained model, with the residual connection of a recipe.
 
-    Args:
-        start: stays as it is.
-        recipe: names the connection.
-
-    Returns:
-        A model that computes the same function, unless the scale is `mean`.
+    The copy computes the same function, unless the scale of the recipe is `mean`.
     """
     model = copy.deepcopy(start)
-    if not recipe.is_standard:
-        model = retrofit(model, block_size=recipe.block_size, scale=recipe.scale, attn_res_gated=recipe.gated)
-    return model
+    if recipe.block_size is None:
+        return model
+    return retrofit(model, block_size=recipe.block_size, scale=recipe.scale, attn_res_gated=recipe.gated)
 
 
 def continue_training(
-    model: PreTrainedModel,
-    blocks: Tensor,
-    recipe: HealingRecipe,
-    batch_size: int,
-    seed: int,
-    on_step: Callable[[], None],
-    work: Path | None = None,
+    model: PreTrainedModel, blocks: Tensor, recipe: HealingRecipe, seed: int, on_step: Callable[[], None], work: Path
 ) -> None:
     """Train a model in place.
 
     Args:
-        model: what is trained.
-        blocks: token ids, `[recipe.steps * batch_size, length]`.
-        recipe: rates, and which tensors are trained.
-        batch_size: sequences of a step.
-        seed: of the run.
-        on_step: called after each step.
-        work: folder for checkpoints.
+        model: The model.
+        blocks: The token ids, `[steps * batch size, length]`.
+        recipe: The rates, and which tensors are trained.
+        seed: The seed of the run.
+        on_step: Called after each step.
+        work: The folder for checkpoints.
     """
-    steps = recipe.steps
+    steps, batch_size = recipe.steps, len(blocks) // recipe.steps
     alone = round(recipe.alone * steps)
     for first, last, trained in ((0, alone, "AttnRes"), (alone, steps, recipe.trained)):
         if first == last:
@@ -153,110 +121,97 @@ def continue_training(
             seed=seed,
         )
         # Each stage has a folder: the second must not resume from checkpoints of the first.
-        stage = work and work / f"{first}-{trained}"
-        train(model, blocks[first * batch_size : last * batch_size], schedule, on_step, work=stage)
+        part, folder = blocks[first * batch_size : last * batch_size], work / f"{first}-{trained}"
+        train(model, part, schedule, on_step, work=folder)
 
 
+@dataclass(frozen=True)
 class Healing:
     """The runs of an experiment, made with a pretrained model.
 
-    Args:
-        experiment: the declaration.
-        start: the pretrained model, in float32.
-        data: the text.
-        store: where the runs go.
-        work: folder for checkpoints.
+    Attributes:
+        experiment: The declaration.
+        start: The pretrained model, in float32.
+        data: The text.
+        store: The store of the runs.
+        work: The folder for checkpoints.
     """
 
-    def __init__(
-        self,
-        experiment: HealingExperiment,
-        start: PreTrainedModel,
-        data: TokenData,
-        store: RunStore,
-        work: Path | None = None,
-    ) -> None:
-        self.experiment, self.start, self.data, self.store, self.work = experiment, start, data, store, work
-        self._loss_at_start = cache(self._measure_start)
+    experiment: HealingExperiment
+    start: PreTrainedModel
+    data: TokenData
+    store: RunStore
+    work: Path
 
-    def make(self, wanted: Sequence[tuple[str, HealingRecipe, int]]) -> None:
+    def make(self, groups: Iterable[str]) -> None:
         """Make the runs that the store lacks.
 
         Args:
-            wanted: label, recipe and seed of each run.
+            groups: Titles of sweeps, or `report`.
 
         Raises:
-            ValueError: the store holds runs of another model or on another text.
+            ValueError: The store holds runs of another model or on another text.
         """
-        self.check_stored()
-        start = {"size": self.experiment.size, "loss": self._loss_at_start(None, False, "sum", False)}
-        identity = self.experiment.setting() | start | {"tokens": self.data.fingerprint}
-        plan = [PlannedRun(label, recipe, seed, recipe.steps) for label, recipe, seed in wanted]
-        make_runs(self.store, plan, self.measure, checkpoints=partial(checkpoint_folder, self.work, identity))
+        losses = self.check_stored()
+        plan = []
+        for group in groups:
+            recipes = self.experiment.report if group == REPORT else self.experiment.sweeps[group]
+            for seed in HEALING_SEEDS if group == REPORT else [SELECTION_SEED]:
+                for label, recipe in recipes.items():
+                    plan.append(PlannedRun(f"{group}: {label}", asdict(recipe), seed, recipe.steps))
+        identity = self.experiment.setting() | {"losses": losses, "fingerprint": self.data.fingerprint}
+        make_runs(self.store, plan, self.measure, self.work, identity)
 
-    def check_stored(self) -> None:
-        """Raise ValueError if the store holds runs on another text, or of a model that begins with another loss."""
-        if texts := self.store.other_texts(self.data.fingerprint):
-            raise ValueError(
-                f"{self.store.path} holds runs on another text ({', '.join(texts)}, not "
-                f"{self.data.fingerprint}). Choose another --results for another --corpus."
-            )
+    def check_stored(self) -> list[float]:
+        """Return the losses of the pretrained model on `valid` and on `selection`.
+
+        Raises:
+            ValueError: The store holds runs on another text, or of a model with another loss.
+        """
+        self.store.check_text(self.data.fingerprint)
+        losses = [mean_loss(self.start, self.data.held_out(selecting)) for selecting in (False, True)]
         for run in self.store.runs:
-            block_size, gated, scale = (run["recipe"][name] for name in ("block_size", "gated", "scale"))
-            if scale == "sum":  # a retrofit computes what the standard model does: one measurement is enough for all
-                block_size, gated = None, False
-            loss, before = self._loss_at_start(block_size, gated, scale, run["seed"] == SELECTION_SEED), run["before"]
-            if not abs(loss - before) <= SAME_LOSS:  # `>` would let a NaN pass
+            loss, before = losses[run["seed"] == SELECTION_SEED], run["before"]
+            # With `sum`, a retrofit begins with the loss of the pretrained model.
+            if run["recipe"]["scale"] == "sum" and abs(loss - before) > SAME_LOSS:
                 raise ValueError(
-                    f"{self.store.path} holds runs of a model that begins with a loss of {before:.4f} on its text; "
-                    f"here it is {loss:.4f}. Choose another --results for another --checkpoint or --corpus."
+                    f"{self.store.path} holds runs of a model that begins with a loss of {before:.4f}; this one begins "
+                    f"with {loss:.4f}. Choose another --results for another --checkpoint."
                 )
+        return losses
 
-    def measure(self, run: PlannedRun, on_step: Callable[[], None], work: Path | None = None) -> dict[str, Any]:
+    def measure(self, run: PlannedRun, on_step: Callable[[], None], work: Path) -> dict[str, Any]:
         """Train one run and measure it.
 
         Args:
-            run: what to train.
-            on_step: called after each step.
-            work: folder for its checkpoints.
+            run: The run.
+            on_step: Called after each step.
+            work: The folder for its checkpoints.
 
         Returns:
-            Held-out loss (nats/token) before and after, tokens, seconds, depth attention with its distance from
-            uniform, and the mean of |gamma| where there are gates.
+            Held-out loss (nats/token) before and after, tokens, seconds, and depth attention with its distance from
+            uniform.
         """
-        began = time.monotonic()
-        recipe, batch_size = run.recipe, self.experiment.batch_size
-        held_out = self.data.held_out(run.selecting)
+        recipe, held_out = HealingRecipe(**run.recipe), self.data.held_out(run.selecting)
         model = reconnected(self.start, recipe)
-        blocks = self.data.order(run.seed, recipe.steps * batch_size)
-        continue_training(model, blocks, recipe, batch_size, run.seed, on_step, work)
+        before = mean_loss(model, held_out)
+        began = time.monotonic()
+        blocks = self.data.order(run.seed, recipe.steps * self.experiment.batch_size)
+        continue_training(model, blocks, recipe, run.seed, on_step, work)
         result = {
             "tokens": blocks.numel(),
             "after": mean_loss(model, held_out),
             "seconds": round(time.monotonic() - began, 1),
-            "before": self._loss_at_start(recipe.block_size, recipe.gated, recipe.scale, run.selecting),
+            "before": before,
+            "text": self.data.fingerprint,
         }
-        if self.data.fingerprint:
-            result["text"] = self.data.fingerprint
-        if not recipe.is_standard:
+        if recipe.block_size is not None:
             read = depth_attention(model, held_out[:32].split(16))
             result["depth_attention"] = [[round(w, 4) for w in row[~row.isnan()].tolist()] for row in read.mean]
-            gates = [tensor.abs() for name, tensor in residual_tensors(model).items() if name.endswith(".gamma")]
-            if gates:
-                result["gamma"] = round(torch.cat(gates).mean().item(), 5)
             result["distance_from_uniform"] = round(read.distance[1:].mean().item(), 5)
         return result
 
-    def _measure_start(self, block_size: int | None, gated: bool, scale: str, selecting: bool) -> float:
-        model = reconnected(self.start, HealingRecipe(block_size=block_size, gated=gated, scale=scale))
-        return mean_loss(model, self.data.held_out(selecting))
-
 
 def mean_loss(model: PreTrainedModel, blocks: Tensor) -> float:
-    """Return the loss of a model (nats/token).
-
-    Args:
-        model: what is measured.
-        blocks: token ids, `[sequences, length]`.
-    """
+    """Return the loss of a model (nats/token) on token ids `[sequences, length]`."""
     return round(sequence_losses(model, blocks).mean().item(), 6)

@@ -1,39 +1,26 @@
-"""Pages and figures of the experiments, made from the stored runs; nothing is trained.
+"""Pages and figures of the experiments, made from the stored runs without training.
 
-`results/TABLES.md` shows every table. `RESULTS.md` shows those, and the figures, that its text has a place for.
+`results/TABLES.md` shows every table. `RESULTS.md` shows the tables and figures that its text has a place for.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from filelock import FileLock
-
-from attnres.analysis.tables import check_tables, update_tables
+from attnres.analysis.loss_figures import plot_paired_runs
+from attnres.analysis.tables import update_tables
 from attnres.utils.files import atomic_write
 
-from . import healing, store, summary
+from . import store, summary
 from .costs import costs_of
-from .declared import TINY, HealingExperiment, ScratchExperiment, names, sizes_of_healing
-from .figures import plot
+from .declared import BASELINE, FROM_SCRATCH, HealingExperiment, ScratchExperiment, names
 from .scratch import DeclaredComparison
 from .store import RunStore
 from .tables import healing_tables, scratch_tables
 
-HEAD = """# All tables
-
-Every table that the stored runs give, under the name of its file. `python -m experiments report` makes this page.
-[Results](../RESULTS.md) says what the tables mean, and [method](../README.md) how the runs were made.
-
-- *result*, *report*: held-out loss (nats/token), mean ± standard deviation over seeds; differences are within a seed.
-- *lead*: training loss minus that of the standard model at some steps, mean over seeds.
-- *rates*, and tables of healing that name a rate: what was tried to choose settings, with one seed and on text that is
-  not reported.
-- *depth attention*: `1/2 sum_i |a_i - 1/n|`, the distance of its weights from uniform, where a retrofit starts.
-"""
-
 
 def results_page() -> Path:
-    """Return the page that a person reads."""
+    """Return the page that explains the results."""
     return store.FOLDER / "RESULTS.md"
 
 
@@ -42,96 +29,64 @@ def tables_page() -> Path:
     return store.FOLDER / "results" / "TABLES.md"
 
 
-def is_reported(name: str, path: Path) -> bool:
-    """Return whether the pages of the repository show the runs of an experiment that are stored in `path`."""
-    return path == store.results_file(name) and not name.endswith(f"-{TINY}")
-
-
-def check_page(path: Path) -> None:
-    """Raise ValueError if the tables of runs stored in `path` could not be written beside them after training."""
-    check_tables(path.with_suffix(".md"), f"{path.stem}: ")
-
-
-def write(comparison: DeclaredComparison, tokens: int, rates: Mapping[str, float] | None = None) -> None:
-    """Write the pages and figures that show a comparison, after some of its runs were made.
+def write(experiment: ScratchExperiment | HealingExperiment, path: Path, tables: dict[str, str]) -> None:
+    """Write the pages that show an experiment, after some of its runs were made.
 
     Args:
-        comparison: the runs.
-        tokens: the length of the reported runs.
-        rates: label -> learning rate, of the connections that are shown; None: all that have runs.
+        experiment: The declaration.
+        path: The file of the runs. If it is not the one in the repository, the page beside it is written.
+        tables: The tables of the runs by their names on a page.
     """
-    path = comparison.store.path
-    if is_reported(comparison.experiment.name, path):
-        write_all()
-        return
-    with comparison.store.held():  # the last of several processes to write shows the runs of all
-        comparison.store.read()
-        shown = comparison.shown(tokens, rates)
-        if shown.rates:
-            update_tables(path.with_suffix(".md"), scratch_tables(shown, costs_of(comparison)))
-        if len(shown.rates) > 1:
-            plot(shown, path.with_suffix(".png"))
-
-
-def write_healed(experiment: HealingExperiment, runs: RunStore, seeds: Iterable[int]) -> None:
-    """Write the page that shows runs of healing.
-
-    Args:
-        experiment: the declaration.
-        runs: the runs.
-        seeds: of the reported runs.
-    """
-    if is_reported(experiment.name, runs.path):
+    if path == store.results_file(experiment.name):
         write_all()
     else:
-        update_tables(runs.path.with_suffix(".md"), healing_tables(experiment, runs, list(seeds)))
+        update_tables(path.with_suffix(".md"), tables)
 
 
 def write_all() -> None:
     """Write all pages and figures of the repository anew."""
-    with FileLock(tables_page().with_suffix(".lock")):
-        comparisons = stored_comparisons()
-        tables = {}
-        for comparison in comparisons:
-            shown = comparison.shown()
-            if shown.rates:
-                tables |= scratch_tables(shown, costs_of(comparison))
-        for experiment, runs in stored_healing():
-            tables |= healing_tables(experiment, runs, healing.SEEDS)
-        parts = [f"## {name}\n\n{table}\n" for name, table in tables.items()]
-        atomic_write(tables_page(), "\n".join([HEAD, *parts]))
-        # Repetitions have tables, but are no further experiments.
-        first = [c for c in comparisons if c.store.path.stem == c.experiment.name]
-        here, others = summary.leads_of(first), summary.published()
-        tables |= {"summary: here": summary.table(here, 1), "summary: others": summary.table(others, 1 + len(here))}
-        text = results_page().read_text(encoding="utf-8")
-        update_tables(results_page(), {name: table for name, table in tables.items() if f"<!-- {name} -->" in text})
-        for comparison in comparisons:
-            figure = comparison.store.path.with_suffix(".png")
-            if f"(results/{figure.name})" in text:
-                plot(comparison.shown(), figure)
-        summary.plot(here, others, store.results_file("summary").with_suffix(".png"))
+    comparisons, tables = stored_comparisons(), {}
+    for comparison in comparisons:
+        if (shown := comparison.shown()).rates:
+            tables |= scratch_tables(shown, costs_of(comparison))
+    for experiment, runs in stored_healing():
+        tables |= healing_tables(experiment, runs)
+    head, *_ = tables_page().read_text(encoding="utf-8").split("\n## ")
+    atomic_write(tables_page(), "\n".join([head, *(f"## {name}\n\n{table}\n" for name, table in tables.items())]))
+    # Repetitions have tables, but are no further experiments.
+    first = [c for c in comparisons if c.store.path.stem == c.experiment.name]
+    here, others = summary.leads_of(first), summary.published()
+    tables |= {"summary: here": summary.table(here, 1), "summary: others": summary.table(others, 1 + len(here))}
+    text = results_page().read_text(encoding="utf-8")
+    update_tables(results_page(), {name: table for name, table in tables.items() if f"<!-- {name} -->" in text})
+    for comparison in comparisons:
+        figure, shown = comparison.store.path.with_suffix(".png"), comparison.shown()
+        if f"(results/{figure.name})" in text:
+            # A figure has room for two models: the first connection, and the standard model as its rival.
+            first = next(label for label in shown.rates if label != BASELINE)
+            curves = ([run["curve"] for run in runs] for runs in zip(*shown.pairs[first]))
+            plot_paired_runs(dict(zip((first, BASELINE), curves)), figure)
+    summary.plot(here, others, store.results_file("summary").with_suffix(".png"))
+    print(f"Written from the stored runs: {results_page()}, {tables_page()} and their figures.")
 
 
 def stored_comparisons() -> list[DeclaredComparison]:
     """Return the comparisons from scratch whose runs are stored in the repository, repetitions included."""
-    files = _files(names(), lambda name: name)
-    experiments = ((ScratchExperiment.load(name), path) for name, path in files)
-    return [DeclaredComparison(experiment, RunStore(experiment, path)) for experiment, path in experiments]
+    declared = [name for experiment in FROM_SCRATCH for name in names(experiment)]
+    return [DeclaredComparison(*pair) for pair in _stored(ScratchExperiment.load, declared)]
 
 
 def stored_healing() -> list[tuple[HealingExperiment, RunStore]]:
     """Return the experiments of healing with the runs that are stored in the repository, repetitions included."""
-    files = _files(sizes_of_healing(), lambda size: f"healing-{size}")
-    experiments = ((HealingExperiment.load(size), path) for size, path in files)
-    return [(experiment, RunStore(experiment, path)) for experiment, path in experiments]
+    return _stored(HealingExperiment.load, names("healing"))
 
 
-def _files(declared: list[str], stem: Callable[[str], str]) -> list[tuple[str, Path]]:
-    """Return each results file with its declaration: `depth-12.json`, and repetitions such as `depth-12-again.json`."""
-    files = []
+def _stored(load: Callable[[str], Any], declared: Sequence[str]) -> list[tuple[Any, RunStore]]:
+    """Return each declared experiment with its file, and with repetitions such as `depth-12-again.json`."""
+    stored = []
     for path in sorted(store.results_file("any").parent.glob("*.json")):
-        fitting = [name for name in declared if f"{path.stem}-".startswith(f"{stem(name)}-")]
-        if fitting and not {TINY, "trial"} & set(path.stem.split("-")):
-            files.append((max(fitting, key=len), path))
-    return files
+        fitting = [name for name in declared if f"{path.stem}-".startswith(f"{name}-")]
+        if fitting and not path.stem.endswith("-trial"):
+            experiment = load(max(fitting, key=len))
+            stored.append((experiment, RunStore(experiment, path)))
+    return stored

@@ -8,16 +8,15 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from attnres.utils.files import locked
 from attnres.utils.progress import ProgressBar
@@ -25,25 +24,20 @@ from attnres.utils.progress import ProgressBar
 from .declared import SELECTION_SEED
 from .store import ROOT, RunStore
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-NAMED = 4  # runs that the first line of a call names; it counts the others
-
 
 @dataclass(frozen=True)
 class PlannedRun:
     """A run that a table needs.
 
     Attributes:
-        label: its name on the screen.
-        recipe: what identifies it in the store, beside the seed.
-        seed: of the initial weights and of the order of the text.
-        steps: optimiser steps.
+        label: The name of the run on the screen.
+        recipe: What identifies the run in the store, beside the seed.
+        seed: The seed of the initial weights and of the order of the text.
+        steps: Optimizer steps.
     """
 
     label: str
-    recipe: "DataclassInstance"
+    recipe: dict[str, Any]
     seed: int
     steps: int
 
@@ -57,83 +51,53 @@ class PlannedRun:
 
     @property
     def folder(self) -> str:
-        """The name of the run as that of a folder."""
+        """The name of the run as the name of a folder."""
         return re.sub(r"[^\w.=-]+", "_", str(self))
-
-
-# Trains a run. It calls its second argument after each step, and keeps checkpoints in the folder that is its third.
-# It returns what is stored beside recipe and seed: `after` (held-out loss, nats/token), `seconds`, ...
-Measure = Callable[[PlannedRun, Callable[[], None], Path | None], dict[str, Any]]
 
 
 def make_runs(
     store: RunStore,
-    plan: Iterable[PlannedRun],
-    measure: Measure,
+    plan: list[PlannedRun],
+    measure: Callable[[PlannedRun, Callable[[], None], Path], dict[str, Any]],
+    work: Path,
+    identity: dict[str, Any],
     device: str = "cpu",
-    checkpoints: Callable[[PlannedRun], Path | None] = lambda run: None,
-    on_stored: Callable[[], None] = lambda: None,
 ) -> None:
     """Train the runs of a plan that the store lacks, and store each as it ends.
 
     Args:
-        store: where the runs go.
-        plan: the runs; one that is named twice is made once.
-        measure: trains a run.
+        store: The store.
+        plan: The runs.
+        measure: Trains a run. It calls its second argument after each step, and keeps checkpoints in its third. It
+            returns what is stored beside recipe and seed: `after` (held-out loss, nats/token), `seconds`, ...
+        work: The folder for checkpoints.
+        identity: What a run depends on beside its recipe and seed. A run resumes from checkpoints of the same identity.
         device: `cpu` or `cuda`; stored with the run.
-        checkpoints: the folder for the checkpoints of a run, removed when the run is stored.
-        on_stored: called after each run, and once if none is missing.
 
     Raises:
-        FileExistsError: another process makes one of these runs.
-        OSError: nothing could be stored.
+        FileExistsError: Another process is making one of these runs.
     """
-    with store.held():  # also finds out before training that the file can be written
-        store.read()
-    plan = list({(run.recipe, run.seed): run for run in plan}.values())
     missing = [run for run in plan if store.find(run.recipe, run.seed) is None]
-    names = "; ".join(map(str, missing[:NAMED]))
-    others = f"; and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-    console = Console()
-    to_make = f" To make: {names}{others}." if missing else ""
-    console.print(f"Runs stored: {len(plan) - len(missing)} of {len(plan)}.{to_make}", highlight=False)
-    if not missing:
-        on_stored()
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left:"))
+    print(f"Runs stored: {len(plan) - len(missing)} of {len(plan)}.")
+    work.mkdir(parents=True, exist_ok=True)
+    console, columns = Console(), (TextColumn("{task.description}"), BarColumn(), TextColumn("left:"))
     with ProgressBar(*columns, TimeRemainingColumn(), console=console, unit="steps") as progress:
         bar = progress.add_task("", total=sum(run.steps for run in missing))
         for run in missing:
             progress.update(bar, description=str(run))
-            origin = made_by(device)
-            folder = checkpoints(run)
-            with _only_process(folder):
+            key = json.dumps([identity, run.recipe, run.seed], sort_keys=True)
+            folder = work / f"{run.folder}-{hashlib.sha256(key.encode()).hexdigest()[:10]}"
+            with locked(folder.with_name(f"{folder.name}.lock"), folder):
                 store.read()
                 if store.find(run.recipe, run.seed):  # another process has made it in the meantime
                     progress.advance(bar, run.steps)
-                else:
-                    result = measure(run, lambda: progress.advance(bar), folder)
-                    store.add({"recipe": asdict(run.recipe), "seed": run.seed, **result, "made_by": origin})
-                    console.print(f"{run}: {result['after']:.4f}, {result['seconds']:.0f} s", highlight=False)
-            on_stored()
-
-
-def checkpoint_folder(work: Path | None, setting: Mapping[str, Any], run: PlannedRun) -> Path | None:
-    """Return the folder in `work` for the checkpoints of a run, which no other setting, recipe or seed shares."""
-    identity = json.dumps([setting, asdict(run.recipe), run.seed], sort_keys=True)
-    return work and work / f"{run.folder}-{hashlib.sha256(identity.encode()).hexdigest()[:10]}"
-
-
-@contextmanager
-def _only_process(folder: Path | None) -> Iterator[None]:
-    """Hold the checkpoints of a run while it is made, and remove them when it is stored."""
-    if folder is None:
-        yield
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with locked(folder.with_name(f"{folder.name}.lock"), folder):
-        yield
-        shutil.rmtree(folder, ignore_errors=True)
+                    continue
+                origin = made_by(device)  # before the training, during which the code may change
+                result = measure(run, lambda: progress.advance(bar), folder)
+                with store.update():
+                    store.runs.append({"recipe": run.recipe, "seed": run.seed, **result, "made_by": origin})
+                shutil.rmtree(folder, ignore_errors=True)
+            console.print(f"{run}: {result['after']:.4f}, {result['seconds']:.0f} s", highlight=False)
 
 
 def made_by(device: str) -> dict[str, Any]:
@@ -147,10 +111,9 @@ def made_by(device: str) -> dict[str, Any]:
     if device == "cuda":
         return origin | {"device": torch.cuda.get_device_name()}
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    name = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
     forced = os.name == "posix" and hasattr(ctypes.CDLL(None), "mkl_serv_intel_cpu_true")
-    return origin | {"device": next(names, platform.machine())} | ({"forced_avx512": True} if forced else {})
+    return origin | {"device": name[1] if name else platform.machine()} | ({"forced_avx512": True} if forced else {})
 
 
 def _commit() -> str:

@@ -2,19 +2,19 @@
 
     y = loss of Block AttnRes minus that of the standard model,   x = tokens seen per parameter
 
-The leads that were measured here come from the stored runs, those of others from `published.yaml`.
+Leads that were measured here come from the stored runs, leads that others report from `published.yaml`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
 from attnres.analysis.drawing import blank, finish
 from attnres.configuration import count_parameters
+from attnres.utils.yaml_files import read_yaml
 
 from .costs import WAYS, costs_of
-from .declared import read_declaration
 from .scratch import DeclaredComparison
 from .tables import at_equal_time, deviation_of, markdown, spread
 
@@ -27,15 +27,15 @@ class Lead:
     """One comparison of Block AttnRes with the residual stream.
 
     Attributes:
-        source: its name, with a link to where it is from.
-        sublayers: of the model.
-        width: hidden size of the model.
-        parameters: that a token uses, without the embeddings; of others, as they count them.
-        tokens: that a run has seen.
-        values: loss minus that of the residual stream, of each seed; of others one number, their mean.
-        deviation: standard deviation over the seeds, if there are several.
-        seeds: how many; None if they are not reported.
-        equal_time: way to run -> the difference at equal time instead of equal tokens.
+        source: The name of the comparison, with a link.
+        sublayers: Sublayers of the model.
+        width: The hidden size of the model.
+        parameters: Parameters that a token uses, without the embeddings; of others, as they count them.
+        tokens: Tokens that a run has seen.
+        values: Loss minus that of the residual stream, of each seed; of others one number, their mean.
+        deviation: The standard deviation over the seeds, if there are several.
+        seeds: The number of seeds; `None` if it is not reported.
+        equal_time: `eager` or `compiled` -> the difference at equal time instead of equal tokens.
     """
 
     source: str
@@ -43,46 +43,31 @@ class Lead:
     width: int
     parameters: float
     tokens: float
-    values: tuple[float, ...]
+    values: Sequence[float]
     deviation: float | None = None
     seeds: int | None = None
-    equal_time: Mapping[str, float] | None = None
-
-    @property
-    def tokens_per_parameter(self) -> float:
-        """Tokens seen per parameter."""
-        return self.tokens / self.parameters
-
-    @property
-    def is_of_paper(self) -> bool:
-        """Whether the paper reports it."""
-        return self.source.startswith("paper")
+    equal_time: Mapping[str, float] = field(default_factory=dict)
 
 
 def lead_of(comparison: DeclaredComparison) -> Lead | None:
-    """Return the lead of the first Block AttnRes without further switches; None if it has no runs."""
-    experiment = comparison.experiment
-    shown = comparison.shown()
+    """Return the lead of the first Block AttnRes without further switches; `None` if it has no runs."""
+    experiment, shown = comparison.experiment, comparison.shown()
     label = next((label for label in shown.rates if _is_block(experiment.connections[label])), None)
     if label is None:
         return None
     config = experiment.config(experiment.connections[label])
-    differences = shown.differences(label)
-    equal_time = {
-        way: value
-        for way, ratios in costs_of(comparison).items()
-        if (value := at_equal_time(shown, label, ratios.get(label))) is not None
-    }
+    values = shown.differences(label)
+    times = {way: at_equal_time(shown, label, ratios.get(label)) for way, ratios in costs_of(comparison).items()}
     return Lead(
         f"[{experiment.name}](results/{comparison.store.path.name}), {label}",
         2 * config.num_hidden_layers,
         config.hidden_size,
         count_parameters(config).activated_non_embedding,
         experiment.tokens,
-        tuple(differences),
-        deviation_of(differences),
-        len(differences),
-        equal_time,
+        values,
+        deviation_of(values),
+        len(values),
+        {way: value for way, value in times.items() if value is not None},
     )
 
 
@@ -91,43 +76,36 @@ def _is_block(connection: Mapping[str, object]) -> bool:
     return connection.get("attn_res_block_size", 1) > 1 and not others
 
 
-def published() -> list[Lead]:
-    """Return what others report, in the order of `published.yaml`. Raises ValueError if the file is damaged."""
-    sources = read_declaration(PUBLISHED)
-    try:
-        return [
-            Lead(source=source, values=(row.pop("lead"),), **row) for source, rows in sources.items() for row in rows
-        ]
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{PUBLISHED} lacks a field, or has another one ({error!r}): mend it.") from error
-
-
 def leads_of(comparisons: Iterable[DeclaredComparison]) -> list[Lead]:
     """Return the leads of comparisons that have runs, the longest runs first."""
     leads = [lead for comparison in comparisons if (lead := lead_of(comparison))]
     return sorted(leads, key=lambda lead: (-lead.tokens, lead.source))
 
 
+def published() -> list[Lead]:
+    """Return what others report, in the order of `published.yaml`."""
+    rows = [(source, row) for source, rows in read_yaml(PUBLISHED).items() for row in rows]
+    return [Lead(source=source, values=[row.pop("lead")], **row) for source, row in rows]
+
+
 def table(leads: Sequence[Lead], first: int) -> str:
     """Tabulate leads, a row for each.
 
     Args:
-        leads: the rows.
-        first: the number of the first row; the figure has the same numbers.
+        leads: The rows.
+        first: The number of the first row; the figure has the same numbers.
     """
-    rows = [["", "from", "sublayers", "d", "parameters", "tokens", "seeds", "Block minus standard"]]
-    times = any(lead.equal_time for lead in leads)
-    rows[0] += [f"at equal time, {way}" for way in WAYS] if times else []
+    ways = WAYS if any(lead.equal_time for lead in leads) else ()
+    head = ["", "from", "sublayers", "d", "parameters", "tokens", "seeds", "Block minus standard"]
+    rows = [head + [f"at equal time, {way}" for way in ways]]
     for number, lead in enumerate(leads, first):
-        difference = spread(lead.values, "+") if len(lead.values) > 1 else f"{lead.values[0]:+.3f}"
-        if lead.deviation is not None and len(lead.values) == 1:
-            difference += f" ± {lead.deviation:.3f}"
+        if len(lead.values) > 1:
+            difference = spread(lead.values, "+")
+        else:
+            difference = f"{lead.values[0]:+.3f}" + (f" ± {lead.deviation:.3f}" if lead.deviation else "")
         cells = [str(number), lead.source, str(lead.sublayers), f"{lead.width:,}"]
         cells += [_short(lead.parameters), _short(lead.tokens), str(lead.seeds or ""), difference]
-        if times:
-            known = lead.equal_time or {}
-            cells += [f"{known[way]:+z.2f}" if way in known else "" for way in WAYS]
-        rows.append(cells)
+        rows.append(cells + [f"{lead.equal_time[way]:+z.2f}" if way in lead.equal_time else "" for way in ways])
     return markdown(rows, texts=2)
 
 
@@ -141,32 +119,33 @@ def plot(here: Sequence[Lead], others: Sequence[Lead], path: Path) -> None:
     """Draw each lead against the tokens seen per parameter, with the number of its row.
 
     Args:
-        here: leads that were measured here, the first rows.
-        others: leads that others report.
-        path: of the picture.
+        here: Leads that were measured here, the first rows.
+        others: Leads that others report.
+        path: The picture.
     """
     figure = blank(7, 4)
     axes = figure.subplots()
     numbered = list(enumerate([*here, *others], 1))
+    measured, reported = numbered[: len(here)], numbered[len(here) :]
+    paper = [row for row in reported if row[1].source.startswith("paper")]
     for label, group, color, marker in (
-        ("here: mean ± standard deviation over seeds", numbered[: len(here)], "tab:blue", "o"),
-        ("the paper (mixtures of experts)", [row for row in numbered if row[1].is_of_paper], "tab:orange", "D"),
-        ("others", [row for row in numbered[len(here) :] if not row[1].is_of_paper], "tab:gray", "s"),
+        ("here: mean ± standard deviation over seeds", measured, "tab:blue", "o"),
+        ("the paper (mixtures of experts)", paper, "tab:orange", "D"),
+        ("others", [row for row in reported if row not in paper], "tab:gray", "s"),
     ):
         if not group:
             continue
         numbers, leads = zip(*group)
-        places, means = [lead.tokens_per_parameter for lead in leads], [mean(lead.values) for lead in leads]
+        places, means = [lead.tokens / lead.parameters for lead in leads], [mean(lead.values) for lead in leads]
         deviations = [lead.deviation or 0.0 for lead in leads]
-        if leads[0].is_of_paper:  # one number for all: they lie beside each other
+        if group is paper:  # one number for all, since they lie beside each other
             numbers = [f"{numbers[0]} to {numbers[-1]}"]
         else:
             places = _apart(places)
         axes.errorbar(places, means, deviations, fmt=marker, color=color, capsize=3, markersize=5, label=label)
-        # Leads of here have their numbers above their bars, the others below: so they do not collide.
-        is_here = group[0] in numbered[: len(here)]
+        # Leads of here have their numbers above their bars and the others below, so that they do not collide.
         for place, value, deviation, text in zip(places, means, deviations, numbers):
-            end, offset = (value + deviation, 3) if is_here else (value - deviation, -10)
+            end, offset = (value + deviation, 3) if group is measured else (value - deviation, -10)
             axes.annotate(str(text), (place, end), (0, offset), textcoords="offset points", ha="center", fontsize=7)
     axes.axhline(0, color="gray", linewidth=0.8)
     axes.set_xscale("log")

@@ -1,50 +1,47 @@
-"""Markdown tables of the stored runs: from scratch and of healing."""
+"""Markdown tables of the stored runs, from scratch and of healing."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from statistics import mean, stdev
 
-from .declared import BASELINE, SELECTION_SEED, HealingExperiment
+import numpy as np
+
+from .declared import BASELINE, HEALING_SEEDS, SELECTION_SEED, HealingExperiment
 from .scratch import DeclaredComparison, ShownRuns
 from .store import RunStore
 
-SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)  # of the steps: where the training loss is shown
+SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)  # the training loss is shown after these shares of the steps
 
 
 def markdown(rows: Sequence[Sequence[str]], texts: int = 1) -> str:
     """Format a table.
 
     Args:
-        rows: its cells, the head first.
-        texts: how many of the first columns hold text; the others hold numbers.
+        rows: The cells, the head first.
+        texts: How many of the first columns hold text. The others hold numbers.
     """
     head, *rest = rows
     rule = ["---"] * texts + ["---:"] * (len(head) - texts)
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rest)]
-    return "\n".join([lines[0], f"|{'|'.join(rule)}|", *lines[1:]])
+    return "\n".join([f"| {' | '.join(head)} |", f"|{'|'.join(rule)}|", *(f"| {' | '.join(row)} |" for row in rest)])
 
 
 def spread(values: Sequence[float], sign: str = "") -> str:
-    """Format mean ± standard deviation, such as `3.9932 ± 0.0189`.
-
-    Args:
-        values: one for each seed.
-        sign: `+` to show the sign of the mean.
-    """
+    """Format mean ± standard deviation over seeds, such as `3.9932 ± 0.0189`. `+` shows the sign of the mean."""
     deviation = deviation_of(values)
     return f"{mean(values):{sign}z.4f}" + ("" if deviation is None else f" ± {deviation:.4f}")
 
 
 def deviation_of(values: Sequence[float]) -> float | None:
-    """Return the standard deviation; None of a single value, and if a run diverged."""
+    """Return the standard deviation; `None` for a single value, and if a run diverged."""
     return stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
 
 
 def distance_of_means(rows: Iterable[Sequence[float]]) -> float:
-    """Return the mean of `1/2 sum_i |a_i - 1/n|` over the consumers with several sources.
+    """Return the mean of `1/2 sum_i |a_i - 1/n|` over the sublayers that read several sources.
 
     Args:
-        rows: for each consumer the weights of its n sources, means over tokens.
+        rows: For each sublayer the weights of its n sources, means over tokens.
     """
     return mean(sum(abs(weight - 1 / len(row)) for weight in row) / 2 for row in rows if len(row) > 1)
 
@@ -53,26 +50,24 @@ def distance_of_means(rows: Iterable[Sequence[float]]) -> float:
 
 
 def scratch_tables(shown: ShownRuns, costs: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
-    """Make all tables of a comparison, by their names on a page.
+    """Return all tables of a comparison by their names on a page.
 
     Args:
-        shown: the runs.
-        costs: way -> label -> time of a step as a ratio to the standard model.
+        shown: The runs.
+        costs: Way -> label -> time of a step as a ratio to the standard model.
     """
-    comparison = shown.comparison
     tables = {"result": result_table(shown, costs), "lead": lead_table(shown)}
-    if comparison.experiment.rate is None or any(map(comparison.swept, comparison.experiment.connections)):
-        tables["rates"] = rate_table(comparison)
-    return {f"{comparison.store.path.stem}: {name}": table for name, table in tables.items()}
+    if rates := rate_table(shown.comparison):
+        tables["rates"] = rates
+    return {f"{shown.comparison.store.path.stem}: {name}": table for name, table in tables.items()}
 
 
 def result_table(shown: ShownRuns, costs: Mapping[str, Mapping[str, float]]) -> str:
     """Tabulate held-out losses, and their differences from the standard model within seeds.
 
     Args:
-        shown: the runs.
-        costs: way -> label -> time of a step as a ratio to the standard model. Each way adds two columns: the ratio,
-            and the difference at equal time.
+        shown: The runs.
+        costs: As in [`scratch_tables`]. Each way adds two columns: the ratio, and the difference at equal time.
     """
     published = shown.comparison.experiment.published
     head = ["model", "rate", "seeds", "held-out loss", "minus standard"]
@@ -98,17 +93,17 @@ def at_equal_time(shown: ShownRuns, label: str, cost: float | None) -> float | N
 
         difference + slope * ln(cost),   slope = (loss(short) - loss(tokens)) / ln(tokens / short)
 
-    The shorter run is the longest one of a reported seed. Where there is none, that of the standard model serves, whose
-    losses fall alike; or else the run of the sweep, on another text, or that of the standard model. The loss flattens
-    with more tokens, and a chord is steeper than the curve at its end: the estimate is too high rather than too low.
+    The shorter run is the longest one of a reported seed. If there is none, the slope is that of the standard model. If
+    that has none either, the run of the sweep is the shorter one, though on another text. The loss flattens with more
+    tokens, and a chord is steeper than the curve at its end: the estimate is too high rather than too low.
 
     Args:
-        shown: the runs.
-        label: of the connection.
-        cost: time of a step as a ratio to the standard model; None if it was not measured.
+        shown: The runs.
+        label: The label of the connection.
+        cost: The time of a step as a ratio to the standard model; `None` if it was not measured.
 
     Returns:
-        The difference (nats/token); None if there is no cost, or no shorter run at that rate.
+        The difference (nats/token); `None` if there is no cost, or no shorter run at that rate.
     """
     for name, is_sweep in ((label, False), (BASELINE, False), (label, True), (BASELINE, True)):
         slope = _slope(shown, name, is_sweep)
@@ -118,17 +113,18 @@ def at_equal_time(shown: ShownRuns, label: str, cost: float | None) -> float | N
 
 
 def _slope(shown: ShownRuns, label: str, is_sweep: bool) -> float | None:
-    rate, tokens = shown.rates[label], shown.tokens
-    after = shown.comparison.by_length(label, rate)[tokens]
-    runs = shown.comparison.by_length(label, rate, selecting=is_sweep)
-    lengths = [length for length in runs if length < tokens and (is_sweep or runs[length].keys() & after.keys())]
-    if not lengths:
+    rate, tokens, comparison = shown.rates[label], shown.tokens, shown.comparison
+    ends = {run["seed"]: run["after"] for run in comparison.runs(label, rate, tokens)}
+    starts: dict[int, dict[int, float]] = {}  # tokens -> seed -> loss
+    for run in comparison.runs(label, rate, selecting=is_sweep):
+        if run["recipe"]["tokens"] < tokens and (is_sweep or run["seed"] in ends):
+            starts.setdefault(run["recipe"]["tokens"], {})[run["seed"]] = run["after"]
+    if not starts:
         return None
-    before = runs[max(lengths)]
+    short = max(starts)
     if not is_sweep:  # within seeds
-        before, after = ({seed: of[seed] for seed in before.keys() & after.keys()} for of in (before, after))
-    starts, ends = (mean(run["after"] for run in of.values()) for of in (before, after))
-    return (starts - ends) / math.log(tokens / max(lengths))
+        ends = {seed: ends[seed] for seed in starts[short]}
+    return (mean(starts[short].values()) - mean(ends.values())) / math.log(tokens / short)
 
 
 def lead_table(shown: ShownRuns) -> str:
@@ -137,61 +133,50 @@ def lead_table(shown: ShownRuns) -> str:
     for label in shown.rates:
         if label == BASELINE:
             continue
-        leads = shown.leads(label)
-        steps = [step for step, _ in leads[0]]
-        places = [max(0, round(share * len(steps)) - 1) for share in SHARES]
-        rows = rows or [["step", *(f"{steps[place]:,}" for place in places)]]
-        rows.append([label, *(f"{mean(points[place][1] for points in leads):+z.3f}" for place in places)])
+        # [seeds, points, (step, loss)]
+        curves, standard = (np.array([run["curve"] for run in runs]) for runs in zip(*shown.pairs[label]))
+        places = [max(0, round(share * len(curves[0])) - 1) for share in SHARES]
+        leads = (curves - standard)[:, places, 1].mean(axis=0)
+        rows = rows or [["step", *(f"{step:,.0f}" for step in curves[0, places, 0])]]
+        rows.append([label, *(f"{lead:+z.3f}" for lead in leads)])
     return markdown(rows) if rows else "No other connection has runs."
 
 
 def rate_table(comparison: DeclaredComparison) -> str:
-    """Tabulate the loss on the selection text by learning rate, of the connections that have a sweep."""
-    losses = {label: comparison.swept(label) for label in comparison.experiment.connections}
+    """Tabulate the loss on the selection text by learning rate. Return an empty string if there was no sweep."""
+    losses = {label: swept for label in comparison.experiment.connections if (swept := comparison.swept(label))}
     rates = sorted({rate for swept in losses.values() for rate in swept})
-    if not rates:
-        return "The sweep was not made."
     rows = [["model", *(f"{rate:g}" for rate in rates)]]
-    rows += [
-        [label, *(f"{swept[rate]:.4f}" if rate in swept else "" for rate in rates)]
-        for label, swept in losses.items()
-        if swept
-    ]
-    return markdown(rows)
+    for label, swept in losses.items():
+        rows.append([label, *(f"{swept[rate]:.4f}" if rate in swept else "" for rate in rates)])
+    return markdown(rows) if losses else ""
 
 
 # Healing
 
 
-def healing_tables(experiment: HealingExperiment, store: RunStore, seeds: Sequence[int]) -> dict[str, str]:
-    """Make all tables of an experiment of healing that have runs, by their names on a page.
-
-    Args:
-        experiment: the declaration.
-        store: the runs.
-        seeds: of the reported runs.
-    """
+def healing_tables(experiment: HealingExperiment, store: RunStore) -> dict[str, str]:
+    """Return all tables of an experiment of healing by their names on a page."""
     tables = {}
-    if any(store.find(recipe, seed) for recipe in experiment.report.values() for seed in seeds):
-        tables["report"] = _healed(experiment, store, seeds)
-        tables["depth attention"] = _distances(experiment, store, seeds)
+    if store.select(selecting=False):
+        tables = {"report": _healed(experiment, store), "depth attention": _distances(experiment, store)}
     tables |= {title: _sweep(experiment, store, title) for title in experiment.sweeps}
     return {f"{store.path.stem}: {name}": table for name, table in tables.items()}
 
 
-def _healed(experiment: HealingExperiment, store: RunStore, seeds: Sequence[int]) -> str:
+def _healed(experiment: HealingExperiment, store: RunStore) -> str:
     """Tabulate the held-out loss of the reported recipes, and its differences from the standard model within seeds."""
     rows = [["model", "trained", "tokens", "seeds", "held-out loss", "minus standard", "minus start"]]
     for label, recipe in experiment.report.items():
         baseline = experiment.baseline(recipe)
-        runs = [(store.find(recipe, seed), store.find(baseline, seed)) for seed in seeds]
-        runs = [(run, standard) for run, standard in runs if run and standard]
-        if not runs:
+        pairs = [[store.find(asdict(of), seed) for of in (recipe, baseline)] for seed in HEALING_SEEDS]
+        pairs = [(run, standard) for run, standard in pairs if run and standard]
+        if not pairs:
             continue
-        differences = [run["after"] - standard["after"] for run, standard in runs]
-        gains = [run["after"] - standard["before"] for run, standard in runs]
-        cells = [label, recipe.trained, f"{runs[0][0]['tokens']:,}", str(len(runs))]
-        cells += [spread([run["after"] for run, _ in runs]), "" if recipe == baseline else spread(differences, "+")]
+        differences = [run["after"] - standard["after"] for run, standard in pairs]
+        gains = [run["after"] - standard["before"] for run, standard in pairs]
+        cells = [label, recipe.trained, f"{pairs[0][0]['tokens']:,}", str(len(pairs))]
+        cells += [spread([run["after"] for run, _ in pairs]), "" if recipe == baseline else spread(differences, "+")]
         rows.append([*cells, spread(gains, "+")])
     return markdown(rows, texts=2)
 
@@ -199,23 +184,23 @@ def _healed(experiment: HealingExperiment, store: RunStore, seeds: Sequence[int]
 def _sweep(experiment: HealingExperiment, store: RunStore, title: str) -> str:
     """Tabulate the recipes of one sweep, against the best standard model of the same length."""
     rows = [[title, "loss at step 0", "loss", "minus best standard"]]
-    tried = {recipe for sweep in experiment.sweeps.values() for recipe in sweep.values()}
-    standard = [recipe for recipe in tried if recipe.is_standard and recipe.trained == "all"]
+    standard = [recipe for sweep in experiment.sweeps.values() for recipe in sweep.values() if recipe.is_baseline]
     for label, recipe in experiment.sweeps[title].items():
-        rivals = (other for other in standard if other.steps == recipe.steps)
-        losses = [run["after"] for other in rivals if (run := store.find(other, SELECTION_SEED))]
-        losses = [loss for loss in losses if math.isfinite(loss)]  # the others diverged
-        if run := store.find(recipe, SELECTION_SEED):
-            difference = f"{run['after'] - min(losses):+z.4f}" if losses else ""
-            rows.append([label, f"{run['before']:.4f}", f"{run['after']:.4f}", difference])
+        if not (run := store.find(asdict(recipe), SELECTION_SEED)):
+            continue
+        rivals = [store.find(asdict(other), SELECTION_SEED) for other in standard if other.steps == recipe.steps]
+        losses = [rival["after"] for rival in rivals if rival and math.isfinite(rival["after"])]
+        difference = f"{run['after'] - min(losses):+z.4f}" if losses else ""
+        rows.append([label, f"{run['before']:.4f}", f"{run['after']:.4f}", difference])
     return markdown(rows)
 
 
-def _distances(experiment: HealingExperiment, store: RunStore, seeds: Sequence[int]) -> str:
+def _distances(experiment: HealingExperiment, store: RunStore) -> str:
     """Tabulate how far the depth attention moved from uniform: for single tokens, and for its mean over tokens."""
     rows = [["model", "distance from uniform, mean over tokens", "distance of the mean weights"]]
     for label, recipe in experiment.report.items():
-        runs = [run for seed in seeds if (run := store.find(recipe, seed))]
+        runs = [run for seed in HEALING_SEEDS if (run := store.find(asdict(recipe), seed))]
+        # The standard model has no distance, and a run that diverged has none that is a number.
         runs = [run for run in runs if math.isfinite(run.get("distance_from_uniform", math.nan))]
         if runs:
             of_means = [distance_of_means(run["depth_attention"]) for run in runs]

@@ -1,4 +1,4 @@
-"""Pages and figures from stored runs: those of the repository show every run, trials leave them alone."""
+"""Pages and figures from stored runs: the pages of the repository show every run, and trials leave them alone."""
 
 import re
 import shutil
@@ -8,17 +8,17 @@ import pytest
 
 from experiments import report, store
 from experiments.declared import ScratchExperiment
-from experiments.scratch import DeclaredComparison
 from experiments.store import RunStore
+from experiments.tables import scratch_tables
 
-from .stored_runs import SMALL, stored
+from .stored_runs import stored
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def copy(tmp_path, monkeypatch) -> Path:
-    """The pages and the stored runs, elsewhere."""
+    """Return a folder with copies of the pages and the stored runs."""
     shutil.copytree(ROOT / "experiments" / "results", tmp_path / "results")
     shutil.copy(ROOT / "experiments" / "RESULTS.md", tmp_path)
     monkeypatch.setattr(store, "FOLDER", tmp_path)
@@ -26,12 +26,12 @@ def copy(tmp_path, monkeypatch) -> Path:
 
 
 def test_report_makes_all_tables_and_figures_of_the_repository_anew(copy):
-    """Every number of a table struck out, and all of them come back."""
+    """All tables and figures are removed, and the command restores the pages byte for byte."""
     pages = {path: path.read_text() for path in (report.results_page(), report.tables_page())}
     struck = re.sub(r"(?s)(<!-- (?!end)[^>]+ -->\n).*?(?=<!-- end -->)", r"\1", pages[report.results_page()])
     assert struck.count("<!-- end -->") == 13 and len(struck) < len(pages[report.results_page()]) - 5000
     report.results_page().write_text(struck)
-    report.tables_page().unlink()
+    report.tables_page().write_text(pages[report.tables_page()].partition("\n## ")[0])
     figures = list((copy / "results").glob("*.png"))
     assert {figure.name for figure in figures} == {"summary.png", "claim-gpu.png"}
     for figure in figures:
@@ -42,7 +42,6 @@ def test_report_makes_all_tables_and_figures_of_the_repository_anew(copy):
 
 
 def test_all_tables_hold_every_stored_run():
-    """Each run is in a table: reported ones by their number of seeds, those that chose settings one by one."""
     text = report.tables_page().read_text()
     for comparison in report.stored_comparisons():
         name = comparison.store.path.stem
@@ -53,10 +52,10 @@ def test_all_tables_hold_every_stored_run():
     assert stems == {line.split(":")[0].removeprefix("## ") for line in text.splitlines() if line.startswith("## ")}
 
 
-def test_the_sentences_on_repeated_runs_hold_their_numbers():
-    """The page gives the distance of repeated runs as a root mean square, and the leads on both processors."""
+def test_the_sentence_on_repeated_runs_has_their_numbers():
+    """The page gives the distance of repeated runs as a root mean square."""
     first, again = (
-        next(own for own in report.stored_comparisons() if own.store.path.stem == name)
+        next(comparison for comparison in report.stored_comparisons() if comparison.store.path.stem == name)
         for name in ("ablations-cpu", "ablations-cpu-repeated")
     )
     distances = [
@@ -87,32 +86,26 @@ def test_healed_repetitions_end_equal_to_six_decimals():
     assert len(pairs) == 10 and all(one == other for one, other in pairs)
 
 
-def test_the_size_that_tries_the_path_is_not_reported(copy):
+def test_a_trial_has_a_page_beside_its_file_and_is_on_no_other(copy):
     tiny = ScratchExperiment.load("claim-tiny")
-    path = store.results_file("claim-tiny")
+    path = store.results_file("claim-tiny-trial")
     runs = [(label, 1e-3, tiny.tokens, 0, 5.0) for label in ("standard", "Full")]
     before = report.tables_page().read_text()
-    report.write(stored(tiny, path, runs), tiny.tokens)
-    assert "<!-- claim-tiny: result -->" in path.with_suffix(".md").read_text() and path.with_suffix(".png").exists()
+    report.write(
+        tiny, path, scratch_tables(stored(tiny, path, runs).shown(rates=dict.fromkeys(tiny.connections, 1e-3)), {})
+    )
+    assert "<!-- claim-tiny-trial: result -->" in path.with_suffix(".md").read_text()
     report.write_all()
     assert report.tables_page().read_text() == before
-
-
-def test_a_page_shows_the_runs_of_all_processes_whoever_writes_it_last(tmp_path):
-    first = stored(SMALL, tmp_path / "runs.json", [("standard", 1e-3, 64, 0, 5.0), ("Full", 1e-3, 64, 0, 4.0)])
-    runs = [(label, 1e-3, 64, 1, loss) for label, loss in (("standard", 5.0), ("Full", 4.5))]
-    stored(SMALL, tmp_path / "runs.json", runs)  # another process
-    report.write(first, 64)
-    assert "| Full | 0.001 | 2 |" in (tmp_path / "runs.md").read_text()
 
 
 def test_a_new_run_of_the_repository_is_on_its_pages_at_once(copy):
     experiment = ScratchExperiment.load("depth-12")
     runs = RunStore(experiment, store.results_file("depth-12"))
-    runs.runs = [run for run in runs.runs if run["seed"] != 2]
-    runs._write()
+    with runs.update():
+        runs.runs = [run for run in runs.runs if run["seed"] != 2]
     report.write_all()
     assert "| Block, S=3 | 0.002 | 2 |" in report.results_page().read_text()
     shutil.copy(ROOT / "experiments" / "results" / "depth-12.json", runs.path)
-    report.write(DeclaredComparison(experiment, RunStore(experiment, runs.path)), experiment.tokens)
+    report.write(experiment, runs.path, {})
     assert report.results_page().read_text() == (ROOT / "experiments" / "RESULTS.md").read_text()

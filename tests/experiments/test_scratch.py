@@ -1,6 +1,5 @@
-"""Comparisons from scratch: the same start and the same tokens for all, rates chosen apart, and honest tables."""
+"""Comparisons from scratch: all connections have the same start and the same tokens, and rates are chosen apart."""
 
-import lzma
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +10,13 @@ import torch
 from attnres.residual_attnres import residual_tensors
 from experiments import scratch
 from experiments.data import TokenData, load, prepare
-from experiments.declared import SELECTION_SEED, ScratchExperiment, ScratchRecipe
+from experiments.declared import SELECTION_SEED, ScratchExperiment
 from experiments.runs import PlannedRun
 from experiments.scratch import DeclaredComparison
 from experiments.store import RunStore
 from experiments.tables import rate_table
 
-from .stored_runs import CURVE, SMALL, planned, stored
+from .stored_runs import CURVE, SMALL, add, planned, stored
 
 ROOT = Path(__file__).parents[2]
 MOE = replace(
@@ -55,14 +54,12 @@ def prepared(corpus, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def data(prepared) -> TokenData:
-    return load(SMALL.text, SMALL.length, SMALL.held_out, prepared)
+    return load(SMALL.text, SMALL.length, SMALL.held_out, out=prepared)
 
 
-def measured(
-    experiment: ScratchExperiment, data: TokenData, run: PlannedRun, store: Path, work: Path | None = None, **how: bool
-) -> dict:
-    comparison = DeclaredComparison(experiment, RunStore(experiment, store), data, **how)
-    return comparison.measure(run, lambda: None, work)
+def measured(experiment: ScratchExperiment, data: TokenData, run: PlannedRun, folder: Path, **how: bool) -> dict:
+    comparison = DeclaredComparison(experiment, RunStore(experiment, folder / "runs.json"), data, **how)
+    return comparison.measure(run, lambda: None, folder / "work" / str(how))
 
 
 @pytest.mark.parametrize("experiment", [SMALL, MOE], ids=["Llama", "MoE"])
@@ -71,9 +68,9 @@ def test_one_seed_gives_every_connection_the_same_backbone(experiment):
     tensors = {label: dict(model.named_parameters()) for label, model in models.items()}
     attnres = {label: set(residual_tensors(model)) for label, model in models.items()}
     assert not attnres["standard"] and attnres["Full"]
-    for label, own in tensors.items():
-        assert own.keys() - attnres[label] == tensors["standard"].keys()
-        assert all(torch.equal(own[name], tensors["standard"][name]) for name in tensors["standard"])
+    for label, parameters in tensors.items():
+        assert parameters.keys() - attnres[label] == tensors["standard"].keys()
+        assert all(torch.equal(parameters[name], tensors["standard"][name]) for name in tensors["standard"])
     other = dict(scratch.build(experiment, experiment.connections["standard"], 4).named_parameters())
     assert not torch.equal(other["model.embed_tokens.weight"], tensors["standard"]["model.embed_tokens.weight"])
 
@@ -84,38 +81,37 @@ def test_every_connection_sees_the_same_batches_and_rates_are_chosen_on_other_te
     monkeypatch.setattr(scratch, "train", lambda model, blocks, run, *rest, **more: seen.append(blocks) or [])
     monkeypatch.setattr(scratch, "sequence_losses", lambda model, blocks: seen.append(blocks) or torch.ones(1))
     for label, rate in (("standard", 1e-3), ("Full", 2e-3)):
-        recipe = ScratchRecipe(SMALL.connections[label], rate, 512)
         for seed in (0, SELECTION_SEED):
-            measured(SMALL, data, planned(recipe, seed), tmp_path / "runs.json")
+            measured(SMALL, data, planned(SMALL.connections[label], rate, 512, seed), tmp_path)
     batches, reported, others, selected, again, *_ = seen
     assert len(batches) == 16 and torch.equal(batches, again) and not torch.equal(batches, others)
     assert reported is data.valid and selected is data.selection
 
 
-def test_the_mix_of_experts_is_balanced(data, tmp_path, monkeypatch):
-    """The biases of its routers, zero at the start, follow the load."""
+def test_the_mixture_of_experts_is_balanced(data, tmp_path, monkeypatch):
+    """The biases of the routers are zero at the start and follow the load."""
     models = []
     monkeypatch.setattr(scratch, "sequence_losses", lambda model, blocks: models.append(model) or torch.ones(1))
-    recipe = ScratchRecipe(MOE.connections["Block, S=2"], 1e-3, 256)
-    run = measured(MOE, data, planned(recipe, 0), tmp_path / "runs.json")
+    run = measured(MOE, data, planned(MOE.connections["Block, S=2"], 1e-3, 256, 0), tmp_path)
     biases = [tensor for name, tensor in models[0].state_dict().items() if name.endswith("e_score_correction_bias")]
     assert biases and all(bias.abs().max() >= scratch.BALANCING for bias in biases)
     assert [len(row) for row in run["depth_attention"]] == [1, 2, 2, 3, 3]
     assert run["curve"][-1][0] == 4
 
 
-def test_checkpoints_of_another_text_are_not_gone_on_from(data, tmp_path, monkeypatch):
-    folders = []
-    monkeypatch.setattr(scratch, "make_runs", lambda store, plan, measure, device, folder, on: folders.append(folder))
+def test_a_run_does_not_resume_from_checkpoints_of_another_text(data, tmp_path, monkeypatch):
+    identities = []
+    monkeypatch.setattr(
+        scratch, "make_runs", lambda store, plan, measure, work, identity, device: identities.append(identity)
+    )
     for text in ("one", "two"):
         store = RunStore(SMALL, tmp_path / "runs.json")
         DeclaredComparison(SMALL, store, replace(data, fingerprint=text), tmp_path).make([("standard", 1e-3, 64, 0)])
-    run = planned(ScratchRecipe(SMALL.connections["standard"], 1e-3, 64), 0)
-    assert len({folder(run) for folder in folders}) == 2
+    assert identities[0] == identities[1] | {"fingerprint": "one"} != identities[1]
 
 
 def test_a_run_that_diverged_is_stored_without_its_depth_attention(data, tmp_path):
-    run = measured(SMALL, data, planned(ScratchRecipe(SMALL.connections["Full"], 1e30, 64), 0), tmp_path / "runs.json")
+    run = measured(SMALL, data, planned(SMALL.connections["Full"], 1e30, 64, 0), tmp_path)
     assert not math.isfinite(run["after"]) and "depth_attention" not in run
 
 
@@ -124,34 +120,17 @@ def test_models_of_two_experiments_are_kept_apart(data, tmp_path):
     for name in ("one", "two"):
         experiment = replace(SMALL, name=name)
         store = RunStore(experiment, tmp_path / f"{name}.json")
-        comparison = DeclaredComparison(experiment, store, data, keep=tmp_path / "kept")
+        comparison = DeclaredComparison(experiment, store, data, tmp_path / "work", keep=tmp_path / "kept")
         comparison.make([("standard", 1e-3, 64, 0)])
-    kept = tmp_path / "kept" / "three-standard_rate_0.001_64_tokens_seed_0"
-    assert [path.name for path in sorted(kept.parent.iterdir())] == [
-        kept.name.replace("three", name) for name in ("one", "two")
-    ]
-    kept.symlink_to(tmp_path / "nowhere")
-    experiment = replace(SMALL, name="three")
-    comparison = replace(comparison, experiment=experiment, store=RunStore(experiment, tmp_path / "three.json"))
-    with pytest.raises(ValueError, match=rf"--keep: {kept} exists, .*Move it away"):
-        comparison.make([("standard", 1e-3, 64, 0)])
-    assert kept.is_symlink() and not comparison.store.runs, "found before anything is trained"
-
-
-def test_a_run_is_stored_though_its_model_cannot_be_kept(data, tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    comparison = DeclaredComparison(SMALL, RunStore(SMALL, tmp_path / "runs.json"), data, keep=tmp_path / "file")
-    comparison.make([("standard", 1e-3, 64, 0)])
-    assert len(RunStore(SMALL, tmp_path / "runs.json").runs) == 1
-    assert "The model of standard, rate 0.001, 64 tokens, seed 0 is not kept" in capsys.readouterr().out
+    names = [f"{name}-standard_rate_0.001_64_tokens_seed_0" for name in ("one", "two")]
+    assert [path.name for path in sorted((tmp_path / "kept").iterdir())] == names
 
 
 @pytest.mark.slow
 def test_a_compiled_run_is_the_same_run(data, tmp_path):
     connection = {"residual_connection": "identity_hc"}
-    run = planned(ScratchRecipe(connection, 1e-3, 256), 0)
-    ways = (False, True)
-    eager, compiled = (measured(SMALL, data, run, tmp_path / "runs.json", compiled=way) for way in ways)
+    run = planned(connection, 1e-3, 256, 0)
+    eager, compiled = (measured(SMALL, data, run, tmp_path, compiled=way) for way in (False, True))
     assert compiled["compiled"] and "compiled" not in eager
     assert compiled["after"] == pytest.approx(eager["after"], abs=1e-4)
     losses, again = ([loss for _, loss in result["curve"]] for result in (eager, compiled))
@@ -173,24 +152,24 @@ def test_a_run_that_diverged_is_not_the_best(tmp_path):
     assert stored(SMALL, tmp_path / "runs.json", runs).best_rate("Full") == 2e-3
 
 
-def test_the_sweep_goes_on_while_the_best_rate_is_the_last_one(tmp_path, monkeypatch):
-    """Upwards for one connection, downwards for another."""
-    experiment = replace(SMALL, rates=(1e-3, 2e-3, 4e-3))
+def test_the_sweep_goes_on_while_the_best_rate_is_the_last_one(tmp_path, monkeypatch, data):
+    """The sweep of one connection goes upwards, the sweep of another downwards."""
+    experiment = replace(SMALL, rates=[1e-3, 2e-3, 4e-3])
     best = {"standard": 8e-3, "Block, S=2": 1e-3, "Full": 1.9e-3}
     tried = []
 
     def measure(comparison: DeclaredComparison, run: PlannedRun, *rest) -> dict:
         connections = comparison.experiment.connections
-        label = next(name for name, fields in connections.items() if fields == run.recipe.connection)
-        tried.append((label, run.recipe.rate))
-        return {"after": abs(math.log(run.recipe.rate / best[label])), "seconds": 0.0, **CURVE}
+        label = next(name for name, fields in connections.items() if fields == run.recipe["connection"])
+        tried.append((label, run.recipe["rate"]))
+        return {"after": abs(math.log(run.recipe["rate"] / best[label])), "seconds": 0.0, **CURVE}
 
     monkeypatch.setattr(DeclaredComparison, "measure", measure)
-    comparison = DeclaredComparison(experiment, RunStore(experiment, tmp_path / "runs.json"))
+    comparison = DeclaredComparison(experiment, RunStore(experiment, tmp_path / "runs.json"), data, tmp_path)
     assert comparison.sweep(list(best)) == {**best, "Full": 2e-3}
     assert tried[9:] == [("standard", 8e-3), ("Block, S=2", 5e-4), ("standard", 16e-3)]
-    again = DeclaredComparison(replace(experiment, rates=(8e-3, 16e-3)), comparison.store)
-    assert again.sweep(["standard"]) == {"standard": 8e-3} and len(tried) == 12, "4e-3 is stored too"
+    again = replace(comparison, experiment=replace(experiment, rates=[8e-3, 16e-3]))
+    assert again.sweep(["standard"]) == {"standard": 8e-3} and len(tried) == 12  # 4e-3 is stored too
     assert again.choose_rates(["standard"]) == {"standard": 8e-3}
     one_rate = DeclaredComparison(replace(experiment, rate=3e-3), comparison.store)
     assert one_rate.choose_rates(["standard", "Full"]) == {"standard": 3e-3, "Full": 3e-3} and len(tried) == 12
@@ -200,7 +179,7 @@ def test_the_sweep_goes_on_while_the_best_rate_is_the_last_one(tmp_path, monkeyp
 
 
 def test_each_connection_may_have_a_declared_rate(tmp_path):
-    """Whatever the sweep says, and the last run."""
+    """The declared rate is shown even if the sweep or the last run had another."""
     rates = {"standard": 1e-3, "Block, S=2": 2e-3, "Full": 2e-3}
     runs = [("standard", 1e-3, 64, 0, 5.0), ("Full", 2e-3, 64, 0, 4.5), ("Full", 4e-3, 64, 0, 4.0)]
     runs += [("Full", 4e-3, SMALL.sweep_tokens, SELECTION_SEED, 4.0)]
@@ -211,23 +190,10 @@ def test_each_connection_may_have_a_declared_rate(tmp_path):
 
 
 def test_runs_on_texts_of_one_name_are_not_mixed(data, tmp_path):
-    run = {"recipe": {"connection": SMALL.connections["standard"], "rate": 1e-3, "tokens": 64}, "seed": 0, "after": 5.0}
-    run |= CURVE
-    comparison = DeclaredComparison(SMALL, RunStore(SMALL, tmp_path / "runs.json"), data)
-    comparison.store.add(run | {"text": data.fingerprint})
+    run = {"recipe": planned(SMALL.connections["standard"], 1e-3, 64, 0).recipe, "seed": 0, "after": 5.0, **CURVE}
+    comparison = DeclaredComparison(SMALL, RunStore(SMALL, tmp_path / "runs.json"), data, tmp_path)
+    add(comparison.store, run | {"text": data.fingerprint})
     comparison.make([("standard", 1e-3, 64, 0)])  # stored
-    comparison.store.add(run | {"seed": 1, "text": "0123456789ab"})
-    with pytest.raises(ValueError, match=rf"another words \(.*0123456789ab.*, not {data.fingerprint}\): choose"):
+    add(comparison.store, run | {"seed": 1, "text": "0123456789ab"})
+    with pytest.raises(ValueError, match=rf"another text \(0123456789ab, not {data.fingerprint}\): choose"):
         comparison.make([("standard", 1e-3, 64, 0)])
-
-
-def test_what_cannot_be_used_is_refused_in_one_line(corpus, prepared, tmp_path):
-    with pytest.raises(ValueError, match=r"words gives \d+ sequences of 32 tokens, not 20000"):
-        load(SMALL.text, 32, 10_000, prepared)
-    with pytest.raises(FileNotFoundError, match=r"words-300-60000.xz does not exist: .*--corpus"):
-        load(SMALL.text, 32, 4, tmp_path)
-    damaged = tmp_path / "words-300-60000.xz"
-    for content in (b"no archive", (prepared / damaged.name).read_bytes()[:1000], lzma.compress(b"[]")):
-        damaged.write_bytes(content)
-        with pytest.raises(ValueError, match=r"words-300-60000\.xz is damaged \(.*: prepare it anew"):
-            load(SMALL.text, 32, 4, tmp_path)

@@ -1,17 +1,15 @@
-"""Tables and the figure of a comparison: differences within seeds, equal time, and what the paper has beside them."""
+"""Tables of a comparison: differences within seeds, at equal time, and beside the numbers of the paper."""
 
 import math
 from dataclasses import replace
 
 import pytest
 
-from experiments import report
 from experiments.declared import SELECTION_SEED
-from experiments.figures import plot, smoothed
 from experiments.scratch import DeclaredComparison
-from experiments.tables import at_equal_time, lead_table, result_table, scratch_tables
+from experiments.tables import at_equal_time, lead_table, rate_table, result_table, scratch_tables
 
-from .stored_runs import SMALL, stored, words
+from .stored_runs import SMALL, add, stored
 
 RATES = dict.fromkeys(("standard", "Full"), 1e-3)
 
@@ -28,15 +26,14 @@ def test_the_table_has_differences_within_seeds(tmp_path):
     assert "| Full | 0.001 | 2 | 5.3500 ± 0.6364 | -0.1500 ± 0.0707 |" in table
 
 
-def test_a_run_that_diverged_leaves_the_tables_and_figures_of_the_others(tmp_path):
+def test_tables_show_a_run_that_diverged_as_nan(tmp_path):
     runs = [("standard", 1e-3, 64, seed, 5.0) for seed in (0, 1)] + [("Full", 1e-3, 64, 0, 4.0)]
     comparison = stored(SMALL, tmp_path / "runs.json", [*runs, ("Full", 1e-3, 64, 1, math.nan)])
     assert "| Full | 0.001 | 2 | nan | +nan |" in result(comparison, RATES, 64)
-    plot(comparison.shown(64, RATES), tmp_path / "figure.svg")
-    assert "Full (seeds: 2)" in words(tmp_path / "figure.svg")
+    assert "| Full | +nan |" in lead_table(comparison.shown(64, RATES))
 
 
-def test_what_the_paper_has_stands_beside_it(tmp_path):
+def test_a_difference_that_the_paper_reports_stands_beside_it(tmp_path):
     runs = [(label, 1e-3, 64, seed, 5.0 - seed) for label in ("standard", "Full") for seed in (0, 1)]
     experiment = replace(SMALL, published={"Full": -0.029})
     comparison = stored(experiment, tmp_path / "runs.json", runs)
@@ -46,7 +43,7 @@ def test_what_the_paper_has_stands_beside_it(tmp_path):
         "| standard | 0.001 | 2 | 4.5000 ± 0.7071 |  |  |",
         "| Full | 0.001 | 2 | 4.5000 ± 0.7071 | +0.0000 ± 0.0000 | -0.029 |",
     ]
-    assert experiment.setting() == SMALL.setting(), "what is published is no part of a run"
+    assert experiment.setting() == SMALL.setting()
 
 
 def test_at_equal_time_a_slower_connection_has_fewer_tokens(tmp_path):
@@ -71,8 +68,8 @@ def test_at_equal_time_a_slower_connection_has_fewer_tokens(tmp_path):
     assert result(comparison, {"standard": 1e-3}, 128, {"eager": {"Full": 2.0}}).endswith("| 6.0000 |  |  |  |")
 
 
-def test_what_a_slower_step_costs_is_read_within_seeds_or_from_standard_or_from_the_sweep(tmp_path):
-    """Losses differ by 1 at equal tokens; twice the time of a step adds what the slope between two lengths gives."""
+def test_the_slope_comes_from_its_seeds_or_from_the_standard_model_or_from_the_sweep(tmp_path):
+    """Losses differ by 1 at equal tokens. A step that takes twice as long adds the slope between two lengths."""
     rates = {"standard": 2e-3, "Full": 1e-3}
     runs = [("Full", 1e-3, 128, seed, 5.0 + seed) for seed in (0, 1)] + [("Full", 1e-3, 32, SELECTION_SEED, 7.5)]
     comparison = stored(SMALL, tmp_path / "runs.json", [*runs, ("standard", 2e-3, 128, 0, 6.0)])
@@ -83,64 +80,46 @@ def test_what_a_slower_step_costs_is_read_within_seeds_or_from_standard_or_from_
     assert penalty() == pytest.approx((7.5 - 5.5) / 2)
     more = stored(SMALL, tmp_path / "more.json", [("standard", 2e-3, 64, 0, 6.3), ("Full", 1e-3, 64, 1, 6.2)])
     of_standard, of_full = more.store.runs
-    comparison.store.add(of_standard)
+    add(comparison.store, of_standard)
     assert penalty() == pytest.approx(0.3)
-    comparison.store.add(of_full)
+    add(comparison.store, of_full)
     assert penalty() == pytest.approx(0.2)
     swept = [("Full", 2e-3, 128, 0, 5.0), ("standard", 2e-3, 128, 0, 6.0), ("standard", 2e-3, 32, SELECTION_SEED, 7.0)]
     comparison, rates = stored(SMALL, tmp_path / "alone.json", swept), dict.fromkeys(rates, 2e-3)
     assert penalty() == pytest.approx((7.0 - 6.0) / 2)
 
 
-def test_the_lead_is_of_the_seeds_that_both_have(tmp_path):
+def test_the_lead_is_a_mean_over_the_seeds_that_both_have(tmp_path):
     comparison = stored(SMALL, tmp_path / "runs.json", [])
     for label, seed, behind in (("standard", 0, 0.0), ("standard", 1, 0.0), ("Full", 1, 0.25), ("Full", 2, 9.0)):
         recipe = {"connection": SMALL.connections[label], "rate": 1e-3, "tokens": 64}
         curve = [[step, 10.0 / step + seed + behind / step] for step in range(1, 51)]
-        comparison.store.add({"recipe": recipe, "seed": seed, "after": seed + behind, "curve": curve})
-    shown = comparison.shown(64)
-    assert shown.rates == RATES
+        add(comparison.store, {"recipe": recipe, "seed": seed, "after": seed + behind, "curve": curve})
+    shown = comparison.shown(64, RATES)
     assert lead_table(shown).splitlines() == [
         "| step | 5 | 10 | 15 | 20 | 25 | 30 | 40 | 50 |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
         "| Full | +0.050 | +0.025 | +0.017 | +0.012 | +0.010 | +0.008 | +0.006 | +0.005 |",
     ]
     assert shown.differences("Full") == [0.25]
-    plot(shown, tmp_path / "curves.svg")
-    assert {"standard (seeds: 2)", "Full (seeds: 1)", "(thin: a seed)"} <= words(tmp_path / "curves.svg")
 
 
-def test_a_mean_of_points_stands_in_their_middle():
-    assert smoothed([(10 * n, float(n)) for n in range(1, 9)]) == [(20, 2.0), (60, 6.0)]
-    assert smoothed([(10, 1.0), (20, 2.0)]) == [(15, 1.5)]
-
-
-def test_what_is_reported_has_the_rate_of_the_sweep(tmp_path):
-    """Or of the last run where there was none; what shares no seed with the baseline is left out."""
+def test_tables_show_the_declared_rate_or_the_best_of_the_sweep(tmp_path):
+    """A connection that shares no seed with the baseline is left out, and one whose rate is not known."""
     runs = [("standard", 1e-3, 64, 0, 5.0), ("standard", 2e-3, 64, 0, 4.0)]
-    runs += [("standard", rate, 128, SELECTION_SEED, rate) for rate in (1e-3, 2e-3)]
-    runs += [("Full", 1e-3, 64, 0, 5.0), ("Full", 4e-3, 64, 0, 4.0), ("Block, S=2", 1e-3, 64, 1, 5.0)]
+    runs += [(label, rate, 128, SELECTION_SEED, rate) for label in ("standard", "Block, S=2") for rate in (1e-3, 2e-3)]
+    runs += [("Full", 1e-3, 64, 0, 5.0), ("Block, S=2", 1e-3, 64, 1, 5.0)]
     comparison = stored(SMALL, tmp_path / "runs.json", runs)
-    assert comparison.shown(64).rates == {"standard": 1e-3, "Full": 4e-3}
-    report.write(comparison, 64)
-    page = (tmp_path / "runs.md").read_text()
-    assert "<!-- runs: result -->" in page and "| standard | 0.001 | 1 | 5.0000 |  |" in page
-    assert "| Full | 0.004 | 1 | 4.0000 | -1.0000 |" in page
-    assert "Block" not in page
-    report.write(comparison, 64, {"standard": 2e-3, "Full": 4e-3, "Block, S=2": 1e-3})
-    page = (tmp_path / "runs.md").read_text()
-    assert "| standard | 0.002 | 1 | 4.0000 |  |" in page and "| Full | 0.004 | 1 | 4.0000 | +0.0000 |" in page
-    assert "Block" not in page
-    assert (tmp_path / "runs.png").exists()
-    assert stored(SMALL, tmp_path / "none.json", runs[-1:]).shown(64).rates == {}
-    one_rate = DeclaredComparison(replace(SMALL, rate=2e-3), comparison.store)
-    assert one_rate.shown(64).rates["standard"] == 2e-3, "whatever the best of a sweep"
-    assert "runs: rates" in scratch_tables(one_rate.shown(64), {}), "there was a sweep"
-    alone = DeclaredComparison(one_rate.experiment, stored(SMALL, tmp_path / "alone.json", runs[:2]).store)
-    assert "alone: rates" not in scratch_tables(alone.shown(64), {})
+    assert comparison.shown(64).rates == {"standard": 1e-3}
+    assert "| standard | 0.0010 | 0.0020 |" in rate_table(comparison)
+    declared = DeclaredComparison(replace(SMALL, rate=2e-3), comparison.store)
+    assert declared.shown(64).rates == {"standard": 2e-3}
+    assert set(scratch_tables(declared.shown(64), {})) == {"runs: result", "runs: lead", "runs: rates"}
+    alone = stored(replace(SMALL, rate=1e-3), tmp_path / "alone.json", runs[:2])
+    assert set(scratch_tables(alone.shown(64), {})) == {"alone: result", "alone: lead"}
 
 
-def test_a_row_is_of_the_seeds_that_it_shares_with_the_baseline(tmp_path):
+def test_a_row_has_the_seeds_that_it_shares_with_the_baseline(tmp_path):
     runs = [("standard", 1e-3, 64, seed, 5.0) for seed in (0, 1)]
     runs += [("Full", 1e-3, 64, seed, loss) for seed, loss in ((0, 4.9), (1, 4.7), (3, 1.0))]
     comparison = stored(SMALL, tmp_path / "runs.json", runs)

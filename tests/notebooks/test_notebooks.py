@@ -41,7 +41,7 @@ def run(*arguments: str, script: Path = EXECUTE, **environment: str) -> subproce
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS + 60, check=False)
 
 
-def test_these_are_all_and_the_page_lists_them():
+def test_the_page_lists_all_notebooks():
     assert sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb")) == NAMES
     assert sorted(re.findall(r"^\| \[`(\w+)\.ipynb`\]", (ROOT / "notebooks" / "README.md").read_text(), re.M)) == NAMES
 
@@ -71,7 +71,7 @@ PATHS = [text for root in ROOTS for text in (f"/{root}/x/a.py:3", f"in /{root}/x
 
 
 @pytest.mark.parametrize("text", [*PATHS, "C:" + r"\\Users\\me"])
-def test_a_path_of_a_machine_is_seen(text):
+def test_the_pattern_finds_a_path_of_a_machine(text):
     assert MACHINE_PATH.search(text)
 
 
@@ -88,8 +88,8 @@ def test_a_notebook_reads_like_an_article(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_on_colab_the_package_is_installed_from_a_checkout(name, tmp_path, monkeypatch):
-    """It must come from nowhere else: pip would look a bare name up in a package registry."""
+def test_on_colab_the_first_cell_installs_the_package_from_a_checkout(name, tmp_path, monkeypatch):
+    """Pip would look up a bare name in a package registry."""
     monkeypatch.setitem(sys.modules, "google.colab", ModuleType("google.colab"))
     monkeypatch.chdir(tmp_path)
     shell, requests = InteractiveShell(), []
@@ -114,7 +114,7 @@ def test_every_link_to_a_file_leads_somewhere(name):
     assert [link for link in links if not (ROOT / "notebooks" / link).exists()] == []
 
 
-def test_the_stored_outputs_are_of_the_real_checkpoint():
+def test_the_stored_outputs_come_from_the_real_checkpoint():
     outputs = str([cell.outputs for cell in code_cells("retrofit_and_heal")])
     assert "260,032 parameters" in outputs
 
@@ -132,7 +132,7 @@ def test_a_notebook_runs_from_top_to_bottom_without_network_and_files(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fine_tune", "retrofit_and_heal"])
-def test_a_notebook_takes_a_real_checkpoint(name, assets):
+def test_a_notebook_runs_with_a_real_checkpoint(name, assets):
     done = run("--timeout", str(SECONDS), name, ATTNRES_ASSETS=str(assets))
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -142,7 +142,7 @@ def test_a_notebook_takes_a_real_checkpoint(name, assets):
     ("name", "reason"),
     [("raises", "cell 2: ZeroDivisionError: division by zero"), ("hangs", "cell 2: not done after 5 seconds.")],
 )
-def test_a_notebook_that_fails_is_named_in_one_line(tmp_path, name, reason):
+def test_the_error_of_a_notebook_that_fails_is_one_line_with_its_name(tmp_path, name, reason):
     script = tmp_path / "execute.py"
     script.write_text(EXECUTE.read_text())
     cells = [nbformat.v4.new_markdown_cell("Text."), nbformat.v4.new_code_cell(BAD_CELLS[name])]
@@ -154,7 +154,7 @@ def test_a_notebook_that_fails_is_named_in_one_line(tmp_path, name, reason):
 
 
 @pytest.mark.slow
-def test_saving_stores_outputs_without_what_differs_between_runs(tmp_path):
+def test_two_saved_runs_of_a_notebook_are_the_same_file(tmp_path):
     script, path = tmp_path / "execute.py", tmp_path / "good.ipynb"
     script.write_text(EXECUTE.read_text())
     cells = [nbformat.v4.new_code_cell("import os\nprint(os.listdir())")]
