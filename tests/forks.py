@@ -49,6 +49,7 @@ def _become(words: list[str], cwd: str, environment: dict[str, str], files: list
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # `TMPDIR` may have changed
     if (how := words[0]) in ("-m", "-c"):
         words = words[1:]
         sys.path.insert(0, cwd)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from .. import forks
+
 # A command that runs the statement `error`. The innermost frame of its traceback is in the module `module`.
 SCRIPT = """
 import sys
@@ -28,9 +30,8 @@ main()
 
 def run(error: str, *options: str, folder: Path, module: str = "elsewhere") -> subprocess.CompletedProcess:
     """Run `attnres demo` with this error, and with `folder` for temporary files."""
-    command = [sys.executable, "-c", SCRIPT.format(error=error, module=module), *options]
     environment = os.environ | {"TMPDIR": str(folder)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    return forks.run("-c", SCRIPT.format(error=error, module=module), *options, env=environment, timeout=120)
 
 
 @pytest.mark.parametrize(

@@ -350,7 +350,7 @@ def test_a_model_without_generation_config_keeps_the_generation_settings_of_its_
 def test_the_scale_mean_is_reported_as_another_function(copy, tmp_path):
     change_json(copy / "config.json", rms_norm_eps=0.1)
     run = convert_well(copy, tmp_path / "result", "--scale", "mean")
-    assert "Not the same function: the scale 'mean'" in run.out
+    assert "Not the same function: with the scale 'mean'" in run.out
     assert (logits_of(tmp_path / "result") - logits_of(copy)).abs().max() > 0.01
     assert json.loads((tmp_path / "result" / "config.json").read_text())["attn_res_scale"] == "mean"
 

@@ -193,7 +193,7 @@ def test_only_files_of_known_names_are_uploaded_and_the_others_are_listed(push, 
     assert {*KNOWN, *(f"inspection/{name}" for name in report)} <= files
     for output in (dry["out"], done["out"]):
         assert {*STRAY} == {*output.partition("Stays here: ")[2].partition(".\n")[0].split(", ")}
-        assert "`hf upload me/known FILE` adds another one" in output
+        assert "`hf upload me/known FILE` adds another file" in output
 
 
 def test_a_folder_inspection_without_a_report_is_not_published(push, copy):
