@@ -221,12 +221,14 @@ print(numba.threading_layer(), len(wrong))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", ["workqueue", "default"])
 def test_several_threads_may_call_at_once(layer):
     answer = printed_anew(CROWD, NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS="2", OMP_NUM_THREADS="2")
     assert answer.endswith(" 0") and (layer == "default" or answer.startswith("workqueue"))
 
 
+@pytest.mark.slow
 def test_one_thread_computes_if_the_threads_do_not_start():
     code = CROWD.replace("numba.threading_layer()", "'none'")
     environment = os.environ | {"NUMBA_THREADING_LAYER": "unheard-of", "NUMBA_NUM_THREADS": "2"}

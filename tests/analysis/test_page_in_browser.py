@@ -20,7 +20,10 @@ from .inspections import WORDS, block_attn_res, full_attn_res, standard
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 expect.set_options(timeout=60_000)  # a busy machine may take more than the default of five seconds
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium"),
+]
 
 MINUS = "\N{MINUS SIGN}"
 SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="40"

@@ -69,6 +69,7 @@ def test_the_report_holds_page_figures_and_numbers(report):
     assert "https://" not in re.sub(r'href="https://[^"]*"|<script.*?</script>', "", page, flags=re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_same_call_writes_the_same_bytes_with_any_settings_of_matplotlib(models, report, tmp_path):
     before = {path.name: path.read_bytes() for path in report.iterdir()}
     style = "axes.grid: True\nfont.family: serif\ntext.usetex: True\nsvg.image_inline: False\npath.sketch: 1, 100, 2\n"
@@ -88,6 +89,7 @@ def test_the_same_call_writes_the_same_bytes_with_any_settings_of_matplotlib(mod
     assert sorted(path.name for path in models.iterdir()) == ["report", "retrofit", "source", "text.txt"]
 
 
+@pytest.mark.slow
 def test_one_model_is_inspected_on_the_default_text_without_interventions(models, tmp_path):
     done = inspect(tmp_path, models / "retrofit", "--intervention-tokens", 0, "--tokens", 600, "--length", 300)
     assert done.returncode == 0, done.stderr

@@ -218,6 +218,7 @@ print(type(model).__name__)
 """
 
 
+@pytest.mark.slow
 def test_push_to_hub_and_the_trainer_publish_models_that_load(folder, tmp_path):
     model = retrofit(folder / "source", num_blocks=5)
     model.save_pretrained(tmp_path / "model")

@@ -148,6 +148,7 @@ def test_a_token_named_auto_map_stays(source, tmp_path):
 # ---- Trusted
 
 
+@pytest.mark.slow
 def test_trusted_code_is_copied_and_replaces_no_file_of_this_package(source, tmp_path):
     convert_well(source, tmp_path / "ours", "--no-verify")
     modules = ("tokenization_mine", "residual_attnres")

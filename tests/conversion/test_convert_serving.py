@@ -91,6 +91,7 @@ def test_a_pipeline_writes_the_same_text(source, result):
     assert texts[0] == texts[1] and len(texts[0]) > 100
 
 
+@pytest.mark.slow
 def test_a_pipeline_without_attnres_writes_the_same_text(source, result, run, tmp_path):
     site_packages = os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))
     isolated = [sys.executable, "-I", "-S", WITHOUT_ATTNRES, site_packages]

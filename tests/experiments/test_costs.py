@@ -3,6 +3,8 @@
 from dataclasses import replace
 from importlib.metadata import version
 
+import pytest
+
 from experiments import store
 from experiments.costs import costs_of, measure_costs
 from experiments.declared import ScratchExperiment
@@ -21,6 +23,7 @@ def set_costs(runs: RunStore, **medians: float) -> None:
         runs.costs = {"ratios": {"eager": {label: {"median": median} for label, median in medians.items()}}}
 
 
+@pytest.mark.slow
 def test_costs_are_those_of_training_steps(tmp_path):
     """A model with four times the layers takes longer than the standard model."""
     deeper = {"residual_connection": "standard", "num_hidden_layers": 4 * SMALL.model["num_hidden_layers"]}

@@ -55,6 +55,7 @@ def changed(recipe: HealingRecipe, start: LlamaForCausalLM, work: Path) -> tuple
     return names - attnres, names & attnres
 
 
+@pytest.mark.slow
 def test_a_recipe_trains_the_tensors_that_it_names_and_no_others(start, tmp_path):
     backbone = {name for name, _ in start.named_parameters()}
     # The first sublayer has one source: its pseudo-query changes nothing, and gets no gradient.

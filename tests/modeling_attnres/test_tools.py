@@ -25,6 +25,7 @@ def result(assets, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_transformers_has_the_architectures_of_the_family_and_its_own_names(run, tmp_path):
     run("architectures_session.py", tmp_path / "seen.json", with_attnres=True)
     assert json.loads((tmp_path / "seen.json").read_text()) == ["AttnResMistralForCausalLM"] * 2

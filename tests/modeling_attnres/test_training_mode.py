@@ -265,6 +265,7 @@ def test_training_step_compiles_to_one_graph_with_the_same_gradients(vivid_model
     assert_same_gradients(gradients(model, token_ids, compiled(loss_of, backend)), expected, 1e-3)
 
 
+@pytest.mark.slow
 @compiles_experts
 def test_compiled_checkpointing_gives_the_same_gradients(vivid_model, token_ids, compiled):
     model = vivid_model(**QUICK_TO_TRACE).train()
@@ -288,6 +289,7 @@ def test_depth_attention_compiles_for_any_number_of_sources(compiled, n, scale, 
     assert [tensor.requires_grad for tensor in actual] == [learns, learns]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_compiled_forward_follows_the_number_of_tokens(vivid_model, token_ids, compiled):
     model = vivid_model(**QUICK_TO_TRACE)

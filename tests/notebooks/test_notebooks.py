@@ -167,6 +167,7 @@ def test_two_saved_runs_of_a_notebook_are_the_same_file(tmp_path):
     assert path.read_text() == first
 
 
+@pytest.mark.slow
 def test_a_notebook_that_does_not_exist_is_bad_usage():
     done = run("nothing")
     assert done.returncode == 2

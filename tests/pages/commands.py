@@ -54,6 +54,7 @@ SLOW = {
     "README.md",
     "docs/guides/add_benchmark.md",
     "docs/guides/evaluate.md",
+    "docs/guides/inspect.md",
     "docs/guides/publish.md",
     "docs/guides/train.md",
     "docs/tour.md",

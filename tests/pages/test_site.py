@@ -49,6 +49,7 @@ def site(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_it_builds_and_fetches_nothing_from_elsewhere(site):
     pages = [page for page in site.rglob("*.html") if page.name != "404.html"]
     assert len(pages) > 35
@@ -59,6 +60,7 @@ def test_it_builds_and_fetches_nothing_from_elsewhere(site):
             assert (page.parent / target.partition("?")[0].partition("#")[0]).exists(), (page.name, target)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
 @pytest.mark.parametrize("served", [False, True], ids=["from the disk", "by a server"])
 def test_the_search_finds_pages(site, served):
@@ -89,6 +91,7 @@ def test_the_search_finds_pages(site, served):
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_the_hooks_replace_every_mark(site):
     for page in site.rglob("*.html"):
         text = re.sub(r"<pre.*?</pre>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -96,6 +99,7 @@ def test_the_hooks_replace_every_mark(site):
         assert not re.search(r"\[<code>", text), page
 
 
+@pytest.mark.slow
 def test_tables_of_other_pages_are_whole(site):
     text = (site / "results.html").read_text(encoding="utf-8")
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
@@ -103,6 +107,7 @@ def test_tables_of_other_pages_are_whole(site):
     assert "The sweep" not in text
 
 
+@pytest.mark.slow
 def test_the_reference_of_the_command_line_has_the_help_of_every_command(site):
     text = (site / "reference" / "command_line.html").read_text(encoding="utf-8")
     for name, command in get_command(app).commands.items():
@@ -112,6 +117,7 @@ def test_the_reference_of_the_command_line_has_the_help_of_every_command(site):
                 assert parameter.opts[0] in text, (name, parameter.opts)
 
 
+@pytest.mark.slow
 def test_the_reference_documents_every_export(site):
     import attnres.analysis
 

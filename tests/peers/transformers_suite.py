@@ -29,12 +29,12 @@ BY_DEFAULT = {
     "Full": "KimiLinear",
     "BlocksOf3": "KimiLinear",
     "OnLlama": "Llama",
-    "OnMixtral": "Mixtral",
-    "HighwayOnLlama": "Llama",
     "MhcOnLlama": "Llama",
 }
 # Every residual connection on both backbones: each by its name, or all with `--every`.
-ON_REQUEST = {f"{name}On{backbone}": backbone for name in CONNECTIONS for backbone in ("Llama", "KimiLinear")}
+ON_REQUEST = {"OnMixtral": "Mixtral"} | {
+    f"{name}On{backbone}": backbone for name in CONNECTIONS for backbone in ("Llama", "KimiLinear")
+}
 YARDSTICKS = BY_DEFAULT | {"BlocksOf4": "KimiLinear"} | ON_REQUEST
 FROM_SDIST = (
     "test_modeling_common.py",

@@ -305,6 +305,7 @@ def test_a_model_of_another_family_logs_its_throughput_only(tmp_path):
         assert not any(name.startswith(("depth", "magnitude")) for name in line)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_measured_and_not_compiled_more_often(tiny_model, tmp_path, clock):
     options = {"torch_compile": True, "torch_compile_backend": "eager"}
     frames, lines = [], []
