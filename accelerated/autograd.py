@@ -56,7 +56,7 @@ def differentiable(
         backward: `(request) -> (grad_query, grad_sources)`; see [`BackwardRequest`] and [`Gradients`].
     """
 
-    class DepthAttention(torch.autograd.Function):
+    class DepthAttentionFunction(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *arguments: Tensor | float | bool) -> tuple[Tensor, ...]:
             # Unpacked here, because `torch.compile` counts the parameters of the signature to see whether `ctx` is one
@@ -95,7 +95,7 @@ def differentiable(
         if not torch.is_grad_enabled():
             result, weights, _ = forward(query, sources, eps, is_sum)
             return result, weights, sources
-        result, weights, *later = DepthAttention.apply(query, eps, is_sum, fuse_later_grads, *sources)
+        result, weights, *later = DepthAttentionFunction.apply(query, eps, is_sum, fuse_later_grads, *sources)
         return result, weights, tuple(later) or sources
 
     return run
