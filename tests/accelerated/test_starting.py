@@ -46,6 +46,7 @@ print(*attnres.accelerated.IMPLEMENTATIONS, sorted({"numba", "llvmlite", "triton
     assert output.split()[0] == "numba" and output.endswith(" []")
 
 
+@pytest.mark.slow
 def test_numba_is_not_used_if_its_compiler_is_disabled(printed):
     assert printed(ASK, NUMBA_DISABLE_JIT="1").endswith("NUMBA_DISABLE_JIT is set) | 1")
 

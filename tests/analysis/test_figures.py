@@ -101,6 +101,7 @@ def test_no_text_is_cut_off_or_small_or_overlaps_another(name, layers, monkeypat
         assert axes.get_xlabel() or is_colorbar, "a horizontal axis without a label"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_the_same_call_gives_the_same_file_with_any_settings_of_the_user(tmp_path, suffix):
     settings = {"font.size": 20, "xtick.labelsize": 20, "svg.hashsalt": None, "svg.fonttype": "none"}

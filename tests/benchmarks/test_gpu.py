@@ -84,6 +84,7 @@ def test_tiles_are_tried_where_the_kernels_run_and_only_on_request(clock, capsys
     assert title in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_models_are_compared_with_the_standard_one_for_every_connection(clock, monkeypatch):
     points = [point for point in gpu_models.points(quick=True) if point.mode == "eager"]
     monkeypatch.setattr(gpu_models, "points", lambda quick: points[:3])

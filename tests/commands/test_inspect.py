@@ -201,6 +201,7 @@ def test_a_full_disk_leaves_nothing(models, tmp_path):
         os.system(f"umount '{disk}'")
 
 
+@pytest.mark.slow
 def test_the_report_is_served_to_a_browser_on_this_machine(report, tmp_path):
     """A script in place of the browser writes the address that it is called with to a file."""
     browser = tmp_path / "browser"

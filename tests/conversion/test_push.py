@@ -91,6 +91,7 @@ def test_a_dry_run_sends_no_request_and_shows_files_and_card(push, model):
     assert "## How it was made" in done["out"]
 
 
+@pytest.mark.slow
 def test_a_published_model_generates_without_attnres(push, model, tmp_path):
     """The card's snippet runs as it is printed, in a new process where `attnres` cannot be imported."""
     push("push", "model", "lab/stories")

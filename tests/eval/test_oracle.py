@@ -23,6 +23,7 @@ def test_gold_answers_score_one_on_all_of_the_data(name, loaded):
     assert len(samples) == (2 if benchmark.second else 1) * items
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SLOW if name not in ("cmmlu", "ceval")])
 def test_gold_answers_score_one_on_a_few_items(name, loaded):
     benchmark = benchmarks()[name]

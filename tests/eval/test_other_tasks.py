@@ -114,6 +114,7 @@ def test_a_task_file_with_multiplying_aliases_is_refused_before_the_harness_read
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
+@pytest.mark.slow
 def test_an_endless_template_fails_its_benchmark_alone(folder, model, tmp_path, capsys, monkeypatch):
     """The template of `at_once` is stopped while the task is loaded, that of `later` while a later prompt is made."""
     monkeypatch.setattr("attnres.eval.templates.TEMPLATE_SECONDS", 0.2)

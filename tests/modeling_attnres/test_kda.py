@@ -185,6 +185,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.slow
 def test_kernel_packages_are_not_used_without_a_gpu(tiny_config, tmp_path):
     """The packages fail like Triton without a GPU; the models of `transformers` use them if they are installed."""
     for package in ("fla", "causal_conv1d"):

@@ -257,6 +257,7 @@ def test_forward_compiles_to_one_graph_with_the_same_result(vivid_model, token_i
     torch.testing.assert_close(actual.logits, expected.logits, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @compiles_experts
 @pytest.mark.parametrize(("fields", "backend"), [*COMPILATIONS, TO_MACHINE_CODE])
 def test_training_step_compiles_to_one_graph_with_the_same_gradients(vivid_model, token_ids, compiled, fields, backend):

@@ -189,6 +189,7 @@ def test_the_bias_has_no_gradient_and_is_float32_in_a_bfloat16_model(tiny_model,
     assert moved.max() == pytest.approx(0.002, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_load_of_a_compiled_model_is_counted(tiny_model, tmp_path):
     model = tiny_model(num_hidden_layers=2, layer_types=["full_attention"] * 2)
     expected = expected_biases(model, 0.25)

@@ -27,6 +27,7 @@ def evaluate(lm: HFLM, name: str, data: Path, limit: int) -> dict:
     return lm_eval.evaluate(lm, load(benchmarks()[name], data), limit=limit, bootstrap_iters=0)["results"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hellaswag", "arc_challenge"])
 def test_real_questions_have_the_results_of_the_stock_harness(name, source, assets):
     """Prompts of ARC are longer than the model's context, so their beginning is cut off."""
