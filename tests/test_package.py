@@ -54,6 +54,7 @@ def imported(tmp_path_factory) -> dict:
     return python(IMPORT, tmp_path_factory.mktemp("elsewhere"))
 
 
+@pytest.mark.slow
 def test_import_costs_little_processor_time_beside_that_of_kimi_linear(imported, tmp_path):
     assert "attnres.modeling_attnres" in imported["new"]
     # The first import after a change compiles the sources: then another process tells.

@@ -34,6 +34,7 @@ def printed_anew(code: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_importing_loads_no_compiler():
     code = """
 import sys, transformers.modeling_utils
@@ -51,6 +52,7 @@ def test_numba_is_not_used_if_its_compiler_is_disabled(printed):
     assert printed(ASK, NUMBA_DISABLE_JIT="1").endswith("NUMBA_DISABLE_JIT is set) | 1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", ["ImportError", "RuntimeError", "OSError", "AttributeError"])
 def test_a_numba_that_fails_to_load_is_not_used(printed, tmp_path, error):
     (tmp_path / "numba").mkdir()

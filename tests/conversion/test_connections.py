@@ -139,6 +139,7 @@ def test_convert_verifies_a_retrofit_and_the_result_loads(case, model_type, sour
 published = test_published_layout.published  # a fixture: the layout in which Kimi Linear was published, written by hand
 
 
+@pytest.mark.slow
 @EVERY_CASE
 def test_convert_retrofits_kimi_linear_as_it_was_published(case, published, tmp_path):
     name, options, _ = CASES[case]

@@ -355,6 +355,7 @@ def attack():
 """
 
 
+@pytest.mark.slow
 @EACH_COMBINATION
 def test_death_of_the_caller_kills_the_program(layers, folders):
     program = f"{CLINGING}attack()"
@@ -370,6 +371,7 @@ def test_death_of_the_caller_kills_the_program(layers, folders):
     assert gone(set(started))
 
 
+@pytest.mark.slow
 @EACH_COMBINATION
 def test_program_dies_with_a_guard_that_exceeds_its_own_limit(layers, folders, monkeypatch):
     monkeypatch.setattr(sandbox, "_MARGIN_SECONDS", 100)

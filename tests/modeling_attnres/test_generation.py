@@ -191,6 +191,7 @@ def test_a_static_cache_changes_nothing(model, generate, token_ids):
     assert torch.equal(static.sequences, generate(padded, attention_mask=mask))
 
 
+@pytest.mark.slow
 def test_compiled_decoding_is_one_graph_and_changes_nothing(generate, token_ids):
     torch.compiler.reset()
     graphs = []

@@ -248,6 +248,7 @@ COMPILATIONS = [
 TO_MACHINE_CODE = pytest.param(EVERY_LAYER, "inductor", id="inductor", marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize(("fields", "backend"), COMPILATIONS)
 def test_forward_compiles_to_one_graph_with_the_same_result(vivid_model, token_ids, compiled, fields, backend):
