@@ -76,9 +76,13 @@ def make_runs(
 
     Raises:
         FileExistsError: Another process is making one of these runs.
+        OSError: The file of the store cannot be written.
     """
     missing = [run for run in plan if store.find(run.recipe, run.seed) is None]
     print(f"Runs stored: {len(plan) - len(missing)} of {len(plan)}.")
+    if missing:
+        with store.update():  # a file that cannot be written is found now, and not after hours of training
+            pass
     work.mkdir(parents=True, exist_ok=True)
     console, columns = Console(), (TextColumn("{task.description}"), BarColumn(), TextColumn("left:"))
     with ProgressBar(*columns, TimeRemainingColumn(), console=console, unit="steps") as progress:

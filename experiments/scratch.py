@@ -6,6 +6,7 @@ runs as another, unless its best rate is the last one tried.
 """
 
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -65,7 +66,7 @@ class DeclaredComparison:
             wanted: The label of the connection, learning rate, tokens and seed of each run.
 
         Raises:
-            ValueError: The store holds runs on another text of the same name.
+            ValueError: The store holds runs on another text of the same name, or a folder for a model exists.
         """
         self.store.read()
         self.store.check_text(self.data.fingerprint)
@@ -74,8 +75,14 @@ class DeclaredComparison:
             recipe = {"connection": self.experiment.connections[label], "rate": rate, "tokens": tokens}
             name = f"{label}, rate {rate}, {tokens:,} tokens"
             plan.append(PlannedRun(name, recipe, seed, self.experiment.steps(tokens)))
-            if self.keep and self.store.find(recipe, seed):
-                print(f"{plan[-1]} is stored in {self.store.path}: it is not made again, and its model is not kept.")
+        for run in plan:
+            if (kept := self._kept(run)) is None:
+                continue
+            is_stored, is_taken = self.store.find(run.recipe, run.seed) is not None, os.path.lexists(kept)
+            if is_taken and not is_stored:
+                raise ValueError(f"--keep: {kept} exists, and the model of {run} would go there. Move it away.")
+            if is_stored and not is_taken:
+                print(f"{run} is stored in {self.store.path}: it is not made again, and its model is not kept.")
         identity = {"device": self.device, "compiled": self.compiled, "fingerprint": self.data.fingerprint}
         identity |= self.experiment.setting()
         make_runs(self.store, plan, self.measure, self.work, identity, self.device)
@@ -128,13 +135,19 @@ class DeclaredComparison:
         if getattr(model.config, "residual_connection", None) == "attn_res" and math.isfinite(result["after"]):
             weights = depth_attention(model, held_out[:32].split(16)).mean
             result["depth_attention"] = [[round(w, 4) for w in row[~row.isnan()].tolist()] for row in weights]
-        if self.keep and not run.selecting:
-            # Another experiment has runs of the same label, so the folder names the experiment too.
-            folder = self.keep / f"{experiment.name}-{run.folder}"
-            model.save_pretrained(folder)
-            if (tokenizer := tokenizer_folder(experiment.text)).is_dir():  # not where only the token ids were copied
-                shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
+        if kept := self._kept(run):
+            try:
+                model.save_pretrained(kept)
+                if (tokenizer := tokenizer_folder(experiment.text)).is_dir():  # not if only the token ids were copied
+                    shutil.copytree(tokenizer, kept, dirs_exist_ok=True)
+            except OSError as error:  # the run is stored all the same: it took longer than its model is worth
+                print(f"The model of {run} is not kept: {error}.")
         return result
+
+    def _kept(self, run: PlannedRun) -> Path | None:
+        """Return the folder for the model of a run; `None` if it is not kept."""
+        # Another experiment has runs of the same label, so the folder names the experiment too.
+        return None if self.keep is None or run.selecting else self.keep / f"{self.experiment.name}-{run.folder}"
 
     def runs(
         self, label: str, rate: float | None = None, tokens: int | None = None, selecting: bool = False

@@ -126,6 +126,34 @@ def test_models_of_two_experiments_are_kept_apart(data, tmp_path):
     assert [path.name for path in sorted((tmp_path / "kept").iterdir())] == names
 
 
+def test_a_folder_in_the_place_of_a_kept_model_is_refused_before_training(data, tmp_path):
+    taken = tmp_path / "kept" / f"{SMALL.name}-standard_rate_0.001_64_tokens_seed_0"
+    taken.parent.mkdir()
+    taken.symlink_to(tmp_path / "nowhere")
+    store = RunStore(SMALL, tmp_path / "runs.json")
+    comparison = DeclaredComparison(SMALL, store, data, tmp_path / "work", keep=tmp_path / "kept")
+    with pytest.raises(ValueError, match=rf"--keep: {taken} exists, .*Move it away"):
+        comparison.make([("standard", 1e-3, 64, 0)])
+    assert taken.is_symlink() and not store.runs
+
+
+def test_a_run_is_stored_even_if_its_model_cannot_be_kept(data, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    store = RunStore(SMALL, tmp_path / "runs.json")
+    comparison = DeclaredComparison(SMALL, store, data, tmp_path / "work", keep=tmp_path / "file")
+    comparison.make([("standard", 1e-3, 64, 0)])
+    assert len(RunStore(SMALL, tmp_path / "runs.json").runs) == 1
+    assert "The model of standard, rate 0.001, 64 tokens, seed 0 is not kept" in capsys.readouterr().out
+
+
+def test_a_file_of_runs_that_cannot_be_written_is_found_before_training(data, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    store = RunStore(SMALL, tmp_path / "file" / "runs.json")
+    monkeypatch.setattr(DeclaredComparison, "measure", lambda *_: pytest.fail("a run was trained"))
+    with pytest.raises(OSError, match="file"):
+        DeclaredComparison(SMALL, store, data, tmp_path / "work").make([("standard", 1e-3, 64, 0)])
+
+
 @pytest.mark.slow
 def test_a_compiled_run_is_the_same_run(data, tmp_path):
     connection = {"residual_connection": "identity_hc"}
