@@ -9,7 +9,9 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
-from .guard import printable, show_tracebacks
+from attnres.utils.wording import printable
+
+from .guard import show_tracebacks
 
 # `--overwrite` may replace a directory that has a file `marker` with this `content`; see
 # `attnres.utils.files.atomic_directory`.

@@ -21,10 +21,9 @@ from attnres.conversion.source import ConversionSource, open_source
 from attnres.conversion.verify import MAX_CHARACTERS, PROMPTS, FunctionComparison, compare, missing_memory
 from attnres.utils.files import atomic_directory
 from attnres.utils.progress import ProgressBar, status
-from attnres.utils.wording import counted
+from attnres.utils.wording import counted, printable
 
 from .choices import WRITTEN_MODEL, shown
-from .guard import printable
 
 MAX_NAMED = 10  # the largest number of tensors that a message names
 

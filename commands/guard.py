@@ -115,6 +115,7 @@ def _describe(error: BaseException) -> str:
     import traceback
 
     from attnres.utils.errors import is_lost_connection, why_not_written
+    from attnres.utils.wording import printable
 
     text = why_not_written(error) if isinstance(error, OSError) else " ".join(str(error).split())
     if isinstance(error, ModuleNotFoundError) and text.startswith("No module named"):
@@ -130,11 +131,6 @@ def _describe(error: BaseException) -> str:
         return f"attnres: {text or type(error).__name__}"
     line = f"attnres: unforeseen {type(error).__name__}{text and ': '}{text}"
     return line if _state.debug else f"{line} ({_write(trace)})"
-
-
-def printable(text: str) -> str:
-    """Replace control characters and line ends in a text by their escape codes."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _name_extra(error: ModuleNotFoundError, text: str) -> str:

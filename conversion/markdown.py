@@ -11,6 +11,8 @@ import shlex
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from attnres.utils.wording import printable
+
 # These become entities: in some renderers a backslash does not stop `|` from ending a cell, or `<` from opening a tag.
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;"}
 # The characters of Markdown. An `_` within a word is not markup.
@@ -70,15 +72,11 @@ def python_text(value: str) -> str:
 
 def shell_word(value: str) -> str:
     """Return a text as one word of a shell command, quoted if necessary."""
-    return shlex.quote(_printable(value))
+    return shlex.quote(printable(value))
 
 
 def _one_line(text: str) -> str:
-    return _printable(" ".join(text.split()))
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return printable(" ".join(text.split()))
 
 
 __all__ = ["code", "escape", "is_hub_id", "link", "python_text", "shell_word"]

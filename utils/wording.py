@@ -1,4 +1,4 @@
-"""Word parts of messages: numbers with their nouns, proposals for misspelt names, and install commands."""
+"""Word parts of messages: numbers with nouns, escaped text, proposals for misspelt names, install commands."""
 
 from collections.abc import Collection
 from difflib import get_close_matches
@@ -22,6 +22,11 @@ def counted(number: int, noun: str) -> str:
         A text such as `1 file` or `2,048 files`.
     """
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def printable(text: str) -> str:
+    """Replace control characters and line ends in a text by their escape codes."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def did_you_mean(name: str, known: Collection[str], *, otherwise_all: bool = True, alike: float = 0.6) -> str:
@@ -78,4 +83,4 @@ def _requirements() -> "list[Requirement]":
     return [Requirement(requirement) for requirement in requires("attnres") or ()]
 
 
-__all__ = ["counted", "did_you_mean", "extras_with", "install_command"]
+__all__ = ["counted", "did_you_mean", "extras_with", "install_command", "printable"]
