@@ -329,10 +329,10 @@ def test_a_name_without_an_account_gets_the_account_of_the_token(push, model):
 def test_a_dry_run_names_the_metadata_that_the_hub_will_refuse(push, copy):
     card = copy / "README.md"
     card.write_text(
-        card.read_text().replace("tags:", "base_model: /home/me/llama\ndatasets:\n- me/data\n- ./x\ntags:", 1)
+        card.read_text().replace("tags:", "base_model: /models/llama\ndatasets:\n- me/data\n- ./x\ntags:", 1)
     )
     out = push("push", copy.name, "me/x", "--dry-run")["out"]
-    assert "its `base_model` must name Hub ids, not /home/me/llama." in out
+    assert "its `base_model` must name Hub ids, not /models/llama." in out
     assert "its `datasets` must name Hub ids, not ./x." in out
 
 
