@@ -25,7 +25,7 @@ LEAST_REPEATS = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """How to measure all parts."""
+    """Settings that all parts of the benchmark share."""
 
     threads: int = 2  # of PyTorch, on a CPU
     repeats: int = 5  # times that all ways take their turn

@@ -39,8 +39,8 @@ def training_step(models: dict[str, PreTrainedModel], ids: Tensor, capturable: b
     Returns:
         One way per model.
     """
-    # One optimizer serves all models, so that shared weights have their moments only once. It steps only the parameters
-    # that have a gradient, which are those of the model that has just run.
+    # One optimizer serves all models, so that shared weights have their moments only once. It steps parameters with a
+    # gradient, and only the model that has just run has gradients.
     parameters = unique_parameters(models.values())
     optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True, capturable=capturable)
 

@@ -218,7 +218,7 @@ class SharedPrefixLM(CorrectedHFLM):
 
     @cached_property
     def abilities(self) -> Abilities:
-        """What the model can do, measured with a few tokens: each ability must give the logits of a plain forward pass.
+        """Measure the model's abilities with a few tokens: each must give the logits of a plain forward pass.
 
         The model's name and the type of its cache do not show this. For example, some layers of linear attention
         compute several tokens at once as if nothing came before them.

@@ -154,7 +154,7 @@ class HealingRecipe:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether the recipe trains all tensors of the standard model."""
+        """Return whether the recipe trains all tensors of the standard model."""
         return self.block_size is None and self.trained == "all"
 
 

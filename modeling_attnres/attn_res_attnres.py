@@ -73,9 +73,9 @@ class AttnResFields:
     """Whether `log(number of outputs summed in the source)` is added to each logit."""
 
     attn_res_gated: bool = False
-    """Whether `h = v_0 + .. + v_{l-1} + gamma_l sum_i a_i s_i` with a scalar `gamma_l`. It starts at zero, so that the
-    model starts as the residual stream, whatever else is set. The scale `"sum"` multiplies the second sum by the number
-    of sources."""
+    """Whether depth attention is added to the residual stream: `h = v_0 + .. + v_{l-1} + gamma_l sum_i a_i s_i`. The
+    scalar `gamma_l` starts at zero, so the model starts as the residual stream with any other settings. The scale
+    `"sum"` multiplies the second sum by the number of sources."""
 
 
 class AttnRes(ResidualConnection):

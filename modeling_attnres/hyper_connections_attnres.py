@@ -26,7 +26,7 @@ class HyperConnectionsFields(StreamFields):
     """Configuration fields of `residual_connection="hyper_connections"`."""
 
     hyper_connections_dynamic: bool = True
-    """Whether the coefficients depend on the tokens. If not, they are the static part."""
+    """Whether a part that depends on the token is added to the static coefficients."""
 
 
 class HyperConnections(ResidualStreams):

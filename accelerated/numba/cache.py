@@ -41,7 +41,7 @@ class MachineCode(NullCache):
             if hashlib.sha256(content[_DIGEST:]).digest() != content[:_DIGEST]:
                 return None  # a damaged file, which `save_overload` replaces
             return CompileResult._rebuild(target_context, *pickle.loads(content[_DIGEST:]))
-        except Exception:  # there is no file, or another version has written it
+        except Exception:  # the file is missing, or another version wrote it: compile the loop
             return None
 
     def save_overload(self, sig, data) -> None:

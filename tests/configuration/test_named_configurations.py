@@ -12,7 +12,7 @@ from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.attn_res_switches_attnres import SWITCHES
 from attnres.configuration import count_parameters, load, names
 
-# Activated non-embedding parameters in millions: those in the paper's table, and those of our `standard` baseline.
+# Name -> activated non-embedding parameters in millions: from the paper's table, and counted with `standard`.
 SCALING_TABLE = {
     "attnres-194m": (194, 190.9),
     "attnres-241m": (241, 238.5),

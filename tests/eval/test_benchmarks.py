@@ -56,7 +56,7 @@ def test_a_folder_given_relative_to_the_working_directory_is_read(hub, monkeypat
 
 
 def test_another_folder_or_changed_files_are_read_again(tmp_path):
-    """By default, `datasets` compares only the README, and would return the first folder's data three times."""
+    """The cache of `datasets` compares only the README: it would return the data of the first folder three times."""
     benchmark, questions = benchmarks()["gpqa_diamond"], []
     for folder, count in (("one", 6), ("two", 7), ("one", 8)):
         write_data_set(tmp_path / folder / benchmark.dataset, {"gpqa_diamond": {"train": gpqa(count)}}, suffix="csv")

@@ -31,7 +31,7 @@ def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]
     assert actual.keys() == expected.keys()
     scale = max(gradient.abs().max().item() for gradient in expected.values())
     for name, gradient in actual.items():
-        # A softmax cancels some key biases: their gradients are rounding errors, far below those of the other tensors.
+        # A softmax cancels some key biases. Their gradients are rounding errors, much smaller than other gradients.
         tolerance = relative * max(expected[name].abs().max().item(), 1e-3 * scale)
         assert (gradient - expected[name]).abs().max() <= tolerance, name
 

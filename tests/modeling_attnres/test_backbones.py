@@ -75,7 +75,7 @@ def queries_and_norms(model) -> tuple[list[Tensor], list[Tensor]]:
     """Return `w_l` and `g_l` of the sublayers in order, and of the output."""
     tensors = residual_tensors(model)
     names = [name.removesuffix("_proj.weight") for name in tensors if name.endswith("_proj.weight")]
-    # The decoder's tensors for the output come before those of its layers.
+    # The decoder registers the tensors of the output before the layers, so they are moved to the end.
     names.sort(key=lambda name: "output_attn_res" in name)
     return [tensors[f"{name}_proj.weight"][0] for name in names], [tensors[f"{name}_norm.weight"] for name in names]
 

@@ -401,7 +401,7 @@ def test_the_borders_and_the_length_of_one_document_change_nothing(model, ids):
 
 
 def test_each_sign_keeps_documents_apart_on_other_backbones(backbones, documents, row):
-    """By default `transformers` would make a cache and take the row for one text."""
+    """By default `transformers` makes a cache, and treats the row as one text."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(backbones.member_config("llama")).eval()
     documents = [document % model.config.vocab_size for document in documents]
