@@ -118,6 +118,15 @@ class Suite(
 
 
 class AttnResSuite(Suite):
+    def test_moe_models_record_router_logits(self):
+        """The suite looks for experts in the file of the class: for ours, in that of its backbone."""
+        getmodule = inspect.getmodule
+        bases = self.all_model_classes[0].__mro__
+        backbone = next(base for base in bases if base.__module__.startswith("transformers.models."))
+        ours = dict.fromkeys(self.all_model_classes, backbone)
+        with mock.patch.object(inspect, "getmodule", lambda thing, *rest: getmodule(ours.get(thing, thing), *rest)):
+            super().test_moe_models_record_router_logits()
+
     def test_can_capture_specific_layers_hidden_states(self):
         """In place of the suite's test, which passes over models that record hidden states from two kinds of place."""
         for model_class in self.all_model_classes:
@@ -199,10 +208,3 @@ class Mixtral(Suite, unittest.TestCase):
 class OnMixtral(AttnResSuite, unittest.TestCase):
     all_model_classes = (attnres.AttnResMixtralModel, attnres.AttnResMixtralForCausalLM)
     config_fields = MIXTRAL | {"attn_res_block_size": 3}
-
-    def test_moe_models_record_router_logits(self):
-        """The suite looks for experts in the file of the class: for ours, in that of its backbone."""
-        getmodule = inspect.getmodule
-        ours = {model_class: MixtralModel for model_class in self.all_model_classes}
-        with mock.patch.object(inspect, "getmodule", lambda thing, *rest: getmodule(ours.get(thing, thing), *rest)):
-            super().test_moe_models_record_router_logits()
