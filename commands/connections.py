@@ -52,7 +52,7 @@ def remark_on_blocks(config: Any, num_blocks: int | None) -> str | None:
     """
     if config.residual_connection != owners("num_blocks"):
         return None
-    size, sublayers = config.attn_res_block_size, config.num_sublayers
+    size, sublayers = config.attn_res_block_size * config.attn_res_block_unit, config.num_sublayers
     count = math.ceil(sublayers / size)
     if num_blocks is not None and count != num_blocks:
         if size == 1:

@@ -77,6 +77,9 @@ class AttnResFields:
     scalar `gamma_l` starts at zero, so the model starts as the residual stream with any other settings. The scale
     `"sum"` multiplies the second sum by the number of sources."""
 
+    # Not a field: the number of sublayers that `attn_res_block_size` counts as one. Kimi K3 counts decoder layers.
+    attn_res_block_unit = 1
+
 
 class AttnRes(ResidualConnection):
     """Block or Full AttnRes: read by depth attention, write by adding to the current block.
@@ -98,21 +101,21 @@ class AttnRes(ResidualConnection):
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__(config, sublayer)
         self.config = config
-        self.block_size, self.scale = config.attn_res_block_size, config.attn_res_scale
+        self.block_size, self.scale = block_sublayers(config), config.attn_res_scale
         self.eps = norm_eps(config)
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size))
 
     @classmethod
     def check(cls, config: PreTrainedConfig) -> None:
         """Check block size and scale; see [`ResidualConnection.check`]."""
-        allowed = "an integer >= 1 (block size in sublayers)"
+        allowed = f"an integer >= 1 (block size in {'sublayers' if config.attn_res_block_unit == 1 else 'layers'})"
         require(config, "attn_res_block_size", is_count(config.attn_res_block_size), allowed)
         require(config, "attn_res_scale", config.attn_res_scale in ("mean", "sum"), one_of(("mean", "sum")))
 
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:
         """Return, for example, "Block AttnRes, 4 blocks of 6 sublayers (24 sublayers), scale mean"."""
-        size, sublayers = config.attn_res_block_size, config.num_sublayers
+        size, sublayers = block_sublayers(config), config.num_sublayers
         count = math.ceil(sublayers / size)
         blocks = f"Block AttnRes, {count} blocks of {size} sublayers" if count > 1 else "Block AttnRes, one block"
         return f"{'Full AttnRes' if size == 1 else blocks} ({sublayers} sublayers), scale {config.attn_res_scale}"
@@ -139,7 +142,8 @@ class AttnRes(ResidualConnection):
             raise ValueError(f"give one of block_size, num_blocks and full, not {' and '.join(given)}.")
         if num_blocks is not None and num_blocks < 1:
             raise ValueError(f"`num_blocks` is {num_blocks}, but must be an integer >= 1.")
-        config.attn_res_block_size = 1 if full else math.ceil(config.num_sublayers / (num_blocks or 8))
+        units = config.num_sublayers / config.attn_res_block_unit
+        config.attn_res_block_size = 1 if full else math.ceil(units / (num_blocks or 8))
         super().plan_retrofit(config, **options)
 
     @classmethod
@@ -161,12 +165,12 @@ class AttnRes(ResidualConnection):
         Args:
             config: the configuration to change.
             connections: the model's connections by module name.
-            block_size: the new block size in sublayers.
+            block_size: the new value of `attn_res_block_size`.
 
         Raises:
             ValueError: the function would change.
         """
-        same_until = min(config.attn_res_block_size, block_size)
+        same_until = min(config.attn_res_block_size, block_size) * config.attn_res_block_unit
         if block_size == config.attn_res_block_size:
             same_until = config.num_sublayers
         for name, connection in connections.items():
@@ -224,6 +228,11 @@ class AttnRes(ResidualConnection):
     def extra_repr(self) -> str:
         """Return the sizes that `print(model)` shows."""
         return f"{self.config.hidden_size}, sublayer={self.sublayer}, block_size={self.block_size}, scale={self.scale}"
+
+
+def block_sublayers(config: PreTrainedConfig) -> int:
+    """Return the size of a block in sublayers, whatever `attn_res_block_size` counts."""
+    return config.attn_res_block_size * config.attn_res_block_unit
 
 
 def as_sources(state: DepthState) -> tuple[Tensor, ...]:

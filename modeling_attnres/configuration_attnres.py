@@ -212,6 +212,11 @@ class ResidualConfig(AttnResFields, HighwayFields, HyperConnectionsFields, MHCFi
             fields["model_type"] = cls.model_type
         return fields, kwargs
 
+    @classmethod
+    def fields_of_file(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a `config.json` as arguments of this class; here they are the same."""
+        return fields
+
     def to_dict(self):
         """Return the fields that `config.json` holds."""
         fields = super().to_dict()

@@ -303,7 +303,9 @@ class ResidualPreTrainedModel:
         for added in (residual_tensors(model), gate_tensors(model)):
             check_added(model, added, info["missing_keys"], source)
         if source is not None:
-            warn_of_change(model, stored_fields(source, **options), source, info)
+            # By the class of the model: a config.json may hold the fields in another form than the configuration does.
+            stored = cls.config_class.fields_of_file(stored_fields(source, **options))
+            warn_of_change(model, stored, source, info)
         if _by_own_names(source or "", kwargs.get("subfolder", "")):
             # No renaming applied to these names, and a save would apply none either. Without the attribute, a save
             # derives the renamings from the model type.

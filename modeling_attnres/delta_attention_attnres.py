@@ -182,7 +182,7 @@ class DeltaAttention(kimi_linear.KimiLinearDeltaAttention):
         heads = batch, length, -1, self.head_dim
         query, key, value = (part.view(heads) for part in mixed.transpose(1, 2).split(self.qkv_dim, dim=-1))
 
-        g, beta = self.forget_gate(hidden_states), self.b_proj(hidden_states).sigmoid()
+        g, beta = self.forget_gate(hidden_states), self.write_rate(hidden_states)
         if order is not None:
             # Padding neither forgets nor writes. (Zero inputs are not enough: their convolution sees real tokens.)
             is_padding = ~attention_mask.unsqueeze(-1)
@@ -193,11 +193,19 @@ class DeltaAttention(kimi_linear.KimiLinearDeltaAttention):
         if cache is not None:
             cache.update_recurrent_state(state.float(), self.layer_idx)
 
-        gate = self.g_b_proj(self.g_a_proj(hidden_states)).view(heads)
+        gate = self.output_gate(hidden_states).view(heads)
         output = self.o_proj(self.o_norm(output, gate).reshape(batch, length, -1))
         if order is not None:
             output = output.gather(1, order.argsort(dim=1).unsqueeze(-1).expand_as(output))
         return output
+
+    def write_rate(self, hidden_states: Tensor) -> Tensor:
+        """Compute `beta` `[batch, seq, heads]`, the rate at which each token writes to the state."""
+        return self.b_proj(hidden_states).sigmoid()
+
+    def output_gate(self, hidden_states: Tensor) -> Tensor:
+        """Compute the logits `[batch, seq, heads * d_v]` of the output's gate."""
+        return self.g_b_proj(self.g_a_proj(hidden_states))
 
     def _update_conv_state(
         self, cache: Cache, mixed: Tensor, conv_state: Tensor | None, is_real: Tensor | None

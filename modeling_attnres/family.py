@@ -16,6 +16,7 @@ from .configuration_attnres import BACKBONES, CONNECTIONS, AttnResConfig, Residu
 from .decoder_attnres import ResidualPreTrainedModel
 from .functional import depth_attention, depth_attention_reference
 from .functional_attnres import DEPTH_ATTENTION
+from .kimi_k3_attnres import IS_KNOWN, AttnResKimiK3Config, AttnResKimiK3ForCausalLM, AttnResKimiK3Model
 from .modeling_attnres import (
     AttnResForCausalLM,
     AttnResForSequenceClassification,
@@ -116,6 +117,10 @@ ResidualPreTrainedModel._upload_modified_files = _upload_with_card
 transformers.AutoConfig.register(AttnResConfig.model_type, AttnResConfig, exist_ok=True)
 for _auto_class, _name in AttnResPreTrainedModel.auto_classes.items():
     getattr(transformers, _auto_class).register(AttnResConfig, globals()[_name], exist_ok=True)
+if not IS_KNOWN:  # otherwise the Auto classes keep those of `transformers`
+    transformers.AutoConfig.register(AttnResKimiK3Config.model_type, AttnResKimiK3Config, exist_ok=True)
+for _auto_class, _name in AttnResKimiK3Model.auto_classes.items():
+    getattr(transformers, _auto_class).register(AttnResKimiK3Config, globals()[_name], exist_ok=True)
 for _backbone, _sublayers in BACKBONES.items():
     if _backbone != AttnResConfig.backbone:
         add_backbone(_backbone, _sublayers)
@@ -133,8 +138,9 @@ def _add_to_transformers(new_class: type) -> None:
         setattr(module, new_class.__name__, new_class)
 
 
-for _class in (AttnResConfig, *(globals()[_name] for _name in AttnResPreTrainedModel.auto_classes.values())):
-    _add_to_transformers(_class)
+for _config, _base in ((AttnResConfig, AttnResPreTrainedModel), (AttnResKimiK3Config, AttnResKimiK3Model)):
+    for _class in (_config, *(globals()[_name] for _name in _base.auto_classes.values())):
+        _add_to_transformers(_class)
 # The classes on a backbone are made with its first configuration, before a tool can read its `architectures`.
 backbones_attnres.on_new_class.append(_add_to_transformers)
 
@@ -146,6 +152,9 @@ __all__ = [
     "AttnResConfig",
     "AttnResForCausalLM",
     "AttnResForSequenceClassification",
+    "AttnResKimiK3Config",
+    "AttnResKimiK3ForCausalLM",
+    "AttnResKimiK3Model",
     "AttnResModel",
     "AttnResPreTrainedModel",
     "ResidualConfig",

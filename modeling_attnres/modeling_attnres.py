@@ -30,13 +30,15 @@ _OF_DELTA_ATTENTION = ("real_tokens", "seq_idx", "cu_seqlens")
 class AttnResDecoderLayer(ResidualDecoderLayer, kimi_linear.KimiLinearDecoderLayer):
     """Decoder layer of Kimi Linear with residual connections and the family's delta attention."""
 
+    delta_attention_class = DeltaAttention
+
     def connect(self, config: AttnResConfig, sublayers: Sublayers, layer_idx: int) -> None:
         """Add the residual connections, and replace the delta attention by the family's; see the base class."""
         super().connect(config, sublayers, layer_idx)
         if self.block_type != "full_attention":
             # Kimi Linear's layer makes its delta attention of a fixed class. The family's class differs only in its
             # `forward`. To make the module again would initialise its weights twice, so only the class changes.
-            self.self_attn.__class__ = DeltaAttention
+            self.self_attn.__class__ = self.delta_attention_class
             if accelerated is not None:
                 accelerated.accelerate_delta_attention(self.self_attn)
 
