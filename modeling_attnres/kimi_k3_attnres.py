@@ -43,10 +43,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 from transformers.utils import logging
 
-from .configuration_attnres import CONNECTIONS, AttnResConfig, Sublayers
-from .decoder_attnres import ResidualDecoderLayer
+from .configuration_attnres import CONNECTIONS, AttnResConfig
 from .delta_attention_attnres import DeltaAttention
-from .functional_attnres import accelerated
 from .modeling_attnres import AttnResDecoderLayer, AttnResForCausalLM, AttnResModel, AttnResPreTrainedModel
 from .residual_attnres import is_count, one_of, require
 
@@ -190,7 +188,7 @@ class AttnResKimiK3Config(AttnResConfig):
     """Fields of the composite model that are not of its text model, such as `vision_config`. They are kept."""
 
     stored_A_log_shape: list[int] | None = None
-    """Shape in which `save_pretrained` stores each `A_log`, padded with zeros. It is not saved: a checkpoint shows it."""
+    """Shape in which `save_pretrained` stores each `A_log`, padded with zeros. It is not saved: a checkpoint has it."""
 
     def __post_init__(self, **kwargs):
         # `transformers` has set the fields that it knows, and passes on the others.
@@ -200,7 +198,7 @@ class AttnResKimiK3Config(AttnResConfig):
                 kwargs.pop(name, None)
             else:
                 kwargs[name] = value
-        for name in ("text_config", "linear_attn_config", "quantization_config", *self.composite_fields or ()):
+        for name in ("text_config", "linear_attn_config", "quantization_config", *(self.composite_fields or ())):
             kwargs.pop(name, None)
         if self.attn_res_block_size is None and self.residual_connection == "attn_res":
             self.residual_connection = "standard"
@@ -266,8 +264,9 @@ class AttnResKimiK3Config(AttnResConfig):
                 flat[_LINEAR_FIELDS[name]] = value
             elif value not in (None, False):
                 raise ValueError(
-                    f"`linear_attn_config` has the field `{name}` ({value!r}), which may change what the model computes "
-                    "and which this version does not know. Update the code, or remove the field if it has no effect."
+                    f"`linear_attn_config` has the field `{name}` ({value!r}), which may change what the model "
+                    "computes, and which this version does not know. Update the code, or remove the field if it has no "
+                    "effect."
                 )
         if lists:
             layers = flat.get("num_hidden_layers", cls.num_hidden_layers)
@@ -341,7 +340,8 @@ class AttnResKimiK3Config(AttnResConfig):
     def _known_fields(cls) -> set[str]:
         """Return the names of all fields that are not of another version."""
         connections = (name for connection in CONNECTIONS.values() for name in connection.fields)
-        return {*cls.__dataclass_fields__, *cls.attribute_map, *cls.attribute_map.values(), *_WITHOUT_EFFECT, *connections}
+        names = {*cls.attribute_map, *cls.attribute_map.values(), *connections}
+        return {*cls.__dataclass_fields__, *_WITHOUT_EFFECT, *names}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a released `config.json` has them, in the layout of `checkpoint_layout`."""
@@ -366,9 +366,9 @@ class AttnResKimiK3Config(AttnResConfig):
         # Of the common fields of `transformers`, those that were changed; and fields that no one here knows.
         common, written = PreTrainedConfig().to_dict(), {*_TEXT_FIELDS, *self._known_fields(), *_OF_FILE}
         for name, value in fields.items():
-            if name in common and name not in _OF_FILE and value != common[name] and name not in text:
-                text[name] = value
-            elif name not in written and not name.startswith("_"):
+            if (name in common and name not in _OF_FILE and value != common[name] and name not in text) or (
+                name not in written and not name.startswith("_")
+            ):
                 text[name] = value
         outer = {name: fields[name] for name in ("auto_map", "transformers_version") if name in fields}
         if self.checkpoint_layout == TEXT:
@@ -623,7 +623,7 @@ class AttnResKimiK3PreTrainedModel(AttnResPreTrainedModel):
 
     @staticmethod
     def _load_pretrained_model(
-        model: PreTrainedModel, state_dict: Mapping[str, Any] | None, checkpoint_files: list[str] | None, *args, **kwargs
+        model: PreTrainedModel, state_dict: Mapping[str, Any] | None, checkpoint_files: list[str] | None, *args: Any
     ):
         """Check a checkpoint's tensors and decode packed ones, then load as `transformers` does.
 
@@ -640,7 +640,7 @@ class AttnResKimiK3PreTrainedModel(AttnResPreTrainedModel):
                         state_dict |= load_state_dict(file)
             if state_dict is not None:
                 state_dict = read_release(model.config, state_dict)
-            return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
+            return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *args)
 
 
 class AttnResKimiK3Model(AttnResKimiK3PreTrainedModel, AttnResModel):
@@ -880,7 +880,8 @@ def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any]) -> dic
                 _check_heads(prefix + name, tensor, shape[0], config)
             elif shape_of(tensor) != shape:
                 raise ValueError(
-                    f"`{prefix}{name}` has the shape {list(shape_of(tensor))}, but must have {list(shape)} by config.json."
+                    f"`{prefix}{name}` has the shape {list(shape_of(tensor))}, but must have {list(shape)}. Use the "
+                    "checkpoint's own config.json."
                 )
         elif not name.endswith(("layers.0.self_attention_res_proj.weight", "layers.0.self_attention_res_norm.weight")):
             missing.append(prefix + name)  # the pair of the first layer is never used, and some programs omit it
@@ -902,16 +903,16 @@ def _unpack(owner: str, shape: tuple[int, ...], text: dict[str, Any], prefix: st
     for part, columns in ((_PACKED, shape[1] // 2), (_SCALE, groups)):
         name, must = f"{owner}.{part}", [shape[0], columns]
         if name not in text:
-            raise ValueError(f"the checkpoint lacks `{prefix}{name}`, the scale of a packed weight. Copy all its files.")
+            raise ValueError(f"the checkpoint lacks `{prefix}{name}`, the scale of a packed weight. Copy all files.")
         tensors[part] = text.pop(name)
         has = list(shape_of(tensors[part]))
         if not _is_bytes(tensors[part]) or has != must or shape[1] % _GROUP:
             dtype = tensors[part].get_dtype() if hasattr(tensors[part], "get_dtype") else tensors[part].dtype
             raise ValueError(
-                f"`{prefix}{name}` has the shape {has} and the dtype {dtype}, but must have {must} and uint8: MXFP4 has "
-                f"two weights in a byte, and {_GROUP} share a scale."
+                f"`{prefix}{name}` has the shape {has} and the dtype {dtype}, but must have {must} and uint8: MXFP4 "
+                f"has two weights in a byte, and {_GROUP} share a scale."
             )
-    return _Packed(f"{prefix}{owner}", **{"packed": tensors[_PACKED], "scale": tensors[_SCALE]})
+    return _Packed(f"{prefix}{owner}", packed=tensors[_PACKED], scale=tensors[_SCALE])
 
 
 def _check_heads(name: str, tensor: Any, heads: int, config: AttnResKimiK3Config) -> None:
@@ -928,7 +929,7 @@ def _check_heads(name: str, tensor: Any, heads: int, config: AttnResKimiK3Config
 class _LiveHeads(ConversionOps):
     """Take the heads of `A_log` from its padded form; in reverse, pad them."""
 
-    def convert(self, input_dict: dict[str, Any], target_patterns: list[str], config: Any, **kwargs) -> dict[str, Tensor]:
+    def convert(self, input_dict: dict[str, Any], target_patterns: list[str], config: Any, **kwargs: Any) -> dict:
         """Return the only tensor as `[1, 1, heads, 1]`."""
         (tensor,) = (value[0] if isinstance(value, list) else value for value in input_dict.values())
         heads = config.linear_num_heads
@@ -943,7 +944,7 @@ class _LiveHeads(ConversionOps):
 class _PaddedHeads(ConversionOps):
     """Pad the heads of `A_log` with zeros to the shape that the checkpoint had, by default to a multiple of 128."""
 
-    def convert(self, input_dict: dict[str, Any], target_patterns: list[str], config: Any, **kwargs) -> dict[str, Tensor]:
+    def convert(self, input_dict: dict[str, Any], target_patterns: list[str], config: Any, **kwargs: Any) -> dict:
         """Return the only tensor in its stored shape."""
         (tensor,) = (value[0] if isinstance(value, list) else value for value in input_dict.values())
         tensor = tensor.flatten()
@@ -969,9 +970,7 @@ def _layout_rules(config: AttnResKimiK3Config | None = None, is_decoder: bool = 
         rules.append(WeightRenaming(r"^language_model\.model\." if is_composite else r"^model\.", "^"))
     elif is_composite:
         # `transformers` applies the rules in reverse when it saves, so the prefix is the last to be added.
-        rules += [
-            WeightRenaming(rf"^language_model\.{part}\.", rf"^{part}\.") for part in ("model", "lm_head")
-        ]
+        rules += [WeightRenaming(rf"^language_model\.{part}\.", rf"^{part}\.") for part in ("model", "lm_head")]
     # On saving, `.mlp.` becomes `.block_sparse_moe.` everywhere; these restore the name of a dense MLP.
     rules += [
         WeightRenaming(rf"\.mlp\.{part}\.", rf"\.block_sparse_moe\.{part}\.")
