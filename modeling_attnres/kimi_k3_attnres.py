@@ -366,9 +366,9 @@ class AttnResKimiK3Config(AttnResConfig):
         # Of the common fields of `transformers`, those that were changed; and fields that no one here knows.
         common, written = PreTrainedConfig().to_dict(), {*_TEXT_FIELDS, *self._known_fields(), *_OF_FILE}
         for name, value in fields.items():
-            if (name in common and name not in _OF_FILE and value != common[name] and name not in text) or (
-                name not in written and not name.startswith("_")
-            ):
+            is_changed = name in common and name not in _OF_FILE and value != common[name]
+            is_unknown = name not in common and name not in written and not name.startswith("_")
+            if name not in text and (is_changed or is_unknown):
                 text[name] = value
         outer = {name: fields[name] for name in ("auto_map", "transformers_version") if name in fields}
         if self.checkpoint_layout == TEXT:
@@ -635,7 +635,7 @@ class AttnResKimiK3PreTrainedModel(AttnResPreTrainedModel):
                 for file in checkpoint_files:
                     if file.endswith(".safetensors"):
                         handle = stack.enter_context(safe_open(file, framework="pt"))
-                        state_dict |= {name: handle.get_slice(name) for name in handle.keys()}
+                        state_dict |= {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (it is no dictionary)
                     else:
                         state_dict |= load_state_dict(file)
             if state_dict is not None:
