@@ -15,10 +15,9 @@ searches this file's text for it.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from copy import copy
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +42,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 from transformers.utils import logging
 
+from .attention_gate_attnres import GATE_FIELDS
 from .configuration_attnres import CONNECTIONS, AttnResConfig
 from .delta_attention_attnres import DeltaAttention
 from .modeling_attnres import AttnResDecoderLayer, AttnResForCausalLM, AttnResModel, AttnResPreTrainedModel
@@ -192,8 +192,9 @@ class AttnResKimiK3Config(AttnResConfig):
 
     def __post_init__(self, **kwargs):
         # `transformers` has set the fields that it knows, and passes on the others.
+        names = {*type(self).__dataclass_fields__, *self.attribute_map, *self.attribute_map.values()}
         for name, value in self.fields_of_file(kwargs, fill=False).items():
-            if name in type(self).__dataclass_fields__ or name in self.attribute_map:
+            if name in names:
                 setattr(self, name, value)
                 kwargs.pop(name, None)
             else:
@@ -251,7 +252,7 @@ class AttnResKimiK3Config(AttnResConfig):
                 layout = {"checkpoint_layout": TEXT}
         else:
             text = dict(text if isinstance(text, Mapping) else text.to_dict())
-            known = {*cls.__dataclass_fields__, *cls.attribute_map, *_OF_FILE, *_SETTINGS}
+            known = {*cls._known_fields(), *_OF_FILE, *_SETTINGS}
             composite = {name: outer.pop(name) for name in [*outer] if name not in known}
             flat = outer | {name: value for name, value in text.items() if name not in _OF_FILE or name not in outer}
             flat["quantization_config"] = text.get("quantization_config") or outer.get("quantization_config")
@@ -340,7 +341,7 @@ class AttnResKimiK3Config(AttnResConfig):
     def _known_fields(cls) -> set[str]:
         """Return the names of all fields that are not of another version."""
         connections = (name for connection in CONNECTIONS.values() for name in connection.fields)
-        names = {*cls.attribute_map, *cls.attribute_map.values(), *connections}
+        names = {*cls.attribute_map, *cls.attribute_map.values(), *connections, *GATE_FIELDS}
         return {*cls.__dataclass_fields__, *_WITHOUT_EFFECT, *names}
 
     def to_dict(self) -> dict[str, Any]:
@@ -367,8 +368,8 @@ class AttnResKimiK3Config(AttnResConfig):
         common, written = PreTrainedConfig().to_dict(), {*_TEXT_FIELDS, *self._known_fields(), *_OF_FILE}
         for name, value in fields.items():
             is_changed = name in common and name not in _OF_FILE and value != common[name]
-            is_unknown = name not in common and name not in written and not name.startswith("_")
-            if name not in text and (is_changed or is_unknown):
+            is_unknown = name not in common and name not in written
+            if name not in text and not name.startswith("_") and (is_changed or is_unknown):
                 text[name] = value
         outer = {name: fields[name] for name in ("auto_map", "transformers_version") if name in fields}
         if self.checkpoint_layout == TEXT:
@@ -441,15 +442,17 @@ def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Te
     return (gate * up).to(dtype)
 
 
-def _glu(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
-    return activation(gate) * up
+class KimiK3Activation(nn.Module):
+    """The activation of all MLPs of a model: SiTU, or a function of the gate times the up projection."""
 
+    def __init__(self, config: AttnResKimiK3Config):
+        super().__init__()
+        self.beta, self.linear_beta = config.activation_situ_beta, config.activation_situ_linear_beta
+        self.of_gate = None if config.hidden_act == "situ" else ACT2FN[config.hidden_act]
 
-def gated_activation(config: AttnResKimiK3Config) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the function of gate and up projection that all MLPs of a model use."""
-    if config.hidden_act == "situ":
-        return partial(situ, beta=config.activation_situ_beta, linear_beta=config.activation_situ_linear_beta)
-    return partial(_glu, ACT2FN[config.hidden_act])
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Compute `[..., width]` for gate and up projection of that shape."""
+        return situ(gate, up, self.beta, self.linear_beta) if self.of_gate is None else self.of_gate(gate) * up
 
 
 def _for_kimi_linear(config: AttnResKimiK3Config) -> AttnResKimiK3Config:
@@ -499,7 +502,7 @@ class KimiK3MLP(kimi_linear.KimiLinearMLP):
 
     def __init__(self, config: AttnResKimiK3Config, intermediate_size: int | None = None):
         super().__init__(_for_kimi_linear(config), intermediate_size)
-        self.config, self.act_fn = config, gated_activation(config)
+        self.config, self.act_fn = config, KimiK3Activation(config)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute `[..., hidden]` for an input of that shape."""
@@ -514,7 +517,7 @@ class KimiK3Experts(kimi_linear.KimiLinearExperts):
         latent = _for_kimi_linear(config)
         latent.hidden_size = config.routed_expert_hidden_size or config.hidden_size
         super().__init__(latent)
-        self.act_fn = gated_activation(config)
+        self.act_fn = KimiK3Activation(config)
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
         """Compute the activation `[tokens, width]` for `[tokens, 2 width]`; the implementations of experts call it."""
@@ -639,7 +642,7 @@ class AttnResKimiK3PreTrainedModel(AttnResPreTrainedModel):
                     else:
                         state_dict |= load_state_dict(file)
             if state_dict is not None:
-                state_dict = read_release(model.config, state_dict)
+                state_dict = read_release(model.config, state_dict, not isinstance(model, AttnResKimiK3Model))
             return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *args)
 
 
@@ -833,7 +836,7 @@ def _in_words(names: Iterable[str], limit: int = 3) -> str:
     return ", ".join(f"`{name}`" for name in names[:limit]) + more
 
 
-def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any]) -> dict[str, Any]:
+def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_head: bool = True) -> dict[str, Any]:
     """Return the text model's tensors of a released checkpoint, checked, with packed experts in decoded form.
 
     Tensors of a vision part and layers beyond the last one, of multi-token prediction, are left out and named once.
@@ -842,6 +845,7 @@ def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any]) -> dic
     Args:
         config: the model's configuration. The shape of the checkpoint's `A_log` is noted there, for saving.
         tensors: tensors, or slices of safetensors files, by name.
+        has_head: whether `lm_head` is needed, too.
 
     Raises:
         ValueError: a tensor is missing, has another shape or dtype than it must have, or is packed where no rule
@@ -865,10 +869,8 @@ def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any]) -> dic
         parts = ", ".join(f"{part}: {count} tensors" for part, count in sorted(left_out.items()))
         logger.warning(f"Left out of the checkpoint, because the text model has no such part: {parts}.")
 
-    # A checkpoint of the decoder without a head may lack the beginning of the names.
-    start = "" if any(name.startswith("model.") for name in text) else "model."
-    shapes = {name.removeprefix(start): shape for name, shape in released_shapes(config).items()}
-    if start:
+    shapes = released_shapes(config)
+    if not has_head:
         shapes.pop("lm_head.weight", None)
     missing, result = [], {}
     for name, shape in shapes.items():

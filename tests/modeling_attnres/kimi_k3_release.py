@@ -140,7 +140,8 @@ def shapes(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             result[f"{moe}.routed_expert_up_proj.weight"] = (hidden, latent)
             if fields.get("latent_moe_use_norm"):
                 result[f"{moe}.routed_expert_norm.weight"] = (latent,)
-        result |= mlp(f"{moe}.shared_experts", width * fields["num_shared_experts"])
+        if fields["num_shared_experts"]:
+            result |= mlp(f"{moe}.shared_experts", width * fields["num_shared_experts"])
         for expert in range(fields["num_experts"]):
             result |= {f"{moe}.experts.{expert}.{w}.weight": (width, latent or hidden) for w in ("w1", "w3")}
             result[f"{moe}.experts.{expert}.w2.weight"] = (latent or hidden, width)
