@@ -1,14 +1,14 @@
 """Named configurations: directories with a `config.json`, and their loader.
 
 Each directory is one model: `attnres-tiny` for tests and demos, the five models of the paper's scaling table, and
-`attnres-48b-a3b`. The README beside this file tabulates them. The override `residual_connection="standard"` gives the
-baseline of each.
+`attnres-48b-a3b`; `attnres-k3-tiny` and `kimi-k3` are Kimi K3, small and as released. The README beside this file
+tabulates them. The override `residual_connection="standard"` gives the baseline of each.
 """
 
 import json
 from dataclasses import fields
 
-from attnres import CONNECTIONS, AttnResConfig
+from attnres import CONNECTIONS, AttnResConfig, AttnResKimiK3Config
 from attnres.attention_gate_attnres import GATE_FIELDS
 from attnres.utils.packaged import configuration_names, configurations
 from attnres.utils.wording import did_you_mean
@@ -30,7 +30,7 @@ def load(name: str, **overrides) -> AttnResConfig:
 
     Args:
         name: One of [`names`].
-        overrides: Fields of [`AttnResConfig`] and their values. A smaller `num_hidden_layers` keeps the first layers:
+        overrides: Fields of the configuration and their values. A smaller `num_hidden_layers` keeps the first layers:
             it also cuts `layer_types` and `mlp_layer_types`, unless they are overridden too. A larger one needs both
             lists, since the pattern of the new layers is not known. An override changes no other field.
 
@@ -39,7 +39,7 @@ def load(name: str, **overrides) -> AttnResConfig:
 
     Raises:
         ValueError: The name is unknown, a field is unknown (a misspelt one would otherwise be stored and have no
-            effect), or `AttnResConfig` refuses a value.
+            effect), or the configuration refuses a value.
 
     ```python
     >>> from attnres.configuration import load
@@ -51,21 +51,29 @@ def load(name: str, **overrides) -> AttnResConfig:
     if name not in known_names:
         hint = did_you_mean(name, known_names, otherwise_all=False)
         raise ValueError(f"There is no configuration {name!r}; the configurations are {', '.join(known_names)}.{hint}")
-    _check_fields(overrides)
     config = json.loads((configurations() / name / "config.json").read_text(encoding="utf-8"))
+    is_kimi_k3 = config["model_type"] == AttnResKimiK3Config.model_type
+    config_class = AttnResKimiK3Config if is_kimi_k3 else AttnResConfig
+    _check_fields(overrides, config_class)
+    config = config_class.fields_of_file(config)
     if "num_hidden_layers" in overrides:
-        for field in _PER_LAYER_FIELDS:
+        for field in {*_PER_LAYER_FIELDS} & config.keys():
             config[field] = config[field][: overrides["num_hidden_layers"]]
-    return AttnResConfig(**{**config, **overrides})
+    # A field may have two names, of `transformers` and of the released model.
+    names_of_fields = config_class.attribute_map
+    replaced = {names_of_fields.get(field, field) for field in overrides}
+    config = {field: value for field, value in config.items() if names_of_fields.get(field, field) not in replaced}
+    return config_class(**config, **overrides)
 
 
-def _check_fields(overrides: dict) -> None:
+def _check_fields(overrides: dict, config_class: type[AttnResConfig]) -> None:
     """Raise ValueError if an override is neither a field of the configuration nor one of `_SETTINGS`."""
-    known_fields = {field.name for field in fields(AttnResConfig)} | {*_SETTINGS}
+    known_fields = {field.name for field in fields(config_class)} | {*_SETTINGS}
     known_fields.update(GATE_FIELDS, *(connection.fields for connection in CONNECTIONS.values()))
     for field in overrides:
         if field not in known_fields:
-            raise ValueError(f"`{field}` is not a field of `AttnResConfig`.{did_you_mean(field, sorted(known_fields))}")
+            hint = did_you_mean(field, sorted(known_fields))
+            raise ValueError(f"`{field}` is not a field of `{config_class.__name__}`.{hint}")
 
 
 __all__ = ["ParameterCount", "count_parameters", "load", "names"]

@@ -6,7 +6,7 @@ connections and the backbones by name.
 
 import difflib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,9 +208,14 @@ class ResidualConfig(AttnResFields, HighwayFields, HyperConnectionsFields, MHCFi
         """Read a configuration as `transformers` does; a backbone's checkpoint gets the family's model type."""
         # Otherwise `transformers` would warn that the two model types differ.
         fields, kwargs = super().get_config_dict(*args, **kwargs)
+        cls.check_file(fields)
         if fields.get("model_type") == cls.backbone:
             fields["model_type"] = cls.model_type
         return fields, kwargs
+
+    @classmethod
+    def check_file(cls, fields: Mapping[str, Any]) -> None:
+        """Raise `ValueError` if the fields of a `config.json` are those of a model that this class cannot describe."""
 
     @classmethod
     def fields_of_file(cls, fields: dict[str, Any]) -> dict[str, Any]:
@@ -245,11 +250,54 @@ def register(connection: type[ResidualConnection]) -> None:
         setattr(ResidualConfig, field, default)
 
 
+# Fields of Kimi K3 that change what Kimi Linear computes.
+_OF_KIMI_K3 = ("activation_situ_beta", "latent_moe_use_norm", "mla_use_output_gate", "routed_expert_hidden_size")
+_OF_KIMI_K3_LINEAR = ("gate_lower_bound", "use_full_rank_gate")
+
+
+def is_kimi_k3(fields: Mapping[str, Any]) -> bool:
+    """Return whether fields of a `config.json` are those of Kimi K3, though it may name Kimi Linear's model type.
+
+    The text model of a release names `kimi_linear`, and Kimi Linear would ignore what makes it Kimi K3.
+
+    Args:
+        fields: of the file, with `model_type` if it has one. A composite model has the text model's in `text_config`.
+    """
+    if fields.get("model_type") == "kimi_k3":
+        return True
+    text = fields.get("text_config")
+    if isinstance(text, Mapping) and is_kimi_k3(text):
+        return True
+    linear = fields.get("linear_attn_config")
+    linear = linear if isinstance(linear, Mapping) else {}
+    is_counted_in_layers = fields.get("model_type") == "kimi_linear" and bool(fields.get("attn_res_block_size"))
+    names = [name for name in _OF_KIMI_K3 if fields.get(name)]
+    names += [name for name in _OF_KIMI_K3_LINEAR if linear.get(name)]
+    return bool(names) or fields.get("hidden_act") == "situ" or is_counted_in_layers
+
+
 class AttnResConfig(ResidualConfig, KimiLinearConfig):
     """Configuration of AttnRes on Kimi Linear: all fields of [`KimiLinearConfig`] and of [`ResidualConfig`]."""
 
     model_type = "attnres"
     backbone = "kimi_linear"
+
+    def __post_init__(self, **kwargs):
+        self.check_file({"hidden_act": self.hidden_act} | kwargs)
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def check_file(cls, fields: Mapping[str, Any]) -> None:
+        """Check that the fields are not those of Kimi K3, which this model would ignore.
+
+        Raises:
+            ValueError: they are.
+        """
+        if is_kimi_k3(fields):
+            raise ValueError(
+                "these are fields of Kimi K3, and a Kimi Linear model would ignore them. Load it by "
+                "`AttnResKimiK3ForCausalLM.from_pretrained`, or by `AttnResKimiK3Config`."
+            )
 
     def check_fields(self) -> None:
         """Check all fields of the family, and those of Kimi Linear whose mistakes would show late or not at all.

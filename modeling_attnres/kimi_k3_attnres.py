@@ -231,6 +231,10 @@ class AttnResKimiK3Config(AttnResConfig):
         ]
 
     @classmethod
+    def check_file(cls, fields: Mapping[str, Any]) -> None:
+        """Accept the fields of Kimi K3."""
+
+    @classmethod
     def fields_of_file(cls, fields: Mapping[str, Any], fill: bool = True) -> dict[str, Any]:
         """Return the fields of a released `config.json` as arguments of this class.
 
