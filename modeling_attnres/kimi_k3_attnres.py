@@ -889,8 +889,11 @@ def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_he
                     f"`{prefix}{name}` has the shape {list(shape_of(tensor))}, but must have {list(shape)}. Use the "
                     "checkpoint's own config.json."
                 )
-        elif not name.endswith(("layers.0.self_attention_res_proj.weight", "layers.0.self_attention_res_norm.weight")):
-            missing.append(prefix + name)  # the pair of the first layer is never used, and some programs omit it
+        elif name.startswith("model.layers.0.self_attention_res_"):
+            # The first layer reads the embedding alone, and some programs omit its pair.
+            result[name] = torch.zeros(shape) if "_proj" in name else torch.ones(shape)
+        else:
+            missing.append(prefix + name)
     packed = [prefix + name for name in text if name.endswith(_OF_QUANTIZED)]
     if packed:
         raise ValueError(
