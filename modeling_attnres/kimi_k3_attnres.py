@@ -285,6 +285,8 @@ class AttnResKimiK3Config(AttnResConfig):
             if flat["attn_res_block_size"] is None:
                 flat.setdefault("residual_connection", "standard")
         flat.pop("model_type", None)
+        # The released names are no classes here. `to_dict` writes them.
+        flat["architectures"] = ["AttnResKimiK3ForCausalLM"]
         return flat | layout | ({"model_type": cls.model_type} if fill else {})
 
     @classmethod

@@ -21,6 +21,7 @@ SCALING_TABLE = {
     "attnres-528m": (528, 524.9),
 }
 NAMES = tuple(sorted([*SCALING_TABLE, "attnres-48b-a3b", "attnres-tiny"]))
+KIMI_K3 = ("attnres-k3-tiny", "kimi-k3")
 
 README = Path(__file__).parents[2] / "configuration" / "README.md"
 
@@ -72,7 +73,7 @@ def full_attention_layers(config: AttnResConfig) -> list[int]:
 
 
 def test_the_names_are_the_names_of_the_directories():
-    assert names() == NAMES
+    assert names() == tuple(sorted([*NAMES, *KIMI_K3]))
 
 
 @every_name
