@@ -439,6 +439,15 @@ def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Te
     Returns:
         `[..., width]` in the dtype of `gate`.
     """
+    # Transforms and tracers need plain operations, and a compiler fuses them by itself.
+    is_transformed = torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    if is_transformed or torch.jit.is_tracing() or torch.compiler.is_compiling():
+        return _plain_situ(gate, up, beta, linear_beta)
+    return _SiTU.apply(gate, up, beta, linear_beta)
+
+
+def _plain_situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
+    """Compute SiTU as the formula says it."""
     dtype = gate.dtype
     wide = torch.promote_types(dtype, torch.float32)
     gate, up = gate.to(wide), up.to(wide)
@@ -446,6 +455,42 @@ def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Te
     if linear_beta is not None:
         up = linear_beta * torch.tanh(up / linear_beta)
     return (gate * up).to(dtype)
+
+
+class _SiTU(torch.autograd.Function):
+    """SiTU in few passes over memory. For its own backward pass it keeps gate and up, and nothing in between."""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.betas = beta, linear_beta
+        wide = torch.promote_types(gate.dtype, torch.float32)
+        gate_in, up_in = gate.to(wide), up.to(wide)
+        result = torch.div(gate_in, beta).tanh_().mul_(torch.sigmoid(gate_in))
+        if linear_beta is None:
+            return result.mul_(up_in).mul_(beta).to(gate.dtype)
+        return result.mul_(torch.div(up_in, linear_beta).tanh_()).mul_(beta * linear_beta).to(gate.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        gate, up = ctx.saved_tensors
+        beta, linear_beta = ctx.betas
+        if torch.is_grad_enabled():  # for second derivatives, differentiate the formula
+            _, derivative = torch.func.vjp(lambda gate, up: _plain_situ(gate, up, beta, linear_beta), gate, up)
+            return *derivative(grad), None, None
+        wide = torch.promote_types(gate.dtype, torch.float32)
+        gate_in, grad_in = gate.to(wide), grad.to(wide)
+        tanh, sigmoid = torch.div(gate_in, beta).tanh_(), torch.sigmoid(gate_in)
+        bounded = up.to(wide) if linear_beta is None else torch.div(up.to(wide), linear_beta).tanh_()
+        # d(b tanh(x / b) s(x)) = s (1 - tanh^2) + b tanh s (1 - s) = s (1 - tanh^2 + b tanh (1 - s))
+        slope = torch.addcmul(tanh * beta, tanh, sigmoid, value=-beta)
+        slope.addcmul_(tanh, tanh, value=-1).add_(1).mul_(sigmoid).mul_(bounded).mul_(grad_in)
+        if linear_beta is None:
+            return slope.to(gate.dtype), tanh.mul_(sigmoid).mul_(grad_in).mul_(beta).to(up.dtype), None, None
+        # d(l tanh(u / l)) = 1 - tanh^2
+        of_up = tanh.mul_(sigmoid).mul_(grad_in).mul_(beta)
+        of_up.addcmul_(of_up * bounded, bounded, value=-1)
+        return slope.mul_(linear_beta).to(gate.dtype), of_up.to(up.dtype), None, None
 
 
 class KimiK3Activation(nn.Module):

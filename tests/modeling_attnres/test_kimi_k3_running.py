@@ -291,6 +291,17 @@ def test_situ_is_its_formula_in_every_dtype_with_its_gradients(dtype, linear_bet
         torch.testing.assert_close(actual.double(), reference, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("linear_beta", [25.0, None])
+def test_situ_has_second_derivatives_and_works_in_transforms(linear_beta):
+    inputs = [torch.randn(9, generator=torch.Generator().manual_seed(i)).double().requires_grad_() for i in range(2)]
+    assert torch.autograd.gradgradcheck(lambda gate, up: situ(gate, up, 4.0, linear_beta), inputs)
+    gate, up = (x.detach() for x in inputs)
+    result, tangent = torch.func.jvp(lambda x: situ(x, up, 4.0, linear_beta), (gate,), (torch.ones(9).double(),))
+    assert torch.equal(torch.func.vmap(lambda x, y: situ(x, y, 4.0, linear_beta))(gate, up), result)
+    situ(inputs[0], inputs[1], 4.0, linear_beta).sum().backward()
+    torch.testing.assert_close(tangent, inputs[0].grad)
+
+
 # ---- Named configurations
 
 
