@@ -443,7 +443,9 @@ def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Te
     is_transformed = torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
     if is_transformed or torch.jit.is_tracing() or torch.compiler.is_compiling():
         return _plain_situ(gate, up, beta, linear_beta)
-    return _SiTU.apply(gate, up, beta, linear_beta)
+    if torch.is_grad_enabled():
+        return _SiTU.apply(gate, up, beta, linear_beta)
+    return _fast_situ(gate, up, beta, linear_beta)
 
 
 def _plain_situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
@@ -457,6 +459,25 @@ def _plain_situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None
     return (gate * up).to(dtype)
 
 
+def _fast_situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
+    """Compute SiTU in few passes over memory."""
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    gate_in, up_in = gate.to(wide), up.to(wide)
+    result = _tanh(gate_in, beta).mul_(torch.sigmoid(gate_in))
+    if linear_beta is None:
+        return result.mul_(up_in).mul_(beta).to(gate.dtype)
+    return result.mul_(_tanh(up_in, linear_beta)).mul_(beta * linear_beta).to(gate.dtype)
+
+
+def _tanh(x: Tensor, scale: float) -> Tensor:
+    """Compute `tanh(x / scale)` in a new tensor, as exactly as `torch.tanh` but faster on a CPU."""
+    if x.device.type != "cpu":
+        return torch.div(x, scale).tanh_()
+    # tanh(y) = e / (e + 2) with e = exp(2 y) - 1, which has no cancellation near zero. Beyond 40 it is 1.
+    exponential = torch.mul(x, 2 / scale).clamp_max_(80).expm1_()
+    return exponential.div_(exponential + 2)
+
+
 class _SiTU(torch.autograd.Function):
     """SiTU in few passes over memory. For its own backward pass it keeps gate and up, and nothing in between."""
 
@@ -464,12 +485,7 @@ class _SiTU(torch.autograd.Function):
     def forward(ctx, gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.betas = beta, linear_beta
-        wide = torch.promote_types(gate.dtype, torch.float32)
-        gate_in, up_in = gate.to(wide), up.to(wide)
-        result = torch.div(gate_in, beta).tanh_().mul_(torch.sigmoid(gate_in))
-        if linear_beta is None:
-            return result.mul_(up_in).mul_(beta).to(gate.dtype)
-        return result.mul_(torch.div(up_in, linear_beta).tanh_()).mul_(beta * linear_beta).to(gate.dtype)
+        return _fast_situ(gate, up, beta, linear_beta)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -480,8 +496,8 @@ class _SiTU(torch.autograd.Function):
             return *derivative(grad), None, None
         wide = torch.promote_types(gate.dtype, torch.float32)
         gate_in, grad_in = gate.to(wide), grad.to(wide)
-        tanh, sigmoid = torch.div(gate_in, beta).tanh_(), torch.sigmoid(gate_in)
-        bounded = up.to(wide) if linear_beta is None else torch.div(up.to(wide), linear_beta).tanh_()
+        tanh, sigmoid = _tanh(gate_in, beta), torch.sigmoid(gate_in)
+        bounded = up.to(wide) if linear_beta is None else _tanh(up.to(wide), linear_beta)
         # d(b tanh(x / b) s(x)) = s (1 - tanh^2) + b tanh s (1 - s) = s (1 - tanh^2 + b tanh (1 - s))
         slope = torch.addcmul(tanh * beta, tanh, sigmoid, value=-beta)
         slope.addcmul_(tanh, tanh, value=-1).add_(1).mul_(sigmoid).mul_(bounded).mul_(grad_in)

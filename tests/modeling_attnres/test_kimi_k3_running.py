@@ -291,6 +291,18 @@ def test_situ_is_its_formula_in_every_dtype_with_its_gradients(dtype, linear_bet
         torch.testing.assert_close(actual.double(), reference, rtol=tolerance, atol=tolerance)
 
 
+@torch.no_grad()
+def test_situ_is_exact_at_all_sizes():
+    sizes = torch.tensor([1e-30, 1e-8, 1e-3, 0.1, 1.0, 30.0, 1e3, 1e30]).double()
+    gate = torch.cat((sizes, -sizes)).float()
+    up = torch.cat((-sizes, sizes)).flip(0).float()
+    bounded = 4 * torch.tanh(gate.double() / 4) * torch.sigmoid(gate.double())
+    expected = bounded * 25 * torch.tanh(up.double() / 25)
+    actual = situ(gate, up, 4.0, 25.0).double()
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-37)
+    assert situ(torch.tensor([float("nan")]), torch.tensor([1.0]), 4.0, 25.0).isnan()
+
+
 @pytest.mark.parametrize("linear_beta", [25.0, None])
 def test_situ_has_second_derivatives_and_works_in_transforms(linear_beta):
     inputs = [torch.randn(9, generator=torch.Generator().manual_seed(i)).double().requires_grad_() for i in range(2)]
