@@ -25,8 +25,9 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 from transformers.integrations import get_reporting_integration_callbacks
 
-from attnres import ResidualConfig
+from attnres import AttnResConfig, ResidualConfig
 from attnres.configuration import load, names
+from attnres.configuration_attnres import is_kimi_k3
 from attnres.conversion import retrofit
 from attnres.conversion.family import retrofit_config
 from attnres.conversion.whole import load_whole
@@ -181,6 +182,12 @@ def check_model_config(recipe: Recipe, name: str, tokenizer: PreTrainedTokenizer
             config = AutoConfig.from_pretrained(recipe.model, trust_remote_code=False, **recipe.config)
     except (StrictDataclassError, TypeError, ValueError) as error:
         raise ValueError(f"`config` of the recipe does not fit {recipe.model}: {error}") from error
+    if config.model_type == AttnResConfig.backbone and is_kimi_k3(config.to_dict()):
+        # `transformers` maps the model type to plain Kimi Linear, which ignores these fields.
+        raise ValueError(
+            f"{recipe.model} holds the text model of Kimi K3 alone, and by its config.json it would load as plain Kimi "
+            f"Linear. Convert it by `attnres convert {recipe.model} DIR`, and give model=DIR."
+        )
     if recipe.retrofit is not None:
         try:
             retrofit_config(config, **recipe.retrofit)
