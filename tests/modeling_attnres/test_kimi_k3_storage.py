@@ -403,5 +403,5 @@ def test_the_code_of_kimi_k3_does_not_travel_with_other_models(tiny_model, tmp_p
 def test_training_refuses_a_release_that_would_load_as_kimi_linear(tmp_path, fields):
     (tmp_path / "config.json").write_text(json.dumps(fields))
     recipe = SimpleNamespace(model=str(tmp_path), config={}, retrofit=None, lora=None)
-    with pytest.raises(ValueError, match="text model of Kimi K3 alone.* `attnres convert"):
+    with pytest.raises(ValueError, match=r"text model of Kimi K3 alone.* `attnres convert"):
         check_model_config(recipe, "finetune", None)
