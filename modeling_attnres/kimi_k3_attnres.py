@@ -693,8 +693,12 @@ class AttnResKimiK3PreTrainedModel(AttnResPreTrainedModel):
 
     @staticmethod
     def _load_pretrained_model(
-        model: PreTrainedModel, state_dict: Mapping[str, Any] | None, checkpoint_files: list[str] | None, *args: Any
-    ):
+        model: PreTrainedModel,
+        state_dict: Mapping[str, Any] | None,
+        checkpoint_files: list[str] | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Check a checkpoint's tensors and decode packed ones, then load as `transformers` does.
 
         The name is private, but the only place between the files, which may come from the Hub, and the weights.
@@ -710,7 +714,7 @@ class AttnResKimiK3PreTrainedModel(AttnResPreTrainedModel):
                         state_dict |= load_state_dict(file)
             if state_dict is not None:
                 state_dict = read_release(model.config, state_dict, not isinstance(model, AttnResKimiK3Model))
-            return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *args)
+            return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
 
 
 class AttnResKimiK3Model(AttnResKimiK3PreTrainedModel, AttnResModel):
