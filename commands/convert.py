@@ -11,11 +11,12 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from attnres import ResidualConfig
+from attnres import AttnResKimiK3Config, ResidualConfig
 from attnres.commands.connections import remark_on_blocks
 from attnres.conversion.cards import CardSubject, add_step, linked, new_card, on_hub, write_card
 from attnres.conversion.checkpoint import find, show_bytes
-from attnres.conversion.convert import Plan, write
+from attnres.conversion.convert import Plan, plan_kimi_k3, plan_release, write
+from attnres.conversion.kimi_k3 import count_parameters, is_packed, model_class, refuse_options
 from attnres.conversion.side_files import TOKENIZER_FILES
 from attnres.conversion.source import ConversionSource, open_source
 from attnres.conversion.verify import MAX_CHARACTERS, PROMPTS, FunctionComparison, compare, missing_memory
@@ -40,6 +41,8 @@ def run_convert(
     overwrite: bool = False,
     trust_remote_code: bool = False,
     num_blocks: int | None = None,
+    flags: Sequence[str] = (),
+    back: str | None = None,
 ) -> None:
     """Convert the directory or Hub repository `source` into the directory `target`.
 
@@ -54,6 +57,8 @@ def run_convert(
         overwrite: Whether to replace a model at `target`.
         trust_remote_code: Whether to copy code that came with the source, such as the code of its tokenizer.
         num_blocks: The number of blocks that the user gave. A note is printed if the result has another number.
+        flags: The options of a retrofit that the user gave, such as `--block-size`. Kimi K3 takes none.
+        back: `standard` or `released` to undo a conversion.
 
     Raises:
         OSError, RuntimeError, ValueError: The conversion failed and left nothing behind. The message names the file,
@@ -69,9 +74,13 @@ def run_convert(
         with TemporaryDirectory(dir=stage) as scratch:
             with status(console, "Reading the checkpoint ..."):
                 opened = open_source(folder, Path(scratch))
+            refuse_options(flags, back, opened.config, folder)
+            if isinstance(opened.config, AttnResKimiK3Config):
+                make_plan = plan_kimi_k3 if back is None else plan_release
             plan = make_plan(opened)
             console.print(_describe(plan))
-            if isinstance(plan.config, ResidualConfig) and (remark := remark_on_blocks(plan.config, num_blocks)):
+            is_member = isinstance(plan.config, ResidualConfig)
+            if is_member and not plan.is_release and (remark := remark_on_blocks(plan.config, num_blocks)):
                 console.print(f"Note: {remark}")
             with _progress(console) as progress:
                 task = progress.add_task("linking" if hard_link else "copying", total=plan.num_bytes)
@@ -82,7 +91,7 @@ def run_convert(
             for note in notes:
                 console.print(shown(note))
         comparison = _verify(console, plan, stage, verify, texts)
-        if isinstance(plan.config, ResidualConfig):
+        if isinstance(plan.config, ResidualConfig) and not plan.is_release:
             _write_card(plan, stage, source, target.name, comparison)
     console.print(f"Written to [bold]{shown(str(target))}[/].")
 
@@ -138,6 +147,9 @@ def _write_card(plan: Plan, stage: Path, source: str, name: str, comparison: Fun
     folder, config = plan.checkpoint.folder, plan.config
     hub_id, commit = on_hub(folder, source)
     changed = "Retrofit" if plan.added else "Other options for the residual connections"
+    if isinstance(config, AttnResKimiK3Config):
+        packed = ", experts packed as MXFP4" if is_packed(plan.checkpoint) else ""
+        changed = f"Kimi K3 for the Auto classes (every tensor byte for byte{packed})"
     gate = f", attention gated ({config.attention_gate})" if config.attention_gate else ""
     parts = [
         f"**{changed}** of {linked(hub_id, str(folder), commit)} by `attnres convert`: "
@@ -170,12 +182,15 @@ def _verify(
     if verify is None and getattr(plan.config, "quantization_config", None) is not None:
         console.print("Not verified: quantised weights need further packages. --verify compares nevertheless.")
         return None
-    lacking = missing_memory(sum(math.prod(entry.shape) for entry in plan.checkpoint.entries.values()))
+    is_kimi_k3 = isinstance(plan.config, AttnResKimiK3Config)
+    entries = plan.checkpoint.entries.values()
+    lacking = missing_memory(count_parameters(plan.config) if is_kimi_k3 else sum(math.prod(e.shape) for e in entries))
     if verify is None and lacking:
         console.print(f"Not verified: {show_bytes(lacking)} more memory is needed. --verify compares nevertheless.")
         return None
     with status(console, "Comparing the two models on text ..."):
-        comparison = compare(plan.checkpoint.folder, stage, texts)
+        by_class = model_class(plan.has_head) if is_kimi_k3 else None
+        comparison = compare(plan.checkpoint.folder, stage, texts, by_class)
     label = "Verified" if comparison.is_same else "Not the same"
     without = f", without the {counted(len(plan.unread), 'tensor')} that no model reads" if plan.unread else ""
     console.print(f"{label}: {comparison}{without}")

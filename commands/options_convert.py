@@ -30,6 +30,7 @@ class Undone(StrEnum):
     """The results of undoing a retrofit."""
 
     standard = "standard"
+    released = "released"
 
 
 def help_of(option: str, text: str) -> str:
@@ -69,7 +70,10 @@ def convert(
             help="Set a field of the connection or of gated attention, such as attention_gate=sdpa; may be repeated.",
         ),
     ] = None,
-    to: Annotated[Undone | None, typer.Option(help="`standard` undoes a retrofit that is not trained yet.")] = None,
+    to: Annotated[
+        Undone | None,
+        typer.Option(help="`standard` undoes a retrofit that is not trained yet; `released`: a conversion of Kimi K3."),
+    ] = None,
     set_block_size: Annotated[
         int | None, typer.Option(min=1, help="Change the blocks of an AttnRes model, if its function stays the same.")
     ] = None,
@@ -90,15 +94,17 @@ def convert(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Retrofit a pretrained decoder exactly, or undo a retrofit.
+    """Retrofit a pretrained decoder exactly, or undo a retrofit. Make a released Kimi K3 load by the Auto classes.
 
     The result computes the same function as the decoder with the same weights, and you can train it.
+    A conversion of Kimi K3 keeps every byte of the weights, also packed experts and the vision part.
 
     attnres convert meta-llama/Llama-3.2-1B llama-attnres --num-blocks 8
     attnres convert my-model my-model-hc --residual identity_hc --streams 4
     attnres convert my-model my-model-gated --set attn_res_gated=true --set attn_res_query=input_dependent
     attnres convert llama-attnres regrouped --set-block-size 2
     attnres convert llama-attnres llama-again --to standard
+    attnres convert kimi-k3 kimi-k3-attnres
     """
     values = {
         "block_size": block_size,
@@ -122,6 +128,9 @@ def convert(
     if unknown := [name for name in fields if name not in retrofit_fields(residual)]:
         has = ", ".join(retrofit_fields(residual))
         raise typer.BadParameter(f"--set {unknown[0]}: --residual {residual} has no such field. It has {has}.")
+    flags = ["--residual"] if is_given else []
+    flags += [*(["--set"] if fields else []), *map(flag, options)]
+    flags += [] if set_block_size is None else ["--set-block-size"]
     if set_block_size is not None:
         plan = partial(plan_change, block_size=set_block_size)
     elif to is not None:
@@ -139,6 +148,8 @@ def convert(
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
         num_blocks=num_blocks,
+        flags=flags,
+        back=to and to.value,
     )
 
 

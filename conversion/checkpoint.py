@@ -332,6 +332,7 @@ def copy_shard(
     *,
     dropped: Collection[str] = (),
     unused: Collection[str] = (),
+    rename: Callable[[str], str] | None = None,
     on_bytes: Callable[[int], None] = lambda n: None,
 ) -> None:
     """Copy a shard byte for byte, and check its values on the way.
@@ -341,6 +342,7 @@ def copy_shard(
         target: The file to write; None to check the values only.
         dropped: The names of tensors to leave out.
         unused: The names of tensors that the model does not use. They may hold NaN.
+        rename: Returns the name that a tensor gets in the target. By default it keeps its name.
         on_bytes: A function that gets the number of bytes of each piece.
 
     Raises:
@@ -350,10 +352,10 @@ def copy_shard(
     kept = [entry for entry in shard.entries if entry.name not in dropped]
     path = target or Path(os.devnull)
     with open(shard.path, "rb") as source, explain_writing(path), path.open("wb") as sink:
-        if len(kept) == len(shard.entries):
+        if len(kept) == len(shard.entries) and rename is None:
             sink.write(source.read(shard.data_start))
         else:
-            _write_header(sink, kept, shard.metadata)
+            _write_header(sink, kept, shard.metadata, rename or str)
         for entry in kept:
             for chunk in _read(source, entry, shard.path):
                 if entry.name not in unused:
@@ -434,14 +436,18 @@ def _read(source: BinaryIO, entry: Entry, path: Path) -> Iterator[memoryview]:
         yield chunk
 
 
-def _write_header(sink: BinaryIO, entries: list[Entry], metadata: dict[str, str]) -> None:
-    """Write the header of a safetensors file that holds these tensors one after the other."""
-    header, offset = {"__metadata__": metadata}, 0
+def _write_header(sink: BinaryIO, entries: list[Entry], metadata: dict[str, str], rename: Callable[[str], str]) -> None:
+    """Write the header of a safetensors file that holds these tensors one after the other, in the library's form."""
+    header, offset = {"__metadata__": metadata} if metadata else {}, 0
     for entry in entries:
         size = entry.end - entry.start
-        header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [offset, offset + size]}
+        header[rename(entry.name)] = {
+            "dtype": entry.dtype,
+            "shape": entry.shape,
+            "data_offsets": [offset, offset + size],
+        }
         offset += size
-    text = json.dumps(header).encode()
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # the data of the format begins at a multiple of 8
     sink.write(len(text).to_bytes(8, "little") + text)
 

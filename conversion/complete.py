@@ -15,14 +15,17 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
+from attnres import AttnResKimiK3Config
+from attnres.configuration_attnres import is_kimi_k3
 from attnres.loading_attnres import check_shapes
 from attnres.residual_attnres import residual_tensors
 from attnres.utils.quiet import quiet_transformers
 
+from . import kimi_k3
 from .checkpoint import DTYPES, NAMED_WEIGHTS, Checkpoint, same_bytes
 from .sizes import check_sizes
 from .source_code import PIPELINES
-from .source_files import check_text
+from .source_files import check_text, read_object
 
 # A tensor of one expert: "model.layers.0.mlp.experts", the expert's number, and its part, such as "w1.weight".
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
@@ -45,6 +48,9 @@ def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     check_text(folder, folder / CONFIG_NAME)
     with explain_config(folder):
         check_sizes(folder / CONFIG_NAME, checkpoint)
+        if is_kimi_k3(read_object(folder / CONFIG_NAME)):
+            # Not the Auto class: the file may name Kimi Linear's model type.
+            return kimi_k3.read_kimi_k3_config(folder / CONFIG_NAME)
         # Code that came with the checkpoint is not needed: a supported backbone is one of `transformers`.
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -86,6 +92,9 @@ def empty_model(config: PreTrainedConfig, checkpoint: Checkpoint) -> PreTrainedM
         A causal language model, or its decoder if the checkpoint is that of a decoder alone.
     """
     with torch.device("meta"):
+        if isinstance(config, AttnResKimiK3Config):
+            # Not the Auto classes, which may be those of a later `transformers`.
+            return kimi_k3.model_class(kimi_k3.has_head(checkpoint, config))(config)
         model = AutoModelForCausalLM.from_config(config)
         # A decoder that was saved by itself has tensors without the prefix that they have in a model with a head.
         prefix = f"{model.base_model_prefix}."
@@ -131,6 +140,8 @@ def _check_complete(checkpoint: Checkpoint, model: PreTrainedModel, added: Colle
     entries, config = checkpoint.entries, model.config
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     unused = {name for name in entries if any(re.search(pattern, name) for pattern in ignored)}
+    if isinstance(config, AttnResKimiK3Config) and kimi_k3.has_published_names(checkpoint):
+        return kimi_k3.unused_tensors(checkpoint, config)
     _check_present(checkpoint, set(residual_tensors(model)) - entries.keys() - set(added))
     # Quantised weights have other names and shapes than their model's: their quantiser checks them.
     if getattr(config, "quantization_config", None) is not None:
@@ -158,6 +169,9 @@ def loading_report(
     Raises:
         FileNotFoundError, RuntimeError: Tensors that `transformers` merges or splits do not fit each other.
     """
+    if isinstance(model.config, AttnResKimiK3Config) and kimi_k3.has_published_names(checkpoint):
+        unused = kimi_k3.unused_tensors(checkpoint, model.config)  # raises if a tensor is missing or misshapen
+        return {"missing_keys": set(), "mismatched_keys": set(), "unexpected_keys": unused}
     _check_experts(checkpoint)
     # A tensor whose dtype is not in `DTYPES` is not a weight, so its name and shape are enough: its dtype may be wrong.
     state = {

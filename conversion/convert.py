@@ -8,7 +8,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain, count
@@ -23,7 +23,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedC
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from attnres import ResidualConfig
+from attnres import AttnResKimiK3Config, ResidualConfig
 from attnres.attention_gate_attnres import gate_tensors
 from attnres.decoder_attnres import auto_map
 from attnres.residual_attnres import ResidualConnection, residual_tensors
@@ -31,9 +31,11 @@ from attnres.residual_attnres import ResidualConnection, residual_tensors
 from .attention_gate import differs_from_ungated, is_gated
 from .checkpoint import DTYPES, Checkpoint, check_space, copy_shard, explain_writing
 from .complete import complete_model, explain_config
+from . import kimi_k3
 from .family import DEFAULT_CONNECTION, added_tensors, backbone_config, retrofit_config, start_added
 from .side_files import copy_side_files
 from .source import ConversionSource
+from .source_files import read_object
 
 ADDED_SHARD = "model-residual.safetensors"
 
@@ -50,6 +52,10 @@ class Plan:
         unused: The names of the source's tensors that its model does not read. They may hold NaN.
         difference: Why the result may compute another function than the source; None if it computes the same one.
         has_head: Whether the model is a causal language model, not a decoder by itself.
+        rename: Returns the name of a tensor in the result. By default it keeps its name.
+        texts: The texts of files to write beside the weights. One is `config.json` if `config` is not to be saved.
+        is_release: Whether the result is a release of Kimi K3, which gets neither code nor card.
+        notes: Notes for the user.
     """
 
     checkpoint: Checkpoint
@@ -59,6 +65,10 @@ class Plan:
     unused: frozenset[str] = frozenset()
     difference: str | None = None
     has_head: bool = True
+    rename: Callable[[str], str] | None = None
+    texts: Mapping[str, str] = field(default_factory=dict)
+    is_release: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def unread(self) -> list[str]:
@@ -152,6 +162,67 @@ def plan_change(source: ConversionSource, **options: Any) -> Plan:
     return Plan(source.checkpoint, config, unused=unused, has_head=_has_head(model))
 
 
+def plan_kimi_k3(source: ConversionSource) -> Plan:
+    """Plan to make a directory of a released Kimi K3 that the Auto classes load, with every tensor as it is.
+
+    A `config.json` of the text model alone becomes that of the composite model, whose tensors have a prefix.
+
+    Args:
+        source: Kimi K3, in any of the released layouts.
+
+    Raises:
+        OSError: A file is damaged.
+        ValueError: A tensor is missing, misshapen, or packed where it may not be.
+    """
+    checkpoint, config = source.checkpoint, deepcopy(source.config)
+    model, unused = complete_model(checkpoint, config)
+    has_prefix = any(name.startswith(kimi_k3.PREFIX) for name in checkpoint.entries)
+    fields = kimi_k3.loadable_config(read_object(source.folder / CONFIG_NAME))
+    texts = {CONFIG_NAME: json.dumps(fields, indent=2, ensure_ascii=False) + "\n"}
+    if not checkpoint.is_temporary:  # otherwise the result has other tensors than the source
+        texts[kimi_k3.RECORD] = kimi_k3.make_record(source.folder, not has_prefix)
+    config.auto_map = fields["auto_map"]
+    rename = None if has_prefix else kimi_k3.add_prefix
+    return Plan(checkpoint, config, unused=unused, has_head=_has_head(model), rename=rename, texts=texts)
+
+
+def plan_release(source: ConversionSource) -> Plan:
+    """Plan to undo [`plan_kimi_k3`]: the released `config.json` and tensors, without the code of this package.
+
+    Where `config.json` was changed since, or there is no record of the released one, its present fields stay.
+
+    Args:
+        source: A directory of Kimi K3.
+
+    Raises:
+        OSError: A file is damaged.
+        ValueError: A tensor is missing, misshapen, or packed where it may not be.
+    """
+    checkpoint, config = source.checkpoint, deepcopy(source.config)
+    model, unused = complete_model(checkpoint, config)
+    path, rename = source.folder / CONFIG_NAME, None
+    record = kimi_k3.read_record(source.folder)
+    if record is None:
+        fields = read_object(path)
+        fields.pop("auto_map", None)
+        text = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
+        notes = [f"{path} is not that of a conversion, so its fields stay, without the code for the Auto classes."]
+    else:
+        text, prefix = record
+        rename = kimi_k3.remove_prefix if prefix else None
+        code = kimi_k3.left_code(json.loads(text), source.folder)
+        notes = [f"{CONFIG_NAME} refers to code that lies in the source alone: {', '.join(code)}."] if code else []
+    return Plan(
+        *(checkpoint, config),
+        unused=unused,
+        has_head=_has_head(model),
+        rename=rename,
+        texts={CONFIG_NAME: text},
+        is_release=True,
+        notes=tuple(notes),
+    )
+
+
 def write(
     plan: Plan,
     target: Path,
@@ -182,20 +253,26 @@ def write(
     copied = [
         shard
         for shard in kept
-        if any(entry.name in dropped for entry in shard.entries) or not (hard_link or checkpoint.is_temporary)
+        if any(entry.name in dropped for entry in shard.entries)
+        or plan.rename is not None
+        or not (hard_link or checkpoint.is_temporary)
     ]
     check_space(target, sum(shard.path.stat().st_size for shard in copied))
     _write_configuration(plan, target)
-    notes = copy_side_files(checkpoint.folder, target, trust_remote_code)
+    is_kimi_k3 = isinstance(plan.config, AttnResKimiK3Config)
+    notes = copy_side_files(checkpoint.folder, target, trust_remote_code, has_legacy_settings=not is_kimi_k3)
 
-    names = _file_names([shard.path.name for shard in kept], bool(plan.added))
+    names = [shard.path.name for shard in kept]
+    if not is_kimi_k3:  # the files of Kimi K3 keep their names, so that a conversion can be undone
+        names = _file_names(names, bool(plan.added))
     weight_map = {}  # tensor -> file
     for shard, name in zip(kept, names):
         if shard not in copied and not checkpoint.is_temporary:
             # Link before the values are checked: an error is raised before a large file is read.
             _link(shard.path, target / name)
         destination = target / name if shard in copied else None
-        copy_shard(shard, destination, dropped=dropped, unused=plan.unused, on_bytes=on_bytes)
+        options = {"dropped": dropped, "unused": plan.unused, "rename": plan.rename}
+        copy_shard(shard, destination, **options, on_bytes=on_bytes)
         if shard not in copied and checkpoint.is_temporary:
             shard.path.rename(target / name)
         held = (entry.name for entry in shard.entries if entry.name not in dropped)
@@ -208,15 +285,24 @@ def write(
     for name in names if checkpoint.is_temporary else names[len(kept) :]:
         shutil.copymode(target / CONFIG_NAME, target / name)
 
-    if names != [SAFE_WEIGHTS_NAME]:
+    is_published = is_kimi_k3 and not checkpoint.is_temporary
+    index_path = checkpoint.folder / SAFE_WEIGHTS_INDEX_NAME
+    if is_published and plan.rename is None and index_path.exists():
+        shutil.copyfile(index_path, target / SAFE_WEIGHTS_INDEX_NAME)
+    elif names != [SAFE_WEIGHTS_NAME]:
         sizes = {entry.name: entry.end - entry.start for entry in checkpoint.entries.values()}
         sizes |= {name: tensor.nbytes for name, tensor in plan.added.items()}
+        rename = plan.rename or str
         index = {
             "metadata": {"total_size": sum(map(sizes.get, weight_map))},
-            "weight_map": dict(sorted(weight_map.items())),
+            "weight_map": {rename(name): file for name, file in sorted(weight_map.items())},
         }
+        if is_published and index_path.exists():
+            # The order of its tensors and its metadata stay.
+            index = read_object(index_path)
+            index["weight_map"] = {rename(name): file for name, file in index["weight_map"].items()}
         (target / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
-    return notes
+    return [*plan.notes, *notes]
 
 
 def _read_member(source: ConversionSource) -> tuple[ResidualConfig, PreTrainedModel, frozenset[str]]:
@@ -285,6 +371,12 @@ def _link(source: Path, target: Path) -> None:
 def _write_configuration(plan: Plan, target: Path) -> None:
     """Write `config.json` and, for a member of the family, the code that loads it."""
     config = plan.config
+    for name, text in plan.texts.items():
+        (target / name).write_text(text, encoding="utf-8")
+    if isinstance(config, AttnResKimiK3Config):
+        if not plan.is_release:
+            custom_object_save(kimi_k3.model_class(plan.has_head), target)
+        return
     model_class = (MODEL_FOR_CAUSAL_LM_MAPPING if plan.has_head else MODEL_MAPPING)[type(config)]
     config.architectures = [model_class.__name__]
     if isinstance(config, ResidualConfig):
@@ -293,4 +385,4 @@ def _write_configuration(plan: Plan, target: Path) -> None:
     config.save_pretrained(target)
 
 
-__all__ = ["Plan", "plan_change", "plan_retrofit", "plan_standard", "write"]
+__all__ = ["Plan", "plan_change", "plan_kimi_k3", "plan_release", "plan_retrofit", "plan_standard", "write"]

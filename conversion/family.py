@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from attnres import BACKBONES, CONNECTIONS, AttnResConfig, ResidualConfig, ResidualConnection
+from attnres import BACKBONES, CONNECTIONS, AttnResConfig, AttnResKimiK3Config, ResidualConfig, ResidualConnection
 from attnres.attention_gate_attnres import GATE_FIELDS, gate_tensors
 from attnres.residual_attnres import ResidualNorm, residual_tensors
 
@@ -36,6 +36,10 @@ def member_config(config: PreTrainedConfig) -> ResidualConfig:
     Raises:
         ValueError: The backbone is not supported, or the decoder has other residual connections already.
     """
+    if isinstance(config, AttnResKimiK3Config):
+        raise ValueError(
+            "the model is Kimi K3, which has attention residuals of its own: there is nothing to retrofit."
+        )
     if isinstance(config, ResidualConfig):
         if config.residual_connection != "standard":
             regroup = (

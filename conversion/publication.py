@@ -20,6 +20,7 @@ from attnres.utils.wording import counted
 from .cards import CARD, CardSubject, complete, new_card, read_card
 from .checkpoint import DTYPES, Checkpoint, open_checkpoint
 from .complete import complete_model, read_config
+from .kimi_k3 import refuse_disguised
 from .published_names import side_files, vocabularies
 from .secret_scan import find_secrets
 from .side_files import TOKENIZER_FILES
@@ -138,6 +139,7 @@ def _check_model(folder: Path) -> tuple[ResidualConfig, Checkpoint]:
     with TemporaryDirectory() as scratch:
         checkpoint = open_checkpoint(folder, Path(scratch))
         config = read_config(checkpoint)
+        refuse_disguised(folder, folder)
         if not isinstance(config, ResidualConfig):
             raise ValueError(
                 f"{folder} is of model type {config.model_type!r}, which is not of the attnres family. Use `hf upload`."

@@ -48,7 +48,9 @@ _CODE = (AUTO_MAP, PIPELINES)
 TOKENIZER_FILES = (_TOKENIZER_CONFIG, "tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
-def copy_side_files(folder: Path, target: Path, trust_remote_code: bool = False) -> list[str]:
+def copy_side_files(
+    folder: Path, target: Path, trust_remote_code: bool = False, has_legacy_settings: bool = True
+) -> list[str]:
     """Copy the side files of a model, so that `AutoTokenizer` loads the same tokenizer from the copies.
 
     Args:
@@ -57,6 +59,7 @@ def copy_side_files(folder: Path, target: Path, trust_remote_code: bool = False)
         trust_remote_code: Whether to copy the code that the files refer to. Otherwise the copies refer to no code, and
             a tokenizer that needs its code is not copied: `AutoTokenizer` might take another class for it, which gives
             other tokens.
+        has_legacy_settings: Whether `config.json` may hold settings of generation, which get a file of their own.
 
     Returns:
         Notes for the user on code, one line each.
@@ -83,7 +86,7 @@ def copy_side_files(folder: Path, target: Path, trust_remote_code: bool = False)
         shutil.copyfile(path, copy)
         if path.suffix == ".json":
             notes += _settle_code(path, copy, folder, target, trust_remote_code)
-    if not (folder / GENERATION_CONFIG_NAME).exists():
+    if has_legacy_settings and not (folder / GENERATION_CONFIG_NAME).exists():
         _copy_legacy_generation_config(folder, target)
         path = target / GENERATION_CONFIG_NAME
         notes += _settle_code(path, path, folder, target, trust_remote_code)

@@ -13,7 +13,14 @@ import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import MODEL_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    MODEL_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 
 from attnres.utils.quiet import quiet_transformers
 
@@ -67,13 +74,19 @@ class FunctionComparison:
         )
 
 
-def compare(source: str | os.PathLike, result: str | os.PathLike, texts: Sequence[str] = PROMPTS) -> FunctionComparison:
+def compare(
+    source: str | os.PathLike,
+    result: str | os.PathLike,
+    texts: Sequence[str] = PROMPTS,
+    model_class: type[PreTrainedModel] | None = None,
+) -> FunctionComparison:
     """Run both models on texts in float32, and compare their logits. Quantised models run as they are.
 
     Args:
         source: The directory of one model.
         result: The directory of the other.
         texts: The texts. Without a tokenizer, random tokens replace the built-in prompts.
+        model_class: The class to load both by. By default an Auto class, which goes by the result's configuration.
 
     Returns:
         The comparison.
@@ -83,12 +96,12 @@ def compare(source: str | os.PathLike, result: str | os.PathLike, texts: Sequenc
             is no tokenizer, and `texts` are not the built-in prompts.
     """
     with quiet_transformers():
-        vocab_size = AutoConfig.from_pretrained(source, trust_remote_code=False).vocab_size
-        config = AutoConfig.from_pretrained(result, trust_remote_code=False)
+        config_class = AutoConfig if model_class is None else model_class.config_class
+        vocab_size = config_class.from_pretrained(source, trust_remote_code=False).vocab_size
+        config = config_class.from_pretrained(result, trust_remote_code=False)
         # A source may name any class in `architectures`; the result names the one that was converted.
-        auto_class = (
-            AutoModel if config.architectures == [MODEL_MAPPING[type(config)].__name__] else AutoModelForCausalLM
-        )
+        is_decoder = model_class is None and config.architectures == [MODEL_MAPPING[type(config)].__name__]
+        auto_class = model_class or (AutoModel if is_decoder else AutoModelForCausalLM)
         sequences, result_sequences = _token_ids(source, texts), _token_ids(result, texts)
         if sequences is None and texts is not PROMPTS:
             raise ValueError(f"{source} has no tokenizer that loads here, and a text needs one.")
@@ -160,7 +173,8 @@ def _logits(folder: str | os.PathLike, sequences: Sequence[Tensor], auto_class: 
         if len(sequence) == 0:
             break
         outputs = model(sequence[None].to(model.device), use_cache=False)
-        logits.append((outputs.last_hidden_state if auto_class is AutoModel else outputs.logits)[0].float().cpu())
+        values = outputs.logits if hasattr(outputs, "logits") else outputs.last_hidden_state
+        logits.append(values[0].float().cpu())
         limit -= len(sequence)
     return logits
 

@@ -117,8 +117,11 @@ class AttnRes(ResidualConnection):
         """Return, for example, "Block AttnRes, 4 blocks of 6 sublayers (24 sublayers), scale mean"."""
         size, sublayers = block_sublayers(config), config.num_sublayers
         count = math.ceil(sublayers / size)
-        blocks = f"Block AttnRes, {count} blocks of {size} sublayers" if count > 1 else "Block AttnRes, one block"
-        return f"{'Full AttnRes' if size == 1 else blocks} ({sublayers} sublayers), scale {config.attn_res_scale}"
+        unit = config.attn_res_block_unit
+        length = f"{size} sublayers" if unit == 1 else f"{config.attn_res_block_size} layers"
+        blocks = f"Block AttnRes, {count} blocks of {length}" if count > 1 else "Block AttnRes, one block"
+        total = f"{sublayers} sublayers" if unit == 1 else f"{sublayers // unit} layers"
+        return f"{'Full AttnRes' if size == 1 else blocks} ({total}), scale {config.attn_res_scale}"
 
     @classmethod
     def plan_retrofit(

@@ -48,7 +48,8 @@ from .delta_attention_attnres import DeltaAttention
 from .modeling_attnres import AttnResDecoderLayer, AttnResForCausalLM, AttnResModel, AttnResPreTrainedModel
 from .residual_attnres import is_count, one_of, require
 
-logger = logging.get_logger(__name__)
+# A name under that of the library: otherwise its verbosity would not hold for these messages.
+logger = logging.get_logger(f"transformers.{__name__}")
 
 # --- Configuration ---------------------------------------------------------------------------------------------------
 
