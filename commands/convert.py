@@ -14,9 +14,9 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from attnres import AttnResKimiK3Config, ResidualConfig
 from attnres.commands.connections import remark_on_blocks
 from attnres.conversion.cards import CardSubject, add_step, linked, new_card, on_hub, write_card
-from attnres.conversion.checkpoint import find, show_bytes
+from attnres.conversion.checkpoint import find, open_checkpoint, show_bytes
 from attnres.conversion.convert import Plan, plan_kimi_k3, plan_release, write
-from attnres.conversion.kimi_k3 import count_parameters, is_packed, model_class, refuse_options
+from attnres.conversion.kimi_k3 import count_parameters, describe_layout, is_packed, model_class, refuse_options
 from attnres.conversion.side_files import TOKENIZER_FILES
 from attnres.conversion.source import ConversionSource, open_source
 from attnres.conversion.verify import MAX_CHARACTERS, PROMPTS, FunctionComparison, compare, missing_memory
@@ -147,7 +147,9 @@ def _write_card(plan: Plan, stage: Path, source: str, name: str, comparison: Fun
     folder, config = plan.checkpoint.folder, plan.config
     hub_id, commit = on_hub(folder, source)
     changed = "Retrofit" if plan.added else "Other options for the residual connections"
+    layout = None
     if isinstance(config, AttnResKimiK3Config):
+        layout = describe_layout(config, open_checkpoint(stage, stage))
         packed = ", experts packed as MXFP4" if is_packed(plan.checkpoint) else ""
         changed = f"Kimi K3 for the Auto classes (every tensor byte for byte{packed})"
     gate = f", attention gated ({config.attention_gate})" if config.attention_gate else ""
@@ -165,7 +167,7 @@ def _write_card(plan: Plan, stage: Path, source: str, name: str, comparison: Fun
         parts.append(f"The result computed the same function as its source: {comparison}.")
     step = " ".join(map(printable, parts))
     has_tokenizer = any((stage / file).exists() for file in TOKENIZER_FILES)
-    subject = CardSubject(config, stage, name, has_tokenizer=has_tokenizer)
+    subject = CardSubject(config, stage, name, has_tokenizer=has_tokenizer, layout=layout)
     write_card(add_step(new_card(folder, hub_id), step), subject)
 
 

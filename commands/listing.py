@@ -58,20 +58,29 @@ def list_names(
 def _sizes() -> list[str]:
     """Return a line for each configuration: its name, and its numbers of parameters in all and per token."""
     with loading():
+        from attnres import AttnResKimiK3Config
         from attnres.configuration import count_parameters, load
     names = configuration_names()
     width = max(map(len, names))
     lines = []
     for name in names:
-        count = count_parameters(load(name))
+        config = load(name)
+        count = count_parameters(config)
         total, activated = _short(count.total), _short(count.activated_non_embedding)
         # The paper names its models by the second number, which is a twentieth of the first.
-        lines.append(f"{name:{width}}  {total:>6} parameters, {activated:>6} activated per token besides embeddings")
+        line = f"{name:{width}}  {total:>6} parameters, {activated:>6} activated per token besides embeddings"
+        if isinstance(config, AttnResKimiK3Config):
+            # The report of Kimi K3 counts the output projection.
+            with_head = count.activated_non_embedding + config.vocab_size * config.hidden_size
+            line += f" ({_short(with_head)} with the output projection)"
+        lines.append(line)
     return lines
 
 
 def _short(number: int) -> str:
-    """Return a count in millions or billions, with three digits or more."""
+    """Return a count in millions, billions or trillions, with three digits or more."""
+    if number >= 1e12:
+        return f"{number / 1e12:.2f}T"
     return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
 
 

@@ -18,12 +18,13 @@ from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from packaging.requirements import Requirement
 
-from attnres import ResidualConfig
+from attnres import AttnResKimiK3Config, ResidualConfig
 from attnres.utils.files import atomic_write
 
 from .card_metadata import filled, joined, read, split
 from .card_parts import appended, part, put, unmarked
 from .family import DEFAULT_CONNECTION
+from .kimi_k3 import describe_layout
 from .markdown import code, escape, is_hub_id, link, python_text, shell_word
 from .source_files import check_text
 
@@ -64,6 +65,7 @@ class CardSubject:
         code: The paths of its Python files relative to `folder`. By default all in `folder`.
         title: The card's heading. By default the last part of `source`.
         datasets: The Hub ids of the data sets of its training.
+        layout: A sentence on the layout of its weights. By default, for Kimi K3, the layout of `save_pretrained`.
     """
 
     config: ResidualConfig
@@ -77,6 +79,7 @@ class CardSubject:
     code: Sequence[str] | None = None
     title: str | None = None
     datasets: Sequence[str] = field(default=())
+    layout: str | None = None
 
     @property
     def auto_class(self) -> str:
@@ -261,6 +264,7 @@ def _facts(subject: CardSubject) -> dict[str, Any]:
     config = subject.config
     present = (path.relative_to(subject.folder).as_posix() for path in subject.folder.rglob("*.py") if path.is_file())
     files = sorted(present if subject.code is None else subject.code)
+    is_kimi_k3 = isinstance(config, AttnResKimiK3Config)
     return {
         "name": subject.title or Path(subject.source).name,
         "source": subject.source,
@@ -273,7 +277,8 @@ def _facts(subject: CardSubject) -> dict[str, Any]:
         "task": _TASKS[subject.auto_class],
         "generates": subject.auto_class == "AutoModelForCausalLM",
         "has_tokenizer": subject.has_tokenizer,
-        "backbone": config.backbone,
+        "backbone": config.model_type if is_kimi_k3 else config.backbone,
+        "layout": subject.layout or (describe_layout(config) if is_kimi_k3 else None),
         "connection": config.connection.describe(config),
         "is_of_the_paper": config.residual_connection == DEFAULT_CONNECTION,
         "is_served_by_vllm": config.backbone in _BY_VLLM and config.residual_connection == DEFAULT_CONNECTION,

@@ -28,10 +28,10 @@ from attnres.attention_gate_attnres import gate_tensors
 from attnres.decoder_attnres import auto_map
 from attnres.residual_attnres import ResidualConnection, residual_tensors
 
+from . import kimi_k3
 from .attention_gate import differs_from_ungated, is_gated
 from .checkpoint import DTYPES, Checkpoint, check_space, copy_shard, explain_writing
 from .complete import complete_model, explain_config
-from . import kimi_k3
 from .family import DEFAULT_CONNECTION, added_tensors, backbone_config, retrofit_config, start_added
 from .side_files import copy_side_files
 from .source import ConversionSource

@@ -21,7 +21,7 @@ from transformers.utils import CONFIG_NAME
 from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM, AttnResKimiK3Model
 from attnres.configuration_attnres import is_kimi_k3
 from attnres.decoder_attnres import auto_map
-from attnres.kimi_k3_attnres import read_release, released_shapes
+from attnres.kimi_k3_attnres import COMPOSITE, read_release, released_shapes
 from attnres.utils.quiet import quiet_transformers
 
 from .checkpoint import DTYPES, Checkpoint, Entry
@@ -146,9 +146,28 @@ def is_packed(checkpoint: Checkpoint) -> bool:
     return any(name.endswith(_PACKED) for name in checkpoint.entries)
 
 
-def count_parameters(config: AttnResKimiK3Config) -> int:
+def count_parameters(config: AttnResKimiK3Config, with_head: bool = True) -> int:
     """Return the number of values in the text model's tensors, with `A_log` unpadded and experts unpacked."""
-    return sum(math.prod(shape) for shape in released_shapes(config).values())
+    shapes = released_shapes(config)
+    return sum(math.prod(shape) for name, shape in shapes.items() if with_head or not name.startswith("lm_head."))
+
+
+def describe_layout(config: AttnResKimiK3Config, checkpoint: Checkpoint | None = None) -> str:
+    """Return a sentence for the model card on the layout of Kimi K3's weights.
+
+    Args:
+        config: The configuration.
+        checkpoint: The headers of the weights. By default the weights are those that `save_pretrained` writes.
+    """
+    entries = {} if checkpoint is None else checkpoint.entries
+    is_composite = (
+        any(name.startswith(PREFIX) for name in entries) if entries else config.checkpoint_layout == COMPOSITE
+    )
+    parts = ["composite model, under `language_model`" if is_composite else "text model alone"]
+    parts += ["with routed experts packed as MXFP4"] if checkpoint is not None and is_packed(checkpoint) else []
+    if any(name.startswith(("vision_tower.", "mm_projector.")) for name in entries):
+        parts.append("with a vision part that this code does not read")
+    return f"The weights are in the released layout of Kimi K3's {', '.join(parts)}."
 
 
 def model_class(with_head: bool) -> type[AttnResKimiK3Model] | type[AttnResKimiK3ForCausalLM]:
@@ -266,6 +285,7 @@ __all__ = [
     "RenameTensor",
     "add_prefix",
     "count_parameters",
+    "describe_layout",
     "has_head",
     "has_published_names",
     "is_disguised",

@@ -13,14 +13,14 @@ from tempfile import TemporaryDirectory
 from huggingface_hub import EvalResultEntry, get_token
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from attnres import ResidualConfig
+from attnres import AttnResKimiK3Config, ResidualConfig
 from attnres.utils.hub import check_path
 from attnres.utils.wording import counted
 
+from . import kimi_k3
 from .cards import CARD, CardSubject, complete, new_card, read_card
 from .checkpoint import DTYPES, Checkpoint, open_checkpoint
 from .complete import complete_model, read_config
-from .kimi_k3 import refuse_disguised
 from .published_names import side_files, vocabularies
 from .secret_scan import find_secrets
 from .side_files import TOKENIZER_FILES
@@ -119,9 +119,10 @@ def plan_publication(
         # A report that compares two models has two figures, whose names do not show which one is of this model.
         figure=figures[0] if len(figures) == 1 else None,
         results=[entry for entries in (results or {}).values() for entry in entries],
-        parameters=_count(checkpoint),
+        parameters=_count(checkpoint, config),
         code=[name for name in files if name.endswith(".py")],
         has_tokenizer=any(name in files for name in TOKENIZER_FILES),
+        layout=kimi_k3.describe_layout(config, checkpoint) if isinstance(config, AttnResKimiK3Config) else None,
     )
     publication = Publication(files, left_out, card if card is not None else new_card(), subject)
     try:  # damaged metadata is found before anything is uploaded
@@ -139,7 +140,7 @@ def _check_model(folder: Path) -> tuple[ResidualConfig, Checkpoint]:
     with TemporaryDirectory() as scratch:
         checkpoint = open_checkpoint(folder, Path(scratch))
         config = read_config(checkpoint)
-        refuse_disguised(folder, folder)
+        kimi_k3.refuse_disguised(folder, folder)
         if not isinstance(config, ResidualConfig):
             raise ValueError(
                 f"{folder} is of model type {config.model_type!r}, which is not of the attnres family. Use `hf upload`."
@@ -153,8 +154,10 @@ def _check_model(folder: Path) -> tuple[ResidualConfig, Checkpoint]:
     return config, checkpoint
 
 
-def _count(checkpoint: Checkpoint) -> int | None:
+def _count(checkpoint: Checkpoint, config: ResidualConfig) -> int | None:
     """Return the number of parameters, or None if weights are packed by a quantisation."""
+    if isinstance(config, AttnResKimiK3Config):
+        return kimi_k3.count_parameters(config, kimi_k3.has_head(checkpoint, config))
     dtypes = {DTYPES.get(entry.dtype) for entry in checkpoint.entries.values()}
     if any(dtype is None or not dtype.is_floating_point for dtype in dtypes):
         return None
