@@ -11,6 +11,9 @@ ELSEWHERE = {
     "make test": "this is part of it",
     "make notebooks": "tests/notebooks",
     "python notebooks/execute.py": "tests/notebooks",
+    "vllm serve my-k3": "not run; the guide says so",
+    "python llama.cpp/convert_hf_to_gguf.py": "tests/peers/test_llama_cpp.py, which writes such a file itself",
+    "llama-server": "tests/peers/test_llama_cpp.py, which calls the library",
     "vllm serve": "tests/peers/test_vllm.py, in an environment of its own",
     'python -c "import attnres; from transformers.cli': "serves without end; tests/modeling_attnres/test_tools.py",
     "attnres inspect attnres-demo/model --serve": "serves without end; tests/commands/test_inspect.py",
@@ -46,6 +49,7 @@ ADDED = {
     "attnres train finetune model=Qwen": ("steps=2", *_SHORT),
     "attnres train finetune model=qwen3-attnres": ("steps=2", *_SHORT),
     "attnres train finetune model=attnres-demo": ("steps=2", *_SHORT),
+    "attnres train finetune model=my-k3": ("steps=2", *_SHORT),
     "attnres train lora": ("steps=2", *_SHORT),
     "attnres train sft": ("steps=2", *_SHORT),
 }

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import attnres
-from attnres import AttnResForCausalLM
+from attnres import AttnResForCausalLM, AttnResKimiK3ForCausalLM
 from attnres.configuration import load
 from attnres.conversion import retrofit
 from attnres.training.text import python_sources, train_tokenizer
@@ -51,6 +51,11 @@ def material(tmp_path_factory) -> Path:
         (retrofit(standard, num_blocks=8), "qwen3-attnres"),
     ):
         model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    kimi_k3 = AttnResKimiK3ForCausalLM(load("attnres-k3-tiny", vocab_size=config.vocab_size, num_hidden_layers=4))
+    for layout, name in (("composite", "my-k3"), ("text", "my-k3-text")):
+        kimi_k3.config.checkpoint_layout = layout
+        kimi_k3.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     shutil.copytree(folder / "qwen3-attnres", folder / "me/qwen3-attnres")
     (folder / "text.txt").write_text("\n\n".join(sources)[:60_000], encoding="utf-8")

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from typer.main import get_command
 
 import attnres
-from attnres import CONNECTIONS
+from attnres import CONNECTIONS, AttnResKimiK3Config
 from attnres.commands.app import app
 
 from .. import forks
@@ -120,6 +121,16 @@ def check_publish(folder: Path, printed: str, hub: Hub) -> None:
     assert b"arc_challenge" in files["README.md"]
 
 
+def check_kimi_k3(folder: Path, printed: str, hub: Hub) -> None:
+    assert printed.count("top-1 agreement 100.00%") == printed.count("Verified") == 3
+    assert "blocks of 4 layers" in printed
+    assert "The weights are in the released layout of Kimi K3" in printed
+    before, after = (load_file(folder / name / "model.safetensors") for name in ("my-k3-text", "my-k3-again"))
+    assert before.keys() == after.keys()
+    assert AttnResKimiK3Config.from_pretrained(folder / "my-k3-saved").checkpoint_layout == "text"
+    assert (folder / "runs/k3-lora/model/config.json").exists()
+
+
 def check_connections(folder: Path, printed: str, hub: Hub) -> None:
     assert "mhc 4" in printed
 
@@ -131,6 +142,7 @@ CHECKS = {
     "docs/guides/train.md": check_train,
     "docs/guides/inspect.md": check_inspect,
     "docs/guides/connections.md": check_connections,
+    "docs/guides/kimi_k3.md": check_kimi_k3,
     "docs/guides/publish.md": check_publish,
 }
 
