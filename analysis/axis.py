@@ -28,6 +28,7 @@ class DepthAxis:
         sources: The sources of depth attention: `embedding`, then `block 1`, `block 2`, ... or, where blocks hold one
             sublayer, the names of the sublayers. Without depth attention, the same as `outputs`.
         block_size: The number of sublayers in a block; 1 where there are no blocks.
+        counts_layers: Whether the model's configuration gives the size of a block in decoder layers.
     """
 
     kinds: tuple[str, ...]
@@ -35,6 +36,14 @@ class DepthAxis:
     outputs: tuple[str, ...]
     sources: tuple[str, ...]
     block_size: int
+    counts_layers: bool = False
+
+    @property
+    def block(self) -> str:
+        """The size of a block in the unit of the configuration: "block of 6 sublayers", or "block of 3 layers"."""
+        if self.counts_layers:
+            return f"block of {self.block_size // len(self.kinds)} layers"
+        return f"block of {self.block_size} sublayers"
 
     @property
     def num_sublayers(self) -> int:
@@ -68,7 +77,8 @@ def depth_axis(model: PreTrainedModel, num_sources: Sequence[int] | None = None)
     if block_size > 1:
         sources = ("embedding", *(f"block {block}" for block in range(1, max(num_sources))))
     kinds = tuple(name.rpartition(" ")[0] for name in names[: len(model.config.sublayers)])
-    return DepthAxis(kinds, (*names, "output"), outputs, sources, block_size)
+    counts_layers = model.config.attn_res_block_unit > 1
+    return DepthAxis(kinds, (*names, "output"), outputs, sources, block_size, counts_layers)
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:

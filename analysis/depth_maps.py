@@ -108,9 +108,7 @@ def draw_depth_attention(
         scale = _Scale("weight / uniform weight", Normalize(-limit, limit), ticks, "both")
         panels, rows_label = [_Panel("", list(range(len(table))), list(depth.consumers))], "reader: sublayer"
     columns = [name.removeprefix("block ") for name in depth.sources]
-    columns_label = (
-        f"source: block of {depth.block_size} sublayers" if depth.block_size > 1 else "source: sublayer output"
-    )
+    columns_label = f"source: {depth.block}" if depth.block_size > 1 else "source: sublayer output"
     figure = _draw(table, numbers, panels, columns, scale, len(depth.kinds))
     return _labelled(figure, f"Depth attention, {statistic}", label, rows_label, columns_label)
 

@@ -121,13 +121,13 @@ class Run:
         return lines[0].removeprefix("attnres: ")
 
 
-def convert(*arguments: str | Path) -> Run:
-    """Run `attnres convert ARGUMENTS` in this process."""
+def run_attnres(*arguments: str | Path) -> Run:
+    """Run `attnres ARGUMENTS` in this process."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with (
-            mock.patch.object(sys, "argv", ["attnres", "convert", *map(str, arguments)]),
+            mock.patch.object(sys, "argv", ["attnres", *map(str, arguments)]),
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
         ):
@@ -138,6 +138,11 @@ def convert(*arguments: str | Path) -> Run:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return Run(code, out.getvalue(), err.getvalue())
+
+
+def convert(*arguments: str | Path) -> Run:
+    """Run `attnres convert ARGUMENTS` in this process."""
+    return run_attnres("convert", *arguments)
 
 
 def convert_well(*arguments: str | Path) -> Run:

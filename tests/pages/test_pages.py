@@ -127,7 +127,7 @@ def check_kimi_k3(folder: Path, printed: str, hub: Hub) -> None:
     assert "The weights are in the released layout of Kimi K3" in printed
     before, after = (load_file(folder / name / "model.safetensors") for name in ("my-k3-text", "my-k3-again"))
     assert before.keys() == after.keys()
-    assert AttnResKimiK3Config.from_pretrained(folder / "my-k3-saved").checkpoint_layout == "text"
+    assert AttnResKimiK3Config.from_pretrained(folder / "my-k3-saved").checkpoint_layout == "composite"
     assert (folder / "runs/k3-lora/model/config.json").exists()
 
 

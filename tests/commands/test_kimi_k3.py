@@ -1,0 +1,131 @@
+"""Commands take Kimi K3 like any model of the family, and never build plain Kimi Linear from its fields."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from attnres import AttnResKimiK3ForCausalLM
+from attnres.conversion.publication import plan_publication
+from attnres.eval.corrected_hflm import CorrectedHFLM
+from attnres.kimi_k3_attnres import released_shapes
+from attnres.training.monitor import flops_per_token
+
+from ..conversion.checkpoints import Run, convert_well, run_attnres, save_tokenizer
+from ..modeling_attnres import kimi_k3_release as release
+
+SHORT = ("length=32", "batch_size=2", "steps=2", "held_out_sequences=2", "log_every=1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Return a folder with `release` (composite, packed), `text` (the text model alone) and `text.txt`."""
+    folder = tmp_path_factory.mktemp("kimi-k3")
+    fields = release.text_fields(vocab_size=300)
+    tensors = release.random_tensors(fields)
+    packed, _ = release.pack_experts(tensors)
+    release.write(folder / "packed", fields | {"quantization_config": release.QUANTIZATION}, packed, vision=True)
+    release.write(folder / "text", fields, tensors, layout="text")
+    for name in ("packed", "text"):
+        save_tokenizer(folder / name)
+    convert_well(folder / "packed", folder / "converted")
+    (folder / "text.txt").write_text(" ".join(f"number {i} times itself is {i * i}." for i in range(400)))
+    return folder
+
+
+def run_well(*arguments: str | Path) -> Run:
+    run = run_attnres(*arguments)
+    assert run.code == 0, run.err
+    return run
+
+
+@pytest.mark.parametrize("command", ["inspect", "push", "finetune", "lora"])
+def test_a_text_model_that_names_kimi_linear_is_refused_with_the_remedy(folder, tmp_path, command):
+    source, out = folder / "text", tmp_path / "out"
+    arguments = {
+        "inspect": ("inspect", source, "--out", out, "--text", folder / "text.txt"),
+        "push": ("push", source, "me/model", "--dry-run"),
+        "finetune": ("train", "finetune", f"model={source}", f"train={folder / 'text.txt'}", f"out={out}", *SHORT),
+        "lora": ("train", "lora", f"model={source}", f"train={folder / 'text.txt'}", f"out={out}", *SHORT),
+    }
+    line = run_attnres(*arguments[command]).error
+    assert "holds Kimi K3" in line and f"`attnres convert {source} OUT`" in line
+
+
+def test_an_evaluation_refuses_a_text_model_that_names_kimi_linear(folder):
+    with pytest.raises(ValueError, match=r"holds Kimi K3.*attnres convert"):
+        CorrectedHFLM(pretrained=str(folder / "text"), device="cpu")
+
+
+def test_an_evaluation_loads_packed_weights(folder):
+    model = CorrectedHFLM(pretrained=str(folder / "packed"), device="cpu")
+    assert type(model.model) is AttnResKimiK3ForCausalLM
+
+
+def test_an_inspection_has_a_source_for_each_block_of_layers(folder, tmp_path):
+    text = ("--text", folder / "text.txt", "--tokens", "128", "--length", "64", "--intervention-tokens", "64")
+    run_well("inspect", folder / "packed", "--out", tmp_path / "out", *text)
+    content = json.loads((tmp_path / "out" / "inspection.json").read_text())
+    (model,) = content["inspections"] if "inspections" in content else content["models"]
+    assert model["depth"]["sources"] == ["embedding", "block 1", "block 2", "block 3"]
+    assert model["depth"]["block_size"] == 6  # three layers of two sublayers
+    svg = (tmp_path / "out" / "depth_attention.svg").read_text()
+    assert "source: block of 3 layers" in svg
+
+
+def test_a_publication_counts_unpacked_parameters_and_names_the_layout(folder):
+    publication = plan_publication(folder / "converted")
+    config = publication.subject.config
+    count = sum(math.prod(shape) for shape in released_shapes(config).values())
+    assert publication.subject.parameters == count
+    card = publication.card_for("me/model", None)
+    assert "composite model, under `language_model`, with routed experts packed as MXFP4, with a vision part" in card
+    assert "`kimi_k3` architecture" in card and f"{count:,} parameters" in card
+
+
+def test_a_small_model_is_trained_from_scratch_and_saved_in_the_released_layout(folder, tmp_path):
+    run = run_well(
+        *("train", "pretrain", "model=attnres-k3-tiny", f"tokenizer={folder / 'text'}"),
+        *(f"train={folder / 'text.txt'}", f"out={tmp_path / 'out'}", *SHORT),
+    )
+    assert "blocks of 2 layers" in run.out
+    saved = tmp_path / "out" / "model"
+    assert json.loads((saved / "config.json").read_text())["model_type"] == "kimi_k3"
+    assert all(name.startswith("language_model.") for name in load_file(saved / "model.safetensors"))
+    assert "released layout of Kimi K3" in (saved / "README.md").read_text()
+    assert type(AutoModelForCausalLM.from_pretrained(saved)) is AttnResKimiK3ForCausalLM
+
+
+@pytest.mark.parametrize("recipe", ["finetune", "lora"])
+def test_packed_weights_are_trained_on(folder, tmp_path, recipe):
+    source, out = folder / "packed", tmp_path / "out"
+    run_well("train", recipe, f"model={source}", f"train={folder / 'text.txt'}", f"out={out}", *SHORT)
+    before = AutoModelForCausalLM.from_pretrained(source).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(out / "model").state_dict()
+    changed = {name for name, tensor in after.items() if not tensor.equal(before[name].to(tensor.dtype))}
+    for part in ("self_attn.kv_b_proj", "self_attn.g_proj", "mlp.experts.gate_up_proj", "mlp_res_proj"):
+        assert any(part in name for name in changed), part
+    assert "model.layers.0.self_attention_res_proj.weight" not in changed
+
+
+def test_flops_count_the_layers_experts_and_heads_of_the_released_shapes(folder):
+    config = AutoModelForCausalLM.from_pretrained(folder / "packed").config
+    shapes = {name: shape for name, shape in released_shapes(config).items() if "embed_tokens" not in name}
+    activated = 0
+    for name, shape in shapes.items():
+        if "correction_bias" in name:
+            continue
+        size = math.prod(shape)
+        activated += size // 4 if ".experts." in name else size  # two of eight experts
+    softmax = 3 * 2 * 4 * (8 + 4 + 6) * 100  # layers, heads, sizes of query and value, length
+    linear = 4 * 6 * 3 * 8 * 8
+    assert flops_per_token(config, 100) == 6 * activated + 3 * (softmax + linear)
+
+
+def test_the_list_counts_the_released_size():
+    lines = run_well("list", "configurations").out.splitlines()
+    (line,) = [line for line in lines if "kimi-k3 " in line]
+    assert "2.78T parameters" in line and "104.19B with the output projection" in line
