@@ -49,7 +49,8 @@ def run_convert(
     Args:
         source: The directory or Hub id.
         target: The directory to write.
-        make_plan: One of the `plan_*` functions of `attnres.conversion.convert`, with its other arguments bound.
+        make_plan: One of the `plan_*` functions of `attnres.conversion.convert`, with its other arguments bound. It is
+            not called for Kimi K3, which has plans of its own.
         revision: The branch, tag or commit on the Hub.
         verify: Whether to compare the two models' logits. `None`: if one of them fits in memory in float32.
         text: A file to compare on instead of the built-in prompts.

@@ -37,7 +37,7 @@ def member_config(config: PreTrainedConfig) -> ResidualConfig:
         ValueError: The backbone is not supported, or the decoder has other residual connections already.
     """
     if isinstance(config, AttnResKimiK3Config):
-        raise ValueError("the model is Kimi K3, which has attention residuals of its own. Use it as it is.")
+        raise ValueError("the model is Kimi K3, which takes no retrofit. Use it as it is.")
     if isinstance(config, ResidualConfig):
         if config.residual_connection != "standard":
             regroup = (

@@ -8,7 +8,7 @@ result is in the composite layout, whose tensors have a prefix.
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -251,22 +251,18 @@ def refuse_options(flags: Collection[str], back: str | None, config: PreTrainedC
         return
     if flags:
         raise ValueError(
-            f"{folder} is Kimi K3, whose attention residuals are trained, so there is nothing to retrofit. Leave out "
-            f"{' and '.join(flags)}."
+            f"{folder} is Kimi K3, which is converted as it is and takes no retrofit. Leave out {' and '.join(flags)}."
         )
     if back == "standard":
         raise ValueError(
-            f"{folder} is Kimi K3, whose attention residuals are trained: no standard decoder computes the same "
-            "function. --to released undoes a conversion."
+            f"{folder} is Kimi K3, and no standard decoder of transformers computes the same function. --to released "
+            "undoes a conversion."
         )
 
 
 def left_code(fields: Mapping[str, Any], folder: Path) -> list[str]:
     """Return the references to code in a released `config.json`, which does not come along."""
     return references(dict(fields), folder / CONFIG_NAME)
-
-
-RenameTensor = Callable[[str], str]
 
 
 def add_prefix(name: str) -> str:
@@ -282,7 +278,6 @@ def remove_prefix(name: str) -> str:
 __all__ = [
     "PREFIX",
     "RECORD",
-    "RenameTensor",
     "add_prefix",
     "count_parameters",
     "describe_layout",
