@@ -69,7 +69,7 @@ def test_an_inspection_has_a_source_for_each_block_of_layers(folder, tmp_path):
     text = ("--text", folder / "text.txt", "--tokens", "128", "--length", "64", "--intervention-tokens", "64")
     run_well("inspect", folder / "packed", "--out", tmp_path / "out", *text)
     content = json.loads((tmp_path / "out" / "inspection.json").read_text())
-    (model,) = content["inspections"] if "inspections" in content else content["models"]
+    (model,) = content["models"]
     assert model["depth"]["sources"] == ["embedding", "block 1", "block 2", "block 3"]
     assert model["depth"]["block_size"] == 6  # three layers of two sublayers
     svg = (tmp_path / "out" / "depth_attention.svg").read_text()
