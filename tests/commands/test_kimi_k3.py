@@ -5,10 +5,12 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from attnres import AttnResKimiK3ForCausalLM
+from attnres.analysis.axis import depth_axis
 from attnres.conversion.publication import plan_publication
 from attnres.eval.corrected_hflm import CorrectedHFLM
 from attnres.kimi_k3_attnres import released_shapes
@@ -65,6 +67,15 @@ def test_an_evaluation_loads_packed_weights(folder):
     assert type(model.model) is AttnResKimiK3ForCausalLM
 
 
+def test_each_block_of_layers_is_a_source(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder / "packed")
+    weights = model(torch.tensor([[5, 6, 7]]), output_depth_attentions=True).depth_attentions
+    depth = depth_axis(model, [1 if of_consumer is None else len(of_consumer) for of_consumer in weights])
+    assert depth.sources == ("embedding", "block 1", "block 2", "block 3")
+    assert (depth.block_size, depth.block) == (6, "block of 3 layers")
+
+
+@pytest.mark.slow
 def test_an_inspection_has_a_source_for_each_block_of_layers(folder, tmp_path):
     text = ("--text", folder / "text.txt", "--tokens", "128", "--length", "64", "--intervention-tokens", "64")
     run_well("inspect", folder / "packed", "--out", tmp_path / "out", *text)
@@ -102,7 +113,8 @@ def test_a_small_model_is_trained_from_scratch_and_saved_in_the_released_layout(
 @pytest.mark.parametrize("recipe", ["finetune", "lora"])
 def test_packed_weights_are_trained_on(folder, tmp_path, recipe):
     source, out = folder / "packed", tmp_path / "out"
-    run_well("train", recipe, f"model={source}", f"train={folder / 'text.txt'}", f"out={out}", *SHORT)
+    merged = ("merge=true",) if recipe == "lora" else ()
+    run_well("train", recipe, f"model={source}", f"train={folder / 'text.txt'}", f"out={out}", *merged, *SHORT)
     before = AutoModelForCausalLM.from_pretrained(source).state_dict()
     after = AutoModelForCausalLM.from_pretrained(out / "model").state_dict()
     changed = {name for name, tensor in after.items() if not tensor.equal(before[name].to(tensor.dtype))}

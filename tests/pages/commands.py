@@ -59,6 +59,7 @@ SLOW = {
     "docs/guides/add_benchmark.md",
     "docs/guides/evaluate.md",
     "docs/guides/inspect.md",
+    "docs/guides/kimi_k3.md",
     "docs/guides/publish.md",
     "docs/guides/train.md",
     "docs/tour.md",

@@ -122,13 +122,13 @@ def check_publish(folder: Path, printed: str, hub: Hub) -> None:
 
 
 def check_kimi_k3(folder: Path, printed: str, hub: Hub) -> None:
-    assert printed.count("top-1 agreement 100.00%") == printed.count("Verified") == 3
+    assert printed.count("Verified: ") == 3  # and `convert` fails where the functions differ
     assert "blocks of 4 layers" in printed
     assert "The weights are in the released layout of Kimi K3" in printed
     before, after = (load_file(folder / name / "model.safetensors") for name in ("my-k3-text", "my-k3-again"))
     assert before.keys() == after.keys()
     assert AttnResKimiK3Config.from_pretrained(folder / "my-k3-saved").checkpoint_layout == "composite"
-    assert (folder / "runs/k3-lora/model/config.json").exists()
+    assert (folder / "runs/k3-lora/adapter/adapter_config.json").exists()
 
 
 def check_connections(folder: Path, printed: str, hub: Hub) -> None:
