@@ -357,7 +357,7 @@ def test_a_configuration_is_the_same_after_a_round_trip(composite, tmp_path):
     ]
     config.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
-    assert re.search(r"Block AttnRes, 3 blocks of 6 sublayers", config.connection.describe(config))
+    assert re.search(r"Block AttnRes, 3 blocks of 3 layers \(7 layers\)", config.connection.describe(config))
 
 
 def test_fields_that_no_one_knows_are_kept(changed, tmp_path):
