@@ -327,7 +327,7 @@ def test_the_released_configuration_has_the_released_size():
     assert count.total == 2_779_484_476_000 - biases
     embedding = 163_840 * 7168
     assert count.activated_non_embedding + embedding == 104_189_612_640 - biases
-    assert config.connection.describe(config).startswith("Block AttnRes, 8 blocks of 24 sublayers")
+    assert config.connection.describe(config).startswith("Block AttnRes, 8 blocks of 12 layers (93 layers)")
 
 
 def test_the_small_configuration_has_every_kind_of_layer():
