@@ -13,7 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PINS = (ROOT / "constraints.txt").read_text().splitlines()
 
 
-def environment(name: str, *requirements: str, alone: bool = False, without: tuple[str, ...] = ()) -> Path:
+def environment(
+    name: str, *requirements: str, alone: bool = False, without: tuple[str, ...] = (), dependencies: bool = True
+) -> Path:
     """The Python of the environment `name`, which has the packages required; made when it is not there.
 
     It lies over the environment that runs this one, and sees all packages of that which it does not have itself. One
@@ -33,6 +35,7 @@ def environment(name: str, *requirements: str, alone: bool = False, without: tup
         # The `setuptools` that comes with `venv` would hide a newer one below.
         _run(sys.executable, "-m", "venv", "--without-pip", str(folder))
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", f"--python={python}", "install", "--quiet"]
+        requirements += () if dependencies else ("--no-deps",)
         if alone:
             torch = next(pin for pin in PINS if pin.startswith("torch=="))
             _run(*pip, torch)  # by itself and by name: a range would take a build with CUDA where one for the CPU is
