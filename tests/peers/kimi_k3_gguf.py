@@ -165,9 +165,7 @@ def _tensors(released: _Checkpoint, fields: Mapping[str, Any]) -> Iterator[tuple
             yield f"{block}.{name}", tensor
 
 
-def _delta_attention(
-    released: _Checkpoint, owner: str, fields: Mapping[str, Any]
-) -> Iterator[tuple[str, Tensor]]:
+def _delta_attention(released: _Checkpoint, owner: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     heads = fields["linear_attn_config"]["num_heads"]
     for x in "qkv":
         yield f"attn_{x}.weight", released(f"{owner}.{x}_proj.weight")

@@ -11,7 +11,7 @@ import ctypes
 import json
 import struct
 import sys
-from ctypes import POINTER, Structure, byref, c_bool, c_char_p, c_float, c_int8, c_int32, c_uint32, c_void_p
+from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int8, c_int32, c_void_p
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -10,61 +10,63 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from attnres import AttnResKimiK3ForCausalLM
+from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM
 from attnres.configuration import load
 
 from ..modeling_attnres import kimi_k3_release as release
 from .kimi_k3_gguf import write_gguf
 
 REQUIREMENT = "xllamacpp==2026.10.11549"
-TOLERANCE = 5e-5  # of the largest logit; they agree to about 3e-6
-# Fields of the model in training. Weights are so large that SiTU, gates and decays leave their linear range.
+TOLERANCE = 5e-5  # of the largest logit
+# Fields of `attnres-k3-tiny` that differ here. Weights are large: SiTU, gates and decays leave their linear range.
 SMALL = {"vocab_size": 256, "rms_norm_eps": 1e-6, "initializer_range": 0.2}
+WITHOUT_NORM = {"latent_moe_use_norm": False, "routed_scaling_factor": 1.7}  # with it, their scale hardly matters
+# Fields by their released names; `None` turns a feature off.
 VARIANTS: dict[str, dict[str, Any]] = {
     "released": {},
     "blocks of three layers": {"attn_res_block_size": 3},
+    "no attention residuals": {"attn_res_block_size": None},
     "decay without bound": {"gate_lower_bound": None},
     "low-rank gate": {"use_full_rank_gate": False},
     "full-rank queries": {"q_lora_rank": None},
-    # With the norm, the scale of the experts' sum hardly matters.
-    "experts without norm": {"latent_moe_use_norm": False, "routed_scaling_factor": 1.7},
-    "weights as they are": {"latent_moe_use_norm": False, "routed_scaling_factor": 1.7, "norm_topk_prob": False},
-    "experts without latent space": {"routed_expert_hidden_size": None, "latent_moe_use_norm": False},
-    "router groups": {"n_group": 4, "topk_group": 2, "latent_moe_use_norm": False},
-    "dense": {"num_local_experts": None},
-    "up projection without bound": {"activation_situ_linear_beta": None},
     "full attention without gate": {"mla_use_output_gate": False},
-    "text model alone": {"checkpoint_layout": "text"},
-    "no attention residuals": {"attn_res_block_size": None},
+    "experts without norm": WITHOUT_NORM,
+    "weights as they are": WITHOUT_NORM | {"moe_renormalize": False},
+    "router groups": WITHOUT_NORM | {"num_expert_group": 4, "topk_group": 2},
+    "experts without latent space": WITHOUT_NORM | {"routed_expert_hidden_size": None},
+    "no shared experts": {"num_shared_experts": 0},
+    "dense": {"num_experts": None},
+    "up projection without bound": {"activation_situ_linear_beta": None},
 }
 LENGTHS = (1, 7, 64, 150)  # of the prompts; delta attention computes in chunks of 64
 NEW_TOKENS = 12
 
 
-def prompts() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, SMALL["vocab_size"], (1, length), generator=generator) for length in LENGTHS]
+def configuration(**changes: Any) -> AttnResKimiK3Config:
+    fields = load("attnres-k3-tiny").to_dict()
+    text, linear = fields["text_config"], fields["text_config"]["linear_attn_config"]
+    for name, value in (SMALL | changes).items():
+        (linear if name in linear else text)[name] = value
+    return AttnResKimiK3Config.from_dict(fields)
 
 
-def trained(**changes: Any) -> AttnResKimiK3ForCausalLM:
-    """A model after some steps of training, on sequences that count in steps of their own."""
+def trained(config: AttnResKimiK3Config) -> AttnResKimiK3ForCausalLM:
+    """A model after some steps of training, on sequences that count in steps of different length."""
     torch.manual_seed(0)
-    model = AttnResKimiK3ForCausalLM(load("attnres-k3-tiny", **SMALL | changes))
+    model = AttnResKimiK3ForCausalLM(config)
     for name, tensor in model.state_dict().items():
-        # Training moves the correction of the router by fixed small steps, and depth queries begin at zero.
-        if name.endswith(("e_score_correction_bias", "_res_proj.weight")):
+        # Depth queries begin at zero, and nothing here moves the correction of the router.
+        if name.endswith(("_res_proj.weight", "e_score_correction_bias")):
             torch.nn.init.normal_(tensor, std=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(5):
-        start, step = torch.randint(SMALL["vocab_size"], (2, 8, 1))
-        ids = (start + step * torch.arange(32)) % SMALL["vocab_size"]
+        start, step = torch.randint(config.vocab_size, (2, 8, 1))
+        ids = (start + step * torch.arange(32)) % config.vocab_size
         optimizer.zero_grad()
         model(ids, labels=ids).loss.backward()
         optimizer.step()
@@ -81,34 +83,37 @@ def pack_experts(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def prompts() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, SMALL["vocab_size"], (1, length), generator=generator) for length in LENGTHS]
+
+
 @pytest.fixture(scope="module")
 def python(python_with) -> Path:
     return python_with("llama-cpp", REQUIREMENT, dependencies=False)
 
 
 @pytest.fixture
-def run_llama_cpp(python, run_session, tmp_path) -> Callable[..., list[list[tuple[Tensor, list[int]]]]]:
-    """`run_llama_cpp(*files)`: for each GGUF file, for each prompt, logits `[seq, vocab]` and new tokens."""
+def run_llama_cpp(python, run_session, tmp_path) -> Callable[..., list[tuple[list[Tensor], list[list[int]]]]]:
+    """`run_llama_cpp(*files)`: for each GGUF file, logits `[seq, vocab]` and new tokens of all prompts."""
 
-    def run(*files: Path) -> list[list[tuple[Tensor, list[int]]]]:
+    def run(*files: Path) -> list[tuple[list[Tensor], list[list[int]]]]:
         (tmp_path / "prompts.json").write_text(json.dumps([prompt[0].tolist() for prompt in prompts()]))
         results = run_session(python, "llama_cpp_session.py", tmp_path / "prompts.json", str(NEW_TOKENS), *files)
-        return [[(as_logits(result["logits"]), result["tokens"]) for result in of_file] for of_file in results]
+        return [([as_logits(r["logits"]) for r in of_file], [r["tokens"] for r in of_file]) for of_file in results]
 
     return run
 
 
 def as_logits(text: str) -> Tensor:
-    logits = np.frombuffer(base64.b64decode(text), dtype="<f4").reshape(-1, SMALL["vocab_size"])
-    return torch.from_numpy(logits.copy())
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float32).view(-1, SMALL["vocab_size"])
 
 
 @torch.no_grad()
-def largest_difference(model: AttnResKimiK3ForCausalLM, results: list[tuple[Tensor, list[int]]]) -> float:
-    """The largest difference of logits from those of llama.cpp, as a part of the largest logit."""
-    expected = [model(prompt).logits[0] for prompt in prompts()]
-    largest = max(logits.abs().max() for logits in expected)
-    return float(max((logits - e).abs().max() for (logits, _), e in zip(results, expected, strict=True)) / largest)
+def largest_difference(model: AttnResKimiK3ForCausalLM, logits: list[Tensor]) -> float:
+    """The largest difference between the model's logits and others, as a part of the model's largest logit."""
+    expected = torch.cat([model(prompt).logits[0] for prompt in prompts()])
+    return float((torch.cat(logits) - expected).abs().max() / expected.abs().max())
 
 
 def greedy_tokens(model: AttnResKimiK3ForCausalLM) -> list[list[int]]:
@@ -117,17 +122,64 @@ def greedy_tokens(model: AttnResKimiK3ForCausalLM) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [*VARIANTS, "packed experts", "bfloat16"])
+@pytest.mark.parametrize("variant", [*VARIANTS, "text model alone", "packed experts", "bfloat16"])
 def test_llama_cpp_computes_the_same_logits_and_tokens_from_the_saved_files(run_llama_cpp, tmp_path, variant):
     folder = tmp_path / "model"
-    model = trained(**VARIANTS.get(variant, {}))
+    model = trained(configuration(**VARIANTS.get(variant, {})))
+    if variant == "text model alone":
+        model.config.checkpoint_layout = "text"
     (model.bfloat16() if variant == "bfloat16" else model).save_pretrained(folder)
     if variant == "packed experts":
         pack_experts(folder)
     write_gguf(folder, tmp_path / "model.gguf")
-    model = AttnResKimiK3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AttnResKimiK3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
-    (results,) = run_llama_cpp(tmp_path / "model.gguf")
-    print(variant, largest_difference(model, results), greedy_tokens(model)[0])
-    assert largest_difference(model, results) < TOLERANCE
-    assert [tokens for _, tokens in results] == greedy_tokens(model)
+    ((logits, tokens),) = run_llama_cpp(tmp_path / "model.gguf")
+    print(f"{variant}: {largest_difference(model, logits):.1e}")
+    assert largest_difference(model, logits) < TOLERANCE
+    assert tokens == greedy_tokens(model)
+
+
+# Metadata of the GGUF file with other values.
+ALTERATIONS: dict[str, dict[str, Any]] = {
+    "blocks count sublayers": {"block_size": 1},
+    "longer blocks": {"block_size": 3},
+    "other epsilon": {"layer_norm_rms_epsilon": 1e-2},
+    "decay has another bound": {"gate_lower_bound": -4.0},
+    "decay has no bound": {"gate_lower_bound": ...},
+    "bound of the gate": {"situ_beta": 5.0},
+    "bound of the up projection": {"situ_linear_beta": 20.0},
+    "up projection has no bound": {"situ_linear_beta": 0.0},
+    "another expert": {"expert_used_count": 3},
+    "scale of the experts": {"expert_weights_scale": 1.6},
+    "weights are not renormalised": {"expert_weights_norm": False},
+    "router has a softmax": {"expert_gating_func": 1},
+}
+
+
+@pytest.mark.slow
+def test_the_comparison_notices_each_alteration(run_llama_cpp, tmp_path):
+    folder = tmp_path / "model"
+    trained(configuration(**WITHOUT_NORM)).save_pretrained(folder)
+    files = [tmp_path / f"{i}.gguf" for i in range(len(ALTERATIONS))]
+    for file, changes in zip(files, ALTERATIONS.values(), strict=True):
+        write_gguf(folder, file, **changes)
+    model = AttnResKimiK3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    logits = [logits for logits, _ in run_llama_cpp(*files)]
+    differences = dict(zip(ALTERATIONS, (largest_difference(model, of_file) for of_file in logits), strict=True))
+    print({name: f"{difference:.1e}" for name, difference in differences.items()})
+    assert min(differences.values()) > 10 * TOLERANCE, differences
+
+
+@pytest.mark.slow
+def test_the_comparison_notices_a_model_whose_blocks_count_sublayers(run_llama_cpp, tmp_path, monkeypatch):
+    trained(configuration()).save_pretrained(tmp_path / "model")
+    write_gguf(tmp_path / "model", tmp_path / "model.gguf")
+    monkeypatch.setattr(AttnResKimiK3Config, "attn_res_block_unit", 1)
+    model = AttnResKimiK3ForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+
+    ((logits, tokens),) = run_llama_cpp(tmp_path / "model.gguf")
+    print(f"sublayers: {largest_difference(model, logits):.1e}")
+    assert largest_difference(model, logits) > 1000 * TOLERANCE
+    assert tokens != greedy_tokens(model)
