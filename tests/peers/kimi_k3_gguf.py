@@ -6,7 +6,7 @@ float32 tensors alone. llama.cpp has its own names for them, and stores some in 
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,14 @@ _U32, _F32, _BOOL, _STRING, _ARRAY = 4, 6, 7, 8, 9  # the format's types of meta
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def write_gguf(folder: Path, path: Path, **changes: Any) -> None:
+def write_gguf(folder: Path, path: Path, edit: Callable[[str, Tensor], Tensor] | None = None, **changes: Any) -> None:
     """Write the checkpoint in `folder` to the GGUF file `path`.
 
     Args:
         folder: a checkpoint in the released layout, of the composite model or the text model alone.
         path: the file to write.
+        edit: is called with the released name of each tensor, without the composite model's prefix, and the tensor;
+            its result is written instead.
         changes: metadata to write with other values, by the last part of the key; `...` leaves one out.
     """
     config = json.loads((folder / "config.json").read_text())
@@ -32,15 +34,15 @@ def write_gguf(folder: Path, path: Path, **changes: Any) -> None:
     stored: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         stored |= {name.removeprefix("language_model."): tensor for name, tensor in load_file(file).items()}
+    if edit is not None:
+        stored = {name: edit(name, tensor) for name, tensor in stored.items()}
     metadata = {"general.architecture": "kimi-k3", "tokenizer.ggml.model": "none"}
     metadata |= {f"kimi-k3.{name}": value for name, value in _metadata(fields).items()}
     for name, value in changes.items():
         (key,) = (key for key in metadata if key.endswith(f".{name}"))
         metadata[key] = value
     metadata = {key: value for key, value in metadata.items() if value is not ... and value is not None}
-    tensors = {
-        name: tensor.float().contiguous() for name, tensor in _tensors(_Checkpoint(stored), fields) if tensor.numel()
-    }
+    tensors = {name: tensor.float().contiguous() for name, tensor in _tensors(_Checkpoint(stored), fields)}
 
     header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
     for key, value in metadata.items():
@@ -78,7 +80,7 @@ def _metadata(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return llama.cpp's metadata of a text model without their common prefix; `None` where a feature is absent."""
     linear, layers, experts = fields["linear_attn_config"], fields["num_hidden_layers"], fields["num_experts"]
     rank, rope = fields["kv_lora_rank"], fields["qk_rope_head_dim"]
-    assert linear["num_heads"] == fields["num_attention_heads"], "llama.cpp has one number of heads"
+    assert linear["num_heads"] <= fields["num_attention_heads"], "only heads of delta attention can be padded"
     assert fields.get("moe_layer_freq", 1) == 1, "llama.cpp has no such field"
     assert fields["hidden_act"] == "situ", "llama.cpp has no other activation"
     return {
@@ -127,12 +129,11 @@ class _Checkpoint:
     def __call__(self, name: str) -> Tensor:
         if f"{name}_packed" not in self.stored:
             return self.stored[name].float()
-        packed, scale = self.stored[f"{name}_packed"].long(), self.stored[f"{name}_scale"]
+        packed, scale = self.stored[f"{name}_packed"].long(), self.stored[f"{name}_scale"].double()
         # Two numbers in a byte, that of the even column in the low bits; 32 numbers share the exponent of a scale.
         codes = torch.stack([packed % 16, packed // 16], dim=-1).flatten(1)
-        return torch.tensor([*_E2M1, *(-x for x in _E2M1)])[codes] * (
-            2.0 ** (scale.double() - 127)
-        ).float().repeat_interleave(32, dim=1)
+        values = torch.tensor([*_E2M1, *(-x for x in _E2M1)], dtype=torch.float64)[codes]
+        return (values * 2.0 ** (scale - 127).repeat_interleave(32, dim=1)).float()
 
     def __contains__(self, name: str) -> bool:
         return name in self.stored
@@ -167,21 +168,29 @@ def _tensors(released: _Checkpoint, fields: Mapping[str, Any]) -> Iterator[tuple
 
 def _delta_attention(released: _Checkpoint, owner: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     heads = fields["linear_attn_config"]["num_heads"]
+    missing = fields["num_attention_heads"] - heads
+
+    def padded(tensor: Tensor, dim: int = 0) -> Tensor:
+        """Add heads of zeros, whose output is zero: llama.cpp has one number of heads for both kinds of attention."""
+        shape = [size // heads * missing if i == dim else size for i, size in enumerate(tensor.shape)]
+        return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+
     for x in "qkv":
-        yield f"attn_{x}.weight", released(f"{owner}.{x}_proj.weight")
-        yield f"ssm_conv1d_{x}.weight", released(f"{owner}.{x}_conv1d.weight").unsqueeze(0)  # [1, width, 1, kernel]
+        convolution = padded(released(f"{owner}.{x}_conv1d.weight"))
+        yield f"attn_{x}.weight", padded(released(f"{owner}.{x}_proj.weight"))
+        yield f"ssm_conv1d_{x}.weight", convolution.unsqueeze(0)  # [1, width, 1, kernel]
     yield "ssm_f_a.weight", released(f"{owner}.f_a_proj.weight")
-    yield "ssm_f_b.weight", released(f"{owner}.f_b_proj.weight")
-    yield "ssm_beta.weight", released(f"{owner}.b_proj.weight")
-    yield "ssm_dt.bias", released(f"{owner}.dt_bias")
-    yield "ssm_a", -released(f"{owner}.A_log")[:heads].exp()
+    yield "ssm_f_b.weight", padded(released(f"{owner}.f_b_proj.weight"))
+    yield "ssm_beta.weight", padded(released(f"{owner}.b_proj.weight"))
+    yield "ssm_dt.bias", padded(released(f"{owner}.dt_bias"))
+    yield "ssm_a", padded(-released(f"{owner}.A_log")[:heads].exp())  # beyond the heads it is padded
     if f"{owner}.g_proj.weight" in released:
-        yield "ssm_g.weight", released(f"{owner}.g_proj.weight")
+        yield "ssm_g.weight", padded(released(f"{owner}.g_proj.weight"))
     else:  # llama.cpp has the product of the two projections
         first, second = (released(f"{owner}.g_{x}_proj.weight").double() for x in "ab")
-        yield "ssm_g.weight", second @ first
+        yield "ssm_g.weight", padded(second @ first)
     yield "ssm_norm.weight", released(f"{owner}.o_norm.weight")
-    yield "attn_output.weight", released(f"{owner}.o_proj.weight")
+    yield "attn_output.weight", padded(released(f"{owner}.o_proj.weight"), dim=1)
 
 
 def _full_attention(released: _Checkpoint, owner: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
