@@ -19,7 +19,8 @@ def environment(
     """The Python of the environment `name`, which has the packages required; made when it is not there.
 
     It lies over the environment that runs this one, and sees all packages of that which it does not have itself. One
-    that is `alone` has a torch of its own and nothing else; neither does it have `attnres`.
+    that is `alone` has a torch of its own and nothing else; neither does it have `attnres`. Without
+    `dependencies`, pip leaves out the packages that those required ask for.
 
     Raises:
         RuntimeError: the packages cannot be installed here; with what pip says.
