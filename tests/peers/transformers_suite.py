@@ -26,13 +26,12 @@ CONNECTIONS = [name.title().replace("_", "") for name in connections.CONNECTIONS
 # Test classes of suite/model_testers.py: each variant, and the backbone that it is held against.
 BY_DEFAULT = {
     "Standard": "KimiLinear",
-    "Full": "KimiLinear",
     "BlocksOf3": "KimiLinear",
     "OnLlama": "Llama",
     "MhcOnLlama": "Llama",
 }
 # Every residual connection on both backbones: each by its name, or all with `--every`.
-ON_REQUEST = {"OnMixtral": "Mixtral"} | {
+ON_REQUEST = {"Full": "KimiLinear", "OnMixtral": "Mixtral"} | {
     f"{name}On{backbone}": backbone for name in CONNECTIONS for backbone in ("Llama", "KimiLinear")
 }
 YARDSTICKS = BY_DEFAULT | {"BlocksOf4": "KimiLinear"} | ON_REQUEST

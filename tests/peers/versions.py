@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from environments import ROOT, environment
 
@@ -70,11 +72,17 @@ TESTS = {
 }
 
 
+def make_environment(release: str) -> Path:
+    """Make the environment of a release, and return the path of its Python."""
+    return environment(f"transformers-{release}", f"transformers=={release}", *RELEASES.get(release, ()))
+
+
 def main(releases: list[str]) -> int:
     failed = []
-    for release in releases:
+    with ThreadPoolExecutor() as pool:  # an environment waits for the network, and its tests for a processor
+        pythons = dict(zip(releases, pool.map(make_environment, releases)))
+    for release, python in pythons.items():
         started = time.monotonic()
-        python = environment(f"transformers-{release}", f"transformers=={release}", *RELEASES.get(release, ()))
         command = [
             python,
             "-m",
