@@ -30,7 +30,8 @@ def load(name: str, **overrides) -> AttnResConfig:
 
     Args:
         name: One of [`names`].
-        overrides: Fields of the configuration and their values. A smaller `num_hidden_layers` keeps the first layers:
+        overrides: Fields of the configuration and their values. A field that releases name differently may have either
+            name, such as `num_local_experts` and `num_experts`. A smaller `num_hidden_layers` keeps the first layers:
             it also cuts `layer_types` and `mlp_layer_types`, unless they are overridden too. A larger one needs both
             lists, since the pattern of the new layers is not known. An override changes no other field.
 
@@ -59,6 +60,8 @@ def load(name: str, **overrides) -> AttnResConfig:
     if "num_hidden_layers" in overrides:
         for field in {*_PER_LAYER_FIELDS} & config.keys():
             config[field] = config[field][: overrides["num_hidden_layers"]]
+    if is_kimi_k3:
+        return config_class.from_dict(config, **overrides)  # some of its fields follow from others
     # A field may have two names, of `transformers` and of the released model.
     names_of_fields = config_class.attribute_map
     replaced = {names_of_fields.get(field, field) for field in overrides}
@@ -70,6 +73,9 @@ def _check_fields(overrides: dict, config_class: type[AttnResConfig]) -> None:
     """Raise ValueError if an override is neither a field of the configuration nor one of `_SETTINGS`."""
     known_fields = {field.name for field in fields(config_class)} | {*_SETTINGS}
     known_fields.update(GATE_FIELDS, *(connection.fields for connection in CONNECTIONS.values()))
+    known_fields.update(config_class.attribute_map.values())  # the names in the released model
+    if config_class is AttnResKimiK3Config:
+        known_fields.add("linear_attn_config")  # the released model has some fields there
     for field in overrides:
         if field not in known_fields:
             hint = did_you_mean(field, sorted(known_fields))

@@ -15,6 +15,7 @@ searches this file's text for it.
 """
 
 import math
+import warnings
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from copy import copy
@@ -46,7 +47,7 @@ from .attention_gate_attnres import GATE_FIELDS
 from .configuration_attnres import CONNECTIONS, AttnResConfig
 from .delta_attention_attnres import DeltaAttention
 from .modeling_attnres import AttnResDecoderLayer, AttnResForCausalLM, AttnResModel, AttnResPreTrainedModel
-from .residual_attnres import is_count, one_of, require
+from .residual_attnres import FamilyWarning, is_count, one_of, require
 
 # A name under that of the library: otherwise its verbosity would not hold for these messages.
 logger = logging.get_logger(f"transformers.{__name__}")
@@ -89,18 +90,28 @@ _ABSENT = {
     "routed_expert_hidden_size": None,
     "use_full_rank_gate": False,
 }
+# Fields that are true or false. `transformers` does not check the types of fields that Kimi Linear does not have.
+_SWITCHES = ("mla_use_output_gate", "use_full_rank_gate", "latent_moe_use_norm")
 # Fields whose null in the file differs from their absence, for other readers of the file.
 _WRITTEN_NULLS = ("q_lora_rank", "num_experts")
-# Fields of other releases of the same authors without an effect on the text model's function.
+# A field of the text model that is not in this class is one of three kinds.
+# Of no effect: releases, older releases of the same authors, or `transformers` have it, and this model needs no such
+# number. It is kept without a word.
 _WITHOUT_EFFECT = (
     *("aux_loss_alpha", "ep_size", "head_dim", "model_max_length", "num_nextn_predict_layers", "pretraining_tp"),
     *("rope_parameters", "rope_scaling", "rope_theta", "seq_aux", "qk_head_dim", "output_router_logits"),
+    *("_name_or_path", "attn_implementation", "experts_implementation", "name_or_path", "num_labels", "torch_dtype"),
+    *("output_attentions", "pruned_heads", "torchscript", "use_bfloat16", "tf_legacy_loss", "return_dict"),
+    *("add_cross_attention", "cross_attention_hidden_size", "is_decoder", "tie_encoder_decoder"),
 )
-# A field with one of these beginnings that is not known here is likely to change the function.
-_SUSPECT = (
-    *("activation_", "attn_", "conv_", "expert", "gate_", "kda_", "kv_", "latent_", "linear_", "mla_", "moe_", "mlp_"),
-    *("norm_", "num_expert", "qk_", "q_lora", "routed_", "router_", "shared_expert", "situ", "use_", "v_head"),
+# Of architecture, since its name begins like that of a size, a switch or a function. It is refused.
+_OF_ARCHITECTURE = (
+    *("activation_", "attention_", "attn_", "conv_", "dense_", "embedding_", "expert", "ffn_", "final_", "full_"),
+    *("gate_", "head_", "hidden_", "kda_", "kv_", "latent_", "layer_", "linear_", "logit", "mla_", "mlp_", "moe_"),
+    *("n_", "norm_", "num_", "q_", "qk_", "residual_", "rms_", "rope_", "routed_", "router_", "safe_"),
+    *("shared_", "short_", "situ", "sliding_", "topk_", "use_", "v_"),
 )
+# Any other is kept, and a warning names it.
 # Fields of the two kinds of a released file that are of the file, and not of the model.
 _OF_FILE = ("architectures", "auto_map", "model_type", "quantization_config", "transformers_version")
 COMPOSITE, TEXT = "composite", "text"
@@ -117,6 +128,12 @@ class AttnResKimiK3Config(AttnResConfig):
 
     model_type = "kimi_k3"
     attn_res_block_unit = 2  # a decoder layer has two sublayers
+    # `transformers` checks the types of Kimi Linear's fields when they are set. There these two cannot be null.
+    __validators__ = {
+        name: checks
+        for name, checks in getattr(AttnResConfig, "__validators__", {}).items()
+        if name not in ("num_local_experts", "n_shared_experts")
+    }
 
     vocab_size: int = 163840
     hidden_size: int = 7168
@@ -126,13 +143,13 @@ class AttnResKimiK3Config(AttnResConfig):
     num_attention_heads: int = 96
     num_key_value_heads: int | None = 96
     q_lora_rank: int | None = 1536
-    n_shared_experts: int = 2
+    n_shared_experts: int | None = 2
     routed_scaling_factor: float = 1.0
     num_experts_per_tok: int | None = 16
     linear_num_heads: int = 96
 
     num_local_experts: int | None = 896
-    """Number of routed experts (`num_experts` in the file); `None`: the MLPs of all layers are dense."""
+    """Number of routed experts (`num_experts` in a file); `None`: the MLPs of all layers are dense."""
 
     attn_res_block_size: int | None = 12
     """Number of decoder *layers* in a block; `None`: no attention residuals, but the standard residual stream."""
@@ -162,7 +179,7 @@ class AttnResKimiK3Config(AttnResConfig):
     """Width of the latent space of the routed experts; `None`: they work in the model's own."""
 
     latent_moe_use_norm: bool = True
-    """Whether the experts' sum is normed before it is projected back from the latent space."""
+    """Whether the experts' sum is normed before it is projected back from the latent space, if there is one."""
 
     first_k_dense_replace: int = 1
     """Number of layers at the start whose MLP is dense."""
@@ -192,11 +209,19 @@ class AttnResKimiK3Config(AttnResConfig):
     """Shape in which `save_pretrained` stores each `A_log`, padded with zeros. It is not saved: a checkpoint has it."""
 
     def __post_init__(self, **kwargs):
-        # `transformers` has set the fields that it knows, and passes on the others.
-        names = {*type(self).__dataclass_fields__, *self.attribute_map, *self.attribute_map.values()}
-        for name, value in self.fields_of_file(kwargs, fill=False).items():
-            if name in names:
-                setattr(self, name, value)
+        if kwargs.get("model_type") == self.backbone:
+            # Which of the fields with a default were given can no longer be told.
+            raise ValueError(
+                "these are fields of a config.json, where a feature without a field is off, but is on by default here. "
+                "Call `AttnResKimiK3Config.from_dict`."
+            )
+        # `transformers` has set the fields that it knows, and passes on the others, of which some are second names from
+        # releases. Types are checked under the first names.
+        first_names = {released: name for name, released in self.attribute_map.items()}
+        for name, value in self.fields_of_file(kwargs, fill="text_config" in kwargs).items():
+            field = first_names.get(name, name)
+            if field in type(self).__dataclass_fields__:
+                setattr(self, field, value)
                 kwargs.pop(name, None)
             else:
                 kwargs[name] = value
@@ -213,14 +238,20 @@ class AttnResKimiK3Config(AttnResConfig):
         if self.mlp_layer_types is None:
             require(self, "moe_layer_freq", is_count(self.moe_layer_freq), "an integer >= 1")
             self.mlp_layer_types = self._released_mlp_types()
-        # The gate of the family is that of the released weights, with the same name of its tensor.
-        self.attention_gate = "sdpa" if self.mla_use_output_gate else self.attention_gate
+        self.n_shared_experts = self.n_shared_experts or 0
+        # The gate of the family is that of the released weights, with the same name of its tensor. If the arguments
+        # contradict each other, `check_fields` says so.
+        self.attention_gate = kwargs.pop("attention_gate", self._released_gate())
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             # The ids of the released tokenizer mean nothing in a smaller vocabulary.
             value = getattr(self, name)
             if value == getattr(type(self), name) and isinstance(value, int) and value >= self.vocab_size:
                 setattr(self, name, None)
         super().__post_init__(**kwargs)
+
+    def _released_gate(self) -> str | None:
+        """Return the family's `attention_gate` that `mla_use_output_gate` stands for."""
+        return "sdpa" if self.mla_use_output_gate else None
 
     def _released_mlp_types(self) -> list[str]:
         """Return the kinds of MLP that the released fields stand for."""
@@ -257,7 +288,7 @@ class AttnResKimiK3Config(AttnResConfig):
                 layout = {"checkpoint_layout": TEXT}
         else:
             text = dict(text if isinstance(text, Mapping) else text.to_dict())
-            known = {*cls._known_fields(), *_OF_FILE, *_SETTINGS}
+            known = cls._known_fields()
             composite = {name: outer.pop(name) for name in [*outer] if name not in known}
             flat = outer | {name: value for name, value in text.items() if name not in _OF_FILE or name not in outer}
             flat["quantization_config"] = text.get("quantization_config") or outer.get("quantization_config")
@@ -292,8 +323,30 @@ class AttnResKimiK3Config(AttnResConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """Make a configuration of the fields of a `config.json`, in any of the released layouts."""
-        return super().from_dict(cls.fields_of_file(config_dict), **kwargs)
+        """Make a configuration of the fields of a `config.json`, in any of the released layouts.
+
+        Args:
+            config_dict: the fields.
+            kwargs: fields with other values, also under their released names; and arguments of `transformers`.
+        """
+        # `transformers` would set such fields at the end, when others were derived from those of the file.
+        names = cls._known_fields() - {*_WITHOUT_EFFECT, *_OF_FILE, "dtype"} | {"linear_attn_config"}
+        changes = {name: kwargs.pop(name) for name in [*kwargs] if name in names}
+        return super().from_dict(cls._changed(cls.fields_of_file(config_dict), changes), **kwargs)
+
+    @classmethod
+    def _changed(cls, fields: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arguments of this class with some changed. Of a field's two names, that of the change remains."""
+        if "linear_attn_config" in changes:
+            changes = cls.fields_of_file(changes, fill=False)
+        changed = {cls.attribute_map.get(name, name) for name in changes}
+        # These follow from other fields.
+        if "mla_use_output_gate" in changed:
+            changed.add("attention_gate")
+        if "attn_res_block_size" in changed and fields.get("residual_connection") == "standard":
+            changed.add("residual_connection")
+        kept = {name: value for name, value in fields.items() if cls.attribute_map.get(name, name) not in changed}
+        return kept | dict(changes)
 
     @classmethod
     def get_config_dict(cls, *args, **kwargs):
@@ -308,6 +361,15 @@ class AttnResKimiK3Config(AttnResConfig):
         Raises:
             ValueError: a value is not allowed; the message names field, value and allowed values.
         """
+        experts, shared = self.num_local_experts, self.n_shared_experts
+        is_number = experts is None or is_count(experts)
+        require(self, "num_experts", is_number, "an integer >= 1, or null where the MLPs of all layers are dense")
+        is_number = shared is None or shared == 0 or is_count(shared)
+        require(self, "num_shared_experts", is_number, "an integer >= 0")
+        for name in _SWITCHES:
+            require(self, name, isinstance(getattr(self, name), bool), "true or false")
+        first = self.first_k_dense_replace
+        require(self, "first_k_dense_replace", first == 0 or is_count(first), "an integer >= 0")
         super().check_fields()
         require(self, "mla_use_nope", self.mla_use_nope is True, "true: there is no position encoding")
         function = self.moe_router_activation_func
@@ -328,28 +390,41 @@ class AttnResKimiK3Config(AttnResConfig):
             require(self, "activation_situ_linear_beta", is_given, "a number > 0, or null")
         width = self.routed_expert_hidden_size
         require(self, "routed_expert_hidden_size", width is None or is_count(width), "an integer >= 1, or null")
-        allowed = "false where `routed_expert_hidden_size` is null: there is no latent space"
-        require(self, "latent_moe_use_norm", width is not None or not self.latent_moe_use_norm, allowed)
         layouts = (COMPOSITE, TEXT)
         require(self, "checkpoint_layout", self.checkpoint_layout in layouts, one_of(layouts))
-        gate = "sdpa" if self.mla_use_output_gate else None
-        allowed = f"{gate!r}, as `mla_use_output_gate` says"
+        gate = self._released_gate()
+        allowed = f"{gate!r} where `mla_use_output_gate` is {self.mla_use_output_gate}. Set `mla_use_output_gate` alone"
         require(self, "attention_gate", self.attention_gate == gate, allowed)
         allowed = "those of `num_experts`, `first_k_dense_replace` and `moe_layer_freq`"
         require(self, "mlp_layer_types", self.mlp_layer_types == self._released_mlp_types(), allowed)
-        for name, value in vars(self).items():
-            if name.startswith(_SUSPECT) and name not in self._known_fields() and value not in (None, False):
+        for name, value in self._unknown_fields().items():
+            if name.startswith(_OF_ARCHITECTURE):
                 raise ValueError(
                     f"`{name}` ({value!r}) may change what the model computes, and this version does not know it. "
                     "Update the code, or remove the field from config.json if it has no effect."
                 )
+
+    def _unknown_fields(self) -> dict[str, Any]:
+        """Return the fields that this class does not have, unless they are off or known to have no effect."""
+        known = self._known_fields()
+        fields = {name: value for name, value in vars(self).items() if name not in known and name[0] != "_"}
+        return {name: value for name, value in fields.items() if value not in (None, False, "", [], {})}
+
+    def _warn_of_unknown_fields(self) -> None:
+        """Warn of fields that are not in this class and are not refused."""
+        for name, value in sorted(self._unknown_fields().items()):
+            message = (
+                f"`{name}` ({value!r}) is not a field of Kimi K3 here, and has no effect. It is kept on saving. If it "
+                "changes what the model computes, update the code."
+            )
+            warnings.warn(message, FamilyWarning, stacklevel=3)
 
     @classmethod
     def _known_fields(cls) -> set[str]:
         """Return the names of all fields that are not of another version."""
         connections = (name for connection in CONNECTIONS.values() for name in connection.fields)
         names = {*cls.attribute_map, *cls.attribute_map.values(), *connections, *GATE_FIELDS}
-        return {*cls.__dataclass_fields__, *_WITHOUT_EFFECT, *names}
+        return {*cls.__dataclass_fields__, *_WITHOUT_EFFECT, *_OF_FILE, *names}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a released `config.json` has them, in the layout of `checkpoint_layout`."""
@@ -372,7 +447,7 @@ class AttnResKimiK3Config(AttnResConfig):
             if name != "attn_res_block_size" and fields.get(name, default) != default:
                 text[name] = fields[name]
         # Of the common fields of `transformers`, those that were changed; and fields that no one here knows.
-        common, written = PreTrainedConfig().to_dict(), {*_TEXT_FIELDS, *self._known_fields(), *_OF_FILE}
+        common, written = PreTrainedConfig().to_dict(), {*_TEXT_FIELDS, *self._known_fields()}
         for name, value in fields.items():
             is_changed = name in common and name not in _OF_FILE and value != common[name]
             is_unknown = name not in common and name not in written
@@ -385,11 +460,6 @@ class AttnResKimiK3Config(AttnResConfig):
         names = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
         outer |= {name: text[name] for name in names if name in text}
         return outer | (self.composite_fields or {}) | {"text_config": text}
-
-
-# Arguments of `from_pretrained` that `transformers` adds to the fields.
-_SETTINGS = ("attn_implementation", "experts_implementation", "name_or_path", "num_labels", "output_attentions")
-_SETTINGS += ("_name_or_path", "torch_dtype", "_commit_hash", "_attn_implementation_internal")
 
 
 def _layer_types(lists: Mapping[str, Collection[int]], layers: int) -> list[str]:
