@@ -62,13 +62,13 @@ class InspectedSource:
             tokenizer = load_tokenizer(name, remedy=remedy, revision=revision, **shared)
         except OSError as error:
             raise ValueError(_explanation(name, "tokenizer", error)) from error
-        check_before_loading(AutoModelForCausalLM, self.name, revision=self.revision, **shared)
+        options = {"dtype": self.dtype, "device_map": self._device()}
+        check_before_loading(AutoModelForCausalLM, self.name, revision=self.revision, **options, **shared)
         with _in_one_line(self.name, "model"), explain_broken_shard(self.name):
             model, info = AutoModelForCausalLM.from_pretrained(
                 self.name,
                 revision=self.revision,
-                dtype=self.dtype,
-                device_map=self._device(),
+                **options,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # so that `check_shapes` can name the tensors in one line
                 **shared,

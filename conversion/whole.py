@@ -12,6 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
@@ -22,7 +23,7 @@ from attnres.loading_attnres import check_added, check_shapes
 from attnres.residual_attnres import residual_tensors
 from attnres.utils.wording import counted
 
-from .checkpoint import DTYPES, Checkpoint, find, read_headers
+from .checkpoint import DTYPES, Checkpoint, find, read_headers, show_bytes
 from .complete import explain_config, loading_report
 from .kimi_k3 import refuse_disguised
 from .sizes import check_sizes
@@ -54,6 +55,22 @@ def check_whole(model: nn.Module, missing: Collection[str], source: str, *, star
     if missing := sorted(missing):
         others = f" and {counted(len(missing) - 1, 'other tensor')}" if len(missing) > 1 else ""
         raise ValueError(f"{source} is incomplete: it lacks `{missing[0]}`{others}. Restore it from its source.")
+
+
+def check_memory(needed: int, subject: str, remedy: str) -> None:
+    """Raise ValueError if more memory is needed than is free. The system might end the process otherwise.
+
+    Args:
+        needed: The number of bytes.
+        subject: What needs them, for the message: `the weights of MODEL`.
+        remedy: What to do, for the message.
+
+    Raises:
+        ValueError: Fewer bytes are free.
+    """
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise ValueError(f"{subject} take {show_bytes(needed)} of memory, but {show_bytes(free)} are free. {remedy}")
 
 
 def check_source_sizes(source: str | os.PathLike, revision: str | None = None) -> Checkpoint | None:
@@ -99,13 +116,14 @@ def check_before_loading(auto_class: Any, source: str, *, starts_anew: bool = Fa
 
     Raises:
         OSError, RuntimeError, ValueError: A tensor is missing or has another shape, or the model is far larger than
-            its weights. The message is one line that names the source or file, and the field or tensor.
+            its weights or than the free memory. The message is one line that names the source or file, and the field
+            or tensor.
     """
     revision, code = options.pop("revision", None), options.pop("trust_remote_code", False)
     # The shapes in a GGUF file are not known before it is loaded.
     if options.get("gguf_file") is not None or (checkpoint := check_source_sizes(source, revision)) is None:
         return
-    options = {name: value for name, value in options.items() if name not in _LOADING_ARGUMENTS}
+    loading = {name: options.pop(name, None) for name in _LOADING_ARGUMENTS}
     if options.get("quantization_config") is None:
         options.pop("quantization_config", None)  # the one in `config.json` stays
     # Warnings about the configuration are repeated when the model is loaded.
@@ -124,6 +142,13 @@ def check_before_loading(auto_class: Any, source: str, *, starts_anew: bool = Fa
     _check_total(model, checkpoint)
     if getattr(config, "quantization_config", None) is not None:
         return  # its tensors have other names and shapes, which the quantiser checks
+    if loading["distributed_config"] is None and loading["device_map"] in (None, "cpu", {"": "cpu"}):
+        dtype = loading["dtype"] or loading["torch_dtype"]
+        dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        # Without a dtype, `transformers` takes that of the weights, which is hardly ever smaller than bfloat16.
+        size = (dtype or config.dtype or torch.bfloat16).itemsize
+        needed = size * sum(parameter.numel() for parameter in model.parameters())
+        check_memory(needed, f"the weights of {source}", "Use a smaller model, or a machine with more memory.")
     report = loading_report(checkpoint, model)
     check_shapes(report["mismatched_keys"], source)
     for added in (residual_tensors(model), gate_tensors(model)):
@@ -174,4 +199,4 @@ def load_whole(auto_class: Any, source: str, *, starts_anew: bool = False, **opt
     return model
 
 
-__all__ = ["check_before_loading", "check_source_sizes", "check_whole", "load_whole"]
+__all__ = ["check_before_loading", "check_memory", "check_source_sizes", "check_whole", "load_whole"]

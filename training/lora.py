@@ -24,6 +24,10 @@ with require_extra("train"):
     from peft import LoraConfig, PeftModel, get_peft_model
 
 
+# The names that models of `transformers` have for a router of experts.
+_ROUTERS = ("gate", "router")
+
+
 def add_adapters(
     model: PreTrainedModel,
     *,
@@ -186,10 +190,16 @@ def _stacked_weights(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _is_router(layer: nn.Module, name: str) -> bool:
-    """Return whether a linear layer has one output for each of the experts beside it."""
-    siblings = layer.get_submodule(name.rpartition(".")[0]).children()
-    experts = {len(weight) for module in siblings for weight in _stacked_weights(module).values()}
-    return layer.get_submodule(name).out_features in experts
+    """Return whether a linear layer is a router: it, or a module that it is in, is named so and lies beside experts.
+
+    A router's number of outputs, that of the experts, does not tell: projections may have as many.
+    """
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        siblings = layer.get_submodule(".".join(parts[:i])).children()
+        if part in _ROUTERS and any(_stacked_weights(module) for module in siblings):
+            return True
+    return False
 
 
 def _chosen(modules: list[str], parameters: list[str], targets: Collection[str]) -> tuple[list[str], list[str]]:

@@ -26,11 +26,11 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations import get_reporting_integration_callbacks
 
 from attnres import AttnResConfig, ResidualConfig
-from attnres.configuration import load, names
+from attnres.configuration import count_parameters, load, names
 from attnres.configuration_attnres import is_kimi_k3
 from attnres.conversion import retrofit
 from attnres.conversion.family import retrofit_config
-from attnres.conversion.whole import load_whole
+from attnres.conversion.whole import check_memory, load_whole
 from attnres.utils.hub import meant
 from attnres.utils.wording import counted
 
@@ -172,16 +172,20 @@ def check_model_config(recipe: Recipe, name: str, tokenizer: PreTrainedTokenizer
 
     Raises:
         FileNotFoundError: The model cannot be found or read.
-        ValueError: `config` or `retrofit` does not fit the model, or the recipe `heal` gets a standard model.
+        ValueError: `config` or `retrofit` does not fit the model, the recipe `heal` gets a standard model, or a model
+            from scratch is larger than the free memory.
     """
     try:
         if recipe.model in names():
-            _named_config(recipe, tokenizer)
-            return
-        with explain_missing("model", recipe.model):
-            config = AutoConfig.from_pretrained(recipe.model, trust_remote_code=False, **recipe.config)
+            config = _named_config(recipe, tokenizer)
+        else:
+            with explain_missing("model", recipe.model):
+                config = AutoConfig.from_pretrained(recipe.model, trust_remote_code=False, **recipe.config)
     except (StrictDataclassError, TypeError, ValueError) as error:
         raise ValueError(f"`config` of the recipe does not fit {recipe.model}: {error}") from error
+    if recipe.model in names():
+        _check_memory(recipe, config)
+        return
     if config.model_type == AttnResConfig.backbone and is_kimi_k3(config.to_dict()):
         # `transformers` maps the model type to plain Kimi Linear, which ignores these fields.
         raise ValueError(
@@ -215,6 +219,17 @@ def _named_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrai
         raise ValueError(f"{recipe.model} starts from scratch: an adapter would have no base. Leave out `lora`.")
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return load(recipe.model, **{"vocab_size": len(tokenizer), **special, **recipe.config})
+
+
+def _check_memory(recipe: Recipe, config: PreTrainedConfig) -> None:
+    """Raise ValueError if the model of a named configuration is larger than the free memory of this machine."""
+    parameters = count_parameters(config).total
+    # The weights are made in this memory, whatever device they go to. Without an accelerator the gradients are there
+    # too.
+    parts, copies = ("weights", 1) if torch.accelerator.is_available() else ("weights and gradients", 2)
+    needed = copies * parameters * (config.dtype or torch.get_default_dtype()).itemsize
+    subject = f"{recipe.model} has {parameters:,} parameters, whose {parts}"
+    check_memory(needed, subject, "Choose a smaller configuration, or smaller numbers by `config`.")
 
 
 def prepare_data(

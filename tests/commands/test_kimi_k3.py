@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from attnres import AttnResKimiK3ForCausalLM
 from attnres.analysis.axis import depth_axis
 from attnres.conversion.publication import plan_publication
+from attnres.conversion.whole import load_whole
 from attnres.eval.corrected_hflm import CorrectedHFLM
 from attnres.kimi_k3_attnres import released_shapes
 from attnres.training.monitor import flops_per_token
@@ -98,16 +101,40 @@ def test_a_publication_counts_unpacked_parameters_and_names_the_layout(folder):
 
 
 def test_a_small_model_is_trained_from_scratch_and_saved_in_the_released_layout(folder, tmp_path):
+    changes = "config={num_experts: 4, linear_attn_config: {gate_lower_bound: -3}}"
     run = run_well(
-        *("train", "pretrain", "model=attnres-k3-tiny", f"tokenizer={folder / 'text'}"),
+        *("train", "pretrain", "model=attnres-k3-tiny", changes, f"tokenizer={folder / 'text'}"),
         *(f"train={folder / 'text.txt'}", f"out={tmp_path / 'out'}", *SHORT),
     )
     assert "blocks of 2 layers" in run.out
     saved = tmp_path / "out" / "model"
-    assert json.loads((saved / "config.json").read_text())["model_type"] == "kimi_k3"
+    config = json.loads((saved / "config.json").read_text())
+    assert config["model_type"] == "kimi_k3"
+    text = config["text_config"]
+    assert (text["num_experts"], text["linear_attn_config"]["gate_lower_bound"]) == (4, -3)
     assert all(name.startswith("language_model.") for name in load_file(saved / "model.safetensors"))
     assert "released layout of Kimi K3" in (saved / "README.md").read_text()
     assert type(AutoModelForCausalLM.from_pretrained(saved)) is AttnResKimiK3ForCausalLM
+
+
+def test_a_model_that_is_larger_than_the_memory_is_refused_before_any_work(folder, tmp_path):
+    data = (f"tokenizer={folder / 'text'}", f"train={folder / 'text.txt'}", f"out={tmp_path / 'out'}")
+    line = run_attnres("train", "pretrain", "model=kimi-k3", *data, *SHORT).error
+    assert re.search(r"kimi-k3 has 2,77\d,\d{3},\d{3},\d{3} parameters, whose weights.* take [\d.]+ GB of memory", line)
+    assert "Choose a smaller configuration" in line
+
+
+def test_a_checkpoint_that_is_larger_than_the_memory_is_refused_before_it_is_loaded(folder, tmp_path, monkeypatch):
+    source = folder / "packed"
+    parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(source).parameters())
+    memory = SimpleNamespace(available=2 * parameters - 1)  # the release is in bfloat16
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    with pytest.raises(ValueError, match=rf"the weights of {source} take .* MB of memory, but .* are free"):
+        load_whole(AutoModelForCausalLM, str(source), device_map="cpu")
+    memory.available += 1
+    assert load_whole(AutoModelForCausalLM, str(source), device_map="cpu").dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="take .* of memory"):
+        load_whole(AutoModelForCausalLM, str(source), dtype="float32")
 
 
 @pytest.mark.parametrize("recipe", ["finetune", "lora"])

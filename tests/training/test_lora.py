@@ -121,6 +121,13 @@ def losses_of(trainer: Trainer) -> list[float]:
 # --- which weights get an adapter
 
 
+def test_a_projection_with_as_many_outputs_as_there_are_experts_is_no_router():
+    config = load("attnres-k3-tiny", num_hidden_layers=4, routed_expert_hidden_size=8, num_experts=8)
+    with torch.device("meta"):
+        names = projections(AutoModelForCausalLM.from_config(config))
+    assert {"mlp.routed_expert_down_proj", "mlp.routed_expert_up_proj", "mlp.shared_experts.up_proj"} <= {*names}
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_matrices_of_the_decoder_layers_have_adapters_and_no_other_tensors_do(base, name):
     model = load_base(base(name))
@@ -158,7 +165,9 @@ def test_a_linear_router_has_no_adapter_and_a_standard_model_can_be_adapted_too(
     model = load_base(base("attnres_mixtral"))
     for layer in model.model.layers:
         layer.mlp.gate = torch.nn.Linear(32, 4, bias=False)
-    assert not any("gate" in name for name in projections(model))
+        layer.mlp.router = torch.nn.ModuleDict({"layer": torch.nn.Linear(32, 4)})
+        layer.self_attn.gate = torch.nn.Linear(32, 4, bias=False)  # with no experts beside it
+    assert {name for name in projections(model) if "gate" in name or "router" in name} == {"self_attn.gate"}
     standard = AutoModelForCausalLM.from_config(AutoConfig.for_model("kimi_linear", **load_kimi_fields(base)))
     adapted = add_adapters(standard, rank=4)
     assert adapted.peft_config["default"].modules_to_save is None
