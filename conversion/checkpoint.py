@@ -334,6 +334,7 @@ def copy_shard(
     unused: Collection[str] = (),
     rename: Callable[[str], str] | None = None,
     on_bytes: Callable[[int], None] = lambda n: None,
+    check: Callable[[torch.Tensor, Entry, Path], None] | None = None,
 ) -> None:
     """Copy a shard byte for byte, and check its values on the way.
 
@@ -344,9 +345,10 @@ def copy_shard(
         unused: The names of tensors that the model does not use. They may hold NaN.
         rename: Returns the name that a tensor gets in the target. By default it keeps its name.
         on_bytes: A function that gets the number of bytes of each piece.
+        check: A function that checks a piece of a tensor of integers: uint8, the tensor's entry, and the file.
 
     Raises:
-        ValueError: A tensor holds NaN or infinite values.
+        ValueError: A tensor holds NaN or infinite values, or `check` raises it.
         OSError: The shard ends early, or the target cannot be written.
     """
     kept = [entry for entry in shard.entries if entry.name not in dropped]
@@ -360,6 +362,8 @@ def copy_shard(
             for chunk in _read(source, entry, shard.path):
                 if entry.name not in unused:
                     _check_finite(chunk, entry, shard.path)
+                    if check is not None and not _is_float(entry):
+                        check(torch.frombuffer(chunk, dtype=torch.uint8), entry, shard.path)
                 sink.write(chunk)
                 on_bytes(len(chunk))
 
@@ -452,10 +456,15 @@ def _write_header(sink: BinaryIO, entries: list[Entry], metadata: dict[str, str]
     sink.write(len(text).to_bytes(8, "little") + text)
 
 
-def _check_finite(chunk: memoryview, entry: Entry, path: Path) -> None:
+def _is_float(entry: Entry) -> bool:
     dtype = DTYPES.get(entry.dtype)
-    if dtype is None or not dtype.is_floating_point:
+    return dtype is not None and dtype.is_floating_point
+
+
+def _check_finite(chunk: memoryview, entry: Entry, path: Path) -> None:
+    if not _is_float(entry):
         return
+    dtype = DTYPES[entry.dtype]
     values = torch.frombuffer(chunk, dtype=dtype)
     if dtype.itemsize == 1:  # `aminmax` does not support 8-bit floats
         values = values.float()

@@ -272,6 +272,8 @@ def write(
             _link(shard.path, target / name)
         destination = target / name if shard in copied else None
         options = {"dropped": dropped, "unused": plan.unused, "rename": plan.rename}
+        if is_kimi_k3:
+            options["check"] = kimi_k3.check_packed
         copy_shard(shard, destination, **options, on_bytes=on_bytes)
         if shard not in copied and checkpoint.is_temporary:
             shard.path.rename(target / name)

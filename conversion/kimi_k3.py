@@ -21,7 +21,7 @@ from transformers.utils import CONFIG_NAME
 from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM, AttnResKimiK3Model
 from attnres.configuration_attnres import is_kimi_k3
 from attnres.decoder_attnres import auto_map
-from attnres.kimi_k3_attnres import COMPOSITE, read_release, released_shapes
+from attnres.kimi_k3_attnres import COMPOSITE, check_scales, read_release, released_shapes
 from attnres.utils.quiet import quiet_transformers
 
 from .checkpoint import DTYPES, Checkpoint, Entry
@@ -139,6 +139,18 @@ def unused_tensors(checkpoint: Checkpoint, config: AttnResKimiK3Config) -> froze
     used = {prefix + name for name in released_shapes(config)}
     used |= {name + part for name in used for part in (_PACKED, _SCALE)}
     return frozenset(tensors.keys() - used)
+
+
+def check_packed(values: Tensor, entry: Entry, path: Path) -> None:
+    """Raise ValueError if a piece of a tensor holds scales of packed experts that cannot be decoded.
+
+    Args:
+        values: The bytes of the piece, uint8.
+        entry: The tensor.
+        path: The file.
+    """
+    if entry.name.endswith(_SCALE):
+        check_scales(f"{path}: `{entry.name}`", values)
 
 
 def is_packed(checkpoint: Checkpoint) -> bool:
@@ -279,6 +291,7 @@ __all__ = [
     "PREFIX",
     "RECORD",
     "add_prefix",
+    "check_packed",
     "count_parameters",
     "describe_layout",
     "has_head",

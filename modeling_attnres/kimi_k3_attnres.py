@@ -841,6 +841,8 @@ _OF_QUANTIZED = (_PACKED, _SCALE, "weight_shape", "weight_global_scale", "weight
 _OF_QUANTIZED += ("weight_scale_inv", "input_scale")
 # Number of weights that share a scale.
 _GROUP = 32
+# Code of the largest scale, 2^125: with the next one a 6 is beyond bfloat16. 255 is the code of NaN.
+_LARGEST_SCALE = 252
 _HALVES = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]) / 2  # E2M1; bit 3 is the sign
 
 
@@ -864,6 +866,17 @@ def decode_mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
     return (numbers.unflatten(1, (-1, _GROUP)) * powers.unsqueeze(-1)).flatten(1)
 
 
+def check_scales(subject: str, scale: Tensor) -> None:
+    """Raise `ValueError` if uint8 scales of MXFP4 hold the code of NaN, or one whose weights bfloat16 cannot hold.
+
+    Args:
+        subject: the tensor, for the message.
+        scale: the scales, of any shape.
+    """
+    if scale.numel() and scale.max() > _LARGEST_SCALE:
+        raise ValueError(f"{subject} holds a scale of NaN or beyond bfloat16. Copy the file again.")
+
+
 class _Packed:
     """A packed weight that is decoded when it is read, so that no more than the loaded model is in memory.
 
@@ -875,8 +888,7 @@ class _Packed:
 
     def __getitem__(self, index: Any) -> Tensor:
         scale = self.scale[...]
-        if scale.numel() and scale.max() > 252:
-            raise ValueError(f"`{self.name}.{_SCALE}` holds a scale of NaN or beyond bfloat16. Copy the file again.")
+        check_scales(f"`{self.name}.{_SCALE}`", scale)
         return decode_mxfp4(self.packed[...], scale)[index]
 
     def get_shape(self) -> list[int]:

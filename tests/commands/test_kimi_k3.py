@@ -133,7 +133,7 @@ def test_a_checkpoint_that_is_larger_than_the_memory_is_refused_before_it_is_loa
         load_whole(AutoModelForCausalLM, str(source), device_map="cpu")
     memory.available += 1
     assert load_whole(AutoModelForCausalLM, str(source), device_map="cpu").dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="take .* of memory"):
+    with pytest.raises(ValueError, match=r"take .* of memory"):
         load_whole(AutoModelForCausalLM, str(source), dtype="float32")
 
 

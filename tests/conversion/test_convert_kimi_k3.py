@@ -239,15 +239,21 @@ def test_a_missing_tensor_is_named(source, refusal):
         (f"{EXPERT}_scale", lambda tensor: None, "lacks"),
         (f"{EXPERT}_scale", lambda tensor: tensor[:, :0], "must have [32, 1]"),
         (f"{EXPERT}_packed", lambda tensor: tensor.float(), "uint8"),
+        (f"{EXPERT}_packed", lambda tensor: tensor[:, :-1].contiguous(), "must have [32, 16]"),
+        (f"{EXPERT}_scale", lambda tensor: tensor.view(torch.int8), "uint8"),
+        (f"{EXPERT}_scale", lambda tensor: tensor.fill_(255), "a scale of NaN"),
         (A_LOG, lambda tensor: tensor[:2], "at least 3"),
         (A_LOG, lambda tensor: tensor + 1, "not zero beyond"),
     ],
-    ids=["no scale", "a scale of the wrong shape", "a wrong dtype", "too few heads", "more heads"],
+    ids=[
+        *("no scale", "a scale of the wrong shape", "weights of a wrong dtype", "weights of a wrong shape"),
+        *("a scale of a wrong dtype", "a scale of NaN", "too few heads", "more heads"),
+    ],
 )
 def test_a_wrong_tensor_is_named_with_its_file(source, refusal, name, change, words):
     folder = source("packed")
     path = change_tensor(folder, name, change)
-    line = refusal()
+    line = refusal("--no-verify")
     assert name in line and words in line
     assert str(path if words != "lacks" else folder) in line
 
