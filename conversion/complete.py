@@ -78,7 +78,8 @@ def explain_config(folder: Path) -> Iterator[None]:
     except (OSError, RuntimeError, ValueError):
         raise
     except Exception as error:
-        raise ValueError(f"{folder / CONFIG_NAME} holds a wrong value ({type(error).__name__}: {error}).") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{folder / CONFIG_NAME} holds a wrong value ({type(error).__name__}: {reason}).") from error
 
 
 def empty_model(config: PreTrainedConfig, checkpoint: Checkpoint) -> PreTrainedModel:

@@ -8,6 +8,7 @@ result is in the composite layout, whose tensors have a prefix.
 import json
 import math
 import re
+import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,9 @@ def unused_tensors(checkpoint: Checkpoint, config: AttnResKimiK3Config) -> froze
     tensors = {name: _TensorInFile(checkpoint.where[name].path, entry) for name, entry in checkpoint.entries.items()}
     with_head = has_head(checkpoint, config)
     try:
-        with quiet_transformers():  # what is left out is reported from the result of this function
+        # What is left out or not read is reported from the result of this function.
+        with quiet_transformers(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             read_release(config, tensors, with_head)
     except ValueError as error:
         named = re.search("`([^`]+)`", str(error))

@@ -287,14 +287,14 @@ class AttnResKimiK3Config(AttnResConfig):
             if flat.get("model_type") == cls.backbone:
                 layout = {"checkpoint_layout": TEXT}
         else:
-            text = dict(text if isinstance(text, Mapping) else text.to_dict())
+            text = _as_object("text_config", text)
             known = cls._known_fields()
             composite = {name: outer.pop(name) for name in [*outer] if name not in known}
             flat = outer | {name: value for name, value in text.items() if name not in _OF_FILE or name not in outer}
             flat["quantization_config"] = text.get("quantization_config") or outer.get("quantization_config")
             layout = {"checkpoint_layout": COMPOSITE, "composite_fields": composite or None}
         _check_quantization(flat.pop("quantization_config", None))
-        linear = dict(flat.pop("linear_attn_config", None) or {})
+        linear = _as_object("linear_attn_config", flat.pop("linear_attn_config", None))
         lists = {name: linear.pop(name) for name in _LAYER_LISTS if linear.get(name) is not None}
         for name, value in linear.items():
             if name in _LINEAR_FIELDS:
@@ -462,6 +462,21 @@ class AttnResKimiK3Config(AttnResConfig):
         return outer | (self.composite_fields or {}) | {"text_config": text}
 
 
+def _as_object(name: str, value: Any) -> dict[str, Any]:
+    """Return the fields of an object in a `config.json`, none for null.
+
+    Raises:
+        ValueError: the value is no object.
+    """
+    if value is None:
+        return {}
+    if isinstance(value, PreTrainedConfig) or hasattr(value, "to_dict"):
+        return value.to_dict()
+    if not isinstance(value, Mapping):
+        raise ValueError(f"`{name}` is {value!r}, but must be an object with fields.")
+    return dict(value)
+
+
 def _layer_types(lists: Mapping[str, Collection[int]], layers: int) -> list[str]:
     """Return the kind of each layer, of the released lists of layers that count from 1.
 
@@ -471,6 +486,8 @@ def _layer_types(lists: Mapping[str, Collection[int]], layers: int) -> list[str]
     kinds: dict[int, str] = {}
     names = " and ".join(f"`{name}`" for name in _LAYER_LISTS)
     for name, numbers in lists.items():
+        if not isinstance(numbers, list | tuple):
+            raise ValueError(f"`{name}` is {numbers!r}, but must be a list of layers, which count from 1.")
         for number in numbers:
             if not is_count(number) or number > layers:
                 raise ValueError(f"`{name}` has the layer {number!r}, but layers must count from 1 to {layers}.")
@@ -486,7 +503,7 @@ def _check_quantization(quantization: Any) -> None:
     """Raise `ValueError` if a checkpoint is quantised in another way than the released one."""
     if quantization is None:
         return
-    fields = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
+    fields = _as_object("quantization_config", quantization)
     if fields.get("format") != _MXFP4:
         method = fields.get("format") or fields.get("quant_method")
         raise ValueError(
@@ -839,6 +856,19 @@ _PACKED, _SCALE = "weight_packed", "weight_scale"
 # Endings of the names of tensors that belong to a quantised weight, of any method.
 _OF_QUANTIZED = (_PACKED, _SCALE, "weight_shape", "weight_global_scale", "weight_zero_point", "input_global_scale")
 _OF_QUANTIZED += ("weight_scale_inv", "input_scale")
+# Dtypes by their names in safetensors files; those of weights that are not packed are the floats.
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"}
+_FLOATS = ("F64", "F32", "F16", "BF16")
+# Parts of the names of tensors that a model has or lacks -> the fields that decide it.
+_BY_FIELD = {
+    (".self_attn.g_proj.",): "`mla_use_output_gate` and `use_full_rank_gate`",
+    (".self_attn.g_a_proj.", ".self_attn.g_b_proj."): "`use_full_rank_gate`",
+    (".self_attn.q_proj.", ".self_attn.q_a_", ".self_attn.q_b_proj."): "`q_lora_rank`",
+    (".routed_expert_down_proj.", ".routed_expert_up_proj."): "`routed_expert_hidden_size`",
+    (".routed_expert_norm.",): "`latent_moe_use_norm`",
+    (".shared_experts.",): "`num_shared_experts`",
+    ("_res_proj.", "_res_norm."): "`attn_res_block_size`",
+}
 # Number of weights that share a scale.
 _GROUP = 32
 # Code of the largest scale, 2^125: with the next one a 6 is beyond bfloat16. 255 is the code of NaN.
@@ -906,9 +936,9 @@ def shape_of(tensor: Any) -> tuple[int, ...]:
     return tuple(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
 
 
-def _is_bytes(tensor: Any) -> bool:
-    """Return whether a tensor, or a slice of a safetensors file, holds unsigned bytes."""
-    return tensor.get_dtype() == "U8" if hasattr(tensor, "get_dtype") else tensor.dtype == torch.uint8
+def _dtype_of(tensor: Any) -> str:
+    """Return the dtype of a tensor, or of a slice of a safetensors file, by the name that such a file has for it."""
+    return tensor.get_dtype() if hasattr(tensor, "get_dtype") else _DTYPES.get(tensor.dtype, str(tensor.dtype))
 
 
 def released_shapes(config: AttnResKimiK3Config) -> dict[str, tuple[int, ...]]:
@@ -1029,9 +1059,18 @@ def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_he
     missing, result = [], {}
     for name, shape in shapes.items():
         if ".experts." in name and f"{name}_packed" in text:
+            if name in text:
+                raise ValueError(
+                    f"the checkpoint holds both `{prefix}{name}` and `{prefix}{name}_packed`. Remove one of them."
+                )
             result[name] = _unpack(name.removesuffix(".weight"), shape, text, prefix)
         elif name in text:
             tensor = result[name] = text.pop(name)
+            if _dtype_of(tensor) not in _FLOATS:
+                raise ValueError(
+                    f"`{prefix}{name}` has the dtype {_dtype_of(tensor)}, but must have one of {', '.join(_FLOATS)}. "
+                    "Only the weights of routed experts may be packed."
+                )
             if name.endswith(".A_log"):
                 _check_heads(prefix + name, tensor, shape[0], config)
             elif shape_of(tensor) != shape:
@@ -1052,12 +1091,32 @@ def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_he
         )
     if missing:
         raise ValueError(f"the checkpoint lacks {_in_words(missing)}. Copy all of its files.")
+    experts = [prefix + name for name in text if ".experts." in name]
+    if experts:
+        raise ValueError(
+            f"the checkpoint holds {_in_words(experts)}, but `num_experts` of its config.json is "
+            f"{config.num_local_experts}. Use the checkpoint's own config.json."
+        )
+    _warn_of_unread(text, config, prefix)
     return result | text  # of the others `transformers` says that they are not used
+
+
+def _warn_of_unread(names: Iterable[str], config: AttnResKimiK3Config, prefix: str) -> None:
+    """Warn of tensors that the model would read if a field of its configuration had another value."""
+    for ends, fields in _BY_FIELD.items():
+        unread = [prefix + name for name in names if any(end in name for end in ends)]
+        # With other connections it is known that these are not read.
+        if unread and ("attn_res_block_size" not in fields or config.attn_res_block_size is None):
+            message = (
+                f"the checkpoint holds {_in_words(unread)}, but the model does not read them by its {fields}. If you "
+                "did not intend that, use the checkpoint's own config.json."
+            )
+            warnings.warn(message, FamilyWarning, stacklevel=3)
 
 
 def _unpack(owner: str, shape: tuple[int, ...], text: dict[str, Any], prefix: str) -> _Packed:
     """Take a packed weight and its scale from `text`, check both, and return the weight."""
-    tensors = {}
+    tensors: dict[str, Any] = {}
     groups = math.ceil(shape[1] / _GROUP)
     for part, columns in ((_PACKED, shape[1] // 2), (_SCALE, groups)):
         name, must = f"{owner}.{part}", [shape[0], columns]
@@ -1065,11 +1124,11 @@ def _unpack(owner: str, shape: tuple[int, ...], text: dict[str, Any], prefix: st
             raise ValueError(f"the checkpoint lacks `{prefix}{name}`, the scale of a packed weight. Copy all files.")
         tensors[part] = text.pop(name)
         has = list(shape_of(tensors[part]))
-        if not _is_bytes(tensors[part]) or has != must or shape[1] % _GROUP:
-            dtype = tensors[part].get_dtype() if hasattr(tensors[part], "get_dtype") else tensors[part].dtype
+        dtype = _dtype_of(tensors[part])
+        if dtype != "U8" or has != must or shape[1] % _GROUP:
             raise ValueError(
-                f"`{prefix}{name}` has the shape {has} and the dtype {dtype}, but must have {must} and uint8: MXFP4 "
-                f"has two weights in a byte, and {_GROUP} share a scale."
+                f"`{prefix}{name}` has the shape {has} and the dtype {dtype}, but must have {must} and U8, that is "
+                f"uint8: MXFP4 has two weights in a byte, and {_GROUP} share a scale."
             )
     return _Packed(f"{prefix}{owner}", packed=tensors[_PACKED], scale=tensors[_SCALE])
 

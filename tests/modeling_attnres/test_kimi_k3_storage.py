@@ -237,6 +237,7 @@ def field(name: str, value: Any, owner: str = "") -> Callable[[dict, dict], None
 
 
 LISTS = "linear_attn_config"
+LAYERS = "language_model.model.layers."
 
 
 @pytest.mark.parametrize(
@@ -257,6 +258,26 @@ LISTS = "linear_attn_config"
             r"mlp_res_norm.weight` has the shape \[63\], .* \[64\]",
         ),
         (replace("experts.2.w1.weight", torch.ones(32, 31)), r"w1.weight` has the shape \[32, 31\], .* \[32, 32\]"),
+        (
+            replace("layers.0.self_attn.q_proj.weight", torch.ones(24, 64, dtype=torch.int8)),
+            r"layers.0.self_attn.q_proj.weight` has the dtype I8, but must have one of F64",
+        ),
+        (
+            lambda config, tensors: tensors.update(
+                {f"{LAYERS}1.block_sparse_moe.experts.8.w1.weight": torch.ones(32, 32).bfloat16()}
+            ),
+            r"holds `.*experts.8.w1.weight`, but `num_experts` of its config.json is 8",
+        ),
+        (
+            lambda config, tensors: tensors.update(
+                {f"{LAYERS}1.block_sparse_moe.experts.7.w1.weight_packed": torch.ones(32, 16, dtype=torch.uint8)}
+            ),
+            r"holds both `.*experts.7.w1.weight` and `.*experts.7.w1.weight_packed`",
+        ),
+        (field("full_attn_layers", 4, LISTS), "`full_attn_layers` is 4, but must be a list of layers"),
+        (field("linear_attn_config", [1]), r"`linear_attn_config` is \[1\], but must be an object"),
+        (field("quantization_config", "mxfp4"), "`quantization_config` is 'mxfp4', but must be an object"),
+        (lambda config, tensors: config.update(text_config="x"), "`text_config` is 'x', but must be an object"),
         (field("attn_res_block_size", 0), "`attn_res_block_size` is 0, .* an integer >= 1"),
         (field("full_attn_layers", [3, 4, 6, 7], LISTS), "layer 3 is in both `full_attn_layers` and `kda_layers`"),
         (field("full_attn_layers", [4, 6], LISTS), "layer 7 is in none of `full_attn_layers` and `kda_layers`"),
@@ -281,6 +302,20 @@ def test_a_wrong_checkpoint_is_refused_in_one_line(changed, change, message):
     with pytest.raises(ValueError, match=message) as error:
         AutoModelForCausalLM.from_pretrained(source)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "tensor"),
+    [
+        (field("mla_use_output_gate", False), "layers.3.self_attn.g_proj"),
+        (field("num_shared_experts", None), "layers.1.block_sparse_moe.shared_experts.down_proj"),
+        (field("latent_moe_use_norm", False), "layers.1.block_sparse_moe.routed_expert_norm"),
+        (field("attn_res_block_size", None), "layers.0.mlp_res_norm"),
+    ],
+)
+def test_tensors_that_a_wrong_field_leaves_out_are_named(changed, change, tensor):
+    with pytest.warns(FamilyWarning, match=rf"holds `.*{tensor}.weight`.* the model does not read them by its `"):
+        AutoModelForCausalLM.from_pretrained(changed(change))
 
 
 @pytest.mark.parametrize(
