@@ -1,4 +1,4 @@
-"""What a user without `attnres` does with saved models of Kimi K3; `test_kimi_k3_storage.py` judges what was seen.
+"""Use saved models of Kimi K3 without `attnres`; `test_kimi_k3_remote.py` runs this and checks the results.
 
 kimi_k3_session.py MODELS OUT        `MODELS` holds the saved models; results go to the file `OUT`
 """
@@ -7,19 +7,23 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 models, out = Path(sys.argv[1]), Path(sys.argv[2])
 ids, seen = torch.load(out), {}
+options = {"trust_remote_code": True, "dtype": torch.float32}
 for folder in models.iterdir():
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    decoder = AutoModel.from_pretrained(folder, trust_remote_code=True)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    decoder = AutoModel.from_pretrained(folder, **options)
     model.save_pretrained(out.parent / "again" / folder.name)
     seen[folder.name] = {
-        "class": (type(model).__name__, type(decoder).__name__, type(model).__module__),
+        "classes": [(type(thing).__module__, type(thing).__name__) for thing in (config, model, decoder)],
+        "config": config.to_dict(),
+        "left": {kind: list(names) for kind, names in report.items()},
         "logits": model(ids).logits,
         "hidden": decoder(ids).last_hidden_state,
         "generated": model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None),
-        "has_attnres": sys.modules.get("attnres") is not None,
     }
+seen["attnres_modules"] = [name for name, module in sys.modules.items() if name.split(".")[0] == "attnres" and module]
 torch.save(seen, out)

@@ -118,6 +118,19 @@ def test_a_forward_pass_compiles_to_one_graph(model):
     torch.compiler.reset()
 
 
+@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
+@pytest.mark.parametrize("room", ["40KB", "400KB"])
+def test_offloaded_to_disk_the_model_computes_generates_and_saves_the_same(model, saved, tmp_path, room):
+    options = {"device_map": "auto", "max_memory": {"cpu": room}, "offload_folder": tmp_path / "offload"}
+    offloaded = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32, **options)
+    assert "disk" in offloaded.hf_device_map.values()
+    assert torch.equal(offloaded(IDS).logits, model(IDS).logits)
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(offloaded.generate(IDS, **options), model.generate(IDS, **options))
+    offloaded.save_pretrained(tmp_path / "again")
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "again")(IDS).logits, model(IDS).logits)
+
+
 @torch.no_grad()
 def test_blocks_do_not_go_into_the_cache(model):
     with_blocks = model(IDS, use_cache=True)[CACHE]
@@ -185,6 +198,20 @@ def test_checkpointing_gives_the_same_gradients(model, use_reentrant):
     for name, gradient in gradients(model).items():
         tolerance = 1e-4 * expected[name].abs().max().item()
         torch.testing.assert_close(gradient, expected[name], rtol=0, atol=tolerance, msg=name)
+
+
+@pytest.mark.slow
+def test_a_training_step_compiles_to_one_graph_with_the_same_gradients():
+    fields = release.text_fields(num_hidden_layers=2, kda_layers=[1], full_attn_layers=[2], attn_res_block_size=1)
+    model = AttnResKimiK3ForCausalLM(AttnResKimiK3Config.from_dict(fields)).train()
+    expected = gradients(model)
+    torch.compiler.reset()
+    model.zero_grad(set_to_none=True)
+    torch.compile(loss_of, fullgraph=True, backend="aot_eager")(model).backward()
+    for name, parameter in model.named_parameters():
+        tolerance = 1e-3 * expected[name].abs().max().item()
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=tolerance, msg=name)
+    torch.compiler.reset()
 
 
 def test_a_trainer_trains_and_balances_and_saves_a_release(model, tmp_path):
