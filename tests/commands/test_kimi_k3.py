@@ -3,22 +3,27 @@
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import lm_eval
 import pytest
 import torch
+from lm_eval.models.huggingface import HFLM
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres import AttnResKimiK3ForCausalLM
 from attnres.analysis.axis import depth_axis
 from attnres.conversion.publication import plan_publication
 from attnres.conversion.whole import load_whole
+from attnres.eval.benchmarks import benchmarks, load
 from attnres.eval.corrected_hflm import CorrectedHFLM
 from attnres.kimi_k3_attnres import released_shapes
 from attnres.training.monitor import flops_per_token
 
+from .. import forks
 from ..conversion.checkpoints import Run, convert_well, run_attnres, save_tokenizer
 from ..modeling_attnres import kimi_k3_release as release
 
@@ -100,14 +105,20 @@ def test_a_publication_counts_unpacked_parameters_and_names_the_layout(folder):
     assert "`kimi_k3` architecture" in card and f"{count:,} parameters" in card
 
 
-def test_a_small_model_is_trained_from_scratch_and_saved_in_the_released_layout(folder, tmp_path):
+@pytest.fixture(scope="module")
+def trained(folder) -> tuple[Path, Run]:
+    """Return the folder of a small model that was trained from scratch, and the run."""
     changes = "config={num_experts: 4, linear_attn_config: {gate_lower_bound: -3}}"
     run = run_well(
         *("train", "pretrain", "model=attnres-k3-tiny", changes, f"tokenizer={folder / 'text'}"),
-        *(f"train={folder / 'text.txt'}", f"out={tmp_path / 'out'}", *SHORT),
+        *(f"train={folder / 'text.txt'}", f"out={folder / 'trained'}", *SHORT),
     )
+    return folder / "trained" / "model", run
+
+
+def test_a_small_model_is_trained_from_scratch_and_saved_in_the_released_layout(trained):
+    saved, run = trained
     assert "blocks of 2 layers" in run.out
-    saved = tmp_path / "out" / "model"
     config = json.loads((saved / "config.json").read_text())
     assert config["model_type"] == "kimi_k3"
     text = config["text_config"]
@@ -135,6 +146,45 @@ def test_a_checkpoint_that_is_larger_than_the_memory_is_refused_before_it_is_loa
     assert load_whole(AutoModelForCausalLM, str(source), device_map="cpu").dtype == torch.bfloat16
     with pytest.raises(ValueError, match=r"take .* of memory"):
         load_whole(AutoModelForCausalLM, str(source), dtype="float32")
+
+
+def test_a_small_model_learns_conversations(trained, tmp_path):
+    model, data = shutil.copytree(trained[0], tmp_path / "model"), tmp_path / "chats.jsonl"
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
+        "{% generation %}{{ m.content + '\n' }}{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    tokenizer.save_pretrained(model)
+    turns = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i} ok."}] for i in range(60)]
+    data.write_text("\n".join(json.dumps({"messages": messages}) for messages in turns))
+    settings = ("length=64", "batch_size=4", "steps=8", "learning_rate=3e-3", "held_out_sequences=2", "log_every=1")
+    run_well("train", "sft", f"model={model}", f"train={data}", f"out={tmp_path / 'out'}", *settings)
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    losses = [loss for _, loss in results["training_loss"]]
+    assert losses[-1] < 0.9 * losses[0]
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")) is AttnResKimiK3ForCausalLM
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_benchmarks_of_choices_and_of_text_score_a_trained_model_as_the_stock_harness(trained, assets, tmp_path):
+    saved, out, data = trained[0], tmp_path / "out", assets / "hub"
+    command = ("-m", "attnres_cli", "eval", saved, "--out", out, "--data", data, "--tasks", "hellaswag,cmath")
+    run = forks.run(*command, "--limit", "1")
+    assert run.returncode == 0, run.stderr
+    lm = HFLM(AutoModelForCausalLM.from_pretrained(saved), tokenizer=AutoTokenizer.from_pretrained(saved))
+    for benchmark in ("hellaswag", "cmath"):
+        expected = lm_eval.evaluate(lm, load(benchmarks()[benchmark], data), limit=1, bootstrap_iters=0)["samples"]
+        for task, samples in expected.items():
+            actual = json.loads((out / "model" / f"{task}.json").read_text())["samples"]
+            assert len(actual) == len(samples) > 0
+            for sample, reference in zip(actual, samples):
+                if benchmark == "cmath":
+                    assert sample["resps"] == reference["resps"]
+                else:
+                    ours, stock = ([value for ((value, _),) in one["resps"]] for one in (sample, reference))
+                    assert ours == pytest.approx(stock, rel=1e-5)
 
 
 @pytest.mark.parametrize("recipe", ["finetune", "lora"])

@@ -10,8 +10,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from attnres import AttnResKimiK3ForCausalLM
 from attnres.conversion import retrofit
 
+from ...modeling_attnres import kimi_k3_release as release
 from .models import OTHERS, small
 from .prompts import Requests
 
@@ -25,13 +27,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="module")
-def make_model(tiny_model) -> Callable[[str], PreTrainedModel]:
+def make_model(tiny_model, tmp_path_factory) -> Callable[[str], PreTrainedModel]:
     """Return `make_model(name)`, for `models.MODELS`; ours have KDA, MLA, experts and uneven depth weights."""
 
     @functools.cache
     def make(name: str) -> PreTrainedModel:
         if name.startswith("block size"):
             return tiny_model(attn_res_block_size=int(name[-1]))
+        if name == "Kimi K3":
+            fields = release.text_fields(vocab_size=99)
+            tensors = release.random_tensors(fields, torch.float32)
+            folder = release.write(tmp_path_factory.mktemp("kimi-k3"), fields, tensors)
+            return AttnResKimiK3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
         if name.startswith("retrofit"):
             return retrofit(make(name.rpartition(" ")[2]), block_size=2)
         return small(name, **OTHERS[name])

@@ -24,7 +24,7 @@ OTHERS = {
     "gemma2": {"sliding_window": 8, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 8},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512},
 }
-MODELS = [*OTHERS, "block size 1", "block size 2", "block size 4", "retrofit of gemma2"]
+MODELS = [*OTHERS, "block size 1", "block size 2", "block size 4", "retrofit of gemma2", "Kimi K3"]
 
 
 def small(name: str, **overrides: object) -> PreTrainedModel:
