@@ -29,10 +29,11 @@ from .running import results, wait_for
 
 YAMLS = sorted(Path(attnres.configuration.__file__).with_name("accelerate").glob("*.yaml"))
 SIZES = ("length=64", "batch_size=4", "micro_batch_size=1", "tokens=null", "steps=6", "save_every=3", "log_every=1")
-# A hybrid with balanced experts, from scratch and from a published layout; and a retrofit, with tied weights.
+# A hybrid with balanced experts, from scratch and from a published layout; Kimi K3; and a retrofit, with tied weights.
 RUNS = {
     "scratch": ("pretrain", "model=attnres-tiny", "config={{num_hidden_layers: 4}}", "tokenizer={source}"),
     "hybrid": ("pretrain", "model={hybrid}"),
+    "kimi_k3": ("pretrain", "model={kimi_k3}"),
     "retrofit": ("heal", "model={source}", "retrofit={{block_size: 2}}", "residual_alone=0.5"),
 }
 
@@ -41,12 +42,14 @@ RUNS = {
 def folders(assets, tmp_path_factory) -> dict[str, Path]:
     source, shared = assets / "checkpoints" / "stories260K-hf", tmp_path_factory.mktemp("many-devices")
     tokenizer = AutoTokenizer.from_pretrained(source)
-    torch.manual_seed(0)
-    config = load("attnres-tiny", num_hidden_layers=4, vocab_size=len(tokenizer))
-    AutoModelForCausalLM.from_config(config).save_pretrained(shared / "hybrid")
-    tokenizer.save_pretrained(shared / "hybrid")
+    models = {"hybrid": "attnres-tiny", "kimi_k3": "attnres-k3-tiny"}
+    for name, configuration in models.items():
+        torch.manual_seed(0)
+        config = load(configuration, num_hidden_layers=4, vocab_size=len(tokenizer))
+        AutoModelForCausalLM.from_config(config).save_pretrained(shared / name)
+        tokenizer.save_pretrained(shared / name)
     text = assets / "corpora" / "tinystories" / "valid.txt"
-    return {"source": source, "hybrid": shared / "hybrid", "shared": shared, "text": text}
+    return {"source": source, "shared": shared, "text": text} | {name: shared / name for name in models}
 
 
 @pytest.fixture(scope="module")
@@ -144,12 +147,22 @@ def assert_same_run(out: Path, expected: Path, tolerance: float = 1e-4) -> None:
             "the model divided by transformers (FSDP2 2, EP 2)",
         ),
         ("hybrid", "tensor_parallel", "{tp_size: 2}", True, "the model divided by transformers (TP 2)"),
+        ("kimi_k3", "ddp", None, False, "each with the whole model (DDP)"),
+        (
+            "kimi_k3",
+            "tensor_parallel",
+            "{fsdp_size: 2, ep_size: 2}",
+            False,
+            "the model divided by transformers (FSDP2 2, EP 2)",
+        ),
     ],
 )
 def test_two_processes_give_the_run_of_one(run, config, distributed, as_on_gpus, how, single, arguments, tmp_path):
     """Each process computes half of the batch; with tensor parallelism, the whole batch with half of each matrix."""
     out = tmp_path / "out"
-    changes = (f"distributed={distributed}",) if distributed else ()
+    changes = [f"distributed={distributed}"] if distributed else []
+    if run == "kimi_k3":  # with checkpointing, which the run in one process has not
+        changes.append("trainer.gradient_checkpointing=true")
     output, _ = finish(launch(arguments(run, out, *changes), config, as_on_gpus))
     assert output.count("Written to") == 1
     assert f"\nProcesses: 2 processes, {how}\n" in output
