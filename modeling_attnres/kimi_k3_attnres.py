@@ -707,6 +707,8 @@ class KimiK3MoE(kimi_linear.KimiLinearMoE):
         nn.Module.__init__(self)
         self.config = config
         self.gate = kimi_linear.KimiLinearTopkRouter(config)
+        # `transformers` 5.24 makes and saves the weight in float32. In the release it has the dtype of the model.
+        self.gate.weight = nn.Parameter(self.gate.weight.to(torch.get_default_dtype()))
         # The released code leaves the weight of a single expert as it is.
         self.gate.norm_topk_prob = config.norm_topk_prob and config.num_experts_per_tok > 1
         self.experts = KimiK3Experts(config)
