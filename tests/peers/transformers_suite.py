@@ -25,13 +25,13 @@ HERE = Path(__file__).resolve().parent
 CONNECTIONS = [name.title().replace("_", "") for name in connections.CONNECTIONS if name != "attn_res"]
 # Test classes of suite/model_testers.py: each variant, and the backbone that it is held against.
 BY_DEFAULT = {
-    "Standard": "KimiLinear",
     "BlocksOf3": "KimiLinear",
+    "KimiK3": "KimiLinear",
     "OnLlama": "Llama",
     "MhcOnLlama": "Llama",
 }
 # Every residual connection on both backbones: each by its name, or all with `--every`.
-ON_REQUEST = {"Full": "KimiLinear", "OnMixtral": "Mixtral"} | {
+ON_REQUEST = {"Standard": "KimiLinear", "Full": "KimiLinear", "OnMixtral": "Mixtral"} | {
     f"{name}On{backbone}": backbone for name in CONNECTIONS for backbone in ("Llama", "KimiLinear")
 }
 YARDSTICKS = BY_DEFAULT | {"BlocksOf4": "KimiLinear"} | ON_REQUEST

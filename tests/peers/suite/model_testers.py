@@ -21,12 +21,13 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 
 import attnres
+from attnres import kimi_k3_attnres
 
 from . import test_expert_parallel_mixin, test_fsdp_mixin, test_modeling_common, test_tensor_parallel_mixin
 from .test_training_mixin import TrainingTesterMixin
 
 # The suite decides by these names which inputs a class takes; those of `transformers` itself are in them.
-for _prefix in ("AttnRes", "AttnResLlama", "AttnResMixtral"):
+for _prefix in ("AttnRes", "AttnResKimiK3", "AttnResLlama", "AttnResMixtral"):
     _model_type = getattr(attnres, f"{_prefix}Config").model_type
     modeling_auto.MODEL_MAPPING_NAMES[_model_type] = f"{_prefix}Model"
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_model_type] = f"{_prefix}ForCausalLM"
@@ -53,6 +54,20 @@ KIMI_LINEAR = {
     "moe_intermediate_size": 16,
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
+}
+# Kimi K3 has Kimi Linear's kinds of sublayers, and its own features: all of them are on. Two blocks, of one layer each.
+KIMI_K3 = KIMI_LINEAR | {
+    "attn_res_block_size": 1,
+    "hidden_act": "situ",
+    "activation_situ_beta": 4.0,
+    "activation_situ_linear_beta": 25.0,
+    "gate_lower_bound": -5.0,
+    "use_full_rank_gate": True,
+    "mla_use_output_gate": True,
+    "q_lora_rank": 16,
+    "n_shared_experts": 2,
+    "routed_expert_hidden_size": 24,
+    "latent_moe_use_norm": True,
 }
 LLAMA = {"intermediate_size": 37, "num_key_value_heads": 2}
 # The product over experts wants rows of a multiple of 16 bytes, in half precision too.
@@ -169,6 +184,38 @@ class BlocksOf4(OnKimiLinear, unittest.TestCase):
 
 class BlocksOf3(OnKimiLinear, unittest.TestCase):
     config_fields = KIMI_LINEAR | {"attn_res_block_size": 3}
+
+
+# Kimi K3 refuses a checkpoint that lacks a tensor. Tests of what becomes of missing tensors need the check to be off.
+accept_missing_tensors = mock.patch.object(kimi_k3_attnres, "read_release", lambda config, tensors, has_head: tensors)
+
+
+class KimiK3(AttnResSuite, unittest.TestCase):
+    all_model_classes = (attnres.AttnResKimiK3Model, attnres.AttnResKimiK3ForCausalLM)
+    config_fields = KIMI_K3
+
+    def setUp(self):
+        super().setUp()
+        # The suite gives configurations fields of many models. Kimi K3 refuses those that it does not know.
+        unknown_fields = mock.patch.object(kimi_k3_attnres, "_SUSPECT", ())
+        unknown_fields.start()
+        self.addCleanup(unknown_fields.stop)
+
+    @accept_missing_tensors
+    def test_can_init_all_missing_weights(self):
+        super().test_can_init_all_missing_weights()
+
+    @accept_missing_tensors
+    def test_correct_missing_keys(self):
+        super().test_correct_missing_keys()
+
+    @accept_missing_tensors
+    def test_model_weights_reload_no_missing_tied_weights(self):
+        super().test_model_weights_reload_no_missing_tied_weights()
+
+    @accept_missing_tensors
+    def test_base_model_prefix_loads_base_weights(self):
+        super().test_base_model_prefix_loads_base_weights()
 
 
 class Llama(Suite, unittest.TestCase):
