@@ -8,7 +8,9 @@ The layer of `transformers` runs one recurrence and one short convolution over a
 The functions that compute the convolution and the recurrence are attributes, which `attnres.accelerated` replaces.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -170,15 +172,14 @@ class DeltaAttention(kimi_linear.KimiLinearDeltaAttention):
         if cache is not None and cache.has_previous_state(self.layer_idx):
             states = cache.layers[self.layer_idx]
             conv_state, state = states.conv_states[0], states.recurrent_states[0]
-        convolution = {"weight": self.conv1d.weight.squeeze(1), "bias": self.conv1d.bias, "activation": self.activation}
         is_step = length == 1 and conv_state is not None and order is None
         if is_step:
-            mixed = self.convolve_step(mixed, conv_state, **convolution)
+            mixed = self.run_convolution(self.convolve_step, mixed, conv_state)
         else:
             if cache is not None:
                 # The kept tokens come before these: `[batch, channels, kernel + seq]`.
                 mixed = self._update_conv_state(cache, mixed, conv_state, attention_mask if order is not None else None)
-            mixed = self.convolve(mixed, **convolution, seq_idx=seq_idx)[..., -length:]
+            mixed = self.run_convolution(self.convolve, mixed, seq_idx=seq_idx)[..., -length:]
         heads = batch, length, -1, self.head_dim
         query, key, value = (part.view(heads) for part in mixed.transpose(1, 2).split(self.qkv_dim, dim=-1))
 
@@ -198,6 +199,11 @@ class DeltaAttention(kimi_linear.KimiLinearDeltaAttention):
         if order is not None:
             output = output.gather(1, order.argsort(dim=1).unsqueeze(-1).expand_as(output))
         return output
+
+    def run_convolution(self, function: Callable[..., Tensor], *args: Tensor, **kwargs: Any) -> Tensor:
+        """Call [`convolve`] or [`convolve_step`] with the layer's weight, bias and activation."""
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        return function(*args, weight=weight, bias=bias, activation=self.activation, **kwargs)
 
     def write_rate(self, hidden_states: Tensor) -> Tensor:
         """Compute `beta` `[batch, seq, heads]`, the rate at which each token writes to the state."""

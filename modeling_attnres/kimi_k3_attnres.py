@@ -16,7 +16,7 @@ searches this file's text for it.
 
 import math
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from copy import copy
 from typing import Any
@@ -633,15 +633,32 @@ class KimiK3ForgetGate(kimi_linear.KimiLinearForgetGate):
         return self.lower_bound * torch.sigmoid(rate)
 
 
+class _CalledConvolution(nn.Conv1d):
+    """A convolution that its owner computes in a call of this module.
+
+    The weight stays in float32. So FSDP2 in 16 bits divides it apart from the other weights of delta attention, and
+    gathers it when this module is called.
+    """
+
+    def forward(self, compute: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Return what `compute` returns for the other arguments."""
+        return compute(*args, **kwargs)
+
+
 class KimiK3DeltaAttention(DeltaAttention):
     """Delta attention with a bounded decay, and a gate of its output of full rank."""
 
     def __init__(self, config: AttnResKimiK3Config, layer_idx: int):
         super().__init__(_for_kimi_linear(config), layer_idx)
         self.forget_gate = KimiK3ForgetGate(config)
+        self.conv1d.__class__ = _CalledConvolution
         if config.use_full_rank_gate:
             del self.g_a_proj, self.g_b_proj
             self.g_proj = nn.Linear(config.hidden_size, self.qkv_dim, bias=False)
+
+    def run_convolution(self, function: Callable[..., Tensor], *args: Tensor, **kwargs: Any) -> Tensor:
+        """Compute the convolution in a call of its module; see the base class."""
+        return self.conv1d(super().run_convolution, function, *args, **kwargs)
 
     def write_rate(self, hidden_states: Tensor) -> Tensor:
         """Compute `beta` in float32; see the base class."""
@@ -804,6 +821,7 @@ class AttnResKimiK3PreTrainedModel(AttnResPreTrainedModel):
                         state_dict |= load_state_dict(file)
             if state_dict is not None:
                 state_dict = read_release(model.config, state_dict, not isinstance(model, AttnResKimiK3Model))
+                state_dict = _in_form_of_model(model.config, state_dict)
             return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
 
 
@@ -1114,6 +1132,24 @@ def _warn_of_unread(names: Iterable[str], config: AttnResKimiK3Config, prefix: s
                 "did not intend that, use the checkpoint's own config.json."
             )
             warnings.warn(message, FamilyWarning, stacklevel=3)
+
+
+def _in_form_of_model(config: AttnResKimiK3Config, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors of a release with the convolutions of each layer joined, and `A_log` without its padding.
+
+    The rules of `transformers` do so too late: it divides tensors among processes before a rule sees them, so that each
+    process would join or unpad the parts that it has, which are not its part of the result.
+    """
+    result, heads = dict(tensors), config.linear_num_heads
+    for name in tensors:
+        owner, _, end = name.rpartition("self_attn.")
+        owner += "self_attn."
+        if end == "A_log":
+            result[f"{owner}forget_gate.A_log"] = result.pop(name)[...].flatten()[:heads].view(1, 1, heads, 1)
+        elif end == "q_conv1d.weight":
+            parts = [result.pop(f"{owner}{x}_conv1d.weight")[...] for x in "qkv"]
+            result[f"{owner}conv1d.weight"] = torch.cat(parts)
+    return result
 
 
 def _unpack(owner: str, shape: tuple[int, ...], text: dict[str, Any], prefix: str) -> _Packed:
