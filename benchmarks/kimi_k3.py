@@ -1,0 +1,191 @@
+"""Compare Kimi K3 with Kimi Linear of the same shape, both with attention residuals and on the same weights.
+
+Two forms of Kimi K3 are measured. One has the bounded decay and SiTU only, so its tensors are those of Kimi Linear. The
+other has all of Kimi K3: a gate of full rank in delta attention, an output gate in full attention, and routed experts in
+a latent space. These need other matrix products, whose time is arithmetic and not overhead. So a third model is
+measured, the *control*: Kimi Linear with the same matrix products, made of the modules of `transformers`.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
+from transformers.models.kimi_linear import modeling_kimi_linear
+
+from attnres import AttnResConfig, AttnResKimiK3Config
+
+from .report import cell, make_table, verdict
+from .shapes import build, kimi_linear, tiny_kimi_linear, token_ids
+from .timing import Setting, Ways, compare, interleave
+from .workloads import decoding, prefill, training_step
+
+TOKENS, DECODED = 512, 8
+TARGET = 1.03
+BLOCK = 2  # layers in a block
+LINEAR, BOUNDS, K3, CONTROL = "Kimi Linear", "bound and SiTU", "Kimi K3", "control"
+# Workload -> function that prepares its ways, calls per repeat, and repeats per repeat of the setting.
+WORKLOADS: dict[str, tuple[Callable[[dict[str, PreTrainedModel], Tensor], Ways], int, int]] = {
+    "prefill": (prefill, 1, 2),
+    "decoding": (decoding, DECODED, 4),
+    "training step": (training_step, 1, 1),
+}
+# Name of a ratio -> its two models.
+PAIRS = {f"{first} / {second}": (first, second) for first, second in [(BOUNDS, LINEAR), (K3, LINEAR), (K3, CONTROL)]}
+PAIRS[f"{CONTROL} / {LINEAR}"] = CONTROL, LINEAR
+
+
+def measure(setting: Setting) -> Iterator[dict]:
+    """Yield one row per dtype and workload."""
+    config = linear_config(setting.quick)
+    for dtype in ("float32",) if setting.quick else ("float32", "bfloat16"):
+        models = variants(config, getattr(torch, dtype), setting.device)
+        ids = token_ids(config, 16 if setting.quick else TOKENS, 1, setting.device)
+        for workload, (prepare, calls, times) in WORKLOADS.items():
+            products = {name: count_products(model, ids, workload) for name, model in models.items()}
+            ways, repeats = prepare(models, ids), replace(setting, repeats=times * setting.repeats)
+            row = {"dtype": dtype, "workload": workload, "tokens": ids.shape[1], "products": products}
+            yield row | compare(interleave(ways, repeats, calls=calls), PAIRS)
+        del models
+        gc.collect()
+
+
+def linear_config(quick: bool) -> AttnResConfig:
+    """Return the configuration of Kimi Linear with attention residuals."""
+    config = tiny_kimi_linear() if quick else kimi_linear()
+    fields = config.to_dict() | {"residual_connection": "attn_res", "attn_res_block_size": 2 * BLOCK}
+    return AttnResConfig.from_dict(fields)
+
+
+def k3_config(linear: AttnResConfig, **features: Any) -> AttnResKimiK3Config:
+    """Return the configuration of Kimi K3 in the shape of a Kimi Linear, with the bounded decay and SiTU.
+
+    Args:
+        linear: the configuration of Kimi Linear.
+        **features: fields of other features.
+    """
+    names = (
+        *("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "rms_norm_eps", "layer_types"),
+        *("num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "v_head_dim"),
+        *("qk_nope_head_dim", "qk_rope_head_dim", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"),
+        *("num_local_experts", "num_experts_per_tok", "n_shared_experts", "moe_intermediate_size"),
+        *("norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor", "tie_word_embeddings"),
+        *("bos_token_id", "eos_token_id", "pad_token_id"),
+    )
+    without = {"use_full_rank_gate": False, "mla_use_output_gate": False}
+    without |= {"routed_expert_hidden_size": None, "latent_moe_use_norm": False}
+    fields = {name: getattr(linear, name) for name in names} | without | features
+    dense = linear.mlp_layer_types.count("dense")
+    return AttnResKimiK3Config(attn_res_block_size=BLOCK, first_k_dense_replace=dense, **fields)
+
+
+def variants(linear: AttnResConfig, dtype: torch.dtype, device: str) -> dict[str, PreTrainedModel]:
+    """Return the compared models by name. They share the tensors that have the same name, shape and dtype."""
+    whole = k3_config(
+        linear,
+        use_full_rank_gate=True,
+        mla_use_output_gate=True,
+        routed_expert_hidden_size=linear.hidden_size // 2,
+        latent_moe_use_norm=True,
+    )
+    models = {LINEAR: build(linear, dtype, device), BOUNDS: build(k3_config(linear), dtype, device)}
+    models |= {K3: build(whole, dtype, device), CONTROL: build(linear, dtype, device)}
+    add_projections(models[CONTROL], models[K3])
+    tensors = dict(models[LINEAR].named_parameters())
+    for model in models.values():
+        for name, tensor in [*model.named_parameters()]:
+            shared = tensors.get(name, tensor)
+            if (shared.shape, shared.dtype) == (tensor.shape, tensor.dtype):
+                owner, _, key = name.rpartition(".")
+                setattr(model.get_submodule(owner), key, shared)
+    return models
+
+
+def add_projections(model: PreTrainedModel, k3: PreTrainedModel) -> None:
+    """Give a Kimi Linear the matrix products of a Kimi K3, whose weights it shares.
+
+    Args:
+        model: the Kimi Linear, which is changed.
+        k3: a Kimi K3 of the same shape.
+    """
+    for layer, of_k3 in zip(model.model.layers, k3.model.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        if layer.block_type == "full_attention":
+            attention.o_proj = GatedProjection(attention.o_proj, of_k3.self_attn.g_proj)
+            attention.register_forward_pre_hook(attention.o_proj.compute_gate, with_kwargs=True)
+        else:
+            attention.g_a_proj, attention.g_b_proj = of_k3.self_attn.g_proj, nn.Identity()
+        if hasattr(mlp, "experts"):
+            mlp.experts = LatentExperts(of_k3.mlp)
+
+
+class GatedProjection(nn.Module):
+    """An output projection whose input is gated by a projection of the attention's input."""
+
+    def __init__(self, projection: nn.Linear, gate: nn.Linear):
+        super().__init__()
+        self.projection, self.gate = projection, gate
+        self.logits: Tensor | None = None
+
+    def compute_gate(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compute the logits before the attention is called with these arguments."""
+        self.logits = self.gate(args[0] if args else kwargs["hidden_states"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute `[batch, seq, hidden]` for `[batch, seq, heads * d_v]`."""
+        logits, self.logits = self.logits, None
+        return self.projection(x * logits.sigmoid())
+
+
+class LatentExperts(nn.Module):
+    """Experts of Kimi Linear between two projections."""
+
+    def __init__(self, mlp: nn.Module):
+        super().__init__()
+        config = copy(mlp.config)
+        config.hidden_act, config.hidden_size = "silu", config.routed_expert_hidden_size
+        with torch.device("meta"):
+            self.experts = modeling_kimi_linear.KimiLinearExperts(config)
+        self.experts.gate_up_proj, self.experts.down_proj = mlp.experts.gate_up_proj, mlp.experts.down_proj
+        self.down, self.up = mlp.routed_expert_down_proj, mlp.routed_expert_up_proj
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Compute `[tokens, hidden]` for an input of that shape."""
+        return self.up(self.experts(self.down(hidden_states), top_k_index, top_k_weights))
+
+
+def count_products(model: PreTrainedModel, ids: Tensor, workload: str) -> int:
+    """Count the multiply-adds in the matrix products of one call of a workload, as PyTorch counts them."""
+    ways = WORKLOADS[workload][0]({LINEAR: model}, ids)
+    with FlopCounterMode(display=False) as counter:
+        ways[LINEAR]()
+    return counter.get_total_flops() // 2
+
+
+def tables(rows: list[dict]) -> dict[str, Table]:
+    """Return the table of all rows, by its name in the README."""
+    bounds, whole, overhead, arithmetic = PAIRS
+    columns = ["dtype", "workload", bounds, "target", whole, "multiply-adds", arithmetic, overhead, "target"]
+    return {
+        "kimi_k3": make_table(
+            "Kimi K3, time as a ratio to Kimi Linear of the same shape",
+            columns,
+            [
+                [
+                    *(row[key] for key in columns[:2]),
+                    *(cell(row, bounds, 3), verdict(row["ratios"][bounds]["median"], TARGET)),
+                    cell(row, whole, 3),
+                    f"{row['products'][K3] / row['products'][LINEAR]:.3f}",
+                    *(cell(row, arithmetic, 3), cell(row, overhead, 3)),
+                    verdict(row["ratios"][overhead]["median"], TARGET),
+                ]
+                for row in rows
+            ],
+        )
+    }
