@@ -16,7 +16,7 @@ searches this file's text for it.
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from typing import Any
@@ -533,7 +533,7 @@ def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Te
         return _plain_situ(gate, up, beta, linear_beta)
     if torch.is_grad_enabled():
         return _SiTU.apply(gate, up, beta, linear_beta)
-    return _fast_situ(gate, up, beta, linear_beta)
+    return _blockwise_situ(gate, up, beta, linear_beta)
 
 
 def _plain_situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
@@ -545,6 +545,39 @@ def _plain_situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None
     if linear_beta is not None:
         up = linear_beta * torch.tanh(up / linear_beta)
     return (gate * up).to(dtype)
+
+
+def _blockwise_situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
+    """Compute SiTU in few passes over blocks."""
+    (result,) = _in_blocks(lambda *block: (_fast_situ(*block, beta, linear_beta),), [gate], gate, up)
+    return result
+
+
+def _in_blocks(function: Callable[..., tuple[Tensor, ...]], like: Sequence[Tensor], *tensors: Tensor) -> list[Tensor]:
+    """Apply an elementwise function of several passes to one block after another.
+
+    The tensors between its passes then stay in the processor's cache, which halves the time on a CPU.
+
+    Args:
+        function: takes blocks of the tensors, and returns blocks of the results.
+        like: tensors with the dtypes of the results.
+        tensors: `[..., width]`, all of one shape.
+
+    Returns:
+        The results, of the tensors' shape.
+    """
+    first = tensors[0]
+    # Below this number of elements for each thread PyTorch uses fewer threads.
+    size = torch.get_num_threads() << 15
+    if first.device.type != "cpu" or first.numel() <= size or any(type(tensor) is not Tensor for tensor in tensors):
+        return list(function(*tensors))
+    results = [torch.empty(first.shape, dtype=tensor.dtype) for tensor in like]
+    rows, width = max(1, size // first.shape[-1]), first.shape[-1]
+    inputs, outputs = ([x.reshape(-1, width).split(rows) for x in group] for group in (tensors, results))
+    for block, targets in zip(zip(*inputs), zip(*outputs)):
+        for target, values in zip(targets, function(*block)):
+            target.copy_(values)
+    return results
 
 
 def _fast_situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
@@ -573,7 +606,7 @@ class _SiTU(torch.autograd.Function):
     def forward(ctx, gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.betas = beta, linear_beta
-        return _fast_situ(gate, up, beta, linear_beta)
+        return _blockwise_situ(gate, up, beta, linear_beta)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -582,19 +615,27 @@ class _SiTU(torch.autograd.Function):
         if torch.is_grad_enabled():  # for second derivatives, differentiate the formula
             _, derivative = torch.func.vjp(lambda gate, up: _plain_situ(gate, up, beta, linear_beta), gate, up)
             return *derivative(grad), None, None
-        wide = torch.promote_types(gate.dtype, torch.float32)
-        gate_in, grad_in = gate.to(wide), grad.to(wide)
-        tanh, sigmoid = _tanh(gate_in, beta), torch.sigmoid(gate_in)
-        bounded = up.to(wide) if linear_beta is None else _tanh(up.to(wide), linear_beta)
-        # d(b tanh(x / b) s(x)) = s (1 - tanh^2) + b tanh s (1 - s) = s (1 - tanh^2 + b tanh (1 - s))
-        slope = torch.addcmul(tanh * beta, tanh, sigmoid, value=-beta)
-        slope.addcmul_(tanh, tanh, value=-1).add_(1).mul_(sigmoid).mul_(bounded).mul_(grad_in)
-        if linear_beta is None:
-            return slope.to(gate.dtype), tanh.mul_(sigmoid).mul_(grad_in).mul_(beta).to(up.dtype), None, None
-        # d(l tanh(u / l)) = 1 - tanh^2
-        of_up = tanh.mul_(sigmoid).mul_(grad_in).mul_(beta)
-        of_up.addcmul_(of_up * bounded, bounded, value=-1)
-        return slope.mul_(linear_beta).to(gate.dtype), of_up.to(up.dtype), None, None
+        grads = _in_blocks(lambda *block: _fast_situ_grads(*block, beta, linear_beta), [gate, up], gate, up, grad)
+        return *grads, None, None
+
+
+def _fast_situ_grads(
+    gate: Tensor, up: Tensor, grad: Tensor, beta: float, linear_beta: float | None
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of gate and up projection in few passes over memory, given that of the result."""
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    gate_in, grad_in = gate.to(wide), grad.to(wide)
+    tanh, sigmoid = _tanh(gate_in, beta), torch.sigmoid(gate_in)
+    bounded = up.to(wide) if linear_beta is None else _tanh(up.to(wide), linear_beta)
+    # d(b tanh(x / b) s(x)) = s (1 - tanh^2) + b tanh s (1 - s) = s (1 - tanh^2 + b tanh (1 - s))
+    slope = torch.addcmul(tanh * beta, tanh, sigmoid, value=-beta)
+    slope.addcmul_(tanh, tanh, value=-1).add_(1).mul_(sigmoid).mul_(bounded).mul_(grad_in)
+    of_up = tanh.mul_(sigmoid).mul_(grad_in).mul_(beta)
+    if linear_beta is None:
+        return slope.to(gate.dtype), of_up.to(up.dtype)
+    # d(l tanh(u / l)) = 1 - tanh^2
+    of_up.addcmul_(of_up * bounded, bounded, value=-1)
+    return slope.mul_(linear_beta).to(gate.dtype), of_up.to(up.dtype)
 
 
 class KimiK3Activation(nn.Module):
