@@ -1,19 +1,18 @@
 """Measure the parts, print their tables and store their results, for `python -m benchmarks` and `attnres bench`."""
 
+import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from attnres.analysis.tables import update_tables
-from attnres.utils.progress import ProgressBar
+from attnres.utils.progress import show_duration
 from attnres.utils.quiet import quiet_transformers
 
-from . import connections, imports, kda, layers, memory, models, ops, phases, scaling
+from . import connections, imports, kda, kimi_k3, layers, memory, models, ops, phases, scaling
 from .machine import Others, describe
 from .report import markdown, open_console, store
 from .timing import Setting, keep_freed_memory
@@ -25,6 +24,7 @@ PARTS = {
     "connections": connections,
     "layers": layers,
     "kda": kda,
+    "kimi_k3": kimi_k3,
     "memory": memory,
     "imports": imports,
     "scaling": scaling,
@@ -34,7 +34,9 @@ BUSY = 0.05  # share of the machine that other processes may take before a run i
 
 
 def run_bench(parts: Sequence[str], setting: Setting, out: Path | None) -> None:
-    """Measure each part, print it, and store it before the next one begins.
+    """Measure each part, print its rows as they are measured and its tables, and store it before the next one begins.
+
+    A run that is stopped stores the rows that it has, as `{part}.json`, or `{part}.stopped.json` beside whole results.
 
     Args:
         parts: names of `PARTS`.
@@ -49,8 +51,20 @@ def run_bench(parts: Sequence[str], setting: Setting, out: Path | None) -> None:
     note = f"{about['machine'].get('gpu') or about['machine']['processor']}, {setting.threads} threads"
     console.print(f"{note}, torch {about['versions']['torch']}; times by the clock: median [quartiles]")
     for name in parts:
-        others = Others()
-        rows = collect(name, setting)
+        console.print(_announce(name, setting))
+        others, rows = Others(), []
+        try:
+            for row in measure(name, setting):
+                rows.append(row)
+                console.print(_line(row), markup=False, highlight=False, soft_wrap=True)
+        except (KeyboardInterrupt, SystemExit):  # as the command raises them on SIGINT and SIGTERM
+            if rows and out is not None:
+                path = out / f"{name}.json"
+                # The results of a whole run stay.
+                path = path.with_suffix(".stopped.json") if path.exists() else path
+                store(path, _content(about, setting, others.share(), rows))
+                console.print(f"Stopped. Rows measured so far: {len(rows)}, stored in {path}", soft_wrap=True)
+            raise
         busy = others.share()
         tables = PARTS[name].tables(rows)
         for table in tables.values():
@@ -59,8 +73,7 @@ def run_bench(parts: Sequence[str], setting: Setting, out: Path | None) -> None:
             console.print(f"Other processes took {busy:.0%} of the processors. Measure again on an idle machine.")
         if out is None:
             continue
-        content = about | {"setting": asdict(setting), "others_share": round(busy, 3), "rows": rows}
-        store(out / f"{name}.json", content)
+        store(out / f"{name}.json", _content(about, setting, busy, rows))
         readme = HERE / "README.md" if out.resolve() == HERE / "results" else out / "README.md"
         shown = {key: markdown(table) for key, table in tables.items()}
         if name == "scaling":
@@ -71,18 +84,57 @@ def run_bench(parts: Sequence[str], setting: Setting, out: Path | None) -> None:
         update_tables(readme, shown)
 
 
-def collect(name: str, setting: Setting) -> list[dict]:
-    """Measure all rows of a part, with a progress bar on standard error."""
-    rows = []
-    columns = SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn()
-    # The bar is drawn between rows only, because a thread that draws would be measured too.
-    console = Console(stderr=True)
-    progress = ProgressBar(*columns, console=console, unit="rows", auto_refresh=False, transient=True)
-    with progress, quiet_transformers(), warnings.catch_warnings():
+def measure(name: str, setting: Setting) -> Iterator[dict]:
+    """Yield the rows of a part as they are measured, without warnings."""
+    with quiet_transformers(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        task = progress.add_task(f"{name}: rows", total=None)
-        progress.refresh()
-        for row in PARTS[name].measure(setting):
-            rows.append(row)
-            progress.update(task, advance=1, refresh=True)
-    return rows
+        yield from PARTS[name].measure(setting)
+
+
+def expected(name: str, setting: Setting) -> tuple[int, float] | None:
+    """Estimate a part by its stored results.
+
+    Args:
+        name: name of the part.
+        setting: how to measure.
+
+    Returns:
+        The number of rows, and the seconds that the timed calls take on the machine of the stored results; `None`
+        without stored results.
+    """
+    path = HERE / "results" / f"{name}.json"
+    if setting.quick or not path.exists():
+        return None
+    stored = json.loads(path.read_text())
+    times = [times for row in stored["rows"] for times in row.get("seconds", {}).values()]
+    # Rows that were measured together have the same times of a way that they share.
+    seconds = sum({(*way["wall"],): sum(way["wall"]) * way.get("calls", 1) for way in times}.values())
+    return len(stored["rows"]), seconds * setting.repeats / stored["setting"]["repeats"]
+
+
+def _announce(name: str, setting: Setting) -> str:
+    """Return the line to print before a part."""
+    if setting.quick:
+        return f"{name}: tiny sizes"
+    estimate = expected(name, setting)
+    if estimate is None:
+        return f"{name}: no results are stored that tell how long it takes"
+    rows, seconds = estimate
+    time = f", at least {show_duration(seconds)} on a machine like that of the stored results" if seconds else ""
+    return f"{name}: {rows} rows{time}"
+
+
+def _line(row: Mapping) -> str:
+    """Return a row in one line: what was measured, and the ratios."""
+    names = [
+        value if isinstance(value, str) else f"{key} {value:g}"
+        for key, value in row.items()
+        if isinstance(value, str | int | float)
+    ]
+    ratios = {key: value["median"] if isinstance(value, Mapping) else value for key, value in row["ratios"].items()}
+    return f"{', '.join(names)}: {', '.join(f'{key} {value:.3f}' for key, value in ratios.items())}".removeprefix(": ")
+
+
+def _content(about: Mapping, setting: Setting, others_share: float, rows: Sequence[Mapping]) -> dict:
+    """Return the content of a part's file."""
+    return about | {"setting": asdict(setting), "others_share": round(others_share, 3), "rows": rows}

@@ -7,7 +7,7 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from benchmarks import imports, kda, machine, memory, report, scaling
+from benchmarks import imports, kda, machine, memory, report, run, scaling
 from benchmarks.timing import Setting
 
 
@@ -102,3 +102,46 @@ def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path, monkeypat
         report.store(path, {"date": "now", "rows": []})
     assert json.loads(path.read_text())["date"] == "then"
     assert [file.name for file in tmp_path.iterdir()] == ["ops.json"]
+
+
+class Part:
+    """A part whose second row does not come, because the run is stopped."""
+
+    @staticmethod
+    def measure(setting):
+        yield {"dtype": "float32", "tokens": 16, "ratios": {"ours / standard": {"median": 1.25}}}
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_stopped_run_keeps_its_rows_and_the_results_of_a_whole_run(tmp_path, monkeypatch, capsys, is_stored):
+    monkeypatch.setitem(run.PARTS, "kda", Part)
+    whole, stopped = tmp_path / "kda.json", tmp_path / "kda.stopped.json"
+    if is_stored:
+        whole.write_text("a whole run")
+    with pytest.raises(KeyboardInterrupt):
+        run.run_bench(["kda"], Setting(threads=torch.get_num_threads()), tmp_path)
+    shown = capsys.readouterr().out
+    assert "float32, tokens 16: ours / standard 1.250" in shown
+    kept = stopped if is_stored else whole
+    assert f"Stopped. Rows measured so far: 1, stored in {kept}" in shown
+    assert len(json.loads(kept.read_text())["rows"]) == 1
+    assert {*tmp_path.iterdir()} == {kept, whole}
+    assert not is_stored or whole.read_text() == "a whole run"
+
+
+def test_a_part_takes_at_least_the_time_of_its_stored_calls(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "HERE", tmp_path)
+    shared, first, second = ({"calls": 2, "wall": wall} for wall in ([1.0, 2.0], [3.0, 4.0], [5.0, 6.0]))
+    rows = [{"seconds": {"standard": shared, "ours": ours}} for ours in (first, second)]
+    report.store(tmp_path / "results" / "kda.json", {"setting": {"repeats": 2}, "rows": rows})
+    assert run.expected("kda", Setting(repeats=2)) == (2, 2 * (1 + 2 + 3 + 4 + 5 + 6))
+    assert run.expected("kda", Setting(repeats=4)) == (2, 4 * (1 + 2 + 3 + 4 + 5 + 6))
+    assert run.expected("kda", Setting(quick=True)) is None
+    assert run.expected("models", Setting()) is None
+
+
+def test_the_stored_results_tell_how_long_the_models_take():
+    rows, seconds = run.expected("models", Setting())
+    assert rows > 10
+    assert seconds > 60
