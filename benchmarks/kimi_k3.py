@@ -1,9 +1,11 @@
 """Compare Kimi K3 with Kimi Linear of the same shape, both with attention residuals and on the same weights.
 
-Two forms of Kimi K3 are measured. One has the bounded decay and SiTU only, so its tensors are those of Kimi Linear. The
-other has all of Kimi K3: a gate of full rank in delta attention, an output gate in full attention, and routed experts in
-a latent space. These need other matrix products, whose time is arithmetic and not overhead. So a third model is
-measured, the *control*: Kimi Linear with the same matrix products, made of the modules of `transformers`.
+Three forms of Kimi K3 are measured. One has the bounded decay and SiTU only, so its tensors are those of Kimi Linear.
+The second adds the gates: of full rank in delta attention, and before the output projection of full attention. The
+third is all of Kimi K3, with routed experts in a latent space.
+
+Gates and latent space need other matrix products, whose time is arithmetic and not overhead. So each form is also
+compared with its *control*: Kimi Linear with the same matrix products, made of the modules of `transformers`.
 """
 
 import gc
@@ -23,37 +25,53 @@ from attnres import AttnResConfig, AttnResKimiK3Config
 
 from .report import cell, make_table, verdict
 from .shapes import build, kimi_linear, tiny_kimi_linear, token_ids
-from .timing import Setting, Ways, compare, interleave
+from .timing import Setting, Times, Ways, compare, interleave
 from .workloads import decoding, prefill, training_step
 
-TOKENS, DECODED = 512, 8
+TOKENS, DECODED = 256, 8
 TARGET = 1.03
 BLOCK = 2  # layers in a block
-LINEAR, BOUNDS, K3, CONTROL = "Kimi Linear", "bound and SiTU", "Kimi K3", "control"
+LINEAR = "Kimi Linear"
+BOUNDS, GATES, WHOLE = "bounds", "bounds and gates", "all"
+CONTROL = "control of "  # prefix of a form's name
+_GATE_FIELDS = ("use_full_rank_gate", "mla_use_output_gate")
 # Workload -> function that prepares its ways, calls per repeat, and repeats per repeat of the setting.
 WORKLOADS: dict[str, tuple[Callable[[dict[str, PreTrainedModel], Tensor], Ways], int, int]] = {
     "prefill": (prefill, 1, 2),
     "decoding": (decoding, DECODED, 4),
     "training step": (training_step, 1, 1),
 }
-# Name of a ratio -> its two models.
-PAIRS = {f"{first} / {second}": (first, second) for first, second in [(BOUNDS, LINEAR), (K3, LINEAR), (K3, CONTROL)]}
-PAIRS[f"{CONTROL} / {LINEAR}"] = CONTROL, LINEAR
+# Name of a ratio -> its two ways.
+PAIRS: dict[str, tuple[str, str]] = {
+    f"{first} / {second}": (first, second)
+    for first, second in (("Kimi K3", LINEAR), ("Kimi K3", "control"), ("control", LINEAR))
+}
 
 
 def measure(setting: Setting) -> Iterator[dict]:
-    """Yield one row per dtype and workload."""
+    """Yield one row per dtype, workload and form."""
     config = linear_config(setting.quick)
     for dtype in ("float32",) if setting.quick else ("float32", "bfloat16"):
         models = variants(config, getattr(torch, dtype), setting.device)
         ids = token_ids(config, 16 if setting.quick else TOKENS, 1, setting.device)
+        for model in models.values():
+            balance(model, ids.shape[1])
         for workload, (prepare, calls, times) in WORKLOADS.items():
-            products = {name: count_products(model, ids, workload) for name, model in models.items()}
+            products = {name: count_products(prepare({name: model}, ids)[name]) for name, model in models.items()}
             ways, repeats = prepare(models, ids), replace(setting, repeats=times * setting.repeats)
-            row = {"dtype": dtype, "workload": workload, "tokens": ids.shape[1], "products": products}
-            yield row | compare(interleave(ways, repeats, calls=calls), PAIRS)
+            seconds = interleave(ways, repeats, calls=calls)
+            for form in (BOUNDS, GATES, WHOLE):
+                row = {"dtype": dtype, "workload": workload, "form": form, "tokens": ids.shape[1]}
+                row["products"] = products[form] / products[LINEAR]
+                yield row | compare(compared(seconds, form), PAIRS)
         del models
         gc.collect()
+
+
+def compared(seconds: dict[str, Times], form: str) -> dict[str, Times]:
+    """Return the times of Kimi Linear, of a form of Kimi K3, and of its control."""
+    control = LINEAR if form == BOUNDS else CONTROL + form
+    return {LINEAR: seconds[LINEAR], "Kimi K3": seconds[form], "control": seconds[control]}
 
 
 def linear_config(quick: bool) -> AttnResConfig:
@@ -78,8 +96,7 @@ def k3_config(linear: AttnResConfig, **features: Any) -> AttnResKimiK3Config:
         *("norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor", "tie_word_embeddings"),
         *("bos_token_id", "eos_token_id", "pad_token_id"),
     )
-    without = {"use_full_rank_gate": False, "mla_use_output_gate": False}
-    without |= {"routed_expert_hidden_size": None, "latent_moe_use_norm": False}
+    without = dict.fromkeys(_GATE_FIELDS, False) | {"routed_expert_hidden_size": None, "latent_moe_use_norm": False}
     fields = {name: getattr(linear, name) for name in names} | without | features
     dense = linear.mlp_layer_types.count("dense")
     return AttnResKimiK3Config(attn_res_block_size=BLOCK, first_k_dense_replace=dense, **fields)
@@ -87,27 +104,54 @@ def k3_config(linear: AttnResConfig, **features: Any) -> AttnResKimiK3Config:
 
 def variants(linear: AttnResConfig, dtype: torch.dtype, device: str) -> dict[str, PreTrainedModel]:
     """Return the compared models by name. They share the tensors that have the same name, shape and dtype."""
-    whole = k3_config(
-        linear,
-        use_full_rank_gate=True,
-        mla_use_output_gate=True,
-        routed_expert_hidden_size=linear.hidden_size // 2,
-        latent_moe_use_norm=True,
-    )
-    models = {LINEAR: build(linear, dtype, device), BOUNDS: build(k3_config(linear), dtype, device)}
-    models |= {K3: build(whole, dtype, device), CONTROL: build(linear, dtype, device)}
-    add_projections(models[CONTROL], models[K3])
-    tensors = dict(models[LINEAR].named_parameters())
-    for model in models.values():
-        for name, tensor in [*model.named_parameters()]:
-            shared = tensors.get(name, tensor)
-            if (shared.shape, shared.dtype) == (tensor.shape, tensor.dtype):
-                owner, _, key = name.rpartition(".")
-                setattr(model.get_submodule(owner), key, shared)
+    gates = dict.fromkeys(_GATE_FIELDS, True)
+    latent = {"routed_expert_hidden_size": linear.hidden_size // 2, "latent_moe_use_norm": True}
+    models = {LINEAR: build(linear, dtype, device)}
+    for form, features in {BOUNDS: {}, GATES: gates, WHOLE: gates | latent}.items():
+        models[form] = build(k3_config(linear, **features), dtype, device)
+        share(models[LINEAR], models[form])
+        if features:
+            models[CONTROL + form] = control = build(linear, dtype, device)
+            share(models[LINEAR], control)
+            add_products(control, models[form])
     return models
 
 
-def add_projections(model: PreTrainedModel, k3: PreTrainedModel) -> None:
+def share(model: PreTrainedModel, other: PreTrainedModel) -> None:
+    """Let another model have the tensors of a model that have the same name, shape and dtype."""
+    tensors = dict(model.named_parameters())
+    for name, tensor in [*other.named_parameters()]:
+        shared = tensors.get(name, tensor)
+        if (shared.shape, shared.dtype) == (tensor.shape, tensor.dtype):
+            owner, _, key = name.rpartition(".")
+            setattr(other.get_submodule(owner), key, shared)
+
+
+class BalancedRouter(modeling_kimi_linear.KimiLinearTopkRouter):
+    """A router that sends each token to experts that are drawn once. The cost of experts depends on the choice."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits `[tokens, experts]`, and weights and chosen experts `[tokens, top_k]`."""
+        logits, weights, chosen = super().forward(hidden_states)
+        return logits, weights, self.drawn[: chosen.shape[0]]
+
+
+def balance(model: PreTrainedModel, tokens: int) -> None:
+    """Let all experts of a model be chosen equally often, and by the same tokens in each model.
+
+    Args:
+        model: the model, which is changed.
+        tokens: the largest number of tokens in a call.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, modeling_kimi_linear.KimiLinearTopkRouter):
+            order = torch.rand(tokens, module.num_experts, generator=generator).argsort(-1)
+            module.__class__ = BalancedRouter
+            module.drawn = order[:, : module.top_k].to(module.weight.device)
+
+
+def add_products(model: PreTrainedModel, k3: PreTrainedModel) -> None:
     """Give a Kimi Linear the matrix products of a Kimi K3, whose weights it shares.
 
     Args:
@@ -160,29 +204,25 @@ class LatentExperts(nn.Module):
         return self.up(self.experts(self.down(hidden_states), top_k_index, top_k_weights))
 
 
-def count_products(model: PreTrainedModel, ids: Tensor, workload: str) -> int:
-    """Count the multiply-adds in the matrix products of one call of a workload, as PyTorch counts them."""
-    ways = WORKLOADS[workload][0]({LINEAR: model}, ids)
+def count_products(way: Callable[[], object]) -> int:
+    """Count the multiply-adds in the matrix products of a call, as PyTorch counts them."""
     with FlopCounterMode(display=False) as counter:
-        ways[LINEAR]()
+        way()
     return counter.get_total_flops() // 2
 
 
 def tables(rows: list[dict]) -> dict[str, Table]:
     """Return the table of all rows, by its name in the README."""
-    bounds, whole, overhead, arithmetic = PAIRS
-    columns = ["dtype", "workload", bounds, "target", whole, "multiply-adds", arithmetic, overhead, "target"]
+    ratio, overhead, arithmetic = PAIRS
+    columns = ["dtype", "workload", "form", ratio, "multiply-adds", arithmetic, overhead, "target"]
     return {
         "kimi_k3": make_table(
-            "Kimi K3, time as a ratio to Kimi Linear of the same shape",
+            "Forms of Kimi K3, time as a ratio to Kimi Linear of the same shape",
             columns,
             [
                 [
-                    *(row[key] for key in columns[:2]),
-                    *(cell(row, bounds, 3), verdict(row["ratios"][bounds]["median"], TARGET)),
-                    cell(row, whole, 3),
-                    f"{row['products'][K3] / row['products'][LINEAR]:.3f}",
-                    *(cell(row, arithmetic, 3), cell(row, overhead, 3)),
+                    *(row[key] for key in columns[:3]),
+                    *(cell(row, ratio, 3), f"{row['products']:.3f}", cell(row, arithmetic, 3), cell(row, overhead, 3)),
                     verdict(row["ratios"][overhead]["median"], TARGET),
                 ]
                 for row in rows

@@ -24,6 +24,7 @@ class BenchPart(StrEnum):
     connections = "connections"
     layers = "layers"
     kda = "kda"
+    kimi_k3 = "kimi_k3"
     memory = "memory"
     imports = "imports"
     scaling = "scaling"

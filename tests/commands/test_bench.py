@@ -27,6 +27,7 @@ FIELDS = {
     "models": {"model", "dtype", "workload", "connection", "tokens"},
     "connections": {"model", "workload", "bytes"},
     "kda": {"tokens", "heads", "d_k", "decay", "errors", "bytes", "bytes_ratio"},
+    "kimi_k3": {"dtype", "workload", "form", "tokens", "products"},
     "scaling": {"panel", "layers", "block_size", "width", "tokens", "predicted"},
 }
 TIMED = {"ratios", "processor_ratios", "seconds"}
@@ -119,8 +120,24 @@ def test_a_terminated_run_leaves_whole_files_only(tmp_path):
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGTERM
     files = {path.name for path in (tmp_path / "out").iterdir()}
-    assert {"kda.json"} <= files <= {"kda.json", "README.md"}
-    assert json.loads((tmp_path / "out" / "kda.json").read_text())["rows"]
+    assert {"kda.json"} <= files <= {"kda.json", "scaling.json", "README.md"}
+    for path in (tmp_path / "out").glob("*.json"):
+        assert json.loads(path.read_text())["rows"]
+
+
+@pytest.mark.slow
+def test_rows_are_printed_as_they_are_measured_and_kept_when_the_run_is_interrupted(tmp_path):
+    command = [sys.executable, "-m", "attnres_cli", "bench", "--only", "models", "--quick", "--out", "out"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        first = next(line for line in process.stdout if line.startswith("Llama, float32, prefill, Block S=4"))
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT, errors[-3000:]
+    rows = json.loads((tmp_path / "out" / "models.json").read_text())["rows"]
+    assert [row["workload"] for row in rows][:1] == ["prefill"]
+    printed = [line for line in [first, *rest.splitlines()] if line.startswith("Llama, float32, ")]
+    assert len(rows) == len(printed)
+    assert f"Rows measured so far: {len(rows)}, stored in" in rest
 
 
 def test_without_a_checkout_one_line_names_the_need(tmp_path, monkeypatch):
