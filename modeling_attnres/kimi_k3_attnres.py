@@ -556,7 +556,7 @@ def _blockwise_situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | 
 def _in_blocks(function: Callable[..., tuple[Tensor, ...]], like: Sequence[Tensor], *tensors: Tensor) -> list[Tensor]:
     """Apply an elementwise function of several passes to one block after another.
 
-    The tensors between its passes then stay in the processor's cache, which halves the time on a CPU.
+    The tensors between its passes then stay in the processor's cache, which saves up to a quarter of the time on a CPU.
 
     Args:
         function: takes blocks of the tensors, and returns blocks of the results.
@@ -567,8 +567,8 @@ def _in_blocks(function: Callable[..., tuple[Tensor, ...]], like: Sequence[Tenso
         The results, of the tensors' shape.
     """
     first = tensors[0]
-    # Below this number of elements for each thread PyTorch uses fewer threads.
-    size = torch.get_num_threads() << 15
+    # In smaller blocks the calls cost more than the cache saves. (For 2^15 elements and less PyTorch takes one thread.)
+    size = torch.get_num_threads() << 17
     if first.device.type != "cpu" or first.numel() <= size or any(type(tensor) is not Tensor for tensor in tensors):
         return list(function(*tensors))
     results = [torch.empty(first.shape, dtype=tensor.dtype) for tensor in like]
