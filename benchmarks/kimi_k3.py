@@ -165,7 +165,7 @@ def add_products(model: PreTrainedModel, k3: PreTrainedModel) -> None:
             attention.register_forward_pre_hook(attention.o_proj.compute_gate, with_kwargs=True)
         else:
             attention.g_a_proj, attention.g_b_proj = of_k3.self_attn.g_proj, nn.Identity()
-        if hasattr(mlp, "experts"):
+        if getattr(of_k3.mlp, "is_latent", False):
             mlp.experts = LatentExperts(of_k3.mlp)
 
 
