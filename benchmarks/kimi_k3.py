@@ -29,6 +29,7 @@ from .timing import Setting, Times, Ways, compare, interleave
 from .workloads import decoding, prefill, training_step
 
 TOKENS, DECODED = 256, 8
+DTYPES = "float32", "bfloat16"
 TARGET = 1.03
 BLOCK = 2  # layers in a block
 LINEAR = "Kimi Linear"
@@ -51,7 +52,7 @@ PAIRS: dict[str, tuple[str, str]] = {
 def measure(setting: Setting) -> Iterator[dict]:
     """Yield one row per dtype, workload and form."""
     config = linear_config(setting.quick)
-    for dtype in ("float32",) if setting.quick else ("float32", "bfloat16"):
+    for dtype in DTYPES[:1] if setting.quick else DTYPES:
         models = variants(config, getattr(torch, dtype), setting.device)
         ids = token_ids(config, 16 if setting.quick else TOKENS, 1, setting.device)
         for model in models.values():
@@ -205,8 +206,14 @@ class LatentExperts(nn.Module):
 
 
 def count_products(way: Callable[[], object]) -> int:
-    """Count the multiply-adds in the matrix products of a call, as PyTorch counts them."""
-    with FlopCounterMode(display=False) as counter:
+    """Count the multiply-adds in the matrix products of a call."""
+
+    # PyTorch counts all products but those of the experts: `[rows, k] @ [experts, k, n]` or `[m, rows] @ [rows, n]`.
+    def grouped(first: tuple[int, ...], second: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
+        return 2 * first[0] * first[1] * second[-1]
+
+    mapping = {torch.ops.aten._grouped_mm: grouped}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
         way()
     return counter.get_total_flops() // 2
 

@@ -56,14 +56,15 @@ def run_bench(parts: Sequence[str], setting: Setting, out: Path | None) -> None:
         try:
             for row in measure(name, setting):
                 rows.append(row)
-                console.print(_line(row), markup=False, highlight=False, soft_wrap=True)
+                # Not by `rich`, which writes a line again if a signal comes while it writes.
+                print(_line(row), flush=True)
         except (KeyboardInterrupt, SystemExit):  # as the command raises them on SIGINT and SIGTERM
             if rows and out is not None:
                 path = out / f"{name}.json"
                 # The results of a whole run stay.
                 path = path.with_suffix(".stopped.json") if path.exists() else path
                 store(path, _content(about, setting, others.share(), rows))
-                console.print(f"Stopped. Rows measured so far: {len(rows)}, stored in {path}", soft_wrap=True)
+                print(f"Stopped. Rows measured so far: {len(rows)}, stored in {path}", flush=True)
             raise
         busy = others.share()
         tables = PARTS[name].tables(rows)

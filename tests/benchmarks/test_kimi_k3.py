@@ -50,6 +50,19 @@ def test_gates_add_matrix_products(models, ids):
     assert counts[0] < counts[1]
 
 
+def test_the_products_of_experts_are_counted():
+    rows, experts, k, n = 6, 3, 16, 32
+    x, weight = torch.randn(rows, k, requires_grad=True), torch.randn(experts, k, n, requires_grad=True)
+    ends = torch.tensor([1, 4, 6], dtype=torch.int32)
+
+    def forward():
+        return torch.nn.functional.grouped_mm(x, weight, offs=ends)
+
+    assert kimi_k3.count_products(forward) == rows * k * n
+    # The backward pass has one product for each factor.
+    assert kimi_k3.count_products(lambda: forward().backward(torch.ones(rows, n))) == 3 * rows * k * n
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_form_shares_all_tensors_of_its_control(models, form):
     own = {id(tensor) for tensor in models[CONTROLS[form]].parameters()}

@@ -131,13 +131,13 @@ def test_rows_are_printed_as_they_are_measured_and_kept_when_the_run_is_interrup
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         first = next(line for line in process.stdout if line.startswith("Llama, float32, prefill, Block S=4"))
         process.send_signal(signal.SIGINT)
-        rest, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT, errors[-3000:]
+        lines = [first, *process.stdout]
+        assert process.wait(60) == 128 + signal.SIGINT, process.stderr.read()[-3000:]
     rows = json.loads((tmp_path / "out" / "models.json").read_text())["rows"]
     assert [row["workload"] for row in rows][:1] == ["prefill"]
-    printed = [line for line in [first, *rest.splitlines()] if line.startswith("Llama, float32, ")]
-    assert len(rows) == len(printed)
-    assert f"Rows measured so far: {len(rows)}, stored in" in rest
+    printed = [line for line in lines if line.startswith("Llama, float32, ")]
+    assert len(rows) - len(printed) in (0, 1)  # the signal may come between storing and printing
+    assert f"Rows measured so far: {len(rows)}, stored in" in lines[-1]
 
 
 def test_without_a_checkout_one_line_names_the_need(tmp_path, monkeypatch):
