@@ -25,7 +25,8 @@ class Listed(StrEnum):
 
 
 HEADINGS = {
-    Listed.configurations: "Configurations, to train from scratch (attnres train pretrain model=NAME)",
+    Listed.configurations: "Configurations, to train from scratch (attnres train pretrain model=NAME), with their "
+    "parameters; activated: per token, without the embedding and the output projection, lm_head",
     Listed.recipes: "Recipes (attnres train NAME)",
     Listed.connections: "Residual connections (attnres convert --residual NAME)",
     Listed.tasks: "Benchmarks of the paper (attnres eval --tasks NAME,...)",
@@ -56,9 +57,8 @@ def list_names(
 
 
 def _sizes() -> list[str]:
-    """Return a line for each configuration: its name, and its numbers of parameters in all and per token."""
+    """Return a line for each configuration: its name and its numbers of parameters."""
     with loading():
-        from attnres import AttnResKimiK3Config
         from attnres.configuration import count_parameters, load
     names = configuration_names()
     width = max(map(len, names))
@@ -66,14 +66,14 @@ def _sizes() -> list[str]:
     for name in names:
         config = load(name)
         count = count_parameters(config)
-        total, activated = _short(count.total), _short(count.activated_non_embedding)
-        # The paper names its models by the second number, which is a twentieth of the first.
-        line = f"{name:{width}}  {total:>6} parameters, {activated:>6} activated per token besides embeddings"
-        if isinstance(config, AttnResKimiK3Config):
-            # The report of Kimi K3 counts the output projection.
-            with_head = count.activated_non_embedding + config.vocab_size * config.hidden_size
-            line += f" ({_short(with_head)} with the output projection)"
-        lines.append(line)
+        activated = count.activated_non_embedding
+        # The paper names its models by the activated parameters. The report of Kimi K3 adds the output projection.
+        with_head = activated + config.vocab_size * config.hidden_size
+        sizes = (
+            f"{_short(size):>7} {label}"
+            for size, label in ((count.total, "parameters"), (activated, "activated"), (with_head, "with lm_head"))
+        )
+        lines.append(" ".join([f"{name:{width}}", *sizes]))
     return lines
 
 

@@ -296,7 +296,8 @@ def _size(config: ResidualConfig, parameters: int | None) -> str:
         str(config.dtype).removeprefix("torch.") if parameters and config.dtype else "",
         f"up to {length:,} tokens" if length else "",
     ]
-    return ", ".join(filter(None, facts))
+    size = ", ".join(filter(None, facts))
+    return size[:1].upper() + size[1:]
 
 
 def _installed() -> list[str]:

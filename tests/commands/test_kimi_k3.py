@@ -13,6 +13,8 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.utils import Modality
 
 from attnres import AttnResKimiK3ForCausalLM
 from attnres.analysis.axis import depth_axis
@@ -73,6 +75,20 @@ def test_an_evaluation_refuses_a_text_model_that_names_kimi_linear(folder):
 def test_an_evaluation_loads_packed_weights(folder):
     model = CorrectedHFLM(pretrained=str(folder / "packed"), device="cpu")
     assert type(model.model) is AttnResKimiK3ForCausalLM
+
+
+@torch.no_grad()
+def test_transformers_serve_loads_a_release_as_a_language_model(folder):
+    manager = ModelManager(device="cpu", dtype="float32")
+    try:
+        model, tokenizer = manager.load_model_and_processor(manager.process_model_name(str(folder / "packed")))
+        assert type(model) is AttnResKimiK3ForCausalLM
+        assert manager.get_model_modality(model) is Modality.LLM
+        ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
+        expected = AutoModelForCausalLM.from_pretrained(folder / "packed", dtype=torch.float32)(ids).logits
+        assert model(ids).logits.equal(expected)
+    finally:
+        manager.shutdown()
 
 
 def test_each_block_of_layers_is_a_source(folder):
@@ -217,4 +233,4 @@ def test_flops_count_the_layers_experts_and_heads_of_the_released_shapes(folder)
 def test_the_list_counts_the_released_size():
     lines = run_well("list", "configurations").out.splitlines()
     (line,) = [line for line in lines if "kimi-k3 " in line]
-    assert "2.78T parameters" in line and "104.19B with the output projection" in line
+    assert "2.78T parameters" in line and "104.19B with lm_head" in line

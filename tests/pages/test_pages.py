@@ -129,6 +129,10 @@ def check_kimi_k3(folder: Path, printed: str, hub: Hub) -> None:
     assert before.keys() == after.keys()
     assert AttnResKimiK3Config.from_pretrained(folder / "my-k3-saved").checkpoint_layout == "composite"
     assert (folder / "runs/k3-lora/adapter/adapter_config.json").exists()
+    assert AttnResKimiK3Config.from_pretrained(folder / "runs/k3-lora/model").checkpoint_layout == "composite"
+    # The table of the page has the numbers that its code prints.
+    rows = [line for line in printed.splitlines() if re.match(r"\| `(attnres-k3-tiny|kimi-k3)` \|", line)]
+    assert len(rows) == 2 and set(rows) <= set((ROOT / "docs/guides/kimi_k3.md").read_text().splitlines())
 
 
 def check_connections(folder: Path, printed: str, hub: Hub) -> None:
