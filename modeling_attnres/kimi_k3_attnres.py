@@ -692,7 +692,7 @@ class KimiK3DeltaAttention(DeltaAttention):
     def __init__(self, config: AttnResKimiK3Config, layer_idx: int):
         super().__init__(_for_kimi_linear(config), layer_idx)
         self.forget_gate = KimiK3ForgetGate(config)
-        self.conv1d.__class__ = _CalledConvolution
+        self.conv1d.__class__ = _CalledConvolution  # a new module would draw its start a second time
         if config.use_full_rank_gate:
             del self.g_a_proj, self.g_b_proj
             self.g_proj = nn.Linear(config.hidden_size, self.qkv_dim, bias=False)
