@@ -22,7 +22,8 @@ from transformers.utils import CONFIG_NAME
 from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM, AttnResKimiK3Model
 from attnres.configuration_attnres import is_kimi_k3
 from attnres.decoder_attnres import auto_map
-from attnres.kimi_k3_attnres import COMPOSITE, check_scales, read_release, released_shapes
+from attnres.kimi_k3_configuration_attnres import COMPOSITE
+from attnres.kimi_k3_layout_attnres import check_scales, read_release, released_shapes
 from attnres.utils.quiet import quiet_transformers
 
 from .checkpoint import DTYPES, Checkpoint, Entry

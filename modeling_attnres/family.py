@@ -16,7 +16,8 @@ from .configuration_attnres import BACKBONES, CONNECTIONS, AttnResConfig, Residu
 from .decoder_attnres import ResidualPreTrainedModel
 from .functional import depth_attention, depth_attention_reference
 from .functional_attnres import DEPTH_ATTENTION
-from .kimi_k3_attnres import IS_KNOWN, AttnResKimiK3Config, AttnResKimiK3ForCausalLM, AttnResKimiK3Model
+from .kimi_k3_attnres import IS_KNOWN, AttnResKimiK3ForCausalLM, AttnResKimiK3Model
+from .kimi_k3_configuration_attnres import AttnResKimiK3Config
 from .modeling_attnres import (
     AttnResForCausalLM,
     AttnResForSequenceClassification,

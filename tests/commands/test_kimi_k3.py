@@ -22,7 +22,7 @@ from attnres.conversion.publication import plan_publication
 from attnres.conversion.whole import load_whole
 from attnres.eval.benchmarks import benchmarks, load
 from attnres.eval.corrected_hflm import CorrectedHFLM
-from attnres.kimi_k3_attnres import released_shapes
+from attnres.kimi_k3_layout_attnres import released_shapes
 from attnres.training.monitor import flops_per_token
 
 from .. import forks

@@ -1,0 +1,478 @@
+"""Configuration of Kimi K3, and how it is read from a released `config.json` and written again.
+
+A file holds the fields of the composite model, with the text model's under `text_config`, or of the text model alone,
+which names Kimi Linear's model type. In a file a feature without a field is off; the defaults of the class are those of
+the released model.
+"""
+
+import math
+import warnings
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+from .attention_gate_attnres import GATE_FIELDS
+from .configuration_attnres import CONNECTIONS, AttnResConfig
+from .residual_attnres import FamilyWarning, is_count, one_of, require
+
+# Fields of the text model in the order of the released `config.json`, under the names that it has there.
+_TEXT_FIELDS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "hidden_act", "activation_situ_beta"),
+    *("activation_situ_linear_beta", "rms_norm_eps", "initializer_range", "max_position_embeddings"),
+    *("num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"),
+    *("qk_rope_head_dim", "v_head_dim", "mla_use_nope", "mla_use_output_gate", "attention_bias", "attention_dropout"),
+    *("num_experts", "num_experts_per_token", "num_shared_experts", "moe_intermediate_size"),
+    *("routed_expert_hidden_size", "latent_moe_use_norm", "first_k_dense_replace", "moe_layer_freq"),
+    *("moe_renormalize", "moe_router_activation_func", "topk_method", "use_grouped_topk", "num_expert_group"),
+    *("topk_group", "routed_scaling_factor", "num_nextn_predict_layers", "tie_word_embeddings", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
+# Field of the released `linear_attn_config` -> field of the configuration.
+_LINEAR_FIELDS = {
+    "num_heads": "linear_num_heads",
+    "head_dim": "linear_head_dim",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+    "gate_lower_bound": "gate_lower_bound",
+    "use_full_rank_gate": "use_full_rank_gate",
+}
+_LAYER_LISTS = {"full_attn_layers": "full_attention", "kda_layers": "linear_attention"}
+# What a released file means that has no such field: without the feature the model is Kimi Linear. The defaults of the
+# class are those of Kimi K3.
+_ABSENT = {
+    "activation_situ_beta": None,
+    "activation_situ_linear_beta": None,
+    "attn_res_block_size": None,
+    "gate_lower_bound": None,
+    "hidden_act": "silu",
+    "latent_moe_use_norm": False,
+    "mla_use_output_gate": False,
+    "num_shared_experts": 0,
+    "q_lora_rank": None,
+    "routed_expert_hidden_size": None,
+    "use_full_rank_gate": False,
+}
+# Fields that are true or false. `transformers` does not check the types of fields that Kimi Linear does not have.
+_SWITCHES = ("mla_use_output_gate", "use_full_rank_gate", "latent_moe_use_norm")
+# Fields whose null in the file differs from their absence, for other readers of the file.
+_WRITTEN_NULLS = ("q_lora_rank", "num_experts")
+# A field of the text model that is not in this class is one of three kinds.
+# Of no effect: releases, older releases of the same authors, or `transformers` have it, and this model needs no such
+# number. It is kept without a word.
+_WITHOUT_EFFECT = (
+    *("aux_loss_alpha", "ep_size", "head_dim", "model_max_length", "num_nextn_predict_layers", "pretraining_tp"),
+    *("rope_parameters", "rope_scaling", "rope_theta", "seq_aux", "qk_head_dim", "output_router_logits"),
+    *("_name_or_path", "attn_implementation", "experts_implementation", "name_or_path", "num_labels", "torch_dtype"),
+    *("output_attentions", "pruned_heads", "torchscript", "use_bfloat16", "tf_legacy_loss", "return_dict"),
+    *("add_cross_attention", "cross_attention_hidden_size", "is_decoder", "tie_encoder_decoder"),
+)
+# Of architecture, since its name begins like that of a size, a switch or a function. It is refused.
+_OF_ARCHITECTURE = (
+    *("activation_", "attention_", "attn_", "conv_", "dense_", "embedding_", "expert", "ffn_", "final_", "full_"),
+    *("gate_", "head_", "hidden_", "kda_", "kv_", "latent_", "layer_", "linear_", "logit", "mla_", "mlp_", "moe_"),
+    *("n_", "norm_", "num_", "q_", "qk_", "residual_", "rms_", "rope_", "routed_", "router_", "safe_"),
+    *("shared_", "short_", "situ", "sliding_", "topk_", "use_", "v_"),
+)
+# Any other is kept, and a warning names it.
+# Fields of the two kinds of a released file that are of the file, and not of the model.
+_OF_FILE = ("architectures", "auto_map", "model_type", "quantization_config", "transformers_version")
+COMPOSITE, TEXT = "composite", "text"
+_MXFP4 = "mxfp4-pack-quantized"
+
+
+class AttnResKimiK3Config(AttnResConfig):
+    """Configuration of Kimi K3's text model. Defaults are those of the released model.
+
+    It takes the fields of a released `config.json`: of the composite model, with the text model's under `text_config`,
+    or of the text model alone. `config.json` is written in the layout that was read. Fields that are documented here
+    are those that [`KimiLinearConfig`] and [`ResidualConfig`] do not have, or have with another meaning.
+    """
+
+    model_type = "kimi_k3"
+    attn_res_block_unit = 2  # a decoder layer has two sublayers
+    # `transformers` checks the types of Kimi Linear's fields when they are set. There these two cannot be null.
+    __validators__ = {
+        name: checks
+        for name, checks in getattr(AttnResConfig, "__validators__", {}).items()
+        if name not in ("num_local_experts", "n_shared_experts")
+    }
+
+    vocab_size: int = 163840
+    hidden_size: int = 7168
+    intermediate_size: int = 33792
+    moe_intermediate_size: int = 3072
+    num_hidden_layers: int = 93
+    num_attention_heads: int = 96
+    num_key_value_heads: int | None = 96
+    q_lora_rank: int | None = 1536
+    n_shared_experts: int | None = 2
+    routed_scaling_factor: float = 1.0
+    num_experts_per_tok: int | None = 16
+    linear_num_heads: int = 96
+
+    num_local_experts: int | None = 896
+    """Number of routed experts (`num_experts` in a file); `None`: the MLPs of all layers are dense."""
+
+    attn_res_block_size: int | None = 12
+    """Number of decoder *layers* in a block; `None`: no attention residuals, but the standard residual stream."""
+
+    hidden_act: str = "situ"
+    """Activation of all MLPs: `"situ"`, or a name of `ACT2FN` for the gate alone. Delta attention always has SiLU."""
+
+    activation_situ_beta: float | None = 4.0
+    """Bound `b` of the gate in SiTU: `b tanh(gate / b) sigmoid(gate)`."""
+
+    activation_situ_linear_beta: float | None = 25.0
+    """Bound `l` of the up projection in SiTU, `l tanh(up / l)`; `None` leaves it unchanged."""
+
+    gate_lower_bound: float | None = -5.0
+    """Lower bound of the logarithm of a decay in delta attention, below 0; `None`: Kimi Linear's unbounded form."""
+
+    use_full_rank_gate: bool = True
+    """Whether the gate of delta attention's output is one projection; if not, two of rank `linear_head_dim`."""
+
+    mla_use_output_gate: bool = True
+    """Whether the output of full attention is gated before its output projection."""
+
+    mla_use_nope: bool = True
+    """Must be true: full attention has no position encoding."""
+
+    routed_expert_hidden_size: int | None = 3584
+    """Width of the latent space of the routed experts; `None`: they work in the model's own."""
+
+    latent_moe_use_norm: bool = True
+    """Whether the experts' sum is normed before it is projected back from the latent space, if there is one."""
+
+    first_k_dense_replace: int = 1
+    """Number of layers at the start whose MLP is dense."""
+
+    moe_layer_freq: int = 1
+    """Of the other layers, those whose index is a multiple of it have routed experts."""
+
+    moe_router_activation_func: str = "sigmoid"
+    """Must be `"sigmoid"`."""
+
+    topk_method: str | None = "noaux_tc"
+    """Must be `"noaux_tc"`: a bias that is not trained decides which experts are chosen."""
+
+    use_grouped_topk: bool | None = None
+    """Whether experts are chosen by groups. It may not be false where there are several groups."""
+
+    num_nextn_predict_layers: int | None = 0
+    """Number of layers for multi-token prediction in the checkpoint. They are not loaded."""
+
+    checkpoint_layout: str = COMPOSITE
+    """Layout that `save_pretrained` writes: `"composite"` or `"text"`. It is not saved: a file shows its layout."""
+
+    composite_fields: dict | None = None
+    """Fields of the composite model that are not of its text model, such as `vision_config`. They are kept."""
+
+    stored_A_log_shape: list[int] | None = None
+    """Shape in which `save_pretrained` stores each `A_log`, padded with zeros. It is not saved: a checkpoint has it."""
+
+    def __post_init__(self, **kwargs):
+        if kwargs.get("model_type") == self.backbone:
+            # Which of the fields with a default were given can no longer be told.
+            raise ValueError(
+                "these are fields of a config.json, where a feature without a field is off, but is on by default here. "
+                "Call `AttnResKimiK3Config.from_dict`."
+            )
+        # `transformers` has set the fields that it knows, and passes on the others, of which some are second names from
+        # releases. Types are checked under the first names.
+        first_names = {released: name for name, released in self.attribute_map.items()}
+        for name, value in self.fields_of_file(kwargs, fill="text_config" in kwargs).items():
+            field = first_names.get(name, name)
+            if field in type(self).__dataclass_fields__:
+                setattr(self, field, value)
+                kwargs.pop(name, None)
+            else:
+                kwargs[name] = value
+        for name in ("text_config", "linear_attn_config", "quantization_config", *(self.composite_fields or ())):
+            kwargs.pop(name, None)
+        if self.attn_res_block_size is None and self.residual_connection == "attn_res":
+            self.residual_connection = "standard"
+        require(self, "num_hidden_layers", is_count(self.num_hidden_layers), "an integer >= 1")
+        if self.layer_types is None:
+            last = self.num_hidden_layers - 1
+            self.layer_types = [
+                "full_attention" if i % 4 == 3 or i == last else "linear_attention" for i in range(last + 1)
+            ]
+        if self.mlp_layer_types is None:
+            require(self, "moe_layer_freq", is_count(self.moe_layer_freq), "an integer >= 1")
+            self.mlp_layer_types = self._released_mlp_types()
+        self.n_shared_experts = self.n_shared_experts or 0
+        # The gate of the family is that of the released weights, with the same name of its tensor. If the arguments
+        # contradict each other, `check_fields` says so.
+        self.attention_gate = kwargs.pop("attention_gate", self._released_gate())
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            # The ids of the released tokenizer mean nothing in a smaller vocabulary.
+            value = getattr(self, name)
+            if value == getattr(type(self), name) and isinstance(value, int) and value >= self.vocab_size:
+                setattr(self, name, None)
+        super().__post_init__(**kwargs)
+
+    def _released_gate(self) -> str | None:
+        """Return the family's `attention_gate` that `mla_use_output_gate` stands for."""
+        return "sdpa" if self.mla_use_output_gate else None
+
+    def _released_mlp_types(self) -> list[str]:
+        """Return the kinds of MLP that the released fields stand for."""
+        first, every = self.first_k_dense_replace, self.moe_layer_freq
+        has_experts = self.num_local_experts is not None
+        return [
+            "sparse" if has_experts and i >= first and i % every == 0 else "dense"
+            for i in range(self.num_hidden_layers)
+        ]
+
+    @classmethod
+    def check_file(cls, fields: Mapping[str, Any]) -> None:
+        """Accept the fields of Kimi K3."""
+
+    @classmethod
+    def fields_of_file(cls, fields: Mapping[str, Any], fill: bool = True) -> dict[str, Any]:
+        """Return the fields of a released `config.json` as arguments of this class.
+
+        Args:
+            fields: those of the composite model, of the text model, or arguments of this class.
+            fill: whether a feature of which the file says nothing is off.
+
+        Raises:
+            ValueError: the lists of layers contradict each other; a field of linear attention is unknown; the
+                quantisation is not the released one.
+        """
+        outer, layout = dict(fields), {}
+        if "text_config" not in outer and "linear_attn_config" not in outer and outer.get("model_type") is None:
+            return outer  # arguments of this class
+        text = outer.pop("text_config", None)
+        if text is None:
+            flat = outer
+            if flat.get("model_type") == cls.backbone:
+                layout = {"checkpoint_layout": TEXT}
+        else:
+            text = _as_object("text_config", text)
+            known = cls._known_fields()
+            composite = {name: outer.pop(name) for name in [*outer] if name not in known}
+            flat = outer | {name: value for name, value in text.items() if name not in _OF_FILE or name not in outer}
+            flat["quantization_config"] = text.get("quantization_config") or outer.get("quantization_config")
+            layout = {"checkpoint_layout": COMPOSITE, "composite_fields": composite or None}
+        _check_quantization(flat.pop("quantization_config", None))
+        linear = _as_object("linear_attn_config", flat.pop("linear_attn_config", None))
+        lists = {name: linear.pop(name) for name in _LAYER_LISTS if linear.get(name) is not None}
+        for name, value in linear.items():
+            if name in _LINEAR_FIELDS:
+                flat[_LINEAR_FIELDS[name]] = value
+            elif value not in (None, False):
+                raise ValueError(
+                    f"`linear_attn_config` has the field `{name}` ({value!r}), which may change what the model "
+                    "computes, and which this version does not know. Update the code, or remove the field if it has no "
+                    "effect."
+                )
+        if lists:
+            layers = flat.get("num_hidden_layers", cls.num_hidden_layers)
+            flat["layer_types"] = _layer_types(lists, layers)
+        if fill:
+            # A field may have two names, of the released file and of `transformers`.
+            given = {cls.attribute_map.get(name, name) for name in flat}
+            flat |= {name: value for name, value in _ABSENT.items() if cls.attribute_map.get(name, name) not in given}
+            # For the checks of a loaded checkpoint, which compare the fields of the family.
+            flat["attention_gate"] = "sdpa" if flat["mla_use_output_gate"] else None
+            if flat["attn_res_block_size"] is None:
+                flat.setdefault("residual_connection", "standard")
+        flat.pop("model_type", None)
+        # The released names are no classes here. `to_dict` writes them.
+        flat["architectures"] = ["AttnResKimiK3ForCausalLM"]
+        return flat | layout | ({"model_type": cls.model_type} if fill else {})
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        """Make a configuration of the fields of a `config.json`, in any of the released layouts.
+
+        Args:
+            config_dict: the fields.
+            kwargs: fields with other values, also under their released names; and arguments of `transformers`.
+        """
+        # `transformers` would set such fields at the end, when others were derived from those of the file.
+        names = cls._known_fields() - {*_WITHOUT_EFFECT, *_OF_FILE, "dtype"} | {"linear_attn_config"}
+        changes = {name: kwargs.pop(name) for name in [*kwargs] if name in names}
+        return super().from_dict(cls._changed(cls.fields_of_file(config_dict), changes), **kwargs)
+
+    @classmethod
+    def _changed(cls, fields: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arguments of this class with some changed. Of a field's two names, that of the change remains."""
+        if "linear_attn_config" in changes:
+            changes = cls.fields_of_file(changes, fill=False)
+        changed = {cls.attribute_map.get(name, name) for name in changes}
+        # These follow from other fields.
+        if "mla_use_output_gate" in changed:
+            changed.add("attention_gate")
+        if "attn_res_block_size" in changed and fields.get("residual_connection") == "standard":
+            changed.add("residual_connection")
+        kept = {name: value for name, value in fields.items() if cls.attribute_map.get(name, name) not in changed}
+        return kept | dict(changes)
+
+    @classmethod
+    def get_config_dict(cls, *args, **kwargs):
+        """Read a `config.json` as `transformers` does; that of the text model alone names Kimi Linear's model type."""
+        # Not the method of the family: it would hide which layout the file has.
+        fields, kwargs = PreTrainedConfig.get_config_dict.__func__(cls, *args, **kwargs)
+        return cls.fields_of_file(fields), kwargs
+
+    def check_fields(self) -> None:
+        """Check all fields, also those of Kimi K3.
+
+        Raises:
+            ValueError: a value is not allowed; the message names field, value and allowed values.
+        """
+        experts, shared = self.num_local_experts, self.n_shared_experts
+        is_number = experts is None or is_count(experts)
+        require(self, "num_experts", is_number, "an integer >= 1, or null where the MLPs of all layers are dense")
+        is_number = shared is None or shared == 0 or is_count(shared)
+        require(self, "num_shared_experts", is_number, "an integer >= 0")
+        for name in _SWITCHES:
+            require(self, name, isinstance(getattr(self, name), bool), "true or false")
+        first = self.first_k_dense_replace
+        require(self, "first_k_dense_replace", first == 0 or is_count(first), "an integer >= 0")
+        super().check_fields()
+        require(self, "mla_use_nope", self.mla_use_nope is True, "true: there is no position encoding")
+        function = self.moe_router_activation_func
+        require(self, "moe_router_activation_func", function == "sigmoid", "'sigmoid'")
+        require(self, "topk_method", self.topk_method in (None, "noaux_tc"), "'noaux_tc'")
+        is_grouped = self.use_grouped_topk is not False or self.n_group == 1
+        require(self, "use_grouped_topk", is_grouped, f"true where `num_expert_group` is {self.n_group}")
+        bound = self.gate_lower_bound
+        is_bound = bound is None or (isinstance(bound, int | float) and -math.inf < bound < 0)
+        require(self, "gate_lower_bound", is_bound, "a negative number, or null for a decay without bound")
+        activations = ("situ", *ACT2FN)
+        require(self, "hidden_act", self.hidden_act in activations, f"'situ' or {one_of(ACT2FN)}")
+        if self.hidden_act == "situ":
+            beta, linear_beta = self.activation_situ_beta, self.activation_situ_linear_beta
+            is_given = isinstance(beta, int | float) and beta > 0
+            require(self, "activation_situ_beta", is_given, "a number > 0 where `hidden_act` is 'situ'")
+            is_given = linear_beta is None or (isinstance(linear_beta, int | float) and linear_beta > 0)
+            require(self, "activation_situ_linear_beta", is_given, "a number > 0, or null")
+        width = self.routed_expert_hidden_size
+        require(self, "routed_expert_hidden_size", width is None or is_count(width), "an integer >= 1, or null")
+        layouts = (COMPOSITE, TEXT)
+        require(self, "checkpoint_layout", self.checkpoint_layout in layouts, one_of(layouts))
+        gate = self._released_gate()
+        allowed = f"{gate!r} where `mla_use_output_gate` is {self.mla_use_output_gate}. Set `mla_use_output_gate` alone"
+        require(self, "attention_gate", self.attention_gate == gate, allowed)
+        allowed = "those of `num_experts`, `first_k_dense_replace` and `moe_layer_freq`"
+        require(self, "mlp_layer_types", self.mlp_layer_types == self._released_mlp_types(), allowed)
+        for name, value in self._unknown_fields().items():
+            if name.startswith(_OF_ARCHITECTURE):
+                raise ValueError(
+                    f"`{name}` ({value!r}) may change what the model computes, and this version does not know it. "
+                    "Update the code, or remove the field from config.json if it has no effect."
+                )
+
+    def _unknown_fields(self) -> dict[str, Any]:
+        """Return the fields that this class does not have, unless they are off or known to have no effect."""
+        known = self._known_fields()
+        fields = {name: value for name, value in vars(self).items() if name not in known and name[0] != "_"}
+        return {name: value for name, value in fields.items() if value not in (None, False, "", [], {})}
+
+    def _warn_of_unknown_fields(self) -> None:
+        """Warn of fields that are not in this class and are not refused."""
+        for name, value in sorted(self._unknown_fields().items()):
+            message = (
+                f"`{name}` ({value!r}) is not a field of Kimi K3 here, and has no effect. It is kept on saving. If it "
+                "changes what the model computes, update the code."
+            )
+            warnings.warn(message, FamilyWarning, stacklevel=3)
+
+    @classmethod
+    def _known_fields(cls) -> set[str]:
+        """Return the names of all fields that are not of another version."""
+        connections = (name for connection in CONNECTIONS.values() for name in connection.fields)
+        names = {*cls.attribute_map, *cls.attribute_map.values(), *connections, *GATE_FIELDS}
+        return {*cls.__dataclass_fields__, *_WITHOUT_EFFECT, *_OF_FILE, *names}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as a released `config.json` has them, in the layout of `checkpoint_layout`."""
+        fields = super().to_dict()
+        text = {"model_type": self.backbone, "architectures": ["KimiLinearForCausalLM"]}
+        for name in _TEXT_FIELDS:
+            value = getattr(self, name)
+            if value is not None or name in _WRITTEN_NULLS:
+                text[name] = value
+        linear = {name: getattr(self, field) for name, field in _LINEAR_FIELDS.items()}
+        text["linear_attn_config"] = {name: value for name, value in linear.items() if value is not None} | {
+            name: [i + 1 for i, of_layer in enumerate(self.layer_types) if of_layer == kind]
+            for name, kind in _LAYER_LISTS.items()
+        }
+        if self.residual_connection == "attn_res":
+            text["attn_res_block_size"] = self.attn_res_block_size
+        elif self.residual_connection != "standard":
+            text["residual_connection"] = self.residual_connection
+        for name, default in CONNECTIONS[self.residual_connection].fields.items():
+            if name != "attn_res_block_size" and fields.get(name, default) != default:
+                text[name] = fields[name]
+        # Of the common fields of `transformers`, those that were changed; and fields that no one here knows.
+        common, written = PreTrainedConfig().to_dict(), {*_TEXT_FIELDS, *self._known_fields()}
+        for name, value in fields.items():
+            is_changed = name in common and name not in _OF_FILE and value != common[name]
+            is_unknown = name not in common and name not in written
+            if name not in text and not name.startswith("_") and (is_changed or is_unknown):
+                text[name] = value
+        outer = {name: fields[name] for name in ("auto_map", "transformers_version") if name in fields}
+        if self.checkpoint_layout == TEXT:
+            return text | outer
+        outer |= {"model_type": self.model_type, "architectures": ["KimiK3ForConditionalGeneration"]}
+        names = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
+        outer |= {name: text[name] for name in names if name in text}
+        return outer | (self.composite_fields or {}) | {"text_config": text}
+
+
+def _as_object(name: str, value: Any) -> dict[str, Any]:
+    """Return the fields of an object in a `config.json`, none for null.
+
+    Raises:
+        ValueError: the value is no object.
+    """
+    if value is None:
+        return {}
+    if isinstance(value, PreTrainedConfig) or hasattr(value, "to_dict"):
+        return value.to_dict()
+    if not isinstance(value, Mapping):
+        raise ValueError(f"`{name}` is {value!r}, but must be an object with fields.")
+    return dict(value)
+
+
+def _layer_types(lists: Mapping[str, Collection[int]], layers: int) -> list[str]:
+    """Return the kind of each layer, of the released lists of layers that count from 1.
+
+    Raises:
+        ValueError: a layer is in both lists or in none, or there is no such layer.
+    """
+    kinds: dict[int, str] = {}
+    names = " and ".join(f"`{name}`" for name in _LAYER_LISTS)
+    for name, numbers in lists.items():
+        if not isinstance(numbers, list | tuple):
+            raise ValueError(f"`{name}` is {numbers!r}, but must be a list of layers, which count from 1.")
+        for number in numbers:
+            if not is_count(number) or number > layers:
+                raise ValueError(f"`{name}` has the layer {number!r}, but layers must count from 1 to {layers}.")
+            if kinds.setdefault(number, _LAYER_LISTS[name]) != _LAYER_LISTS[name]:
+                raise ValueError(f"layer {number} is in both {names}, but must be in one of them.")
+    missing = [number for number in range(1, layers + 1) if number not in kinds]
+    if missing:
+        raise ValueError(f"layer {missing[0]} is in none of {names}, which must hold all {layers} layers.")
+    return [kinds[number] for number in range(1, layers + 1)]
+
+
+def _check_quantization(quantization: Any) -> None:
+    """Raise `ValueError` if a checkpoint is quantised in another way than the released one."""
+    if quantization is None:
+        return
+    fields = _as_object("quantization_config", quantization)
+    if fields.get("format") != _MXFP4:
+        method = fields.get("format") or fields.get("quant_method")
+        raise ValueError(
+            f"`quantization_config` has the format {method!r}, but must be {_MXFP4!r}. Use a checkpoint in bfloat16 or "
+            "MXFP4."
+        )
+
+
+AttnResKimiK3Config.register_for_auto_class()

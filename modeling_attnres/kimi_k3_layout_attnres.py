@@ -1,0 +1,409 @@
+"""The released layout of Kimi K3's checkpoints: names and shapes of its tensors, MXFP4, and padded heads.
+
+[`read_release`] checks the tensors of a checkpoint before they are loaded, and decodes packed experts one by one.
+[`layout_rules`] are the rules by which `transformers` renames and merges them, and writes them again.
+"""
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+)
+from transformers.utils import logging
+
+from .kimi_k3_configuration_attnres import COMPOSITE, AttnResKimiK3Config
+from .residual_attnres import FamilyWarning
+
+# A name under that of the library: otherwise its verbosity would not hold for these messages.
+logger = logging.get_logger(f"transformers.{__name__}")
+
+_PREFIX = "language_model."
+_EXPERT_WEIGHTS = ("w1", "w2", "w3")
+_PACKED, _SCALE = "weight_packed", "weight_scale"
+# Endings of the names of tensors that belong to a quantised weight, of any method.
+_OF_QUANTIZED = (_PACKED, _SCALE, "weight_shape", "weight_global_scale", "weight_zero_point", "input_global_scale")
+_OF_QUANTIZED += ("weight_scale_inv", "input_scale")
+# Dtypes by their names in safetensors files; those of weights that are not packed are the floats.
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"}
+_FLOATS = ("F64", "F32", "F16", "BF16")
+# Parts of the names of tensors that a model has or lacks -> the fields that decide it.
+_BY_FIELD = {
+    (".self_attn.g_proj.",): "`mla_use_output_gate` and `use_full_rank_gate`",
+    (".self_attn.g_a_proj.", ".self_attn.g_b_proj."): "`use_full_rank_gate`",
+    (".self_attn.q_proj.", ".self_attn.q_a_", ".self_attn.q_b_proj."): "`q_lora_rank`",
+    (".routed_expert_down_proj.", ".routed_expert_up_proj."): "`routed_expert_hidden_size`",
+    (".routed_expert_norm.",): "`latent_moe_use_norm`",
+    (".shared_experts.",): "`num_shared_experts`",
+    ("_res_proj.", "_res_norm."): "`attn_res_block_size`",
+}
+# Number of weights that share a scale.
+_GROUP = 32
+# Code of the largest scale, 2^125: with the next one a 6 is beyond bfloat16. 255 is the code of NaN.
+_LARGEST_SCALE = 252
+_HALVES = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]) / 2  # E2M1; bit 3 is the sign
+
+
+def decode_mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
+    """Decode MXFP4 exactly.
+
+    Args:
+        packed: `[out, in / 2]` uint8, two numbers of four bits each; the low bits are the even column.
+        scale: `[out, in / 32]` uint8, exponents plus 127.
+
+    Returns:
+        `[out, in]` in bfloat16, which holds each of the products.
+    """
+    values = _HALVES.to(device=packed.device, dtype=torch.bfloat16)
+    values[8] = -0.0
+    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), -1)  # by byte: (low bits, high bits)
+    numbers = pairs.index_select(0, packed.flatten().int()).view(packed.shape[0], -1)  # (out, in)
+    # The bits of the power of two as a float32; exponent 0 stands for the denormal 2^-127.
+    powers = scale.int() << 23
+    powers = powers.masked_fill_(scale == 0, 1 << 22).view(torch.float32).to(torch.bfloat16)
+    return (numbers.unflatten(1, (-1, _GROUP)) * powers.unsqueeze(-1)).flatten(1)
+
+
+def check_scales(subject: str, scale: Tensor) -> None:
+    """Raise `ValueError` if uint8 scales of MXFP4 hold the code of NaN, or one whose weights bfloat16 cannot hold.
+
+    Args:
+        subject: the tensor, for the message.
+        scale: the scales, of any shape.
+    """
+    if scale.numel() and scale.max() > _LARGEST_SCALE:
+        raise ValueError(f"{subject} holds a scale of NaN or beyond bfloat16. Copy the file again.")
+
+
+class _Packed:
+    """A packed weight that is decoded when it is read, so that no more than the loaded model is in memory.
+
+    It stands in place of a slice of a safetensors file.
+    """
+
+    def __init__(self, name: str, packed: Any, scale: Any):
+        self.name, self.packed, self.scale = name, packed, scale
+
+    def __getitem__(self, index: Any) -> Tensor:
+        scale = self.scale[...]
+        check_scales(f"`{self.name}.{_SCALE}`", scale)
+        return decode_mxfp4(self.packed[...], scale)[index]
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the decoded weight."""
+        rows, columns = shape_of(self.packed)
+        return [rows, 2 * columns]
+
+    def get_dtype(self) -> str:
+        """Return the dtype of the decoded weight, as a safetensors file names it."""
+        return "BF16"
+
+
+def shape_of(tensor: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor, or of a slice of a safetensors file."""
+    return tuple(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
+
+
+def _dtype_of(tensor: Any) -> str:
+    """Return the dtype of a tensor, or of a slice of a safetensors file, by the name that such a file has for it."""
+    return tensor.get_dtype() if hasattr(tensor, "get_dtype") else _DTYPES.get(tensor.dtype, str(tensor.dtype))
+
+
+def released_shapes(config: AttnResKimiK3Config) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of the text model by their released names without prefix, and their shapes.
+
+    The heads of `A_log` are not padded. Experts are not packed.
+    """
+    hidden, vocab, heads = config.hidden_size, config.vocab_size, config.num_attention_heads
+    kda_heads, kda_dim = config.linear_num_heads, config.linear_head_dim
+    kda_width, nope, rope = kda_heads * kda_dim, config.qk_nope_head_dim, config.qk_rope_head_dim
+    value_width, kv_rank, q_rank = heads * config.v_head_dim, config.kv_lora_rank, config.q_lora_rank
+    latent, expert_width = config.routed_expert_hidden_size or hidden, config.moe_intermediate_size
+
+    def mlp(owner: str, width: int) -> dict[str, tuple[int, ...]]:
+        shapes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
+        return {f"{owner}.{name}.weight": shape for name, shape in shapes.items()}
+
+    shapes = {"model.embed_tokens.weight": (vocab, hidden)}
+    has_res = config.residual_connection == "attn_res"
+    for i, (attention, kind) in enumerate(zip(config.layer_types, config.mlp_layer_types)):
+        layer, owner = f"model.layers.{i}.", f"model.layers.{i}.self_attn."
+        shapes |= {f"{layer}{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
+        for name in ("self_attention_res", "mlp_res") if has_res else ():
+            shapes |= {f"{layer}{name}_proj.weight": (1, hidden), f"{layer}{name}_norm.weight": (hidden,)}
+        if attention == "linear_attention":
+            for name in "qkv":
+                shapes[f"{owner}{name}_proj.weight"] = (kda_width, hidden)
+                shapes[f"{owner}{name}_conv1d.weight"] = (kda_width, 1, config.linear_conv_kernel_dim)
+            shapes |= {f"{owner}f_a_proj.weight": (kda_dim, hidden), f"{owner}f_b_proj.weight": (kda_width, kda_dim)}
+            shapes |= {f"{owner}A_log": (kda_heads,), f"{owner}dt_bias": (kda_width,)}
+            shapes |= {f"{owner}b_proj.weight": (kda_heads, hidden), f"{owner}o_norm.weight": (kda_dim,)}
+            if config.use_full_rank_gate:
+                shapes[f"{owner}g_proj.weight"] = (kda_width, hidden)
+            else:
+                shapes |= {f"{owner}g_a_proj.weight": (kda_dim, hidden)}
+                shapes |= {f"{owner}g_b_proj.weight": (kda_width, kda_dim)}
+            shapes[f"{owner}o_proj.weight"] = (hidden, kda_width)
+        else:
+            if q_rank is None:
+                shapes[f"{owner}q_proj.weight"] = (heads * (nope + rope), hidden)
+            else:
+                shapes |= {f"{owner}q_a_proj.weight": (q_rank, hidden), f"{owner}q_a_layernorm.weight": (q_rank,)}
+                shapes[f"{owner}q_b_proj.weight"] = (heads * (nope + rope), q_rank)
+            shapes[f"{owner}kv_a_proj_with_mqa.weight"] = (kv_rank + rope, hidden)
+            shapes[f"{owner}kv_a_layernorm.weight"] = (kv_rank,)
+            shapes[f"{owner}kv_b_proj.weight"] = (heads * nope + value_width, kv_rank)
+            shapes[f"{owner}o_proj.weight"] = (hidden, value_width)
+            if config.mla_use_output_gate:
+                shapes[f"{owner}g_proj.weight"] = (value_width, hidden)
+            if config.attention_bias:
+                shapes |= {f"{owner}kv_a_proj_with_mqa.bias": (kv_rank + rope,), f"{owner}o_proj.bias": (hidden,)}
+                shapes |= {} if q_rank is None else {f"{owner}q_a_proj.bias": (q_rank,)}
+        if kind == "dense":
+            shapes |= mlp(f"{layer}mlp", config.intermediate_size)
+            continue
+        moe = f"{layer}block_sparse_moe."
+        shapes[f"{moe}gate.weight"] = (config.num_local_experts, hidden)
+        shapes[f"{moe}gate.e_score_correction_bias"] = (config.num_local_experts,)
+        if config.routed_expert_hidden_size is not None:
+            shapes[f"{moe}routed_expert_down_proj.weight"] = (latent, hidden)
+            shapes |= {f"{moe}routed_expert_norm.weight": (latent,)} if config.latent_moe_use_norm else {}
+            shapes[f"{moe}routed_expert_up_proj.weight"] = (hidden, latent)
+        if config.n_shared_experts:
+            shapes |= mlp(f"{moe}shared_experts", expert_width * config.n_shared_experts)
+        for expert in range(config.num_local_experts):
+            for name in _EXPERT_WEIGHTS:
+                shape = (latent, expert_width) if name == "w2" else (expert_width, latent)
+                shapes[f"{moe}experts.{expert}.{name}.weight"] = shape
+    if has_res:
+        shapes |= {"model.output_attn_res_proj.weight": (1, hidden), "model.output_attn_res_norm.weight": (hidden,)}
+    shapes["model.norm.weight"] = (hidden,)
+    return shapes if config.tie_word_embeddings else shapes | {"lm_head.weight": (vocab, hidden)}
+
+
+def _in_words(names: Iterable[str], limit: int = 3) -> str:
+    """Return the first of some names and the number of the others: "`a`, `b` and 5 more"."""
+    names = sorted(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(f"`{name}`" for name in names[:limit]) + more
+
+
+def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_head: bool = True) -> dict[str, Any]:
+    """Return the text model's tensors of a released checkpoint, checked, with packed experts in decoded form.
+
+    Tensors of a vision part and layers beyond the last one, of multi-token prediction, are left out and named once.
+    Tensors under the model's own names, as `Trainer` saves them in its checkpoints, are returned as they are.
+
+    Args:
+        config: the model's configuration. The shape of the checkpoint's `A_log` is noted there, for saving.
+        tensors: tensors, or slices of safetensors files, by name.
+        has_head: whether `lm_head` is needed, too.
+
+    Raises:
+        ValueError: a tensor is missing, has another shape or dtype than it must have, or is packed where no rule
+            covers it; padding of `A_log` is not zero.
+    """
+    if any(".forget_gate." in name or name.endswith(".experts.gate_up_proj") for name in tensors):
+        return dict(tensors)
+    prefix = _PREFIX if any(name.startswith(_PREFIX) for name in tensors) else ""
+    text = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    left_out: dict[str, int] = {}
+    for name in tensors.keys() - {prefix + name for name in text}:
+        part = f"{name.partition('.')[0]}.*"
+        left_out[part] = left_out.get(part, 0) + 1
+    for name in [*text]:
+        layer = name.removeprefix("model.layers.").partition(".")[0] if name.startswith("model.layers.") else ""
+        if layer.isdecimal() and int(layer) >= config.num_hidden_layers:
+            del text[name]
+            part = f"{prefix}model.layers.{layer}.* (beyond the last layer)"
+            left_out[part] = left_out.get(part, 0) + 1
+    if left_out:
+        parts = ", ".join(f"{part}: {count} tensors" for part, count in sorted(left_out.items()))
+        logger.warning(f"Left out of the checkpoint, because the text model has no such part: {parts}.")
+
+    shapes = released_shapes(config)
+    if not has_head:
+        shapes.pop("lm_head.weight", None)
+    missing, result = [], {}
+    for name, shape in shapes.items():
+        if ".experts." in name and f"{name}_packed" in text:
+            if name in text:
+                raise ValueError(
+                    f"the checkpoint holds both `{prefix}{name}` and `{prefix}{name}_packed`. Remove one of them."
+                )
+            result[name] = _unpack(name.removesuffix(".weight"), shape, text, prefix)
+        elif name in text:
+            tensor = result[name] = text.pop(name)
+            if _dtype_of(tensor) not in _FLOATS:
+                raise ValueError(
+                    f"`{prefix}{name}` has the dtype {_dtype_of(tensor)}, but must have one of {', '.join(_FLOATS)}. "
+                    "Only the weights of routed experts may be packed."
+                )
+            if name.endswith(".A_log"):
+                _check_heads(prefix + name, tensor, shape[0], config)
+            elif shape_of(tensor) != shape:
+                raise ValueError(
+                    f"`{prefix}{name}` has the shape {list(shape_of(tensor))}, but must have {list(shape)}. Use the "
+                    "checkpoint's own config.json."
+                )
+        elif name.startswith("model.layers.0.self_attention_res_"):
+            # The first layer reads the embedding alone, and some programs omit its pair.
+            result[name] = torch.zeros(shape) if "_proj" in name else torch.ones(shape)
+        else:
+            missing.append(prefix + name)
+    packed = [prefix + name for name in text if name.endswith(_OF_QUANTIZED)]
+    if packed:
+        raise ValueError(
+            f"the checkpoint holds quantised tensors that no rule covers: {_in_words(packed)}. Only the weights of "
+            "routed experts may be packed, each with its scale."
+        )
+    if missing:
+        raise ValueError(f"the checkpoint lacks {_in_words(missing)}. Copy all of its files.")
+    experts = [prefix + name for name in text if ".experts." in name]
+    if experts:
+        raise ValueError(
+            f"the checkpoint holds {_in_words(experts)}, but `num_experts` of its config.json is "
+            f"{config.num_local_experts}. Use the checkpoint's own config.json."
+        )
+    _warn_of_unread(text, config, prefix)
+    return result | text  # of the others `transformers` says that they are not used
+
+
+def _warn_of_unread(names: Iterable[str], config: AttnResKimiK3Config, prefix: str) -> None:
+    """Warn of tensors that the model would read if a field of its configuration had another value."""
+    for ends, fields in _BY_FIELD.items():
+        unread = [prefix + name for name in names if any(end in name for end in ends)]
+        # With other connections it is known that these are not read.
+        if unread and ("attn_res_block_size" not in fields or config.attn_res_block_size is None):
+            message = (
+                f"the checkpoint holds {_in_words(unread)}, but the model does not read them by its {fields}. If you "
+                "did not intend that, use the checkpoint's own config.json."
+            )
+            warnings.warn(message, FamilyWarning, stacklevel=3)
+
+
+def in_form_of_model(config: AttnResKimiK3Config, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors of a release with the convolutions of each layer joined, and `A_log` without its padding.
+
+    The rules of `transformers` do so too late: it divides tensors among processes before a rule sees them, so that each
+    process would join or unpad the parts that it has, which are not its part of the result.
+    """
+    result, heads = dict(tensors), config.linear_num_heads
+    for name in tensors:
+        owner, _, end = name.rpartition("self_attn.")
+        owner += "self_attn."
+        if end == "A_log":
+            result[f"{owner}forget_gate.A_log"] = result.pop(name)[...].flatten()[:heads].view(1, 1, heads, 1)
+        elif end == "q_conv1d.weight":
+            parts = [result.pop(f"{owner}{x}_conv1d.weight")[...] for x in "qkv"]
+            result[f"{owner}conv1d.weight"] = torch.cat(parts)
+    return result
+
+
+def _unpack(owner: str, shape: tuple[int, ...], text: dict[str, Any], prefix: str) -> _Packed:
+    """Take a packed weight and its scale from `text`, check both, and return the weight."""
+    tensors: dict[str, Any] = {}
+    groups = math.ceil(shape[1] / _GROUP)
+    for part, columns in ((_PACKED, shape[1] // 2), (_SCALE, groups)):
+        name, must = f"{owner}.{part}", [shape[0], columns]
+        if name not in text:
+            raise ValueError(f"the checkpoint lacks `{prefix}{name}`, the scale of a packed weight. Copy all files.")
+        tensors[part] = text.pop(name)
+        has = list(shape_of(tensors[part]))
+        dtype = _dtype_of(tensors[part])
+        if dtype != "U8" or has != must or shape[1] % _GROUP:
+            raise ValueError(
+                f"`{prefix}{name}` has the shape {has} and the dtype {dtype}, but must have {must} and U8, that is "
+                f"uint8: MXFP4 has two weights in a byte, and {_GROUP} share a scale."
+            )
+    return _Packed(f"{prefix}{owner}", packed=tensors[_PACKED], scale=tensors[_SCALE])
+
+
+def _check_heads(name: str, tensor: Any, heads: int, config: AttnResKimiK3Config) -> None:
+    """Check that an `A_log` holds all heads, and zeros beyond them; note its shape in the configuration."""
+    shape = list(shape_of(tensor))
+    if math.prod(shape) < heads:
+        raise ValueError(f"`{name}` has {math.prod(shape)} entries, but must have at least {heads}, one for each head.")
+    padding = tensor[...].flatten()[heads:]
+    if padding.count_nonzero():
+        raise ValueError(f"`{name}` has {heads} heads, but is not zero beyond them. `num_heads` may be wrong.")
+    config.stored_A_log_shape = shape
+
+
+class _LiveHeads(ConversionOps):
+    """Take the heads of `A_log` from its padded form; in reverse, pad them."""
+
+    def convert(self, input_dict: dict[str, Any], target_patterns: list[str], config: Any, **kwargs: Any) -> dict:
+        """Return the only tensor as `[1, 1, heads, 1]`."""
+        (tensor,) = (value[0] if isinstance(value, list) else value for value in input_dict.values())
+        heads = config.linear_num_heads
+        return {target_patterns[0]: tensor.flatten()[:heads].view(1, 1, heads, 1)}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """The operation that pads."""
+        return _PaddedHeads()
+
+
+class _PaddedHeads(ConversionOps):
+    """Pad the heads of `A_log` with zeros to the shape that the checkpoint had, by default to a multiple of 128."""
+
+    def convert(self, input_dict: dict[str, Any], target_patterns: list[str], config: Any, **kwargs: Any) -> dict:
+        """Return the only tensor in its stored shape."""
+        (tensor,) = (value[0] if isinstance(value, list) else value for value in input_dict.values())
+        tensor = tensor.flatten()
+        shape = config.stored_A_log_shape or [128 * math.ceil(len(tensor) / 128)]
+        return {target_patterns[0]: F.pad(tensor, (0, math.prod(shape) - len(tensor))).view(shape)}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """The operation that removes the padding."""
+        return _LiveHeads()
+
+
+def layout_rules(config: AttnResKimiK3Config | None = None, is_decoder: bool = False) -> list[WeightTransform]:
+    """Return the rules from released names to the model's.
+
+    Args:
+        config: the configuration of a model to save; `None` for the rules of loading, which take every layout.
+        is_decoder: whether the model to save is the decoder without a head.
+    """
+    rules: list[WeightTransform] = []
+    is_composite = config is None or config.checkpoint_layout == COMPOSITE
+    if is_decoder:
+        rules.append(WeightRenaming(r"^language_model\.model\." if is_composite else r"^model\.", "^"))
+    elif is_composite:
+        # `transformers` applies the rules in reverse when it saves, so the prefix is the last to be added.
+        rules += [WeightRenaming(rf"^language_model\.{part}\.", rf"^{part}\.") for part in ("model", "lm_head")]
+    # On saving, `.mlp.` becomes `.block_sparse_moe.` everywhere; these restore the name of a dense MLP.
+    rules += [
+        WeightRenaming(rf"\.mlp\.{part}\.", rf"\.block_sparse_moe\.{part}\.")
+        for part in ("gate_proj", "up_proj", "down_proj")
+    ]
+    rules.append(WeightRenaming(r"\.block_sparse_moe\.", r"\.mlp\."))
+    rules += [
+        WeightRenaming(rf"self_attn\.{part}", rf"self_attn\.forget_gate\.{part}")
+        for part in (r"f_a_proj\.", r"f_b_proj\.", "dt_bias")
+    ]
+    convolutions = [f"self_attn.{name}_conv1d.weight" for name in "qkv"]
+    rules += [
+        WeightConverter("self_attn.A_log", "self_attn.forget_gate.A_log", [_LiveHeads()]),
+        WeightConverter(convolutions, "self_attn.conv1d.weight", [Concatenate(dim=0)]),
+        WeightConverter(
+            [r"\.experts.*.w1.weight", r"\.experts.*.w3.weight"],
+            r"\.experts.gate_up_proj",
+            [MergeModulelist(dim=0), Concatenate(dim=1)],
+        ),
+        WeightConverter(r"\.experts.*.w2.weight", r"\.experts.down_proj", [MergeModulelist(dim=0)]),
+    ]
+    return rules
