@@ -57,9 +57,8 @@ _ABSENT = {
 _SWITCHES = ("mla_use_output_gate", "use_full_rank_gate", "latent_moe_use_norm")
 # Fields whose null in the file differs from their absence, for other readers of the file.
 _WRITTEN_NULLS = ("q_lora_rank", "num_experts")
-# A field of the text model that is not in this class is one of three kinds.
-# Of no effect: releases, older releases of the same authors, or `transformers` have it, and this model needs no such
-# number. It is kept without a word.
+# A field of the text model that is not in this class is one of three kinds. The first has no effect: releases, older
+# releases of the same authors or `transformers` have the field, and this model needs no such number. It is kept.
 _WITHOUT_EFFECT = (
     *("aux_loss_alpha", "ep_size", "head_dim", "model_max_length", "num_nextn_predict_layers", "pretraining_tp"),
     *("rope_parameters", "rope_scaling", "rope_theta", "seq_aux", "qk_head_dim", "output_router_logits"),
@@ -67,14 +66,14 @@ _WITHOUT_EFFECT = (
     *("output_attentions", "pruned_heads", "torchscript", "use_bfloat16", "tf_legacy_loss", "return_dict"),
     *("add_cross_attention", "cross_attention_hidden_size", "is_decoder", "tie_encoder_decoder"),
 )
-# Of architecture, since its name begins like that of a size, a switch or a function. It is refused.
+# The second is of the architecture: its name begins like that of a size, a switch or a function. It is refused. The
+# third is any other: it is kept, and a warning names it.
 _OF_ARCHITECTURE = (
     *("activation_", "attention_", "attn_", "conv_", "dense_", "embedding_", "expert", "ffn_", "final_", "full_"),
     *("gate_", "head_", "hidden_", "kda_", "kv_", "latent_", "layer_", "linear_", "logit", "mla_", "mlp_", "moe_"),
     *("n_", "norm_", "num_", "q_", "qk_", "residual_", "rms_", "rope_", "routed_", "router_", "safe_"),
     *("shared_", "short_", "situ", "sliding_", "topk_", "use_", "v_"),
 )
-# Any other is kept, and a warning names it.
 # Fields of the two kinds of a released file that are of the file, and not of the model.
 _OF_FILE = ("architectures", "auto_map", "model_type", "quantization_config", "transformers_version")
 COMPOSITE, TEXT = "composite", "text"
@@ -84,9 +83,10 @@ _MXFP4 = "mxfp4-pack-quantized"
 class AttnResKimiK3Config(AttnResConfig):
     """Configuration of Kimi K3's text model. Defaults are those of the released model.
 
-    It takes the fields of a released `config.json`: of the composite model, with the text model's under `text_config`,
-    or of the text model alone. `config.json` is written in the layout that was read. Fields that are documented here
-    are those that [`KimiLinearConfig`] and [`ResidualConfig`] do not have, or have with another meaning.
+    `from_pretrained` and `from_dict` take the fields of a released `config.json`: of the composite model, with the text
+    model's under `text_config`, or of the text model alone. `config.json` is written in the layout that was read. A
+    field that releases name differently may have either name as an argument. Fields that are documented here are those
+    that [`KimiLinearConfig`] and [`ResidualConfig`] do not have, or have with another meaning.
     """
 
     model_type = "kimi_k3"
@@ -192,14 +192,14 @@ class AttnResKimiK3Config(AttnResConfig):
             kwargs.pop(name, None)
         if self.attn_res_block_size is None and self.residual_connection == "attn_res":
             self.residual_connection = "standard"
-        require(self, "num_hidden_layers", is_count(self.num_hidden_layers), "an integer >= 1")
+        self.check_sizes()  # before lists of such a length are made
+        self._check_dense_layers()
         if self.layer_types is None:
             last = self.num_hidden_layers - 1
             self.layer_types = [
                 "full_attention" if i % 4 == 3 or i == last else "linear_attention" for i in range(last + 1)
             ]
         if self.mlp_layer_types is None:
-            require(self, "moe_layer_freq", is_count(self.moe_layer_freq), "an integer >= 1")
             self.mlp_layer_types = self._released_mlp_types()
         self.n_shared_experts = self.n_shared_experts or 0
         # The gate of the family is that of the released weights, with the same name of its tensor. If the arguments
@@ -215,6 +215,12 @@ class AttnResKimiK3Config(AttnResConfig):
     def _released_gate(self) -> str | None:
         """Return the family's `attention_gate` that `mla_use_output_gate` stands for."""
         return "sdpa" if self.mla_use_output_gate else None
+
+    def _check_dense_layers(self) -> None:
+        """Raise `ValueError` if a field that decides which MLPs are dense is not allowed."""
+        first, every = self.first_k_dense_replace, self.moe_layer_freq
+        require(self, "first_k_dense_replace", first == 0 or is_count(first), "an integer >= 0")
+        require(self, "moe_layer_freq", is_count(every), "an integer >= 1")
 
     def _released_mlp_types(self) -> list[str]:
         """Return the kinds of MLP that the released fields stand for."""
@@ -331,8 +337,7 @@ class AttnResKimiK3Config(AttnResConfig):
         require(self, "num_shared_experts", is_number, "an integer >= 0")
         for name in _SWITCHES:
             require(self, name, isinstance(getattr(self, name), bool), "true or false")
-        first = self.first_k_dense_replace
-        require(self, "first_k_dense_replace", first == 0 or is_count(first), "an integer >= 0")
+        self._check_dense_layers()
         super().check_fields()
         require(self, "mla_use_nope", self.mla_use_nope is True, "true: there is no position encoding")
         function = self.moe_router_activation_func
@@ -446,6 +451,8 @@ def _layer_types(lists: Mapping[str, Collection[int]], layers: int) -> list[str]
     Raises:
         ValueError: a layer is in both lists or in none, or there is no such layer.
     """
+    if not is_count(layers):
+        raise ValueError(f"`num_hidden_layers` is {layers!r}, but must be an integer >= 1.")
     kinds: dict[int, str] = {}
     names = " and ".join(f"`{name}`" for name in _LAYER_LISTS)
     for name, numbers in lists.items():
@@ -456,9 +463,10 @@ def _layer_types(lists: Mapping[str, Collection[int]], layers: int) -> list[str]
                 raise ValueError(f"`{name}` has the layer {number!r}, but layers must count from 1 to {layers}.")
             if kinds.setdefault(number, _LAYER_LISTS[name]) != _LAYER_LISTS[name]:
                 raise ValueError(f"layer {number} is in both {names}, but must be in one of them.")
-    missing = [number for number in range(1, layers + 1) if number not in kinds]
-    if missing:
-        raise ValueError(f"layer {missing[0]} is in none of {names}, which must hold all {layers} layers.")
+    # One at a time: a number of layers in a file may be huge.
+    missing = next((number for number in range(1, layers + 1) if number not in kinds), None)
+    if missing is not None:
+        raise ValueError(f"layer {missing} is in none of {names}, which must hold all {layers} layers.")
     return [kinds[number] for number in range(1, layers + 1)]
 
 

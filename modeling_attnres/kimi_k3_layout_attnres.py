@@ -6,6 +6,7 @@
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -198,6 +199,25 @@ def _in_words(names: Iterable[str], limit: int = 3) -> str:
     return ", ".join(f"`{name}`" for name in names[:limit]) + more
 
 
+def _text_part(tensors: Mapping[str, Any], layers: int) -> tuple[dict[str, Any], str]:
+    """Return the tensors of the text model's layers without their prefix, and the prefix. Name the others once."""
+    prefix = _PREFIX if any(name.startswith(_PREFIX) for name in tensors) else ""
+    text, left_out = {}, Counter()
+    for name, tensor in tensors.items():
+        inner = name.removeprefix(prefix)
+        layer = inner.split(".")[2] if inner.startswith("model.layers.") else ""
+        if not name.startswith(prefix):
+            left_out[f"{name.partition('.')[0]}.*"] += 1
+        elif layer.isdecimal() and int(layer) >= layers:
+            left_out[f"{prefix}model.layers.{layer}.* (beyond the last layer)"] += 1
+        else:
+            text[inner] = tensor
+    if left_out:
+        parts = ", ".join(f"{part}: {count} tensors" for part, count in sorted(left_out.items()))
+        logger.warning(f"Left out of the checkpoint, because the text model has no such part: {parts}.")
+    return text, prefix
+
+
 def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_head: bool = True) -> dict[str, Any]:
     """Return the text model's tensors of a released checkpoint, checked, with packed experts in decoded form.
 
@@ -215,22 +235,7 @@ def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_he
     """
     if any(".forget_gate." in name or name.endswith(".experts.gate_up_proj") for name in tensors):
         return dict(tensors)
-    prefix = _PREFIX if any(name.startswith(_PREFIX) for name in tensors) else ""
-    text = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    left_out: dict[str, int] = {}
-    for name in tensors.keys() - {prefix + name for name in text}:
-        part = f"{name.partition('.')[0]}.*"
-        left_out[part] = left_out.get(part, 0) + 1
-    for name in [*text]:
-        layer = name.removeprefix("model.layers.").partition(".")[0] if name.startswith("model.layers.") else ""
-        if layer.isdecimal() and int(layer) >= config.num_hidden_layers:
-            del text[name]
-            part = f"{prefix}model.layers.{layer}.* (beyond the last layer)"
-            left_out[part] = left_out.get(part, 0) + 1
-    if left_out:
-        parts = ", ".join(f"{part}: {count} tensors" for part, count in sorted(left_out.items()))
-        logger.warning(f"Left out of the checkpoint, because the text model has no such part: {parts}.")
-
+    text, prefix = _text_part(tensors, config.num_hidden_layers)
     shapes = released_shapes(config)
     if not has_head:
         shapes.pop("lm_head.weight", None)
@@ -283,8 +288,9 @@ def _warn_of_unread(names: Iterable[str], config: AttnResKimiK3Config, prefix: s
     """Warn of tensors that the model would read if a field of its configuration had another value."""
     for ends, fields in _BY_FIELD.items():
         unread = [prefix + name for name in names if any(end in name for end in ends)]
-        # With other connections it is known that these are not read.
-        if unread and ("attn_res_block_size" not in fields or config.attn_res_block_size is None):
+        # Tensors of another connection have such names too; and whoever sets `residual_connection` knows the result.
+        is_meant = config.residual_connection != "standard" or config.attn_res_block_size is not None
+        if unread and not ("attn_res_block_size" in fields and is_meant):
             message = (
                 f"the checkpoint holds {_in_words(unread)}, but the model does not read them by its {fields}. If you "
                 "did not intend that, use the checkpoint's own config.json."

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,7 +212,9 @@ def test_other_connections_are_saved_too(fields, tmp_path):
     config = AttnResKimiK3Config.from_dict(fields | {"residual_connection": "mhc"})
     model = AttnResKimiK3ForCausalLM(config).eval()
     model.save_pretrained(tmp_path)
-    again = AttnResKimiK3ForCausalLM.from_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FamilyWarning)  # all tensors are read
+        again = AttnResKimiK3ForCausalLM.from_pretrained(tmp_path)
     assert again.config.residual_connection == "mhc"
     assert torch.equal(again(IDS).logits, model(IDS).logits)
 
@@ -275,6 +278,9 @@ LAYERS = "language_model.model.layers."
             ),
             r"holds both `.*experts.7.w1.weight` and `.*experts.7.w1.weight_packed`",
         ),
+        (field("num_hidden_layers", 10**12), "layer 8 is in none of `full_attn_layers` and `kda_layers`"),
+        (field("num_hidden_layers", "7"), "`num_hidden_layers` is '7', but must be an integer"),
+        (field("first_k_dense_replace", "1"), "`first_k_dense_replace` is '1', but must be an integer"),
         (field("full_attn_layers", 4, LISTS), "`full_attn_layers` is 4, but must be a list of layers"),
         (field("linear_attn_config", [1]), r"`linear_attn_config` is \[1\], but must be an object"),
         (field("quantization_config", "mxfp4"), "`quantization_config` is 'mxfp4', but must be an object"),
