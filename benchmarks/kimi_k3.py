@@ -104,7 +104,7 @@ def k3_config(linear: AttnResConfig, **features: Any) -> AttnResKimiK3Config:
 
 
 def variants(linear: AttnResConfig, dtype: torch.dtype, device: str) -> dict[str, PreTrainedModel]:
-    """Return the compared models by name. They share the tensors that have the same name, shape and dtype."""
+    """Return the compared models by name, which share their tensors; see [`share`]."""
     gates = dict.fromkeys(_GATE_FIELDS, True)
     latent = {"routed_expert_hidden_size": linear.hidden_size // 2, "latent_moe_use_norm": True}
     models = {LINEAR: build(linear, dtype, device)}
@@ -119,9 +119,16 @@ def variants(linear: AttnResConfig, dtype: torch.dtype, device: str) -> dict[str
 
 
 def share(model: PreTrainedModel, other: PreTrainedModel) -> None:
-    """Let another model have the tensors of a model that have the same name, shape and dtype."""
+    """Let another model have the tensors of a model that have the same name, shape and dtype.
+
+    The rates `A_log` mean something else to a bounded decay, and have another start. With Kimi Linear's it would be
+    nearly constant, and denormal numbers would slow down its exponentials.
+    """
     tensors = dict(model.named_parameters())
+    is_bounded = isinstance(other.config, AttnResKimiK3Config)
     for name, tensor in [*other.named_parameters()]:
+        if is_bounded and name.endswith("A_log"):
+            continue
         shared = tensors.get(name, tensor)
         if (shared.shape, shared.dtype) == (tensor.shape, tensor.dtype):
             owner, _, key = name.rpartition(".")
