@@ -28,6 +28,7 @@ ELSEWHERE = {
     "attnres demo --checkpoint stories260K": "tests/training/test_demo.py, on less data",
     "attnres eval retrofit": "tests/eval/test_command.py, on less data",
     "attnres eval healed": "tests/eval/test_command.py, on less data",
+    "attnres eval my-k3": "tests/commands/test_kimi_k3.py, with other benchmarks",
 }
 # Blocks of Python that need packages that are not installed here, by their beginning -> the test that runs them.
 PYTHON_ELSEWHERE = {
@@ -43,7 +44,6 @@ ADDED = {
     "attnres eval qwen3-attnres --baseline": _FEW,
     "attnres eval qwen3-attnres --tasks arc_challenge --out": ("--data", "data"),
     "attnres eval runs/heal/model --baseline": _FEW,
-    "attnres eval my-k3": ("--data", "data", "--limit", "2"),
     "attnres train heal": ("tokens=512", *_SHORT),
     "attnres train pretrain": ("tokens=512", *_SHORT),
     "attnres train my-recipe.yaml": ("tokens=512", *_SHORT),
