@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.models.kimi_linear import modeling_kimi_linear
 
 from attnres import AttnResConfig, AttnResKimiK3Config
+from attnres.conversion.family import DEFAULT_CONNECTION
 
 from .report import cell, make_table, verdict
 from .shapes import build, kimi_linear, tiny_kimi_linear, token_ids
@@ -78,7 +79,7 @@ def compared(seconds: dict[str, Times], form: str) -> dict[str, Times]:
 def linear_config(quick: bool) -> AttnResConfig:
     """Return the configuration of Kimi Linear with attention residuals."""
     config = tiny_kimi_linear() if quick else kimi_linear()
-    fields = config.to_dict() | {"residual_connection": "attn_res", "attn_res_block_size": 2 * BLOCK}
+    fields = config.to_dict() | {"residual_connection": DEFAULT_CONNECTION, "attn_res_block_size": 2 * BLOCK}
     return AttnResConfig.from_dict(fields)
 
 
