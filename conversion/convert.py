@@ -211,7 +211,8 @@ def plan_release(source: ConversionSource) -> Plan:
         text, prefix = record
         rename = kimi_k3.remove_prefix if prefix else None
         code = kimi_k3.left_code(json.loads(text), source.folder)
-        notes = [f"{CONFIG_NAME} refers to code that lies in the source alone: {', '.join(code)}."] if code else []
+        left = f"{CONFIG_NAME} refers to code that conversions leave out: {', '.join(code)}. The release has it."
+        notes = [left] if code else []
     return Plan(
         *(checkpoint, config),
         unused=unused,

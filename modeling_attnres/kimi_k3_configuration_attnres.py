@@ -104,12 +104,14 @@ class AttnResKimiK3Config(AttnResConfig):
     moe_intermediate_size: int = 3072
     num_hidden_layers: int = 93
     num_attention_heads: int = 96
-    num_key_value_heads: int | None = 96
     q_lora_rank: int | None = 1536
     n_shared_experts: int | None = 2
     routed_scaling_factor: float = 1.0
     num_experts_per_tok: int | None = 16
     linear_num_heads: int = 96
+
+    num_key_value_heads: int | None = None
+    """Must be `num_attention_heads`, as it is by default: MLA expands a key and a value for every head."""
 
     num_local_experts: int | None = 896
     """Number of routed experts (`num_experts` in a file); `None`: the MLPs of all layers are dense."""
@@ -324,6 +326,12 @@ class AttnResKimiK3Config(AttnResConfig):
         fields, kwargs = PreTrainedConfig.get_config_dict.__func__(cls, *args, **kwargs)
         return cls.fields_of_file(fields), kwargs
 
+    def check_sizes(self) -> None:
+        """Check the sizes that tensors are made of; see the base class."""
+        if self.qk_rope_head_dim == 0:
+            self.head_dim = None  # the size that rotary embeddings would have
+        super().check_sizes()
+
     def check_fields(self) -> None:
         """Check all fields, also those of Kimi K3.
 
@@ -331,8 +339,9 @@ class AttnResKimiK3Config(AttnResConfig):
             ValueError: a value is not allowed; the message names field, value and allowed values.
         """
         experts, shared = self.num_local_experts, self.n_shared_experts
-        is_number = experts is None or is_count(experts)
-        require(self, "num_experts", is_number, "an integer >= 1, or null where the MLPs of all layers are dense")
+        # The router ranks groups of experts by the best two of each.
+        is_number = experts is None or (is_count(experts) and experts >= 2)
+        require(self, "num_experts", is_number, "an integer >= 2, or null where the MLPs of all layers are dense")
         is_number = shared is None or shared == 0 or is_count(shared)
         require(self, "num_shared_experts", is_number, "an integer >= 0")
         for name in _SWITCHES:

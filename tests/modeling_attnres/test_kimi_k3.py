@@ -36,6 +36,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "blocks of two": {"attn_res_block_size": 2},
     "one block": {"attn_res_block_size": 7},
     "no attention residuals": {"attn_res_block_size": ...},
+    "queries and keys without a second part": {"qk_rope_head_dim": 0},
+    "key-value heads as the heads": {"num_key_value_heads": ...},
     "mostly full attention": {"full_attn_layers": [1, 2, 4, 6, 7], "kda_layers": [3, 5]},
 }
 IDS = torch.randint(3, 64, (2, 11), generator=torch.Generator().manual_seed(1))

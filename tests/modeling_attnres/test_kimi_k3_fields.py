@@ -131,8 +131,9 @@ def test_a_field_under_its_released_name_has_its_type_checked():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_experts": 0}, "`num_experts` is 0, but must be an integer >= 1, or null"),
-        ({"num_experts": "8"}, "`num_experts` is '8', but must be an integer >= 1, or null"),
+        ({"num_experts": 0}, "`num_experts` is 0, but must be an integer >= 2, or null"),
+        ({"num_experts": "8"}, "`num_experts` is '8', but must be an integer >= 2, or null"),
+        ({"num_experts": 1}, "`num_experts` is 1, but must be an integer >= 2, or null"),
         ({"num_shared_experts": -1}, "`num_shared_experts` is -1, but must be an integer >= 0"),
         ({"mla_use_output_gate": "no"}, "`mla_use_output_gate` is 'no', but must be true or false"),
         ({"use_full_rank_gate": 0}, "`use_full_rank_gate` is 0, but must be true or false"),
