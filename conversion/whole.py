@@ -12,7 +12,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
@@ -68,6 +67,8 @@ def check_memory(needed: int, subject: str, remedy: str) -> None:
     Raises:
         ValueError: Fewer bytes are free.
     """
+    import psutil  # here, for `retrofit` needs no more than torch and transformers
+
     free = psutil.virtual_memory().available
     if needed > free:
         raise ValueError(f"{subject} take {show_bytes(needed)} of memory, but {show_bytes(free)} are free. {remedy}")
