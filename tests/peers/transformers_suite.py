@@ -25,16 +25,17 @@ HERE = Path(__file__).resolve().parent
 CONNECTIONS = [name.title().replace("_", "") for name in connections.CONNECTIONS if name != "attn_res"]
 # Test classes of suite/model_testers.py: each variant, and the backbone that it is held against.
 BY_DEFAULT = {
-    "BlocksOf3": "KimiLinear",
-    "KimiK3": "KimiLinear",
+    "KimiK3": "KimiLinear",  # its classes are those of AttnRes on Kimi Linear and more
     "OnLlama": "Llama",
     "MhcOnLlama": "Llama",
 }
 # Every residual connection on both backbones: each by its name, or all with `--every`.
-ON_REQUEST = {"Standard": "KimiLinear", "Full": "KimiLinear", "OnMixtral": "Mixtral"} | {
-    f"{name}On{backbone}": backbone for name in CONNECTIONS for backbone in ("Llama", "KimiLinear")
-}
-YARDSTICKS = BY_DEFAULT | {"BlocksOf4": "KimiLinear"} | ON_REQUEST
+ON_REQUEST = (
+    dict.fromkeys(("Standard", "Full", "BlocksOf3", "BlocksOf4"), "KimiLinear")
+    | {"OnMixtral": "Mixtral"}
+    | {f"{name}On{backbone}": backbone for name in CONNECTIONS for backbone in ("Llama", "KimiLinear")}
+)
+YARDSTICKS = BY_DEFAULT | ON_REQUEST
 FROM_SDIST = (
     "test_modeling_common.py",
     "test_training_mixin.py",

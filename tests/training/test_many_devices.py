@@ -139,15 +139,7 @@ def assert_same_run(out: Path, expected: Path, tolerance: float = 1e-4) -> None:
         ("retrofit", "ddp", None, False, "each with the whole model (DDP)"),
         ("retrofit", "fsdp2", None, True, "the model divided by accelerate (FSDP2)"),
         ("retrofit", "ddp", "{fsdp_size: 2}", False, "the model divided by transformers (FSDP2 2)"),
-        (
-            "hybrid",
-            "tensor_parallel",
-            "{fsdp_size: 2, ep_size: 2}",
-            False,
-            "the model divided by transformers (FSDP2 2, EP 2)",
-        ),
         ("hybrid", "tensor_parallel", "{tp_size: 2}", True, "the model divided by transformers (TP 2)"),
-        ("kimi_k3", "ddp", None, False, "each with the whole model (DDP)"),
         (
             "kimi_k3",
             "tensor_parallel",
