@@ -68,13 +68,20 @@ def filled(card: str, values: Mapping[str, Any], items: Mapping[str, Sequence[st
             new[name] = lacking
         elif lacking and present == []:
             # `re.sub` reads a backslash in the new text as an escape.
-            field = yaml_dump({name: lacking}).strip().replace("\\", r"\\")
+            field = dumped({name: lacking}).replace("\\", r"\\")
             metadata = re.sub(rf"^{re.escape(name)}:.*$", field, metadata, flags=re.MULTILINE)
         elif lacking and isinstance(present, list):
             metadata = _with_items(metadata, name, lacking)
     if new:
-        metadata = f"{metadata.rstrip(chr(10))}\n{yaml_dump(new, sort_keys=False).strip()}".strip("\n")
+        metadata = f"{metadata.rstrip(chr(10))}\n{dumped(new)}".strip("\n")
     return joined(metadata, text)
+
+
+def dumped(values: Mapping[str, Any] | Sequence[str]) -> str:
+    """Return metadata as YAML that reads as the same values, in their order."""
+    text = yaml_dump(values, sort_keys=False).strip()
+    # PyYAML writes the control character U+0085 as it is, and reads it as a line break. Escaped, it stays.
+    return yaml_dump(values, sort_keys=False, allow_unicode=False).strip() if "\x85" in text else text
 
 
 def _with_items(metadata: str, name: str, items: Sequence[str]) -> str:
@@ -85,9 +92,9 @@ def _with_items(metadata: str, name: str, items: Sequence[str]) -> str:
         place, indent = item.end(), item[1]
     if indent is None:
         return metadata
-    # `yaml_dump` quotes an item with characters that have a meaning in YAML, such as `: `.
-    added = "".join(f"{indent}{yaml_dump([item]).strip()}\n" for item in items)
+    # `dumped` quotes an item with characters that have a meaning in YAML, such as `: `.
+    added = "".join(f"{indent}{dumped([item])}\n" for item in items)
     return f"{metadata}\n"[:place] + added + f"{metadata}\n"[place:]
 
 
-__all__ = ["filled", "joined", "read", "split"]
+__all__ = ["dumped", "filled", "joined", "read", "split"]

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from attnres import AttnResKimiK3Config, ResidualConfig
 from attnres.utils.files import atomic_write
 
-from .card_metadata import filled, joined, read, split
+from .card_metadata import dumped, filled, joined, read, split
 from .card_parts import appended, part, put, unmarked
 from .family import DEFAULT_CONNECTION
 from .kimi_k3 import describe_layout
@@ -113,7 +113,7 @@ def new_card(folder: Path | None = None, hub_id: str | None = None) -> str:
     is_public = base and not no_hub_ids(base)
     relation = {"base_model": base, "base_model_relation": "finetune"} if is_public else {}
     data = ModelCardData(**terms, **relation)
-    return str(ModelCard(joined(data.to_yaml(), ""))) if data.to_dict() else ""
+    return str(ModelCard(joined(dumped(data.to_dict()), ""))) if data.to_dict() else ""
 
 
 def _is_plain(value: object) -> bool:

@@ -127,6 +127,7 @@ def card(folder: Path, text: str) -> str:
 @given(anything)
 @example("<script>alert(1)</script>")
 @example("a: b\nlicense: mit")
+@example("\x85")  # a line break in YAML
 def test_no_name_changes_the_markup_of_a_card(folder, text):
     named = card(folder, f"a{text}a")
     named.encode()
