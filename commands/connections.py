@@ -52,7 +52,9 @@ def remark_on_blocks(config: Any, num_blocks: int | None) -> str | None:
     """
     if config.residual_connection != owners("num_blocks"):
         return None
-    size, sublayers = config.attn_res_block_size * config.attn_res_block_unit, config.num_sublayers
+    from attnres.attn_res_attnres import block_sublayers  # the caller, who made `config`, has imported PyTorch
+
+    size, sublayers = block_sublayers(config), config.num_sublayers
     count = math.ceil(sublayers / size)
     if num_blocks is not None and count != num_blocks:
         if size == 1:

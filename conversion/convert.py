@@ -26,6 +26,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 from attnres import AttnResKimiK3Config, ResidualConfig
 from attnres.attention_gate_attnres import gate_tensors
 from attnres.decoder_attnres import auto_map
+from attnres.kimi_k3_layout_attnres import prefix_of
 from attnres.residual_attnres import ResidualConnection, residual_tensors
 
 from . import kimi_k3
@@ -176,7 +177,7 @@ def plan_kimi_k3(source: ConversionSource) -> Plan:
     """
     checkpoint, config = source.checkpoint, deepcopy(source.config)
     model, unused = complete_model(checkpoint, config)
-    has_prefix = any(name.startswith(kimi_k3.PREFIX) for name in checkpoint.entries)
+    has_prefix = bool(prefix_of(checkpoint.entries))
     fields = kimi_k3.loadable_config(read_object(source.folder / CONFIG_NAME))
     texts = {CONFIG_NAME: json.dumps(fields, indent=2, ensure_ascii=False) + "\n"}
     if not checkpoint.is_temporary:  # otherwise the result has other tensors than the source

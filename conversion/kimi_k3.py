@@ -23,14 +23,13 @@ from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM, AttnResKimiK3
 from attnres.configuration_attnres import is_kimi_k3
 from attnres.decoder_attnres import auto_map
 from attnres.kimi_k3_configuration_attnres import COMPOSITE
-from attnres.kimi_k3_layout_attnres import check_scales, read_release, released_shapes
+from attnres.kimi_k3_layout_attnres import PREFIX, check_scales, prefix_of, read_release, released_shapes
 from attnres.utils.quiet import quiet_transformers
 
 from .checkpoint import DTYPES, Checkpoint, Entry
 from .source_code import AUTO_MAP, references
 from .source_files import check_text, read_object
 
-PREFIX = "language_model."
 # The file of a result that keeps what `--to released` restores.
 RECORD = "released_config.json"
 # Fields of the text model that a composite `config.json` repeats.
@@ -48,17 +47,12 @@ def refuse_disguised(folder: Path, source: Any) -> None:
         source: The directory or Hub id as the user gave it, for the message.
     """
     fields = read_object(folder / CONFIG_NAME)
-    if is_disguised(fields):
+    if fields.get("model_type") != AttnResKimiK3Config.model_type and is_kimi_k3(fields):
         raise ValueError(
             f"{source} holds Kimi K3, but its {CONFIG_NAME} names the model type {fields.get('model_type')!r}, under "
             f"which transformers would build another model. `attnres convert {source} OUT` writes a directory that "
             "loads as Kimi K3."
         )
-
-
-def is_disguised(fields: Mapping[str, Any]) -> bool:
-    """Return whether the fields of a `config.json` are Kimi K3's, under another model type."""
-    return fields.get("model_type") != AttnResKimiK3Config.model_type and is_kimi_k3(fields)
 
 
 def read_kimi_k3_config(path: Path) -> AttnResKimiK3Config:
@@ -139,7 +133,7 @@ def unused_tensors(checkpoint: Checkpoint, config: AttnResKimiK3Config) -> froze
         named = re.search("`([^`]+)`", str(error))
         is_there = named is not None and named[1] in checkpoint.where
         raise ValueError(f"{checkpoint.where[named[1]].path if is_there else checkpoint.folder}: {error}") from error
-    prefix = PREFIX if any(name.startswith(PREFIX) for name in tensors) else ""
+    prefix = prefix_of(tensors)
     used = {prefix + name for name in released_shapes(config)}
     used |= {name + part for name in used for part in (_PACKED, _SCALE)}
     return frozenset(tensors.keys() - used)
@@ -176,9 +170,7 @@ def describe_layout(config: AttnResKimiK3Config, checkpoint: Checkpoint | None =
         checkpoint: The headers of the weights. By default the weights are those that `save_pretrained` writes.
     """
     entries = {} if checkpoint is None else checkpoint.entries
-    is_composite = (
-        any(name.startswith(PREFIX) for name in entries) if entries else config.checkpoint_layout == COMPOSITE
-    )
+    is_composite = bool(prefix_of(entries)) if entries else config.checkpoint_layout == COMPOSITE
     parts = ["composite model, under `language_model`" if is_composite else "text model alone"]
     parts += ["with routed experts packed as MXFP4"] if checkpoint is not None and is_packed(checkpoint) else []
     if any(name.startswith(("vision_tower.", "mm_projector.")) for name in entries):
@@ -292,7 +284,6 @@ def remove_prefix(name: str) -> str:
 
 
 __all__ = [
-    "PREFIX",
     "RECORD",
     "add_prefix",
     "check_packed",
@@ -300,7 +291,6 @@ __all__ = [
     "describe_layout",
     "has_head",
     "has_published_names",
-    "is_disguised",
     "is_packed",
     "left_code",
     "loadable_config",

@@ -29,13 +29,13 @@ from .residual_attnres import FamilyWarning
 # A name under that of the library: otherwise its verbosity would not hold for these messages.
 logger = logging.get_logger(f"transformers.{__name__}")
 
-_PREFIX = "language_model."
+PREFIX = "language_model."  # of the text model's tensors in the composite layout
 _EXPERT_WEIGHTS = ("w1", "w2", "w3")
 _PACKED, _SCALE = "weight_packed", "weight_scale"
 # Endings of the names of tensors that belong to a quantised weight, of any method.
 _OF_QUANTIZED = (_PACKED, _SCALE, "weight_shape", "weight_global_scale", "weight_zero_point", "input_global_scale")
 _OF_QUANTIZED += ("weight_scale_inv", "input_scale")
-# Dtypes by their names in safetensors files; those of weights that are not packed are the floats.
+# The names of dtypes in safetensors files. Weights that are not packed have one of `_FLOATS`.
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"}
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # Parts of the names of tensors that a model has or lacks -> the fields that decide it.
@@ -199,9 +199,14 @@ def _in_words(names: Iterable[str], limit: int = 3) -> str:
     return ", ".join(f"`{name}`" for name in names[:limit]) + more
 
 
+def prefix_of(names: Iterable[str]) -> str:
+    """Return the prefix of the text model's tensors among these names: `PREFIX`, or "" for a text model alone."""
+    return PREFIX if any(name.startswith(PREFIX) for name in names) else ""
+
+
 def _text_part(tensors: Mapping[str, Any], layers: int) -> tuple[dict[str, Any], str]:
     """Return the tensors of the text model's layers without their prefix, and the prefix. Name the others once."""
-    prefix = _PREFIX if any(name.startswith(_PREFIX) for name in tensors) else ""
+    prefix = prefix_of(tensors)
     text, left_out = {}, Counter()
     for name, tensor in tensors.items():
         inner = name.removeprefix(prefix)
