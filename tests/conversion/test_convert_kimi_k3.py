@@ -55,19 +55,6 @@ def source(releases, tmp_path) -> Callable[[str], Path]:
     return lambda layout: Path(shutil.copytree(releases / layout, tmp_path / "source"))
 
 
-@pytest.fixture
-def refusal(tmp_path) -> Callable[..., str]:
-    """Return `refusal(*options)`: the line with which the conversion of `source` fails, leaving nothing behind."""
-
-    def run(*options: str) -> str:
-        before = sorted(os.listdir(tmp_path))
-        error = convert(tmp_path / "source", tmp_path / "result", *options).error
-        assert sorted(os.listdir(tmp_path)) == before
-        return error
-
-    return run
-
-
 def logits(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(IDS).logits

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from transformers import CompileConfig
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
 from attnres import AttnResForCausalLM
@@ -27,6 +28,22 @@ def same_delta_attention():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kimi_linear, "chunk_kimi_delta_attention", delta_attention.chunk_kimi_delta_attention)
         yield
+
+
+@pytest.fixture
+def counted_compilation() -> Iterator[tuple[CompileConfig, list[torch.fx.GraphModule]]]:
+    """Return options by which `generate` compiles decoding, and the list of the graphs that it makes."""
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    options = CompileConfig(fullgraph=True, backend=count, mode=None)
+    options._compile_all_devices = True  # without it `generate` compiles on GPUs alone
+    yield options, graphs
+    torch.compiler.reset()
 
 
 def load(path: Path) -> ModuleType:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils._pytree import tree_leaves
-from transformers import CompileConfig, PreTrainedTokenizerFast, StaticCache, pipeline
+from transformers import PreTrainedTokenizerFast, StaticCache, pipeline
 
 from attnres import AttnResForCausalLM
 
@@ -192,16 +192,8 @@ def test_a_static_cache_changes_nothing(model, generate, token_ids):
 
 
 @pytest.mark.slow
-def test_compiled_decoding_is_one_graph_and_changes_nothing(generate, token_ids):
-    torch.compiler.reset()
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    options = CompileConfig(fullgraph=True, backend=count, mode=None)
-    options._compile_all_devices = True  # without it `generate` compiles on GPUs alone
+def test_compiled_decoding_is_one_graph_and_changes_nothing(generate, token_ids, counted_compilation):
+    options, graphs = counted_compilation
     compiled = generate(token_ids, cache_implementation="static", compile_config=options, max_new_tokens=9)
     assert len(graphs) == 1
     assert torch.equal(compiled, generate(token_ids, max_new_tokens=9))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, CompileConfig, StaticCache, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, StaticCache, Trainer, TrainingArguments
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
 from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM, delta_attention_attnres, peft_modules_to_save
@@ -91,23 +91,14 @@ def test_beam_search_finds_the_same_beams_without_cache(generate):
     assert torch.equal(with_cache, without)
 
 
-def test_a_static_cache_and_compiled_decoding_change_nothing(generate):
+def test_a_static_cache_and_compiled_decoding_change_nothing(generate, counted_compilation):
     padded, mask = left_padded([4, 9])
     static = generate(padded, attention_mask=mask, cache_implementation="static", return_dict_in_generate=True)
     assert isinstance(static[CACHE], StaticCache)
     assert torch.equal(static.sequences, generate(padded, attention_mask=mask))
-    torch.compiler.reset()
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    options = CompileConfig(fullgraph=True, backend=count, mode=None)
-    options._compile_all_devices = True  # without it `generate` compiles on GPUs alone
+    options, graphs = counted_compilation
     assert torch.equal(generate(IDS, cache_implementation="static", compile_config=options), generate(IDS))
     assert len(graphs) == 1
-    torch.compiler.reset()
 
 
 @pytest.mark.slow
