@@ -216,7 +216,7 @@ class LatentExperts(nn.Module):
 def count_products(way: Callable[[], object]) -> int:
     """Count the multiply-adds in the matrix products of a call."""
 
-    # PyTorch counts all products but those of the experts: `[rows, k] @ [experts, k, n]` or `[m, rows] @ [rows, n]`.
+    # PyTorch does not count the grouped products of experts: `[rows, k] @ [experts, k, n]` or `[m, rows] @ [rows, n]`.
     def grouped(first: tuple[int, ...], second: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
         return 2 * first[0] * first[1] * second[-1]
 

@@ -94,7 +94,7 @@ def empty_model(config: PreTrainedConfig, checkpoint: Checkpoint) -> PreTrainedM
     """
     with torch.device("meta"):
         if isinstance(config, AttnResKimiK3Config):
-            # Not the Auto classes, which may be those of a later `transformers`.
+            # A later `transformers` may give the Auto classes a Kimi K3 of its own.
             return kimi_k3.model_class(kimi_k3.has_head(checkpoint, config))(config)
         model = AutoModelForCausalLM.from_config(config)
         # A decoder that was saved by itself has tensors without the prefix that they have in a model with a head.

@@ -73,9 +73,9 @@ class AttnResFields:
     """Whether `log(number of outputs summed in the source)` is added to each logit."""
 
     attn_res_gated: bool = False
-    """Whether depth attention is added to the residual stream: `h = v_0 + .. + v_{l-1} + gamma_l sum_i a_i s_i`. The
-    scalar `gamma_l` starts at zero, so the model starts as the residual stream with any other settings. The scale
-    `"sum"` multiplies the second sum by the number of sources."""
+    """`True` adds depth attention to the residual stream: `h = v_0 + .. + v_{l-1} + gamma_l sum_i a_i s_i`. The scalar
+    `gamma_l` starts at zero, so the model starts as the residual stream with any other settings. The scale `"sum"`
+    multiplies the second sum by the number of sources."""
 
     # Not a field: the number of sublayers that `attn_res_block_size` counts as one. Kimi K3 counts decoder layers.
     attn_res_block_unit = 1

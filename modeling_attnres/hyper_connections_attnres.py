@@ -26,7 +26,7 @@ class HyperConnectionsFields(StreamFields):
     """Configuration fields of `residual_connection="hyper_connections"`."""
 
     hyper_connections_dynamic: bool = True
-    """Whether a part that depends on the token is added to the static coefficients."""
+    """`True` adds to the static coefficients a part that depends on the token."""
 
 
 class HyperConnections(ResidualStreams):

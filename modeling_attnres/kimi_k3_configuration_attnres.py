@@ -38,8 +38,8 @@ _LINEAR_FIELDS = {
     "use_full_rank_gate": "use_full_rank_gate",
 }
 _LAYER_LISTS = {"full_attn_layers": "full_attention", "kda_layers": "linear_attention"}
-# What a released file means that has no such field: without the feature the model is Kimi Linear. The defaults of the
-# class are those of Kimi K3.
+# The value of a field that a released file lacks: the feature is off, as in Kimi Linear. In the class it is on by
+# default, as in Kimi K3.
 _ABSENT = {
     "activation_situ_beta": None,
     "activation_situ_linear_beta": None,
@@ -132,10 +132,10 @@ class AttnResKimiK3Config(AttnResConfig):
     """Lower bound of the logarithm of a decay in delta attention, below 0; `None`: Kimi Linear's unbounded form."""
 
     use_full_rank_gate: bool = True
-    """Whether the gate of delta attention's output is one projection; if not, two of rank `linear_head_dim`."""
+    """`True`: one projection computes the gate of delta attention's output. `False`: two of rank `linear_head_dim`."""
 
     mla_use_output_gate: bool = True
-    """Whether the output of full attention is gated before its output projection."""
+    """`True` gates the output of full attention before its output projection."""
 
     mla_use_nope: bool = True
     """Must be true: full attention has no position encoding."""
@@ -144,13 +144,13 @@ class AttnResKimiK3Config(AttnResConfig):
     """Width of the latent space of the routed experts; `None`: they work in the model's own."""
 
     latent_moe_use_norm: bool = True
-    """Whether the experts' sum is normed before it is projected back from the latent space, if there is one."""
+    """`True` norms the experts' sum in the latent space, before the projection back."""
 
     first_k_dense_replace: int = 1
     """Number of layers at the start whose MLP is dense."""
 
     moe_layer_freq: int = 1
-    """Of the other layers, those whose index is a multiple of it have routed experts."""
+    """After the first dense layers, a layer has routed experts if its index is a multiple of this number."""
 
     moe_router_activation_func: str = "sigmoid"
     """Must be `"sigmoid"`."""
@@ -159,7 +159,7 @@ class AttnResKimiK3Config(AttnResConfig):
     """Must be `"noaux_tc"`: a bias that is not trained decides which experts are chosen."""
 
     use_grouped_topk: bool | None = None
-    """Whether experts are chosen by groups. It may not be false where there are several groups."""
+    """`True` or `None`: the router chooses experts by groups. Must not be `False` with several groups."""
 
     num_nextn_predict_layers: int | None = 0
     """Number of layers for multi-token prediction in the checkpoint. They are not loaded."""
@@ -300,7 +300,7 @@ class AttnResKimiK3Config(AttnResConfig):
             config_dict: the fields.
             kwargs: fields with other values, also under their released names; and arguments of `transformers`.
         """
-        # `transformers` would set such fields at the end, when others were derived from those of the file.
+        # `transformers` would set the changed fields last, when other fields already follow from the old values.
         names = cls._known_fields() - {*_WITHOUT_EFFECT, *_OF_FILE, "dtype"} | {"linear_attn_config"}
         changes = {name: kwargs.pop(name) for name in [*kwargs] if name in names}
         return super().from_dict(cls._changed(cls.fields_of_file(config_dict), changes), **kwargs)
