@@ -119,6 +119,7 @@ def test_dependencies_never_point_back_to_the_rooms_above():
             assert above <= {"attnres.accelerated"}, path.name  # guarded; see `test_travelled_files.py`
 
 
+@pytest.mark.slow
 def test_the_wheel_installs_one_package_and_the_entry_of_its_command(wheel):
     names = {PurePosixPath(name).parts[0] for name in ZipFile(wheel).namelist()}
     assert names == {"attnres", "attnres_cli.py", f"attnres-{attnres.__version__}.dist-info"}

@@ -61,6 +61,7 @@ def test_a_numba_that_fails_to_load_is_not_used(printed, tmp_path, error):
     assert answer == f"numba does not start ({error}: of another build) | 1"
 
 
+@pytest.mark.slow
 def test_a_missing_numba_does_not_warn(printed):
     hide = "import sys; sys.modules['numba'] = None\nimport importlib.util as util; find = util.find_spec\n"
     hide += "util.find_spec = lambda name, *args: None if name == 'numba' else find(name, *args)\n"

@@ -123,6 +123,7 @@ def test_the_same_call_gives_the_same_file_with_any_settings_of_the_user(tmp_pat
         assert b"Date" not in first and b"dc:date" not in first
 
 
+@pytest.mark.slow
 def test_a_figure_without_a_path_is_returned_and_shown_once_by_a_notebook(tmp_path):
     figure = measured.attention(depth(2)).plot()
     assert isinstance(figure, Figure)
@@ -132,6 +133,7 @@ def test_a_figure_without_a_path_is_returned_and_shown_once_by_a_notebook(tmp_pa
     assert path.read_bytes() == figure._repr_png_()
 
 
+@pytest.mark.slow
 def test_every_measurement_has_a_figure(tmp_path):
     of = depth(2)
     every = (

@@ -88,6 +88,7 @@ def test_a_retrofit_has_the_measurements_of_its_source(source, tokenizer, text, 
         assert_alike(result.interventions, standard.interventions, 1e-3)
 
 
+@pytest.mark.slow
 def test_an_inspection_has_a_short_repr_and_a_figure(source, tokenizer, text, standard, assets, tmp_path):
     result = inspect_model(
         retrofit(source), tokenizer, assets / "corpora" / "tinystories" / "valid.txt", **SMALL | {"tokens": 64}
@@ -114,6 +115,7 @@ def test_an_inspection_has_the_numbers_of_the_single_measurements(source, tokeni
     assert tokenizer.decode(ids[0, 1:]) == "".join(words[1:])
 
 
+@pytest.mark.slow
 def test_remote_code_bfloat16_and_adapters_give_the_same_numbers(source, tokenizer, text, tmp_path):
     """Classes of remote code are not those of the package. An inspection leaves no trace in a model."""
     model = retrofit(source)
@@ -154,6 +156,7 @@ def test_a_gpu_gives_the_same_numbers(source, tokenizer, text):
         assert_alike(result.interventions, expected.interventions, 1e-2)
 
 
+@pytest.mark.slow
 def test_compiled_and_offloaded_models_give_the_same_numbers(source, tokenizer, text, standard, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(source)
     member = retrofit(model, "attn_res")
@@ -202,6 +205,7 @@ def test_another_thread_may_run_the_model_meanwhile(backbones, connection, measu
 # --- numbers in files
 
 
+@pytest.mark.slow
 def test_the_same_call_gives_the_same_bytes(source, tokenizer, text):
     def write() -> tuple[str, dict[str, str]]:
         result = [inspect_model(model, tokenizer, text, **SMALL) for model in (retrofit(source),)]

@@ -130,6 +130,7 @@ def test_a_hostile_name_does_not_change_the_markup():
     assert HOSTILE in hostile.text and hostile.given[0]["readers"][0] == HOSTILE
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.text("<>&\"'`/=-!\\$ \nscript[]{}%", min_size=1, max_size=30))
 def test_random_names_do_not_change_the_markup(name):

@@ -43,6 +43,7 @@ def test_the_end_interrupts_code_that_suppresses_every_exception():
     assert not is_done
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_stop_that_python_drops_while_deleting_an_object_is_repeated():
     class Deleted:

@@ -67,6 +67,7 @@ def test_a_faster_library_is_a_missed_target(clock):
     assert line[columns.index("fla fused / ours") + 1] == ">= 1 missed"
 
 
+@pytest.mark.slow
 def test_libraries_are_measured_or_listed_as_missing(clock):
     for row in gpu_libraries.measure(DEVICE, True, clock):
         tried = {*row["missing"], *(ratio.removesuffix(" / ours") for ratio in row["ratios"])}
@@ -107,6 +108,7 @@ def test_every_model_workload_and_mode_is_planned_with_quick_modes_first():
     )
 
 
+@pytest.mark.slow
 def test_a_failing_workload_is_named_and_the_others_are_measured(clock, monkeypatch):
     points = [point for point in gpu_models.points(quick=True) if point.mode == "eager"][:2]
 
@@ -128,6 +130,7 @@ def test_without_time_every_row_says_so():
     assert rows and not any("ratios" in row or "error" in row or "counts" in row for row in rows)
 
 
+@pytest.mark.slow
 def test_rows_are_stored_one_by_one_and_a_run_that_is_cut_off_leaves_them(tmp_path, monkeypatch):
     class Endless:
         @staticmethod

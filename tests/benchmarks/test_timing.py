@@ -41,6 +41,7 @@ def test_the_median_lies_between_the_quartiles_and_they_among_the_ratios(pairs):
     assert ratio.median - slack <= ratio.high <= max(ratios) + slack
 
 
+@pytest.mark.slow
 def test_no_repeat_begins_after_the_time_is_over_but_the_first_three():
     slow = {"a": lambda: time.sleep(0.01), "b": lambda: time.sleep(0.01)}
     assert len(interleave(slow, Setting(repeats=50), calls=1, most_seconds=0)["a"].wall) == 3

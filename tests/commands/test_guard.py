@@ -97,6 +97,7 @@ def test_help_imports_no_model():
         assert not {"torch", "transformers", "numpy", "attnres.family"} & imported
 
 
+@pytest.mark.slow
 def test_a_script_of_the_user_has_the_family_registered(tmp_path):
     """Only the command line itself delays the registration."""
     script = tmp_path / "attnres-mine"

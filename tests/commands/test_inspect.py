@@ -139,6 +139,7 @@ def test_a_report_replaces_only_a_report(models, report, tmp_path):
     assert done.returncode == 1 and "r holds notes.csv, which is not part of a report" in done.stderr
 
 
+@pytest.mark.slow
 def test_wrong_input_is_rejected_in_one_line_and_nothing_is_written(models, tmp_path):
     break_weight(models, tmp_path)
     damage_source(models, tmp_path)
@@ -180,6 +181,7 @@ def test_wrong_input_is_rejected_in_one_line_and_nothing_is_written(models, tmp_
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_the_tokenizer_may_be_in_another_folder(models, tmp_path):
     (tmp_path / "bare").mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -188,6 +190,7 @@ def test_the_tokenizer_may_be_in_another_folder(models, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_nothing(models, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()

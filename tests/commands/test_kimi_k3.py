@@ -77,6 +77,7 @@ def test_an_evaluation_loads_packed_weights(folder):
     assert type(model.model) is AttnResKimiK3ForCausalLM
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_transformers_serve_loads_a_release_as_a_language_model(folder):
     manager = ModelManager(device="cpu", dtype="float32")
@@ -132,6 +133,7 @@ def trained(folder) -> tuple[Path, Run]:
     return folder / "trained" / "model", run
 
 
+@pytest.mark.slow
 def test_a_small_model_is_trained_from_scratch_and_saved_in_the_released_layout(trained):
     saved, run = trained
     assert "blocks of 2 layers" in run.out
@@ -164,6 +166,7 @@ def test_a_checkpoint_that_is_larger_than_the_memory_is_refused_before_it_is_loa
         load_whole(AutoModelForCausalLM, str(source), dtype="float32")
 
 
+@pytest.mark.slow
 def test_a_small_model_learns_conversations(trained, tmp_path):
     model, data = shutil.copytree(trained[0], tmp_path / "model"), tmp_path / "chats.jsonl"
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -203,6 +206,7 @@ def test_benchmarks_of_choices_and_of_text_score_a_trained_model_as_the_stock_ha
                     assert ours == pytest.approx(stock, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["finetune", "lora"])
 def test_packed_weights_are_trained_on(folder, tmp_path, recipe):
     source, out = folder / "packed", tmp_path / "out"

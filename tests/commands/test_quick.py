@@ -130,6 +130,7 @@ def test_list_prints_every_name(kind, expected):
     assert [line.split()[0] for line in listed] == list(expected)
 
 
+@pytest.mark.slow
 def test_configurations_are_listed_with_all_parameters_and_those_per_token():
     """The name of `attnres-194m` is the second number."""
     _, *listed = CliRunner().invoke(app, ["list", "configurations"]).stdout.splitlines()

@@ -59,6 +59,7 @@ def test_a_retrofit_keeps_licence_language_and_base_and_describes_the_step(folde
     assert str(folder) not in text
 
 
+@pytest.mark.slow
 def test_steps_add_up_and_text_of_a_person_stays(folder):
     attnres(folder, "convert", "source", "first", "--num-blocks", 5)
     card = folder / "first" / "README.md"
@@ -79,6 +80,7 @@ def test_steps_add_up_and_text_of_a_person_stays(folder):
     assert 'name = "healed/model"' in text
 
 
+@pytest.mark.slow
 def test_a_run_from_scratch_and_a_merged_adapter_get_a_card_and_a_standard_model_gets_none(folder):
     attnres(folder, "train", "pretrain", "model=attnres-tiny", "tokenizer=source", "out=runs/scratch", *QUICK)
     _, text = card_of(folder / "runs" / "scratch" / "model")
@@ -91,6 +93,7 @@ def test_a_run_from_scratch_and_a_merged_adapter_get_a_card_and_a_standard_model
     assert not (folder / "runs" / "standard" / "model" / "README.md").exists()
 
 
+@pytest.mark.slow
 def test_a_retrofit_in_a_recipe_is_a_step_in_the_card(folder):
     attnres(folder, "train", "heal", "model=source", "retrofit={num_blocks: 5}", "out=runs/both", *QUICK)
     assert "**Retrofit** of `source`, Block AttnRes" in card_of(folder / "runs" / "both" / "model")[1]
@@ -131,6 +134,7 @@ def test_a_source_with_a_damaged_card_is_converted_without_its_terms(folder, nam
     assert "license" not in card_of(folder / f"of {name}")[0]
 
 
+@pytest.mark.slow
 def test_a_run_on_a_model_with_a_damaged_card_writes_a_new_card(folder):
     attnres(folder, "convert", "source", "ours", "--num-blocks", 5)
     (folder / "ours" / "README.md").write_bytes(DAMAGED["ours, no day"])

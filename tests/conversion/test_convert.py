@@ -297,6 +297,7 @@ def test_a_source_without_unread_tensors_gives_no_warning(source, tmp_path):
     assert "does not read" not in convert_well(source, tmp_path / "result").out
 
 
+@pytest.mark.slow
 def test_a_standard_member_of_the_family_is_retrofitted_without_its_old_attn_res_tensors(whole, tmp_path):
     convert_well(whole, tmp_path / "first")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
@@ -322,6 +323,7 @@ def test_kimi_linear_as_transformers_saves_it_becomes_attnres(tiny_config, tmp_p
         assert_same_function(model(ids).logits, kimi(ids).logits)
 
 
+@pytest.mark.slow
 def test_kimi_linear_as_it_was_published_becomes_attnres_and_back(published, tmp_path):
     convert_well(published, tmp_path / "result", "--block-size", "3")
     assert {path.name for path in published.glob("*.safetensors")} < files_of(tmp_path / "result").keys()

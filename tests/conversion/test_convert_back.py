@@ -102,6 +102,7 @@ def test_a_standard_model_has_nothing_to_undo_or_to_regroup(source, tmp_path, op
     assert "'llama', which has standard residual connections" in convert(source, tmp_path / "result", *options).error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["20KB", "1GB"])
 @pytest.mark.parametrize("case", ["kimi_linear", "mixtral", "qwen3_moe"])
 def test_a_training_checkpoint_is_converted_to_the_published_layout(case, size, backbones, tmp_path):
@@ -176,6 +177,7 @@ def set_queries(model: PreTrainedModel, trained: set[int]) -> None:
             module.weight.data = query * (module.sublayer in trained)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     sizes=st.tuples(*[st.integers(1, SUBLAYERS + 2)] * 2),

@@ -31,6 +31,7 @@ def states_of(folder: Path) -> torch.Tensor:
         return AutoModel.from_pretrained(folder).eval()(IDS).last_hidden_state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "fields"), CASES, ids=str)
 def test_a_decoder_computes_the_same_after_every_conversion(tmp_path, model_type, fields):
     model = standard_model(model_type, **fields).base_model

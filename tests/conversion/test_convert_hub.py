@@ -16,6 +16,9 @@ from attnres.conversion import checkpoint
 from ..hub.running import Hub
 from .checkpoints import assert_same_function, logits_of, save_tokenizer, standard_model
 
+# Each case starts a process.
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 
 

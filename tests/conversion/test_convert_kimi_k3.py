@@ -128,6 +128,7 @@ def test_a_model_that_was_trained_since_goes_back_in_the_layout_that_it_has(resu
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "back")), logits(model))
 
 
+@pytest.mark.slow
 def test_a_model_of_the_named_configuration_is_converted_and_converted_back(tmp_path):
     model = AttnResKimiK3ForCausalLM(load("attnres-k3-tiny"))
     model.save_pretrained(tmp_path / "model")

@@ -52,6 +52,7 @@ def run(tmp_path) -> Callable[..., None]:
     return run_offline
 
 
+@pytest.mark.slow
 def test_a_greedy_continuation_is_the_same_to_the_letter(source, result, models):
     texts = []
     for folder, model in zip((source, result), models):

@@ -124,6 +124,7 @@ def with_code(source) -> Path:
     return source
 
 
+@pytest.mark.slow
 def test_verifying_uses_random_tokens_if_the_tokenizer_needs_code(with_code, tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *args: pytest.fail("the user is asked"))
     (with_code / "tokenization_mine.py").write_text("raise SystemExit('run')\n")

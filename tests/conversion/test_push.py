@@ -29,6 +29,7 @@ def copied(model: Path, name: str) -> Path:
     return shutil.copytree(model, model.with_name(name))
 
 
+@pytest.mark.slow
 def test_the_listed_files_are_the_uploaded_files(push, model):
     mine = copied(model, "listed")
     (mine / "optimizer.pt").write_bytes(b"of a run")

@@ -126,6 +126,7 @@ def test_metadata_that_the_hub_refuses_is_refused_before_anything_is_uploaded(pu
     assert push.commits("me/invalid") == ["initial commit"]
 
 
+@pytest.mark.slow
 def test_a_damaged_card_on_the_hub_is_reported_before_anything_is_uploaded(push, tmp_path):
     damaged = ["date: 2024-02-30", "a: " + "[" * 3000, "- a", "a: ["]
     for number, metadata in enumerate(damaged):

@@ -131,6 +131,7 @@ def test_pickled_weights_are_compared_with_the_configuration_too(sound, model):
         SharedPrefixLM(str(model), device="cpu")
 
 
+@pytest.mark.slow
 def test_weights_behind_links_and_a_field_of_the_recipe_are_loaded(sound, model):
     (model / "model.safetensors").unlink()
     (model / "model.safetensors").symlink_to(sound / "model.safetensors")

@@ -40,6 +40,7 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=cwd, env=os.environ, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.slow
 def test_convert_works_and_verifies_without_the_extras(tmp_path):
     standard_model().save_pretrained(tmp_path / "source")
     done = run("convert", "source", "result", cwd=tmp_path)

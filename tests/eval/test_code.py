@@ -177,6 +177,7 @@ def failing(docs: list[dict]) -> list[int]:
     return [doc["task_id"] for doc in docs if not code.mbpp(doc, [doc["code"]])["pass@1"]]
 
 
+@pytest.mark.slow
 @needs_assets
 def test_references_of_mbpp_pass_and_stubs_fail():
     # Tasks with set-up code, types as arguments, a module in the tests, and objects of the program's class.

@@ -119,6 +119,7 @@ def test_published_files_contain_no_path_of_this_machine(evaluate, tmp_path, mod
         assert sys.prefix not in text
 
 
+@pytest.mark.slow
 def test_a_model_that_answers_differently_is_compared_item_by_item(evaluate, tmp_path, capsys):
     evaluate("other", tmp_path / "out", "arc_challenge", baseline="source", limit=COMPARED)
     scores = [
@@ -174,6 +175,7 @@ def test_missing_data_is_reported_before_a_model_runs_and_other_benchmarks_go_on
     assert "C-Eval" in report.partition("Without a result:")[2]
 
 
+@pytest.mark.slow
 def test_allowed_programs_run_and_the_report_names_the_restrictions(evaluate, tmp_path, capsys):
     evaluate("source", tmp_path / "out", "mbpp", allow_code_execution=True, limit=2)
     line = f"with: {sandbox.level()}."

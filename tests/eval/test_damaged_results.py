@@ -91,6 +91,7 @@ def test_a_results_file_with_parts_of_another_form_is_named(change, refusal, tmp
     assert refusal().startswith(f"{path} is damaged (")
 
 
+@pytest.mark.slow
 def test_nan_in_a_stored_score_is_reported_as_nan(evaluated, model, hub, tmp_path):
     """Such a score is a measurement of a broken model, which a report must show."""
     shutil.copytree(evaluated, tmp_path / "out")

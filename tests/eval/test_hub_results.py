@@ -31,6 +31,9 @@ from attnres.eval.suite import software
 from ..hub.cards import result_error
 from .synthetic import write_data_set
 
+# Its first fixture evaluates models on all benchmarks.
+pytestmark = pytest.mark.slow
+
 ARC, GSM8K = "arc_challenge_25shot.yaml", "gsm8k_8shot.yaml"
 ITEMS = {"allenai/ai2_arc": ("ARC-Challenge", 12), "openai/gsm8k": ("main", 3)}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -210,7 +213,6 @@ def test_a_resumed_run_writes_the_same_files_and_keeps_files_of_others(
     assert {path.name: path.read_bytes() for path in (out / FOLDER).iterdir()} == before | mine
 
 
-@pytest.mark.slow
 def test_every_task_and_number_of_shots_has_a_separate_file_whatever_its_name(evaluate, tmp_path, capsys):
     folder = tmp_path / "tasks"
     folder.mkdir()
@@ -329,7 +331,6 @@ def test_reading_a_folder_without_results_raises_an_error_with_the_remedy(tmp_pa
         read_results(tmp_path)
 
 
-@pytest.mark.slow
 def test_reading_needs_no_harness(evaluated, tmp_path):
     code = (
         "import sys; sys.modules |= dict.fromkeys(('lm_eval', 'matplotlib', 'datasets'))\n"

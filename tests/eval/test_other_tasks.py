@@ -49,6 +49,7 @@ def task(name: str = "sums", kind: str = "multiple_choice", metric: str = "acc")
     return TASK_FILE.format(name=name, kind=kind, metric=metric, data="DATA")
 
 
+@pytest.mark.slow
 def test_a_users_task_is_described_and_loaded(folder):
     (sums,) = pick("sums", folder)
     assert (sums.name, sums.title, sums.metric, sums.dataset, sums.baseline) == ("sums", "sums", "acc,none", None, None)
@@ -57,6 +58,7 @@ def test_a_users_task_is_described_and_loaded(folder):
     assert (pairs.title, pairs.metric) == ("My | pairs", "acc,none")
 
 
+@pytest.mark.slow
 def test_tasks_of_lm_eval_come_after_the_papers_benchmarks():
     picked = pick("minerva_math_algebra,gsm8k,gsm8k_cot,mmlu")
     assert [benchmark.name for benchmark in picked] == ["mmlu", "gsm8k", "minerva_math_algebra", "gsm8k_cot"]
@@ -72,12 +74,14 @@ def test_a_task_in_a_folder_that_the_paper_does_not_use_is_found():
     assert (piqa.metric, piqa.dataset) == ("acc,none", "baber/piqa")
 
 
+@pytest.mark.slow
 def test_other_tasks_read_the_data_folder_too(hub):
     (challenge,) = pick("attnres_arc_challenge")
     (loaded,) = load(challenge, hub)["tasks"].values()
     assert str(hub / "allenai/ai2_arc") == loaded.DATASET_PATH
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tasks", "file", "message"),
     [
@@ -282,6 +286,7 @@ def score(doc, results):
 """
 
 
+@pytest.mark.slow
 def test_a_stored_result_is_refused_when_the_code_that_scored_it_changed(folder, model, tmp_path, monkeypatch):
     """The function of the task file changes, or a file beside it that the function uses."""
     monkeypatch.syspath_prepend(folder)
@@ -311,6 +316,7 @@ def model(assets) -> str:
     return str(assets / "checkpoints" / "stories260K-hf")
 
 
+@pytest.mark.slow
 def test_a_users_task_is_reported_beside_the_papers_benchmarks(folder, model, hub, tmp_path, monkeypatch):
     out = tmp_path / "out"
     arguments = {"data": hub, "limit": 4}

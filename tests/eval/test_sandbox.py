@@ -384,6 +384,7 @@ def test_program_dies_with_a_guard_that_exceeds_its_own_limit(layers, folders, m
     assert not list(folders.iterdir())
 
 
+@pytest.mark.slow
 def test_guard_that_hangs_is_killed(monkeypatch, folders):
     monkeypatch.setattr(sandbox, "_MARGIN_SECONDS", 0.3)
     before = processes()

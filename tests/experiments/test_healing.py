@@ -142,6 +142,7 @@ def corpora(tmp_path) -> list[Path]:
     return folders
 
 
+@pytest.mark.slow
 def test_texts_that_share_their_held_out_part_have_different_fingerprints(tokenizer, corpora):
     tiny = HealingExperiment.load("healing-tiny")
     one, other = (healing.load_data(tiny, folder, tokenizer) for folder in corpora)

@@ -25,6 +25,7 @@ def copy(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_report_makes_all_tables_and_figures_of_the_repository_anew(copy):
     """All tables and figures are removed, and the command restores the pages byte for byte."""
     pages = {path: path.read_text() for path in (report.results_page(), report.tables_page())}
@@ -86,6 +87,7 @@ def test_healed_repetitions_end_equal_to_six_decimals():
     assert len(pairs) == 10 and all(one == other for one, other in pairs)
 
 
+@pytest.mark.slow
 def test_a_trial_has_a_page_beside_its_file_and_is_on_no_other(copy):
     tiny = ScratchExperiment.load("claim-tiny")
     path = store.results_file("claim-tiny-trial")
@@ -99,6 +101,7 @@ def test_a_trial_has_a_page_beside_its_file_and_is_on_no_other(copy):
     assert report.tables_page().read_text() == before
 
 
+@pytest.mark.slow
 def test_a_new_run_of_the_repository_is_on_its_pages_at_once(copy):
     experiment = ScratchExperiment.load("depth-12")
     runs = RunStore(experiment, store.results_file("depth-12"))

@@ -88,6 +88,7 @@ def test_every_connection_sees_the_same_batches_and_rates_are_chosen_on_other_te
     assert reported is data.valid and selected is data.selection
 
 
+@pytest.mark.slow
 def test_the_mixture_of_experts_is_balanced(data, tmp_path, monkeypatch):
     """The biases of the routers are zero at the start and follow the load."""
     models = []
@@ -110,11 +111,13 @@ def test_a_run_does_not_resume_from_checkpoints_of_another_text(data, tmp_path, 
     assert identities[0] == identities[1] | {"fingerprint": "one"} != identities[1]
 
 
+@pytest.mark.slow
 def test_a_run_that_diverged_is_stored_without_its_depth_attention(data, tmp_path):
     run = measured(SMALL, data, planned(SMALL.connections["Full"], 1e30, 64, 0), tmp_path)
     assert not math.isfinite(run["after"]) and "depth_attention" not in run
 
 
+@pytest.mark.slow
 def test_models_of_two_experiments_are_kept_apart(data, tmp_path):
     """Their runs have the same labels."""
     for name in ("one", "two"):
@@ -137,6 +140,7 @@ def test_a_folder_in_the_place_of_a_kept_model_is_refused_before_training(data, 
     assert taken.is_symlink() and not store.runs
 
 
+@pytest.mark.slow
 def test_a_run_is_stored_even_if_its_model_cannot_be_kept(data, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     store = RunStore(SMALL, tmp_path / "runs.json")

@@ -70,6 +70,7 @@ def test_each_lead_of_others_names_its_source():
     assert any(row.endswith("| 32 | 512 | 54M | 123M | 3 | -0.026 ± 0.006 |") for row in table)
 
 
+@pytest.mark.slow
 def test_the_figure_numbers_its_leads_like_the_rows(comparison, tmp_path):
     here, others = summary.leads_of([comparison]), summary.published()
     summary.plot(here, [], tmp_path / "alone.svg")

@@ -182,6 +182,7 @@ def test_a_card_with_bad_metadata_is_refused_before_anything_is_uploaded(hub, me
     assert [entry["path"] for entry in hub.log()] == ["/api/validate-yaml"]
 
 
+@pytest.mark.slow
 def test_a_fault_makes_the_matching_requests_fail(hub, me, folder):
     hub.fail("status", "/api/whoami", status=418, skip=1, times=None)
     me.whoami()

@@ -557,6 +557,7 @@ def test_contradicting_or_unfitting_signs_are_refused_when_compiled(model, row, 
         compiled(model.model.prepare_rows)({"input_ids": row, **arguments})
 
 
+@pytest.mark.slow
 def test_documents_are_kept_apart_with_a_mask_for_each_kind_of_layer_when_compiled(model, row):
     masks = {"full_attention": None, "linear_attention": None}
     batch = {"input_ids": row, "attention_mask": masks, "position_ids": POSITIONS, "use_cache": False}

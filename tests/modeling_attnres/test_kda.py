@@ -63,6 +63,7 @@ def relative_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> di
     return {name: ((found[name] - expected[name]).abs().max() / scale[name]).item() for name in expected}
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(
     length=st.integers(1, 200),

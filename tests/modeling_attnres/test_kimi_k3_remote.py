@@ -15,6 +15,9 @@ from ..conversion.checkpoints import convert_well
 from . import kimi_k3_release as release
 from .connections import close
 
+# Its cases run in a process that has not imported `attnres`.
+pytestmark = pytest.mark.slow
+
 IDS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
 # The first two as `save_pretrained` leaves them, the others as `attnres convert` does.
 FOLDERS = ["saved composite", "saved text", "converted text", "converted packed"]

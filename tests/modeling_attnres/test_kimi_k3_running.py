@@ -91,6 +91,7 @@ def test_beam_search_finds_the_same_beams_without_cache(generate):
     assert torch.equal(with_cache, without)
 
 
+@pytest.mark.slow
 def test_a_static_cache_and_compiled_decoding_change_nothing(generate, counted_compilation):
     padded, mask = left_padded([4, 9])
     static = generate(padded, attention_mask=mask, cache_implementation="static", return_dict_in_generate=True)
@@ -110,6 +111,7 @@ def test_a_forward_pass_compiles_to_one_graph(model):
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
 @pytest.mark.parametrize("room", ["40KB", "400KB"])
 def test_offloaded_to_disk_the_model_computes_generates_and_saves_the_same(model, saved, tmp_path, room):
@@ -150,6 +152,7 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_finite_differences(model):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "float32", torch.float64)
@@ -206,6 +209,7 @@ def test_a_training_step_compiles_to_one_graph_with_the_same_gradients():
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_a_trainer_trains_and_balances_and_saves_a_release(model, tmp_path):
     data = [{"input_ids": row, "labels": row} for row in IDS.repeat(4, 1)]
     arguments = {"max_steps": 4, "learning_rate": 1e-3, "report_to": "none", "use_cpu": True, "save_strategy": "no"}
@@ -352,6 +356,7 @@ def test_situ_has_second_derivatives_and_works_in_transforms(linear_beta):
 # ---- Named configurations
 
 
+@pytest.mark.slow
 def test_the_released_configuration_has_the_released_size():
     config = load("kimi-k3")
     assert sum(map(torch.Size.numel, map(torch.Size, released_shapes(config).values()))) == 2_779_484_476_000

@@ -9,6 +9,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .connections import close
 
+# Its cases run in a process that has not imported `attnres`.
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 # Two of the models have gated attention.
 CASES = {

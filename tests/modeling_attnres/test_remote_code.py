@@ -23,6 +23,9 @@ from attnres.residual_attnres import residual_tensors
 from ..hub.running import Hub
 from .connections import close
 
+# Each case starts processes that have not imported `attnres`.
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 FAMILY = ["AttnResModel", "AttnResForCausalLM", "AttnResForSequenceClassification"]
 QUERY = "model.layers.1.mlp_res_proj.weight"

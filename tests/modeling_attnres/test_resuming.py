@@ -21,6 +21,7 @@ def train(model: PreTrainedModel, out: Path, resume: Path | None = None) -> dict
     return model.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["kimi_linear", "mixtral"])
 def test_a_resumed_run_ends_with_the_tensors_of_an_uninterrupted_run(backbones, tmp_path, caplog, case):
     expected = train(backbones.build_member(case), tmp_path)

@@ -163,6 +163,7 @@ def test_after_a_kill_at_any_file_call_the_folder_holds_the_old_model_or_the_new
     assert held == sorted(held) and held.count(0) >= 4 and held.count(1) >= 6 and told >= 1
 
 
+@pytest.mark.slow
 def test_one_of_several_processes_that_save_at_once_wins(models, tiny_model, folder):
     models = (*models, tiny_model(2, attn_res_block_size=3))
     saves = [lambda number=number: models[number].save_pretrained(folder, **SHARDS) for number in (1, 2)]
@@ -201,6 +202,7 @@ def test_the_stage_of_a_killed_process_is_removed_and_a_stage_in_use_stays(model
     assert is_whole(folder, models[1])
 
 
+@pytest.mark.slow
 def test_a_load_waits_for_an_exchange_that_is_under_way(models, folder, monkeypatch):
     SAVES["one file"](models[0], folder)
     replace = os.replace

@@ -70,6 +70,7 @@ def test_a_pipeline_labels_tokens(result):
     assert {entity["word"] for entity in label(TEXT)} <= set(label.tokenizer.tokenize(TEXT)) | {"<s>"}
 
 
+@pytest.mark.slow
 def test_the_tokenizer_loads_without_attnres_without_code_or_question(result, run, tmp_path):
     done = run("tokenizer_session.py", result, TEXT, tmp_path / "seen.json")
     expected = AutoTokenizer.from_pretrained(result)(TEXT).input_ids

@@ -63,6 +63,7 @@ def test_checkpointing_gives_the_same_gradients(model, token_ids, use_reentrant,
     assert_same_gradients(gradients(model, token_ids), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
 def test_checkpointing_lowers_peak_memory(vivid_model, peak_bytes, fields, use_reentrant):

@@ -151,6 +151,7 @@ CHECKS = {
 }
 
 
+@pytest.mark.slow
 def test_the_exactness_that_a_page_prints_is_what_its_code_prints(workplace, environment, capsys):
     page = ROOT / "docs/concepts/exactness.md"
     workplace()

@@ -201,6 +201,7 @@ def test_the_load_of_a_compiled_model_is_counted(tiny_model, tmp_path):
 # --- over a run
 
 
+@pytest.mark.slow
 def test_a_lopsided_router_evens_out(tiny_model, tmp_path):
     model = tiny_model()
     for router in routers(model):
@@ -219,6 +220,7 @@ def test_a_lopsided_router_evens_out(tiny_model, tmp_path):
     assert max(violations[-5:]) < 0.5
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_biases_bit_for_bit(tiny_model, tmp_path):
     options = {"steps": 6, "learning_rate": 0.01, "save_strategy": "steps", "save_steps": 3}
     whole, resumed = tiny_model().to(torch.bfloat16), tiny_model().to(torch.bfloat16)

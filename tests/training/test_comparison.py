@@ -35,6 +35,7 @@ def test_too_little_text_is_refused(tokenizer):
         comparison_data([], [document(99)] * 3, tokenizer, length=16, least=1)
 
 
+@pytest.mark.slow
 def test_a_seed_gives_every_model_the_same_start_and_batches(tokenizer):
     data = comparison_data(*split([document(40 + i) for i in range(12)]), tokenizer, length=16, least=8)
     shape = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -26,6 +26,7 @@ NAMES = {"input_ids", "labels", "documents"}
 # What the blocks hold
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip), min_size=1, max_size=30),
@@ -196,6 +197,7 @@ def test_documents_and_the_blocks_of_a_document_are_shuffled_apart(tokenizer):
 # Streams
 
 
+@pytest.mark.slow
 def test_a_stream_in_file_order_gives_the_same_blocks(tokenizer):
     write("a.jsonl", some_texts(3000))
     stored = load("a.jsonl", tokenizer, seed=None)
@@ -207,6 +209,7 @@ def test_a_stream_in_file_order_gives_the_same_blocks(tokenizer):
     assert Counter(map(tuple, rows(load("a.jsonl", tokenizer, streaming=True)))) == Counter(map(tuple, rows(stored)))
 
 
+@pytest.mark.slow
 def test_a_stream_is_the_same_for_every_number_of_workers(tokenizer):
     write("a.jsonl", some_texts(300))
     write("b.jsonl", some_texts(300, seed=1))

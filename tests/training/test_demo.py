@@ -129,6 +129,7 @@ def test_the_code_of_a_checkpoint_is_neither_run_nor_named_in_the_saved_files(te
     assert (tmp_path / "sprung").exists(), "the trap must work where code is run"
 
 
+@pytest.mark.slow
 def test_bad_input_ends_in_one_line_and_loses_nothing(tmp_path):
     config = GPT2Config(vocab_size=9, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")

@@ -175,6 +175,7 @@ def test_a_text_file_is_split_at_marks_or_else_in_paragraphs(lines, newline):
         assert own_lines[0].strip() and own_lines[-1].strip()
 
 
+@pytest.mark.slow
 def test_a_text_file_is_not_read_whole():
     story = "A line of a story.\n" * 50 + f"{END_OF_TEXT}\n"
     Path("long.txt").write_text(story * 3000)

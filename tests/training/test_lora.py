@@ -267,6 +267,7 @@ def has(layer: torch.nn.Module, name: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_adapters_of_the_published_sizes_are_megabytes():
     def megabytes(name: str) -> float:
         with torch.device("meta"):
@@ -307,6 +308,7 @@ def test_a_trained_adapter_loads_in_another_process(base, tmp_path, token_ids):
 # --- training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["attnres", "attnres_llama"])
 def test_training_lowers_the_loss_and_leaves_the_base_weights_alone(base, name, tmp_path):
     before = load_base(base(name))
@@ -327,6 +329,7 @@ def test_training_lowers_the_loss_and_leaves_the_base_weights_alone(base, name, 
         assert not torch.equal(after[f"{module}.modules_to_save.default.weight"], tensor), tensor_name
 
 
+@pytest.mark.slow
 def test_a_run_with_adapters_resumes_bit_for_bit(base, tmp_path):
     whole = run(adapters(base("attnres")), tmp_path / "whole", steps=6, save_strategy="no")
     run(adapters(base("attnres")), tmp_path / "parts", steps=3, save_steps=3)
@@ -361,6 +364,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(base, reentrant, first)
         torch.testing.assert_close(checkpointed[name], gradient)
 
 
+@pytest.mark.slow
 def test_a_16_bit_base_keeps_its_dtype_and_trained_tensors_are_float32(base, tmp_path, token_ids):
     adapted = adapters(base("attnres"), dtype=torch.bfloat16)
     kept = tuple(attnres.AttnResForCausalLM._keep_in_fp32_modules_strict)

@@ -43,6 +43,7 @@ class Work(TrainerCallback):
 # --- throughput
 
 
+@pytest.mark.slow
 def test_tokens_per_second_leave_out_the_time_of_evaluation(tiny_model, tmp_path, clock):
     lines = train(
         tiny_model(), tmp_path, Monitor(), Work(clock), steps=6, eval_strategy="steps", eval_steps=3, save_strategy="no"
@@ -129,6 +130,7 @@ def test_the_peak_is_found_by_the_name_of_the_device_or_unknown(name, peak):
     assert peak_flops(name) == peak
 
 
+@pytest.mark.slow
 def test_flop_use_is_the_share_of_the_peak_and_absent_if_the_peak_is_unknown(tiny_model, tmp_path, monkeypatch):
     model = tiny_model()
     assert all("model_flop_use" not in line for line in train(model, tmp_path, Monitor()))
@@ -219,6 +221,7 @@ def test_magnitudes_are_the_sizes_of_the_sublayers_inputs(connection, tiny_model
     assert any(name.startswith("depth") for name in line) == (connection == "attn_res")
 
 
+@pytest.mark.slow
 def test_the_residual_stream_grows_and_attention_residuals_stay_bounded(tiny_model, tmp_path):
     """Each sublayer is changed so that its output is large beside the embedding, whatever its input."""
     growth = {}
@@ -232,6 +235,7 @@ def test_the_residual_stream_grows_and_attention_residuals_stay_bounded(tiny_mod
     assert growth["standard"] > 1.5 * growth["attn_res"] > 1
 
 
+@pytest.mark.slow
 def test_padding_is_not_measured(tiny_model, tmp_path):
     """Texts with more padding on the left than the slice has tokens give the same lines as texts without padding."""
     rows = [{"input_ids": block, "labels": block} for block in BLOCKS]
@@ -255,6 +259,7 @@ def test_padding_is_not_measured(tiny_model, tmp_path):
 # --- no effect on training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

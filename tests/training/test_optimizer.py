@@ -240,6 +240,7 @@ def test_a_copy_of_model_and_optimizer_makes_the_steps_of_the_original(tiny_mode
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), copies[0].parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_trainer_resumes_bit_for_bit(tiny_model, tmp_path, name):
     blocks = torch.randint(3, 20, (16, 12), generator=torch.Generator().manual_seed(0))

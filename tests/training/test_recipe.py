@@ -40,6 +40,7 @@ def test_changes_replace_the_values_of_a_file(tmp_path):
     assert (recipe.learning_rate, recipe.steps, recipe.config) == (3e-4, 100, {"a": 1})
 
 
+@pytest.mark.slow
 @given(
     steps=st.integers(1, 10**6),
     rate=st.floats(1e-8, 1.0),

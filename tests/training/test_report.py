@@ -57,6 +57,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed_before", ["model", ".model.partial"])
 def test_a_kill_while_a_model_is_replaced_loses_neither_the_old_one_nor_the_new_one(
     killed_before, trainer, write, tmp_path
@@ -79,6 +80,7 @@ def test_a_kill_while_a_model_is_replaced_loses_neither_the_old_one_nor_the_new_
     assert not list(out.glob(".*"))
 
 
+@pytest.mark.slow
 def test_a_kill_before_the_model_has_its_name_leaves_none(write, tmp_path):
     out = tmp_path / "out"
     assert write(".model.partial") == 9

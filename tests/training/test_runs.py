@@ -17,6 +17,7 @@ def random_blocks(n: int) -> torch.Tensor:
     return torch.randint(3, 20, (n, 16), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.slow
 def test_the_seed_alone_decides_a_run_and_the_loss_falls(tiny_model):
     model, blocks = tiny_model(), random_blocks(16)
     steps = []
@@ -70,6 +71,7 @@ def train_until(step: int, model: PreTrainedModel, blocks: torch.Tensor, run: Ru
         train(model, blocks, run, stop, work=work, save_seconds=0)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes_from_its_last_whole_checkpoint(tiny_model, tmp_path):
     run = Run(steps=8, batch_size=2, learning_rate=1e-2, warmup_steps=2, decay_steps=4)
     blocks = random_blocks(16)
@@ -98,6 +100,7 @@ def test_a_stopped_run_resumes_from_its_last_whole_checkpoint(tiny_model, tmp_pa
         train(tiny_model(), blocks, replace(run, steps=6), work=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_after_its_last_step_makes_no_further_step(tiny_model, tmp_path):
     """A run may have been killed after its last checkpoint, before its model was used."""
     run, blocks = Run(steps=4, batch_size=2, learning_rate=1e-2), random_blocks(6)
@@ -109,6 +112,7 @@ def test_a_run_that_is_resumed_after_its_last_step_makes_no_further_step(tiny_mo
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_between_two_points_of_its_curve_has_the_same_curve(tiny_model, tmp_path):
     """A point is the mean of three steps here. A checkpoint between points would lose the first steps of one."""
     run, blocks = Run(steps=150, batch_size=1, learning_rate=1e-3), random_blocks(16)

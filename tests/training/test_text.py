@@ -5,6 +5,7 @@ import pytest
 from attnres.training.text import END_OF_TEXT, python_sources, read_documents, token_stream, train_tokenizer
 
 
+@pytest.mark.slow
 def test_the_python_sources_are_the_same_modules_each_time():
     documents = python_sources(200_000)
     assert documents == python_sources(200_000)

@@ -170,6 +170,7 @@ def test_an_old_directory_that_a_killed_run_had_moved_comes_back(out):
     assert os.listdir(out.parent) == ["out"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moves_away", [False, True])
 def test_after_a_kill_at_any_file_call_the_whole_old_directory_or_the_whole_new_one_is_there(out, moves_away):
     whole = {"a": "old", "b": "old", "done": "ours: old"}, {"a": "new", "done": "ours: new"}
@@ -225,6 +226,7 @@ def test_a_directory_that_another_run_finishes_before_the_lock_is_refused(out, m
     assert os.listdir(out.parent) == ["out"]
 
 
+@pytest.mark.slow
 def test_one_of_many_simultaneous_writers_wins(out):
     """Processes begin together. Each writes its number and exits with 0, or with 1 if it is refused."""
     for _ in range(10):

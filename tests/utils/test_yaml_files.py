@@ -22,6 +22,7 @@ def test_aliases_that_repeat_too_much_are_refused_before_values_are_built(lines,
         load_yaml(text)
 
 
+@pytest.mark.slow
 def test_ordinary_aliases_are_read_as_by_pyyaml():
     text = "base: &base {lr: 3e-4, steps: [1, 2]}\none: {<<: *base, lr: 1}\nall: [*base, *base]\n"
     assert load_yaml(text) == yaml.safe_load(text)

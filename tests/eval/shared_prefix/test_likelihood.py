@@ -32,6 +32,7 @@ def any_requests(draw) -> Requests:
     return draw(st.permutations(requests))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_any_requests_have_the_scores_of_the_stock_harness(name, make_model, tokenizer):
     stock = HFLM(make_model(name), tokenizer=tokenizer, batch_size=4, logits_cache=False)

@@ -13,6 +13,7 @@ from attnres.eval.shared_prefix import SharedPrefixLM
 from .prompts import assert_same, generation, questions, texts, words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [None, "MPS backend out of memory (MPS allocated: 1 GB)."])
 def test_out_of_memory_halves_the_batch_and_repeats_only_what_failed(error, model, tokenizer, scored, calls, caplog):
     requests = [(None, words(random.Random(i), 40), [3, 4]) for i in range(16)]
@@ -29,6 +30,7 @@ def test_out_of_memory_halves_the_batch_and_repeats_only_what_failed(error, mode
     assert lm.batch_size == 4
 
 
+@pytest.mark.slow
 def test_out_of_memory_below_shared_prefixes_changes_no_score(model, tokenizer, scored, calls, caplog):
     requests = questions(random.Random(0), examples=150, items=6, question=40, choice=6)
     expected = scored(HFLM, model, requests)
@@ -42,6 +44,7 @@ def test_out_of_memory_below_shared_prefixes_changes_no_score(model, tokenizer, 
     assert caplog.messages[-1] == "Out of memory at batch size 6: going on with 3."
 
 
+@pytest.mark.slow
 def test_out_of_memory_halves_the_batch_of_generation(model, tokenizer, calls, caplog):
     requests = generation(texts(random.Random(1), *range(3, 13)))
     expected = SharedPrefixLM(model, tokenizer=tokenizer, batch_size=1).generate_until(requests, disable_tqdm=True)

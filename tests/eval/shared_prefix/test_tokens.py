@@ -100,6 +100,7 @@ def test_a_prompt_for_generation_does_not_end_in_an_eos_token(written, model, to
         assert actual == expected
 
 
+@pytest.mark.slow
 def test_an_answer_ends_at_the_tokenizers_eos_token_whatever_else_is_in_its_batch(model, tokenizer, adding):
     """The model's configuration has another EOS. The stock harness then reads on after the tokenizer's, in a batch."""
     requests = generation(texts(random.Random(1), 30, 9, 70, 4, 5, 12), max_gen_toks=12, until=[])
