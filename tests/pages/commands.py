@@ -54,17 +54,6 @@ ADDED = {
     "attnres train lora": ("steps=2", *_SHORT),
     "attnres train sft": ("steps=2", *_SHORT),
 }
-# Pages whose commands take longer than seconds nevertheless.
-SLOW = {
-    "README.md",
-    "docs/guides/add_benchmark.md",
-    "docs/guides/evaluate.md",
-    "docs/guides/inspect.md",
-    "docs/guides/kimi_k3.md",
-    "docs/guides/publish.md",
-    "docs/guides/train.md",
-    "docs/tour.md",
-}
 
 
 def entry(command: str, table: dict) -> str | None:

@@ -17,7 +17,7 @@ from attnres.commands.app import app
 
 from .. import forks
 from ..hub.running import Hub
-from .commands import ADDED, ELSEWHERE, PYTHON_ELSEWHERE, SLOW, entry
+from .commands import ADDED, ELSEWHERE, PYTHON_ELSEWHERE, entry
 from .reading import PAGES, ROOT, blocks_of, commands_of, inline_commands_of, name_of
 
 BIN = Path(sys.executable).parent
@@ -69,11 +69,8 @@ def environment(hub: Hub, tmp_path_factory) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=pytest.mark.slow) if name_of(page) in SLOW else page for page in WITH_CODE],
-    ids=name_of,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
 def test_a_page_runs(page, workplace, environment, hub, capsys):
     commands = commands_of(page)
     made = [name for name, by in MAKES.items() if any(f"{command} ".startswith(by) for command in commands)]
@@ -186,7 +183,6 @@ def test_the_tables_hold_what_pages_have():
     assert {entry(block, PYTHON_ELSEWHERE) for block in blocks} - {None} == PYTHON_ELSEWHERE.keys()
     run = [command for command in commands if not entry(command, ELSEWHERE)]
     assert {entry(command, ADDED) for command in run} - {None} == ADDED.keys()
-    assert {name_of(page) for page in WITH_CODE} >= SLOW
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
