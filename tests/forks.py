@@ -4,13 +4,15 @@ For tests of what a command computes and says; those of how it starts, of signal
 """
 
 import gc
-import multiprocessing
+import multiprocessing.connection
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _FORKS = multiprocessing.get_context("forkserver")
@@ -25,20 +27,70 @@ def run(
     Raises:
         subprocess.TimeoutExpired: it takes longer than `timeout` seconds, and is killed.
     """
-    words = [*map(str, arguments)]
+    return _run([*map(str, arguments)], cwd, [dict(env)], timeout)
+
+
+def launch(
+    *arguments: object, processes: int = 2, env: Mapping[str, str] = os.environ, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """What `torchrun --nproc-per-node PROCESSES ARGUMENTS` writes and returns, without a launcher.
+
+    As with `torchrun`, when a process fails the others are terminated. The outputs stand one after another.
+
+    Raises:
+        subprocess.TimeoutExpired: it takes longer than `timeout` seconds, and all are killed.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(processes)}
+    ranks = [
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes)} for rank in range(processes)
+    ]
+    return _run([*map(str, arguments)], None, [dict(env) | shared | rank for rank in ranks], timeout)
+
+
+def _run(
+    words: list[str], cwd: Path | None, environments: list[dict[str, str]], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in one process for each environment, all at once."""
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, name) for name in ("output", "errors")]
-        for file in files:
-            file.touch()
-        given = {"words": words, "cwd": str(cwd or Path.cwd()), "environment": dict(env), "files": files}
-        process = _FORKS.Process(target=runpy.run_path, args=(__file__, {"given": given}, "fork"))
-        process.start()
-        process.join(timeout)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-            raise subprocess.TimeoutExpired(words, timeout)
-        return subprocess.CompletedProcess(words, process.exitcode, *(file.read_text() for file in files))
+        streams, processes = [], []
+        for number, environment in enumerate(environments):
+            files = [Path(folder, f"{name}{number}") for name in ("output", "errors")]
+            for file in files:
+                file.touch()
+            given = {"words": words, "cwd": str(cwd or Path.cwd()), "environment": environment, "files": files}
+            processes.append(_FORKS.Process(target=runpy.run_path, args=(__file__, {"given": given}, "fork")))
+            streams.append(files)
+        for process in processes:
+            process.start()
+        try:
+            _wait(processes, timeout)
+        except TimeoutError:
+            raise subprocess.TimeoutExpired(words, timeout) from None
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        failed = [process.exitcode for process in processes if process.exitcode]
+        output, errors = ("".join(file.read_text() for file in files) for files in zip(*streams))
+        return subprocess.CompletedProcess(words, failed[0] if failed else 0, output, errors)
+
+
+def _wait(processes: Sequence[multiprocessing.process.BaseProcess], timeout: float) -> None:
+    """Wait for all processes; when one has failed, terminate the others, and give them half a minute to end."""
+    end, running = time.monotonic() + timeout, {process.sentinel: process for process in processes}
+    has_failed = False
+    while running:
+        ended = multiprocessing.connection.wait(running, max(0, end - time.monotonic()))
+        if not ended and has_failed:
+            return
+        if not ended:
+            raise TimeoutError
+        if any([running.pop(sentinel).exitcode for sentinel in ended]):
+            has_failed, end = True, min(end, time.monotonic() + 30)
+            for process in running.values():
+                process.terminate()
 
 
 def _become(words: list[str], cwd: str, environment: dict[str, str], files: list[Path]) -> None:

@@ -89,19 +89,7 @@ def main(releases: list[str]) -> int:
         pythons = dict(zip(releases, pool.map(make_environment, releases)))
     for release, python in pythons.items():
         started = time.monotonic()
-        command = [
-            python,
-            "-m",
-            "pytest",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "not slow",
-            "--numprocesses",
-            "2",
-            "--dist",
-            "worksteal",
-        ]
+        command = [python, "-m", "pytest", "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "worksteal"]
         tests = [ROOT / "tests" / name for name in TESTS.get(release, FOLDERS)]
         done = subprocess.run([*command, *tests], cwd=ROOT, env=os.environ)
         print(f"transformers {release}: exit status {done.returncode}, {time.monotonic() - started:.0f} s", flush=True)

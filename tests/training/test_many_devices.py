@@ -13,7 +13,8 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import launch_command_parser
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -79,19 +80,31 @@ def single(folders, arguments) -> Callable[[str], Path]:
 
 
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "stdin": subprocess.DEVNULL}
+ON_CPUS = os.environ | {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def launch(arguments: list[str], config: str = "ddp", as_on_gpus: bool = False) -> subprocess.Popen:
-    """Start two processes by one of accelerate's YAML files, in full precision."""
+def options_of(config: str) -> list[str]:
+    """Return the options of `accelerate launch` for two processes in full precision, by one of its YAML files."""
     (path,) = [path for path in YAMLS if path.stem == config]
-    launcher = ["-m", "accelerate.commands.launch", "--config_file", path, "--num_processes", "2"]
-    launcher += ["--mixed_precision", "no", "--main_process_port", "0"]
-    session = Path(__file__).with_name("many_devices_session.py")
-    script = [session] if as_on_gpus else ["-m", "attnres_cli"]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen(
-        [sys.executable, *map(str, launcher + script), "train", *arguments], env=environment, **PIPES
-    )
+    options = ["--config_file", str(path), "--num_processes", "2", "--mixed_precision", "no"]
+    return [*options, "--main_process_port", "0"]
+
+
+def launch(arguments: list[str], config: str = "ddp") -> subprocess.Popen:
+    """Start two processes as a user does."""
+    launcher = ["-m", "accelerate.commands.launch", *options_of(config), "-m", "attnres_cli"]
+    return subprocess.Popen([sys.executable, *launcher, "train", *arguments], env=ON_CPUS, **PIPES)
+
+
+def run_in_forks(arguments: list[str], config: str = "ddp", as_on_gpus: bool = False) -> subprocess.CompletedProcess:
+    """Run two processes in the environment that `accelerate launch` gives them."""
+    script = [str(Path(__file__).with_name("many_devices_session.py"))] if as_on_gpus else ["-m", "attnres_cli"]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("ACCELERATE_USE_CPU", "CUDA_VISIBLE_DEVICES"):
+            patch.setenv(name, ON_CPUS[name])
+        options, _, _ = _validate_launch_command(launch_command_parser().parse_args([*options_of(config), *script]))
+        environment = prepare_multi_gpu_env(options)
+    return forks.launch(*script, "train", *arguments, env=environment)
 
 
 def finish(process: subprocess.Popen, code: int = 0) -> tuple[str, str]:
@@ -155,9 +168,10 @@ def test_two_processes_give_the_run_of_one(run, config, distributed, as_on_gpus,
     changes = [f"distributed={distributed}"] if distributed else []
     if run == "kimi_k3":  # with checkpointing, which the run in one process has not
         changes.append("trainer.gradient_checkpointing=true")
-    output, _ = finish(launch(arguments(run, out, *changes), config, as_on_gpus))
-    assert output.count("Written to") == 1
-    assert f"\nProcesses: 2 processes, {how}\n" in output
+    done = run_in_forks(arguments(run, out, *changes), config, as_on_gpus)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("Written to") == 1
+    assert f"\nProcesses: 2 processes, {how}\n" in done.stdout
     assert_same_run(out, single(run))
     # The last checkpoint holds the same model, also if each process has written its part.
     assert len(list((out / "checkpoint-6").glob("shard-*.safetensors"))) == (2 if distributed else 0)
@@ -171,7 +185,8 @@ def test_a_run_of_two_processes_resumes_bit_for_bit_after_a_kill_and_after_a_sig
     distributed, single, arguments, tmp_path
 ):
     outs = [tmp_path / name for name in ("stopped", "expected")]
-    finish(launch(arguments("scratch", outs[1], *distributed)))
+    done = run_in_forks(arguments("scratch", outs[1], *distributed))
+    assert done.returncode == 0, done.stderr[-4000:]
     assert_same_run(outs[1], single("scratch"))
 
     command = arguments("scratch", outs[0], *distributed)
@@ -213,8 +228,9 @@ def test_a_division_that_accelerate_would_ignore_is_refused(arguments, tmp_path)
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_a_divided_run_with_its_documents(arguments, tmp_path):
     changes = ("residual_alone=0", "learning_rate=1e18", "save_every=1", "distributed={fsdp_size: 2}")
-    _, errors = finish(launch(arguments("retrofit", tmp_path / "out", *changes)), code=1)
-    lines = [line for line in errors.splitlines() if line.startswith("attnres: the loss is ")]
+    done = run_in_forks(arguments("retrofit", tmp_path / "out", *changes))
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.startswith("attnres: the loss is ")]
     assert lines and all("valid.txt:" in line and "checkpoint-" in line for line in lines)
 
 
@@ -266,23 +282,6 @@ def test_parameters_of_two_dtypes_are_refused_by_accelerates_fsdp2_without_mixed
     check_fsdp2(model.bfloat16())
 
 
-@pytest.fixture
-def two_gloo_processes(tmp_path) -> Callable[..., str]:
-    """Return `two_gloo_processes(code, *arguments)`, which gives the output of the first of two processes."""
-
-    def run(code: str, *arguments: Path) -> str:
-        (tmp_path / "session.py").write_text(code)
-        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", tmp_path / "session.py")
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
-        done = subprocess.run(
-            [sys.executable, *map(str, launcher + arguments)], env=environment, timeout=300, check=False, **PIPES
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        return done.stdout
-
-    return run
-
-
 DIVIDED_IN_16_BITS = """
 import sys
 import torch
@@ -307,9 +306,7 @@ torch.distributed.destroy_process_group()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("member", ["attn_res", "hyper_connections", "Kimi K3"])
-def test_a_model_in_16_bits_with_tensors_in_float32_is_divided_by_transformers(
-    two_gloo_processes, tiny_model, tmp_path, member
-):
+def test_a_model_in_16_bits_with_tensors_in_float32_is_divided_by_transformers(tiny_model, tmp_path, member):
     if member == "Kimi K3":
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(load("attnres-k3-tiny", num_hidden_layers=4, vocab_size=99))
@@ -317,7 +314,9 @@ def test_a_model_in_16_bits_with_tensors_in_float32_is_divided_by_transformers(
         model = tiny_model(residual_connection=member)
     # `transformers` cannot divide the published layout of Kimi Linear as it loads it; that of Kimi K3 can be divided.
     model.save_pretrained(tmp_path / "model", save_original_format=member == "Kimi K3")
-    loss = float(two_gloo_processes(DIVIDED_IN_16_BITS, tmp_path / "model"))
+    done = forks.launch("-c", DIVIDED_IN_16_BITS, tmp_path / "model", env=ON_CPUS)
+    assert done.returncode == 0, done.stderr[-4000:]
+    loss = float(done.stdout)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
     token_ids = torch.arange(16)[None]
     assert loss == pytest.approx(whole(token_ids, labels=token_ids).loss.item(), abs=1e-2)

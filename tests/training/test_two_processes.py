@@ -1,8 +1,6 @@
 """Two processes give the results of one: the load of the experts is summed, and Muon updates whole matrices."""
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from attnres.training.balance import balance_step, routers
 from attnres.training.optimizer import build_optimizer
 
+from .. import forks
 from .running import BLOCKS, sizes_by_hooks
 
 
@@ -19,8 +18,7 @@ def two_processes(name: str, model, folder: Path) -> list[dict]:
     start = {"config": model.config, "weights": model.state_dict(), "blocks": BLOCKS}
     torch.save(start, folder / "start.pt")
     session = Path(__file__).with_name("two_processes_session.py")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run([*launcher, session, name, folder], capture_output=True, text=True, timeout=300, check=False)
+    done = forks.launch(session, name, folder)
     assert done.returncode == 0, done.stderr[-4000:]
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 

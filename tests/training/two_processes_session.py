@@ -1,6 +1,6 @@
 """Sessions of two processes for `test_two_processes.py`: `two_processes_session.py NAME FOLDER`.
 
-`torch.distributed.run` starts them. The model and the batches come from `FOLDER/start.pt`; each process writes its
+The model and the batches come from `FOLDER/start.pt`; each process writes its
 results to `FOLDER/{rank}.pt`.
 """
 

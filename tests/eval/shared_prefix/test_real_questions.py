@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import lm_eval
@@ -14,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from attnres.conversion import retrofit
 from attnres.eval.benchmarks import benchmarks, load
 from attnres.eval.shared_prefix import SharedPrefixLM
+
+from ... import forks
 
 HERE = Path(__file__).parent
 
@@ -42,10 +42,8 @@ def test_real_questions_have_the_results_of_the_stock_harness(name, source, asse
 
 @pytest.mark.slow
 def test_several_processes_share_the_questions(source, assets, tmp_path):
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launch, HERE / "several_processes_session.py", source, assets / "hub", tmp_path / "results.json"]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    command = [HERE / "several_processes_session.py", source, assets / "hub", tmp_path / "results.json"]
+    done = forks.launch(*command, env=os.environ | {"ACCELERATE_USE_CPU": "true"})
     assert done.returncode == 0, done.stderr[-4000:]
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["processes"] == 2
