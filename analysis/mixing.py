@@ -188,6 +188,9 @@ def _trace(
         outputs: A list to append the embedding and the output of each write to, `[batch, seq, hidden]` in float64.
     """
     model = family_member(model)
+    if model.config.connection.mixes_channels:
+        name = model.config.residual_connection
+        raise ValueError(f"{name!r} mixes the channels of the stream: no number says how much of an output a read holds.")
     # An adapter keeps copies of connections, which no pass calls. They only add columns of zeros.
     width, num_reads = len(connections_of(model)), 0
     # Row i is the unit vector of output i. The last column belongs to no output: it collects the constants.

@@ -16,21 +16,27 @@ from .attention_gate_attnres import GateFields, check_attention_gate
 from .attn_res_attnres import AttnResFields
 from .attn_res_switches_attnres import SwitchedAttnRes
 from .denseformer_attnres import DenseFormer
+from .frac_connections_attnres import FracConnections, FracConnectionsFields
 from .functional_attnres import DEPTH_ATTENTION
 from .highway_attnres import Highway, HighwayFields
 from .hyper_connections_attnres import HyperConnections, HyperConnectionsFields
 from .identity_hc_attnres import IdentityHyperConnections
 from .mhc_attnres import MHC, MHCFields
 from .mhc_lite_attnres import MHCLite
+from .muddformer_attnres import MUDDFormer, MUDDFormerFields
 from .post_norm_attnres import PostNorm
 from .residual_attnres import FamilyWarning, ResidualConnection, one_of, require
+from .residual_scalars_attnres import ResidualScalars, ResidualScalarsFields
+from .scaled_attnres import Scaled, ScaledFields
 from .standard_attnres import StandardResidual
 
 # The connections by name; the first is the default. `register` adds others at run time.
+_AVERAGES = DenseFormer, MUDDFormer
+_ONE_STREAM = ResidualScalars, Scaled, FracConnections, Highway, PostNorm
 _STREAMS = HyperConnections, IdentityHyperConnections, MHC, MHCLite
 CONNECTIONS: dict[str, type[ResidualConnection]] = {
     connection.name: connection
-    for connection in (SwitchedAttnRes, StandardResidual, DenseFormer, Highway, *_STREAMS, PostNorm)
+    for connection in (SwitchedAttnRes, StandardResidual, *_AVERAGES, *_STREAMS, *_ONE_STREAM)
 }
 
 
@@ -117,7 +123,18 @@ _SIZES = (
 _MAX_LAYERS, _MAX_DEPTH = 10_000, 100
 
 
-class ResidualConfig(AttnResFields, HighwayFields, HyperConnectionsFields, MHCFields, GateFields, PreTrainedConfig):
+class ResidualConfig(
+    AttnResFields,
+    MUDDFormerFields,
+    ResidualScalarsFields,
+    ScaledFields,
+    FracConnectionsFields,
+    HighwayFields,
+    HyperConnectionsFields,
+    MHCFields,
+    GateFields,
+    PreTrainedConfig,
+):
     """Mixin that adds the family's fields to a backbone's configuration.
 
     The bases declare the fields of connections and gate. `config.json` holds only the fields of the chosen connection

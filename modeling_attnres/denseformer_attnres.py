@@ -58,8 +58,12 @@ class DenseFormer(ResidualConnection):
             start[-1] = 1
             init.copy_(self.weight, start)
 
-    def mix(self, state: DepthState, coefficients: None) -> tuple[Tensor, DepthState]:
-        """Compute `Y_i` `[batch, seq, hidden]` at the first sublayer of a layer; elsewhere return the stream.
+    def average(self, state: DepthState, weights: Tensor | None) -> DepthState:
+        """Compute the state after a read: `Y_i` becomes its last tensor at the first sublayer of a layer.
+
+        Args:
+            state: the state before the read.
+            weights: the `a_ij`, `[i + 1]` or, of each token, `[batch, seq, i + 1]`; `None` at other sublayers.
 
         Raises:
             ValueError: there are more or fewer states than weights, because layers were moved, removed or added.
@@ -67,23 +71,27 @@ class DenseFormer(ResidualConnection):
         # `X_0 .. X_{i-1}`, and the stream after the layer that has just ended: `X_i`.
         *layers, last = state if isinstance(state, tuple) else (state,)
         averages = self.sublayer > 0 and self.sublayer % self.per_layer == 0
-        expected = 0 if self.weight is None else len(self.weight)
+        expected = 0 if weights is None else weights.shape[-1]
         available = len(layers) + 1 if averages else 0
         if expected != available:
             raise ValueError(
                 f"the DenseFormer weights of sublayer {self.sublayer} are for {expected} earlier states, but there are "
                 f"{available}: layers of this model cannot be moved, removed or added."
             )
-        if self.weight is None:
-            return last, state
+        if weights is None:
+            return state
         # The sum is rounded once, at the end, and `1 X_i` and `0 X_j` are exact. A weight `[1]`, unlike a scalar, takes
         # part in type promotion, so that no state is copied to float32.
-        weights = self.weight.to(torch.promote_types(last.dtype, torch.float32)).split(1)
-        mixed = weights[-1] * last
-        for weight, earlier in zip(weights, layers):
-            mixed = mixed + weight * earlier
-        mixed = mixed.to(last.dtype)
-        return mixed, (*layers, last, mixed)
+        parts = weights.to(torch.promote_types(last.dtype, torch.float32)).split(1, -1)
+        mixed = parts[-1] * last
+        for part, earlier in zip(parts, layers):
+            mixed = mixed + part * earlier
+        return *layers, last, mixed.to(last.dtype)
+
+    def mix(self, state: DepthState, coefficients: None) -> tuple[Tensor, DepthState]:
+        """Return `Y_i` `[batch, seq, hidden]` at the first sublayer of a layer; elsewhere the stream."""
+        state = self.average(state, self.weight)
+        return (state[-1] if isinstance(state, tuple) else state), state
 
     def write(self, state: DepthState, output: Tensor) -> tuple[Tensor, ...]:
         """Add an output `[batch, seq, hidden]` to the stream."""

@@ -74,6 +74,7 @@ class ResidualConnection(nn.Module):
     # Whether all its tensors stay in float32 when the model is in 16 bits. This is for scalars that all tokens and
     # channels share: rounding them can move the logits more than rounding the rest of the model does.
     float32: ClassVar[bool] = False
+    mixes_channels: ClassVar[bool] = False  # whether a channel of an input may depend on other channels of the state
     takes_norm: ClassVar[bool] = False  # whether a read gets the sublayer's norm module, and returns a normed input
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):

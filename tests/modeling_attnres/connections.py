@@ -38,6 +38,8 @@ def stir(model: PreTrainedModel) -> PreTrainedModel:
         scale = tensor.shape[-1] ** -0.5 if tensor.ndim == 2 else 0.5
         if tensor.ndim == 2 and tensor.shape[0] == tensor.shape[1]:
             scale *= 0.1  # `W_l` of a query multiplies an input that is not normed: logits should be about 1
+        if name.endswith(".up"):
+            scale *= 0.2  # nothing bounds MUDDFormer's weights either: they would cancel or grow with depth
         mean = 1.0 if name.endswith(".scale") else 0.0
         noise = torch.randn(tensor.shape, generator=generator)
         if name.endswith((".static", ".scale")) and tensor.any():

@@ -1,0 +1,154 @@
+"""Scaled residuals: one stream, where stream and outputs are multiplied by learned or fixed factors.
+
+    h_{l+1} = alpha_l * (h_l + c_l) + beta_l * v_l
+
+    form          alpha               beta               c     learned
+    layer_scale   1                   b `[d]`            0     b, from `scaled_start` (LayerScale)
+    rezero        1                   b                  0     b, from `scaled_start` (ReZero, SkipInit)
+    stream        a `[d]`             1                  0     a, from 1 (Doge)
+    shifted       a `[d]`             1                  `[d]` a from 1, c from 0 (ZAYA)
+    layer         s after a layer     s after a layer    0     s, from 1 (Gemma 4)
+    depth         sqrt((k - 1) / k)   sqrt(1 / k)        0     nothing; k = l + 2 (Beam)
+    mixed         sqrt(1 - beta^2)    sigmoid(w / 0.3)   0     w `[d]`, from beta = sqrt(1 / k) (Muse Spark)
+
+A learned factor is stored as its difference from 1 or, in `mixed`, w as its difference from the start. The first five
+forms start as the standard model, the first two with `scaled_start=1`. With `depth`, the stream is the standard one
+times `(1 + l)^(-1/2)`, so a norm's epsilon acts `1 + l` times as strongly; so it is with `mixed` at its start.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers import initialization as init
+
+from .residual_attnres import ResidualConnection, field_defaults, one_of, require
+
+# Form -> whether an untrained model computes what the standard model computes, if `scaled_start` is 1.
+_FORMS = {
+    "layer_scale": True,
+    "rezero": True,
+    "stream": True,
+    "shifted": True,
+    "layer": True,
+    "depth": False,
+    "mixed": False,
+}
+_TEMPERATURE, _LEAST = 0.3, 1e-3  # of `mixed`
+
+
+class ScaledFields:
+    """Configuration fields of `residual_connection="scaled"`."""
+
+    scaled_form: str = "layer_scale"
+    """Which factors there are; the file `scaled_attnres.py` lists the forms."""
+
+    scaled_start: float = 1.0
+    """Start of the outputs' factors with `"layer_scale"` and `"rezero"`, from -100 to 100."""
+
+
+class Scaled(ResidualConnection):
+    """A residual stream with factors. State: the stream `[batch, seq, hidden]`.
+
+    Tensors, where the form has them: `weight` `[hidden]` or `[1]`, and `shift` `[hidden]`. The output has neither.
+    """
+
+    name = "scaled"
+    fields = field_defaults(ScaledFields)
+    retrofit = {"scaled_start": 1.0}
+    float32 = True
+
+    def __init__(self, config: PreTrainedConfig, sublayer: int):
+        super().__init__(config, sublayer)
+        self.form_name, self.start = config.scaled_form, float(config.scaled_start)
+        per_layer = len(config.sublayers)
+        is_output, ends_layer = sublayer >= config.num_sublayers, (sublayer + 1) % per_layer == 0
+        sizes = {"rezero": 1, "depth": 0, "layer": 1 if ends_layer else 0}
+        size = 0 if is_output else sizes.get(self.form_name, config.hidden_size)
+        self.weight = nn.Parameter(torch.zeros(size)) if size else None
+        self.shift = nn.Parameter(torch.zeros(size)) if size and self.form_name == "shifted" else None
+        self.reset_parameters()
+
+    @classmethod
+    def check(cls, config: PreTrainedConfig) -> None:
+        """Check both fields; see [`ResidualConnection.check`]."""
+        require(config, "scaled_form", config.scaled_form in [*_FORMS], one_of(_FORMS))
+        start = config.scaled_start
+        is_valid = isinstance(start, (int, float)) and not isinstance(start, bool) and -100 <= start <= 100
+        require(config, "scaled_start", is_valid, "a number from -100 to 100")
+
+    @classmethod
+    def describe(cls, config: PreTrainedConfig) -> str:
+        """Return, for example, "scaled residual (layer_scale)"."""
+        return f"scaled residual ({config.scaled_form})"
+
+    @classmethod
+    def plan_retrofit(cls, config: PreTrainedConfig, **options) -> None:
+        """Set the fields; see the base class.
+
+        Raises:
+            ValueError: also if the form changes how strongly the norms' epsilon acts.
+        """
+        super().plan_retrofit(config, **options)
+        exact = [name for name, is_exact in _FORMS.items() if is_exact]
+        allowed = f"{one_of(exact)} in a retrofit: the others shrink the stream, and the norms' epsilon acts more"
+        require(config, "scaled_form", config.scaled_form in exact, allowed)
+        require(config, "scaled_start", config.scaled_start == 1, "1 in a retrofit")
+
+    @classmethod
+    def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> str | None:
+        """Return a reason if a factor is not 1, a shift not 0, or the form is never standard; see the base class."""
+        if not _FORMS[config.scaled_form]:
+            return f"`scaled_form` is {config.scaled_form!r}, which shrinks the stream"
+        for name, tensor in tensors.items():
+            if tensor.count_nonzero():
+                return f"`{name}` is not zero: its factor is not 1, or it shifts the stream"
+        return None
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set the tensors to their start."""
+        for tensor in (self.weight, self.shift):
+            if tensor is not None:
+                init.zeros_(tensor)
+        if self.weight is not None and self.form_name in ("layer_scale", "rezero"):
+            init.constant_(self.weight, self.start - 1)
+
+    def factors(self, dtype: torch.dtype) -> tuple[Tensor | float, Tensor | float]:
+        """Return `alpha` and `beta`, scalars or `[hidden]`.
+
+        Args:
+            dtype: dtype of learned factors.
+        """
+        k = self.sublayer + 2
+        if self.form_name == "depth":
+            return math.sqrt((k - 1) / k), math.sqrt(1 / k)
+        if self.weight is None:
+            return 1.0, 1.0
+        weight = self.weight.to(dtype)
+        if self.form_name == "mixed":
+            start = _TEMPERATURE * torch.logit(torch.tensor(k**-0.5, dtype=torch.float64)).item()
+            beta = ((start + weight) / _TEMPERATURE).sigmoid().clamp(_LEAST, 1 - _LEAST)
+            return (1 - beta * beta).sqrt(), beta
+        scaled = 1 + weight
+        if self.form_name == "layer":
+            return scaled, scaled
+        return (1.0, scaled) if self.form_name in ("layer_scale", "rezero") else (scaled, 1.0)
+
+    def mix(self, state: Tensor, coefficients: None) -> tuple[Tensor, Tensor]:
+        """Return the stream as input and as state."""
+        return state, state
+
+    def write(self, state: Tensor, output: Tensor) -> Tensor:
+        """Combine stream and output `[batch, seq, hidden]`, in float32 or wider, rounded once."""
+        dtype = torch.promote_types(state.dtype, torch.float32)
+        alpha, beta = self.factors(dtype)
+        stream = state if self.shift is None else state + self.shift.to(dtype)
+        if isinstance(alpha, Tensor) or isinstance(beta, Tensor) or alpha != 1:
+            return (alpha * stream.to(dtype) + beta * output.to(dtype)).to(state.dtype)
+        return stream + output
+
+
+__all__ = ["Scaled", "ScaledFields"]
