@@ -21,6 +21,14 @@ from .checkpoints import change_tensors, convert, convert_well, files_of, standa
 CASES = {
     "attn_res": ("attn_res", {"block_size": 3}, (r"mlp_res_proj.weight", "trained pseudo-query")),
     "denseformer": ("denseformer", {}, (r"self_attention_res_proj.weight", "is trained: it averages earlier layers")),
+    "muddformer": ("muddformer", {}, (r"self_attention_res_proj.up", "weights depend on the tokens")),
+    "residual_scalars": ("residual_scalars", {}, (r"self_attention_res_proj.stream", "scales the stream")),
+    "scaled": ("scaled", {"scaled_form": "shifted"}, (r"mlp_res_proj.shift", "or it shifts the stream")),
+    "frac_connections": (
+        "frac_connections",
+        {"frac_connections_parts": 4},
+        (r"mlp_res_proj.static", "mixes parts of the stream"),
+    ),
     "hyper_connections, 3": (
         "hyper_connections",
         {"streams": 3},
