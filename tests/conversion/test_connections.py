@@ -86,7 +86,13 @@ def assert_exact(result: PreTrainedModel, expected: PreTrainedModel) -> None:
 
 
 def flags(options: dict) -> list[str]:
-    return [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    """Return options of a retrofit as those of the command: a field of the configuration by `--set`."""
+    known = inspect.signature(options_convert.convert).parameters
+    pairs = (
+        (f"--{name.replace('_', '-')}", str(value)) if name in known else ("--set", f"{name}={value}")
+        for name, value in options.items()
+    )
+    return [part for pair in pairs for part in pair]
 
 
 def test_every_connection_that_can_start_as_the_standard_one_is_tested_here():
@@ -101,7 +107,9 @@ def test_a_retrofit_in_memory_is_exact_also_after_saving_and_loading(case, model
     model = source_model(model_type)
     result = retrofit(model, name, **options)
     assert result.config.residual_connection == name
-    assert all(getattr(result.config, CONNECTIONS[name].options[key]) == value for key, value in options.items())
+    assert all(
+        getattr(result.config, CONNECTIONS[name].options.get(key, key)) == value for key, value in options.items()
+    )
     assert residual_tensors(result) and not any(tensor.is_meta for tensor in result.state_dict().values())
     assert_exact(result, model)
     result.save_pretrained(tmp_path / "saved")
