@@ -190,7 +190,7 @@ def _trace(
     model = family_member(model)
     if model.config.connection.mixes_channels:
         name = model.config.residual_connection
-        raise ValueError(f"{name!r} mixes the channels of the stream: no number says how much of an output a read holds.")
+        raise ValueError(f"{name!r} mixes the channels of the stream, so it has no depth-mixing matrix.")
     # An adapter keeps copies of connections, which no pass calls. They only add columns of zeros.
     width, num_reads = len(connections_of(model)), 0
     # Row i is the unit vector of output i. The last column belongs to no output: it collects the constants.

@@ -13,14 +13,17 @@ CONNECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "standard": ("the residual stream", ()),
     "denseformer": ("DenseFormer's averages over depth", ()),
     "muddformer": ("MUDDFormer's averages over depth, whose weights each token sets", ()),
+    "dca": ("DCA's sums of all outputs, with weights of channel and token", ()),
     "residual_scalars": ("the residual stream, scaled before each layer, plus the embedding", ()),
     "scaled": ("the residual stream with scaled outputs, or in another of six forms", ()),
+    "laurel": ("LAuReL's weights and low-rank map of the stream", ()),
     "frac_connections": ("Hyper-Connections between parts of one stream", ()),
     "highway": ("Highway gates, from scratch only", ()),
     "hyper_connections": ("Hyper-Connections", ("streams",)),
     "identity_hc": ("Hyper-Connections whose streams are not mixed", ("streams",)),
     "mhc": ("Hyper-Connections with Sinkhorn's doubly stochastic mixing", ("streams",)),
     "mhc_lite": ("Hyper-Connections with averages of permutations", ("streams",)),
+    "gated_residual": ("streams that are read and written through gates", ("streams",)),
     "post_norm": ("norms on the stream itself, from scratch only", ()),
 }
 

@@ -15,12 +15,15 @@ from transformers import KimiLinearConfig, PreTrainedConfig
 from .attention_gate_attnres import GateFields, check_attention_gate
 from .attn_res_attnres import AttnResFields
 from .attn_res_switches_attnres import SwitchedAttnRes
+from .dca_attnres import DCA, DCAFields
 from .denseformer_attnres import DenseFormer
 from .frac_connections_attnres import FracConnections, FracConnectionsFields
 from .functional_attnres import DEPTH_ATTENTION
+from .gated_residual_attnres import GatedResidual, GatedResidualFields
 from .highway_attnres import Highway, HighwayFields
 from .hyper_connections_attnres import HyperConnections, HyperConnectionsFields
 from .identity_hc_attnres import IdentityHyperConnections
+from .laurel_attnres import LAuReL, LAuReLFields
 from .mhc_attnres import MHC, MHCFields
 from .mhc_lite_attnres import MHCLite
 from .muddformer_attnres import MUDDFormer, MUDDFormerFields
@@ -31,9 +34,9 @@ from .scaled_attnres import Scaled, ScaledFields
 from .standard_attnres import StandardResidual
 
 # The connections by name; the first is the default. `register` adds others at run time.
-_AVERAGES = DenseFormer, MUDDFormer
-_ONE_STREAM = ResidualScalars, Scaled, FracConnections, Highway, PostNorm
-_STREAMS = HyperConnections, IdentityHyperConnections, MHC, MHCLite
+_AVERAGES = DenseFormer, MUDDFormer, DCA
+_ONE_STREAM = ResidualScalars, Scaled, LAuReL, FracConnections, Highway, PostNorm
+_STREAMS = HyperConnections, IdentityHyperConnections, MHC, MHCLite, GatedResidual
 CONNECTIONS: dict[str, type[ResidualConnection]] = {
     connection.name: connection
     for connection in (SwitchedAttnRes, StandardResidual, *_AVERAGES, *_STREAMS, *_ONE_STREAM)
@@ -126,12 +129,15 @@ _MAX_LAYERS, _MAX_DEPTH = 10_000, 100
 class ResidualConfig(
     AttnResFields,
     MUDDFormerFields,
+    DCAFields,
     ResidualScalarsFields,
     ScaledFields,
+    LAuReLFields,
     FracConnectionsFields,
     HighwayFields,
     HyperConnectionsFields,
     MHCFields,
+    GatedResidualFields,
     GateFields,
     PreTrainedConfig,
 ):

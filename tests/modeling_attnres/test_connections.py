@@ -22,8 +22,8 @@ from .connections import (
 
 # Other files test the plain forms of `attn_res` and `standard`.
 CONNECTIONS = [
-    *("denseformer", "muddformer", "residual_scalars", "scaled", "frac_connections", "highway"),
-    *("hyper_connections", "identity_hc", "mhc", "mhc_lite", "post_norm"),
+    *("denseformer", "muddformer", "dca", "residual_scalars", "scaled", "laurel", "frac_connections", "highway"),
+    *("hyper_connections", "identity_hc", "mhc", "mhc_lite", "gated_residual", "post_norm"),
     *FORMS,
 ]
 RETROFITS = [

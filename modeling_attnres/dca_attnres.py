@@ -1,0 +1,128 @@
+"""DCA, DeepCrossAttention (arXiv 2502.06785), one way: reads sum all outputs with weights of channel and token.
+
+    h_l = sum_{i <= l} (b_i + s relu(w . N(v_i))) * v_i,    N = RMSNorm without weight
+
+`v_0` is the embedding, `v_i` the output of sublayer `i - 1`; `b_i` `[hidden]` starts at 1, `w` `[hidden]` is drawn at
+random, and the scale `s` starts at 0. The model is then exactly the standard one. (The published form has no `s` and
+starts from w = 0, where relu has no gradient. Its queries, keys and values read sums of their own, which would need an
+attention with three inputs.)
+
+With `dca_window=k`, only the embedding and the last k outputs have weights of their own. The outputs between them are
+summed, and the sum has one weight.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers import initialization as init
+
+from .functional_attnres import inverse_rms
+from .residual_attnres import DepthState, ResidualConnection, field_defaults, norm_eps, require
+from .streams_attnres import wide
+
+
+class DCAFields:
+    """Configuration field of `residual_connection="dca"`."""
+
+    dca_window: int | None = 2
+    """Number k of latest outputs with weights of their own; `None` for all."""
+
+
+class DCA(ResidualConnection):
+    """DCA's weighted sums. State: the embedding, then the outputs or, with a window, the sum of older ones before them.
+
+    Each is `[batch, seq, hidden]`. Tensors, for n tensors in the state: `bias` `[n, hidden]` is `b - 1`, `weight`
+    `[hidden]` is `w`, and `scale` `[1]` is `s`. The first sublayer has none.
+    """
+
+    name = "dca"
+    fields = field_defaults(DCAFields)
+    retrofit = {}
+
+    def __init__(self, config: PreTrainedConfig, sublayer: int):
+        super().__init__(config, sublayer)
+        self.window, self.eps = config.dca_window, norm_eps(config)
+        for name in ("bias", "weight", "scale"):
+            self.register_parameter(name, None)
+        if sublayer > 0:
+            count = sublayer + 1 if self.window is None else min(sublayer, self.window + 1) + 1
+            self.bias = nn.Parameter(torch.zeros(count, config.hidden_size))
+            self.weight = nn.Parameter(torch.zeros(config.hidden_size))
+            self.scale = nn.Parameter(torch.zeros(1))
+            self.reset_parameters()
+
+    @classmethod
+    def check(cls, config: PreTrainedConfig) -> None:
+        """Check the window; see [`ResidualConnection.check`]."""
+        window = config.dca_window
+        is_valid = window is None or (isinstance(window, int) and not isinstance(window, bool) and window >= 1)
+        require(config, "dca_window", is_valid, "an integer >= 1, or null for all outputs")
+
+    @classmethod
+    def describe(cls, config: PreTrainedConfig) -> str:
+        """Return, for example, "2-DCA"."""
+        return "DCA" if config.dca_window is None else f"{config.dca_window}-DCA"
+
+    @classmethod
+    def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> str | None:
+        """Return a reason if a weight depends on the tokens or is not 1; see the base class."""
+        for name, tensor in tensors.items():
+            if name.endswith(".scale") and tensor.count_nonzero():
+                return f"`{name}` is not zero: its weights depend on the tokens"
+            if name.endswith(".bias") and tensor.count_nonzero():
+                return f"`{name}` is trained: outputs have other weights"
+        return None
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw `w` at random, and set the other tensors to the start of the standard residual."""
+        if self.bias is not None:
+            init.zeros_(self.bias)
+            init.normal_(self.weight, std=self.weight.shape[0] ** -0.5)
+            init.zeros_(self.scale)
+
+    def coefficients(self, state: DepthState, norm: None = None) -> tuple[Tensor, ...] | None:
+        """Compute `s relu(w . N(x))` `[batch, seq, 1]` of each tensor of the state, in float32 or wider."""
+        if self.bias is None:
+            return None
+        dtype = wide(state[-1])
+        weight, scale = self.weight.to(dtype), self.scale.to(dtype)
+        return tuple(
+            scale * ((x.to(dtype) @ weight) * inverse_rms(x, self.eps, dtype)).relu().unsqueeze(-1) for x in state
+        )
+
+    def mix(self, state: DepthState, coefficients: tuple[Tensor, ...] | None) -> tuple[Tensor, DepthState]:
+        """Compute the input `[batch, seq, hidden]`.
+
+        Raises:
+            ValueError: the state has another number of tensors, because layers were moved, removed or added.
+        """
+        states = state if isinstance(state, tuple) else (state,)
+        expected = 1 if self.bias is None else len(self.bias)
+        if len(states) != expected:
+            raise ValueError(
+                f"the weights of sublayer {self.sublayer} are for {expected} tensors, but there are {len(states)}: "
+                "layers of this model cannot be moved, removed or added."
+            )
+        if coefficients is None:
+            return state, state
+        dtype = wide(states[-1])
+        # The terms in the order of the standard residual, whose sum is rounded after each of them.
+        total = None
+        for source, bias, dynamic in zip(states, self.bias.to(dtype), coefficients):
+            term = (1 + bias + dynamic) * source
+            total = term if total is None else total + term
+        return total.to(states[-1].dtype), state
+
+    def write(self, state: DepthState, output: Tensor) -> tuple[Tensor, ...]:
+        """Append an output `[batch, seq, hidden]`; with a window, sum the outputs that leave it."""
+        states = (*state, output) if isinstance(state, tuple) else (state, output)
+        if self.window is not None and len(states) > self.window + 2:
+            first, oldest, next_one, *others = states
+            states = (first, oldest + next_one, *others)
+        return states
+
+
+__all__ = ["DCA", "DCAFields"]

@@ -1,0 +1,138 @@
+"""Gated Residual (arXiv 2608.30320, Qwen3.8): n streams, a gate for each channel of a read, and one for each write.
+
+    R_j = (1 + g_j) * N(X_j)                                  N the sublayer's norm
+    input  h = mean_j 2 sigmoid(W_u silu(W_d vec(R) / n))_j * R_j
+    output X_j <- X_j + 2 sigmoid(W_w vec(R) / n)_j f(h)
+
+The streams X `[n, hidden]` begin as n copies of the embedding, and are never mixed. A read takes the place of the norm
+in front of its sublayer. The model's output reads likewise, but before the final norm, which the backbone applies:
+
+    output  mean_j 2 sigmoid(W_u silu(W_d vec(X (1 + g)) / n))_j * (1 + g_j) X_j, where vec(X (1 + g)) is normed
+
+`W_u` and `W_w` start at zero. The `g_j` start apart, at 1/2, -1/2, 1/4, -1/4, ..., with a sum of zero: the model is then
+the standard one up to rounding. If they were equal, the streams would stay equal for ever. (The published model norms
+each stream without the sublayer's weight, and starts at random; weights of its norms are `2 w (1 + g_j)` here.)
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers import initialization as init
+
+from .functional_attnres import inverse_rms
+from .residual_attnres import DepthState, field_defaults, require
+from .streams_attnres import ResidualStreams, StreamFields, require_integer, wide
+
+
+class GatedResidualFields(StreamFields):
+    """Configuration fields of `residual_connection="gated_residual"`."""
+
+    gated_residual_rank: int | None = None
+    """Rank of the read's gate, at least 1; by default an eighth of `hidden_size`."""
+
+
+class GatedResidual(ResidualStreams):
+    """Gated Residual. State: a tuple of the streams `[batch, seq, n, hidden]` and, from a read to its write, its gates.
+
+    Tensors: `gain` `[n, hidden]` holds the `g_j`; `down` `[rank, n hidden]` is `W_d`, `up` `[n hidden, rank]` is `W_u`,
+    and `weight` `[n, n hidden]` is `W_w`, which the output lacks.
+    """
+
+    name = "gated_residual"
+    title = "Gated Residual"
+    fields = field_defaults(GatedResidualFields)
+    takes_norm = True
+
+    def __init__(self, config: PreTrainedConfig, sublayer: int):
+        super().__init__(config, sublayer)
+        if self.is_output:  # unlike other connections with streams, it has tensors
+            self.add_tensors(config)
+            self.weight = None
+            self.reset_parameters()
+
+    @classmethod
+    def check(cls, config: PreTrainedConfig) -> None:
+        """Check the fields, and that sublayers begin with a norm; see [`ResidualConnection.check`]."""
+        super().check(config)
+        if config.gated_residual_rank is not None:
+            require_integer(config, "gated_residual_rank", 1, max(config.hidden_size, 1))
+        has_norms = all("norm" in (sublayer.first or "") for sublayer in config.sublayers)
+        allowed = f"another one: the sublayers of {config.backbone!r} do not begin with a norm"
+        require(config, "residual_connection", has_norms, allowed)
+
+    @classmethod
+    def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> str | None:
+        """Return a reason if a gate depends on the tokens, or the mean of the gains is not 1; see the base class."""
+        for name, tensor in tensors.items():
+            if name.endswith((".up", ".weight")) and tensor.count_nonzero():
+                return f"`{name}` is not zero: its gates depend on the tokens"
+            if name.endswith(".gain") and tensor.sum(0).count_nonzero():
+                return f"`{name}` is trained: its streams have other weights"
+        return None
+
+    def add_tensors(self, config: PreTrainedConfig) -> None:
+        """Register `gain`, `down`, `up` and `weight`."""
+        n, hidden = self.streams, config.hidden_size
+        rank = config.gated_residual_rank or max(hidden // 8, 1)
+        self.std = getattr(config, "initializer_range", 0.02)
+        self.gain = nn.Parameter(torch.zeros(n, hidden))
+        self.down = nn.Parameter(torch.zeros(rank, n * hidden))
+        self.up = nn.Parameter(torch.zeros(n * hidden, rank))
+        self.weight = nn.Parameter(torch.zeros(n, n * hidden))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw `W_d` at random, set the other matrices to zero, and the gains apart with a sum of zero."""
+        init.normal_(self.down, std=self.std)
+        init.zeros_(self.up)
+        if self.weight is not None:
+            init.zeros_(self.weight)
+        # An odd stream stays at zero.
+        start = [sign * 2.0 ** -(1 + pair) for pair in range(self.streams // 2) for sign in (1, -1)]
+        start += [0.0] * (self.streams % 2)
+        column = torch.tensor(start, dtype=self.gain.dtype, device=self.gain.device)
+        init.copy_(self.gain, column.unsqueeze(-1).expand_as(self.gain))
+
+    def forward(self, state: DepthState, norm: Any = None) -> tuple[Tensor, Any, DepthState]:
+        """Read the normed input; see the base class."""
+        streams = self.expand(state)[0]
+        inputs, state = self.mix((streams,), self.coefficients((streams,), norm))
+        return inputs, None, state
+
+    def coefficients(self, state: DepthState, norm: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, ...]:
+        """Compute the factors `[batch, seq, n, hidden]` of the streams in the input, and the write's gates.
+
+        Args:
+            state: the state before the read.
+            norm: the norm of the sublayer; `None` for the output, whose norm the model applies.
+        """
+        streams = self.expand(state)[0]
+        dtype = wide(streams)
+        if norm is None:
+            # The output reads the raw streams; only its gates see normed ones.
+            factors = (1 + self.gain.to(dtype)).expand(*streams.shape[:-2], -1, -1)
+            seen = streams * inverse_rms(streams, self.eps, dtype).unsqueeze(-1)
+        else:
+            normed = norm(streams)
+            # The norm as a factor, so that a read is linear in the streams. Where a stream is zero, so is the norm.
+            factors = torch.where(streams == 0, 0, normed.to(dtype) / streams.to(dtype)) * (1 + self.gain.to(dtype))
+            seen = normed
+        seen = (seen * (1 + self.gain.to(seen.dtype))).flatten(-2).to(self.down.dtype) / self.streams
+        gate = F.linear(F.silu(F.linear(seen, self.down)), self.up).unflatten(-1, (self.streams, -1))
+        factors = factors * (2 * gate.to(dtype).sigmoid()) / self.streams
+        if self.weight is None:
+            return (factors,)
+        return factors, 2 * F.linear(seen, self.weight).to(dtype).sigmoid()
+
+    def mix(self, state: DepthState, coefficients: tuple[Tensor, ...]) -> tuple[Tensor, DepthState]:
+        """Return the input `[batch, seq, hidden]`, and the streams with the write's gates."""
+        streams = self.expand(state)[0]
+        factors, *gates = coefficients
+        return (factors * streams).sum(-2).to(streams.dtype), (streams, *gates)
+
+
+__all__ = ["GatedResidual", "GatedResidualFields"]
