@@ -9,9 +9,9 @@ in front of its sublayer. The model's output reads likewise, but before the fina
 
     output  mean_j 2 sigmoid(W_u silu(W_d vec(X (1 + g)) / n))_j * (1 + g_j) X_j, where vec(X (1 + g)) is normed
 
-`W_u` and `W_w` start at zero. The `g_j` start apart, at 1/2, -1/2, 1/4, -1/4, ..., with a sum of zero: the model is then
-the standard one up to rounding. If they were equal, the streams would stay equal for ever. (The published model norms
-each stream without the sublayer's weight, and starts at random; weights of its norms are `2 w (1 + g_j)` here.)
+`W_u` and `W_w` start at zero. The `g_j` start apart, at 1/2, -1/2, 1/4, -1/4, ..., with a sum of zero: the model is
+then the standard one up to rounding. If they were equal, the streams would stay equal for ever. (The published model
+norms each stream by itself, without the sublayer's weight, and starts at random.)
 """
 
 from collections.abc import Callable, Mapping

@@ -22,6 +22,9 @@ CASES = {
     "attn_res": ("attn_res", {"block_size": 3}, (r"mlp_res_proj.weight", "trained pseudo-query")),
     "denseformer": ("denseformer", {}, (r"self_attention_res_proj.weight", "is trained: it averages earlier layers")),
     "muddformer": ("muddformer", {}, (r"self_attention_res_proj.up", "weights depend on the tokens")),
+    "dca": ("dca", {"dca_window": 3}, (r"mlp_res_proj.bias", "outputs have other weights")),
+    "laurel": ("laurel", {"laurel_rank": 4}, (r"mlp_res_proj.weights", "stream and output have other weights")),
+    "gated_residual, 3": ("gated_residual", {"streams": 3}, (r"mlp_res_proj.up", "gates depend on the tokens")),
     "residual_scalars": ("residual_scalars", {}, (r"self_attention_res_proj.stream", "scales the stream")),
     "scaled": ("scaled", {"scaled_form": "shifted"}, (r"mlp_res_proj.shift", "or it shifts the stream")),
     "frac_connections": (
