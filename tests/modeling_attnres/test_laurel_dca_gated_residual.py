@@ -1,4 +1,4 @@
-"""LAuReL, DCA and Gated Residual: reads recomputed from the outputs of sublayers, start, derivatives, refused values."""
+"""LAuReL, DCA and Gated Residual: reads recomputed from the outputs of sublayers, start, derivatives, bad values."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def laurel_recurrence(connections: list[LAuReL]):
 
 
 def dca_sums(connections: list[DCA], window: int | None):
-    """Return `read`: the sum of `(b + s relu(w . N(x))) x` over the embedding, the sum of old outputs, and the latest."""
+    """Return `read`: sums of `(b + s relu(w . N(x))) x` over the embedding, the sum of old outputs, and the latest."""
 
     def read(v: list[Tensor]) -> Tensor:
         c = connections[len(v) - 1]
