@@ -35,11 +35,11 @@ from .standard_attnres import StandardResidual
 
 # The connections by name; the first is the default. `register` adds others at run time.
 _AVERAGES = DenseFormer, MUDDFormer, DCA
-_ONE_STREAM = ResidualScalars, Scaled, LAuReL, FracConnections, Highway, PostNorm
+_ONE_STREAM = ResidualScalars, Scaled, LAuReL, FracConnections, Highway
 _STREAMS = HyperConnections, IdentityHyperConnections, MHC, MHCLite, GatedResidual
 CONNECTIONS: dict[str, type[ResidualConnection]] = {
     connection.name: connection
-    for connection in (SwitchedAttnRes, StandardResidual, *_AVERAGES, *_STREAMS, *_ONE_STREAM)
+    for connection in (SwitchedAttnRes, StandardResidual, *_AVERAGES, *_ONE_STREAM, *_STREAMS, PostNorm)
 }
 
 

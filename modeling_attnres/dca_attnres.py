@@ -34,7 +34,7 @@ class DCA(ResidualConnection):
     """DCA's weighted sums. State: the embedding, then the outputs or, with a window, the sum of older ones before them.
 
     Each is `[batch, seq, hidden]`. Tensors, for n tensors in the state: `bias` `[n, hidden]` is `b - 1`, `weight`
-    `[hidden]` is `w`, and `scale` `[1]` is `s`. The first sublayer has none.
+    `[1, hidden]` is `w`, and `scale` `[1]` is `s`. The first sublayer has none.
     """
 
     name = "dca"
@@ -49,7 +49,7 @@ class DCA(ResidualConnection):
         if sublayer > 0:
             count = sublayer + 1 if self.window is None else min(sublayer, self.window + 1) + 1
             self.bias = nn.Parameter(torch.zeros(count, config.hidden_size))
-            self.weight = nn.Parameter(torch.zeros(config.hidden_size))
+            self.weight = nn.Parameter(torch.zeros(1, config.hidden_size))
             self.scale = nn.Parameter(torch.zeros(1))
             self.reset_parameters()
 
@@ -80,7 +80,7 @@ class DCA(ResidualConnection):
         """Draw `w` at random, and set the other tensors to the start of the standard residual."""
         if self.bias is not None:
             init.zeros_(self.bias)
-            init.normal_(self.weight, std=self.weight.shape[0] ** -0.5)
+            init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
             init.zeros_(self.scale)
 
     def coefficients(self, state: DepthState, norm: None = None) -> tuple[Tensor, ...] | None:
@@ -90,7 +90,9 @@ class DCA(ResidualConnection):
         dtype = wide(state[-1])
         weight, scale = self.weight.to(dtype), self.scale.to(dtype)
         return tuple(
-            scale * ((x.to(dtype) @ weight) * inverse_rms(x, self.eps, dtype)).relu().unsqueeze(-1) for x in state
+            # Not a product of matrix and vector, whose rounding depends on where they lie in memory.
+            scale * ((x * weight).sum(-1) * inverse_rms(x, self.eps, dtype)).relu().unsqueeze(-1)
+            for x in state
         )
 
     def mix(self, state: DepthState, coefficients: tuple[Tensor, ...] | None) -> tuple[Tensor, DepthState]:

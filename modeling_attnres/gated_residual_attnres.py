@@ -15,7 +15,6 @@ norms each stream by itself, without the sublayer's weight, and starts at random
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -97,36 +96,49 @@ class GatedResidual(ResidualStreams):
         column = torch.tensor(start, dtype=self.gain.dtype, device=self.gain.device)
         init.copy_(self.gain, column.unsqueeze(-1).expand_as(self.gain))
 
-    def forward(self, state: DepthState, norm: Any = None) -> tuple[Tensor, Any, DepthState]:
-        """Read the normed input; see the base class."""
-        streams = self.expand(state)[0]
-        inputs, state = self.mix((streams,), self.coefficients((streams,), norm))
-        return inputs, None, state
-
-    def coefficients(self, state: DepthState, norm: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, ...]:
-        """Compute the factors `[batch, seq, n, hidden]` of the streams in the input, and the write's gates.
+    def forward(
+        self, state: DepthState, norm: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, None, DepthState]:
+        """Read the normed input.
 
         Args:
             state: the state before the read.
             norm: the norm of the sublayer; `None` for the output, whose norm the model applies.
+
+        Returns:
+            The input `[batch, seq, hidden]`, no depth weights, and the streams with the write's gates.
         """
         streams = self.expand(state)[0]
-        dtype = wide(streams)
-        if norm is None:
-            # The output reads the raw streams; only its gates see normed ones.
-            factors = (1 + self.gain.to(dtype)).expand(*streams.shape[:-2], -1, -1)
-            seen = streams * inverse_rms(streams, self.eps, dtype).unsqueeze(-1)
-        else:
-            normed = norm(streams)
-            # The norm as a factor, so that a read is linear in the streams. Where a stream is zero, so is the norm.
-            factors = torch.where(streams == 0, 0, normed.to(dtype) / streams.to(dtype)) * (1 + self.gain.to(dtype))
-            seen = normed
-        seen = (seen * (1 + self.gain.to(seen.dtype))).flatten(-2).to(self.down.dtype) / self.streams
-        gate = F.linear(F.silu(F.linear(seen, self.down)), self.up).unflatten(-1, (self.streams, -1))
-        factors = factors * (2 * gate.to(dtype).sigmoid()) / self.streams
+        sources = streams if norm is None else norm(streams)
+        gates, *writes = self._gates(streams, sources)
+        inputs = (gates * sources).sum(-2).to(streams.dtype)
+        return inputs, None, (streams, *writes)
+
+    def _gates(self, streams: Tensor, sources: Tensor) -> tuple[Tensor, ...]:
+        """Compute the factors `[batch, seq, n, hidden]` of the sources in the input, and the write's gates.
+
+        Args:
+            streams: `[batch, seq, n, hidden]`.
+            sources: the normed streams or, at the output, the streams.
+        """
+        dtype, gain = wide(streams), 1 + self.gain.to(wide(streams))
+        # At the output, the gates still see normed streams.
+        normed = streams * inverse_rms(streams, self.eps, dtype).unsqueeze(-1) if sources is streams else sources
+        seen = (gain * normed).flatten(-2).to(self.down.dtype) / self.streams
+        gates = F.linear(F.silu(F.linear(seen, self.down)), self.up).unflatten(-1, (self.streams, -1))
+        factors = gain * (2 / self.streams * gates.to(dtype).sigmoid())
         if self.weight is None:
             return (factors,)
         return factors, 2 * F.linear(seen, self.weight).to(dtype).sigmoid()
+
+    def coefficients(self, state: DepthState, norm: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, ...]:
+        """Compute the factors `[batch, seq, n, hidden]` of the streams in the input, and the write's gates."""
+        streams = self.expand(state)[0]
+        sources = streams if norm is None else norm(streams)
+        factors, *writes = self._gates(streams, sources)
+        if norm is not None:
+            factors = factors * torch.where(streams == 0, 0, sources / streams)  # the norm as a factor
+        return factors, *writes
 
     def mix(self, state: DepthState, coefficients: tuple[Tensor, ...]) -> tuple[Tensor, DepthState]:
         """Return the input `[batch, seq, hidden]`, and the streams with the write's gates."""

@@ -23,7 +23,7 @@ CASES = {
     "denseformer": ("denseformer", {}, (r"self_attention_res_proj.weight", "is trained: it averages earlier layers")),
     "muddformer": ("muddformer", {}, (r"self_attention_res_proj.up", "weights depend on the tokens")),
     "dca": ("dca", {"dca_window": 3}, (r"mlp_res_proj.bias", "outputs have other weights")),
-    "laurel": ("laurel", {"laurel_rank": 4}, (r"mlp_res_proj.weights", "stream and output have other weights")),
+    "laurel": ("laurel", {"laurel_rank": 4}, (r"mlp_res_proj.up", "a map of the stream is added")),
     "gated_residual, 3": ("gated_residual", {"streams": 3}, (r"mlp_res_proj.up", "gates depend on the tokens")),
     "residual_scalars": ("residual_scalars", {}, (r"self_attention_res_proj.stream", "scales the stream")),
     "scaled": ("scaled", {"scaled_form": "shifted"}, (r"mlp_res_proj.shift", "or it shifts the stream")),

@@ -132,11 +132,15 @@ def test_loss_and_gradients_in_half_precision_are_about_the_same(backbones, case
 @every_model
 def test_hidden_states_are_the_inputs_of_the_layers_and_the_normed_output(backbones, case, connection):
     model, token_ids, inputs = build(backbones, case, connection), backbones.token_ids(), []
-    for norm in (*(layer.input_layernorm for layer in model.model.layers), model.model.norm):
-        if connection == "post_norm" and norm is not model.model.norm:  # the stream itself is normed
-            norm.register_forward_hook(lambda _, args, output: inputs.append(output))
-        else:
-            norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    if model.config.connection.takes_norm:  # what a read returns is normed
+        for layer in model.model.layers:
+            layer.self_attn.register_forward_pre_hook(
+                lambda _, args, kwargs: inputs.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+            )
+    else:
+        for layer in model.model.layers:
+            layer.input_layernorm.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    model.model.norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     outputs = model(token_ids, output_hidden_states=True)
     inputs = inputs[: len(model.model.layers) + 1]
     assert len(outputs.hidden_states) == len(inputs)
