@@ -165,8 +165,8 @@ def test_a_model_made_under_another_default_dtype_starts_as_the_standard_model(b
         assert {tensor.dtype for tensor in residual_tensors(model).values()} <= {own}
         model.load_state_dict(backbones.build(case).state_dict(), strict=False)
         logits.append(model.float().eval()(backbones.token_ids()).logits)
-    # Sums of blocks are rounded in another order.
-    assert difference(*logits) < (1e-5 if connection in FORMS else 1e-6)
+    # Sums of blocks, and of streams with different gains, are rounded in another order.
+    assert difference(*logits) < (1e-5 if connection in (*FORMS, "gated_residual") else 1e-6)
 
 
 @every_model
@@ -183,7 +183,8 @@ def test_a_model_materialised_from_the_meta_device_has_its_initial_values(backbo
     start = residual_tensors(expected)
     for name, tensor in residual_tensors(model).items():
         if tensor.ndim == 2 and start[name].any():  # drawn at random
-            assert (tensor.std() / start[name].std()).item() == pytest.approx(1, rel=0.25), name
+            rel = 4 * tensor.numel() ** -0.5  # two deviations of n numbers differ by about n^(-1/2)
+            assert (tensor.std() / start[name].std()).item() == pytest.approx(1, rel=max(rel, 0.1)), name
         else:
             assert torch.equal(tensor, start[name]), name
 

@@ -117,7 +117,7 @@ def test_gated_streams_are_read_and_written_by_the_equation(backbones, case, str
 def test_a_model_starts_as_the_standard_model_and_learns(backbones, name, fields):
     model, token_ids = build_start(backbones, "llama", name, **fields), backbones.token_ids()
     with torch.no_grad():
-        assert difference(model(token_ids).logits, backbones.build("llama")(token_ids).logits) < 1e-6
+        assert difference(model(token_ids).logits, backbones.build("llama")(token_ids).logits) < 1e-5
     loss_of(model, token_ids).backward()
     later = {"laurel": (".down",), "dca": (".weight",), "gated_residual": (".down",)}[name]  # zero factors hide them
     for key, tensor in residual_tensors(model).items():
