@@ -122,7 +122,7 @@ def plan_publication(
         parameters=_count(checkpoint, config),
         code=[name for name in files if name.endswith(".py")],
         has_tokenizer=any(name in files for name in TOKENIZER_FILES),
-        layout=kimi_k3.describe_layout(config, checkpoint) if isinstance(config, AttnResKimiK3Config) else None,
+        layout=kimi_k3.describe_layout(config, checkpoint),
     )
     publication = Publication(files, left_out, card if card is not None else new_card(), subject)
     try:  # damaged metadata is found before anything is uploaded

@@ -20,6 +20,7 @@ from transformers.utils import CONFIG_NAME
 from attnres.attention_gate_attnres import gate_tensors
 from attnres.loading_attnres import check_added, check_shapes
 from attnres.residual_attnres import residual_tensors
+from attnres.utils.memory import free_memory
 from attnres.utils.wording import counted
 
 from .checkpoint import DTYPES, Checkpoint, find, read_headers, show_bytes
@@ -67,9 +68,7 @@ def check_memory(needed: int, subject: str, remedy: str) -> None:
     Raises:
         ValueError: Fewer bytes are free.
     """
-    import psutil  # here, for `retrofit` needs no more than torch and transformers
-
-    free = psutil.virtual_memory().available
+    free = free_memory()
     if needed > free:
         raise ValueError(f"{subject} take {show_bytes(needed)} of memory, but {show_bytes(free)} are free. {remedy}")
 
