@@ -22,6 +22,7 @@ FAMILY = {
         "decoder",
         "delta_attention",
         "documents",
+        "experts",
         "functional",
         "loading",
         "modeling",
