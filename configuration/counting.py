@@ -2,8 +2,8 @@
 
     activated = all - (1 - top_k / experts) * (parameters of the routed experts)
 
-Training builds the same model, so the counts cannot differ from the code. They are those of the tensors that a checkpoint
-stores: the routing biases of Kimi Linear and Kimi K3 count, which are buffers here and parameters in the releases.
+Training builds the same model, so the counts cannot differ from the code. They count what a checkpoint stores. That
+includes the routing biases of Kimi Linear and Kimi K3, which are buffers here and parameters in the releases.
 """
 
 from collections.abc import Iterable
