@@ -317,9 +317,9 @@ class AttnResKimiK3Config(AttnResConfig):
         if "attn_res_block_size" in changed and fields.get("residual_connection") == "standard":
             changed.add("residual_connection")
         per_token = fields.get("num_experts_per_token", fields.get("num_experts_per_tok"))
-        if "num_local_experts" in changed and per_token == 0:
+        if "num_experts" in changed and per_token == 0:
             # `to_dict` writes these two without experts. With experts, the defaults hold.
-            changed |= {"num_experts_per_tok", "first_k_dense_replace"}
+            changed |= {"num_experts_per_token", "first_k_dense_replace"}
         kept = {name: value for name, value in fields.items() if cls.attribute_map.get(name, name) not in changed}
         return kept | dict(changes)
 

@@ -389,7 +389,7 @@ def test_an_unknown_implementation_is_refused_in_one_line(backbones, tmp_path, v
     ids=["float32", "bfloat16", "float64"],
 )
 def test_experts_that_the_default_product_does_not_take_are_named_with_the_remedy(name, fields, dtype):
-    config = load(name, vocab_size=64, num_hidden_layers=2, **fields)
+    config = load(name, vocab_size=64, num_hidden_layers=4, **fields)
     model, ids = AutoModelForCausalLM.from_config(config).to(dtype), torch.tensor([[5, 6, 7]])
     with pytest.raises(ValueError, match=rf"the experts' weights of shape .* {dtype} .*experts_implementation='eager'"):
         model(ids)
@@ -398,7 +398,7 @@ def test_experts_that_the_default_product_does_not_take_are_named_with_the_remed
 
 
 def test_other_errors_of_a_model_with_experts_stay_as_they_are():
-    model = AutoModelForCausalLM.from_config(load("attnres-tiny", vocab_size=64, num_hidden_layers=2))
+    model = AutoModelForCausalLM.from_config(load("attnres-tiny", vocab_size=64, num_hidden_layers=4))
     experts = model.model.layers[1].mlp.experts
     experts.down_proj = nn.Parameter(experts.down_proj[:, :, :-4])
     with pytest.raises(RuntimeError) as error:
