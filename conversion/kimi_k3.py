@@ -30,20 +30,25 @@ _PACKED, _SCALE = "_packed", "_scale"
 _OF_TRAINING = re.compile(r"\.forget_gate\.|\.experts\.(gate_up|down)_proj$|\.self_attn\.conv1d\.")
 
 
-def refuse_disguised(folder: Path, source: Any) -> None:
-    """Raise ValueError if a directory holds Kimi K3, but the Auto classes would build another model from it.
+def check_kimi_k3(folder: Path, source: Any) -> None:
+    """Raise ValueError if a directory holds Kimi K3 with a wrong field, or the Auto classes would build another model.
 
     Args:
         folder: The directory, which has a `config.json`.
         source: The directory or Hub id as the user gave it, for the message.
     """
     fields = read_object(folder / CONFIG_NAME)
-    if fields.get("model_type") != AttnResKimiK3Config.model_type and is_kimi_k3(fields):
+    if not is_kimi_k3(fields):
+        return
+    if fields.get("model_type") != AttnResKimiK3Config.model_type:
         raise ValueError(
             f"{source} holds Kimi K3, but its {CONFIG_NAME} names the model type {fields.get('model_type')!r}, under "
             f"which transformers would build another model. `attnres convert {source} OUT` writes a directory that "
             "loads as Kimi K3."
         )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of unknown fields that are kept; loading warns of them
+        read_kimi_k3_config(folder / CONFIG_NAME)
 
 
 def read_kimi_k3_config(path: Path) -> AttnResKimiK3Config:
@@ -171,6 +176,7 @@ def model_class(with_head: bool) -> type[AttnResKimiK3Model] | type[AttnResKimiK
 
 
 __all__ = [
+    "check_kimi_k3",
     "count_parameters",
     "describe_layout",
     "has_head",
@@ -178,6 +184,5 @@ __all__ = [
     "is_released",
     "model_class",
     "read_kimi_k3_config",
-    "refuse_disguised",
     "unused_tensors",
 ]

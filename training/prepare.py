@@ -181,6 +181,8 @@ def check_model_config(recipe: Recipe, name: str, tokenizer: PreTrainedTokenizer
             with explain_missing("model", recipe.model):
                 config = AutoConfig.from_pretrained(recipe.model, trust_remote_code=False, **recipe.config)
     except (StrictDataclassError, TypeError, ValueError) as error:
+        if not recipe.config:
+            raise ValueError(f"the configuration of {recipe.model} cannot be used: {error}") from error
         raise ValueError(f"`config` of the recipe does not fit {recipe.model}: {error}") from error
     if recipe.model in names():
         _check_memory(recipe, config)
