@@ -54,7 +54,7 @@ def run_well(*arguments: str | Path) -> Run:
     return run
 
 
-@pytest.mark.parametrize("command", ["inspect", "push", "finetune", "lora", "eval"])
+@pytest.mark.parametrize("command", ["inspect", "push", "finetune", "lora"])
 def test_a_text_model_that_names_kimi_linear_is_refused_with_the_remedy(folder, tmp_path, command):
     source, out = folder / "text", tmp_path / "out"
     arguments = {
@@ -62,13 +62,12 @@ def test_a_text_model_that_names_kimi_linear_is_refused_with_the_remedy(folder, 
         "push": ("push", source, "me/model", "--dry-run"),
         "finetune": ("train", "finetune", f"model={source}", f"train={folder / 'text.txt'}", f"out={out}", *SHORT),
         "lora": ("train", "lora", f"model={source}", f"train={folder / 'text.txt'}", f"out={out}", *SHORT),
-        "eval": ("eval", source, "--out", out, "--tasks", "hellaswag"),
     }
     line = run_attnres(*arguments[command]).error
     assert "holds Kimi K3" in line and f"`attnres convert {source} OUT`" in line
 
 
-@pytest.mark.parametrize("command", ["inspect", "push", "finetune", "eval"])
+@pytest.mark.parametrize("command", ["inspect", "push", "finetune"])
 def test_a_wrong_field_of_a_release_is_named_with_its_file(folder, tmp_path, command):
     source, out = tmp_path / "release", tmp_path / "out"
     release.write(source, release.text_fields(moe_magic=3), release.random_tensors(release.text_fields()))
@@ -76,7 +75,6 @@ def test_a_wrong_field_of_a_release_is_named_with_its_file(folder, tmp_path, com
         "inspect": ("inspect", source, "--out", out, "--text", folder / "text.txt"),
         "push": ("push", source, "me/model", "--dry-run"),
         "finetune": ("train", "finetune", f"model={source}", f"train={folder / 'text.txt'}", f"out={out}", *SHORT),
-        "eval": ("eval", source, "--out", out, "--tasks", "hellaswag"),
     }
     assert run_attnres(*arguments[command]).error.startswith(
         f"{source / 'config.json'} cannot be used: `moe_magic` (3)"
@@ -87,9 +85,11 @@ def test_a_publication_of_a_release_without_its_code_names_the_conversion(folder
     assert f"`attnres convert {folder / 'packed'} OUT`" in run_attnres("push", folder / "packed", "me/model").error
 
 
-def test_an_evaluation_refuses_a_text_model_that_names_kimi_linear(folder):
+def test_an_evaluation_refuses_a_text_model_that_names_kimi_linear(folder, assets, tmp_path):
     with pytest.raises(ValueError, match=r"holds Kimi K3.*attnres convert"):
         CorrectedHFLM(pretrained=str(folder / "text"), device="cpu")
+    data = ("--data", assets / "hub", "--tasks", "hellaswag")
+    assert "holds Kimi K3" in run_attnres("eval", folder / "text", "--out", tmp_path, *data).error
 
 
 def test_an_evaluation_loads_packed_weights(folder):
