@@ -66,7 +66,7 @@ class KimiK3Plan(Plan):
 
     @property
     def title(self) -> str:
-        """What the conversion makes; see the base class."""
+        """The kind of the result; see the base class."""
         packed = ", experts packed as MXFP4" if is_packed(self.checkpoint) else ""
         return f"Kimi K3 for the Auto classes (every tensor byte for byte{packed})"
 
@@ -95,7 +95,7 @@ class KimiK3Plan(Plan):
         return [*sources]
 
     def write_configuration(self, target: Path) -> None:
-        """Write `config.json`, what undoes the conversion, and the code that loads the result; see the base class."""
+        """Write `config.json`, the record for a conversion back, and the code; see the base class."""
         for name, text in self.texts.items():
             (target / name).write_text(text, encoding="utf-8")
         if not self.is_release:
@@ -223,7 +223,7 @@ def _loadable_config(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_record(folder: Path, has_new_prefix: bool) -> str:
-    """Return the content of the file `_RECORD`: what a conversion back needs.
+    """Return the content of the file `_RECORD`, by which a conversion back restores `config.json` and names.
 
     Args:
         folder: The source's directory.

@@ -1,4 +1,4 @@
-"""The plan of a conversion: the source, and all that the result has or lacks in comparison.
+"""The plan of a conversion: the source, and how the result differs from it.
 
 `convert.py` writes any plan. A kind of model with a layout of its own has a subclass, which overrides how the result is
 named, checked and described.
@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def title(self) -> str:
-        """What the conversion makes, for the model card."""
+        """The kind of the result, for the model card."""
         return "Retrofit" if self.added else "Other options for the residual connections"
 
     @property
