@@ -3,7 +3,6 @@
 The result gets its name only at the end, so a failed or interrupted conversion leaves nothing behind.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,12 +10,13 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from attnres import AttnResKimiK3Config, ResidualConfig
+from attnres import ResidualConfig
 from attnres.commands.connections import remark_on_blocks
 from attnres.conversion.cards import CardSubject, add_step, linked, new_card, on_hub, write_card
-from attnres.conversion.checkpoint import find, open_checkpoint, show_bytes
-from attnres.conversion.convert import Plan, plan_kimi_k3, plan_release, write
-from attnres.conversion.kimi_k3 import count_parameters, describe_layout, is_packed, model_class, refuse_options
+from attnres.conversion.checkpoint import find, show_bytes
+from attnres.conversion.convert import write
+from attnres.conversion.convert_kimi_k3 import plan_kimi_k3
+from attnres.conversion.plan import Plan
 from attnres.conversion.side_files import TOKENIZER_FILES
 from attnres.conversion.source import ConversionSource, open_source
 from attnres.conversion.verify import MAX_CHARACTERS, PROMPTS, FunctionComparison, compare, missing_memory
@@ -75,13 +75,9 @@ def run_convert(
         with TemporaryDirectory(dir=stage) as scratch:
             with status(console, "Reading the checkpoint ..."):
                 opened = open_source(folder, Path(scratch))
-            refuse_options(flags, back, opened.config, folder)
-            if isinstance(opened.config, AttnResKimiK3Config):
-                make_plan = plan_kimi_k3 if back is None else plan_release
-            plan = make_plan(opened)
+            plan = plan_kimi_k3(opened, flags, back) or make_plan(opened)
             console.print(_describe(plan))
-            is_member = isinstance(plan.config, ResidualConfig)
-            if is_member and not plan.is_release and (remark := remark_on_blocks(plan.config, num_blocks)):
+            if plan.has_code and (remark := remark_on_blocks(plan.config, num_blocks)):
                 console.print(f"Note: {remark}")
             with _progress(console) as progress:
                 task = progress.add_task("linking" if hard_link else "copying", total=plan.num_bytes)
@@ -92,7 +88,7 @@ def run_convert(
             for note in notes:
                 console.print(shown(note))
         comparison = _verify(console, plan, stage, verify, texts)
-        if isinstance(plan.config, ResidualConfig) and not plan.is_release:
+        if plan.has_code:
             _write_card(plan, stage, source, target.name, comparison)
     console.print(f"Written to [bold]{shown(str(target))}[/].")
 
@@ -147,15 +143,9 @@ def _write_card(plan: Plan, stage: Path, source: str, name: str, comparison: Fun
     """Write the model card. If the source has a card of this package, add this conversion to it."""
     folder, config = plan.checkpoint.folder, plan.config
     hub_id, commit = on_hub(folder, source)
-    changed = "Retrofit" if plan.added else "Other options for the residual connections"
-    layout = None
-    if isinstance(config, AttnResKimiK3Config):
-        layout = describe_layout(config, open_checkpoint(stage, stage))
-        packed = ", experts packed as MXFP4" if is_packed(plan.checkpoint) else ""
-        changed = f"Kimi K3 for the Auto classes (every tensor byte for byte{packed})"
     gate = f", attention gated ({config.attention_gate})" if config.attention_gate else ""
     parts = [
-        f"**{changed}** of {linked(hub_id, str(folder), commit)} by `attnres convert`: "
+        f"**{plan.title}** of {linked(hub_id, str(folder), commit)} by `attnres convert`: "
         f"{config.connection.describe(config)}{gate}."
     ]
     if plan.added:
@@ -168,7 +158,7 @@ def _write_card(plan: Plan, stage: Path, source: str, name: str, comparison: Fun
         parts.append(f"The result computed the same function as its source: {comparison}.")
     step = " ".join(map(printable, parts))
     has_tokenizer = any((stage / file).exists() for file in TOKENIZER_FILES)
-    subject = CardSubject(config, stage, name, has_tokenizer=has_tokenizer, layout=layout)
+    subject = CardSubject(config, stage, name, has_tokenizer=has_tokenizer, layout=plan.describe_layout(stage))
     write_card(add_step(new_card(folder, hub_id), step), subject)
 
 
@@ -185,15 +175,12 @@ def _verify(
     if verify is None and getattr(plan.config, "quantization_config", None) is not None:
         console.print("Not verified: quantised weights need further packages. --verify compares nevertheless.")
         return None
-    is_kimi_k3 = isinstance(plan.config, AttnResKimiK3Config)
-    entries = plan.checkpoint.entries.values()
-    lacking = missing_memory(count_parameters(plan.config) if is_kimi_k3 else sum(math.prod(e.shape) for e in entries))
+    lacking = missing_memory(plan.num_values)
     if verify is None and lacking:
         console.print(f"Not verified: {show_bytes(lacking)} more memory is needed. --verify compares nevertheless.")
         return None
     with status(console, "Comparing the two models on text ..."):
-        by_class = model_class(plan.has_head) if is_kimi_k3 else None
-        comparison = compare(plan.checkpoint.folder, stage, texts, by_class)
+        comparison = compare(plan.checkpoint.folder, stage, texts, plan.model_class)
     label = "Verified" if comparison.is_same else "Not the same"
     without = f", without the {counted(len(plan.unread), 'tensor')} that no model reads" if plan.unread else ""
     console.print(f"{label}: {comparison}{without}")

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsed
 
 from attnres.conversion.checkpoint import find
 from attnres.conversion.tokenizers import load_tokenizer
+from attnres.conversion.whole import check_source_sizes
 from attnres.eval import sandbox
 from attnres.eval.failures import Failures, failure_lines
 from attnres.eval.hub_results import FOLDER, HubResults, make_results, write_results
@@ -60,8 +61,8 @@ def run_eval(options: EvalOptions) -> None:
     Raises:
         FileExistsError: `out` holds results of other settings, or of a benchmark that cannot be loaded now.
         OSError: A model does not exist.
-        ValueError: A model has no tokenizer, or a stored result is damaged or belongs to other prompts than the task
-            has now.
+        ValueError: A model has a wrong configuration or no tokenizer, or a stored result is damaged or belongs to other
+            prompts than the task has now.
         RuntimeError: The command runs in several processes, or some benchmarks have no result. The others are reported.
     """
     console = Console(soft_wrap=True, highlight=False)
@@ -69,7 +70,9 @@ def run_eval(options: EvalOptions) -> None:
         raise RuntimeError("attnres eval runs in one process. For several, use accelerate launch -m lm_eval.")
     folders = {name: find(name) for name in filter(None, (options.model, options.baseline))}
     for folder in folders.values():
-        load_tokenizer(folder)  # a model without a tokenizer must fail before any data is loaded
+        # A model with a wrong configuration or without a tokenizer must fail before any data is loaded.
+        check_source_sizes(folder)
+        load_tokenizer(folder)
     with _only_run(options.out), quiet_transformers():
         models = [
             EvaluatedModel(name, folders[name], ResultStore(options.out / role, _setup(name, folders[name], options)))

@@ -2,21 +2,25 @@
 
     activated = all - (1 - top_k / experts) * (parameters of the routed experts)
 
-Training builds the same model, so the counts cannot differ from the code.
+Training builds the same model, so the counts cannot differ from the code. They count what a checkpoint stores. That
+includes the routing biases of Kimi Linear and Kimi K3, which are buffers here and parameters in the releases.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Numbers of parameters of a causal language model. Buffers, such as a router's correction bias, do not count.
+    """Numbers of parameters of a causal language model, by what a checkpoint of it stores.
 
     Attributes:
-        total: All parameters, the AttnRes tensors included. Tied parameters count once.
+        total: All parameters, the AttnRes tensors included, and floating-point buffers that are saved, such as a
+            router's biases. Tied parameters count once.
         non_embedding: `total` without the token embedding and the output projection (`lm_head`).
         activated_non_embedding: The part of `non_embedding` that one token uses: `top_k` of the routed experts, and
             everything else, routers and shared experts included.
@@ -32,16 +36,18 @@ def count_parameters(config: PreTrainedConfig) -> ParameterCount:
 
     Args:
         config: A configuration of the family or of `transformers`.
+
+    Returns:
+        The counts. `total` is the number of values in the floating-point tensors of a checkpoint.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    # Tied parameters count once: `parameters()` of a model yields them once, and this is a set.
     embeddings = {*model.get_input_embeddings().parameters(), *model.get_output_embeddings().parameters()}
     # `MixtralExperts`, `KimiLinearExperts`, ...: one module holds all routed experts of a layer, stacked along axis 0.
     # Each model of `transformers` has its own class for it, and they have no common parent.
     routed_experts = [module for module in model.modules() if type(module).__name__.endswith("Experts")]
 
-    total = _size(model.parameters())
+    total = count_stored(model)
     non_embedding = total - _size(embeddings)
     idle = sum(
         _size(experts.parameters()) // experts.num_experts * (experts.num_experts - config.num_experts_per_tok)
@@ -50,8 +56,14 @@ def count_parameters(config: PreTrainedConfig) -> ParameterCount:
     return ParameterCount(total, non_embedding, non_embedding - idle)
 
 
-def _size(parameters) -> int:
-    return sum(parameter.numel() for parameter in parameters)
+def count_stored(model: nn.Module) -> int:
+    """Return the number of values in the floating-point tensors of a model's checkpoint; tied ones count once."""
+    # A set, since tied parameters have several names. `keep_vars` gives the parameters themselves for every name.
+    return _size({tensor for tensor in model.state_dict(keep_vars=True).values() if tensor.is_floating_point()})
 
 
-__all__ = ["ParameterCount", "count_parameters"]
+def _size(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+__all__ = ["ParameterCount", "count_parameters", "count_stored"]

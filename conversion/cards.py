@@ -278,7 +278,7 @@ def _facts(subject: CardSubject) -> dict[str, Any]:
         "generates": subject.auto_class == "AutoModelForCausalLM",
         "has_tokenizer": subject.has_tokenizer,
         "backbone": config.model_type if is_kimi_k3 else config.backbone,
-        "layout": subject.layout or (describe_layout(config) if is_kimi_k3 else None),
+        "layout": subject.layout or describe_layout(config),
         "connection": config.connection.describe(config),
         "is_of_the_paper": config.residual_connection == DEFAULT_CONNECTION,
         "is_served_by_vllm": config.backbone in _BY_VLLM and config.residual_connection == DEFAULT_CONNECTION,

@@ -332,7 +332,7 @@ def copy_shard(
     *,
     dropped: Collection[str] = (),
     unused: Collection[str] = (),
-    rename: Callable[[str], str] | None = None,
+    rename: Callable[[str], str] = str,
     on_bytes: Callable[[int], None] = lambda n: None,
     check: Callable[[torch.Tensor, Entry, Path], None] | None = None,
 ) -> None:
@@ -352,12 +352,13 @@ def copy_shard(
         OSError: The shard ends early, or the target cannot be written.
     """
     kept = [entry for entry in shard.entries if entry.name not in dropped]
+    keeps_header = len(kept) == len(shard.entries) and all(rename(entry.name) == entry.name for entry in kept)
     path = target or Path(os.devnull)
     with open(shard.path, "rb") as source, explain_writing(path), path.open("wb") as sink:
-        if len(kept) == len(shard.entries) and rename is None:
+        if keeps_header:
             sink.write(source.read(shard.data_start))
         else:
-            _write_header(sink, kept, shard.metadata, rename or str)
+            _write_header(sink, kept, shard.metadata, rename)
         for entry in kept:
             for chunk in _read(source, entry, shard.path):
                 if entry.name not in unused:

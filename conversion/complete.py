@@ -105,6 +105,11 @@ def empty_model(config: PreTrainedConfig, checkpoint: Checkpoint) -> PreTrainedM
         return AutoModel.from_config(config)
 
 
+def has_head(model: PreTrainedModel) -> bool:
+    """Return whether a model is a causal language model, not a decoder by itself."""
+    return model.get_output_embeddings() is not None
+
+
 def complete_model(
     checkpoint: Checkpoint,
     config: PreTrainedConfig,
@@ -141,7 +146,7 @@ def _check_complete(checkpoint: Checkpoint, model: PreTrainedModel, added: Colle
     entries, config = checkpoint.entries, model.config
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     unused = {name for name in entries if any(re.search(pattern, name) for pattern in ignored)}
-    if isinstance(config, AttnResKimiK3Config) and kimi_k3.has_published_names(checkpoint):
+    if kimi_k3.is_released(checkpoint, config):
         return kimi_k3.unused_tensors(checkpoint, config)
     _check_present(checkpoint, set(residual_tensors(model)) - entries.keys() - set(added))
     # Quantised weights have other names and shapes than their model's: their quantiser checks them.
@@ -170,7 +175,7 @@ def loading_report(
     Raises:
         FileNotFoundError, RuntimeError: Tensors that `transformers` merges or splits do not fit each other.
     """
-    if isinstance(model.config, AttnResKimiK3Config) and kimi_k3.has_published_names(checkpoint):
+    if kimi_k3.is_released(checkpoint, model.config):
         unused = kimi_k3.unused_tensors(checkpoint, model.config)  # raises if a tensor is missing or misshapen
         return {"missing_keys": set(), "mismatched_keys": set(), "unexpected_keys": unused}
     _check_experts(checkpoint)
@@ -234,4 +239,4 @@ def _check_experts(checkpoint: Checkpoint) -> None:
             check_shapes(wrong, checkpoint.file_of(min(wrong)[0]))
 
 
-__all__ = ["complete_model", "empty_model", "explain_config", "loading_report", "read_config"]
+__all__ = ["complete_model", "empty_model", "explain_config", "has_head", "loading_report", "read_config"]

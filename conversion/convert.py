@@ -1,90 +1,35 @@
 """Convert checkpoint directories without loading their weights: retrofit, undo a retrofit, or change its options.
 
-Each conversion is a `Plan`: the source, the configuration of the result, the tensors to add and the tensors to leave
+Each conversion is a [`Plan`]: the source, the configuration of the result, the tensors to add and the tensors to leave
 out. `write` copies the shards byte for byte, and writes the added tensors into one more shard.
 """
 
-import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
-from transformers.dynamic_module_utils import custom_object_save
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import CONFIG_NAME
 
-from attnres import AttnResKimiK3Config, ResidualConfig
+from attnres import ResidualConfig
 from attnres.attention_gate_attnres import gate_tensors
-from attnres.decoder_attnres import auto_map
-from attnres.kimi_k3_layout_attnres import prefix_of
 from attnres.residual_attnres import ResidualConnection, residual_tensors
 
-from . import kimi_k3
 from .attention_gate import differs_from_ungated, is_gated
 from .checkpoint import DTYPES, Checkpoint, check_space, copy_shard, explain_writing
-from .complete import complete_model, explain_config
+from .complete import complete_model, explain_config, has_head
 from .family import DEFAULT_CONNECTION, added_tensors, backbone_config, retrofit_config, start_added
+from .plan import Plan
 from .side_files import copy_side_files
 from .source import ConversionSource
-from .source_files import read_object
-
-ADDED_SHARD = "model-residual.safetensors"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The result of a conversion before it is written.
-
-    Attributes:
-        checkpoint: The source's weights.
-        config: The result's configuration.
-        added: The tensors to write in addition, by name.
-        dropped: The names of the source's tensors to leave out.
-        unused: The names of the source's tensors that its model does not read. They may hold NaN.
-        difference: Why the result may compute another function than the source; None if it computes the same one.
-        has_head: Whether the model is a causal language model, not a decoder by itself.
-        rename: Returns the name of a tensor in the result. By default it keeps its name.
-        texts: The texts of files to write beside the weights. One is `config.json` if `config` is not to be saved.
-        is_release: Whether the result is a release of Kimi K3, which gets neither code nor card.
-        notes: Notes for the user.
-    """
-
-    checkpoint: Checkpoint
-    config: PreTrainedConfig
-    added: dict[str, Tensor] = field(default_factory=dict)
-    dropped: frozenset[str] = frozenset()
-    unused: frozenset[str] = frozenset()
-    difference: str | None = None
-    has_head: bool = True
-    rename: Callable[[str], str] | None = None
-    texts: Mapping[str, str] = field(default_factory=dict)
-    is_release: bool = False
-    notes: tuple[str, ...] = ()
-
-    @property
-    def unread(self) -> list[str]:
-        """The names of copied tensors that neither the source's model nor the result's reads.
-
-        They include tensors that lie in a file but not in the index.
-        """
-        held = {entry.name for shard in self.checkpoint.shards for entry in shard.entries}
-        return sorted((held - self.checkpoint.entries.keys()) | (self.unused - self.dropped))
-
-    @property
-    def num_bytes(self) -> int:
-        """The size in bytes of the tensors that are copied from the checkpoint."""
-        entries = (entry for shard in self.checkpoint.shards for entry in shard.entries)
-        return sum(entry.end - entry.start for entry in entries if entry.name not in self.dropped)
 
 
 def plan_retrofit(source: ConversionSource, residual: str = DEFAULT_CONNECTION, **options: Any) -> Plan:
@@ -118,7 +63,7 @@ def plan_retrofit(source: ConversionSource, residual: str = DEFAULT_CONNECTION, 
     # A standard member of the family may have kept trained tensors of connections, which it does not read.
     dropped = frozenset(added.keys() & checkpoint.entries)
     difference = config.connection.differs_from_standard(config, added)
-    return Plan(checkpoint, config, added, dropped, unused, difference, _has_head(model))
+    return Plan(checkpoint, config, added, dropped, unused, difference, has_head(model))
 
 
 def plan_standard(source: ConversionSource) -> Plan:
@@ -134,8 +79,8 @@ def plan_standard(source: ConversionSource) -> Plan:
     difference = config.connection.differs_from_standard(config, tensors) or differs_from_ungated(config, gates)
     if difference:
         raise ValueError(f"no standard decoder computes the same function: {difference}.")
-    dropped, has_head = frozenset(tensors | gates), _has_head(model)
-    return Plan(source.checkpoint, backbone_config(config), dropped=dropped, unused=unused, has_head=has_head)
+    dropped = frozenset(tensors | gates)
+    return Plan(source.checkpoint, backbone_config(config), dropped=dropped, unused=unused, has_head=has_head(model))
 
 
 def plan_change(source: ConversionSource, **options: Any) -> Plan:
@@ -160,69 +105,7 @@ def plan_change(source: ConversionSource, **options: Any) -> Plan:
         )
     connections = {name: module for name, module in model.named_modules() if isinstance(module, ResidualConnection)}
     config.connection.plan_change(config, connections, **options)
-    return Plan(source.checkpoint, config, unused=unused, has_head=_has_head(model))
-
-
-def plan_kimi_k3(source: ConversionSource) -> Plan:
-    """Plan to make a directory of a released Kimi K3 that the Auto classes load, with every tensor as it is.
-
-    A `config.json` of the text model alone becomes that of the composite model, whose tensors have a prefix.
-
-    Args:
-        source: Kimi K3, in any of the released layouts.
-
-    Raises:
-        OSError: A file is damaged.
-        ValueError: A tensor is missing, misshapen, or packed where it may not be.
-    """
-    checkpoint, config = source.checkpoint, deepcopy(source.config)
-    model, unused = complete_model(checkpoint, config)
-    has_prefix = bool(prefix_of(checkpoint.entries))
-    fields = kimi_k3.loadable_config(read_object(source.folder / CONFIG_NAME))
-    texts = {CONFIG_NAME: json.dumps(fields, indent=2, ensure_ascii=False) + "\n"}
-    if not checkpoint.is_temporary:  # otherwise the result has other tensors than the source
-        texts[kimi_k3.RECORD] = kimi_k3.make_record(source.folder, not has_prefix)
-    config.auto_map = fields["auto_map"]
-    rename = None if has_prefix else kimi_k3.add_prefix
-    return Plan(checkpoint, config, unused=unused, has_head=_has_head(model), rename=rename, texts=texts)
-
-
-def plan_release(source: ConversionSource) -> Plan:
-    """Plan to undo [`plan_kimi_k3`]: the released `config.json` and tensors, without the code of this package.
-
-    Where `config.json` was changed since, or there is no record of the released one, its present fields stay.
-
-    Args:
-        source: A directory of Kimi K3.
-
-    Raises:
-        OSError: A file is damaged.
-        ValueError: A tensor is missing, misshapen, or packed where it may not be.
-    """
-    checkpoint, config = source.checkpoint, deepcopy(source.config)
-    model, unused = complete_model(checkpoint, config)
-    path, rename = source.folder / CONFIG_NAME, None
-    record = kimi_k3.read_record(source.folder)
-    if record is None:
-        fields = read_object(path)
-        fields.pop("auto_map", None)
-        text = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
-        notes = [f"{path} is not that of a conversion, so its fields stay, without the code for the Auto classes."]
-    else:
-        text, prefix = record
-        rename = kimi_k3.remove_prefix if prefix else None
-        code = kimi_k3.left_code(json.loads(text), source.folder)
-        left = f"{CONFIG_NAME} refers to code that conversions leave out: {', '.join(code)}. The release has it."
-        notes = [left] if code else []
-    return Plan(
-        *(checkpoint, config),
-        unused=unused,
-        has_head=_has_head(model),
-        rename=rename,
-        texts={CONFIG_NAME: text},
-        is_release=True,
-        notes=tuple(notes),
-    )
+    return Plan(source.checkpoint, config, unused=unused, has_head=has_head(model))
 
 
 def write(
@@ -255,28 +138,28 @@ def write(
     copied = [
         shard
         for shard in kept
-        if any(entry.name in dropped for entry in shard.entries)
-        or plan.rename is not None
+        if any(entry.name in dropped or plan.new_name(entry.name) != entry.name for entry in shard.entries)
         or not (hard_link or checkpoint.is_temporary)
     ]
     check_space(target, sum(shard.path.stat().st_size for shard in copied))
-    _write_configuration(plan, target)
-    is_kimi_k3 = isinstance(plan.config, AttnResKimiK3Config)
-    notes = copy_side_files(checkpoint.folder, target, trust_remote_code, has_legacy_settings=not is_kimi_k3)
+    plan.write_configuration(target)
+    notes = copy_side_files(checkpoint.folder, target, trust_remote_code, plan.has_legacy_settings)
 
-    names = [shard.path.name for shard in kept]
-    if not is_kimi_k3:  # the files of Kimi K3 keep their names, so that a conversion can be undone
-        names = _file_names(names, bool(plan.added))
+    names = plan.file_names([shard.path.name for shard in kept])
     weight_map = {}  # tensor -> file
     for shard, name in zip(kept, names):
         if shard not in copied and not checkpoint.is_temporary:
             # Link before the values are checked: an error is raised before a large file is read.
             _link(shard.path, target / name)
-        destination = target / name if shard in copied else None
-        options = {"dropped": dropped, "unused": plan.unused, "rename": plan.rename}
-        if is_kimi_k3:
-            options["check"] = kimi_k3.check_packed
-        copy_shard(shard, destination, **options, on_bytes=on_bytes)
+        copy_shard(
+            shard,
+            target / name if shard in copied else None,
+            dropped=dropped,
+            unused=plan.unused,
+            rename=plan.new_name,
+            on_bytes=on_bytes,
+            check=plan.check_integers,
+        )
         if shard not in copied and checkpoint.is_temporary:
             shard.path.rename(target / name)
         held = (entry.name for entry in shard.entries if entry.name not in dropped)
@@ -288,24 +171,7 @@ def write(
     # `save_file` makes files that their owner alone may read. The result's files are as open as its configuration.
     for name in names if checkpoint.is_temporary else names[len(kept) :]:
         shutil.copymode(target / CONFIG_NAME, target / name)
-
-    is_published = is_kimi_k3 and not checkpoint.is_temporary
-    index_path = checkpoint.folder / SAFE_WEIGHTS_INDEX_NAME
-    if is_published and plan.rename is None and index_path.exists():
-        shutil.copyfile(index_path, target / SAFE_WEIGHTS_INDEX_NAME)
-    elif names != [SAFE_WEIGHTS_NAME]:
-        sizes = {entry.name: entry.end - entry.start for entry in checkpoint.entries.values()}
-        sizes |= {name: tensor.nbytes for name, tensor in plan.added.items()}
-        rename = plan.rename or str
-        index = {
-            "metadata": {"total_size": sum(map(sizes.get, weight_map))},
-            "weight_map": {rename(name): file for name, file in sorted(weight_map.items())},
-        }
-        if is_published and index_path.exists():
-            # The order of its tensors and its metadata stay.
-            index = read_object(index_path)
-            index["weight_map"] = {rename(name): file for name, file in index["weight_map"].items()}
-        (target / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+    plan.write_index(target, names, weight_map)
     return [*plan.notes, *notes]
 
 
@@ -335,10 +201,6 @@ def _read_member(source: ConversionSource) -> tuple[ResidualConfig, PreTrainedMo
     return config, model, unused
 
 
-def _has_head(model: PreTrainedModel) -> bool:
-    return model.get_output_embeddings() is not None
-
-
 def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """Return the dtype of the largest tensor that is not quantised, for a configuration without a dtype.
 
@@ -352,18 +214,6 @@ def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return max(sizes, key=sizes.get, default=torch.float32)
 
 
-def _file_names(sources: list[str], has_added: bool) -> list[str]:
-    """Return the names of the result's shards: the source's if possible, and one more for the added tensors."""
-    if not has_added:
-        return [SAFE_WEIGHTS_NAME] if len(sources) == 1 else sources
-    # `transformers` ignores an index beside a file `model.safetensors`, so a single shard gets another name.
-    if len(sources) == 1:
-        return [f"model-{i:05d}-of-00002.safetensors" for i in (1, 2)]
-    added = Path(ADDED_SHARD)
-    numbered = (f"{added.stem}-{i}{added.suffix}" for i in count(2))
-    return [*sources, next(name for name in chain([ADDED_SHARD], numbered) if name not in sources)]
-
-
 def _link(source: Path, target: Path) -> None:
     try:
         # `os.link` would link a symbolic link itself, such as those of the Hub's cache.
@@ -372,21 +222,4 @@ def _link(source: Path, target: Path) -> None:
         raise OSError(f"cannot hard-link {source} ({error.strerror}). Leave out --hard-link to copy.") from error
 
 
-def _write_configuration(plan: Plan, target: Path) -> None:
-    """Write `config.json` and, for a member of the family, the code that loads it."""
-    config = plan.config
-    for name, text in plan.texts.items():
-        (target / name).write_text(text, encoding="utf-8")
-    if isinstance(config, AttnResKimiK3Config):
-        if not plan.is_release:
-            custom_object_save(kimi_k3.model_class(plan.has_head), target)
-        return
-    model_class = (MODEL_FOR_CAUSAL_LM_MAPPING if plan.has_head else MODEL_MAPPING)[type(config)]
-    config.architectures = [model_class.__name__]
-    if isinstance(config, ResidualConfig):
-        config.auto_map = auto_map(model_class)
-        custom_object_save(model_class, target)
-    config.save_pretrained(target)
-
-
-__all__ = ["Plan", "plan_change", "plan_kimi_k3", "plan_release", "plan_retrofit", "plan_standard", "write"]
+__all__ = ["plan_change", "plan_retrofit", "plan_standard", "write"]

@@ -1,15 +1,12 @@
-"""Convert released checkpoints of Kimi K3 to directories that the Auto classes load, and back.
+"""Check directories of Kimi K3 by `config.json` and the headers of the weights, without loading them.
 
-Such a conversion keeps the bytes of every tensor, those of the vision part and packed experts included. It changes
-`config.json`, and adds the model's code. The text model alone names Kimi Linear's model type in its `config.json`; its
-result is in the composite layout, whose tensors have a prefix.
+A directory may be in any of the released layouts: the composite model, or the text model alone, which names Kimi
+Linear's model type in its `config.json`.
 """
 
-import json
 import math
 import re
 import warnings
-from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,38 +18,37 @@ from transformers.utils import CONFIG_NAME
 
 from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM, AttnResKimiK3Model
 from attnres.configuration_attnres import is_kimi_k3
-from attnres.decoder_attnres import auto_map
 from attnres.kimi_k3_configuration_attnres import COMPOSITE
-from attnres.kimi_k3_layout_attnres import PREFIX, check_scales, prefix_of, read_release, released_shapes
+from attnres.kimi_k3_layout_attnres import PREFIX, prefix_of, read_release, released_shapes
 from attnres.utils.quiet import quiet_transformers
 
 from .checkpoint import DTYPES, Checkpoint, Entry
-from .source_code import AUTO_MAP, references
-from .source_files import check_text, read_object
+from .source_files import read_object
 
-# The file of a result that keeps what `--to released` restores.
-RECORD = "released_config.json"
-# Fields of the text model that a composite `config.json` repeats.
-_REPEATED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
 _PACKED, _SCALE = "_packed", "_scale"
 # Names of one layer's parts in checkpoints that a training run resumes from. Published names differ.
 _OF_TRAINING = re.compile(r"\.forget_gate\.|\.experts\.(gate_up|down)_proj$|\.self_attn\.conv1d\.")
 
 
-def refuse_disguised(folder: Path, source: Any) -> None:
-    """Raise ValueError if a directory holds Kimi K3, but the Auto classes would build another model from it.
+def check_kimi_k3(folder: Path, source: Any) -> None:
+    """Raise ValueError if a directory holds Kimi K3 with a wrong field, or the Auto classes would build another model.
 
     Args:
         folder: The directory, which has a `config.json`.
         source: The directory or Hub id as the user gave it, for the message.
     """
     fields = read_object(folder / CONFIG_NAME)
-    if fields.get("model_type") != AttnResKimiK3Config.model_type and is_kimi_k3(fields):
+    if not is_kimi_k3(fields):
+        return
+    if fields.get("model_type") != AttnResKimiK3Config.model_type:
         raise ValueError(
             f"{source} holds Kimi K3, but its {CONFIG_NAME} names the model type {fields.get('model_type')!r}, under "
             f"which transformers would build another model. `attnres convert {source} OUT` writes a directory that "
             "loads as Kimi K3."
         )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of unknown fields that are kept; loading warns of them
+        read_kimi_k3_config(folder / CONFIG_NAME)
 
 
 def read_kimi_k3_config(path: Path) -> AttnResKimiK3Config:
@@ -95,9 +91,15 @@ class _TensorInFile:
             return file.get_slice(self.entry.name)[index]
 
 
-def has_published_names(checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint of Kimi K3 has released names, and not those of a training run's checkpoint."""
-    return not any(_OF_TRAINING.search(name) for name in checkpoint.entries)
+def is_released(checkpoint: Checkpoint, config: PreTrainedConfig) -> bool:
+    """Return whether a checkpoint is Kimi K3 under released names, and not under those of a training run's checkpoint.
+
+    Args:
+        checkpoint: The headers of the weights.
+        config: The configuration.
+    """
+    is_kimi_k3 = isinstance(config, AttnResKimiK3Config)
+    return is_kimi_k3 and not any(_OF_TRAINING.search(name) for name in checkpoint.entries)
 
 
 def has_head(checkpoint: Checkpoint, config: AttnResKimiK3Config) -> bool:
@@ -139,18 +141,6 @@ def unused_tensors(checkpoint: Checkpoint, config: AttnResKimiK3Config) -> froze
     return frozenset(tensors.keys() - used)
 
 
-def check_packed(values: Tensor, entry: Entry, path: Path) -> None:
-    """Raise ValueError if a piece of a tensor holds scales of packed experts that cannot be decoded.
-
-    Args:
-        values: The bytes of the piece, uint8.
-        entry: The tensor.
-        path: The file.
-    """
-    if entry.name.endswith(_SCALE):
-        check_scales(f"{path}: `{entry.name}`", values)
-
-
 def is_packed(checkpoint: Checkpoint) -> bool:
     """Return whether experts of a checkpoint are packed."""
     return any(name.endswith(_PACKED) for name in checkpoint.entries)
@@ -162,13 +152,15 @@ def count_parameters(config: AttnResKimiK3Config, with_head: bool = True) -> int
     return sum(math.prod(shape) for name, shape in shapes.items() if with_head or not name.startswith("lm_head."))
 
 
-def describe_layout(config: AttnResKimiK3Config, checkpoint: Checkpoint | None = None) -> str:
-    """Return a sentence for the model card on the layout of Kimi K3's weights.
+def describe_layout(config: PreTrainedConfig, checkpoint: Checkpoint | None = None) -> str | None:
+    """Return a sentence for the model card on the layout of Kimi K3's weights; None for another model.
 
     Args:
         config: The configuration.
         checkpoint: The headers of the weights. By default the weights are those that `save_pretrained` writes.
     """
+    if not isinstance(config, AttnResKimiK3Config):
+        return None
     entries = {} if checkpoint is None else checkpoint.entries
     is_composite = bool(prefix_of(entries)) if entries else config.checkpoint_layout == COMPOSITE
     parts = ["composite model, under `language_model`" if is_composite else "text model alone"]
@@ -183,123 +175,14 @@ def model_class(with_head: bool) -> type[AttnResKimiK3Model] | type[AttnResKimiK
     return AttnResKimiK3ForCausalLM if with_head else AttnResKimiK3Model
 
 
-def loadable_config(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `config.json` by which the Auto classes load Kimi K3.
-
-    Args:
-        fields: Those of the source: of the composite model, or of its text model alone.
-
-    Returns:
-        The fields of the composite model with the `auto_map` of the code that a result has.
-    """
-    added = {AUTO_MAP: auto_map(AttnResKimiK3ForCausalLM), "model_type": AttnResKimiK3Config.model_type}
-    if "text_config" in fields:
-        return {**fields, **added}
-    text = {name: value for name, value in fields.items() if name not in (AUTO_MAP, "transformers_version")}
-    text["model_type"] = AttnResKimiK3Config.backbone
-    outer = {name: text[name] for name in _REPEATED if name in text}
-    return {"architectures": ["KimiK3ForConditionalGeneration"], **added, **outer, "text_config": text}
-
-
-def make_record(folder: Path, has_new_prefix: bool) -> str:
-    """Return the content of the file `RECORD`: what a conversion back needs.
-
-    Args:
-        folder: The source's directory.
-        has_new_prefix: Whether the result's tensors have a prefix that those of the source do not have.
-    """
-    text = (folder / CONFIG_NAME).read_text(encoding="utf-8")
-    record = {"text_of_config.json": text, "prefix_added": PREFIX if has_new_prefix else ""}
-    return json.dumps(record, indent=2, ensure_ascii=False) + "\n"
-
-
-def read_record(folder: Path) -> tuple[str, str] | None:
-    """Return the text of the released `config.json` and the prefix that a conversion added to names of tensors.
-
-    It is None if the directory has no record, or if its `config.json` was changed since: by a run that trained the
-    model, for example.
-
-    Args:
-        folder: The directory.
-
-    Raises:
-        OSError: The record is damaged.
-    """
-    path = folder / RECORD
-    if not path.exists() and not path.is_symlink():
-        return None
-    check_text(folder, path)
-    record = read_object(path)
-    text, prefix = record.get("text_of_config.json"), record.get("prefix_added")
-    try:
-        fields = json.loads(text)
-        is_whole = isinstance(fields, dict) and prefix in ("", PREFIX)
-    except (RecursionError, TypeError, ValueError):
-        is_whole = False
-    if not is_whole:
-        raise OSError(f"{path} is damaged. Copy it again, or remove it.")
-    return (text, prefix) if loadable_config(fields) == read_object(folder / CONFIG_NAME) else None
-
-
-def refuse_options(flags: Collection[str], back: str | None, config: PreTrainedConfig, folder: Path) -> None:
-    """Raise ValueError if options of a conversion do not fit its source.
-
-    Args:
-        flags: The options of a retrofit and of a change of connections that the user gave, as `--block-size`.
-        back: The value of `--to`.
-        config: The source's configuration.
-        folder: The source's directory.
-    """
-    if not isinstance(config, AttnResKimiK3Config):
-        if back == "released":
-            raise ValueError(
-                f"{folder} is of model type {config.model_type!r}, but --to released gives back a release of Kimi K3. "
-                "--to standard undoes a retrofit."
-            )
-        return
-    if flags:
-        raise ValueError(
-            f"{folder} is Kimi K3, which is converted as it is and takes no retrofit. Leave out {' and '.join(flags)}."
-        )
-    if back == "standard":
-        raise ValueError(
-            f"{folder} is Kimi K3, and no standard decoder of transformers computes the same function. --to released "
-            "undoes a conversion."
-        )
-
-
-def left_code(fields: Mapping[str, Any], folder: Path) -> list[str]:
-    """Return the references to code in a released `config.json`, which does not come along."""
-    return references(dict(fields), folder / CONFIG_NAME)
-
-
-def add_prefix(name: str) -> str:
-    """Return the name that a tensor of the text model alone has in the composite layout."""
-    return PREFIX + name if name.startswith(("model.", "lm_head.")) else name
-
-
-def remove_prefix(name: str) -> str:
-    """Undo [`add_prefix`]."""
-    return name.removeprefix(PREFIX)
-
-
 __all__ = [
-    "RECORD",
-    "add_prefix",
-    "check_packed",
+    "check_kimi_k3",
     "count_parameters",
     "describe_layout",
     "has_head",
-    "has_published_names",
     "is_packed",
-    "left_code",
-    "loadable_config",
-    "make_record",
+    "is_released",
     "model_class",
     "read_kimi_k3_config",
-    "read_record",
-    "refuse_disguised",
-    "refuse_options",
-    "remove_prefix",
     "unused_tensors",
 ]

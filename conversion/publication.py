@@ -122,7 +122,7 @@ def plan_publication(
         parameters=_count(checkpoint, config),
         code=[name for name in files if name.endswith(".py")],
         has_tokenizer=any(name in files for name in TOKENIZER_FILES),
-        layout=kimi_k3.describe_layout(config, checkpoint) if isinstance(config, AttnResKimiK3Config) else None,
+        layout=kimi_k3.describe_layout(config, checkpoint),
     )
     publication = Publication(files, left_out, card if card is not None else new_card(), subject)
     try:  # damaged metadata is found before anything is uploaded
@@ -140,7 +140,7 @@ def _check_model(folder: Path) -> tuple[ResidualConfig, Checkpoint]:
     with TemporaryDirectory() as scratch:
         checkpoint = open_checkpoint(folder, Path(scratch))
         config = read_config(checkpoint)
-        kimi_k3.refuse_disguised(folder, folder)
+        kimi_k3.check_kimi_k3(folder, folder)
         if not isinstance(config, ResidualConfig):
             raise ValueError(
                 f"{folder} is of model type {config.model_type!r}, which is not of the attnres family. Use `hf upload`."
@@ -175,10 +175,12 @@ def _code(folder: Path, config: ResidualConfig) -> list[str]:
     """Return the paths of the Python files that run when the model and its tokenizer are loaded."""
     path = folder / CONFIG_NAME
     referred = references(read_object(path), path)
+    # A release of Kimi K3 may refer to code that is not in its directory.
+    remedy = f"`attnres convert {folder} OUT` adds the code." if isinstance(config, AttnResKimiK3Config) else _SAVE
     if not referred:
-        raise ValueError(f"{path} has no `auto_map`: nothing loads the model where attnres is not installed. {_SAVE}")
+        raise ValueError(f"{path} has no `auto_map`: nothing loads the model where attnres is not installed. {remedy}")
     if elsewhere := next((reference for reference in referred if "--" in reference), None):
-        raise ValueError(f"{path} loads the model by code in another repository, {elsewhere!r}. {_SAVE}")
+        raise ValueError(f"{path} loads the model by code in another repository, {elsewhere!r}. {remedy}")
     for name in side_files(folder):
         if name.endswith(".json"):
             referred += [reference for reference in _references_in(folder, folder / name) if "--" not in reference]
@@ -186,7 +188,7 @@ def _code(folder: Path, config: ResidualConfig) -> list[str]:
     for parts in dict.fromkeys(tuple(module_of(reference, folder)) for reference in referred):
         code = folder.joinpath(*parts[:-1], f"{parts[-1]}.py")
         if not code.is_file():
-            raise FileNotFoundError(f"{folder} lacks {code.relative_to(folder)}, which loads the model. {_SAVE}")
+            raise FileNotFoundError(f"{folder} lacks {code.relative_to(folder)}, which loads the model. {remedy}")
         files += with_imports(code, folder)
     return sorted({file.relative_to(folder).as_posix() for file in files})
 

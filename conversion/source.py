@@ -13,12 +13,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from attnres import BACKBONES, AttnResKimiK3Config, ResidualConfig
+from attnres import BACKBONES, ResidualConfig
 
 from .checkpoint import Checkpoint, check_space, explain_writing, make_checkpoint, open_checkpoint, read_shard
 from .complete import empty_model, explain_config, read_config
 from .family import member_config
-from .kimi_k3 import has_published_names
+from .kimi_k3 import is_released
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def unpublished_model(checkpoint: Checkpoint, config: PreTrainedConfig) -> PreTr
     is_quantized = getattr(config, "quantization_config", None) is not None
     if is_quantized or not isinstance(config, ResidualConfig):
         return None
-    if isinstance(config, AttnResKimiK3Config) and has_published_names(checkpoint):
+    if is_released(checkpoint, config):
         return None  # the model need not be built, which has hundreds of thousands of tensors
     # Most model types publish the names of their parameters, which is known without building the model.
     if not get_checkpoint_conversion_mapping(config.model_type):

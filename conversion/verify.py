@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,6 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from attnres.utils.memory import free_memory
 from attnres.utils.quiet import quiet_transformers
 
 from .side_files import TOKENIZER_FILES
@@ -138,7 +138,7 @@ def compare(
 
 def missing_memory(num_parameters: int) -> int:
     """Return how many bytes of memory are missing to compare models of this many parameters in float32; 0 if none."""
-    return max(0, 4 * num_parameters + 16 * MAX_LOGITS - psutil.virtual_memory().available)
+    return max(0, 4 * num_parameters + 16 * MAX_LOGITS - free_memory())
 
 
 def _token_ids(folder: str | os.PathLike, texts: Sequence[str]) -> list[Tensor] | None:

@@ -20,11 +20,12 @@ from transformers.utils import CONFIG_NAME
 from attnres.attention_gate_attnres import gate_tensors
 from attnres.loading_attnres import check_added, check_shapes
 from attnres.residual_attnres import residual_tensors
+from attnres.utils.memory import free_memory
 from attnres.utils.wording import counted
 
 from .checkpoint import DTYPES, Checkpoint, find, read_headers, show_bytes
 from .complete import explain_config, loading_report
-from .kimi_k3 import refuse_disguised
+from .kimi_k3 import check_kimi_k3
 from .sizes import check_sizes
 
 # A model may have `_MAX_RATIO` values for each value in the files, or `_ALWAYS_ALLOWED` in total. New residual
@@ -67,9 +68,7 @@ def check_memory(needed: int, subject: str, remedy: str) -> None:
     Raises:
         ValueError: Fewer bytes are free.
     """
-    import psutil  # here, for `retrofit` needs no more than torch and transformers
-
-    free = psutil.virtual_memory().available
+    free = free_memory()
     if needed > free:
         raise ValueError(f"{subject} take {show_bytes(needed)} of memory, but {show_bytes(free)} are free. {remedy}")
 
@@ -89,8 +88,8 @@ def check_source_sizes(source: str | os.PathLike, revision: str | None = None) -
 
     Raises:
         OSError: A file is missing, truncated or damaged.
-        ValueError: A number does not fit the weights. The message names the file, the field and its value. Or the
-            directory holds Kimi K3, but the Auto classes would build another model from it.
+        ValueError: A number does not fit the weights, or a field of Kimi K3 is wrong. The message names the file, the
+            field and its value. Or the directory holds Kimi K3, but the Auto classes would build another model from it.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -102,7 +101,8 @@ def check_source_sizes(source: str | os.PathLike, revision: str | None = None) -
         return None
     checkpoint = None if (folder / _ADAPTER).is_file() else read_headers(folder)
     check_sizes(folder / CONFIG_NAME, checkpoint)
-    refuse_disguised(folder, source)
+    with explain_config(folder):
+        check_kimi_k3(folder, source)
     return checkpoint
 
 

@@ -30,6 +30,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from .attention_gate_attnres import add_attention_gate, gate_tensors
 from .configuration_attnres import CONNECTIONS, ResidualConfig, Sublayers
 from .documents_attnres import keep_documents_apart, separate_under_mask
+from .experts_attnres import call_mlp
 from .loading_attnres import check_added, check_shapes, explain_broken_shard, stored_fields, warn_of_change
 from .residual_attnres import DepthState, ResidualConnection, ResidualNorm, residual_tensors
 from .saving_attnres import complete_save, saved_whole, stage_in
@@ -104,7 +105,7 @@ class ResidualDecoderLayer:
                 output = inputs
                 for name in branch[is_normed:]:  # without the first module, if the read has applied that norm
                     module, is_attention = getattr(self, name), name in ("attention", "self_attn")
-                    output = self.attend(module, output, **kwargs) if is_attention else module(output)
+                    output = self.attend(module, output, **kwargs) if is_attention else call_mlp(module, output)
                 outputs.append(output)
             output = sum(outputs[1:], outputs[0])
             if sublayer.multiplier is not None:

@@ -316,6 +316,10 @@ class AttnResKimiK3Config(AttnResConfig):
             changed.add("attention_gate")
         if "attn_res_block_size" in changed and fields.get("residual_connection") == "standard":
             changed.add("residual_connection")
+        per_token = fields.get("num_experts_per_token", fields.get("num_experts_per_tok"))
+        if "num_experts" in changed and per_token == 0:
+            # `to_dict` writes these two without experts. With experts, the defaults hold.
+            changed |= {"num_experts_per_token", "first_k_dense_replace"}
         kept = {name: value for name, value in fields.items() if cls.attribute_map.get(name, name) not in changed}
         return kept | dict(changes)
 
@@ -357,8 +361,7 @@ class AttnResKimiK3Config(AttnResConfig):
         bound = self.gate_lower_bound
         is_bound = bound is None or (isinstance(bound, int | float) and -math.inf < bound < 0)
         require(self, "gate_lower_bound", is_bound, "a negative number, or null for a decay without bound")
-        activations = ("situ", *ACT2FN)
-        require(self, "hidden_act", self.hidden_act in activations, f"'situ' or {one_of(ACT2FN)}")
+        require(self, "hidden_act", self.hidden_act in ("situ", *ACT2FN), f"'situ' or {one_of(ACT2FN)}")
         if self.hidden_act == "situ":
             beta, linear_beta = self.activation_situ_beta, self.activation_situ_linear_beta
             is_given = isinstance(beta, int | float) and beta > 0
@@ -367,8 +370,7 @@ class AttnResKimiK3Config(AttnResConfig):
             require(self, "activation_situ_linear_beta", is_given, "a number > 0, or null")
         width = self.routed_expert_hidden_size
         require(self, "routed_expert_hidden_size", width is None or is_count(width), "an integer >= 1, or null")
-        layouts = (COMPOSITE, TEXT)
-        require(self, "checkpoint_layout", self.checkpoint_layout in layouts, one_of(layouts))
+        require(self, "checkpoint_layout", self.checkpoint_layout in (COMPOSITE, TEXT), one_of((COMPOSITE, TEXT)))
         gate = self._released_gate()
         allowed = f"{gate!r} where `mla_use_output_gate` is {self.mla_use_output_gate}. Set `mla_use_output_gate` alone"
         require(self, "attention_gate", self.attention_gate == gate, allowed)
@@ -411,6 +413,9 @@ class AttnResKimiK3Config(AttnResConfig):
             value = getattr(self, name)
             if value is not None or name in _WRITTEN_NULLS:
                 text[name] = value
+        if self.num_local_experts is None:
+            # Without experts, these have no effect here, but llama.cpp refuses other values.
+            text |= {"num_experts_per_token": 0, "first_k_dense_replace": self.num_hidden_layers}
         linear = {name: getattr(self, field) for name, field in _LINEAR_FIELDS.items()}
         text["linear_attn_config"] = {name: value for name, value in linear.items() if value is not None} | {
             name: [i + 1 for i, of_layer in enumerate(self.layer_types) if of_layer == kind]

@@ -20,8 +20,9 @@ from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 from .configuration_attnres import AttnResConfig, Sublayers
 from .decoder_attnres import PooledByMask, ResidualDecoderLayer, ResidualHead, ResidualModel, ResidualPreTrainedModel
 from .delta_attention_attnres import DeltaAttention
-from .documents_attnres import cache_of, for_linear_attention, keep_documents_apart
+from .documents_attnres import cache_of, keep_documents_apart
 from .functional_attnres import accelerated
+from .padding_attnres import for_linear_attention
 
 # Arguments that `for_linear_attention` prepares for delta attention; other layers do not take them.
 _OF_DELTA_ATTENTION = ("real_tokens", "seq_idx", "cu_seqlens")

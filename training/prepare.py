@@ -25,9 +25,8 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 from transformers.integrations import get_reporting_integration_callbacks
 
-from attnres import AttnResConfig, ResidualConfig
+from attnres import ResidualConfig
 from attnres.configuration import count_parameters, load, names
-from attnres.configuration_attnres import is_kimi_k3
 from attnres.conversion import retrofit
 from attnres.conversion.family import retrofit_config
 from attnres.conversion.whole import check_memory, load_whole
@@ -182,16 +181,12 @@ def check_model_config(recipe: Recipe, name: str, tokenizer: PreTrainedTokenizer
             with explain_missing("model", recipe.model):
                 config = AutoConfig.from_pretrained(recipe.model, trust_remote_code=False, **recipe.config)
     except (StrictDataclassError, TypeError, ValueError) as error:
+        if not recipe.config:
+            raise ValueError(f"the configuration of {recipe.model} cannot be used: {error}") from error
         raise ValueError(f"`config` of the recipe does not fit {recipe.model}: {error}") from error
     if recipe.model in names():
         _check_memory(recipe, config)
         return
-    if config.model_type == AttnResConfig.backbone and is_kimi_k3(config.to_dict()):
-        # `transformers` maps the model type to plain Kimi Linear, which ignores these fields.
-        raise ValueError(
-            f"{recipe.model} holds the text model of Kimi K3 alone, and by its config.json it would load as plain Kimi "
-            f"Linear. Convert it by `attnres convert {recipe.model} DIR`, and give model=DIR."
-        )
     if recipe.retrofit is not None:
         try:
             retrofit_config(config, **recipe.retrofit)

@@ -21,6 +21,7 @@ import attnres
 from attnres import ResidualConfig
 from attnres.analysis.loss_figures import plot_loss_curves
 from attnres.configuration import names
+from attnres.configuration.counting import count_stored
 from attnres.conversion.cards import CARD, CardSubject, add_step, linked, new_card, write_card
 from attnres.conversion.markdown import code, is_hub_id, link
 from attnres.utils.errors import is_lost_connection, why_not_written
@@ -179,7 +180,7 @@ def write_training_card(
         folder,
         f"{run}/model",
         title=run,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=count_stored(model),
         datasets=_hub_ids(recipe.train),
     )
     write_card(add_step(text, step), subject)

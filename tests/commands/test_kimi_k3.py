@@ -67,9 +67,29 @@ def test_a_text_model_that_names_kimi_linear_is_refused_with_the_remedy(folder, 
     assert "holds Kimi K3" in line and f"`attnres convert {source} OUT`" in line
 
 
-def test_an_evaluation_refuses_a_text_model_that_names_kimi_linear(folder):
+@pytest.mark.parametrize("command", ["inspect", "push", "finetune"])
+def test_a_wrong_field_of_a_release_is_named_with_its_file(folder, tmp_path, command):
+    source, out = tmp_path / "release", tmp_path / "out"
+    release.write(source, release.text_fields(moe_magic=3), release.random_tensors(release.text_fields()))
+    arguments = {
+        "inspect": ("inspect", source, "--out", out, "--text", folder / "text.txt"),
+        "push": ("push", source, "me/model", "--dry-run"),
+        "finetune": ("train", "finetune", f"model={source}", f"train={folder / 'text.txt'}", f"out={out}", *SHORT),
+    }
+    assert run_attnres(*arguments[command]).error.startswith(
+        f"{source / 'config.json'} cannot be used: `moe_magic` (3)"
+    )
+
+
+def test_a_publication_of_a_release_without_its_code_names_the_conversion(folder):
+    assert f"`attnres convert {folder / 'packed'} OUT`" in run_attnres("push", folder / "packed", "me/model").error
+
+
+def test_an_evaluation_refuses_a_text_model_that_names_kimi_linear(folder, assets, tmp_path):
     with pytest.raises(ValueError, match=r"holds Kimi K3.*attnres convert"):
         CorrectedHFLM(pretrained=str(folder / "text"), device="cpu")
+    data = ("--data", assets / "hub", "--tasks", "hellaswag")
+    assert "holds Kimi K3" in run_attnres("eval", folder / "text", "--out", tmp_path, *data).error
 
 
 def test_an_evaluation_loads_packed_weights(folder):
@@ -225,8 +245,6 @@ def test_flops_count_the_layers_experts_and_heads_of_the_released_shapes(folder)
     shapes = {name: shape for name, shape in released_shapes(config).items() if "embed_tokens" not in name}
     activated = 0
     for name, shape in shapes.items():
-        if "correction_bias" in name:
-            continue
         size = math.prod(shape)
         activated += size // 4 if ".experts." in name else size  # two of eight experts
     softmax = 3 * 2 * 4 * (8 + 4 + 6) * 100  # layers, heads, sizes of query and value, length

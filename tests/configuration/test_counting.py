@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, KimiLinearConfig
 
 from attnres import AttnResForCausalLM
@@ -12,30 +13,42 @@ from attnres.residual_attnres import residual_tensors
 def test_counts_equal_those_of_an_allocated_model(tiny_config):
     model = AttnResForCausalLM(tiny_config())
     count = count_parameters(model.config)
-    assert count.total == sum(parameter.numel() for parameter in model.parameters())
+    biases = sum(buffer.numel() for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    assert biases > 0
+    assert count.total == sum(parameter.numel() for parameter in model.parameters()) + biases
     embeddings = model.model.embed_tokens.weight.numel() + model.lm_head.weight.numel()
     assert count.non_embedding == count.total - embeddings
+
+
+def test_the_total_is_the_number_of_values_in_a_saved_checkpoint(tiny_config, tmp_path):
+    config = tiny_config()
+    AttnResForCausalLM(config).save_pretrained(tmp_path)
+    assert count_parameters(config).total == sum(map(torch.numel, load_file(tmp_path / "model.safetensors").values()))
 
 
 def test_activated_parameters_equal_those_of_a_model_with_only_the_top_k_experts(tiny_config):
     config = tiny_config(num_local_experts=8, num_experts_per_tok=3)
     without_idle_experts = count_parameters(tiny_config(num_local_experts=3, num_experts_per_tok=3))
-    router_rows = (8 - 3) * config.hidden_size * config.mlp_layer_types.count("sparse")
+    router_rows = (8 - 3) * (config.hidden_size + 1) * config.mlp_layer_types.count("sparse")  # and their biases
     assert count_parameters(config).activated_non_embedding == without_idle_experts.non_embedding + router_rows
 
 
 @pytest.mark.parametrize(
-    ("model_type", "experts_field"),
-    [("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts"), ("attnres_deepseek_v3", "n_routed_experts")],
+    ("model_type", "experts_field", "has_biases"),
+    [
+        ("mixtral", "num_local_experts", False),
+        ("qwen3_moe", "num_experts", False),
+        ("attnres_deepseek_v3", "n_routed_experts", True),
+    ],
 )
-def test_the_experts_of_other_backbones_are_counted_alike(model_type, experts_field):
+def test_the_experts_of_other_backbones_are_counted_alike(model_type, experts_field, has_biases):
     shape = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "n_group": 1}
 
     def count(num_experts: int):
         fields = {**shape, experts_field: num_experts, "num_experts_per_tok": 2, "topk_group": 1}
         return count_parameters(AutoConfig.for_model(model_type, first_k_dense_replace=0, **fields))
 
-    router_rows = (8 - 2) * 32 * 2
+    router_rows = (8 - 2) * (32 + has_biases) * 2
     assert count(8).activated_non_embedding == count(2).non_embedding + router_rows
 
 

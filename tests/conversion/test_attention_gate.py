@@ -8,8 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from attnres.attention_gate_attnres import GATE_FIELDS, gate_tensors
 from attnres.conversion import retrofit
-from attnres.conversion.convert import Plan, plan_retrofit, plan_standard, write
+from attnres.conversion.convert import plan_retrofit, plan_standard, write
 from attnres.conversion.family import retrofit_fields
+from attnres.conversion.plan import Plan
 from attnres.conversion.source import open_source
 from attnres.residual_attnres import residual_tensors
 

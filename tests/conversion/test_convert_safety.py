@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnres.conversion.convert import ADDED_SHARD
+from attnres.conversion.plan import ADDED_SHARD
 
 from .. import forks
 from .checkpoints import (

@@ -16,8 +16,16 @@ from . import kimi_k3_release as release
 NAME = "attnres-k3-tiny"
 # Each optional feature the other way, and what the shapes or functions of the model are then.
 FEATURES: list[tuple[dict[str, Any], dict[str, Any], Callable[[torch.nn.Module], bool]]] = [
-    ({"num_experts": None}, {"num_experts": 8}, lambda m: not any("experts" in name for name in m.state_dict())),
-    ({"num_local_experts": None}, {"num_local_experts": 8}, lambda m: not hasattr(m.model.layers[3].mlp, "gate")),
+    (
+        {"num_experts": None},
+        {"num_experts": 8, "num_experts_per_token": 2},
+        lambda m: not any("experts" in name for name in m.state_dict()),
+    ),
+    (
+        {"num_local_experts": None},
+        {"num_local_experts": 8, "num_experts_per_tok": 2},
+        lambda m: not hasattr(m.model.layers[3].mlp, "gate"),
+    ),
     ({"num_experts": 4}, {"num_experts": 8}, lambda m: len(m.model.layers[3].mlp.experts.down_proj) == 4),
     ({"num_shared_experts": 0}, {"num_shared_experts": 2}, lambda m: m.model.layers[3].mlp.shared_experts is None),
     ({"num_shared_experts": None}, {"n_shared_experts": 2}, lambda m: m.model.layers[3].mlp.shared_experts is None),
@@ -181,3 +189,12 @@ def test_any_other_field_is_named_and_kept():
     with pytest.warns(FamilyWarning, match=r"`stage` \('sft'\) is not a field .* update the code"):
         config = AttnResKimiK3Config.from_dict(release.text_fields(stage="sft"))
     assert config.to_dict()["stage"] == "sft"
+
+
+def test_a_model_without_experts_is_saved_with_the_fields_that_llama_cpp_takes():
+    config = load(NAME, num_experts=None)
+    text = config.to_dict()["text_config"]
+    assert (text["num_experts"], text["num_experts_per_token"], text["first_k_dense_replace"]) == (None, 0, 8)
+    again = AttnResKimiK3Config.from_dict(config.to_dict())
+    assert again.mlp_layer_types == config.mlp_layer_types == ["dense"] * 8
+    assert again.to_dict() == config.to_dict()

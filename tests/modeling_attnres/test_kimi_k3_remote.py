@@ -1,6 +1,7 @@
 """Saved and converted models of Kimi K3 are the same models where `attnres` is not installed.
 
-A process that cannot import `attnres` (`kimi_k3_session.py`) loads them with `trust_remote_code=True`.
+A process that cannot import `attnres` (`kimi_k3_session.py`) loads them with `trust_remote_code=True`. Another one
+(`kimi_k3_later_session.py`) has a `transformers` with classes of its own for Kimi K3.
 """
 
 from pathlib import Path
@@ -85,3 +86,20 @@ def test_a_model_saved_again_by_that_process_is_the_same_release(remote, models,
     actual, expected = (load_file(path / "model.safetensors") for path in (again, expected))
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_transformers_with_a_kimi_k3_keeps_its_classes_and_ours_work_by_name(models, run):
+    out, folder = models.parent / "later", models / "saved composite"
+    torch.save(IDS, out)
+    run("kimi_k3_later_session.py", folder, out, with_attnres=True)
+    seen = torch.load(out)
+    assert (seen["auto"], seen["by configuration"]) == ("LlamaConfig", "AttnResKimiK3ForCausalLM")
+    assert not any(seen["left"].values())
+    assert torch.equal(
+        seen["logits"], AttnResKimiK3ForCausalLM.from_pretrained(folder, dtype=torch.float32)(IDS).logits
+    )
+    files = (path / "model.safetensors" for path in (folder, models.parent / "saved later"))
+    before, after = map(load_file, files)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)

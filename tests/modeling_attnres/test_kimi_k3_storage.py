@@ -6,7 +6,6 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from attnres import AttnResConfig, AttnResForCausalLM, AttnResKimiK3Config, AttnResKimiK3ForCausalLM, AttnResKimiK3Model
 from attnres.kimi_k3_layout_attnres import decode_mxfp4, released_shapes
 from attnres.residual_attnres import FamilyWarning
-from attnres.training.prepare import check_model_config
 
 from . import kimi_k3_release as release
 
@@ -421,10 +419,3 @@ def test_the_code_of_kimi_k3_does_not_travel_with_other_models(tiny_model, tmp_p
     tiny_model().save_pretrained(tmp_path)
     assert (tmp_path / "modeling_attnres.py").exists()
     assert not {path.name for path in tmp_path.iterdir()} & {*KIMI_K3}
-
-
-def test_training_refuses_a_release_that_would_load_as_kimi_linear(tmp_path, fields):
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    recipe = SimpleNamespace(model=str(tmp_path), config={}, retrofit=None, lora=None)
-    with pytest.raises(ValueError, match=r"text model of Kimi K3 alone.* `attnres convert"):
-        check_model_config(recipe, "finetune", None)

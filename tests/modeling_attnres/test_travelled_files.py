@@ -22,15 +22,17 @@ FAMILY = {
         "decoder",
         "delta_attention",
         "documents",
+        "experts",
         "functional",
         "loading",
         "modeling",
+        "padding",
         "residual",
         "saving",
     )
 }
 # Only models on Kimi Linear have these files.
-LINEAR_ATTENTION = {"modeling_attnres.py", "delta_attention_attnres.py"}
+LINEAR_ATTENTION = {"modeling_attnres.py", "delta_attention_attnres.py", "padding_attnres.py"}
 FORBIDDEN_MODULES = {"ctypes", "marshal", "mmap", "pickle", "shutil", "socket", "subprocess", "tempfile"}
 FORBIDDEN_CALLS = {"__import__", "compile", "eval", "exec", "open"}
 FORBIDDEN_ATTRIBUTES = {

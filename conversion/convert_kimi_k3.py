@@ -1,0 +1,265 @@
+"""Convert released checkpoints of Kimi K3 to directories that the Auto classes load, and back.
+
+Such a conversion keeps the bytes of every tensor, those of the vision part and packed experts included. It changes
+`config.json`, and adds the model's code. The text model alone names Kimi Linear's model type in its `config.json`; its
+result is in the composite layout, whose tensors have a prefix.
+"""
+
+import json
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
+
+from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM
+from attnres.decoder_attnres import auto_map
+from attnres.kimi_k3_layout_attnres import PREFIX, check_scales, prefix_of
+
+from .checkpoint import Entry, open_checkpoint
+from .complete import complete_model, has_head
+from .kimi_k3 import count_parameters, describe_layout, is_packed, model_class
+from .plan import Plan
+from .source import ConversionSource
+from .source_code import AUTO_MAP, references
+from .source_files import check_text, read_object
+
+# The file of a result that keeps what `--to released` restores.
+_RECORD = "released_config.json"
+# Fields of the text model that a composite `config.json` repeats.
+_REPEATED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
+
+
+@dataclass(frozen=True)
+class KimiK3Plan(Plan):
+    """The plan of a conversion of Kimi K3: its files keep their names and their order of tensors, to be undone later.
+
+    Attributes:
+        texts: The texts of `config.json` and of other files to write beside the weights, by name.
+        adds_prefix: Whether the tensors of the text model get the prefix of the composite layout.
+        removes_prefix: Whether they lose that prefix.
+        is_release: Whether the result is a release again, which gets neither code nor card.
+    """
+
+    texts: Mapping[str, str] = field(default_factory=dict)
+    adds_prefix: bool = False
+    removes_prefix: bool = False
+    is_release: bool = False
+
+    has_legacy_settings: ClassVar[bool] = False
+
+    @property
+    def num_values(self) -> int:
+        """The number of values in the source's tensors, with experts unpacked; see the base class."""
+        return count_parameters(self.config)
+
+    @property
+    def has_code(self) -> bool:
+        """Whether the result has the family's code and a model card; see the base class."""
+        return not self.is_release
+
+    @property
+    def title(self) -> str:
+        """The kind of the result; see the base class."""
+        packed = ", experts packed as MXFP4" if is_packed(self.checkpoint) else ""
+        return f"Kimi K3 for the Auto classes (every tensor byte for byte{packed})"
+
+    @property
+    def model_class(self) -> type[PreTrainedModel]:
+        """The class of Kimi K3: the Auto classes cannot load every source; see the base class."""
+        return model_class(self.has_head)
+
+    def describe_layout(self, target: Path) -> str | None:
+        """Return a sentence on the layout of the written weights; see the base class."""
+        return describe_layout(self.config, open_checkpoint(target, target))
+
+    def new_name(self, name: str) -> str:
+        """Return a tensor's name in the result; see the base class."""
+        if self.adds_prefix and name.startswith(("model.", "lm_head.")):
+            return PREFIX + name
+        return name.removeprefix(PREFIX) if self.removes_prefix else name
+
+    def check_integers(self, values: Tensor, entry: Entry, path: Path) -> None:
+        """Raise ValueError if scales of packed experts cannot be decoded; see the base class."""
+        if entry.name.endswith("_scale"):
+            check_scales(f"{path}: `{entry.name}`", values)
+
+    def file_names(self, sources: Sequence[str]) -> list[str]:
+        """Return the names of the source's shards; see the base class."""
+        return [*sources]
+
+    def write_configuration(self, target: Path) -> None:
+        """Write `config.json`, the record for a conversion back, and the code; see the base class."""
+        for name, text in self.texts.items():
+            (target / name).write_text(text, encoding="utf-8")
+        if not self.is_release:
+            custom_object_save(self.model_class, target)
+
+    def write_index(self, target: Path, names: Sequence[str], weight_map: dict[str, str]) -> None:
+        """Write the source's index if it has one, with the names of the result's tensors; see the base class."""
+        path = self.checkpoint.folder / SAFE_WEIGHTS_INDEX_NAME
+        if self.checkpoint.is_temporary or not path.exists():
+            super().write_index(target, names, weight_map)
+        elif not (self.adds_prefix or self.removes_prefix):
+            shutil.copyfile(path, target / path.name)
+        else:
+            # The order of its tensors and its metadata stay.
+            index = read_object(path)
+            index["weight_map"] = {self.new_name(name): file for name, file in index["weight_map"].items()}
+            (target / path.name).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def plan_kimi_k3(source: ConversionSource, flags: Collection[str] = (), back: str | None = None) -> KimiK3Plan | None:
+    """Plan the conversion of Kimi K3; return None for any other model, which has plans of another kind.
+
+    Args:
+        source: The model.
+        flags: The options of a retrofit and of a change of connections that the user gave, as `--block-size`.
+        back: The value of `--to`, which undoes a conversion.
+
+    Raises:
+        OSError: A file is damaged.
+        ValueError: The options do not fit the model; or a tensor is missing, misshapen, or packed where it may not be.
+    """
+    _check_options(source, flags, back)
+    if not isinstance(source.config, AttnResKimiK3Config):
+        return None
+    return _plan_loadable(source) if back is None else _plan_release(source)
+
+
+def _check_options(source: ConversionSource, flags: Collection[str], back: str | None) -> None:
+    """Raise ValueError if options of a conversion do not fit its source."""
+    folder, config = source.folder, source.config
+    if not isinstance(config, AttnResKimiK3Config):
+        if back == "released":
+            raise ValueError(
+                f"{folder} is of model type {config.model_type!r}, but --to released gives back a release of Kimi K3. "
+                "--to standard undoes a retrofit."
+            )
+        return
+    if flags:
+        raise ValueError(
+            f"{folder} is Kimi K3, which is converted as it is and takes no retrofit. Leave out {' and '.join(flags)}."
+        )
+    if back == "standard":
+        raise ValueError(
+            f"{folder} is Kimi K3, and no standard decoder of transformers computes the same function. --to released "
+            "undoes a conversion."
+        )
+
+
+def _plan_loadable(source: ConversionSource) -> KimiK3Plan:
+    """Plan to make a directory that the Auto classes load, with every tensor as it is.
+
+    A `config.json` of the text model alone becomes that of the composite model, whose tensors have a prefix.
+    """
+    config, head, unused = _check(source)
+    adds_prefix = not prefix_of(source.checkpoint.entries)
+    fields = _loadable_config(read_object(source.folder / CONFIG_NAME))
+    texts = {CONFIG_NAME: json.dumps(fields, indent=2, ensure_ascii=False) + "\n"}
+    if not source.checkpoint.is_temporary:  # otherwise the result has other tensors than the source
+        texts[_RECORD] = _make_record(source.folder, adds_prefix)
+    config.auto_map = fields["auto_map"]
+    return KimiK3Plan(source.checkpoint, config, unused=unused, has_head=head, texts=texts, adds_prefix=adds_prefix)
+
+
+def _plan_release(source: ConversionSource) -> KimiK3Plan:
+    """Plan to undo [`_plan_loadable`]: the released `config.json` and tensors, without the code of this package.
+
+    Where `config.json` was changed since, or there is no record of the released one, its present fields stay.
+    """
+    config, head, unused = _check(source)
+    path, record = source.folder / CONFIG_NAME, _read_record(source.folder)
+    if record is None:
+        fields = read_object(path)
+        fields.pop("auto_map", None)
+        text, prefix = json.dumps(fields, indent=2, ensure_ascii=False) + "\n", ""
+        notes = [f"{path} is not that of a conversion, so its fields stay, without the code for the Auto classes."]
+    else:
+        text, prefix = record
+        code = references(json.loads(text), path)
+        left = f"{CONFIG_NAME} refers to code that conversions leave out: {', '.join(code)}. The release has it."
+        notes = [left] if code else []
+    return KimiK3Plan(
+        *(source.checkpoint, config),
+        unused=unused,
+        has_head=head,
+        texts={CONFIG_NAME: text},
+        removes_prefix=bool(prefix),
+        is_release=True,
+        notes=tuple(notes),
+    )
+
+
+def _check(source: ConversionSource) -> tuple[PreTrainedConfig, bool, frozenset[str]]:
+    """Check that a source is whole; return a copy of its configuration, whether it has a head, and unused tensors."""
+    config = deepcopy(source.config)
+    model, unused = complete_model(source.checkpoint, config)
+    return config, has_head(model), unused
+
+
+def _loadable_config(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `config.json` by which the Auto classes load Kimi K3.
+
+    Args:
+        fields: Those of the source: of the composite model, or of its text model alone.
+
+    Returns:
+        The fields of the composite model with the `auto_map` of the code that a result has.
+    """
+    added = {AUTO_MAP: auto_map(AttnResKimiK3ForCausalLM), "model_type": AttnResKimiK3Config.model_type}
+    if "text_config" in fields:
+        return {**fields, **added}
+    text = {name: value for name, value in fields.items() if name not in (AUTO_MAP, "transformers_version")}
+    text["model_type"] = AttnResKimiK3Config.backbone
+    outer = {name: text[name] for name in _REPEATED if name in text}
+    return {"architectures": ["KimiK3ForConditionalGeneration"], **added, **outer, "text_config": text}
+
+
+def _make_record(folder: Path, has_new_prefix: bool) -> str:
+    """Return the content of the file `_RECORD`, by which a conversion back restores `config.json` and names.
+
+    Args:
+        folder: The source's directory.
+        has_new_prefix: Whether the result's tensors have a prefix that those of the source do not have.
+    """
+    text = (folder / CONFIG_NAME).read_text(encoding="utf-8")
+    record = {"text_of_config.json": text, "prefix_added": PREFIX if has_new_prefix else ""}
+    return json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+
+
+def _read_record(folder: Path) -> tuple[str, str] | None:
+    """Return the text of the released `config.json` and the prefix that a conversion added to names of tensors.
+
+    It is None if the directory has no record, or if its `config.json` was changed since: by a run that trained the
+    model, for example.
+
+    Args:
+        folder: The directory.
+
+    Raises:
+        OSError: The record is damaged.
+    """
+    path = folder / _RECORD
+    if not path.exists() and not path.is_symlink():
+        return None
+    check_text(folder, path)
+    record = read_object(path)
+    text, prefix = record.get("text_of_config.json"), record.get("prefix_added")
+    try:
+        fields = json.loads(text)
+        is_whole = isinstance(fields, dict) and prefix in ("", PREFIX)
+    except (RecursionError, TypeError, ValueError):
+        is_whole = False
+    if not is_whole:
+        raise OSError(f"{path} is damaged. Copy it again, or remove it.")
+    return (text, prefix) if _loadable_config(fields) == read_object(folder / CONFIG_NAME) else None
+
+
+__all__ = ["KimiK3Plan", "plan_kimi_k3"]

@@ -1,0 +1,150 @@
+"""The plan of a conversion: the source, and how the result differs from it.
+
+`convert.py` writes any plan. A kind of model with a layout of its own has a subclass, which overrides how the result is
+named, checked and described.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain, count
+from pathlib import Path
+from typing import ClassVar
+
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from attnres import ResidualConfig
+from attnres.decoder_attnres import auto_map
+
+from .checkpoint import Checkpoint, Entry
+
+ADDED_SHARD = "model-residual.safetensors"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The result of a conversion before it is written.
+
+    Attributes:
+        checkpoint: The source's weights.
+        config: The result's configuration.
+        added: The tensors to write in addition, by name.
+        dropped: The names of the source's tensors to leave out.
+        unused: The names of the source's tensors that its model does not read. They may hold NaN.
+        difference: Why the result may compute another function than the source; None if it computes the same one.
+        has_head: Whether the model is a causal language model, not a decoder by itself.
+        notes: Notes for the user.
+    """
+
+    checkpoint: Checkpoint
+    config: PreTrainedConfig
+    added: dict[str, Tensor] = field(default_factory=dict)
+    dropped: frozenset[str] = frozenset()
+    unused: frozenset[str] = frozenset()
+    difference: str | None = None
+    has_head: bool = True
+    notes: tuple[str, ...] = ()
+
+    has_legacy_settings: ClassVar[bool] = True
+    """Whether the source's `config.json` may hold settings of generation, which get a file of their own."""
+
+    @property
+    def unread(self) -> list[str]:
+        """The names of copied tensors that neither the source's model nor the result's reads.
+
+        They include tensors that lie in a file but not in the index.
+        """
+        held = {entry.name for shard in self.checkpoint.shards for entry in shard.entries}
+        return sorted((held - self.checkpoint.entries.keys()) | (self.unused - self.dropped))
+
+    @property
+    def num_bytes(self) -> int:
+        """The size in bytes of the tensors that are copied from the checkpoint."""
+        entries = (entry for shard in self.checkpoint.shards for entry in shard.entries)
+        return sum(entry.end - entry.start for entry in entries if entry.name not in self.dropped)
+
+    @property
+    def num_values(self) -> int:
+        """The number of values in the source's tensors, unpacked: its model takes memory for them."""
+        return sum(math.prod(entry.shape) for entry in self.checkpoint.entries.values())
+
+    @property
+    def has_code(self) -> bool:
+        """Whether the result has the family's code and a model card."""
+        return isinstance(self.config, ResidualConfig)
+
+    @property
+    def title(self) -> str:
+        """The kind of the result, for the model card."""
+        return "Retrofit" if self.added else "Other options for the residual connections"
+
+    @property
+    def model_class(self) -> type[PreTrainedModel] | None:
+        """The class that loads both source and result; None if each is loaded by an Auto class."""
+        return None
+
+    def describe_layout(self, target: Path) -> str | None:
+        """Return a sentence for the model card on the layout of the written weights; None if it needs none."""
+        return None
+
+    def new_name(self, name: str) -> str:
+        """Return the name that a copied tensor has in the result."""
+        return name
+
+    def check_integers(self, values: Tensor, entry: Entry, path: Path) -> None:
+        """Check a piece of a tensor of integers, which [`attnres.conversion.checkpoint.copy_shard`] copies.
+
+        Args:
+            values: The bytes of the piece, uint8.
+            entry: The tensor.
+            path: The file.
+
+        Raises:
+            ValueError: The values cannot be used.
+        """
+
+    def file_names(self, sources: Sequence[str]) -> list[str]:
+        """Return the names of the result's shards for those of the copied ones, and one more for added tensors."""
+        if not self.added:
+            return [SAFE_WEIGHTS_NAME] if len(sources) == 1 else [*sources]
+        # `transformers` ignores an index beside a file `model.safetensors`, so a single shard gets another name.
+        if len(sources) == 1:
+            return [f"model-{i:05d}-of-00002.safetensors" for i in (1, 2)]
+        added = Path(ADDED_SHARD)
+        numbered = (f"{added.stem}-{i}{added.suffix}" for i in count(2))
+        return [*sources, next(name for name in chain([ADDED_SHARD], numbered) if name not in sources)]
+
+    def write_configuration(self, target: Path) -> None:
+        """Write `config.json` and, for a member of the family, the code that loads it."""
+        config = self.config
+        model_class = (MODEL_FOR_CAUSAL_LM_MAPPING if self.has_head else MODEL_MAPPING)[type(config)]
+        config.architectures = [model_class.__name__]
+        if isinstance(config, ResidualConfig):
+            config.auto_map = auto_map(model_class)
+            custom_object_save(model_class, target)
+        config.save_pretrained(target)
+
+    def write_index(self, target: Path, names: Sequence[str], weight_map: dict[str, str]) -> None:
+        """Write the index of the shards, unless a single file needs none.
+
+        Args:
+            target: The result's directory.
+            names: The names of the shards.
+            weight_map: The names of tensors in the source, or of added ones -> the names of their shards.
+        """
+        if names == [SAFE_WEIGHTS_NAME]:
+            return
+        sizes = {entry.name: entry.end - entry.start for entry in self.checkpoint.entries.values()}
+        sizes |= {name: tensor.nbytes for name, tensor in self.added.items()}
+        index = {
+            "metadata": {"total_size": sum(map(sizes.get, weight_map))},
+            "weight_map": {self.new_name(name): file for name, file in sorted(weight_map.items())},
+        }
+        (target / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+
+
+__all__ = ["ADDED_SHARD", "Plan"]
