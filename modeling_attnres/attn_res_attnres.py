@@ -59,6 +59,9 @@ class AttnResFields:
     """Number H of heads, a divisor of `hidden_size`: each group of channels has its own softmax. The key norm is over
     all channels."""
 
+    attn_res_temperature: float = 1.0
+    """Number T > 0 by which logits are divided: above 1 the weights are flatter, as several heads make them."""
+
     attn_res_window: int | None = None
     """With an integer k >= 1, a sublayer reads only the embedding and the last k of the other sources."""
 

@@ -44,6 +44,10 @@ _NEVER_STANDARD = {
 }
 
 
+# Switches that leave the aggregation itself plain; a temperature divides the query.
+_AROUND_READS = {"attn_res_window", "attn_res_blocks", "attn_res_gated", "attn_res_temperature"}
+
+
 class SwitchedState(NamedTuple):
     """The tensors that a read uses, each `[batch, seq, hidden]`; except for the sources, `None` if not needed."""
 
@@ -68,6 +72,7 @@ class SwitchedAttnRes(AttnRes):
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__(config, sublayer)
         self.heads, self.window = config.attn_res_heads, config.attn_res_window
+        self.temperature = float(config.attn_res_temperature)
         self.has_prior, self.is_gated = config.attn_res_count_prior, config.attn_res_gated
         self.is_static, self.is_dynamic = (config.attn_res_query == name for name in ("none", "input_dependent"))
         self.is_sigmoid = config.attn_res_activation == "sigmoid"
@@ -75,8 +80,8 @@ class SwitchedAttnRes(AttnRes):
         self.norms_values, self.norms_blocks = config.attn_res_values == "normed", config.attn_res_blocks == "rms"
         # These switches need the number of sources, which follows from the sublayer's index; `_open` checks the state.
         self.is_indexed = self.is_static or self.has_prior or self.norms_blocks or self.window is not None
-        # These switches leave the aggregation itself plain, so that the fast implementations apply.
-        self.is_plain = {"attn_res_window", "attn_res_blocks", "attn_res_gated"} >= _set_switches(config).keys()
+        # Then the fast implementations apply.
+        self.is_plain = _set_switches(config).keys() <= _AROUND_READS
         if self.is_dynamic:
             self.weight = nn.Parameter(torch.zeros(config.hidden_size, config.hidden_size))
         if self.is_static:
@@ -98,6 +103,9 @@ class SwitchedAttnRes(AttnRes):
         for field in ("attn_res_key_norm", "attn_res_count_prior", "attn_res_gated"):
             require(config, field, isinstance(getattr(config, field), bool), "true or false")
         heads, window, size = config.attn_res_heads, config.attn_res_window, config.hidden_size
+        temperature = config.attn_res_temperature
+        is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
+        require(config, "attn_res_temperature", is_number and 0 < temperature < 1e30, "a number > 0")
         is_divisor = is_count(heads) and size % heads == 0
         require(config, "attn_res_heads", is_divisor, f"an integer >= 1 that divides `hidden_size` ({size})")
         require(config, "attn_res_window", window is None or is_count(window), "None or an integer >= 1")
@@ -185,8 +193,9 @@ class SwitchedAttnRes(AttnRes):
         opened = self._open(state, inverse)
         if self.is_plain:
             implementation, is_sum = self.config.depth_attention_implementation, self.scale == "sum"
+            query = self.weight if self.temperature == 1 else self.weight / self.temperature
             attended, weights, sources = attend(
-                self.weight, opened.sources, norm_weight, self.eps, is_sum, implementation, fuse_later_grads=True
+                query, opened.sources, norm_weight, self.eps, is_sum, implementation, fuse_later_grads=True
             )
             opened = opened._replace(sources=tuple(sources))
             inputs, state = self._close(opened, self.gamma * attended if self.is_gated else attended)
@@ -293,6 +302,8 @@ class SwitchedAttnRes(AttnRes):
                 query = query * norm_weight.to(dtype)
             logits = torch.stack([(query * source).unflatten(-1, (self.heads, -1)).sum(-1) for source in sources])
             logits = logits * inverse if self.has_norm else logits
+        if self.temperature != 1:
+            logits = logits / self.temperature
         if self.has_prior:
             logits = torch.stack([logit + math.log(count) for logit, count in zip(logits, self.counts())])
         return logits

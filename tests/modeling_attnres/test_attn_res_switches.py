@@ -23,6 +23,7 @@ SINGLE = [
     {"activation": "sigmoid"},
     {"key_norm": False},
     {"heads": 4},
+    {"temperature": 2.5},
     {"window": 2},
     {"values": "normed"},
     {"blocks": "rms"},
@@ -33,7 +34,7 @@ SEVERAL = [
     {"query": "input_dependent", "heads": 2, "key_norm": False, "activation": "sigmoid"},
     {"query": "input_dependent", "blocks": "rms", "gated": True, "window": 1, "count_prior": True},
     {"query": "none", "activation": "sigmoid", "values": "normed", "window": 3},
-    {"query": "none", "count_prior": True, "blocks": "rms"},
+    {"query": "none", "count_prior": True, "blocks": "rms", "temperature": 0.5},
     {"heads": 8, "values": "normed", "blocks": "rms", "count_prior": True, "gated": True},
 ]
 
@@ -49,8 +50,8 @@ def text(value) -> str:
 def sheet(weights: list[dict[str, Tensor]], config):
     """Return `read`, which computes the input of the sublayer after `v_0 .. v_{l-1}`, source by source, head by head.
 
-    `logit_i = q . k_i`, `q = w` or `W x`, `k = g * s / rms(s)` or `s`, or a trained number; plus log(outputs); softmax
-    or sigmoids; values `s` or `s / rms(s)`; blocks `sum v`, or `sum v / rms(v)` when finished; with a gate the
+    `logit_i = q . k_i / T`, `q = w` or `W x`, `k = g * s / rms(s)` or `s`, or a trained number; plus log(outputs);
+    softmax or sigmoids; values `s` or `s / rms(s)`; blocks `sum v`, or `sum v / rms(v)` when finished; with a gate the
     stream plus gamma times this result.
     """
     switch = {name: getattr(config, f"attn_res_{name}") for name in ("block_size", "scale")}
@@ -83,6 +84,7 @@ def sheet(weights: list[dict[str, Tensor]], config):
                     query = of["weight"][0] if switch["query"] == "learned" else x @ of["weight"].T
                     key = of["norm"] * source / rms(source) if switch["key_norm"] else source
                     logit = (query * key)[..., channels].sum(-1, keepdim=True)
+                logit = logit / switch["temperature"]
                 exponentials.append(torch.exp(logit + (math.log(outputs[i]) if switch["count_prior"] else 0)))
             if switch["activation"] == "sigmoid":
                 a = [1 / (1 + 1 / e) * (2 if is_sum else 1) for e in exponentials]
@@ -255,6 +257,8 @@ REFUSED = [
     ),
     ({"heads": 5}, r"`attn_res_heads` is 5, .* divides `hidden_size` \(32\)"),
     ({"heads": True}, "`attn_res_heads` is True, but must be an integer"),
+    ({"temperature": 0}, "`attn_res_temperature` is 0, but must be a number > 0"),
+    ({"temperature": float("nan")}, "`attn_res_temperature` is nan, but must be a number > 0"),
     ({"window": 0}, "`attn_res_window` is 0, but must be None or an integer >= 1"),
     ({"query": "static"}, "`attn_res_query` is 'static', but must be one of 'learned', 'input_dependent', 'none'"),
     ({"activation": None}, "`attn_res_activation` is None, but must be one of 'softmax', 'sigmoid'"),
