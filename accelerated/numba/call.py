@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..tensors import PLAIN
 from . import engine
-from .layout import MAGIC, Backward, Call, Forward, PhaseOne
+from .layout import MAGIC, Backward, Call, Forward, PhaseOne, SiTU, SiTUGrads
 
 DTYPES = (torch.float32, torch.bfloat16)
 _TOKENS_IN_PARALLEL = 16  # fewer tokens are not worth waking other threads
@@ -194,6 +194,59 @@ def backward(
     _run("backward", sources, multiplier, addresses, per_source, eps)
 
 
+def situ(gate: Tensor, up: Tensor, result: Tensor, beta: float, linear_beta: float | None) -> None:
+    """Compute SiTU into memory that the caller has allocated.
+
+    Args:
+        gate: `[tokens, width]` in float32 or bfloat16. Its rows may lie apart, as halves of longer rows do.
+        up: as `gate`.
+        result: `[tokens, width]` in the same dtype; it is written.
+        beta: bound of the gate.
+        linear_beta: bound of the up projection, or `None`.
+
+    Raises:
+        Unfit: as for [`forward`].
+    """
+    shape, dtype = gate.shape, gate.dtype
+    gate_rows, up_rows = _rows(gate, shape, dtype), _rows(up, shape, dtype)
+    places = SiTU(gate_rows, up_rows, _address(result, shape, dtype), gate.stride(0), up.stride(0))
+    _run_rows("situ", shape, dtype, places, beta, linear_beta)
+
+
+def situ_grads(
+    gate: Tensor,
+    up: Tensor,
+    grad: Tensor,
+    grad_gate: Tensor,
+    grad_up: Tensor,
+    beta: float,
+    linear_beta: float | None,
+) -> None:
+    """Compute the gradients of SiTU into memory that the caller has allocated.
+
+    Args:
+        gate: as for [`situ`].
+        up: as for [`situ`].
+        grad: gradient of the result, `[tokens, width]` in the dtype of `gate`.
+        grad_gate: like `grad`; it is written.
+        grad_up: like `grad`; it is written.
+        beta: bound of the gate.
+        linear_beta: bound of the up projection, or `None`.
+
+    Raises:
+        Unfit: as for [`forward`].
+    """
+    shape, dtype = gate.shape, gate.dtype
+    places = SiTUGrads(
+        _rows(gate, shape, dtype),
+        _rows(up, shape, dtype),
+        *(_address(tensor, shape, dtype) for tensor in (grad, grad_gate, grad_up)),
+        gate.stride(0),
+        up.stride(0),
+    )
+    _run_rows("situ grads", shape, dtype, places, beta, linear_beta)
+
+
 def chunks(shape: torch.Size) -> int:
     """Return the number of chunks into which the tokens of `[..., D]` are divided among threads.
 
@@ -232,6 +285,40 @@ def _address(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> int:
     return address
 
 
+def _rows(tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> int:
+    """Return the address of the numbers of a tensor `[tokens, width]`, whose rows are contiguous but may lie apart.
+
+    Raises:
+        Unfit: the loops could not use the address.
+    """
+    if (
+        dtype not in DTYPES
+        or len(shape) != 2
+        or tensor.shape != shape
+        or tensor.dtype is not dtype
+        or why_unfit(tensor) is not None
+        or tensor.is_neg()
+        or (shape[1] > 1 and tensor.stride(1) != 1)
+    ):
+        raise Unfit(
+            f"a tensor must be {tuple(shape)} in float32 or bfloat16, in memory, with contiguous rows, got "
+            f"{_described(tensor)}"
+        )
+    address = tensor.data_ptr()
+    if (address == 0 and tensor.numel() > 0) or address % dtype.itemsize:
+        raise Unfit(f"the memory of a tensor must be aligned and not freed, got that of {_described(tensor)}")
+    return address
+
+
+def _run_rows(
+    loop: str, shape: torch.Size, dtype: torch.dtype, places: Sequence[int], beta: float, linear_beta: float | None
+) -> None:
+    """Run a loop over rows without sources. To the loop, a `linear_beta` of 0 is none."""
+    call = Call(MAGIC, len(places), shape[0], shape[1], 0, 0, dtype.itemsize)
+    arguments = array("q", (*call, *places))
+    engine.run(loop, _chunks(shape[0]), arguments.buffer_info()[0], beta, linear_beta or 0.0, dtype.itemsize)
+
+
 def _described(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} in {tensor.dtype} on {tensor.device}"
 
@@ -263,5 +350,7 @@ __all__ = [
     "chunks",
     "forward",
     "phase_one",
+    "situ",
+    "situ_grads",
     "why_unfit",
 ]
