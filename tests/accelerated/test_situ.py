@@ -46,7 +46,8 @@ def test_gradients_are_those_of_the_formula(width, betas):
     inputs = [x.double().requires_grad_() for x in (gate, up)]
     exact(*inputs, *betas).backward(grad.double())
     for ours, x in zip(accelerated.situ_grads(gate, up, grad, *betas), inputs, strict=True):
-        torch.testing.assert_close(ours.double(), x.grad, rtol=1e-5, atol=1e-5)
+        # `1 - tanh^2` of a large number is a difference of nearly equal ones, here as in PyTorch's own derivative.
+        torch.testing.assert_close(ours.double(), x.grad, rtol=1e-5, atol=1e-6 * x.grad.abs().max().item())
 
 
 @pytest.mark.parametrize("width", WIDTHS)
