@@ -52,13 +52,14 @@ def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Te
     Returns:
         `[..., width]` in the dtype of `gate`.
     """
-    # Transforms and tracers need plain operations, and a compiler fuses them by itself.
-    is_transformed = torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-    if is_transformed or torch.jit.is_tracing() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # a compiler fuses plain operations by itself
         return _plain_situ(gate, up, beta, linear_beta)
-    if torch.is_grad_enabled():
-        return _SiTU.apply(gate, up, beta, linear_beta)
-    return _situ_without_grad(gate, up, beta, linear_beta)
+    if not torch.is_grad_enabled():
+        return _situ_without_grad(gate, up, beta, linear_beta)
+    # Transforms and tracers need plain operations. (The compiled loops look for these themselves.)
+    is_transformed = torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    compute = _plain_situ if is_transformed or torch.jit.is_tracing() else _SiTU.apply
+    return compute(gate, up, beta, linear_beta)
 
 
 def _plain_situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:

@@ -30,7 +30,7 @@ def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Te
     if not _runs(gate, up):
         return None
     result = torch.empty(gate.shape, dtype=gate.dtype, device="cpu")
-    call.situ(_in_rows(gate), _in_rows(up), _in_rows(result), beta, linear_beta)
+    call.situ(_in_rows(gate), _in_rows(up), result, beta, linear_beta)
     return result
 
 
@@ -51,10 +51,8 @@ def situ_grads(
     """
     if not _runs(gate, up, grad):
         return None
-    grad = packed(grad)
     grad_gate, grad_up = (torch.empty(gate.shape, dtype=gate.dtype, device="cpu") for _ in range(2))
-    rows = (_in_rows(tensor) for tensor in (gate, up, grad, grad_gate, grad_up))
-    call.situ_grads(*rows, beta, linear_beta)
+    call.situ_grads(_in_rows(gate), _in_rows(up), packed(grad), grad_gate, grad_up, beta, linear_beta)
     return grad_gate, grad_up
 
 
@@ -63,15 +61,16 @@ def _runs(*tensors: Tensor) -> bool:
     shape, dtype = tensors[0].shape, tensors[0].dtype
     if not shape or shape[-1] < WIDE or dtype not in call.DTYPES:
         return False
-    if any(x.shape != shape or x.dtype is not dtype or call.why_unfit(x) is not None for x in tensors):
-        return False
+    for tensor in tensors:
+        if tensor.shape != shape or tensor.dtype is not dtype or call.why_unfit(tensor) is not None:
+            return False
     return compat.why_operations_are_observed() is None and engine.why_loops_do_not_run(_trial, dtype) is None
 
 
 def _in_rows(tensor: Tensor) -> Tensor:
-    """Return the tensor as `[tokens, width]` with contiguous rows; a copy only if its rows are not contiguous."""
-    rows = tensor.reshape(-1, tensor.shape[-1])
-    return packed(rows) if rows.is_neg() or rows.stride(1) != 1 else rows
+    """Return the tensor as the loops take it: itself, or a copy if its rows do not lie at equal distances."""
+    has_rows = tensor.is_contiguous() or (tensor.ndim == 2 and tensor.stride(1) == 1)
+    return tensor if has_rows and not tensor.is_neg() else packed(tensor)
 
 
 def _trial(dtype: torch.dtype) -> None:

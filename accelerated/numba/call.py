@@ -198,9 +198,10 @@ def situ(gate: Tensor, up: Tensor, result: Tensor, beta: float, linear_beta: flo
     """Compute SiTU into memory that the caller has allocated.
 
     Args:
-        gate: `[tokens, width]` in float32 or bfloat16. Its rows may lie apart, as halves of longer rows do.
-        up: as `gate`.
-        result: `[tokens, width]` in the same dtype; it is written.
+        gate: `[..., width]` in float32 or bfloat16. If it has two dimensions, its rows may lie apart, as halves of
+            longer rows do.
+        up: as `gate`, of the same shape and dtype.
+        result: `[..., width]`, contiguous; it is written.
         beta: bound of the gate.
         linear_beta: bound of the up projection, or `None`.
 
@@ -208,8 +209,8 @@ def situ(gate: Tensor, up: Tensor, result: Tensor, beta: float, linear_beta: flo
         Unfit: as for [`forward`].
     """
     shape, dtype = gate.shape, gate.dtype
-    gate_rows, up_rows = _rows(gate, shape, dtype), _rows(up, shape, dtype)
-    places = SiTU(gate_rows, up_rows, _address(result, shape, dtype), gate.stride(0), up.stride(0))
+    (gate_rows, gate_step), (up_rows, up_step) = _rows(gate, shape, dtype), _rows(up, shape, dtype)
+    places = SiTU(gate_rows, up_rows, _address(result, shape, dtype), gate_step, up_step)
     _run_rows("situ", shape, dtype, places, beta, linear_beta)
 
 
@@ -227,7 +228,7 @@ def situ_grads(
     Args:
         gate: as for [`situ`].
         up: as for [`situ`].
-        grad: gradient of the result, `[tokens, width]` in the dtype of `gate`.
+        grad: gradient of the result, like the result of [`situ`].
         grad_gate: like `grad`; it is written.
         grad_up: like `grad`; it is written.
         beta: bound of the gate.
@@ -237,13 +238,9 @@ def situ_grads(
         Unfit: as for [`forward`].
     """
     shape, dtype = gate.shape, gate.dtype
-    places = SiTUGrads(
-        _rows(gate, shape, dtype),
-        _rows(up, shape, dtype),
-        *(_address(tensor, shape, dtype) for tensor in (grad, grad_gate, grad_up)),
-        gate.stride(0),
-        up.stride(0),
-    )
+    (gate_rows, gate_step), (up_rows, up_step) = _rows(gate, shape, dtype), _rows(up, shape, dtype)
+    others = (_address(tensor, shape, dtype) for tensor in (grad, grad_gate, grad_up))
+    places = SiTUGrads(gate_rows, up_rows, *others, gate_step, up_step)
     _run_rows("situ grads", shape, dtype, places, beta, linear_beta)
 
 
@@ -285,38 +282,30 @@ def _address(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> int:
     return address
 
 
-def _rows(tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> int:
-    """Return the address of the numbers of a tensor `[tokens, width]`, whose rows are contiguous but may lie apart.
+def _rows(tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the address of a tensor's numbers `[..., width]`, and the distance of its rows in numbers.
 
     Raises:
         Unfit: the loops could not use the address.
     """
-    if (
-        dtype not in DTYPES
-        or len(shape) != 2
-        or tensor.shape != shape
-        or tensor.dtype is not dtype
-        or why_unfit(tensor) is not None
-        or tensor.is_neg()
-        or (shape[1] > 1 and tensor.stride(1) != 1)
-    ):
-        raise Unfit(
-            f"a tensor must be {tuple(shape)} in float32 or bfloat16, in memory, with contiguous rows, got "
-            f"{_described(tensor)}"
-        )
-    address = tensor.data_ptr()
-    if (address == 0 and tensor.numel() > 0) or address % dtype.itemsize:
-        raise Unfit(f"the memory of a tensor must be aligned and not freed, got that of {_described(tensor)}")
-    return address
+    if dtype not in DTYPES or not shape:
+        raise Unfit(f"a tensor must be [..., width] in float32 or bfloat16, got {_described(tensor)}")
+    if len(shape) != 2 or tensor.is_contiguous():
+        return _address(tensor, shape, dtype), shape[-1]
+    if tensor.shape != shape or tensor.stride(1) != 1:
+        raise Unfit(f"a tensor must be {tuple(shape)} with contiguous rows, got {_described(tensor)}")
+    # The first row is contiguous, and tells all else.
+    return _address(tensor[:1], (1, shape[1]), dtype), tensor.stride(0)
 
 
 def _run_rows(
     loop: str, shape: torch.Size, dtype: torch.dtype, places: Sequence[int], beta: float, linear_beta: float | None
 ) -> None:
     """Run a loop over rows without sources. To the loop, a `linear_beta` of 0 is none."""
-    call = Call(MAGIC, len(places), shape[0], shape[1], 0, 0, dtype.itemsize)
+    tokens = _tokens(shape)
+    call = Call(MAGIC, len(places), tokens, shape[-1], 0, 0, dtype.itemsize)
     arguments = array("q", (*call, *places))
-    engine.run(loop, _chunks(shape[0]), arguments.buffer_info()[0], beta, linear_beta or 0.0, dtype.itemsize)
+    engine.run(loop, _chunks(tokens), arguments.buffer_info()[0], beta, linear_beta or 0.0, dtype.itemsize)
 
 
 def _described(tensor: Tensor) -> str:
