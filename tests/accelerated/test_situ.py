@@ -1,5 +1,7 @@
 """SiTU by the compiled loops: its formula at all sizes, its gradients, and the same bits for the same row."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -91,6 +93,18 @@ def test_the_model_calls_the_loops_forward_and_backward(shape, monkeypatch):
     assert called == ["situ", "situ_grads"]
     assert result.shape == shape
     torch.testing.assert_close(result.double(), exact(*both.detach().chunk(2, -1), 4.0, 25.0), rtol=1e-6, atol=1e-6)
+
+
+def test_second_derivatives_are_those_of_the_formula():
+    def second_derivatives(compute: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        inputs = [x.requires_grad_() for x in inputs]
+        first = torch.autograd.grad(compute(*inputs, 4.0, 25.0).sum(), inputs, create_graph=True)
+        return torch.autograd.grad((first[0] * first[1]).sum(), inputs)
+
+    gate, up = random(2, 300) / 8, random(2, 300, seed=1) / 8
+    expected = second_derivatives(exact, gate.double(), up.double())
+    for ours, reference in zip(second_derivatives(situ, gate, up), expected, strict=True):
+        torch.testing.assert_close(ours.double(), reference, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
