@@ -30,7 +30,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 # A number below the least normal one has few bits, and loses more of them when it is divided by a bound.
 @given(st.lists(st.floats(width=32, allow_subnormal=False), min_size=1, max_size=20), st.sampled_from(BETAS))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_the_loops_compute_the_formula_for_every_number(numbers, betas):
     row = torch.tensor(numbers).repeat(activation.WIDE)
     gate, up = row, row.roll(1)
