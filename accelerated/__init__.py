@@ -1,5 +1,7 @@
 """Implementations of depth attention for CPUs and GPUs, and inference plans for passes without gradients.
 
+Functions for delta attention, and for SiTU, the activation of Kimi K3, make these faster on CPUs.
+
 `IMPLEMENTATIONS` holds the implementations that are faster than PyTorch's operations, in order of preference. This
 folder is installed and never travels with weights. It imports no other part of `attnres`, and imports `numba` and
 `triton` at their first use only.
@@ -12,6 +14,7 @@ from torch import nn
 from . import numba, registration, triton
 from .inference_plan import InferencePlan
 from .interface import INTERFACE, Implementation
+from .numba.activation import situ, situ_grads
 
 IMPLEMENTATIONS: dict[str, Implementation] = {"numba": numba.IMPLEMENTATION, **triton.IMPLEMENTATIONS}
 
@@ -56,4 +59,6 @@ __all__ = [
     "accelerate_delta_attention",
     "inference_plan",
     "register",
+    "situ",
+    "situ_grads",
 ]

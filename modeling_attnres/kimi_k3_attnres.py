@@ -14,7 +14,7 @@ The configuration is in `kimi_k3_configuration_attnres`, and the layout of a rel
 `@use_experts_implementation` is named here because `transformers` searches this file's text for it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from copy import copy
 from typing import Any
@@ -34,6 +34,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
 from .delta_attention_attnres import DeltaAttention
+from .functional_attnres import accelerated
 from .kimi_k3_configuration_attnres import AttnResKimiK3Config
 from .kimi_k3_layout_attnres import in_form_of_model, layout_rules, read_release
 from .modeling_attnres import AttnResDecoderLayer, AttnResForCausalLM, AttnResModel, AttnResPreTrainedModel
@@ -51,13 +52,14 @@ def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Te
     Returns:
         `[..., width]` in the dtype of `gate`.
     """
-    # Transforms and tracers need plain operations, and a compiler fuses them by itself.
-    is_transformed = torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-    if is_transformed or torch.jit.is_tracing() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # a compiler fuses plain operations by itself
         return _plain_situ(gate, up, beta, linear_beta)
-    if torch.is_grad_enabled():
-        return _SiTU.apply(gate, up, beta, linear_beta)
-    return _blockwise_situ(gate, up, beta, linear_beta)
+    if not torch.is_grad_enabled():
+        return _situ_without_grad(gate, up, beta, linear_beta)
+    # Transforms and tracers need plain operations. (The compiled loops look for these themselves.)
+    is_transformed = torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    compute = _plain_situ if is_transformed or torch.jit.is_tracing() else _SiTU.apply
+    return compute(gate, up, beta, linear_beta)
 
 
 def _plain_situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
@@ -71,95 +73,32 @@ def _plain_situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None
     return (gate * up).to(dtype)
 
 
-def _blockwise_situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
-    """Compute SiTU in few passes over blocks."""
-    (result,) = _in_blocks(lambda *block: (_fast_situ(*block, beta, linear_beta),), [gate], gate, up)
-    return result
-
-
-def _in_blocks(function: Callable[..., tuple[Tensor, ...]], like: Sequence[Tensor], *tensors: Tensor) -> list[Tensor]:
-    """Apply an elementwise function of several passes to one block after another.
-
-    The tensors between its passes then stay in the processor's cache, which saves up to a quarter of the time on a CPU.
-
-    Args:
-        function: takes blocks of the tensors, and returns blocks of the results.
-        like: tensors with the dtypes of the results.
-        tensors: `[..., width]`, all of one shape.
-
-    Returns:
-        The results, of the tensors' shape.
-    """
-    first = tensors[0]
-    # In smaller blocks the calls cost more than the cache saves. (For 2^15 elements and less PyTorch takes one thread.)
-    size = torch.get_num_threads() << 17
-    if first.device.type != "cpu" or first.numel() <= size or any(type(tensor) is not Tensor for tensor in tensors):
-        return list(function(*tensors))
-    results = [torch.empty(first.shape, dtype=tensor.dtype) for tensor in like]
-    rows, width = max(1, size // first.shape[-1]), first.shape[-1]
-    inputs, outputs = ([x.reshape(-1, width).split(rows) for x in group] for group in (tensors, results))
-    for block, targets in zip(zip(*inputs), zip(*outputs)):
-        for target, values in zip(targets, function(*block)):
-            target.copy_(values)
-    return results
-
-
-def _fast_situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
-    """Compute SiTU in few passes over memory."""
-    wide = torch.promote_types(gate.dtype, torch.float32)
-    gate_in, up_in = gate.to(wide), up.to(wide)
-    result = _tanh(gate_in, beta).mul_(torch.sigmoid(gate_in))
-    if linear_beta is None:
-        return result.mul_(up_in).mul_(beta).to(gate.dtype)
-    return result.mul_(_tanh(up_in, linear_beta)).mul_(beta * linear_beta).to(gate.dtype)
-
-
-def _tanh(x: Tensor, scale: float) -> Tensor:
-    """Compute `tanh(x / scale)` in a new tensor, as exactly as `torch.tanh` but faster on a CPU."""
-    if x.device.type != "cpu":
-        return torch.div(x, scale).tanh_()
-    # tanh(y) = e / (e + 2) with e = exp(2 y) - 1, which has no cancellation near zero. Beyond 40 it is 1.
-    exponential = torch.mul(x, 2 / scale).clamp_max_(80).expm1_()
-    return exponential.div_(exponential + 2)
+def _situ_without_grad(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
+    """Compute SiTU by the compiled loops of an installed `attnres` if they run here, or by the formula."""
+    result = None if accelerated is None else accelerated.situ(gate, up, beta, linear_beta)
+    return _plain_situ(gate, up, beta, linear_beta) if result is None else result
 
 
 class _SiTU(torch.autograd.Function):
-    """SiTU in few passes over memory. For its own backward pass it keeps gate and up, and nothing in between."""
+    """SiTU that keeps gate and up for its backward pass, and nothing in between."""
 
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.betas = beta, linear_beta
-        return _blockwise_situ(gate, up, beta, linear_beta)
+        return _situ_without_grad(gate, up, beta, linear_beta)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         gate, up = ctx.saved_tensors
-        beta, linear_beta = ctx.betas
-        if torch.is_grad_enabled():  # for second derivatives, differentiate the formula
-            _, derivative = torch.func.vjp(lambda gate, up: _plain_situ(gate, up, beta, linear_beta), gate, up)
-            return *derivative(grad), None, None
-        grads = _in_blocks(lambda *block: _fast_situ_grads(*block, beta, linear_beta), [gate, up], gate, up, grad)
+        grads = None
+        # Gradients that are differentiated in turn (`create_graph=True`) are those of the formula.
+        if accelerated is not None and not torch.is_grad_enabled():
+            grads = accelerated.situ_grads(gate, up, grad, *ctx.betas)
+        if grads is None:
+            _, derivative = torch.func.vjp(lambda gate, up: _plain_situ(gate, up, *ctx.betas), gate, up)
+            grads = derivative(grad)
         return *grads, None, None
-
-
-def _fast_situ_grads(
-    gate: Tensor, up: Tensor, grad: Tensor, beta: float, linear_beta: float | None
-) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of gate and up projection in few passes over memory, given that of the result."""
-    wide = torch.promote_types(gate.dtype, torch.float32)
-    gate_in, grad_in = gate.to(wide), grad.to(wide)
-    tanh, sigmoid = _tanh(gate_in, beta), torch.sigmoid(gate_in)
-    bounded = up.to(wide) if linear_beta is None else _tanh(up.to(wide), linear_beta)
-    # d(b tanh(x / b) s(x)) = s (1 - tanh^2) + b tanh s (1 - s) = s (1 - tanh^2 + b tanh (1 - s))
-    slope = torch.addcmul(tanh * beta, tanh, sigmoid, value=-beta)
-    slope.addcmul_(tanh, tanh, value=-1).add_(1).mul_(sigmoid).mul_(bounded).mul_(grad_in)
-    of_up = tanh.mul_(sigmoid).mul_(grad_in).mul_(beta)
-    if linear_beta is None:
-        return slope.to(gate.dtype), of_up.to(up.dtype)
-    # d(l tanh(u / l)) = 1 - tanh^2
-    of_up.addcmul_(of_up * bounded, bounded, value=-1)
-    return slope.mul_(linear_beta).to(gate.dtype), of_up.to(up.dtype)
 
 
 class KimiK3Activation(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..tensors import PLAIN
 from . import engine
-from .layout import MAGIC, Backward, Call, Forward, PhaseOne
+from .layout import MAGIC, Backward, Call, Forward, PhaseOne, SiTU, SiTUGrads
 
 DTYPES = (torch.float32, torch.bfloat16)
 _TOKENS_IN_PARALLEL = 16  # fewer tokens are not worth waking other threads
@@ -194,6 +194,56 @@ def backward(
     _run("backward", sources, multiplier, addresses, per_source, eps)
 
 
+def situ(gate: Tensor, up: Tensor, result: Tensor, beta: float, linear_beta: float | None) -> None:
+    """Compute SiTU into memory that the caller has allocated.
+
+    Args:
+        gate: `[..., width]` in float32 or bfloat16. If it has two dimensions, its rows may lie apart, as halves of
+            longer rows do.
+        up: as `gate`, of the same shape and dtype.
+        result: `[..., width]`, contiguous; it is written.
+        beta: bound of the gate.
+        linear_beta: bound of the up projection, or `None`.
+
+    Raises:
+        Unfit: as for [`forward`].
+    """
+    shape, dtype = gate.shape, gate.dtype
+    (gate_rows, gate_step), (up_rows, up_step) = _rows(gate, shape, dtype), _rows(up, shape, dtype)
+    places = SiTU(gate_rows, up_rows, _address(result, shape, dtype), gate_step, up_step)
+    _run_rows("situ", shape, dtype, places, beta, linear_beta)
+
+
+def situ_grads(
+    gate: Tensor,
+    up: Tensor,
+    grad: Tensor,
+    grad_gate: Tensor,
+    grad_up: Tensor,
+    beta: float,
+    linear_beta: float | None,
+) -> None:
+    """Compute the gradients of SiTU into memory that the caller has allocated.
+
+    Args:
+        gate: as for [`situ`].
+        up: as for [`situ`].
+        grad: gradient of the result, like the result of [`situ`].
+        grad_gate: like `grad`; it is written.
+        grad_up: like `grad`; it is written.
+        beta: bound of the gate.
+        linear_beta: bound of the up projection, or `None`.
+
+    Raises:
+        Unfit: as for [`forward`].
+    """
+    shape, dtype = gate.shape, gate.dtype
+    (gate_rows, gate_step), (up_rows, up_step) = _rows(gate, shape, dtype), _rows(up, shape, dtype)
+    others = (_address(tensor, shape, dtype) for tensor in (grad, grad_gate, grad_up))
+    places = SiTUGrads(gate_rows, up_rows, *others, gate_step, up_step)
+    _run_rows("situ grads", shape, dtype, places, beta, linear_beta)
+
+
 def chunks(shape: torch.Size) -> int:
     """Return the number of chunks into which the tokens of `[..., D]` are divided among threads.
 
@@ -232,6 +282,32 @@ def _address(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> int:
     return address
 
 
+def _rows(tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the address of a tensor's numbers `[..., width]`, and the distance of its rows in numbers.
+
+    Raises:
+        Unfit: the loops could not use the address.
+    """
+    if dtype not in DTYPES or not shape:
+        raise Unfit(f"a tensor must be [..., width] in float32 or bfloat16, got {_described(tensor)}")
+    if len(shape) != 2 or tensor.is_contiguous():
+        return _address(tensor, shape, dtype), shape[-1]
+    if tensor.shape != shape or tensor.stride(1) != 1:
+        raise Unfit(f"a tensor must be {tuple(shape)} with contiguous rows, got {_described(tensor)}")
+    # The first row is contiguous, and tells all else.
+    return _address(tensor[:1], (1, shape[1]), dtype), tensor.stride(0)
+
+
+def _run_rows(
+    loop: str, shape: torch.Size, dtype: torch.dtype, places: Sequence[int], beta: float, linear_beta: float | None
+) -> None:
+    """Run a loop over rows without sources. To the loop, a `linear_beta` of 0 is none."""
+    tokens = _tokens(shape)
+    call = Call(MAGIC, len(places), tokens, shape[-1], 0, 0, dtype.itemsize)
+    arguments = array("q", (*call, *places))
+    engine.run(loop, _chunks(tokens), arguments.buffer_info()[0], beta, linear_beta or 0.0, dtype.itemsize)
+
+
 def _described(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} in {tensor.dtype} on {tensor.device}"
 
@@ -263,5 +339,7 @@ __all__ = [
     "chunks",
     "forward",
     "phase_one",
+    "situ",
+    "situ_grads",
     "why_unfit",
 ]

@@ -65,7 +65,7 @@ def _why_numba_does_not_start() -> str | None:
 def _warn(problem: str, error: Exception) -> str:
     """Warn of a problem. Return the problem with the first line of its error."""
     reason = f"{problem} ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
-    warnings.warn(f"{reason}: depth attention is computed without it", RuntimeWarning, stacklevel=2)
+    warnings.warn(f"{reason}: depth attention and SiTU are computed without it", RuntimeWarning, stacklevel=2)
     return reason
 
 
@@ -76,16 +76,16 @@ def _loops() -> tuple[dict, dict]:
     return LOOPS, LIKE
 
 
-def run(name: str, chunks: int, arguments: int, eps: float, norm_eps: float, item: int) -> None:
+def run(name: str, chunks: int, arguments: int, first: float, second: float, item: int) -> None:
     """Run a loop over all chunks. The result does not depend on the number of threads.
 
     Args:
         name: name of the loop in `loops.LOOPS`.
         chunks: number of chunks.
         arguments: address of the arguments, see `layout`.
-        eps: epsilon of the key norm.
-        norm_eps: epsilon of the norm after the read.
-        item: bytes of a number in the sources, 4 or 2.
+        first: the loop's first number: epsilon of the key norm, or `beta` of SiTU.
+        second: its second number: epsilon of the norm after the read, or `linear_beta` of SiTU.
+        item: bytes of a number in the rows, 4 or 2.
 
     Raises:
         ValueError: the arguments are not laid out as the loops were compiled for.
@@ -96,7 +96,7 @@ def run(name: str, chunks: int, arguments: int, eps: float, norm_eps: float, ite
     run_lock = (_run_lock or _start_threads()) if threads > 1 else None
     if run_lock is None:
         for chunk in range(chunks):
-            run_chunk(chunk, chunks, arguments, eps, norm_eps, like[item])
+            run_chunk(chunk, chunks, arguments, first, second, like[item])
         return
     import numba
 
@@ -104,7 +104,7 @@ def run(name: str, chunks: int, arguments: int, eps: float, norm_eps: float, ite
         before = numba.get_num_threads()
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
         try:
-            run_chunks(chunks, arguments, eps, norm_eps, like[item])
+            run_chunks(chunks, arguments, first, second, like[item])
         finally:
             numba.set_num_threads(before)
 

@@ -1,6 +1,7 @@
 """Layout of the loops' arguments in an array of 64-bit numbers. Python and the compiled code use the same names.
 
     Call, then the addresses of one of `Forward`, `PhaseOne` and `Backward`, then the addresses of the sources
+    Call, then `SiTU` or `SiTUGrads`; there are no sources
 
 In a backward pass, the addresses of the sources' gradients and of the later gradients follow. An address of zero means
 that there is no tensor. The compiled side raises if `magic` or the number of addresses is not as it was compiled for.
@@ -11,7 +12,10 @@ from typing import NamedTuple
 
 
 class Call(NamedTuple):
-    """The first numbers of every call. `number` is the result's multiplier, or in phase one the number of queries."""
+    """The first numbers of every call. `number` is the result's multiplier, or in phase one the number of queries.
+
+    SiTU has neither sources nor this number; both are 0.
+    """
 
     magic: int
     addresses: int  # how many follow
@@ -50,8 +54,30 @@ class Backward(NamedTuple):
     grad_query: int
 
 
+class SiTU(NamedTuple):
+    """Addresses of the tensors of `call.situ`, and the distances of rows in numbers."""
+
+    gate: int
+    up: int
+    result: int
+    gate_step: int
+    up_step: int
+
+
+class SiTUGrads(NamedTuple):
+    """Addresses of the tensors of `call.situ_grads`, and the distances of rows in numbers."""
+
+    gate: int
+    up: int
+    grad: int
+    grad_gate: int
+    grad_up: int
+    gate_step: int
+    up_step: int
+
+
 # Changes with every name and order above, so that machine code of another layout raises instead of misreading.
-_LAYOUT = [(part.__name__, part._fields) for part in (Call, Forward, PhaseOne, Backward)]
+_LAYOUT = [(part.__name__, part._fields) for part in (Call, Forward, PhaseOne, Backward, SiTU, SiTUGrads)]
 MAGIC = zlib.crc32(repr(_LAYOUT).encode())
 
-__all__ = ["MAGIC", "Backward", "Call", "Forward", "PhaseOne"]
+__all__ = ["MAGIC", "Backward", "Call", "Forward", "PhaseOne", "SiTU", "SiTUGrads"]

@@ -2,6 +2,8 @@
 
     l_i = r_i (query . s_i),  r_i = 1 / sqrt(mean(s_i^2) + eps),   a = softmax(l),   h = sum_i a_i s_i
 
+SiTU, the activation of Kimi K3, has loops beside those of depth attention.
+
 Each loop takes the address of the arguments that `call` has written (see `layout`), and computes one chunk of tokens.
 Statistics are in float32. Rows of bfloat16 are converted when they are read and written. `docs/guides/numba.md`
 explains how to change and debug the loops.
@@ -11,7 +13,8 @@ import numba
 import numpy as np
 
 from .cache import MachineCode
-from .layout import MAGIC, Backward, Call, Forward, PhaseOne
+from .elementwise import situ, situ_grads
+from .layout import MAGIC, Backward, Call, Forward, PhaseOne, SiTU, SiTUGrads
 from .rows import (
     derive,
     dot,
@@ -35,6 +38,7 @@ _FLOAT, _HALF = np.float32(0), np.uint16(0)
 # Named tuples of indices: `_CALL.width` is the place of `width` in the array of arguments.
 _CALL, _FORWARD = Call(*range(len(Call._fields))), Forward(*range(len(Forward._fields)))
 _PHASE_ONE, _BACKWARD = PhaseOne(*range(len(PhaseOne._fields))), Backward(*range(len(Backward._fields)))
+_SITU, _SITU_GRADS = SiTU(*range(len(SiTU._fields))), SiTUGrads(*range(len(SiTUGrads._fields)))
 
 _jit = numba.njit(nogil=True, error_model="numpy")
 _parallel_jit = numba.njit(nogil=True, parallel=True)
@@ -268,6 +272,30 @@ def backward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
         derive(like, targets, others, rows, coefficients, grad, query, grad_query)
 
 
+@_jit
+def situ_chunk(chunk, chunks, arguments, beta, linear_beta, like):
+    """Compute SiTU for one chunk."""
+    tokens, width, _, _, item, places = _arguments(arguments, len(_SITU), 0)
+    for token in range(chunk * tokens // chunks, (chunk + 1) * tokens // chunks):
+        gate = _vector(places[_SITU.gate] + token * places[_SITU.gate_step] * item, width, like)
+        up = _vector(places[_SITU.up] + token * places[_SITU.up_step] * item, width, like)
+        situ(gate, up, _vector(places[_SITU.result] + token * width * item, width, like), beta, linear_beta, like)
+
+
+@_jit
+def situ_grads_chunk(chunk, chunks, arguments, beta, linear_beta, like):
+    """Compute the gradients of SiTU for one chunk."""
+    tokens, width, _, _, item, places = _arguments(arguments, len(_SITU_GRADS), 0)
+    for token in range(chunk * tokens // chunks, (chunk + 1) * tokens // chunks):
+        gate = _vector(places[_SITU_GRADS.gate] + token * places[_SITU_GRADS.gate_step] * item, width, like)
+        up = _vector(places[_SITU_GRADS.up] + token * places[_SITU_GRADS.up_step] * item, width, like)
+        row = token * width * item
+        grad = _vector(places[_SITU_GRADS.grad] + row, width, like)
+        grad_gate = _vector(places[_SITU_GRADS.grad_gate] + row, width, like)
+        grad_up = _vector(places[_SITU_GRADS.grad_up] + row, width, like)
+        situ_grads(gate, up, grad, grad_gate, grad_up, beta, linear_beta, like)
+
+
 @_parallel_jit
 def forward_chunks(chunks, arguments, eps, norm_eps, like):
     """Run [`forward_chunk`] on several threads."""
@@ -292,11 +320,29 @@ def phase_one_chunks(chunks, arguments, eps, norm_eps, like):
         phase_one_chunk(chunk, chunks, arguments, eps, norm_eps, like)
 
 
+@_parallel_jit
+def situ_chunks(chunks, arguments, beta, linear_beta, like):
+    """Run [`situ_chunk`] on several threads."""
+    _arguments(arguments, len(_SITU), 0)  # checks them here, because a thread must not raise
+    for chunk in numba.prange(chunks):
+        situ_chunk(chunk, chunks, arguments, beta, linear_beta, like)
+
+
+@_parallel_jit
+def situ_grads_chunks(chunks, arguments, beta, linear_beta, like):
+    """Run [`situ_grads_chunk`] on several threads."""
+    _arguments(arguments, len(_SITU_GRADS), 0)  # checks them here, because a thread must not raise
+    for chunk in numba.prange(chunks):
+        situ_grads_chunk(chunk, chunks, arguments, beta, linear_beta, like)
+
+
 # Name -> the loop over the tokens of one chunk, and the loop over all chunks on several threads.
 LOOPS = {
     "forward": (forward_chunk, forward_chunks),
     "backward": (backward_chunk, backward_chunks),
     "phase one": (phase_one_chunk, phase_one_chunks),
+    "situ": (situ_chunk, situ_chunks),
+    "situ grads": (situ_grads_chunk, situ_grads_chunks),
 }
 LIKE = {4: _FLOAT, 2: _HALF}  # bytes of a number -> the argument `like`
 

@@ -194,12 +194,12 @@ class _Row:
 
     def load(self, place: ir.Value, lanes: int) -> ir.Value:
         value = self.builder.load(self._part(place, lanes), align=self.align)
-        return _widen(self.builder, value, lanes) if self.kind == _HALF else value
+        return widen(self.builder, value, lanes) if self.kind == _HALF else value
 
     def store(self, value: ir.Value, place: ir.Value) -> None:
         lanes = getattr(value.type, "count", 1)
         if self.kind == _HALF:
-            value = _narrow(self.builder, value, lanes)
+            value = narrow(self.builder, value, lanes)
         self.builder.store(value, self._part(place, lanes), align=self.align)
 
     def prefetch(self, place: ir.Value, ahead: ir.Value) -> None:
@@ -318,13 +318,13 @@ def _constant(kind: ir.Type, number: float, lanes: int) -> ir.Constant:
     return kind(number) if lanes == 1 else ir.Constant(ir.VectorType(kind, lanes), [number] * lanes)
 
 
-def _widen(builder: ir.IRBuilder, halves: ir.Value, lanes: int) -> ir.Value:
+def widen(builder: ir.IRBuilder, halves: ir.Value, lanes: int) -> ir.Value:
     """Emit the conversion of bfloat16, given by its bits, to float32."""
     bits = builder.shl(builder.zext(halves, _like(_WORD, lanes)), _constant(_WORD, 16, lanes))
     return builder.bitcast(bits, _like(_FLOAT, lanes))
 
 
-def _narrow(builder: ir.IRBuilder, numbers: ir.Value, lanes: int) -> ir.Value:
+def narrow(builder: ir.IRBuilder, numbers: ir.Value, lanes: int) -> ir.Value:
     """Emit the rounding of float32 to the bits of bfloat16, to the nearest or the even one; a NaN stays a NaN."""
     bits = builder.bitcast(numbers, _like(_WORD, lanes))
     is_odd = builder.and_(builder.lshr(bits, _constant(_WORD, 16, lanes)), _constant(_WORD, 1, lanes))
@@ -334,4 +334,4 @@ def _narrow(builder: ir.IRBuilder, numbers: ir.Value, lanes: int) -> ir.Value:
     return builder.trunc(kept, _like(_HALF, lanes))
 
 
-__all__ = ["derive", "dot", "dots_and_square", "mix", "mix_for_each", "pointer", "prefetch", "scale"]
+__all__ = ["derive", "dot", "dots_and_square", "mix", "mix_for_each", "narrow", "pointer", "prefetch", "scale", "widen"]

@@ -84,6 +84,20 @@ def case(guarded: Guarded, width: int, n: int, tokens: int, dtype: torch.dtype) 
     torch.testing.assert_close(completed.float(), normed.float(), rtol=0.02, atol=0.02)
 
 
+def situ_case(guarded: Guarded, width: int, tokens: int, dtype: torch.dtype) -> None:
+    # The rows of gate and up lie apart, as halves of longer rows; those of `up` end where the memory ends.
+    gate, up = guarded.copy(torch.randn(tokens, 2 * width).to(dtype)).chunk(2, -1)
+    result, grad_gate, grad_up = (guarded.empty((tokens, width), dtype) for _ in range(3))
+    call.situ(gate, up, result, 4.0, 25.0)
+    again, of_gate, of_up = (torch.empty(tokens, width, dtype=dtype) for _ in range(3))
+    call.situ(gate.clone(), up.clone(), again, 4.0, 25.0)
+    assert torch.equal(result, again)
+    grad = guarded.copy(torch.randn(tokens, width).to(dtype))
+    call.situ_grads(gate, up, grad, grad_gate, grad_up, 4.0, 25.0)
+    call.situ_grads(gate.clone(), up.clone(), grad.clone(), of_gate, of_up, 4.0, 25.0)
+    assert torch.equal(grad_gate, of_gate) and torch.equal(grad_up, of_up)
+
+
 def main() -> None:
     dtype = getattr(torch, sys.argv[1])
     torch.manual_seed(0)
@@ -93,6 +107,7 @@ def main() -> None:
         for i, width in enumerate(WIDTHS):
             for n, tokens in ((1 + i % 5, 1 + i % 3), (1 + 7 * i % 40, 1 + (i + 2) % 5)):
                 case(Guarded(at_end), width, n, tokens, dtype)
+                situ_case(Guarded(at_end), width, tokens, dtype)
                 done += 1
     print(done, flush=True)
     if sys.argv[2:] == ["beyond"]:  # shows that the guards work: this write must kill the process

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnres.accelerated.numba import IMPLEMENTATION, call, engine, kernels
-from attnres.accelerated.numba.layout import MAGIC, Backward, Call, Forward, PhaseOne
+from attnres.accelerated.numba.layout import MAGIC, Backward, Call, Forward, PhaseOne, SiTU, SiTUGrads
 
 pytest.importorskip("numba")
 
@@ -66,11 +66,21 @@ def test_a_view_with_a_pending_negation_is_negated():
 
 @pytest.mark.parametrize("change", [(0, MAGIC + 1), (1, 5), (1, 0)], ids=["other magic", "fewer", "none"])
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("name", "others"), [("forward", Forward), ("phase one", PhaseOne), ("backward", Backward)])
-def test_the_loops_refuse_arguments_of_another_layout(change, threads, name, others):
-    of_sources = 3 if name == "backward" else 1
+@pytest.mark.parametrize(
+    ("name", "others", "of_sources"),
+    [
+        ("forward", Forward, 1),
+        ("phase one", PhaseOne, 1),
+        ("backward", Backward, 3),
+        ("situ", SiTU, 0),
+        ("situ grads", SiTUGrads, 0),
+    ],
+)
+def test_the_loops_refuse_arguments_of_another_layout(change, threads, name, others, of_sources):
     count = len(others._fields) + of_sources
-    numbers = array("q", [*Call(MAGIC, count, 0, 8, 1, 1, 4), *[0] * count])
+    if count == change[1]:
+        change = 1, count + 1
+    numbers = array("q", [*Call(MAGIC, count, 0, 8, min(1, of_sources), 1, 4), *[0] * count])
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -22,7 +22,7 @@ with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
     reasons = [IMPLEMENTATION.supports(torch.ones(512), sources) for _ in range(3)]
 assert len(set(reasons)) == 1
-print(reasons[0], "|", sum("depth attention is computed without it" in str(warning.message) for warning in seen))
+print(reasons[0], "|", sum("are computed without it" in str(w.message) for w in seen))
 """
 
 

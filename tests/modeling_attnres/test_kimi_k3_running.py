@@ -326,22 +326,6 @@ def test_situ_is_exact_at_all_sizes():
     assert situ(torch.tensor([float("nan")]), torch.tensor([1.0]), 4.0, 25.0).isnan()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_situ_of_many_blocks_is_that_of_its_rows(dtype):
-    rows, width = 3 * torch.get_num_threads() + 2, 36_000  # a block has three rows for each thread
-    both = torch.randn(rows, 2 * width, generator=torch.Generator().manual_seed(0)).mul(8).to(dtype)
-    together, apart = both.clone().unsqueeze(0).requires_grad_(), both.clone().requires_grad_()
-    result = situ(*together.chunk(2, -1), 4.0, 25.0).squeeze(0)
-    expected = torch.stack([situ(*row.chunk(2), 4.0, 25.0) for row in apart])
-    assert torch.equal(result, expected)
-    with torch.no_grad():
-        assert torch.equal(situ(*both.chunk(2, -1), 4.0, 25.0), expected)
-    upstream = torch.randn(rows, width, generator=torch.Generator().manual_seed(1)).to(dtype)
-    for output in (result, expected):
-        output.backward(upstream)
-    assert torch.equal(together.grad.squeeze(0), apart.grad)
-
-
 @pytest.mark.parametrize("linear_beta", [25.0, None])
 def test_situ_has_second_derivatives_and_works_in_transforms(linear_beta):
     inputs = [torch.randn(9, generator=torch.Generator().manual_seed(i)).double().requires_grad_() for i in range(2)]
