@@ -38,18 +38,21 @@ _LINEAR_FIELDS = {
     "use_full_rank_gate": "use_full_rank_gate",
 }
 _LAYER_LISTS = {"full_attn_layers": "full_attention", "kda_layers": "linear_attention"}
-# The value of a field that a released file lacks: the feature is off, as in Kimi Linear. In the class it is on by
-# default, as in Kimi K3.
+# The value of a field that a released file lacks, as in the released class: the feature is off. In the class here it is
+# on by default, as in Kimi K3.
 _ABSENT = {
     "activation_situ_beta": None,
     "activation_situ_linear_beta": None,
     "attn_res_block_size": None,
+    "first_k_dense_replace": 0,
     "gate_lower_bound": None,
     "hidden_act": "silu",
     "latent_moe_use_norm": False,
     "mla_use_output_gate": False,
+    "num_experts": None,
     "num_shared_experts": 0,
     "q_lora_rank": None,
+    "rms_norm_eps": 1e-6,
     "routed_expert_hidden_size": None,
     "use_full_rank_gate": False,
 }

@@ -169,6 +169,15 @@ def test_a_text_model_of_a_file_is_not_taken_for_arguments():
         AttnResKimiK3Config(**text)
 
 
+def test_a_field_that_a_file_lacks_has_the_value_of_the_released_class():
+    text = release.text_fields(first_k_dense_replace=..., rms_norm_eps=...)
+    config = AttnResKimiK3Config.from_dict(text)
+    assert config.first_k_dense_replace == 0 and config.mlp_layer_types[0] == "sparse"
+    assert config.rms_norm_eps == 1e-6
+    config = AttnResKimiK3Config.from_dict(release.text_fields(num_experts=...))
+    assert config.num_local_experts is None and set(config.mlp_layer_types) == {"dense"}
+
+
 @pytest.mark.parametrize(
     "fields", [{"rope_theta": 5e4}, {"seq_aux": True}, {"torchscript": False}, {"sliding_window": None}, {"moe_x": []}]
 )
