@@ -12,7 +12,7 @@ from attnres.analysis.tables import update_tables
 from attnres.utils.progress import show_duration
 from attnres.utils.quiet import quiet_transformers
 
-from . import connections, imports, kda, kimi_k3, layers, memory, models, ops, phases, scaling
+from . import connections, imports, kda, kimi_k3, layers, memory, models, ops, phases, prefill, scaling
 from .machine import Others, describe
 from .report import markdown, open_console, store
 from .timing import Setting, keep_freed_memory
@@ -26,8 +26,14 @@ PARTS = {
     "kda": kda,
     "kimi_k3": kimi_k3,
     "memory": memory,
+    "prefill": prefill,
     "imports": imports,
     "scaling": scaling,
+}
+# Part -> what its figure shows; the part draws it by its `plot`.
+FIGURES = {
+    "prefill": "Peak memory of a prefill against the length of the prompt, in one pass and in chunks",
+    "scaling": "Time that attention residuals add to prefill, measured and predicted",
 }
 HERE = Path(__file__).parent
 BUSY = 0.05  # share of the machine that other processes may take before a run is reported as disturbed
@@ -41,7 +47,7 @@ def run_bench(parts: Sequence[str], setting: Setting, out: Path | None) -> None:
     Args:
         parts: names of `PARTS`.
         setting: how to measure.
-        out: folder for `{part}.json`, `scaling.png` and a README with the tables. For this folder's `results`, the
+        out: folder for `{part}.json`, the figures and a README with the tables. For this folder's `results`, the
             tables go into this folder's README. With `None` nothing is written.
     """
     console = open_console()
@@ -77,11 +83,11 @@ def run_bench(parts: Sequence[str], setting: Setting, out: Path | None) -> None:
         store(out / f"{name}.json", _content(about, setting, busy, rows))
         readme = HERE / "README.md" if out.resolve() == HERE / "results" else out / "README.md"
         shown = {key: markdown(table) for key, table in tables.items()}
-        if name == "scaling":
-            figure = out / "scaling.png"
-            scaling.plot(rows, figure)
+        if name in FIGURES:
+            figure = out / f"{name}.png"
+            PARTS[name].plot(rows, figure)
             link = figure.resolve().relative_to(readme.parent.resolve()).as_posix()
-            shown |= {"figure": f"![Time that attention residuals add to prefill, measured and predicted]({link})"}
+            shown[f"{name}-figure"] = f"![{FIGURES[name]}]({link})"
         update_tables(readme, shown)
 
 

@@ -26,6 +26,7 @@ class BenchPart(StrEnum):
     kda = "kda"
     kimi_k3 = "kimi_k3"
     memory = "memory"
+    prefill = "prefill"
     imports = "imports"
     scaling = "scaling"
 

@@ -7,7 +7,7 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from benchmarks import imports, kda, machine, memory, report, run, scaling
+from benchmarks import imports, kda, machine, memory, prefill, report, run, scaling
 from benchmarks.timing import Setting
 
 
@@ -49,6 +49,28 @@ def test_the_prediction_is_the_added_traffic_at_the_speed_of_the_copy():
     row = {"layers": 64, "block_size": 16, "width": 100, "tokens": 10}
     row["seconds"] = {"copy": {"median": 2 * scaling.COPY_BYTES / 1e6}, "standard": {"median": 1.0}}  # a MB a second
     assert scaling.predicted(row) == pytest.approx(1 + 2.5 * 128 * 10 * 100 * 4 / 1e6)
+
+
+def test_attention_by_queries_is_causal_attention_after_the_tokens_in_the_cache():
+    query, key, value = (torch.randn(1, 2, length, 8) for length in (70, 100, 100))
+    seen = torch.arange(100) <= torch.arange(30, 100)[:, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=0.2)
+    found, _ = prefill.attend_by_queries(None, query, key, value, None, 0.2)
+    torch.testing.assert_close(found, expected.transpose(1, 2))
+
+
+def test_block_states_add_to_the_peak_with_the_length_of_a_prompt_but_not_in_chunks(tmp_path):
+    rows = {(row["tokens"], row["chunk"]): row for row in prefill.measure(Setting(quick=True))}
+    lengths, chunk = prefill.QUICK_LENGTHS, prefill.QUICK_CHUNK
+    added = {key: prefill.added(row) for key, row in rows.items()}
+    short, long = lengths
+    assert added[long, None] > 1.5 * added[long, chunk]
+    assert added[long, None] > 1.2 * added[short, None]
+    assert added[long, chunk] < 1.2 * added[short, chunk]
+    (table,) = prefill.tables([*rows.values()]).values()
+    assert "chunks of 32" in report.markdown(table)
+    prefill.plot([*rows.values()], tmp_path / "prefill.png")
+    assert (tmp_path / "prefill.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_machine_is_described_with_versions_and_commit():
