@@ -23,17 +23,21 @@ from transformers.distributed import DistributedConfig
 from attnres.conversion.whole import load_whole
 from attnres.utils.wording import counted, did_you_mean
 
+from .tensor_parallel import sum_gradients_of_norms
+
 # accelerate's types of runs in which each process has the whole model.
 _UNDIVIDED = (DistributedType.NO, DistributedType.MULTI_CPU)
 # Fields of `DistributedConfig` for divisions that `Trainer` cannot train.
 _REFUSED = ("enable_sequence_parallel", "enable_expert_parallel", "pp_size")
+# The key of `distributed` that `DistributedConfig` does not have; see `sequence_parallel.py`.
+SEQUENCE_PARALLEL = "sequence_parallel"
 
 
 def read_division(settings: Mapping[str, Any] | None, num_processes: int) -> DistributedConfig | None:
     """Read `distributed` of a recipe.
 
     Args:
-        settings: The value of the key; fields of `DistributedConfig`.
+        settings: The value of the key; fields of `DistributedConfig`, and `sequence_parallel`.
         num_processes: The number of processes of the run.
 
     Returns:
@@ -47,14 +51,19 @@ def read_division(settings: Mapping[str, Any] | None, num_processes: int) -> Dis
         return None
     if not hasattr(DistributedConfig, "dp_size"):
         raise ValueError(f"`distributed` of the recipe needs transformers 5.23 or newer, not {__version__}.")
-    known = [field.name for field in fields(DistributedConfig) if field.name not in _REFUSED]
+    known = [field.name for field in fields(DistributedConfig) if field.name not in _REFUSED] + [SEQUENCE_PARALLEL]
     for name, value in settings.items():
         if name not in known:
             raise ValueError(f"`distributed` of the recipe cannot have `{name}`.{did_you_mean(name, known)}")
         if name.endswith("_size") and (isinstance(value, bool) or not isinstance(value, int)):
             raise ValueError(f"`{name}` of the recipe's `distributed` is {value!r}, but must be a number of processes.")
+    is_sequence = settings.get(SEQUENCE_PARALLEL, False)
+    if not isinstance(is_sequence, bool):
+        raise ValueError(
+            f"`{SEQUENCE_PARALLEL}` of the recipe's `distributed` is {is_sequence!r}, but must be true or false."
+        )
     try:
-        division = DistributedConfig(**settings)
+        division = DistributedConfig(**{name: settings[name] for name in settings if name != SEQUENCE_PARALLEL})
     except (TypeError, ValueError) as error:
         raise ValueError(f"`distributed` of the recipe: {error}") from error
     for engine in ("FSDP", "DEEPSPEED"):
@@ -62,6 +71,15 @@ def read_division(settings: Mapping[str, Any] | None, num_processes: int) -> Dis
             raise ValueError(
                 f"`distributed` of the recipe and accelerate's {engine} would both divide the model: leave out one."
             )
+    if is_sequence and division.tp_size < 2:
+        raise ValueError(
+            f"`{SEQUENCE_PARALLEL}` of the recipe's `distributed` divides the sequence among the processes that divide "
+            "the matrices, but there are none: give `tp_size` too, or leave it out."
+        )
+    if is_sequence and division.ep_size > 1:
+        raise ValueError(
+            f"`{SEQUENCE_PARALLEL}` of the recipe's `distributed` cannot stand beside `ep_size`: leave out one of them."
+        )
     size = division.dp_size * division.tp_size
     if size != num_processes:
         raise ValueError(
@@ -70,6 +88,11 @@ def read_division(settings: Mapping[str, Any] | None, num_processes: int) -> Dis
             "the sizes."
         )
     return division if size > 1 else None
+
+
+def divides_sequence(settings: Mapping[str, Any] | None) -> bool:
+    """Return whether `distributed` of a recipe divides the sequence too."""
+    return bool(settings) and settings.get(SEQUENCE_PARALLEL, False)
 
 
 def check_engines(state: PartialState) -> None:
@@ -116,6 +139,7 @@ def describe_division(trainer: Trainer, division: DistributedConfig | None) -> s
     if division is not None:
         sizes = {"dp_replicate_size": "replicas", "fsdp_size": "FSDP2", "tp_size": "TP", "ep_size": "EP"}
         parts = [f"{title} {size}" for name, title in sizes.items() if (size := getattr(division, name, None) or 1) > 1]
+        parts += ["sequence parallel"] if divides_sequence(trainer.recipe.distributed) else []
         return f"{processes}, the model divided by transformers ({', '.join(parts)})"
     if trainer.is_fsdp_enabled:
         version = getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1)
@@ -180,7 +204,8 @@ def load_divided(
         OSError, RuntimeError, ValueError: The model cannot be loaded or divided.
     """
     if source is not None and not _joins_tensors(source):
-        return load_whole(AutoModelForCausalLM, source, starts_anew=True, distributed_config=division, **config)
+        model = load_whole(AutoModelForCausalLM, source, starts_anew=True, distributed_config=division, **config)
+        return sum_gradients_of_norms(model)
     state = PartialState()
     if state.is_main_process:
         shutil.rmtree(start, ignore_errors=True)
@@ -195,7 +220,7 @@ def load_divided(
     # `transformers` saves a model in the layout that it was loaded from. `start` is not in a published layout, but the
     # run's result must be.
     vars(model).pop("_weight_conversions", None)
-    return model
+    return sum_gradients_of_norms(model)
 
 
 def _joins_tensors(source: str) -> bool:
@@ -214,4 +239,13 @@ def _joins_tensors(source: str) -> bool:
     return any(isinstance(rule, WeightConverter) for rule in get_model_conversion_mapping(model, add_legacy=False))
 
 
-__all__ = ["check_division", "check_engines", "check_fsdp2", "describe_division", "load_divided", "read_division"]
+__all__ = [
+    "SEQUENCE_PARALLEL",
+    "check_division",
+    "check_engines",
+    "check_fsdp2",
+    "describe_division",
+    "divides_sequence",
+    "load_divided",
+    "read_division",
+]

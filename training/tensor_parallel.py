@@ -1,0 +1,112 @@
+"""What the divisions of this package share with tensor parallelism in `transformers`, and a correction of it.
+
+The norm of each head's queries and keys, in Qwen3 and Gemma 3, is whole on every rank, but a rank computes only its
+heads. So the gradients of its weight are summed over the ranks. `transformers` 5.23 sums the whole `grad` after each
+backward pass, and with accumulated batches sums the earlier ones again: for two batches on n ranks it is
+`n g_1 + g_2` instead of `g_1 + g_2`. Here only the gradient of the pass is summed, before it is added to `grad`.
+"""
+
+import re
+from collections.abc import Iterable
+from functools import wraps
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+
+class GradientSum:
+    """Sums gradients of parameters over the ranks of a group in the backward pass, before they are added to `grad`.
+
+    Args:
+        group: The ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self._hooked: dict[tuple[int, str], nn.Parameter] = {}
+
+    def watch(self, module: nn.Module, names: Iterable[str]) -> None:
+        """Sum the gradients of a module's parameters, from this pass on.
+
+        Call it in each pass, because a parameter may be frozen, or be replaced: FSDP2 puts the whole parameters in
+        place when a module, or one around it, is called.
+
+        Args:
+            module: The module.
+            names: The names of its parameters.
+        """
+        for name in names if torch.is_grad_enabled() else ():
+            parameter, key = module._parameters[name], (id(module), name)
+            if parameter.requires_grad and self._hooked.get(key) is not parameter:
+                self._hooked[key] = parameter
+                parameter.register_hook(self.sum)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of the ranks' tensors, of one shape."""
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+
+def own_names(module: nn.Module) -> list[str]:
+    """Return the names of the parameters that a module itself holds."""
+    return [name for name, _ in module.named_parameters(recurse=False)]
+
+
+def rule_name(name: str) -> str:
+    """Return the name of a module as plans of `transformers` write it: `layers.*.mlp` for `layers.3.mlp`."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+
+
+def tensor_parallel_mesh(model: nn.Module) -> DeviceMesh | None:
+    """Return the ranks that divide the matrices of a model; `None` if no matrix is divided."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()):
+            return parameter.device_mesh["tp"]
+    return None
+
+
+_corrected: WeakSet[nn.Module] = WeakSet()
+
+
+def sum_gradients_of_norms(model: PreTrainedModel) -> PreTrainedModel:
+    """Sum the gradients of norms of single heads over the ranks that divide the heads, once for each backward pass.
+
+    Args:
+        model: A model, divided by `transformers` or not. It is changed in place; a second call changes nothing.
+
+    Returns:
+        The model.
+    """
+    plan, mesh = getattr(model, "tp_plan", None) or {}, tensor_parallel_mesh(model)
+    if mesh is None:
+        return model
+    sums = GradientSum(mesh.get_group())
+    for name, module in model.named_modules():
+        if plan.get(rule_name(name)) == "replicated_with_grad_allreduce" and module not in _corrected:
+            _corrected.add(module)
+            # `transformers` sums in this attribute, in front of the method of the class.
+            vars(module).pop("forward", None)
+            _watch_calls(module, sums)
+    return model
+
+
+def _watch_calls(module: nn.Module, sums: GradientSum) -> None:
+    """Make each call of a module sum the gradients of its parameters."""
+    forward, names = module.forward, own_names(module)
+
+    @wraps(forward)
+    def forward_and_watch(*args: Any, **kwargs: Any) -> Any:
+        sums.watch(module, names)
+        return forward(*args, **kwargs)
+
+    module.forward = forward_and_watch
+
+
+__all__ = ["GradientSum", "own_names", "rule_name", "sum_gradients_of_norms", "tensor_parallel_mesh"]
