@@ -255,7 +255,10 @@ class Monitor(LoggedCallback):
         ids, mask = self._ids[0], self._mask
         if isinstance(mask, Tensor) and mask.shape == self._ids.shape and mask[0].any():
             ids = ids[mask[0].bool()]
-        return ids[None, : self.slice_tokens]
+        # Ranks that divide a sequence get equal parts. So their mean is that of all tokens.
+        ranks = getattr(self._model, "tp_size", None) or 1
+        count = min(len(ids), self.slice_tokens)
+        return ids[None, : max(count - count % ranks, 1)]
 
 
 def _device_name(device: torch.device) -> str:

@@ -35,7 +35,7 @@ from attnres.utils.wording import counted
 
 from .chat import encode_chat
 from .data import DataSpec, digest_of, load_blocks
-from .division import check_fsdp2, load_divided
+from .division import check_fsdp2, divides_sequence, load_divided
 from .documents import file_identities
 from .recipe import Recipe
 from .run_folder import START
@@ -308,9 +308,16 @@ def prepare_model(
         return build_model(recipe, tokenizer)
     start, build = Path(recipe.out) / START, partial(build_model, recipe, tokenizer)
     if checkpoint is not None:
-        return load_divided(checkpoint, division, start, build)
-    is_built_here = recipe.model in names() or recipe.retrofit is not None
-    return load_divided(None if is_built_here else recipe.model, division, start, build, **recipe.config)
+        model = load_divided(checkpoint, division, start, build)
+    else:
+        is_built_here = recipe.model in names() or recipe.retrofit is not None
+        model = load_divided(None if is_built_here else recipe.model, division, start, build, **recipe.config)
+    if divides_sequence(recipe.distributed):
+        # Here, since older versions of `transformers`, which divide no model, do not have the styles that it changes.
+        from .sequence_parallel import shard_sequence
+
+        model = shard_sequence(model)
+    return model
 
 
 def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:

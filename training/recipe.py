@@ -127,7 +127,8 @@ class Recipe:
         save_every: Steps from one checkpoint to the next. The held-out loss is measured at the same steps.
         keep: How many checkpoints stay. Older ones are removed.
         distributed: How the model is divided among processes: fields of `transformers`' `DistributedConfig`, such as
-            `{fsdp_size: 8}`. See `docs/guides/many_devices.md`.
+            `{fsdp_size: 8}`; beside `tp_size`, `sequence_parallel: true` divides the sequence too. See
+            `docs/guides/many_devices.md`.
         trainer: Fields of `transformers.TrainingArguments`, except those that the run sets (see `DECIDED_BY_RUN`):
             `bf16`, `activation_checkpointing`, `torch_compile`, `report_to` (`tensorboard`, `trackio`), and so on.
 

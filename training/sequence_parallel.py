@@ -15,7 +15,6 @@ Every rank has S rows, because collectives want equal parts. The rows after the 
 depends on them.
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,6 +41,8 @@ from transformers.distributed.tensor_parallel import (
 from attnres.decoder_attnres import DepthReader, ResidualModel
 from attnres.documents_attnres import shape_of
 from attnres.residual_attnres import DepthState
+
+from .tensor_parallel import GradientSum, own_names, rule_name, sum_gradients_of_norms, tensor_parallel_mesh
 
 # torch 2.13 has renamed these two functions, and warns of the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -76,14 +77,15 @@ class SequenceSplit:
     def own(self, full: Tensor, dim: int) -> Tensor:
         """Copy this rank's part `[.., S, ..]` of a tensor `[.., T, ..]`, with zeros after the last token."""
         start = min(self.rank * self.rows, self.length)
+        part = full.narrow(dim, start, min(self.rows, self.length - start))
         # A copy, since a view would keep the tensor of all tokens in memory.
-        return self.pad(full.narrow(dim, start, min(self.rows, self.length - start)), dim)
+        return part.clone() if part.shape[dim] == self.rows else self.pad(part, dim)
 
     def pad(self, part: Tensor, dim: int) -> Tensor:
-        """Copy a part of at most S rows to a tensor `[.., S, ..]`, with zeros after the last row."""
-        rows = list(part.shape)
-        rows[dim] = self.rows - rows[dim]
-        return torch.cat((part, part.new_zeros(rows)), dim)
+        """Return a part of at most S rows as a tensor `[.., S, ..]`, with zeros after the last row."""
+        missing = list(part.shape)
+        missing[dim] = self.rows - missing[dim]
+        return torch.cat((part, part.new_zeros(missing)), dim) if missing[dim] else part
 
     def all_gather(self, part: Tensor, dim: int) -> Tensor:
         """Gather the parts `[.., S, ..]` of all ranks to a tensor `[.., T, ..]` on every rank."""
@@ -150,16 +152,14 @@ class _SumGradient(torch.autograd.Function):
     """Identity whose gradient is summed over the ranks, of which each has computed a part."""
 
     @staticmethod
-    def forward(ctx, full: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.group = group
+    def forward(ctx, full: Tensor, gradients: GradientSum) -> Tensor:
+        ctx.gradients = gradients
         return full.view_as(full)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+        return ctx.gradients.sum(grad), None
 
 
 class SequenceSharding:
@@ -169,15 +169,16 @@ class SequenceSharding:
         group: The ranks that divide the model's matrices.
 
     Attributes:
+        gradients: Sums the gradients of modules that compute single tokens.
         split: The split of the running pass; `None` outside of a pass, and in one that is not split.
         feeds_head: Whether the running pass is that of a language model whose head is divided.
     """
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self.gradients = GradientSum(group)
         self.split: SequenceSplit | None = None
         self.feeds_head = False
-        self._hooked: dict[tuple[int, str], nn.Parameter] = {}
 
     @contextmanager
     def splitting(self, split: SequenceSplit | None) -> Iterator[None]:
@@ -197,28 +198,6 @@ class SequenceSharding:
         if length < self.size and not torch.is_grad_enabled():
             return None
         return SequenceSplit(length, self.size, self.rank, self.group)
-
-    def sum_gradients(self, module: nn.Module, names: Iterable[str]) -> None:
-        """Make the backward pass sum the gradients of a module's parameters over the ranks.
-
-        It is called in each pass, because a parameter may be frozen or replaced at any time.
-
-        Args:
-            module: A module that computes single tokens.
-            names: The names of its parameters.
-        """
-        for name in names if torch.is_grad_enabled() else ():
-            parameter, key = module._parameters[name], (id(module), name)
-            if parameter.requires_grad and self._hooked.get(key) is not parameter:
-                self._hooked[key] = parameter
-                # The hook runs before the gradient is added to `grad`. After that, it would also sum the gradients of
-                # earlier batches, a second time.
-                parameter.register_hook(self._sum)
-
-    def _sum(self, grad: Tensor) -> Tensor:
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=self.group)
-        return grad
 
 
 # Styles of `transformers` with another communication while a pass is split. Then the input of a sublayer is gathered
@@ -283,7 +262,7 @@ class _ExpertsInParts(MoeExpertsParallel):
             return super().transform_inputs_pre_forward(module, args, kwargs, mesh)
         hidden_states, indices, weights, *rest = args
         # The router is whole on every rank, so it needs the whole gradient of its weights `[tokens, top_k]`.
-        return (hidden_states, indices, _SumGradient.apply(weights, self.sharding.group), *rest), kwargs
+        return (hidden_states, indices, _SumGradient.apply(weights, self.sharding.gradients), *rest), kwargs
 
     def transform_output_post_forward(self, module: nn.Module, output: Tensor, mesh: DeviceMesh) -> Tensor:
         return (
@@ -317,7 +296,10 @@ def shard_sequence(model: PreTrainedModel) -> PreTrainedModel:
     decoder = _check_model(model)
     prefix = "" if decoder is model else f"{model.base_model_prefix}."
     plan = {name: ALL_PARALLEL_STYLES[style] for name, style in model.tp_plan.items()}
-    mesh = _tensor_parallel_mesh(decoder)
+    mesh = tensor_parallel_mesh(decoder)
+    if mesh is None:
+        raise ValueError("no matrix of this model is divided: give a `tp_plan` that divides some.")
+    sum_gradients_of_norms(model)
     sharding = SequenceSharding(mesh.get_group())
 
     embedding = decoder.get_input_embeddings()
@@ -331,12 +313,12 @@ def shard_sequence(model: PreTrainedModel) -> PreTrainedModel:
         for name in _mixing_modules(layer):
             module = getattr(layer, name)
             mixing.add(module)
-            rules = {part: plan.get(f"{prefix}layers.*.{name}.{_wildcard(part)}") for part in _owners(module)}
+            rules = {part: plan.get(f"{prefix}layers.*.{name}.{rule_name(part)}") for part in _owners(module)}
             _gather_around(module, sharding, is_partial=_leave_in_parts(module, rules, sharding, mesh))
         layer.forward = _in_split_of_pass(layer.forward, sharding, is_first=i == 0)
     inside = {part for module in mixing for part in module.modules()}
-    single = {module: names for module in decoder.modules() if module not in inside and (names := _own_names(module))}
-    _check_whole(decoder, single, mesh)
+    single = {module: names for module in decoder.modules() if module not in inside and (names := own_names(module))}
+    _check_whole(decoder, single)
     if (getattr(model.config.distributed_config, "dp_size", None) or 1) > 1:
         # FSDP2 puts the whole parameters of a module in place when the module, or one around it, is called.
         for module, names in single.items():
@@ -371,7 +353,7 @@ def _check_model(model: PreTrainedModel) -> ResidualModel:
     return decoder
 
 
-def _check_whole(decoder: ResidualModel, single: Mapping[nn.Module, Iterable[str]], mesh: DeviceMesh) -> None:
+def _check_whole(decoder: ResidualModel, single: Mapping[nn.Module, Iterable[str]]) -> None:
     """Raise ValueError if a parameter of a module that computes single tokens is divided among the ranks."""
     places = {module: name for name, module in decoder.named_modules()}
     for module, names in single.items():
@@ -384,14 +366,6 @@ def _check_whole(decoder: ResidualModel, single: Mapping[nn.Module, Iterable[str
                 )
 
 
-def _tensor_parallel_mesh(decoder: nn.Module) -> DeviceMesh:
-    """Return the mesh of the ranks that divide the matrices, from the first matrix that is divided."""
-    for parameter in decoder.parameters():
-        if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()):
-            return parameter.device_mesh["tp"]
-    raise ValueError("no matrix of this model is divided: its `tp_plan` is empty.")
-
-
 def _mixing_modules(layer: nn.Module) -> list[str]:
     """Return the names of a layer's attention and MLP: the modules of its sublayers that have matrices.
 
@@ -401,17 +375,9 @@ def _mixing_modules(layer: nn.Module) -> list[str]:
     return [name for name in names if any(tensor.ndim > 1 for tensor in getattr(layer, name).parameters())]
 
 
-def _own_names(module: nn.Module) -> list[str]:
-    return [name for name, _ in module.named_parameters(recurse=False)]
-
-
 def _owners(module: nn.Module) -> dict[str, nn.Module]:
     """Return the parts of a module that hold parameters, by name."""
-    return {name: part for name, part in module.named_modules() if _own_names(part)}
-
-
-def _wildcard(name: str) -> str:
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+    return {name: part for name, part in module.named_modules() if own_names(part)}
 
 
 def _install(style: TensorParallelLayer, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -470,7 +436,7 @@ def _count_router_once(sharding: SequenceSharding, router: nn.Module, args: tupl
 
 
 def _sum_in_call(sharding: SequenceSharding, names: list[str], module: nn.Module, args: tuple) -> None:
-    sharding.sum_gradients(module, names)
+    sharding.gradients.watch(module, names)
 
 
 def _gather_around(module: nn.Module, sharding: SequenceSharding, is_partial: bool) -> None:
@@ -551,7 +517,7 @@ def _split_pass(
     @wraps(forward)
     def forward_split(*args: Any, **kwargs: Any) -> Any:
         for module, names in single.items():
-            sharding.sum_gradients(module, names)
+            sharding.gradients.watch(module, names)
         shape = shape_of(dict(zip(decoder.argument_names, args)) | kwargs)
         split = None if shape is None else sharding.split_of(shape[1])
         if split is None:

@@ -160,6 +160,13 @@ def assert_same_run(out: Path, expected: Path, tolerance: float = 1e-4) -> None:
             False,
             "the model divided by transformers (FSDP2 2, EP 2)",
         ),
+        (
+            "retrofit",
+            "tensor_parallel",
+            "{tp_size: 2, sequence_parallel: true}",
+            True,
+            "the model divided by transformers (TP 2, sequence parallel)",
+        ),
     ],
 )
 def test_two_processes_give_the_run_of_one(run, config, distributed, as_on_gpus, how, single, arguments, tmp_path):

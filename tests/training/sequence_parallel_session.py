@@ -1,0 +1,196 @@
+"""Compare divided models with whole ones: `torchrun ... sequence_parallel_session.py FOLDER`.
+
+FOLDER holds a directory for each model. The first process computes what is expected in one process, and each process
+compares what it has itself. The largest differences over all processes go into `results.json` in the folder.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from attnres.training.sequence_parallel import shard_sequence
+from attnres.training.tensor_parallel import sum_gradients_of_norms
+from tests.live import SentBytes, growth_over_layers
+
+# Lengths: not divisible by four ranks, divisible, and less than the number of ranks.
+LENGTHS = (13, 16, 3)
+THOROUGH = ("llama", "kimi_linear")
+
+
+def batches(length: int) -> list[dict[str, Tensor]]:
+    """Return two batches of four rows, one of them padded on the left."""
+    made = []
+    for seed in range(2):
+        ids = torch.randint(3, 90, (4, length), generator=torch.Generator().manual_seed(seed))
+        mask = torch.ones_like(ids)
+        mask[seed, : length // 4] = 0
+        made.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
+    return made
+
+
+def train(model: PreTrainedModel, length: int, recompute: bool, parts: tuple[int, int] = (0, 1)) -> dict[str, Tensor]:
+    """Accumulate the gradients of two batches; return them with the loss and all outputs of the last batch.
+
+    Args:
+        model: The model.
+        length: Length of the rows.
+        recompute: Whether activations are recomputed in the backward pass.
+        parts: This process's part of each batch, and the number of parts.
+    """
+    model.train().zero_grad()
+    model.activation_checkpointing_enable() if recompute else model.activation_checkpointing_disable()
+    for batch in batches(length):
+        batch = {name: rows.chunk(parts[1])[parts[0]] for name, rows in batch.items()}
+        count = (batch["labels"][:, 1:] != -100).sum()  # the sum of losses is the same in parts and in whole batches
+        outputs = model(**batch, use_cache=False, output_hidden_states=True, output_depth_attentions=True)
+        (outputs.loss * count).backward()
+    result = {"logits": outputs.logits.detach(), "loss": outputs.loss.detach()}
+    for name in ("hidden_states", "depth_attentions"):
+        result |= {f"{name} {i}": tensor.detach() for i, tensor in enumerate(outputs[name] or ()) if tensor is not None}
+    return result | gradients(model)
+
+
+def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the whole gradients by name."""
+    result = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            result[name] = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+    return {name: grad.clone() for name, grad in result.items()}
+
+
+@torch.no_grad()
+def infer(model: PreTrainedModel, length: int) -> dict[str, Tensor]:
+    """Return logits of a batch, and logits of generation with the prompt in one pass and in chunks."""
+    model.eval()
+    batch = {name: rows for name, rows in batches(length)[0].items() if name != "labels"}
+    result = {"logits": model(**batch).logits, "of the decoder": model.base_model(**batch).last_hidden_state}
+    for chunk in (None, 6):
+        options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "prefill_chunk_size": chunk}
+        generated = model.generate(**batch, **options, return_dict_in_generate=True, output_logits=True)
+        result |= {f"token {i} (chunks of {chunk})": logits for i, logits in enumerate(generated.logits)}
+    return result
+
+
+def largest_difference(found: dict[str, Tensor], compute: Callable[[], dict[str, Tensor]]) -> tuple[float, str]:
+    """Return the largest difference over tensors and processes: the norm of the difference to the norm of the tensor.
+
+    Args:
+        found: The tensors of this process.
+        compute: The first process calls it, for the expected tensors.
+
+    Returns:
+        The difference, and the name of the tensor.
+    """
+    (expected,) = box = [compute() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    (expected,) = box
+    assert found.keys() == expected.keys()
+    # A gradient that is zero in one process may be as small as rounding in another.
+    worst = max((((found[k] - v).norm() / v.norm().clamp(min=1e-6)).item(), k) for k, v in expected.items())
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, worst)
+    return max(everywhere)
+
+
+def compare(folder: Path, size: int) -> dict[str, Any]:
+    """Compare a model that is divided among all processes, in training and in inference."""
+    whole = AutoModelForCausalLM.from_pretrained(folder)
+    divided = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=size))
+    shard_sequence(divided)
+    # Two models go through everything, the others through the longest way.
+    is_thorough = folder.name in THOROUGH
+    result = {}
+    for length in LENGTHS if is_thorough else LENGTHS[:1]:
+        recompute = length == LENGTHS[0]
+        found = train(divided, length, recompute)
+        expected = partial(train, whole, length, recompute)
+        result[f"training, length {length}"] = largest_difference(found, expected)
+    if is_thorough:
+        result["inference"] = largest_difference(infer(divided, LENGTHS[0]), partial(infer, whole, LENGTHS[0]))
+    return result
+
+
+def measure(folder: Path, size: int) -> dict[str, Any]:
+    """Measure memory and communication of the whole model, of plain tensor parallelism, and of the divided sequence."""
+    models = {"whole": AutoModelForCausalLM.from_pretrained(folder)}
+    for name in ("matrices", "sequence"):
+        models[name] = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=size))
+    shard_sequence(models["sequence"])
+    ids = torch.arange(64)[None] % 90
+    result: dict[str, Any] = {"memory": {}, "forward": {}, "backward": {}}
+    for name, model in models.items():
+        with torch.no_grad():
+            (result["memory"][name],) = growth_over_layers(model.base_model, partial(model, ids, use_cache=False))
+        with SentBytes(size) as forward:
+            loss = model(ids, labels=ids, use_cache=False).loss
+        with SentBytes(size) as backward:
+            loss.backward()
+        result["forward"][name], result["backward"][name] = forward.sent, backward.sent
+    config = models["whole"].config
+    result["hidden"] = ids.numel() * config.hidden_size * 4
+    vectors = [p for p in models["whole"].model.parameters() if p.ndim == 1 or p.shape[0] == 1]
+    result["vectors"] = sum(p.nbytes for p in vectors)
+    result["sublayers"] = config.num_sublayers
+    return result
+
+
+def compare_gradients(folder: Path, division: DistributedConfig, is_sequence: bool = False) -> tuple[float, str]:
+    """Compare the gradients of a model that is divided in another way; each group computes a part of the batch.
+
+    Args:
+        folder: The directory of the model.
+        division: The division; its `dp_size` is the number of parts of the batch.
+        is_sequence: Whether to divide the sequence too.
+    """
+    whole = AutoModelForCausalLM.from_pretrained(folder)
+    divided = AutoModelForCausalLM.from_pretrained(folder, distributed_config=division)
+    divided = shard_sequence(divided) if is_sequence else sum_gradients_of_norms(divided)
+    train(divided, LENGTHS[0], True, (dist.get_rank() // division.tp_size, division.dp_size))
+    # FSDP2 takes the mean over the parts of the batch, of losses that are sums.
+    found = {name: division.dp_size * grad for name, grad in gradients(divided).items()}
+
+    def expected() -> dict[str, Tensor]:
+        train(whole, LENGTHS[0], True)
+        return gradients(whole)
+
+    return largest_difference(found, expected)
+
+
+# Divisions of four processes, by the names of the fields of `DistributedConfig`.
+DIVISIONS = {
+    "FSDP2 replicas": {"fsdp_size": 2, "dp_replicate_size": 2},
+    "TP x FSDP2": {"tp_size": 2, "fsdp_size": 2},
+    "EP x FSDP2": {"fsdp_size": 4, "ep_size": 2},
+}
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    size = dist.get_world_size()
+    models = sorted(path for path in folder.iterdir() if path.is_dir())
+    results = {path.name: compare(path, size) for path in models}
+    results["llama"] |= {"measured": measure(folder / "llama", size)}
+    for name in THOROUGH:
+        division = DistributedConfig(**DIVISIONS["TP x FSDP2"])
+        results[name]["training beside FSDP2"] = compare_gradients(folder / name, division, is_sequence=True)
+    for name, fields in DIVISIONS.items():
+        results[name] = compare_gradients(folder / "kimi_linear", DistributedConfig(**fields))
+    if dist.get_rank() == 0:
+        (folder / "results.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

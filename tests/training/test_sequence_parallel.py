@@ -1,0 +1,150 @@
+"""Beside tensor parallelism, the depth state is divided along the sequence, and nothing else changes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from attnres.residual_attnres import residual_tensors
+from attnres.training.division import read_division
+from attnres.training.sequence_parallel import SequenceSplit, shard_sequence
+
+from ..conversion.backbones import COMMON, build_member, member_config
+
+ROOT = Path(__file__).parents[2]
+PROCESSES = 4
+# Cases of `backbones.py` with other ways through a layer: whole attention and experts, norms of heads, norms after a
+# sublayer, a multiplier, biases, one sublayer of two branches, and inputs that are divided within the module.
+MODELS = {
+    "llama": {"attention_bias": False, "mlp_bias": False},
+    "kimi_linear": {},
+    "qwen3_moe": {},
+    "gemma2": {"layer_types": ["full_attention"] * 5},
+    "granite": {},
+    "gpt_neox": {"hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "phi3": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attention_dropout": 0.0},
+    "olmo2": {},
+}
+
+
+def make_model(case: str) -> PreTrainedModel:
+    """Make a model whose heads and vocabulary four ranks can divide, with depth weights far from uniform."""
+    fields = {"num_key_value_heads": 4, "vocab_size": 100, "attn_res_block_size": 3} | MODELS[case]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(member_config(case, **fields))
+    # The other weights stay small, as they are at the start, since rounding grows with them from layer to layer.
+    with torch.no_grad():
+        for tensor in residual_tensors(model).values():
+            tensor.add_(torch.randn_like(tensor), alpha=0.3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[str, Any]:
+    """The results of `sequence_parallel_session.py` in four processes."""
+    folder = tmp_path_factory.mktemp("sequence-parallel")
+    for case in MODELS:
+        make_model(case).save_pretrained(folder / case, save_original_format=False)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(PROCESSES))
+    session = Path(__file__).with_name("sequence_parallel_session.py")
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *launcher, str(session), str(folder)],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_outputs_and_gradients_are_those_of_one_process(model, results):
+    """In all processes, for lengths that the ranks do not divide, and with accumulated and recomputed batches."""
+    compared = {what: found for what, found in results[model].items() if what != "measured"}
+    # Two models also go through short rows, inference, and a division beside FSDP2.
+    assert len(compared) == (5 if model in ("llama", "kimi_linear") else 1)
+    for what, (difference, tensor) in compared.items():
+        assert difference <= 1e-5, (what, tensor)
+
+
+@pytest.mark.slow
+def test_the_memory_of_the_block_states_is_divided_by_the_number_of_ranks(results):
+    memory = results["llama"]["measured"]["memory"]
+    assert memory["matrices"] == memory["whole"] == PROCESSES * memory["sequence"]
+    # Before the last of 5 layers there are the embedding, 2 blocks and a partial sum; the first was there before.
+    assert memory["whole"] == 3 * results["llama"]["measured"]["hidden"]
+
+
+@pytest.mark.slow
+def test_the_same_bytes_are_sent_as_with_tensor_parallelism_alone(results):
+    measured = results["llama"]["measured"]
+    sent = {
+        (way, name): sum(kinds.values()) for way in ("forward", "backward") for name, kinds in measured[way].items()
+    }
+    assert sent["forward", "sequence"] == sent["forward", "matrices"] > 0
+    # The embedding and each sublayer have a reduce-scatter, and each sublayer and the head an all-gather.
+    share = (PROCESSES - 1) / PROCESSES
+    by_kind = measured["backward"]["sequence"]
+    assert by_kind.pop("all_reduce") == 2 * share * measured["vectors"]
+    expected = (measured["sublayers"] + 1) * share * measured["hidden"]
+    assert by_kind == {"reduce_scatter": expected, "gather": expected}
+    # `transformers` sums the gradient of a sublayer's input for each of its first matrices.
+    assert sent["backward", "sequence"] < sent["backward", "matrices"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("division", ["FSDP2 replicas", "TP x FSDP2", "EP x FSDP2"])
+def test_other_divisions_among_four_processes_give_the_gradients_of_one(division, results):
+    difference, tensor = results[division]
+    assert difference <= 1e-5, tensor
+
+
+@given(length=st.integers(1, 40), size=st.integers(2, 9), dim=st.integers(0, 2))
+def test_the_parts_of_all_ranks_are_the_whole_and_zeros(length, size, dim):
+    shape = [2, 3, 4]
+    shape[dim] = length
+    full = torch.arange(torch.Size(shape).numel()).view(shape) + 1
+    parts = [SequenceSplit(length, size, rank).own(full, dim) for rank in range(size)]
+    assert len({part.shape for part in parts}) == 1
+    joined = torch.cat(parts, dim)
+    assert torch.equal(joined.narrow(dim, 0, length), full)
+    assert not joined.narrow(dim, length, joined.shape[dim] - length).any()
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ("{sequence_parallel: true}", "give `tp_size` too, or leave it out."),
+        ("{fsdp_size: 2, sequence_parallel: true}", "give `tp_size` too, or leave it out."),
+        ("{tp_size: 2, ep_size: 2, sequence_parallel: true}", "cannot stand beside `ep_size`"),
+        ("{tp_size: 2, sequence_parallel: 2}", "is 2, but must be true or false."),
+        ("{tp_size: 2, sequence_paralel: true}", "Did you mean `sequence_parallel`?"),
+        ("{tp_size: 3, sequence_parallel: true}", "among 3 processes, but this run has 2."),
+    ],
+)
+def test_a_division_of_the_sequence_that_cannot_be_made_is_refused(settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_division(yaml.safe_load(settings), 2)
+
+
+def test_the_sequence_of_a_model_that_is_not_divided_is_refused():
+    with pytest.raises(ValueError, match=re.escape("load it with `distributed_config=DistributedConfig(tp_size=N)`")):
+        shard_sequence(build_member("llama"))
+    standard = LlamaForCausalLM(LlamaConfig(**COMMON))
+    with pytest.raises(ValueError, match="a LlamaForCausalLM cannot be divided: the model must be of this family"):
+        shard_sequence(standard)
