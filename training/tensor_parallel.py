@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable
 from functools import wraps
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -72,14 +71,12 @@ def tensor_parallel_mesh(model: nn.Module) -> DeviceMesh | None:
     return None
 
 
-_corrected: WeakSet[nn.Module] = WeakSet()
-
-
 def sum_gradients_of_norms(model: PreTrainedModel) -> PreTrainedModel:
     """Sum the gradients of norms of single heads over the ranks that divide the heads, once for each backward pass.
 
     Args:
-        model: A model, divided by `transformers` or not. It is changed in place; a second call changes nothing.
+        model: A model, divided by `transformers` or not. It is changed in place. A second call changes nothing, and
+            neither does the first where `transformers` sums the gradients once.
 
     Returns:
         The model.
@@ -89,12 +86,20 @@ def sum_gradients_of_norms(model: PreTrainedModel) -> PreTrainedModel:
         return model
     sums = GradientSum(mesh.get_group())
     for name, module in model.named_modules():
-        if plan.get(rule_name(name)) == "replicated_with_grad_allreduce" and module not in _corrected:
-            _corrected.add(module)
-            # `transformers` sums in this attribute, in front of the method of the class.
-            vars(module).pop("forward", None)
+        if plan.get(rule_name(name)) == "replicated_with_grad_allreduce" and sums_again(module):
+            del module.forward  # the function of `transformers`, in front of the method of the class
             _watch_calls(module, sums)
     return model
+
+
+def sums_again(module: nn.Module) -> bool:
+    """Return whether `transformers` sums a module's gradients after they were added to those of earlier batches.
+
+    The hook is the fault, and it is in a function without a name. So the names that the function uses are read: a later
+    release that has no such hook is left alone.
+    """
+    code = getattr(vars(module).get("forward"), "__code__", None)
+    return code is not None and "register_post_accumulate_grad_hook" in code.co_names
 
 
 def _watch_calls(module: nn.Module, sums: GradientSum) -> None:
@@ -109,4 +114,4 @@ def _watch_calls(module: nn.Module, sums: GradientSum) -> None:
     module.forward = forward_and_watch
 
 
-__all__ = ["GradientSum", "own_names", "rule_name", "sum_gradients_of_norms", "tensor_parallel_mesh"]
+__all__ = ["GradientSum", "own_names", "rule_name", "sum_gradients_of_norms", "sums_again", "tensor_parallel_mesh"]

@@ -6,7 +6,7 @@ compares what it has itself. The largest differences over all processes go into 
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from attnres.training.sequence_parallel import shard_sequence
-from attnres.training.tensor_parallel import sum_gradients_of_norms
+from attnres.training.tensor_parallel import sum_gradients_of_norms, sums_again
 from tests.live import SentBytes, growth_over_layers
 
-# Lengths: not divisible by four ranks, divisible, and less than the number of ranks.
-LENGTHS = (13, 16, 3)
-THOROUGH = ("llama", "kimi_linear")
+# Lengths: not divisible by four ranks, and less than the number of ranks; and divisible.
+LENGTHS, EVEN = (13, 3), 16
+TRAINED, THOROUGH = ("llama", "qwen3", "kimi_linear"), ("llama", "kimi_linear")
 
 
 def batches(length: int) -> list[dict[str, Tensor]]:
@@ -62,11 +62,26 @@ def train(model: PreTrainedModel, length: int, recompute: bool, parts: tuple[int
 
 def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the whole gradients by name."""
-    result = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            result[name] = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-    return {name: grad.clone() for name, grad in result.items()}
+    return whole_tensors({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+
+
+def whole_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of tensors, of which each process may have a part, as a whole."""
+    return {n: (part.full_tensor() if isinstance(part, DTensor) else part).clone() for n, part in tensors.items()}
+
+
+def descend(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Make two steps of gradient descent; return the losses, and the weights after them.
+
+    Its steps are proportional to the gradients. (Those of Adam have a size of their own, also where rounding is all of
+    a gradient.)
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=2e-3, momentum=0.9)
+    losses = []
+    for _ in range(2):
+        losses.append(train(model, EVEN, recompute=False)["loss"])
+        optimizer.step()
+    return {"losses": torch.stack(losses)} | whole_tensors({n: p.detach() for n, p in model.named_parameters()})
 
 
 @torch.no_grad()
@@ -95,6 +110,7 @@ def largest_difference(found: dict[str, Tensor], compute: Callable[[], dict[str,
     (expected,) = box = [compute() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box)
     (expected,) = box
+
     assert found.keys() == expected.keys()
     # A gradient that is zero in one process may be as small as rounding in another.
     worst = max((((found[k] - v).norm() / v.norm().clamp(min=1e-6)).item(), k) for k, v in expected.items())
@@ -105,7 +121,7 @@ def largest_difference(found: dict[str, Tensor], compute: Callable[[], dict[str,
 
 def compare(folder: Path, size: int) -> dict[str, Any]:
     """Compare a model that is divided among all processes, in training and in inference."""
-    whole = AutoModelForCausalLM.from_pretrained(folder)
+    whole = AutoModelForCausalLM.from_pretrained(folder) if dist.get_rank() == 0 else None
     divided = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=size))
     shard_sequence(divided)
     # Two models go through everything, the others through the longest way.
@@ -118,6 +134,8 @@ def compare(folder: Path, size: int) -> dict[str, Any]:
         result[f"training, length {length}"] = largest_difference(found, expected)
     if is_thorough:
         result["inference"] = largest_difference(infer(divided, LENGTHS[0]), partial(infer, whole, LENGTHS[0]))
+    if folder.name in TRAINED:
+        result["steps of training"] = largest_difference(descend(divided), partial(descend, whole))
     return result
 
 
@@ -142,29 +160,64 @@ def measure(folder: Path, size: int) -> dict[str, Any]:
     vectors = [p for p in models["whole"].model.parameters() if p.ndim == 1 or p.shape[0] == 1]
     result["vectors"] = sum(p.nbytes for p in vectors)
     result["sublayers"] = config.num_sublayers
+    try:
+        shard_sequence(models["sequence"])
+    except ValueError as error:
+        result["a second time"] = str(error)
     return result
 
 
-def compare_gradients(folder: Path, division: DistributedConfig, is_sequence: bool = False) -> tuple[float, str]:
-    """Compare the gradients of a model that is divided in another way; each group computes a part of the batch.
+Change = Callable[[PreTrainedModel], Any]
+
+
+def divided_gradients(
+    folder: Path, division: DistributedConfig, change: Change, is_autocast: bool = False, **options: Any
+) -> dict[str, Tensor]:
+    """Return the gradients of a model that is divided; each group of processes computes a part of the batch.
 
     Args:
         folder: The directory of the model.
         division: The division; its `dp_size` is the number of parts of the batch.
-        is_sequence: Whether to divide the sequence too.
+        change: A function that changes the divided model.
+        is_autocast: Whether to compute in bfloat16 by autocast.
+        options: Options of `from_pretrained`.
     """
-    whole = AutoModelForCausalLM.from_pretrained(folder)
-    divided = AutoModelForCausalLM.from_pretrained(folder, distributed_config=division)
-    divided = shard_sequence(divided) if is_sequence else sum_gradients_of_norms(divided)
-    train(divided, LENGTHS[0], True, (dist.get_rank() // division.tp_size, division.dp_size))
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=division, **options)
+    change(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        train(model, LENGTHS[0], True, (dist.get_rank() // division.tp_size, division.dp_size))
     # FSDP2 takes the mean over the parts of the batch, of losses that are sums.
-    found = {name: division.dp_size * grad for name, grad in gradients(divided).items()}
+    return {name: division.dp_size * grad for name, grad in gradients(model).items()}
 
-    def expected() -> dict[str, Tensor]:
-        train(whole, LENGTHS[0], True)
-        return gradients(whole)
 
-    return largest_difference(found, expected)
+def whole_gradients(folder: Path, is_autocast: bool = False, **options: Any) -> dict[str, Tensor]:
+    """Return the gradients of the whole model; the arguments are those of `divided_gradients`."""
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        train(model, LENGTHS[0], True)
+    return gradients(model)
+
+
+def compare_gradients(
+    folder: Path, division: DistributedConfig, change: Change = sum_gradients_of_norms
+) -> tuple[float, str]:
+    """Compare the gradients of a divided model with those of the whole one."""
+    return largest_difference(divided_gradients(folder, division, change), partial(whole_gradients, folder))
+
+
+def errors_in_16_bits(folder: Path, division: DistributedConfig, change: Change, **how: Any) -> dict[str, float]:
+    """Return the errors of all gradients in bfloat16, of the divided and of the whole model, against float32."""
+    found = {"divided": divided_gradients(folder, division, change, **how)}
+    if dist.get_rank() > 0:
+        return {}
+    found["whole"], exact = whole_gradients(folder, **how), whole_gradients(folder)
+    assert all(grads.keys() == exact.keys() for grads in found.values())
+
+    def norm(tensors: Iterable[Tensor]) -> Tensor:
+        return torch.stack([tensor.float().norm() for tensor in tensors]).norm()
+
+    size = norm(exact.values())
+    return {way: (norm(grads[k] - exact[k] for k in exact) / size).item() for way, grads in found.items()}
 
 
 # Divisions of four processes, by the names of the fields of `DistributedConfig`.
@@ -184,9 +237,24 @@ def main(folder: Path) -> None:
     results["llama"] |= {"measured": measure(folder / "llama", size)}
     for name in THOROUGH:
         division = DistributedConfig(**DIVISIONS["TP x FSDP2"])
-        results[name]["training beside FSDP2"] = compare_gradients(folder / name, division, is_sequence=True)
+        results[name]["training beside FSDP2"] = compare_gradients(folder / name, division, shard_sequence)
     for name, fields in DIVISIONS.items():
         results[name] = compare_gradients(folder / "kimi_linear", DistributedConfig(**fields))
+    matrices = DistributedConfig(tp_size=size)
+    for name in ("qwen3", "gemma3", "kimi_k3"):
+        results[f"TP of {name}"] = compare_gradients(folder / name, matrices)
+    hybrid, half = folder / "kimi_linear", {"dtype": torch.bfloat16}
+    experts = DistributedConfig(**DIVISIONS["EP x FSDP2"])
+    results["16 bits"] = {
+        "TP with sequence parallelism": errors_in_16_bits(hybrid, matrices, shard_sequence, **half),
+        "the same by autocast": errors_in_16_bits(hybrid, matrices, shard_sequence, is_autocast=True),
+        "EP": errors_in_16_bits(hybrid, experts, sum_gradients_of_norms, **half),
+    }
+    was_corrected = []
+    compared = compare_gradients(
+        folder / "qwen3", matrices, lambda model: was_corrected.append(any(map(sums_again, model.modules())))
+    )
+    results["TP without the correction"] = compared, any(was_corrected)
     if dist.get_rank() == 0:
         (folder / "results.json").write_text(json.dumps(results))
     dist.destroy_process_group()
