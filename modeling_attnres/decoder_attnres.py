@@ -415,10 +415,18 @@ class ResidualModel(ResidualPreTrainedModel):
             kwargs: the backbone's arguments.
 
         Raises:
-            ValueError: the same layer is at two places of `layers`; the rows cannot be prepared.
+            ValueError: the same layer is at two places of `layers`; a layer is another engine's placeholder; the rows
+                cannot be prepared.
         """
         # Layers may have been removed or moved since the last pass.
-        if any(layer.layer_idx != i for i, layer in enumerate(self.layers)):
+        if any(getattr(layer, "layer_idx", None) != i for i, layer in enumerate(self.layers)):
+            foreign = next((layer for layer in self.layers if not hasattr(layer, "layer_idx")), None)
+            if foreign is not None:
+                raise ValueError(
+                    f"`layers` holds a {type(foreign).__name__}, which is no decoder layer. An engine that divides a "
+                    "model into pipeline stages puts such placeholders there, but the depth state of this model is "
+                    "more than the one tensor that it would pass on: run the model in one pipeline stage."
+                )
             if len({*self.layers}) < len(self.layers):
                 raise ValueError("one layer is at two places of `layers`: put a copy at one of them.")
             for i, layer in enumerate(self.layers):

@@ -196,6 +196,23 @@ def largest(tensor: Tensor) -> Tensor:
     return tensor.abs().max()
 
 
+class Placeholder(nn.Identity):
+    """A placeholder for a layer of another pipeline stage, as vLLM's: it returns what it is given."""
+
+    def forward(self, *args, **kwargs):
+        return args[0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["llama", "kimi_linear"])
+@pytest.mark.parametrize("missing", [0, 3])
+def test_a_model_whose_layers_are_in_several_pipeline_stages_is_refused(backbones, case, missing):
+    model = make(backbones, case)
+    model.model.layers[missing] = Placeholder()
+    with pytest.raises(ValueError, match=r"holds a Placeholder, .*: run the model in one pipeline stage"):
+        model(backbones.token_ids())
+
+
 # ---- Patches of a class
 
 
