@@ -9,7 +9,7 @@ PYTHON ?= python3
 PIP = .venv/bin/python -m pip --disable-pip-version-check --quiet
 INSTALL = $(PIP) install --constraint constraints.txt
 
-.PHONY: demo check test lint docs notebooks serving suite versions clean
+.PHONY: demo check test lint docs notebooks serving engines suite versions clean
 demo: .venv/demo.installed
 	.venv/bin/attnres demo --overwrite
 
@@ -61,6 +61,9 @@ docs: .venv/docs.installed
 # What takes an environment of its own under .peer-*, made by pip.
 serving: .venv/test.installed
 	.venv/bin/python -m pytest -m serving
+
+engines: .venv/test.installed
+	.venv/bin/python -m pytest -m engines
 
 # `transformers`' own model tests with every residual connection on two backbones.
 suite: .venv/test.installed

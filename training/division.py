@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trainer, __version__
 from transformers.conversion_mapping import WeightConverter, get_model_conversion_mapping
 from transformers.distributed import DistributedConfig
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from attnres.conversion.whole import load_whole
 from attnres.utils.wording import counted, did_you_mean
@@ -95,11 +96,26 @@ def divides_sequence(settings: Mapping[str, Any] | None) -> bool:
     return bool(settings) and settings.get(SEQUENCE_PARALLEL, False)
 
 
-def check_engines(state: PartialState) -> None:
-    """Raise RuntimeError if accelerate should divide the model by an engine that does not run on this machine.
+def check_engines(state: PartialState, optimizer: str) -> None:
+    """Check that the engine by which accelerate should divide the model can do so.
 
-    On CPUs accelerate ignores such an engine, and trains a whole model in each process.
+    On CPUs accelerate ignores FSDP, and trains a whole model in each process.
+
+    Args:
+        state: The processes of the run.
+        optimizer: The recipe's optimizer.
+
+    Raises:
+        RuntimeError: It cannot.
     """
+    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        if optimizer != "adamw":
+            raise RuntimeError("Muon needs whole matrices, which DeepSpeed cuts up: set optimizer=adamw.")
+        if parse_flag_from_env("ACCELERATE_DEEPSPEED_ZERO3_INIT"):
+            raise RuntimeError(
+                "a model cannot be made in parts: set `zero3_init_flag: false` in accelerate's file. Each process then "
+                "holds the whole model until DeepSpeed has divided it."
+            )
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and state.distributed_type in _UNDIVIDED:
         raise RuntimeError(_describe_not_divided("FSDP"))
 
@@ -185,6 +201,16 @@ def check_fsdp2(model: nn.Module) -> None:
         )
 
 
+def divide_by_deepspeed_later() -> None:
+    """Make models whole in each process, also where DeepSpeed ZeRO-3 will divide them when training begins.
+
+    As soon as DeepSpeed's settings are known, `transformers` makes each tensor of any model in parts, also with
+    `zero3_init_flag: false`. But a retrofit is computed from whole tensors, and parameters are counted on the meta
+    device. Call it after each step that makes the settings known: `TrainingArguments` and `Trainer`.
+    """
+    unset_hf_deepspeed_config()
+
+
 def load_divided(
     source: str | None, division: DistributedConfig, start: Path, build: Callable[[], PreTrainedModel], **config: Any
 ) -> PreTrainedModel:
@@ -245,6 +271,7 @@ __all__ = [
     "check_engines",
     "check_fsdp2",
     "describe_division",
+    "divide_by_deepspeed_later",
     "divides_sequence",
     "load_divided",
     "read_division",

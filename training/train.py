@@ -24,7 +24,13 @@ from attnres.utils.wording import counted
 
 from .checkpoints import check_checkpoint
 from .display import Display, describe_run
-from .division import check_division, check_engines, describe_division, read_division
+from .division import (
+    check_division,
+    check_engines,
+    describe_division,
+    divide_by_deepspeed_later,
+    read_division,
+)
 from .prepare import (
     check_model_config,
     identify_model,
@@ -65,10 +71,11 @@ def run_train(recipe: Recipe, name: str = "") -> dict[str, Any]:
     state = PartialState(cpu=cpu)
     if recipe.lora is not None:
         import_module("attnres.training.lora")  # a missing `peft` shows before any work
-    check_engines(state)
+    check_engines(state, recipe.optimizer)
     division = read_division(recipe.distributed, state.num_processes)
     with quiet_transformers():
         arguments = prepare_arguments(recipe, state, division)
+    divide_by_deepspeed_later()
     with contextlib.ExitStack() as stack:
         # Only the first process holds the folder, and it does so before the others look for a checkpoint there.
         with state.main_process_first():
@@ -105,6 +112,7 @@ def _train_in_folder(
         trainer = AttnResTrainer(
             model, recipe, arguments, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer
         )
+        divide_by_deepspeed_later()
         check_division(trainer, division)
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)

@@ -115,14 +115,19 @@ class AttnResTrainer(ResumableTrainer):
     def create_optimizer(self, model: PreTrainedModel | None = None) -> torch.optim.Optimizer:
         """Make the optimizer of the recipe, as `Trainer` calls it."""
         if self.optimizer is None:
-            recipe = self.recipe
+            recipe, model = self.recipe, self.model if model is None else model
             self.optimizer = build_optimizer(
-                self.model if model is None else model,
+                model,
                 name=recipe.optimizer,
                 learning_rate=recipe.learning_rate,
                 weight_decay=recipe.weight_decay,
                 residual_lr_factor=recipe.residual_lr_factor,
             )
+            # Now, since DeepSpeed will put its own tensors into the groups.
+            residual = {id(tensor) for tensor in residual_tensors(model).values()}
+            self._is_residual = [
+                any(id(parameter) in residual for parameter in group["params"]) for group in self.optimizer.param_groups
+            ]
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
@@ -149,9 +154,8 @@ class AttnResTrainer(ResumableTrainer):
         """
         if not steps:
             return
-        residual = {id(tensor) for tensor in residual_tensors(self.model).values()}
         for i, group in enumerate(optimizer.param_groups):
-            if not any(id(parameter) in residual for parameter in group["params"]):
+            if not self._is_residual[i]:
                 factor = self.lr_scheduler.lr_lambdas[i]
                 self.lr_scheduler.lr_lambdas[i] = lambda step, factor=factor: 0.0 if step < steps else factor(step)
                 group["lr"] = 0.0  # the schedule has set the rate of the first step already
