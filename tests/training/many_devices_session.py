@@ -4,6 +4,8 @@ accelerate uses FSDP2 and tensor parallelism on GPUs only, although both run on 
 as GPUs.
 """
 
+import os
+
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
@@ -19,6 +21,8 @@ def start_as_on_gpus(state: PartialState, *args, **kwargs) -> None:
 
 
 PartialState.__init__ = start_as_on_gpus
+if os.environ.get("FIRST_PROCESS_LOADS"):  # `fsdp_cpu_ram_efficient_loading: true` in accelerate's file
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true"
 
 if __name__ == "__main__":
     main()

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from accelerate import PartialState
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import attnres.configuration
 from attnres.configuration import load
 from attnres.conversion import retrofit
-from attnres.training.division import check_fsdp2, read_division
+from attnres.training.division import check_engines, check_fsdp2, read_division
 from attnres.training.recipe import read_recipe
 
 from .. import forks
@@ -169,9 +170,16 @@ def assert_same_run(out: Path, expected: Path, tolerance: float = 1e-4) -> None:
         ),
     ],
 )
-def test_two_processes_give_the_run_of_one(run, config, distributed, as_on_gpus, how, single, arguments, tmp_path):
-    """Each process computes half of the batch; with tensor parallelism, the whole batch with half of each matrix."""
+def test_two_processes_give_the_run_of_one(
+    run, config, distributed, as_on_gpus, how, single, arguments, tmp_path, monkeypatch
+):
+    """Each process computes half of the batch; with tensor parallelism, the whole batch with half of each matrix.
+
+    With accelerate's FSDP2, the first process alone has the weights at the start; embedding and head are tied.
+    """
     out = tmp_path / "out"
+    if config == "fsdp2":
+        monkeypatch.setenv("FIRST_PROCESS_LOADS", "true")
     changes = [f"distributed={distributed}"] if distributed else []
     if run == "kimi_k3":  # with checkpointing, which the run in one process has not
         changes.append("trainer.gradient_checkpointing=true")
@@ -262,6 +270,18 @@ def test_a_division_by_two_engines_is_refused(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match="accelerate's FSDP would both divide the model"):
         read_division({"fsdp_size": 2}, 2)
+
+
+def test_deepspeed_is_refused_for_muon_and_for_models_in_parts_from_the_start(monkeypatch):
+    state = PartialState(cpu=True)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false")
+    check_engines(state, "adamw")
+    with pytest.raises(RuntimeError, match=r"Muon needs whole matrices, .* set optimizer=adamw"):
+        check_engines(state, "muon")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true")
+    with pytest.raises(RuntimeError, match="set `zero3_init_flag: false`"):
+        check_engines(state, "adamw")
 
 
 def test_loading_on_the_first_process_alone_is_refused_if_buffers_are_saved(tiny_model, monkeypatch, assets):
