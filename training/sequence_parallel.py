@@ -30,7 +30,7 @@ from attnres.residual_attnres import DepthState
 
 from .sequence_split import SequenceSplit, gather, scatter
 from .sequence_styles import SequenceSharding, install_at_embedding, install_at_head, leave_in_parts
-from .tensor_parallel import own_names, rule_name, sum_gradients_of_norms, tensor_parallel_mesh
+from .tensor_parallel import parameter_names, rule_name, sum_gradients_of_norms, tensor_parallel_mesh
 
 # The keyword by which a decoder passes the split of its tokens to its layers.
 _SPLIT = "sequence_split"
@@ -83,7 +83,9 @@ def shard_sequence(model: PreTrainedModel) -> PreTrainedModel:
             _gather_around(module, sharding, is_partial=leave_in_parts(module, rules, sharding, mesh))
         layer.forward = _in_split_of_pass(layer.forward, sharding, is_first=i == 0)
     inside = {part for module in mixing for part in module.modules()}
-    single = {module: names for module in decoder.modules() if module not in inside and (names := own_names(module))}
+    single = {
+        module: names for module in decoder.modules() if module not in inside and (names := parameter_names(module))
+    }
     _check_whole(decoder, single)
     if (getattr(model.config.distributed_config, "dp_size", None) or 1) > 1:
         # FSDP2 puts the whole parameters of a module in place when the module, or one around it, is called.
@@ -143,7 +145,7 @@ def _mixing_modules(layer: nn.Module) -> list[str]:
 
 def _owners(module: nn.Module) -> dict[str, nn.Module]:
     """Return the parts of a module that hold parameters, by name."""
-    return {name: part for name, part in module.named_modules() if own_names(part)}
+    return {name: part for name, part in module.named_modules() if parameter_names(part)}
 
 
 def _sum_in_call(sharding: SequenceSharding, names: list[str], module: nn.Module, args: tuple) -> None:

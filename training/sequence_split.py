@@ -39,7 +39,7 @@ class SequenceSplit:
         """Number S of rows that each rank holds."""
         return -(-self.length // self.size)
 
-    def own(self, full: Tensor, dim: int) -> Tensor:
+    def part_of(self, full: Tensor, dim: int) -> Tensor:
         """Copy this rank's part `[.., S, ..]` of a tensor `[.., T, ..]`, with zeros after the last token."""
         start = min(self.rank * self.rows, self.length)
         part = full.narrow(dim, start, min(self.rows, self.length - start))
@@ -122,14 +122,14 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         split, dim, is_partial = ctx.arguments
-        return (split.reduce_scatter if is_partial else split.own)(grad, dim), None, None, None
+        return (split.reduce_scatter if is_partial else split.part_of)(grad, dim), None, None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, full: Tensor, split: SequenceSplit, dim: int, is_partial: bool) -> Tensor:
         ctx.arguments = split, dim
-        return (split.reduce_scatter if is_partial else split.own)(full, dim)
+        return (split.reduce_scatter if is_partial else split.part_of)(full, dim)
 
     @staticmethod
     @once_differentiable

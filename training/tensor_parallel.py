@@ -53,7 +53,7 @@ class GradientSum:
         return tensor
 
 
-def own_names(module: nn.Module) -> list[str]:
+def parameter_names(module: nn.Module) -> list[str]:
     """Return the names of the parameters that a module itself holds."""
     return [name for name, _ in module.named_parameters(recurse=False)]
 
@@ -104,7 +104,7 @@ def sums_again(module: nn.Module) -> bool:
 
 def _watch_calls(module: nn.Module, sums: GradientSum) -> None:
     """Make each call of a module sum the gradients of its parameters."""
-    forward, names = module.forward, own_names(module)
+    forward, names = module.forward, parameter_names(module)
 
     @wraps(forward)
     def forward_and_watch(*args: Any, **kwargs: Any) -> Any:
@@ -114,4 +114,11 @@ def _watch_calls(module: nn.Module, sums: GradientSum) -> None:
     module.forward = forward_and_watch
 
 
-__all__ = ["GradientSum", "own_names", "rule_name", "sum_gradients_of_norms", "sums_again", "tensor_parallel_mesh"]
+__all__ = [
+    "GradientSum",
+    "parameter_names",
+    "rule_name",
+    "sum_gradients_of_norms",
+    "sums_again",
+    "tensor_parallel_mesh",
+]

@@ -158,7 +158,7 @@ def test_the_parts_of_all_ranks_are_the_whole_and_zeros(length, size, dim):
     shape = [2, 3, 4]
     shape[dim] = length
     full = torch.arange(torch.Size(shape).numel()).view(shape) + 1
-    parts = [SequenceSplit(length, size, rank).own(full, dim) for rank in range(size)]
+    parts = [SequenceSplit(length, size, rank).part_of(full, dim) for rank in range(size)]
     assert len({part.shape for part in parts}) == 1
     joined = torch.cat(parts, dim)
     assert torch.equal(joined.narrow(dim, 0, length), full)
