@@ -28,7 +28,7 @@ from .shapes import STANDARD, connect
 from .timing import Setting
 
 LAYERS, BLOCKS = 8, 8
-LENGTHS, CHUNK = (8192, 16384, 32768, 65536, 131072), 4096
+LENGTHS, CHUNK = (8192, 32768, 131072), 4096
 QUICK_LENGTHS, QUICK_CHUNK = (64, 128), 32
 OURS = "ours"
 # Queries whose scores are computed at once. Only their mask and scores are in memory.
