@@ -59,6 +59,7 @@ def test_attention_by_queries_is_causal_attention_after_the_tokens_in_the_cache(
     torch.testing.assert_close(found, expected.transpose(1, 2))
 
 
+@pytest.mark.slow
 def test_block_states_add_to_the_peak_with_the_length_of_a_prompt_but_not_in_chunks(tmp_path):
     rows = {(row["tokens"], row["chunk"]): row for row in prefill.measure(Setting(quick=True))}
     lengths, chunk = prefill.QUICK_LENGTHS, prefill.QUICK_CHUNK
