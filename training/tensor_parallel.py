@@ -1,4 +1,4 @@
-"""What the divisions of this package share with tensor parallelism in `transformers`, and a correction of it.
+"""Helpers for models that `transformers` has divided by tensor parallelism, and a correction of their gradients.
 
 The norm of each head's queries and keys, in Qwen3 and Gemma 3, is whole on every rank, but a rank computes only its
 heads. So the gradients of its weight are summed over the ranks. `transformers` 5.23 sums the whole `grad` after each
