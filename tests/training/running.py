@@ -57,18 +57,20 @@ def train(
 def sizes_by_hooks(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Return the root mean square of the input of each sublayer and of the output, by depth.
 
-    Hooks on the norms measure it: at a norm's input, or, with PostNorm, at the output of a norm before a sublayer.
+    Hooks measure it: at the input of each norm or, where a read returns a normed input, at that of the module behind.
     """
     sizes = []
 
-    def see(norm: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
-        is_post_norm = model.config.residual_connection == "post_norm" and norm is not model.model.norm
-        sizes.append((output if is_post_norm else inputs[0]).square().mean().sqrt())
+    def see(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+        sizes.append((args[0] if args else kwargs["hidden_states"]).square().mean().sqrt())
 
-    norms = [norm for layer in model.model.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-    handles = [norm.register_forward_hook(see) for norm in (*norms, model.model.norm)]
+    names = (
+        ("self_attn", "mlp") if model.config.connection.takes_norm else ("input_layernorm", "post_attention_layernorm")
+    )
+    seen = [getattr(layer, name) for layer in model.model.layers for name in names] + [model.model.norm]
+    handles = [module.register_forward_pre_hook(see, with_kwargs=True) for module in seen]
     model.eval()(ids, use_cache=False, output_depth_attentions=True)  # recorded passes read as in training
     for handle in handles:
         handle.remove()
-    assert len(sizes) == len(norms) + 1
+    assert len(sizes) == len(seen)
     return torch.stack(sizes)
