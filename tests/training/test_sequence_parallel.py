@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from attnres.training.division import read_division
 from attnres.training.sequence_parallel import shard_sequence
 from attnres.training.sequence_split import SequenceSplit
 
+from .. import forks
 from ..conversion.backbones import COMMON, build_member, member_config
 
 ROOT = Path(__file__).parents[2]
@@ -73,18 +72,9 @@ def results(tmp_path_factory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("sequence-parallel")
     for name in MODELS:
         make_model(name).save_pretrained(folder / name, save_original_format=False)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(PROCESSES))
     session = Path(__file__).with_name("sequence_parallel_session.py")
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *launcher, str(session), str(folder)],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = forks.launch(session, folder, processes=PROCESSES, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((folder / "results.json").read_text())
 
