@@ -5,7 +5,6 @@ which names Kimi Linear's model type. In a file a feature without a field is off
 the released model.
 """
 
-import math
 import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -78,6 +77,7 @@ _OF_ARCHITECTURE = (
 _OF_FILE = ("architectures", "auto_map", "model_type", "quantization_config", "transformers_version")
 COMPOSITE, TEXT = "composite", "text"
 _MXFP4 = "mxfp4-pack-quantized"
+_LARGEST = 3e38
 
 
 class AttnResKimiK3Config(AttnResConfig):
@@ -359,14 +359,14 @@ class AttnResKimiK3Config(AttnResConfig):
         is_grouped = self.use_grouped_topk is not False or self.n_group == 1
         require(self, "use_grouped_topk", is_grouped, f"true where `num_expert_group` is {self.n_group}")
         bound = self.gate_lower_bound
-        is_bound = bound is None or (isinstance(bound, int | float) and -math.inf < bound < 0)
+        is_bound = bound is None or (_is_number(bound) and bound < 0)
         require(self, "gate_lower_bound", is_bound, "a negative number, or null for a decay without bound")
         require(self, "hidden_act", self.hidden_act in ("situ", *ACT2FN), f"'situ' or {one_of(ACT2FN)}")
         if self.hidden_act == "situ":
             beta, linear_beta = self.activation_situ_beta, self.activation_situ_linear_beta
-            is_given = isinstance(beta, int | float) and beta > 0
+            is_given = _is_number(beta) and beta > 0
             require(self, "activation_situ_beta", is_given, "a number > 0 where `hidden_act` is 'situ'")
-            is_given = linear_beta is None or (isinstance(linear_beta, int | float) and linear_beta > 0)
+            is_given = linear_beta is None or (_is_number(linear_beta) and linear_beta > 0)
             require(self, "activation_situ_linear_beta", is_given, "a number > 0, or null")
         width = self.routed_expert_hidden_size
         require(self, "routed_expert_hidden_size", width is None or is_count(width), "an integer >= 1, or null")
@@ -442,6 +442,11 @@ class AttnResKimiK3Config(AttnResConfig):
         names = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
         outer |= {name: text[name] for name in names if name in text}
         return outer | (self.composite_fields or {}) | {"text_config": text}
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a number that float32 holds. True and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
 def _as_object(name: str, value: Any) -> dict[str, Any]:

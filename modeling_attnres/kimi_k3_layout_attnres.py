@@ -5,6 +5,7 @@
 """
 
 import math
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -48,6 +49,8 @@ _BY_FIELD = {
     (".shared_experts.",): "`num_shared_experts`",
     ("_res_proj.", "_res_norm."): "`attn_res_block_size`",
 }
+# A tensor under the name that it has in the model, and not in a release.
+_OWN_NAME = re.compile(r"(model\.)?layers\.\d+\.(self_attn\.forget_gate\.|mlp\.experts\.gate_up_proj$)")
 # Number of weights that share a scale.
 _GROUP = 32
 # Code of the largest scale, 2^125: with the next one a 6 is beyond bfloat16. 255 is the code of NaN.
@@ -227,7 +230,8 @@ def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_he
     """Return the text model's tensors of a released checkpoint, checked, with packed experts in decoded form.
 
     Tensors of a vision part and layers beyond the last one, of multi-token prediction, are left out and named once.
-    Tensors under the model's own names, as `Trainer` saves them in its checkpoints, are returned as they are.
+    Tensors under the model's own names, as `Trainer` saves them in its checkpoints, are returned as they are; see
+    [`check_own_names`].
 
     Args:
         config: the model's configuration. The shape of the checkpoint's `A_log` is noted there, for saving.
@@ -238,9 +242,15 @@ def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_he
         ValueError: a tensor is missing, has another shape or dtype than it must have, or is packed where no rule
             covers it; padding of `A_log` is not zero.
     """
-    if any(".forget_gate." in name or name.endswith(".experts.gate_up_proj") for name in tensors):
+    if any(map(_OWN_NAME.match, tensors)):
         return dict(tensors)
     text, prefix = _text_part(tensors, config.num_hidden_layers)
+    experts = config.num_local_experts or 0
+    if experts > len(text):  # before each is looked for: the number in a file may be huge
+        raise ValueError(
+            f"the checkpoint holds {len(text)} tensors, too few for the {experts:,} experts in `num_experts` of its "
+            "config.json. Use the checkpoint's own config.json, and copy all of its files."
+        )
     shapes = released_shapes(config)
     if not has_head:
         shapes.pop("lm_head.weight", None)
@@ -287,6 +297,27 @@ def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_he
         )
     _warn_of_unread(text, config, prefix)
     return result | text  # of the others `transformers` says that they are not used
+
+
+def check_own_names(names: Iterable[str], tensors: Iterable[str]) -> None:
+    """Check that a checkpoint under the model's own names is whole.
+
+    The tensors of connections are not checked here, because they are new where a model gets another connection.
+
+    Args:
+        names: names of the model's tensors.
+        tensors: names of the checkpoint's tensors. A release's names are not checked.
+
+    Raises:
+        ValueError: a tensor is missing.
+    """
+    tensors = [*tensors]
+    if not any(map(_OWN_NAME.match, tensors)):
+        return
+    held = {name.removeprefix("model.") for name in tensors}
+    missing = [name for name in names if name.removeprefix("model.") not in held]
+    if missing := [name for name in missing if "_res_proj." not in name and "_res_norm." not in name]:
+        raise ValueError(f"the checkpoint lacks {_in_words(missing)}. Copy all of its files.")
 
 
 def _warn_of_unread(names: Iterable[str], config: AttnResKimiK3Config, prefix: str) -> None:

@@ -205,6 +205,19 @@ def test_a_model_that_is_saved_by_its_own_names_resumes(composite, tmp_path):
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-7")(IDS).logits, model(IDS).logits)
 
 
+@pytest.mark.parametrize("end", ["layers.1.mlp.experts.down_proj", "lm_head.weight", "0.self_attn.forget_gate.A_log"])
+def test_a_training_checkpoint_that_lacks_a_tensor_is_refused(composite, tmp_path, end):
+    """Otherwise `transformers` would draw the tensor at random."""
+    folder = tmp_path / "checkpoint-7"
+    AutoModelForCausalLM.from_pretrained(composite).save_pretrained(folder)
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    del tensors[layer(tensors, end)]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"the checkpoint lacks `.*{end}`"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
 @torch.no_grad()
 def test_other_connections_are_saved_too(fields, tmp_path):
     config = AttnResKimiK3Config.from_dict(fields | {"residual_connection": "mhc"})
@@ -276,6 +289,19 @@ LAYERS = "language_model.model.layers."
             ),
             r"holds both `.*experts.7.w1.weight` and `.*experts.7.w1.weight_packed`",
         ),
+        (
+            # Names like the model's own in another part do not make it a training checkpoint.
+            lambda config, tensors: (
+                tensors.update({"vision_tower.forget_gate.x": torch.zeros(1)}),
+                remove("experts.3.w2.weight")(config, tensors),
+            ),
+            r"lacks `.*experts.3.w2.weight`",
+        ),
+        (field("num_experts", 10**9), r"holds \d+ tensors, too few for the 1,000,000,000 experts in `num_experts`"),
+        (field("q_lora_rank", -1), "`q_lora_rank` is -1, but must be an integer >= 1"),
+        (field("head_dim", 0, LISTS), "`linear_head_dim` is 0, but must be an integer >= 1"),
+        (field("moe_intermediate_size", -1), "`moe_intermediate_size` is -1, but must be an integer >= 1"),
+        (field("dtype", 7), "`dtype` is 7, but must be the name of a dtype"),
         (field("num_hidden_layers", 10**12), "layer 8 is in none of `full_attn_layers` and `kda_layers`"),
         (field("num_hidden_layers", "7"), "`num_hidden_layers` is '7', but must be an integer"),
         (field("first_k_dense_replace", "1"), "`first_k_dense_replace` is '1', but must be an integer"),
@@ -292,6 +318,8 @@ LAYERS = "language_model.model.layers."
         (field("safe_gate", True, LISTS), "`linear_attn_config` has the field `safe_gate`"),
         (field("attn_logit_softcapping", 30.0), "`attn_logit_softcapping` .30.0. may change what the model computes"),
         (field("activation_situ_beta", None), "`activation_situ_beta` is None, .* a number > 0"),
+        (field("activation_situ_beta", True), "`activation_situ_beta` is True, .* a number > 0"),
+        (field("activation_situ_linear_beta", 10**400), "`activation_situ_linear_beta` is 10+, .* a number > 0"),
         (field("mla_use_nope", False), "`mla_use_nope` is False, .* no position encoding"),
         (field("moe_router_activation_func", "softmax"), "`moe_router_activation_func` is 'softmax', .* 'sigmoid'"),
         (field("topk_method", "greedy"), "`topk_method` is 'greedy'"),
