@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from attnres import ResidualConfig
 from attnres.commands.connections import remark_on_blocks
 from attnres.conversion.cards import CardSubject, add_step, linked, new_card, on_hub, write_card
-from attnres.conversion.checkpoint import find, show_bytes
+from attnres.conversion.checkpoint import broken_index, find, show_bytes
 from attnres.conversion.convert import write
 from attnres.conversion.convert_kimi_k3 import plan_kimi_k3
 from attnres.conversion.plan import Plan
@@ -178,6 +178,14 @@ def _verify(
     lacking = missing_memory(plan.num_values)
     if verify is None and lacking:
         console.print(f"Not verified: {show_bytes(lacking)} more memory is needed. --verify compares nevertheless.")
+        return None
+    if index := broken_index(plan.checkpoint.folder):
+        reason = (
+            f"transformers cannot load the source, whose {index.name} has no object `metadata`. The result's has one"
+        )
+        if verify:
+            raise ValueError(f"{index}: {reason}. Leave out --verify.")
+        console.print(f"Not verified: {reason}.")
         return None
     with status(console, "Comparing the two models on text ..."):
         comparison = compare(plan.checkpoint.folder, stage, texts, plan.model_class)

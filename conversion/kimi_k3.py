@@ -134,7 +134,7 @@ def unused_tensors(checkpoint: Checkpoint, config: AttnResKimiK3Config) -> froze
     except ValueError as error:
         named = re.search("`([^`]+)`", str(error))
         is_there = named is not None and named[1] in checkpoint.where
-        raise ValueError(f"{checkpoint.where[named[1]].path if is_there else checkpoint.folder}: {error}") from error
+        raise ValueError(f"{checkpoint.where[named[1]].source if is_there else checkpoint.folder}: {error}") from error
     prefix = prefix_of(tensors)
     used = {prefix + name for name in released_shapes(config)}
     used |= {name + part for name in used for part in (_PACKED, _SCALE)}

@@ -373,7 +373,7 @@ class AttnResKimiK3PreTrainedModel(AttnResPreTrainedModel):
     ) -> Any:
         """Check a checkpoint's tensors and decode packed ones, then load as `transformers` does.
 
-        The name is private, but the only place between the files, which may come from the Hub, and the weights.
+        The name is private, but only there can the files be checked before they are loaded.
         """
         with ExitStack() as stack:
             if state_dict is None and checkpoint_files:

@@ -73,8 +73,10 @@ _OF_ARCHITECTURE = (
     *("n_", "norm_", "num_", "q_", "qk_", "residual_", "rms_", "rope_", "routed_", "router_", "safe_"),
     *("shared_", "short_", "situ", "sliding_", "topk_", "use_", "v_"),
 )
-# Fields of the two kinds of a released file that are of the file, and not of the model.
+# Fields that describe the file, not the model.
 _OF_FILE = ("architectures", "auto_map", "model_type", "quantization_config", "transformers_version")
+# Fields that name code. A saved model refers to the code of this package alone.
+_OF_CODE = ("auto_map", "custom_pipelines", "custom_generate")
 COMPOSITE, TEXT = "composite", "text"
 _MXFP4 = "mxfp4-pack-quantized"
 _LARGEST = 3e38
@@ -175,10 +177,10 @@ class AttnResKimiK3Config(AttnResConfig):
 
     def __post_init__(self, **kwargs):
         if kwargs.get("model_type") == self.backbone:
-            # Which of the fields with a default were given can no longer be told.
+            # By now, given values cannot be told from defaults.
             raise ValueError(
-                "these are fields of a config.json, where a feature without a field is off, but is on by default here. "
-                "Call `AttnResKimiK3Config.from_dict`."
+                "these fields come from a config.json, where a missing field means off. This class turns it on. Call "
+                "`AttnResKimiK3Config.from_dict`."
             )
         # `transformers` has set the fields that it knows, and passes on the others, of which some are second names from
         # releases. Types are checked under the first names.
@@ -249,16 +251,22 @@ class AttnResKimiK3Config(AttnResConfig):
             ValueError: the lists of layers contradict each other; a field of linear attention is unknown; the
                 quantisation is not the released one.
         """
-        outer, layout = dict(fields), {}
+        outer, layout = {name: value for name, value in fields.items() if name not in _OF_CODE[1:]}, {}
         if "text_config" not in outer and "linear_attn_config" not in outer and outer.get("model_type") is None:
             return outer  # arguments of this class
+        has_text = "text_config" in outer
         text = outer.pop("text_config", None)
-        if text is None:
+        if has_text and not text:
+            raise ValueError(
+                "`text_config` is empty, but must hold the fields of the text model. Use the checkpoint's own "
+                "config.json."
+            )
+        if not has_text:
             flat = outer
             if flat.get("model_type") == cls.backbone:
                 layout = {"checkpoint_layout": TEXT}
         else:
-            text = _as_object("text_config", text)
+            text = {name: value for name, value in _as_object("text_config", text).items() if name not in _OF_CODE}
             known = cls._known_fields()
             composite = {name: outer.pop(name) for name in [*outer] if name not in known}
             flat = outer | {name: value for name, value in text.items() if name not in _OF_FILE or name not in outer}
@@ -473,7 +481,7 @@ def _layer_types(lists: Mapping[str, Collection[int]], layers: int) -> list[str]
     if not is_count(layers):
         raise ValueError(f"`num_hidden_layers` is {layers!r}, but must be an integer >= 1.")
     kinds: dict[int, str] = {}
-    names = " and ".join(f"`{name}`" for name in _LAYER_LISTS)
+    one, other = (f"`{name}`" for name in _LAYER_LISTS)
     for name, numbers in lists.items():
         if not isinstance(numbers, list | tuple):
             raise ValueError(f"`{name}` is {numbers!r}, but must be a list of layers, which count from 1.")
@@ -481,11 +489,13 @@ def _layer_types(lists: Mapping[str, Collection[int]], layers: int) -> list[str]
             if not is_count(number) or number > layers:
                 raise ValueError(f"`{name}` has the layer {number!r}, but layers must count from 1 to {layers}.")
             if kinds.setdefault(number, _LAYER_LISTS[name]) != _LAYER_LISTS[name]:
-                raise ValueError(f"layer {number} is in both {names}, but must be in one of them.")
+                raise ValueError(f"layer {number} is in both {one} and {other}, but must be in one of them.")
     # One at a time: a number of layers in a file may be huge.
     missing = next((number for number in range(1, layers + 1) if number not in kinds), None)
     if missing is not None:
-        raise ValueError(f"layer {missing} is in none of {names}, which must hold all {layers} layers.")
+        raise ValueError(
+            f"layer {missing} is in neither {one} nor {other}. Together they must hold all {layers} layers."
+        )
     return [kinds[number] for number in range(1, layers + 1)]
 
 

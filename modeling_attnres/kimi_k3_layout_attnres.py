@@ -270,7 +270,14 @@ def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_he
                     "Only the weights of routed experts may be packed."
                 )
             if name.endswith(".A_log"):
-                _check_heads(prefix + name, tensor, shape[0], config)
+                first = next((name for name in result if name.endswith(".A_log")), name)
+                _check_heads(prefix + name, tensor, shape[0])
+                if shape_of(tensor) != shape_of(result[first]):
+                    raise ValueError(
+                        f"`{prefix}{name}` has the shape {list(shape_of(tensor))}, but `{prefix}{first}` has "
+                        f"{list(shape_of(result[first]))}. All must have one shape. Copy the files again."
+                    )
+                config.stored_A_log_shape = list(shape_of(tensor))
             elif shape_of(tensor) != shape:
                 raise ValueError(
                     f"`{prefix}{name}` has the shape {list(shape_of(tensor))}, but must have {list(shape)}. Use the "
@@ -328,7 +335,7 @@ def _warn_of_unread(names: Iterable[str], config: AttnResKimiK3Config, prefix: s
         is_meant = config.residual_connection != "standard" or config.attn_res_block_size is not None
         if unread and not ("attn_res_block_size" in fields and is_meant):
             message = (
-                f"the checkpoint holds {_in_words(unread)}, but the model does not read them by its {fields}. If you "
+                f"the checkpoint holds {_in_words(unread)}. Because of {fields}, the model does not read them. If you "
                 "did not intend that, use the checkpoint's own config.json."
             )
             warnings.warn(message, FamilyWarning, stacklevel=3)
@@ -371,15 +378,16 @@ def _unpack(owner: str, shape: tuple[int, ...], text: dict[str, Any], prefix: st
     return _Packed(f"{prefix}{owner}", packed=tensors[_PACKED], scale=tensors[_SCALE])
 
 
-def _check_heads(name: str, tensor: Any, heads: int, config: AttnResKimiK3Config) -> None:
-    """Check that an `A_log` holds all heads, and zeros beyond them; note its shape in the configuration."""
+def _check_heads(name: str, tensor: Any, heads: int) -> None:
+    """Raise `ValueError` unless an `A_log` holds an entry for each head, and zeros after them."""
     shape = list(shape_of(tensor))
     if math.prod(shape) < heads:
         raise ValueError(f"`{name}` has {math.prod(shape)} entries, but must have at least {heads}, one for each head.")
     padding = tensor[...].flatten()[heads:]
     if padding.count_nonzero():
-        raise ValueError(f"`{name}` has {heads} heads, but is not zero beyond them. `num_heads` may be wrong.")
-    config.stored_A_log_shape = shape
+        raise ValueError(
+            f"`{name}` must be zero after its first {heads} entries (one a head). `num_heads` may be wrong."
+        )
 
 
 class _LiveHeads(ConversionOps):

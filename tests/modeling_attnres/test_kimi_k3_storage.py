@@ -302,7 +302,7 @@ LAYERS = "language_model.model.layers."
         (field("head_dim", 0, LISTS), "`linear_head_dim` is 0, but must be an integer >= 1"),
         (field("moe_intermediate_size", -1), "`moe_intermediate_size` is -1, but must be an integer >= 1"),
         (field("dtype", 7), "`dtype` is 7, but must be the name of a dtype"),
-        (field("num_hidden_layers", 10**12), "layer 8 is in none of `full_attn_layers` and `kda_layers`"),
+        (field("num_hidden_layers", 10**12), "layer 8 is in neither `full_attn_layers` nor `kda_layers`"),
         (field("num_hidden_layers", "7"), "`num_hidden_layers` is '7', but must be an integer"),
         (field("first_k_dense_replace", "1"), "`first_k_dense_replace` is '1', but must be an integer"),
         (field("full_attn_layers", 4, LISTS), "`full_attn_layers` is 4, but must be a list of layers"),
@@ -311,7 +311,7 @@ LAYERS = "language_model.model.layers."
         (lambda config, tensors: config.update(text_config="x"), "`text_config` is 'x', but must be an object"),
         (field("attn_res_block_size", 0), "`attn_res_block_size` is 0, .* an integer >= 1"),
         (field("full_attn_layers", [3, 4, 6, 7], LISTS), "layer 3 is in both `full_attn_layers` and `kda_layers`"),
-        (field("full_attn_layers", [4, 6], LISTS), "layer 7 is in none of `full_attn_layers` and `kda_layers`"),
+        (field("full_attn_layers", [4, 6], LISTS), "layer 7 is in neither `full_attn_layers` nor `kda_layers`"),
         (field("full_attn_layers", [0, 4, 6, 7], LISTS), "`full_attn_layers` has the layer 0, .* from 1 to 7"),
         (field("full_attn_layers", [4, 6, 7, 8], LISTS), "`full_attn_layers` has the layer 8, .* from 1 to 7"),
         (field("gate_lower_bound", 1.0, LISTS), "`gate_lower_bound` is 1.0, .* negative"),
@@ -347,7 +347,7 @@ def test_a_wrong_checkpoint_is_refused_in_one_line(changed, change, message):
     ],
 )
 def test_tensors_that_a_wrong_field_leaves_out_are_named(changed, change, tensor):
-    with pytest.warns(FamilyWarning, match=rf"holds `.*{tensor}.weight`.* the model does not read them by its `"):
+    with pytest.warns(FamilyWarning, match=rf"holds `.*{tensor}.weight`.*Because of `.* the model does not read them"):
         AutoModelForCausalLM.from_pretrained(changed(change))
 
 
