@@ -28,7 +28,7 @@ from attnres.saving_attnres import complete_save
 from attnres.utils.hub import check_path
 
 from .pickles import read_pickle, read_pickle_shapes
-from .side_files import SIDE_FILES
+from .side_files import RECORD, SIDE_FILES
 from .source_files import check_file, check_text, read_object
 
 NAMED_WEIGHTS = "transformers_weights"  # the field in which a configuration may name the file of its weights
@@ -145,7 +145,7 @@ def find(source: str | os.PathLike, revision: str | None = None) -> Path:
         complete_save(folder)  # before a file in it is read
         return folder
     check_path(source)
-    small_files = ["config.json", "README.md", "*.py", *SIDE_FILES]
+    small_files = ["config.json", "README.md", "*.py", RECORD, *SIDE_FILES]
     try:
         folder = Path(
             snapshot_download(str(source), revision=revision, allow_patterns=[*small_files, "model*.safetensors*"])

@@ -26,12 +26,11 @@ from .checkpoint import Entry, lacks_metadata, open_checkpoint
 from .complete import complete_model, has_head
 from .kimi_k3 import count_parameters, describe_layout, is_packed, model_class
 from .plan import Plan
+from .side_files import RECORD
 from .source import ConversionSource
 from .source_code import AUTO_MAP, code_fields, references
 from .source_files import check_text, json_text, read_object
 
-# The file of a result that keeps what `--to released` restores.
-_RECORD = "released_config.json"
 # Fields of the text model that a composite `config.json` repeats.
 _REPEATED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
 
@@ -165,7 +164,7 @@ def _plan_loadable(source: ConversionSource) -> KimiK3Plan:
     fields = _loadable_config(released)
     texts = {CONFIG_NAME: json_text(fields)}
     if not source.checkpoint.is_temporary:  # otherwise the result has other tensors than the source
-        texts[_RECORD] = _make_record(source.folder, adds_prefix)
+        texts[RECORD] = _make_record(source.folder, adds_prefix)
     config.auto_map = fields["auto_map"]
     left = _names_of_code(released) if released.get(AUTO_MAP) != fields[AUTO_MAP] else []
     note = f"Left out: {' and '.join(left)} of {CONFIG_NAME}. The result loads by the code of this package alone."
@@ -189,14 +188,14 @@ def _plan_release(source: ConversionSource) -> KimiK3Plan:
     if record is None:
         fields = read_object(path)
         reason = "No record of the release"
-        if (source.folder / _RECORD).exists():
+        if (source.folder / RECORD).exists():
             reason = f"{path} was changed since the conversion"
         removed = f" and removed {' and '.join(names)}" if (names := _names_of_code(fields)) else ""
         text, prefix = json_text(_without_code(fields)), ""
         notes = [f"{reason}: kept {CONFIG_NAME}{removed}."]
     else:
         text, prefix = record
-        files = _files_of_code(json.loads(text), source.folder / _RECORD)
+        files = _files_of_code(json.loads(text), source.folder / RECORD)
         notes = [f"Copy these files from the release: {', '.join(files)}."] if files else []
     return KimiK3Plan(
         *(source.checkpoint, config),
@@ -260,7 +259,7 @@ def _loadable_config(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_record(folder: Path, has_new_prefix: bool) -> str:
-    """Return the content of the file `_RECORD`, by which a conversion back restores `config.json` and names.
+    """Return the content of the file `RECORD`, by which a conversion back restores `config.json` and names.
 
     Args:
         folder: The source's directory.
@@ -282,7 +281,7 @@ def _read_record(folder: Path) -> tuple[str, str] | None:
     Raises:
         OSError: The record is damaged.
     """
-    path = folder / _RECORD
+    path = folder / RECORD
     if not path.exists() and not path.is_symlink():
         return None
     check_text(folder, path)

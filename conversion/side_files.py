@@ -43,6 +43,8 @@ _OTHER_FILES = (
     *(f"{name}*{suffix}" for name in _LICENCES for suffix in (".txt", ".md", ".rst")),
 )
 SIDE_FILES = (*_TOKENIZER_FILES, *_OTHER_FILES)
+# A conversion of Kimi K3 writes this file, by which `--to released` undoes it.
+RECORD = "released_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 # A directory with a tokenizer has at least one of these.
 TOKENIZER_FILES = (_TOKENIZER_CONFIG, "tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
@@ -170,4 +172,4 @@ def _name_tokenizer_class(name: str, target: Path) -> None:
         write_json(path, tokenizer | {"tokenizer_class": name})
 
 
-__all__ = ["SIDE_FILES", "TOKENIZER_FILES", "copy_side_files"]
+__all__ = ["RECORD", "SIDE_FILES", "TOKENIZER_FILES", "copy_side_files"]

@@ -336,7 +336,10 @@ class AttnResKimiK3Config(AttnResConfig):
         """Read a `config.json` as `transformers` does; that of the text model alone names Kimi Linear's model type."""
         # Not the method of the family: it would hide which layout the file has.
         fields, kwargs = PreTrainedConfig.get_config_dict.__func__(cls, *args, **kwargs)
-        return cls.fields_of_file(fields), kwargs
+        try:
+            return cls.fields_of_file(fields), kwargs
+        except ValueError as error:
+            raise ValueError(f"the config.json of {args[0] if args else 'this model'}: {error}") from error
 
     def check_sizes(self) -> None:
         """Check the sizes that tensors are made of; see the base class."""

@@ -22,13 +22,9 @@ from transformers.core_model_loading import (
     WeightRenaming,
     WeightTransform,
 )
-from transformers.utils import logging
 
 from .kimi_k3_configuration_attnres import COMPOSITE, AttnResKimiK3Config
 from .residual_attnres import FamilyWarning
-
-# A name under that of the library: otherwise its verbosity would not hold for these messages.
-logger = logging.get_logger(f"transformers.{__name__}")
 
 PREFIX = "language_model."  # of the text model's tensors in the composite layout
 _EXPERT_WEIGHTS = ("w1", "w2", "w3")
@@ -221,8 +217,9 @@ def _text_part(tensors: Mapping[str, Any], layers: int) -> tuple[dict[str, Any],
         else:
             text[inner] = tensor
     if left_out:
-        parts = ", ".join(f"{part}: {count} tensors" for part, count in sorted(left_out.items()))
-        logger.warning(f"Left out of the checkpoint, because the text model has no such part: {parts}.")
+        counts = (f"{part}: {n} {'tensor' if n == 1 else 'tensors'}" for part, n in sorted(left_out.items()))
+        message = f"Left out of the checkpoint, because the text model has no such part: {', '.join(counts)}."
+        warnings.warn(message, FamilyWarning, stacklevel=3)
     return text, prefix
 
 
@@ -302,8 +299,9 @@ def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_he
             f"the checkpoint holds {_in_words(experts)}, but `num_experts` of its config.json is "
             f"{config.num_local_experts}. Use the checkpoint's own config.json."
         )
-    _warn_of_unread(text, config, prefix)
-    return result | text  # of the others `transformers` says that they are not used
+    named = _warn_of_unread(text, config, prefix)
+    # `transformers` names the others in its report.
+    return result | {name: tensor for name, tensor in text.items() if name not in named}
 
 
 def check_own_names(names: Iterable[str], tensors: Iterable[str]) -> None:
@@ -327,18 +325,28 @@ def check_own_names(names: Iterable[str], tensors: Iterable[str]) -> None:
         raise ValueError(f"the checkpoint lacks {_in_words(missing)}. Copy all of its files.")
 
 
-def _warn_of_unread(names: Iterable[str], config: AttnResKimiK3Config, prefix: str) -> None:
-    """Warn of tensors that the model would read if a field of its configuration had another value."""
+def _warn_of_unread(names: Iterable[str], config: AttnResKimiK3Config, prefix: str) -> set[str]:
+    """Warn of tensors that the model would read if a field of its configuration had another value. Return their names.
+
+    Args:
+        names: names of tensors that the model does not read, without the prefix.
+        config: the model's configuration.
+        prefix: prefix of the names in the checkpoint.
+    """
+    named: set[str] = set()
     for ends, fields in _BY_FIELD.items():
-        unread = [prefix + name for name in names if any(end in name for end in ends)]
+        unread = [name for name in names if any(end in name for end in ends)]
         # Tensors of another connection have such names too; and whoever sets `residual_connection` knows the result.
         is_meant = config.residual_connection != "standard" or config.attn_res_block_size is not None
         if unread and not ("attn_res_block_size" in fields and is_meant):
+            named.update(unread)
+            held = _in_words(prefix + name for name in unread)
             message = (
-                f"the checkpoint holds {_in_words(unread)}. Because of {fields}, the model does not read them. If you "
+                f"the checkpoint holds {held}. Because of {fields}, the model does not read them. If you "
                 "did not intend that, use the checkpoint's own config.json."
             )
             warnings.warn(message, FamilyWarning, stacklevel=3)
+    return named
 
 
 def in_form_of_model(config: AttnResKimiK3Config, tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -279,6 +279,13 @@ def test_a_wrong_field_is_named_with_its_file(source, refusal, layout, fields, w
     assert words in line and str(folder / "config.json") in line
 
 
+def test_a_conversion_names_the_field_because_of_which_tensors_are_not_read(source, tmp_path):
+    folder = source("composite")
+    change_json(folder / "config.json", text_config=release.text_fields(mla_use_output_gate=False))
+    line = convert_well(folder, tmp_path / "result", "--no-verify").err
+    assert "self_attn.g_proj.weight`" in line and "Because of `mla_use_output_gate`" in line
+
+
 @pytest.mark.parametrize("text", [None, {}])
 def test_a_release_without_fields_of_its_text_model_is_refused(source, refusal, text):
     path = source("composite") / "config.json"
