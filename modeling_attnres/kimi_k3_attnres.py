@@ -17,7 +17,6 @@ The configuration is in `kimi_k3_configuration_attnres`, and the layout of a rel
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -387,12 +386,8 @@ class AttnResKimiK3PreTrainedModel(AttnResPreTrainedModel):
                         state_dict |= load_state_dict(file)
             if state_dict is not None:
                 names = [name for name in model.state_dict() if name not in (model.all_tied_weights_keys or ())]
-                try:
-                    check_own_names(names, state_dict)
-                    state_dict = read_release(model.config, state_dict, not isinstance(model, AttnResKimiK3Model))
-                except ValueError as error:
-                    place = f"{Path(checkpoint_files[0]).parent}: " if checkpoint_files else ""
-                    raise ValueError(f"{place}{error}") from error
+                check_own_names(names, state_dict)
+                state_dict = read_release(model.config, state_dict, not isinstance(model, AttnResKimiK3Model))
                 state_dict = in_form_of_model(model.config, state_dict)
             return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
 

@@ -14,7 +14,7 @@ from transformers.activations import ACT2FN
 
 from .attention_gate_attnres import GATE_FIELDS
 from .configuration_attnres import CONNECTIONS, AttnResConfig
-from .residual_attnres import FamilyWarning, is_count, one_of, require
+from .residual_attnres import FamilyWarning, explain_source, is_count, one_of, require
 
 # Fields of the text model in the order of the released `config.json`, under the names that it has there.
 _TEXT_FIELDS = (
@@ -311,7 +311,8 @@ class AttnResKimiK3Config(AttnResConfig):
         # `transformers` would set the changed fields last, when other fields already follow from the old values.
         names = cls._known_fields() - {*_WITHOUT_EFFECT, *_OF_FILE, "dtype"} | {"linear_attn_config"}
         changes = {name: kwargs.pop(name) for name in [*kwargs] if name in names}
-        return super().from_dict(cls._changed(cls.fields_of_file(config_dict), changes), **kwargs)
+        with explain_source(kwargs.get("name_or_path")):  # an Auto class gives the directory or Hub id
+            return super().from_dict(cls._changed(cls.fields_of_file(config_dict), changes), **kwargs)
 
     @classmethod
     def _changed(cls, fields: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -336,10 +337,8 @@ class AttnResKimiK3Config(AttnResConfig):
         """Read a `config.json` as `transformers` does; that of the text model alone names Kimi Linear's model type."""
         # Not the method of the family: it would hide which layout the file has.
         fields, kwargs = PreTrainedConfig.get_config_dict.__func__(cls, *args, **kwargs)
-        try:
+        with explain_source(args[0] if args else None):
             return cls.fields_of_file(fields), kwargs
-        except ValueError as error:
-            raise ValueError(f"the config.json of {args[0] if args else 'this model'}: {error}") from error
 
     def check_sizes(self) -> None:
         """Check the sizes that tensors are made of; see the base class."""

@@ -337,6 +337,7 @@ def test_a_wrong_checkpoint_is_refused_in_one_line(changed, change, message):
     with pytest.raises(ValueError, match=message) as error:
         AutoModelForCausalLM.from_pretrained(source)
     assert "\n" not in str(error.value)
+    assert str(error.value).startswith(f"{source}: ")
 
 
 @pytest.mark.parametrize(
