@@ -17,7 +17,7 @@ from attnres.conversion import retrofit
 from attnres.residual_attnres import FamilyWarning
 
 from ..modeling_attnres import kimi_k3_release as release
-from .checkpoints import INDEX, change_json, convert, convert_well, files_of, standard_model, tensors_of
+from .checkpoints import INDEX, change_json, convert, convert_well, files_of, save_tokenizer, standard_model, tensors_of
 
 IDS = torch.randint(3, 64, (2, 11), generator=torch.Generator().manual_seed(1))
 PREFIX = "language_model."
@@ -356,6 +356,15 @@ def test_a_wrong_tensor_of_a_pickle_is_named_with_the_pickle(source, refusal):
     torch.save(tensors, folder / "pytorch_model.bin")
     line = refusal("--no-verify")
     assert f"{folder / 'pytorch_model.bin'}: `{EXPERT}_scale` holds a scale of NaN" in line
+
+
+def test_no_warning_is_about_an_id_that_no_file_has(source, tmp_path, caplog):
+    """`AutoTokenizer` reads the file as Kimi Linear's, whose default for padding is beyond this vocabulary."""
+    folder = source("text")
+    change_json(folder / "config.json", "pad_token_id")
+    save_tokenizer(folder)
+    convert_well(folder, tmp_path / "result", "--no-verify")
+    assert "pad_token_id" not in caplog.text
 
 
 def test_layers_for_multi_token_prediction_are_kept_and_named(source, tmp_path):
