@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from attnres import ResidualConfig
 from attnres.commands.connections import remark_on_blocks
 from attnres.conversion.cards import CardSubject, add_step, linked, new_card, on_hub, write_card
-from attnres.conversion.checkpoint import find, show_bytes
+from attnres.conversion.checkpoint import broken_index, find, show_bytes
 from attnres.conversion.convert import write
 from attnres.conversion.convert_kimi_k3 import plan_kimi_k3
 from attnres.conversion.plan import Plan
@@ -127,6 +127,12 @@ def _describe_unread(names: Sequence[str]) -> str:
     )
 
 
+def _without_unread(plan: Plan) -> str:
+    """Return the end of a sentence on a comparison: it did not take the tensors that the model does not read."""
+    unread = counted(len(plan.unread), "tensor")
+    return f", without the {unread} that this model does not read" if plan.unread else ""
+
+
 def _read_text(path: Path) -> str:
     """Return the beginning of a text file, long enough for a comparison."""
     try:
@@ -155,7 +161,7 @@ def _write_card(plan: Plan, stage: Path, source: str, name: str, comparison: Fun
     elif comparison is None:
         parts.append("It was not verified that the result computes the same function.")
     else:
-        parts.append(f"The result computed the same function as its source: {comparison}.")
+        parts.append(f"The result computed the same function as its source: {comparison}{_without_unread(plan)}.")
     step = " ".join(map(printable, parts))
     has_tokenizer = any((stage / file).exists() for file in TOKENIZER_FILES)
     subject = CardSubject(config, stage, name, has_tokenizer=has_tokenizer, layout=plan.describe_layout(stage))
@@ -179,11 +185,18 @@ def _verify(
     if verify is None and lacking:
         console.print(f"Not verified: {show_bytes(lacking)} more memory is needed. --verify compares nevertheless.")
         return None
+    if index := broken_index(plan.checkpoint.folder):
+        reason = (
+            f"transformers cannot load the source, whose {index.name} has no object `metadata`. The result's has one"
+        )
+        if verify:
+            raise ValueError(f"{index}: {reason}. Leave out --verify.")
+        console.print(f"Not verified: {reason}.")
+        return None
     with status(console, "Comparing the two models on text ..."):
         comparison = compare(plan.checkpoint.folder, stage, texts, plan.model_class)
     label = "Verified" if comparison.is_same else "Not the same"
-    without = f", without the {counted(len(plan.unread), 'tensor')} that no model reads" if plan.unread else ""
-    console.print(f"{label}: {comparison}{without}")
+    console.print(f"{label}: {comparison}{_without_unread(plan)}")
     if plan.difference is not None:
         console.print(f"Not the same function: {shown(plan.difference)}.")
     elif not comparison.is_same:

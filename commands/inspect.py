@@ -19,7 +19,7 @@ from attnres.analysis.text import language_reference, read_text
 from attnres.conversion.tokenizers import load_tokenizer
 from attnres.conversion.whole import check_before_loading, check_source_sizes, check_whole
 from attnres.loading_attnres import check_shapes, explain_broken_shard
-from attnres.utils.progress import ProgressBar
+from attnres.utils.progress import ProgressBar, print_line
 from attnres.utils.quiet import quiet_transformers
 
 
@@ -131,7 +131,7 @@ def run_inspect(
     num_tokens = max(settings["tokens"], settings["length"])
     content = read_text(text, num_tokens) if text else language_reference(num_tokens)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), TextColumn("left:"))
-    inspections = []
+    inspections, begun = [], set()
     with (
         report_directory(out, overwrite) as folder,
         quiet_transformers(),
@@ -141,7 +141,11 @@ def run_inspect(
             bar = progress.add_task(f"{source.name}: loading", total=1.0)
 
             def advance(what: str, share: float, bar: Any = bar, name: str = source.name) -> None:
-                progress.update(bar, description=f"{name}: {what}", completed=share)
+                description = f"{name}: {what}"
+                if progress.disable and description not in begun:
+                    print_line(console, description)  # without a bar, each measurement has a line when it begins
+                    begun.add(description)
+                progress.update(bar, description=description, completed=share)
 
             model, tokenizer = source.load()
             inspections.append(inspect_model(model, tokenizer, content, name=source.name, advance=advance, **settings))

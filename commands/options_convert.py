@@ -72,7 +72,7 @@ def convert(
     ] = None,
     to: Annotated[
         Undone | None,
-        typer.Option(help="`standard` undoes a retrofit that is not trained yet; `released`: a conversion of Kimi K3."),
+        typer.Option(help="`standard`: undo an untrained retrofit. `released`: undo a conversion of Kimi K3."),
     ] = None,
     set_block_size: Annotated[
         int | None, typer.Option(min=1, help="Change the blocks of an AttnRes model, if its function stays the same.")
@@ -104,7 +104,7 @@ def convert(
     attnres convert my-model my-model-gated --set attn_res_gated=true --set attn_res_query=input_dependent
     attnres convert llama-attnres regrouped --set-block-size 2
     attnres convert llama-attnres llama-again --to standard
-    attnres convert kimi-k3 kimi-k3-attnres
+    attnres convert my-k3 my-k3-attnres
     """
     values = {
         "block_size": block_size,

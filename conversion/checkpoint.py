@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -28,7 +28,7 @@ from attnres.saving_attnres import complete_save
 from attnres.utils.hub import check_path
 
 from .pickles import read_pickle, read_pickle_shapes
-from .side_files import SIDE_FILES
+from .side_files import RECORD, SIDE_FILES
 from .source_files import check_file, check_text, read_object
 
 NAMED_WEIGHTS = "transformers_weights"  # the field in which a configuration may name the file of its weights
@@ -63,12 +63,21 @@ class Entry:
 
 @dataclass(frozen=True)
 class Shard:
-    """One safetensors file. `entries` are in the order of their bytes, and the first begins at `data_start`."""
+    """One safetensors file. `entries` are in the order of their bytes, and the first begins at `data_start`.
+
+    If it was rewritten from another file in a scratch directory, `original` is that file, which messages name.
+    """
 
     path: Path
     entries: tuple[Entry, ...]
     data_start: int
     metadata: dict[str, str]
+    original: Path | None = None
+
+    @property
+    def source(self) -> Path:
+        """The file of the user that holds these tensors."""
+        return self.original or self.path
 
 
 @dataclass(frozen=True)
@@ -109,7 +118,7 @@ class Checkpoint:
             pairs = zip(name.split("."), other.split("."))
             return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
-        return self.where[name if name in self.where else max(self.where, key=shared_parts)].path
+        return self.where[name if name in self.where else max(self.where, key=shared_parts)].source
 
 
 def find(source: str | os.PathLike, revision: str | None = None) -> Path:
@@ -136,7 +145,7 @@ def find(source: str | os.PathLike, revision: str | None = None) -> Path:
         complete_save(folder)  # before a file in it is read
         return folder
     check_path(source)
-    small_files = ["config.json", "README.md", "*.py", *SIDE_FILES]
+    small_files = ["config.json", "README.md", "*.py", RECORD, *SIDE_FILES]
     try:
         folder = Path(
             snapshot_download(str(source), revision=revision, allow_patterns=[*small_files, "model*.safetensors*"])
@@ -191,7 +200,7 @@ def open_checkpoint(folder: Path, scratch: Path) -> Checkpoint:
                 tensors = read_pickle(folder / file, DTYPES.values())
                 with explain_writing(scratch / name):
                     save_file(tensors, scratch / name, {"format": "pt"})
-                shards.append(read_shard(scratch / name))
+                shards.append(replace(read_shard(scratch / name), original=folder / file))
             return make_checkpoint(folder, shards, is_temporary=True)
         with explain_broken_shard(folder):
             shards = [read_shard(folder / file) for file in files]
@@ -228,6 +237,11 @@ def read_headers(folder: Path) -> Checkpoint | None:
             files, weight_map = [single], None
         elif index.endswith(".json") and (folder / index).is_file():
             weight_map = _read_index(folder / index)
+            if lacks_metadata(folder / index):
+                raise OSError(
+                    f"{folder / index} has no object `metadata`, so transformers cannot load the weights. Add "
+                    f'`"metadata": {{}}` to it, or let `attnres convert` write a whole index.'
+                )
             files = sorted(set(weight_map.values()))
             if lacking := [file for file in files if not (folder / file).is_file()]:
                 raise FileNotFoundError(f"{folder} is incomplete: {index} names {lacking[0]}, which is not there.")
@@ -345,7 +359,8 @@ def copy_shard(
         unused: The names of tensors that the model does not use. They may hold NaN.
         rename: Returns the name that a tensor gets in the target. By default it keeps its name.
         on_bytes: A function that gets the number of bytes of each piece.
-        check: A function that checks a piece of a tensor of integers: uint8, the tensor's entry, and the file.
+        check: A function that checks a piece of a tensor of integers: uint8, the tensor's entry, and the file that a
+            message names.
 
     Raises:
         ValueError: A tensor holds NaN or infinite values, or `check` raises it.
@@ -360,11 +375,11 @@ def copy_shard(
         else:
             _write_header(sink, kept, shard.metadata, rename)
         for entry in kept:
-            for chunk in _read(source, entry, shard.path):
+            for chunk in _read(source, entry, shard.source):
                 if entry.name not in unused:
-                    _check_finite(chunk, entry, shard.path)
+                    _check_finite(chunk, entry, shard.source)
                     if check is not None and not _is_float(entry):
-                        check(torch.frombuffer(chunk, dtype=torch.uint8), entry, shard.path)
+                        check(torch.frombuffer(chunk, dtype=torch.uint8), entry, shard.source)
                 sink.write(chunk)
                 on_bytes(len(chunk))
 
@@ -428,6 +443,21 @@ def _read_index(path: Path) -> dict[str, str]:
         raise OSError(f"{path} is not an index of weights ({error!r}). Copy it again.") from error
 
 
+def lacks_metadata(index: Path) -> bool:
+    """Return whether an index of weights lacks the object `metadata`. `transformers` does not load it then."""
+    return not isinstance(read_object(index).get("metadata"), dict)
+
+
+def broken_index(folder: Path) -> Path | None:
+    """Return the index by which `transformers` would load the weights of a directory, if it [`lacks_metadata`]."""
+    for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        if (folder / single).exists():
+            return None
+        if (folder / index).exists():
+            return folder / index if lacks_metadata(folder / index) else None
+    return None
+
+
 def _read(source: BinaryIO, entry: Entry, path: Path) -> Iterator[memoryview]:
     """Yield the bytes of a tensor piece by piece, each in the same buffer."""
     buffer = memoryview(bytearray(min(CHUNK, entry.end - entry.start)))
@@ -481,10 +511,12 @@ __all__ = [
     "Checkpoint",
     "Entry",
     "Shard",
+    "broken_index",
     "check_space",
     "copy_shard",
     "explain_writing",
     "find",
+    "lacks_metadata",
     "make_checkpoint",
     "open_checkpoint",
     "read_headers",

@@ -130,9 +130,10 @@ def write(
 
     Raises:
         OSError: There is too little space, which is checked before anything is written; or a shard is damaged.
-        ValueError: A tensor holds NaN or infinite values.
+        ValueError: A tensor holds NaN or infinite values; or two tensors would have one name.
     """
     checkpoint, dropped = plan.checkpoint, plan.dropped
+    plan.check_names()
     kept = [shard for shard in checkpoint.shards if any(entry.name not in dropped for entry in shard.entries)]
     # The other shards are linked or, where they lie in the scratch directory, renamed.
     copied = [
@@ -189,8 +190,8 @@ def _read_member(source: ConversionSource) -> tuple[ResidualConfig, PreTrainedMo
     for name in residual_tensors(model) | gate_tensors(model):
         if name not in checkpoint.where:
             raise ValueError(f"{source.folder} has no `{name}`: its attention gates are quantised.")
-        path = checkpoint.where[name].path
-        with safe_open(path, framework="pt") as file:
+        path = checkpoint.where[name].source
+        with safe_open(checkpoint.where[name].path, framework="pt") as file:
             tensor = file.get_tensor(name)
         if not tensor.is_floating_point():
             raise ValueError(f"`{name}` in {path} is {tensor.dtype}, but must be floating point.")

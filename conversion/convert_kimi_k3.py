@@ -22,16 +22,15 @@ from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM
 from attnres.decoder_attnres import auto_map
 from attnres.kimi_k3_layout_attnres import PREFIX, check_scales, prefix_of
 
-from .checkpoint import Entry, open_checkpoint
+from .checkpoint import Entry, lacks_metadata, open_checkpoint
 from .complete import complete_model, has_head
 from .kimi_k3 import count_parameters, describe_layout, is_packed, model_class
 from .plan import Plan
+from .side_files import RECORD
 from .source import ConversionSource
-from .source_code import AUTO_MAP, references
-from .source_files import check_text, read_object
+from .source_code import AUTO_MAP, code_fields, references
+from .source_files import check_text, json_text, read_object
 
-# The file of a result that keeps what `--to released` restores.
-_RECORD = "released_config.json"
 # Fields of the text model that a composite `config.json` repeats.
 _REPEATED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
 
@@ -97,14 +96,14 @@ class KimiK3Plan(Plan):
     def write_configuration(self, target: Path) -> None:
         """Write `config.json`, the record for a conversion back, and the code; see the base class."""
         for name, text in self.texts.items():
-            (target / name).write_text(text, encoding="utf-8")
+            (target / name).write_bytes(text.encode())  # with the line ends of the release
         if not self.is_release:
             custom_object_save(self.model_class, target)
 
     def write_index(self, target: Path, names: Sequence[str], weight_map: dict[str, str]) -> None:
         """Write the source's index if it has one, with the names of the result's tensors; see the base class."""
         path = self.checkpoint.folder / SAFE_WEIGHTS_INDEX_NAME
-        if self.checkpoint.is_temporary or not path.exists():
+        if self.checkpoint.is_temporary or not path.exists() or lacks_metadata(path):
             super().write_index(target, names, weight_map)
         elif not (self.adds_prefix or self.removes_prefix):
             shutil.copyfile(path, target / path.name)
@@ -161,12 +160,22 @@ def _plan_loadable(source: ConversionSource) -> KimiK3Plan:
     """
     config, head, unused = _check(source)
     adds_prefix = not prefix_of(source.checkpoint.entries)
-    fields = _loadable_config(read_object(source.folder / CONFIG_NAME))
-    texts = {CONFIG_NAME: json.dumps(fields, indent=2, ensure_ascii=False) + "\n"}
+    released = read_object(source.folder / CONFIG_NAME)
+    fields = _loadable_config(released)
+    texts = {CONFIG_NAME: json_text(fields)}
     if not source.checkpoint.is_temporary:  # otherwise the result has other tensors than the source
-        texts[_RECORD] = _make_record(source.folder, adds_prefix)
+        texts[RECORD] = _make_record(source.folder, adds_prefix)
     config.auto_map = fields["auto_map"]
-    return KimiK3Plan(source.checkpoint, config, unused=unused, has_head=head, texts=texts, adds_prefix=adds_prefix)
+    left = _names_of_code(released) if released.get(AUTO_MAP) != fields[AUTO_MAP] else []
+    note = f"Left out: {' and '.join(left)} of {CONFIG_NAME}. The result loads by the code of this package alone."
+    return KimiK3Plan(
+        *(source.checkpoint, config),
+        unused=unused,
+        has_head=head,
+        texts=texts,
+        adds_prefix=adds_prefix,
+        notes=(note,) if left else (),
+    )
 
 
 def _plan_release(source: ConversionSource) -> KimiK3Plan:
@@ -178,14 +187,16 @@ def _plan_release(source: ConversionSource) -> KimiK3Plan:
     path, record = source.folder / CONFIG_NAME, _read_record(source.folder)
     if record is None:
         fields = read_object(path)
-        fields.pop("auto_map", None)
-        text, prefix = json.dumps(fields, indent=2, ensure_ascii=False) + "\n", ""
-        notes = [f"{path} is not that of a conversion, so its fields stay, without the code for the Auto classes."]
+        reason = "No record of the release"
+        if (source.folder / RECORD).exists():
+            reason = f"{path} was changed since the conversion"
+        removed = f" and removed {' and '.join(names)}" if (names := _names_of_code(fields)) else ""
+        text, prefix = json_text(_without_code(fields)), ""
+        notes = [f"{reason}: kept {CONFIG_NAME}{removed}."]
     else:
         text, prefix = record
-        code = references(json.loads(text), path)
-        left = f"{CONFIG_NAME} refers to code that conversions leave out: {', '.join(code)}. The release has it."
-        notes = [left] if code else []
+        files = _files_of_code(json.loads(text), source.folder / RECORD)
+        notes = [f"Copy these files from the release: {', '.join(files)}."] if files else []
     return KimiK3Plan(
         *(source.checkpoint, config),
         unused=unused,
@@ -204,6 +215,29 @@ def _check(source: ConversionSource) -> tuple[PreTrainedConfig, bool, frozenset[
     return config, has_head(model), unused
 
 
+def _names_of_code(fields: Mapping[str, Any]) -> list[str]:
+    """Return the names of the fields of a `config.json` that name code, as in a message."""
+    return [f"`{name}`" for name in sorted({key for _, key in code_fields(dict(fields))})]
+
+
+def _files_of_code(fields: Mapping[str, Any], path: Path) -> list[str]:
+    """Return the names of the Python files beside a `config.json` to which its fields refer.
+
+    Raises:
+        OSError: A field is damaged. The message names `path`.
+    """
+    referred = [r for owner, key in code_fields(dict(fields)) if key == AUTO_MAP for r in references(owner, path)]
+    return sorted({f"{reference.rpartition('.')[0]}.py" for reference in referred if "--" not in reference})
+
+
+def _without_code(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `config.json` without those that name code, at any depth."""
+    result = deepcopy(dict(fields))
+    for owner, name in code_fields(result):
+        del owner[name]
+    return result
+
+
 def _loadable_config(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a `config.json` by which the Auto classes load Kimi K3.
 
@@ -214,24 +248,25 @@ def _loadable_config(fields: Mapping[str, Any]) -> dict[str, Any]:
         The fields of the composite model with the `auto_map` of the code that a result has.
     """
     added = {AUTO_MAP: auto_map(AttnResKimiK3ForCausalLM), "model_type": AttnResKimiK3Config.model_type}
-    if "text_config" in fields:
-        return {**fields, **added}
-    text = {name: value for name, value in fields.items() if name not in (AUTO_MAP, "transformers_version")}
+    # Code of the source would run where a user trusts this package's code in the result.
+    result = _without_code(fields)
+    if "text_config" in result:
+        return {name: result.get(name) for name in fields if name in result or name in added} | added
+    text = {name: value for name, value in result.items() if name != "transformers_version"}
     text["model_type"] = AttnResKimiK3Config.backbone
     outer = {name: text[name] for name in _REPEATED if name in text}
     return {"architectures": ["KimiK3ForConditionalGeneration"], **added, **outer, "text_config": text}
 
 
 def _make_record(folder: Path, has_new_prefix: bool) -> str:
-    """Return the content of the file `_RECORD`, by which a conversion back restores `config.json` and names.
+    """Return the content of the file `RECORD`, by which a conversion back restores `config.json` and names.
 
     Args:
         folder: The source's directory.
         has_new_prefix: Whether the result's tensors have a prefix that those of the source do not have.
     """
-    text = (folder / CONFIG_NAME).read_text(encoding="utf-8")
-    record = {"text_of_config.json": text, "prefix_added": PREFIX if has_new_prefix else ""}
-    return json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+    text = (folder / CONFIG_NAME).read_bytes().decode()  # `read_text` would change line ends
+    return json_text({"text_of_config.json": text, "prefix_added": PREFIX if has_new_prefix else ""})
 
 
 def _read_record(folder: Path) -> tuple[str, str] | None:
@@ -246,7 +281,7 @@ def _read_record(folder: Path) -> tuple[str, str] | None:
     Raises:
         OSError: The record is damaged.
     """
-    path = folder / _RECORD
+    path = folder / RECORD
     if not path.exists() and not path.is_symlink():
         return None
     check_text(folder, path)

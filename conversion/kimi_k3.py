@@ -7,6 +7,7 @@ Linear's model type in its `config.json`.
 import math
 import re
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM, AttnResKimiK3
 from attnres.configuration_attnres import is_kimi_k3
 from attnres.kimi_k3_configuration_attnres import COMPOSITE
 from attnres.kimi_k3_layout_attnres import PREFIX, prefix_of, read_release, released_shapes
-from attnres.utils.quiet import quiet_transformers
+from attnres.residual_attnres import FamilyWarning
 
 from .checkpoint import DTYPES, Checkpoint, Entry
 from .source_files import read_object
@@ -127,14 +128,14 @@ def unused_tensors(checkpoint: Checkpoint, config: AttnResKimiK3Config) -> froze
     tensors = {name: _TensorInFile(checkpoint.where[name].path, entry) for name, entry in checkpoint.entries.items()}
     with_head = has_head(checkpoint, config)
     try:
-        # What is left out or not read is reported from the result of this function.
-        with quiet_transformers(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        # The parts that are left out are reported from the result of this function.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Left out of the checkpoint", FamilyWarning)
             read_release(config, tensors, with_head)
     except ValueError as error:
         named = re.search("`([^`]+)`", str(error))
         is_there = named is not None and named[1] in checkpoint.where
-        raise ValueError(f"{checkpoint.where[named[1]].path if is_there else checkpoint.folder}: {error}") from error
+        raise ValueError(f"{checkpoint.where[named[1]].source if is_there else checkpoint.folder}: {error}") from error
     prefix = prefix_of(tensors)
     used = {prefix + name for name in released_shapes(config)}
     used |= {name + part for name in used for part in (_PACKED, _SCALE)}
@@ -165,9 +166,25 @@ def describe_layout(config: PreTrainedConfig, checkpoint: Checkpoint | None = No
     is_composite = bool(prefix_of(entries)) if entries else config.checkpoint_layout == COMPOSITE
     parts = ["composite model, under `language_model`" if is_composite else "text model alone"]
     parts += ["with routed experts packed as MXFP4"] if checkpoint is not None and is_packed(checkpoint) else []
-    if any(name.startswith(("vision_tower.", "mm_projector.")) for name in entries):
+    if _has_vision(entries):
         parts.append("with a vision part that this code does not read")
     return f"The weights are in the released layout of Kimi K3's {', '.join(parts)}."
+
+
+def describe_left_out(checkpoint: Checkpoint) -> str | None:
+    """Return a sentence on the parts of a release that a model trained from it does not have; None if it has all.
+
+    Args:
+        checkpoint: The headers of the release's weights.
+    """
+    parts = ["the vision part is left out"] if _has_vision(checkpoint.entries) else []
+    parts += ["packed experts are saved unpacked"] if is_packed(checkpoint) else []
+    return f"Of the source, {' and '.join(parts)}." if parts else None
+
+
+def _has_vision(names: Iterable[str]) -> bool:
+    """Return whether some names of tensors are those of Kimi K3's vision part."""
+    return any(name.startswith(("vision_tower.", "mm_projector.")) for name in names)
 
 
 def model_class(with_head: bool) -> type[AttnResKimiK3Model] | type[AttnResKimiK3ForCausalLM]:
@@ -179,6 +196,7 @@ __all__ = [
     "check_kimi_k3",
     "count_parameters",
     "describe_layout",
+    "describe_left_out",
     "has_head",
     "is_packed",
     "is_released",

@@ -95,6 +95,22 @@ class Plan:
         """Return the name that a copied tensor has in the result."""
         return name
 
+    def check_names(self) -> None:
+        """Check that no two copied tensors have the same name in the result.
+
+        Raises:
+            ValueError: Two have. The message names both, and the file of one.
+        """
+        sources: dict[str, str] = {}  # name in the result -> name in the source
+        for shard in self.checkpoint.shards:
+            for name in (entry.name for entry in shard.entries if entry.name not in self.dropped):
+                other = sources.setdefault(self.new_name(name), name)
+                if other != name:
+                    raise ValueError(
+                        f"{shard.source}: `{name}` and `{other}` would both have the name `{self.new_name(name)}` in "
+                        "the result. Remove the one that does not belong to the model."
+                    )
+
     def check_integers(self, values: Tensor, entry: Entry, path: Path) -> None:
         """Check a piece of a tensor of integers, which [`attnres.conversion.checkpoint.copy_shard`] copies.
 

@@ -25,7 +25,7 @@ from .published_names import side_files, vocabularies
 from .secret_scan import find_secrets
 from .side_files import TOKENIZER_FILES
 from .source import unpublished_model
-from .source_code import AUTO_MAP, module_of, objects, references, with_imports
+from .source_code import AUTO_MAP, code_fields, module_of, references, with_imports
 from .source_files import check_file, check_text, read_json, read_object
 
 RESULTS, INSPECTION = ".eval_results", "inspection"
@@ -197,9 +197,8 @@ def _references_in(folder: Path, path: Path) -> list[str]:
     """Return the references to code in a JSON file, at any depth."""
     check_text(folder, path)
     referred: list[str] = []
-    for fields in objects(read_json(path)):
-        # A vocabulary may have the token "auto_map", whose value is a number.
-        if not isinstance(fields.get(AUTO_MAP, 0), int):
+    for fields, key in code_fields(read_json(path)):
+        if key == AUTO_MAP:
             referred += references(fields, path)
     return referred
 

@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from .side_files import RECORD
+
 _TOKENIZER = {
     "tokenizer.json",
     "tokenizer_config.json",
@@ -28,7 +30,7 @@ _TOKENIZER = {
     "vocab.json",
     "vocab.txt",
 }
-_SETTINGS = {"generation_config.json", "preprocessor_config.json", "processor_config.json"}
+_SETTINGS = {"generation_config.json", "preprocessor_config.json", "processor_config.json", RECORD}
 _LICENCES = {
     f"{name}{suffix}" for name in ("LICENSE", "LICENCE", "COPYING", "NOTICE") for suffix in ("", ".txt", ".md", ".rst")
 }

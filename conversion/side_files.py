@@ -4,15 +4,16 @@ Only data is copied, by a list of names and from within the model's directory. C
 by `source_code.py`, if the user trusts it.
 """
 
-import json
 import shutil
 from pathlib import Path
 
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from .source_code import AUTO_MAP, PIPELINES, copy_code, objects, references, shown
-from .source_files import check_file, check_text, read_json, read_object
+from attnres.utils.quiet import quiet_transformers
+
+from .source_code import AUTO_MAP, code_fields, copy_code, references, shown
+from .source_files import check_file, check_text, read_json, read_object, write_json
 
 # The patterns leave out weights, their index and the model's configuration. None fits the name of a Python file.
 _TOKENIZER_FILES = (
@@ -42,8 +43,9 @@ _OTHER_FILES = (
     *(f"{name}*{suffix}" for name in _LICENCES for suffix in (".txt", ".md", ".rst")),
 )
 SIDE_FILES = (*_TOKENIZER_FILES, *_OTHER_FILES)
+# A conversion of Kimi K3 writes this file, by which `--to released` undoes it.
+RECORD = "released_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
-_CODE = (AUTO_MAP, PIPELINES)
 # A directory with a tokenizer has at least one of these.
 TOKENIZER_FILES = (_TOKENIZER_CONFIG, "tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
@@ -108,8 +110,7 @@ def _side_files(folder: Path) -> dict[Path, bool]:
 def _settle_code(path: Path, copy: Path, folder: Path, target: Path, trust_remote_code: bool) -> list[str]:
     """Copy the code that a JSON file refers to, or remove the references from its copy. Return notes for the user."""
     content, name = read_json(path), shown(path.name)
-    # A vocabulary may have the token "auto_map", whose value is a number.
-    holders = [(o, key) for o in objects(content) for key in _CODE if not isinstance(o.get(key, 0), int)]
+    holders = code_fields(content)
     referred, files = [], []
     for fields, key in holders:
         if key == AUTO_MAP:
@@ -120,7 +121,7 @@ def _settle_code(path: Path, copy: Path, folder: Path, target: Path, trust_remot
         else:
             del fields[key]
     if holders:
-        copy.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(copy, content)
     notes = []
     if referred and not trust_remote_code:
         code = ", ".join(map(shown, referred))
@@ -130,8 +131,8 @@ def _settle_code(path: Path, copy: Path, folder: Path, target: Path, trust_remot
         notes.append(f"Code that came with the source, for {name}: {', '.join(sorted(set(files)))}.")
     if elsewhere and trust_remote_code:
         notes.append(f"{name} refers to code in another repository: {', '.join(elsewhere)}.")
-    if any(key == PIPELINES for _, key in holders):
-        notes.append(f"Left out: `{PIPELINES}` of {name}.")
+    others = dict.fromkeys(key for _, key in holders if key != AUTO_MAP)
+    notes += [f"Left out: `{key}` of {name}." for key in others]
     return notes
 
 
@@ -149,7 +150,10 @@ def _tokenizer_class(tokenizer: dict, folder: Path) -> str | None:
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
     try:
-        return type(AutoTokenizer.from_pretrained(folder, trust_remote_code=False)).__name__
+        # It also makes a configuration of `config.json`, by a class that may be another than the model's: that of Kimi
+        # Linear for the text model of Kimi K3. Its warnings do not concern the tokenizer.
+        with quiet_transformers():
+            return type(AutoTokenizer.from_pretrained(folder, trust_remote_code=False)).__name__
     except Exception as error:  # `tokenizers` raises nothing more special for a damaged file
         path = folder / "tokenizer.json"
         if path.exists() and AUTO_MAP not in tokenizer:
@@ -165,8 +169,7 @@ def _name_tokenizer_class(name: str, target: Path) -> None:
     path = target / _TOKENIZER_CONFIG
     tokenizer = read_object(path) if path.exists() else {}
     if AUTO_MAP not in tokenizer and tokenizer.get("tokenizer_class") != name:
-        text = json.dumps(tokenizer | {"tokenizer_class": name}, indent=2, ensure_ascii=False)
-        path.write_text(text + "\n", encoding="utf-8")
+        write_json(path, tokenizer | {"tokenizer_class": name})
 
 
-__all__ = ["SIDE_FILES", "TOKENIZER_FILES", "copy_side_files"]
+__all__ = ["RECORD", "SIDE_FILES", "TOKENIZER_FILES", "copy_side_files"]

@@ -5,7 +5,7 @@ names and other tensors, for example one tensor for each expert instead of one f
 names, so a training checkpoint is rewritten first.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -106,7 +106,7 @@ def _with_published_names(checkpoint: Checkpoint, model: PreTrainedModel, scratc
         tensors = {n: tensor.contiguous() for n, tensor in revert_weight_conversion(model, held).items()}
         with explain_writing(folder / shard.path.name):
             save_file(tensors, folder / shard.path.name, shard.metadata)
-        shards.append(read_shard(folder / shard.path.name))
+        shards.append(replace(read_shard(folder / shard.path.name), original=shard.source))
     return make_checkpoint(checkpoint.folder, shards, is_temporary=True)
 
 

@@ -19,6 +19,8 @@ from .source_files import check_text
 
 AUTO_MAP = "auto_map"
 PIPELINES = "custom_pipelines"
+# Fields that name code, in any JSON file of a model.
+CODE_FIELDS = (AUTO_MAP, PIPELINES, "custom_generate")
 # The subfolder of a result for code that came with the source. The result's own code lies beside `config.json`.
 FOLDER = "source_code"
 
@@ -33,6 +35,14 @@ def objects(value: Any) -> Iterator[dict]:
             pending += item.values()
         elif isinstance(item, list):
             pending += item
+
+
+def code_fields(value: Any) -> list[tuple[dict, str]]:
+    """Return the fields of a JSON value that name code, at any depth: the object that has the field, and its name."""
+    # A vocabulary may have the token "auto_map", whose value is a number.
+    return [
+        (fields, key) for fields in objects(value) for key in CODE_FIELDS if not isinstance(fields.get(key, 0), int)
+    ]
 
 
 def shown(reference: str) -> str:
@@ -153,8 +163,10 @@ def with_imports(code: Path, folder: Path) -> list[Path]:
 
 __all__ = [
     "AUTO_MAP",
+    "CODE_FIELDS",
     "FOLDER",
     "PIPELINES",
+    "code_fields",
     "copy_code",
     "module_of",
     "objects",

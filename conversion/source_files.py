@@ -64,6 +64,21 @@ def read_json(path: Path) -> Any:
         raise OSError(f"{path} is damaged ({error}). Copy it again.") from error
 
 
+def json_text(value: Any) -> str:
+    """Return a JSON value as the text of a file, indented, with characters beyond ASCII as they are."""
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can express
+        return json.dumps(value, indent=2) + "\n"
+    return text
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON value to a file, as [`json_text`] does."""
+    path.write_text(json_text(value), encoding="utf-8")
+
+
 def read_object(path: Path) -> dict:
     """Return the JSON object in a file that has passed [`check_text`].
 
@@ -76,4 +91,4 @@ def read_object(path: Path) -> dict:
     return fields
 
 
-__all__ = ["check_file", "check_text", "read_json", "read_object"]
+__all__ = ["check_file", "check_text", "json_text", "read_json", "read_object", "write_json"]

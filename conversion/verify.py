@@ -5,6 +5,7 @@ Decoders without a head are compared by their last hidden states.
 
 import math
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from attnres.residual_attnres import FamilyWarning
 from attnres.utils.memory import free_memory
 from attnres.utils.quiet import quiet_transformers
 
@@ -165,7 +167,10 @@ def _logits(folder: str | os.PathLike, sequences: Sequence[Tensor], auto_class: 
 
     Sequences are cut off once `MAX_LOGITS` are held.
     """
-    model = auto_class.from_pretrained(folder, dtype=torch.float32, device_map="auto", trust_remote_code=False).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FamilyWarning)  # a conversion has printed them before
+        model = auto_class.from_pretrained(folder, dtype=torch.float32, device_map="auto", trust_remote_code=False)
+    model.eval()
     limit = math.ceil(MAX_LOGITS / model.config.vocab_size)
     logits = []
     for sequence in sequences:

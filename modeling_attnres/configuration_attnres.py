@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import KimiLinearConfig, PreTrainedConfig
 
 from .attention_gate_attnres import GateFields, check_attention_gate
@@ -121,7 +122,8 @@ _PREFIXES = ("residual_", "depth_attention_", "attention_gate")
 # Fields of backbones that hold a size, where a backbone has them.
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "head_dim"),
-    *("num_attention_heads", "num_key_value_heads"),
+    *("num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "v_head_dim"),
+    *("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim", "moe_intermediate_size"),
 )
 _MAX_LAYERS, _MAX_DEPTH = 10_000, 100
 
@@ -207,6 +209,9 @@ class ResidualConfig(
             setattr(self, field, getattr(self, field, default))
         connection.check(self)
         check_attention_gate(self)
+        require(
+            self, "dtype", self.dtype is None or isinstance(self.dtype, torch.dtype), "the name of a dtype, or null"
+        )
         chosen = self.depth_attention_implementation
         require(self, "depth_attention_implementation", chosen in [*DEPTH_ATTENTION], one_of(DEPTH_ATTENTION))
 

@@ -32,7 +32,7 @@ from .configuration_attnres import CONNECTIONS, ResidualConfig, Sublayers
 from .documents_attnres import keep_documents_apart, separate_under_mask
 from .experts_attnres import call_mlp
 from .loading_attnres import check_added, check_shapes, explain_broken_shard, stored_fields, warn_of_change
-from .residual_attnres import DepthState, ResidualConnection, ResidualNorm, residual_tensors
+from .residual_attnres import DepthState, ResidualConnection, ResidualNorm, explain_source, residual_tensors
 from .saving_attnres import complete_save, saved_whole, stage_in
 
 # Model type -> class name. `Trainer`'s label smoothing, pipelines, `transformers serve` and lm-eval look here to tell
@@ -297,7 +297,7 @@ class ResidualPreTrainedModel:
                 "read may belong to the older model."
             )
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        with explain_broken_shard(source, kwargs.get("subfolder", "")):
+        with explain_source(source), explain_broken_shard(source, kwargs.get("subfolder", "")):
             model, info = super().from_pretrained(source, *args, **kwargs)
         if not options.get("ignore_mismatched_sizes"):  # `transformers` ignored them, see above
             check_shapes(info["mismatched_keys"], source)

@@ -36,7 +36,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 from .delta_attention_attnres import DeltaAttention
 from .functional_attnres import accelerated
 from .kimi_k3_configuration_attnres import AttnResKimiK3Config
-from .kimi_k3_layout_attnres import in_form_of_model, layout_rules, read_release
+from .kimi_k3_layout_attnres import check_own_names, in_form_of_model, layout_rules, read_release
 from .modeling_attnres import AttnResDecoderLayer, AttnResForCausalLM, AttnResModel, AttnResPreTrainedModel
 
 
@@ -312,7 +312,7 @@ class AttnResKimiK3PreTrainedModel(AttnResPreTrainedModel):
     ) -> Any:
         """Check a checkpoint's tensors and decode packed ones, then load as `transformers` does.
 
-        The name is private, but the only place between the files, which may come from the Hub, and the weights.
+        The name is private, but only there can the files be checked before they are loaded.
         """
         with ExitStack() as stack:
             if state_dict is None and checkpoint_files:
@@ -324,6 +324,8 @@ class AttnResKimiK3PreTrainedModel(AttnResPreTrainedModel):
                     else:
                         state_dict |= load_state_dict(file)
             if state_dict is not None:
+                names = [name for name in model.state_dict() if name not in (model.all_tied_weights_keys or ())]
+                check_own_names(names, state_dict)
                 state_dict = read_release(model.config, state_dict, not isinstance(model, AttnResKimiK3Model))
                 state_dict = in_form_of_model(model.config, state_dict)
             return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)

@@ -5,7 +5,6 @@ which names Kimi Linear's model type. In a file a feature without a field is off
 the released model.
 """
 
-import math
 import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -15,7 +14,7 @@ from transformers.activations import ACT2FN
 
 from .attention_gate_attnres import GATE_FIELDS
 from .configuration_attnres import CONNECTIONS, AttnResConfig
-from .residual_attnres import FamilyWarning, is_count, one_of, require
+from .residual_attnres import FamilyWarning, explain_source, is_count, one_of, require
 
 # Fields of the text model in the order of the released `config.json`, under the names that it has there.
 _TEXT_FIELDS = (
@@ -77,10 +76,13 @@ _OF_ARCHITECTURE = (
     *("n_", "norm_", "num_", "q_", "qk_", "residual_", "rms_", "rope_", "routed_", "router_", "safe_"),
     *("shared_", "short_", "situ", "sliding_", "topk_", "use_", "v_"),
 )
-# Fields of the two kinds of a released file that are of the file, and not of the model.
+# Fields that describe the file, not the model.
 _OF_FILE = ("architectures", "auto_map", "model_type", "quantization_config", "transformers_version")
+# Fields that name code. A saved model refers to the code of this package alone.
+_OF_CODE = ("auto_map", "custom_pipelines", "custom_generate")
 COMPOSITE, TEXT = "composite", "text"
 _MXFP4 = "mxfp4-pack-quantized"
+_LARGEST = 3e38
 
 
 class AttnResKimiK3Config(AttnResConfig):
@@ -178,10 +180,10 @@ class AttnResKimiK3Config(AttnResConfig):
 
     def __post_init__(self, **kwargs):
         if kwargs.get("model_type") == self.backbone:
-            # Which of the fields with a default were given can no longer be told.
+            # By now, given values cannot be told from defaults.
             raise ValueError(
-                "these are fields of a config.json, where a feature without a field is off, but is on by default here. "
-                "Call `AttnResKimiK3Config.from_dict`."
+                "these fields come from a config.json, where a missing field means off. This class turns it on. Call "
+                "`AttnResKimiK3Config.from_dict`."
             )
         # `transformers` has set the fields that it knows, and passes on the others, of which some are second names from
         # releases. Types are checked under the first names.
@@ -252,16 +254,22 @@ class AttnResKimiK3Config(AttnResConfig):
             ValueError: the lists of layers contradict each other; a field of linear attention is unknown; the
                 quantisation is not the released one.
         """
-        outer, layout = dict(fields), {}
+        outer, layout = {name: value for name, value in fields.items() if name not in _OF_CODE[1:]}, {}
         if "text_config" not in outer and "linear_attn_config" not in outer and outer.get("model_type") is None:
             return outer  # arguments of this class
+        has_text = "text_config" in outer
         text = outer.pop("text_config", None)
-        if text is None:
+        if has_text and not text:
+            raise ValueError(
+                "`text_config` is empty, but must hold the fields of the text model. Use the checkpoint's own "
+                "config.json."
+            )
+        if not has_text:
             flat = outer
             if flat.get("model_type") == cls.backbone:
                 layout = {"checkpoint_layout": TEXT}
         else:
-            text = _as_object("text_config", text)
+            text = {name: value for name, value in _as_object("text_config", text).items() if name not in _OF_CODE}
             known = cls._known_fields()
             composite = {name: outer.pop(name) for name in [*outer] if name not in known}
             flat = outer | {name: value for name, value in text.items() if name not in _OF_FILE or name not in outer}
@@ -306,7 +314,8 @@ class AttnResKimiK3Config(AttnResConfig):
         # `transformers` would set the changed fields last, when other fields already follow from the old values.
         names = cls._known_fields() - {*_WITHOUT_EFFECT, *_OF_FILE, "dtype"} | {"linear_attn_config"}
         changes = {name: kwargs.pop(name) for name in [*kwargs] if name in names}
-        return super().from_dict(cls._changed(cls.fields_of_file(config_dict), changes), **kwargs)
+        with explain_source(kwargs.get("name_or_path")):  # an Auto class gives the directory or Hub id
+            return super().from_dict(cls._changed(cls.fields_of_file(config_dict), changes), **kwargs)
 
     @classmethod
     def _changed(cls, fields: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -331,7 +340,8 @@ class AttnResKimiK3Config(AttnResConfig):
         """Read a `config.json` as `transformers` does; that of the text model alone names Kimi Linear's model type."""
         # Not the method of the family: it would hide which layout the file has.
         fields, kwargs = PreTrainedConfig.get_config_dict.__func__(cls, *args, **kwargs)
-        return cls.fields_of_file(fields), kwargs
+        with explain_source(args[0] if args else None):
+            return cls.fields_of_file(fields), kwargs
 
     def check_sizes(self) -> None:
         """Check the sizes that tensors are made of; see the base class."""
@@ -362,14 +372,14 @@ class AttnResKimiK3Config(AttnResConfig):
         is_grouped = self.use_grouped_topk is not False or self.n_group == 1
         require(self, "use_grouped_topk", is_grouped, f"true where `num_expert_group` is {self.n_group}")
         bound = self.gate_lower_bound
-        is_bound = bound is None or (isinstance(bound, int | float) and -math.inf < bound < 0)
+        is_bound = bound is None or (_is_number(bound) and bound < 0)
         require(self, "gate_lower_bound", is_bound, "a negative number, or null for a decay without bound")
         require(self, "hidden_act", self.hidden_act in ("situ", *ACT2FN), f"'situ' or {one_of(ACT2FN)}")
         if self.hidden_act == "situ":
             beta, linear_beta = self.activation_situ_beta, self.activation_situ_linear_beta
-            is_given = isinstance(beta, int | float) and beta > 0
+            is_given = _is_number(beta) and beta > 0
             require(self, "activation_situ_beta", is_given, "a number > 0 where `hidden_act` is 'situ'")
-            is_given = linear_beta is None or (isinstance(linear_beta, int | float) and linear_beta > 0)
+            is_given = linear_beta is None or (_is_number(linear_beta) and linear_beta > 0)
             require(self, "activation_situ_linear_beta", is_given, "a number > 0, or null")
         width = self.routed_expert_hidden_size
         require(self, "routed_expert_hidden_size", width is None or is_count(width), "an integer >= 1, or null")
@@ -447,6 +457,11 @@ class AttnResKimiK3Config(AttnResConfig):
         return outer | (self.composite_fields or {}) | {"text_config": text}
 
 
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a number that float32 holds. True and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+
+
 def _as_object(name: str, value: Any) -> dict[str, Any]:
     """Return the fields of an object in a `config.json`, none for null.
 
@@ -471,7 +486,7 @@ def _layer_types(lists: Mapping[str, Collection[int]], layers: int) -> list[str]
     if not is_count(layers):
         raise ValueError(f"`num_hidden_layers` is {layers!r}, but must be an integer >= 1.")
     kinds: dict[int, str] = {}
-    names = " and ".join(f"`{name}`" for name in _LAYER_LISTS)
+    one, other = (f"`{name}`" for name in _LAYER_LISTS)
     for name, numbers in lists.items():
         if not isinstance(numbers, list | tuple):
             raise ValueError(f"`{name}` is {numbers!r}, but must be a list of layers, which count from 1.")
@@ -479,11 +494,13 @@ def _layer_types(lists: Mapping[str, Collection[int]], layers: int) -> list[str]
             if not is_count(number) or number > layers:
                 raise ValueError(f"`{name}` has the layer {number!r}, but layers must count from 1 to {layers}.")
             if kinds.setdefault(number, _LAYER_LISTS[name]) != _LAYER_LISTS[name]:
-                raise ValueError(f"layer {number} is in both {names}, but must be in one of them.")
+                raise ValueError(f"layer {number} is in both {one} and {other}, but must be in one of them.")
     # One at a time: a number of layers in a file may be huge.
     missing = next((number for number in range(1, layers + 1) if number not in kinds), None)
     if missing is not None:
-        raise ValueError(f"layer {missing} is in none of {names}, which must hold all {layers} layers.")
+        raise ValueError(
+            f"layer {missing} is in neither {one} nor {other}. Together they must hold all {layers} layers."
+        )
     return [kinds[number] for number in range(1, layers + 1)]
 
 

@@ -5,6 +5,7 @@
 """
 
 import math
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -21,13 +22,9 @@ from transformers.core_model_loading import (
     WeightRenaming,
     WeightTransform,
 )
-from transformers.utils import logging
 
 from .kimi_k3_configuration_attnres import COMPOSITE, AttnResKimiK3Config
 from .residual_attnres import FamilyWarning
-
-# A name under that of the library: otherwise its verbosity would not hold for these messages.
-logger = logging.get_logger(f"transformers.{__name__}")
 
 PREFIX = "language_model."  # of the text model's tensors in the composite layout
 _EXPERT_WEIGHTS = ("w1", "w2", "w3")
@@ -48,6 +45,8 @@ _BY_FIELD = {
     (".shared_experts.",): "`num_shared_experts`",
     ("_res_proj.", "_res_norm."): "`attn_res_block_size`",
 }
+# A tensor under the name that it has in the model, and not in a release.
+_OWN_NAME = re.compile(r"(model\.)?layers\.\d+\.(self_attn\.forget_gate\.|mlp\.experts\.gate_up_proj$)")
 # Number of weights that share a scale.
 _GROUP = 32
 # Code of the largest scale, 2^125: with the next one a 6 is beyond bfloat16. 255 is the code of NaN.
@@ -218,8 +217,9 @@ def _text_part(tensors: Mapping[str, Any], layers: int) -> tuple[dict[str, Any],
         else:
             text[inner] = tensor
     if left_out:
-        parts = ", ".join(f"{part}: {count} tensors" for part, count in sorted(left_out.items()))
-        logger.warning(f"Left out of the checkpoint, because the text model has no such part: {parts}.")
+        counts = (f"{part}: {n} {'tensor' if n == 1 else 'tensors'}" for part, n in sorted(left_out.items()))
+        message = f"Left out of the checkpoint, because the text model has no such part: {', '.join(counts)}."
+        warnings.warn(message, FamilyWarning, stacklevel=3)
     return text, prefix
 
 
@@ -227,7 +227,8 @@ def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_he
     """Return the text model's tensors of a released checkpoint, checked, with packed experts in decoded form.
 
     Tensors of a vision part and layers beyond the last one, of multi-token prediction, are left out and named once.
-    Tensors under the model's own names, as `Trainer` saves them in its checkpoints, are returned as they are.
+    Tensors under the model's own names, as `Trainer` saves them in its checkpoints, are returned as they are; see
+    [`check_own_names`].
 
     Args:
         config: the model's configuration. The shape of the checkpoint's `A_log` is noted there, for saving.
@@ -238,9 +239,15 @@ def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_he
         ValueError: a tensor is missing, has another shape or dtype than it must have, or is packed where no rule
             covers it; padding of `A_log` is not zero.
     """
-    if any(".forget_gate." in name or name.endswith(".experts.gate_up_proj") for name in tensors):
+    if any(map(_OWN_NAME.match, tensors)):
         return dict(tensors)
     text, prefix = _text_part(tensors, config.num_hidden_layers)
+    experts = config.num_local_experts or 0
+    if experts > len(text):  # before each is looked for: the number in a file may be huge
+        raise ValueError(
+            f"the checkpoint holds {len(text)} tensors, too few for the {experts:,} experts in `num_experts` of its "
+            "config.json. Use the checkpoint's own config.json, and copy all of its files."
+        )
     shapes = released_shapes(config)
     if not has_head:
         shapes.pop("lm_head.weight", None)
@@ -260,7 +267,14 @@ def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_he
                     "Only the weights of routed experts may be packed."
                 )
             if name.endswith(".A_log"):
-                _check_heads(prefix + name, tensor, shape[0], config)
+                first = next((name for name in result if name.endswith(".A_log")), name)
+                _check_heads(prefix + name, tensor, shape[0])
+                if shape_of(tensor) != shape_of(result[first]):
+                    raise ValueError(
+                        f"`{prefix}{name}` has the shape {list(shape_of(tensor))}, but `{prefix}{first}` has "
+                        f"{list(shape_of(result[first]))}. All must have one shape. Copy the files again."
+                    )
+                config.stored_A_log_shape = list(shape_of(tensor))
             elif shape_of(tensor) != shape:
                 raise ValueError(
                     f"`{prefix}{name}` has the shape {list(shape_of(tensor))}, but must have {list(shape)}. Use the "
@@ -285,22 +299,54 @@ def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_he
             f"the checkpoint holds {_in_words(experts)}, but `num_experts` of its config.json is "
             f"{config.num_local_experts}. Use the checkpoint's own config.json."
         )
-    _warn_of_unread(text, config, prefix)
-    return result | text  # of the others `transformers` says that they are not used
+    named = _warn_of_unread(text, config, prefix)
+    # `transformers` names the others in its report.
+    return result | {name: tensor for name, tensor in text.items() if name not in named}
 
 
-def _warn_of_unread(names: Iterable[str], config: AttnResKimiK3Config, prefix: str) -> None:
-    """Warn of tensors that the model would read if a field of its configuration had another value."""
+def check_own_names(names: Iterable[str], tensors: Iterable[str]) -> None:
+    """Check that a checkpoint under the model's own names is whole.
+
+    The tensors of connections are not checked here, because they are new where a model gets another connection.
+
+    Args:
+        names: names of the model's tensors.
+        tensors: names of the checkpoint's tensors. A release's names are not checked.
+
+    Raises:
+        ValueError: a tensor is missing.
+    """
+    tensors = [*tensors]
+    if not any(map(_OWN_NAME.match, tensors)):
+        return
+    held = {name.removeprefix("model.") for name in tensors}
+    missing = [name for name in names if name.removeprefix("model.") not in held]
+    if missing := [name for name in missing if "_res_proj." not in name and "_res_norm." not in name]:
+        raise ValueError(f"the checkpoint lacks {_in_words(missing)}. Copy all of its files.")
+
+
+def _warn_of_unread(names: Iterable[str], config: AttnResKimiK3Config, prefix: str) -> set[str]:
+    """Warn of tensors that the model would read if a field of its configuration had another value. Return their names.
+
+    Args:
+        names: names of tensors that the model does not read, without the prefix.
+        config: the model's configuration.
+        prefix: prefix of the names in the checkpoint.
+    """
+    named: set[str] = set()
     for ends, fields in _BY_FIELD.items():
-        unread = [prefix + name for name in names if any(end in name for end in ends)]
+        unread = [name for name in names if any(end in name for end in ends)]
         # Tensors of another connection have such names too; and whoever sets `residual_connection` knows the result.
         is_meant = config.residual_connection != "standard" or config.attn_res_block_size is not None
         if unread and not ("attn_res_block_size" in fields and is_meant):
+            named.update(unread)
+            held = _in_words(prefix + name for name in unread)
             message = (
-                f"the checkpoint holds {_in_words(unread)}, but the model does not read them by its {fields}. If you "
+                f"the checkpoint holds {held}. Because of {fields}, the model does not read them. If you "
                 "did not intend that, use the checkpoint's own config.json."
             )
             warnings.warn(message, FamilyWarning, stacklevel=3)
+    return named
 
 
 def in_form_of_model(config: AttnResKimiK3Config, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -340,15 +386,16 @@ def _unpack(owner: str, shape: tuple[int, ...], text: dict[str, Any], prefix: st
     return _Packed(f"{prefix}{owner}", packed=tensors[_PACKED], scale=tensors[_SCALE])
 
 
-def _check_heads(name: str, tensor: Any, heads: int, config: AttnResKimiK3Config) -> None:
-    """Check that an `A_log` holds all heads, and zeros beyond them; note its shape in the configuration."""
+def _check_heads(name: str, tensor: Any, heads: int) -> None:
+    """Raise `ValueError` unless an `A_log` holds an entry for each head, and zeros after them."""
     shape = list(shape_of(tensor))
     if math.prod(shape) < heads:
         raise ValueError(f"`{name}` has {math.prod(shape)} entries, but must have at least {heads}, one for each head.")
     padding = tensor[...].flatten()[heads:]
     if padding.count_nonzero():
-        raise ValueError(f"`{name}` has {heads} heads, but is not zero beyond them. `num_heads` may be wrong.")
-    config.stored_A_log_shape = shape
+        raise ValueError(
+            f"`{name}` must be zero after its first {heads} entries (one a head). `num_heads` may be wrong."
+        )
 
 
 class _LiveHeads(ConversionOps):

@@ -9,7 +9,9 @@ The class of a connection holds everything particular to it: tensors and their i
 their checks, the meaning of the state. No other code names a connection.
 """
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -39,6 +41,25 @@ def require(config: PreTrainedConfig, field: str, condition: bool, allowed: str)
     """
     if not condition:
         raise ValueError(f"`{field}` is {getattr(config, field)!r}, but must be {allowed}.")
+
+
+@contextmanager
+def explain_source(source: str | os.PathLike | None) -> Iterator[None]:
+    """Put the name of a model before the message of a `ValueError` that the block raises.
+
+    Args:
+        source: directory or Hub id of the model; `None` if it has none.
+
+    Raises:
+        ValueError: the block raises it.
+    """
+    try:
+        yield
+    except ValueError as error:
+        # A subclass, such as that of a damaged text file, may be handled by its type.
+        if source is None or type(error) is not ValueError or os.fspath(source) in str(error):
+            raise
+        raise ValueError(f"{source}: {error}") from error
 
 
 def one_of(values: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 from attnres import ResidualConfig
+from attnres.configuration.counting import count_stored
 from attnres.utils.progress import Pace, show_duration
 from attnres.utils.wording import counted
 
@@ -48,8 +49,9 @@ def describe_run(
         The lines. Notes come last and begin with `Note:`.
     """
     config = model.config.get_text_config()
-    parameters = [(tensor.numel(), tensor.requires_grad) for tensor in model.parameters()]
-    total, trained = sum(n for n, _ in parameters), sum(n for n, is_trained in parameters if is_trained)
+    # The total is that of model cards, with the biases of routers, which are buffers. A rule trains them.
+    total, trained = count_stored(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
+    is_whole = all(parameter.requires_grad for parameter in model.parameters())
     kind = config.connection.describe(config) if isinstance(config, ResidualConfig) else "standard residual connections"
     sequences = f"sequences of {recipe.length:,} tokens"
     count = None if recipe.streaming else len(train)
@@ -63,7 +65,7 @@ def describe_run(
     tokens = steps * recipe.batch_size * recipe.length
     return [
         f"Model: {recipe.model} ({config.model_type}), {kind}",
-        f"Parameters: {total:,}, of which {'all' if trained == total else f'{trained:,}'} are trained, on {device}",
+        f"Parameters: {total:,}, of which {'all' if is_whole else f'{trained:,}'} are trained, on {device}",
         f"Processes: {division}",
         f"Data: {documents}{data} to train on, {len(held_out):,} held out",
         f"Run: {counted(steps, 'step')} of {counted(recipe.batch_size, 'sequence')}, "

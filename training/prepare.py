@@ -29,6 +29,7 @@ from attnres import ResidualConfig
 from attnres.configuration import count_parameters, load, names
 from attnres.conversion import retrofit
 from attnres.conversion.family import retrofit_config
+from attnres.conversion.source_code import CODE_FIELDS
 from attnres.conversion.whole import check_memory, load_whole
 from attnres.utils.hub import meant
 from attnres.utils.wording import counted
@@ -217,13 +218,17 @@ def _named_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrai
 
 
 def _check_memory(recipe: Recipe, config: PreTrainedConfig) -> None:
-    """Raise ValueError if the model of a named configuration is larger than the free memory of this machine."""
-    parameters = count_parameters(config).total
-    # The weights are made in this memory, whatever device they go to. Without an accelerator the gradients are there
-    # too.
-    parts, copies = ("weights", 1) if torch.accelerator.is_available() else ("weights and gradients", 2)
-    needed = copies * parameters * (config.dtype or torch.get_default_dtype()).itemsize
-    subject = f"{recipe.model} has {parameters:,} parameters, whose {parts}"
+    """Raise ValueError if the training of a named configuration takes more than the free memory of this machine."""
+    count, dtype = count_parameters(config), config.dtype or torch.get_default_dtype()
+    if torch.accelerator.is_available():
+        # The weights are made in this memory. The other parts are on the device.
+        parts, values = "weights", count.total
+    else:
+        # AdamW keeps two moments of each parameter, and Muon one, except for the embeddings, which AdamW updates.
+        moments = 2 * count.total if recipe.optimizer == "adamw" else 2 * count.total - count.non_embedding
+        parts, values = f"weights, gradients and moments ({recipe.optimizer})", 2 * count.total + moments
+    needed = values * dtype.itemsize
+    subject = f"{recipe.model} has {count.total:,} parameters, whose {parts} in {str(dtype).removeprefix('torch.')}"
     check_memory(needed, subject, "Choose a smaller configuration, or smaller numbers by `config`.")
 
 
@@ -344,7 +349,8 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTraine
         except TypeError as error:  # the model's constructor gets each key that is not a field of its configuration
             raise ValueError(f"`config` of the recipe does not fit {recipe.model}: {error}") from error
         # Code that came with the model was not run, so the saved model must not refer to it.
-        vars(model.config).pop("auto_map", None)
+        for name in CODE_FIELDS:
+            vars(model.config).pop(name, None)
     if recipe.retrofit is not None:
         model = retrofit(model, **recipe.retrofit)
     if recipe.lora is not None:

@@ -13,16 +13,18 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import hf_hub_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import attnres
-from attnres import ResidualConfig
+from attnres import AttnResKimiK3Config, ResidualConfig
 from attnres.analysis.loss_figures import plot_loss_curves
 from attnres.configuration import names
 from attnres.configuration.counting import count_stored
 from attnres.conversion.cards import CARD, CardSubject, add_step, linked, new_card, write_card
+from attnres.conversion.checkpoint import read_headers
+from attnres.conversion.kimi_k3 import describe_left_out
 from attnres.conversion.markdown import code, is_hub_id, link
 from attnres.utils.errors import is_lost_connection, why_not_written
 from attnres.utils.files import atomic_directory, atomic_write
@@ -174,6 +176,8 @@ def write_training_card(
         step = f"**Trained**, from {base},"
     data, training = _describe_data(recipe.train), _describe_training(recipe, results, processes)
     step += f" by `attnres train{f' {name}' if name else ''}`{data}: {training}"
+    if left_out := _describe_left_out(config, recipe.model, commit):
+        step += f" {left_out}"
     run = Path(recipe.out).absolute().name
     subject = CardSubject(
         config,
@@ -184,6 +188,22 @@ def write_training_card(
         datasets=_hub_ids(recipe.train),
     )
     write_card(add_step(text, step), subject)
+
+
+def _describe_left_out(config: ResidualConfig, source: str, commit: str | None) -> str | None:
+    """Return a sentence on the parts of a released Kimi K3 that a run from it left out; `None` if there are none."""
+    if not isinstance(config, AttnResKimiK3Config) or source in names():
+        return None
+    try:
+        folder = (
+            Path(source)
+            if Path(source).is_dir()
+            else Path(snapshot_download(source, revision=commit, local_files_only=True))
+        )
+        checkpoint = read_headers(folder)
+    except (OSError, ValueError):  # it was changed or removed since the run began
+        return None
+    return None if checkpoint is None else describe_left_out(checkpoint)
 
 
 def _describe_training(recipe: Recipe, results: Mapping[str, Any], processes: int) -> str:

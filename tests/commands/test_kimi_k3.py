@@ -23,10 +23,11 @@ from attnres.conversion.whole import load_whole
 from attnres.eval.benchmarks import benchmarks, load
 from attnres.eval.corrected_hflm import CorrectedHFLM
 from attnres.kimi_k3_layout_attnres import released_shapes
+from attnres.residual_attnres import FamilyWarning
 from attnres.training.monitor import flops_per_token
 
 from .. import forks
-from ..conversion.checkpoints import Run, convert_well, run_attnres, save_tokenizer
+from ..conversion.checkpoints import Run, convert_well, files_of, run_attnres, save_tokenizer
 from ..modeling_attnres import kimi_k3_release as release
 
 SHORT = ("length=32", "batch_size=2", "steps=2", "held_out_sequences=2", "log_every=1")
@@ -123,11 +124,13 @@ def test_each_block_of_layers_is_a_source(folder):
 @pytest.mark.slow
 def test_an_inspection_has_a_source_for_each_block_of_layers(folder, tmp_path):
     text = ("--text", folder / "text.txt", "--tokens", "128", "--length", "64", "--intervention-tokens", "64")
-    run_well("inspect", folder / "packed", "--out", tmp_path / "out", *text)
+    with pytest.warns(FamilyWarning, match=r"vision_tower\.\*: 1 tensor\."):
+        run = run_well("inspect", folder / "packed", "--out", tmp_path / "out", *text)
     content = json.loads((tmp_path / "out" / "inspection.json").read_text())
     (model,) = content["models"]
     assert model["depth"]["sources"] == ["embedding", "block 1", "block 2", "block 3"]
     assert model["depth"]["block_size"] == 6  # three layers of two sublayers
+    assert all(f"packed: {name}\n" in run.out for name in ("depth attention", "magnitudes", "interventions"))
     svg = (tmp_path / "out" / "depth_attention.svg").read_text()
     assert "source: block of 3 layers" in svg
 
@@ -140,6 +143,16 @@ def test_a_publication_counts_unpacked_parameters_and_names_the_layout(folder):
     card = publication.card_for("me/model", None)
     assert "composite model, under `language_model`, with routed experts packed as MXFP4, with a vision part" in card
     assert "`kimi_k3` architecture" in card and f"{count:,} parameters" in card
+
+
+def test_a_publication_can_be_undone_to_the_release(folder, tmp_path):
+    publication = plan_publication(folder / "converted")
+    for name, path in publication.files.items():
+        (tmp_path / "downloaded" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, tmp_path / "downloaded" / name)
+    convert_well(tmp_path / "downloaded", tmp_path / "again", "--to", "released", "--no-verify")
+    before, after = files_of(folder / "packed"), files_of(tmp_path / "again")
+    assert after == before
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +170,9 @@ def trained(folder) -> tuple[Path, Run]:
 def test_a_small_model_is_trained_from_scratch_and_saved_in_the_released_layout(trained):
     saved, run = trained
     assert "blocks of 2 layers" in run.out
+    count = f"{plan_publication(saved).subject.parameters:,}"
+    assert f"Parameters: {count}, of which all are trained" in run.out
+    assert f"{count} parameters" in (saved / "README.md").read_text()
     config = json.loads((saved / "config.json").read_text())
     assert config["model_type"] == "kimi_k3"
     text = config["text_config"]
@@ -166,10 +182,17 @@ def test_a_small_model_is_trained_from_scratch_and_saved_in_the_released_layout(
     assert type(AutoModelForCausalLM.from_pretrained(saved)) is AttnResKimiK3ForCausalLM
 
 
-def test_a_model_that_is_larger_than_the_memory_is_refused_before_any_work(folder, tmp_path):
+@pytest.mark.parametrize(("optimizer", "values"), [("adamw", 4), ("muon", 3)])
+def test_a_model_whose_training_takes_more_than_the_memory_is_refused_before_any_work(
+    folder, tmp_path, monkeypatch, optimizer, values
+):
+    """AdamW keeps two moments of each parameter beside weight and gradient, and Muon one."""
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)  # otherwise only the weights are in memory
     data = (f"tokenizer={folder / 'text'}", f"train={folder / 'text.txt'}", f"out={tmp_path / 'out'}")
-    line = run_attnres("train", "pretrain", "model=kimi-k3", *data, *SHORT).error
-    assert re.search(r"kimi-k3 has 2,77\d,\d{3},\d{3},\d{3} parameters, whose weights.* take [\d.]+ GB of memory", line)
+    line = run_attnres("train", "pretrain", "model=kimi-k3", f"optimizer={optimizer}", *data, *SHORT).error
+    assert re.search(r"kimi-k3 has 2,77\d,\d{3},\d{3},\d{3} parameters, whose weights, gradients and moments", line)
+    (size,) = re.findall(rf"\({optimizer}\) in bfloat16 take ([\d.]+) GB of memory", line)
+    assert float(size) == pytest.approx(2 * values * 2777.1, rel=1e-4)
     assert "Choose a smaller configuration" in line
 
 
@@ -231,7 +254,12 @@ def test_benchmarks_of_choices_and_of_text_score_a_trained_model_as_the_stock_ha
 def test_packed_weights_are_trained_on(folder, tmp_path, recipe):
     source, out = folder / "packed", tmp_path / "out"
     merged = ("merge=true",) if recipe == "lora" else ()
-    run_well("train", recipe, f"model={source}", f"train={folder / 'text.txt'}", f"out={out}", *merged, *SHORT)
+    with pytest.warns(FamilyWarning) as caught:
+        run_well("train", recipe, f"model={source}", f"train={folder / 'text.txt'}", f"out={out}", *merged, *SHORT)
+    (message,) = (str(warning.message) for warning in caught if warning.category is FamilyWarning)
+    assert "Left out of the checkpoint" in message and "vision_tower.*: 1 tensor." in message
+    card = (out / "model" / "README.md").read_text()
+    assert "Of the source, the vision part is left out and packed experts are saved unpacked." in card
     before = AutoModelForCausalLM.from_pretrained(source).state_dict()
     after = AutoModelForCausalLM.from_pretrained(out / "model").state_dict()
     changed = {name for name, tensor in after.items() if not tensor.equal(before[name].to(tensor.dtype))}

@@ -289,7 +289,7 @@ def test_tensors_that_the_model_does_not_read_are_named_in_a_warning(source, tmp
     assert "does not read 13 tensors of the source: `[red]not in the index\\n`, `model.layers.9.0`, " in warning
     assert "and 3 more" in warning and "not verified" in warning
     (verified,) = [line for line in out.splitlines() if line.startswith("Verified:")]
-    assert verified.endswith("without the 13 tensors that no model reads")
+    assert verified.endswith("without the 13 tensors that this model does not read")
     assert set(names) <= tensors_of(tmp_path / "result").keys()
 
 

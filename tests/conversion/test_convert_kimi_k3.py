@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM, AttnResKimiK3Model
 from attnres.configuration import load
 from attnres.conversion import retrofit
+from attnres.residual_attnres import FamilyWarning
 
 from ..modeling_attnres import kimi_k3_release as release
-from .checkpoints import INDEX, change_json, convert, convert_well, files_of, standard_model, tensors_of
+from .checkpoints import INDEX, change_json, convert, convert_well, files_of, save_tokenizer, standard_model, tensors_of
 
 IDS = torch.randint(3, 64, (2, 11), generator=torch.Generator().manual_seed(1))
 PREFIX = "language_model."
@@ -123,7 +124,7 @@ def test_a_model_that_was_trained_since_goes_back_in_the_layout_that_it_has(resu
     folder = Path(shutil.copytree(results["packed"], tmp_path / "trained"))
     model.save_pretrained(folder)  # over the files of the conversion, whose record is out of date now
     run = convert_well(folder, tmp_path / "back", "--to", "released")
-    assert "its fields stay" in run.out
+    assert "was changed since the conversion: kept config.json and removed `auto_map`." in run.out
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert "auto_map" not in config and "quantization_config" not in config["text_config"]
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "back")), logits(model))
@@ -232,11 +233,12 @@ def test_a_missing_tensor_is_named(source, refusal):
         (f"{EXPERT}_scale", lambda tensor: tensor.view(torch.int8), "uint8"),
         (f"{EXPERT}_scale", lambda tensor: tensor.fill_(255), "a scale of NaN"),
         (A_LOG, lambda tensor: tensor[:2], "at least 3"),
-        (A_LOG, lambda tensor: tensor + 1, "not zero beyond"),
+        (A_LOG, lambda tensor: tensor + 1, "must be zero after its first 3 entries"),
+        (A_LOG, lambda tensor: torch.cat([tensor, tensor[3:]]), "All must have one shape"),
     ],
     ids=[
         *("no scale", "a scale of the wrong shape", "weights of a wrong dtype", "weights of a wrong shape"),
-        *("a scale of a wrong dtype", "a scale of NaN", "too few heads", "more heads"),
+        *("a scale of a wrong dtype", "a scale of NaN", "too few heads", "more heads", "another length"),
     ],
 )
 def test_a_wrong_tensor_is_named_with_its_file(source, refusal, name, change, words):
@@ -265,7 +267,7 @@ def test_a_packed_tensor_without_a_rule_is_named(source, refusal):
         ({"attn_res_block_size": 0}, "attn_res_block_size"),
         ({"moe_magic": 3}, "moe_magic"),
         ({"kda_layers": [1, 2, 3, 4, 5]}, "layer 4 is in both"),
-        ({"kda_layers": [1, 2, 3]}, "layer 5 is in none"),
+        ({"kda_layers": [1, 2, 3]}, "layer 5 is in neither"),
     ],
     ids=["no block", "an unknown field", "lists that overlap", "a layer left out"],
 )
@@ -276,6 +278,93 @@ def test_a_wrong_field_is_named_with_its_file(source, refusal, layout, fields, w
     change_json(folder / "config.json", **(text if layout == "text" else {"text_config": text}))
     line = refusal()
     assert words in line and str(folder / "config.json") in line
+
+
+def test_a_conversion_names_the_field_because_of_which_tensors_are_not_read(source, tmp_path):
+    folder = source("composite")
+    change_json(folder / "config.json", text_config=release.text_fields(mla_use_output_gate=False))
+    with pytest.warns(FamilyWarning, match=r"self_attn.g_proj.weight`.*Because of `mla_use_output_gate`"):
+        convert_well(folder, tmp_path / "result", "--no-verify")
+
+
+@pytest.mark.parametrize("text", [None, {}])
+def test_a_release_without_fields_of_its_text_model_is_refused(source, refusal, text):
+    path = source("composite") / "config.json"
+    change_json(path, text_config=text)
+    assert refusal("--no-verify").startswith(f"{path} cannot be used: `text_config` is empty")
+
+
+@pytest.mark.parametrize("layout", ["composite", "text"])
+def test_code_of_a_release_is_left_out_and_its_file_comes_back_byte_for_byte(source, tmp_path, layout):
+    folder = source(layout)
+    fields = json.loads((folder / "config.json").read_text())
+    code = {"custom_pipelines": {"text-generation": {"impl": "other/repository--pipe.Evil", "pt": ["AutoModel"]}}}
+    fields |= code | {"note": "\ud800"}  # no UTF-8 can express this character
+    if layout == "composite":
+        fields["text_config"] = (
+            fields["text_config"] | code | {"auto_map": {"AutoModel": "other/repository--code.Evil"}}
+        )
+    text = json.dumps(fields, indent=2).replace("\n", "\r\n")
+    (folder / "config.json").write_bytes(text.encode())
+    run = convert_well(folder, tmp_path / "result", "--no-verify")
+    assert "Left out: " in run.out and "`custom_pipelines` of config.json" in run.out
+    result = (tmp_path / "result" / "config.json").read_text()
+    assert "Evil" not in result and json.loads(result)["auto_map"].keys() >= {"AutoModelForCausalLM"}
+    convert_well(tmp_path / "result", tmp_path / "again", "--to", "released", "--no-verify")
+    assert (tmp_path / "again" / "config.json").read_bytes() == text.encode()
+
+
+def test_code_goes_out_of_a_result_whose_record_is_lost(source, tmp_path):
+    folder = source("composite")
+    change_json(folder / "config.json", custom_pipelines={"text-generation": {"impl": "other/repository--pipe.Evil"}})
+    run = convert_well(folder, tmp_path / "again", "--to", "released", "--no-verify")
+    assert "No record of the release: kept config.json and removed `auto_map` and `custom_pipelines`." in run.out
+    assert "Evil" not in (tmp_path / "again" / "config.json").read_text()
+
+
+def test_two_tensors_that_would_get_one_name_are_named(results, tmp_path, refusal):
+    folder = Path(shutil.copytree(results["text"], tmp_path / "source"))
+    index = json.loads((folder / INDEX).read_text())
+    path = folder / index["weight_map"][f"{PREFIX}model.norm.weight"]
+    index["weight_map"]["lm_head.weight"] = path.name
+    (folder / INDEX).write_text(json.dumps(index))
+    release.save_file(load_file(path) | {"lm_head.weight": torch.ones(2)}, path, {"format": "pt"})
+    line = refusal("--to", "released", "--no-verify")
+    assert "`lm_head.weight`" in line and f"`{PREFIX}lm_head.weight`" in line
+    assert "would both have the name `lm_head.weight`" in line
+
+
+@pytest.mark.parametrize("layout", ["composite", "text"])
+@pytest.mark.parametrize("removed", [(), ("metadata",)], ids=["null", "absent"])
+def test_a_result_has_a_whole_index_though_its_source_has_none(source, tmp_path, layout, removed):
+    folder = source(layout)
+    change_json(folder / INDEX, *removed, metadata=None)
+    with pytest.raises(OSError, match=r"model.safetensors.index.json has no object `metadata`"):
+        AttnResKimiK3ForCausalLM.from_pretrained(folder)
+    assert "Not verified: transformers cannot load the source" in convert_well(folder, tmp_path / "result").out
+    index = json.loads((tmp_path / "result" / INDEX).read_text())
+    assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in tensors_of(folder).values())}
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "result")) is AttnResKimiK3ForCausalLM
+
+
+def test_a_wrong_tensor_of_a_pickle_is_named_with_the_pickle(source, refusal):
+    folder = source("packed")
+    tensors = tensors_of(folder)
+    tensors[f"{EXPERT}_scale"].fill_(255)
+    for path in folder.glob("model*"):
+        path.unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    line = refusal("--no-verify")
+    assert f"{folder / 'pytorch_model.bin'}: `{EXPERT}_scale` holds a scale of NaN" in line
+
+
+def test_no_warning_is_about_an_id_that_no_file_has(source, tmp_path, caplog):
+    """`AutoTokenizer` reads the file as Kimi Linear's, whose default for padding is beyond this vocabulary."""
+    folder = source("text")
+    change_json(folder / "config.json", "pad_token_id")
+    save_tokenizer(folder)
+    convert_well(folder, tmp_path / "result", "--no-verify")
+    assert "pad_token_id" not in caplog.text
 
 
 def test_layers_for_multi_token_prediction_are_kept_and_named(source, tmp_path):

@@ -165,7 +165,7 @@ def test_a_text_model_of_a_file_is_not_taken_for_arguments():
     text = release.text_fields(gate_lower_bound=...)
     assert AttnResKimiK3Config.from_dict(text).gate_lower_bound is None
     assert AttnResKimiK3Config(text_config=text).gate_lower_bound is None
-    with pytest.raises(ValueError, match=r"fields of a config.json.* `AttnResKimiK3Config.from_dict`"):
+    with pytest.raises(ValueError, match=r"fields come from a config.json.* `AttnResKimiK3Config.from_dict`"):
         AttnResKimiK3Config(**text)
 
 
