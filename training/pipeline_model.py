@@ -1,0 +1,264 @@
+"""Cut a model of the family into the chunks of a pipeline, from outside: the model's files know nothing of it.
+
+A chunk is the model itself, with placeholders for the layers and modules that other chunks hold. So the backbone's own
+loop runs over the layers, with its masks and positions, and every tensor keeps its name.
+"""
+
+import copy
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attnres import ResidualConfig
+from attnres.residual_attnres import DepthState
+
+from .pipeline_cache import BlockCache
+from .pipeline_transfers import Chunk
+
+
+class AbsentLayer(nn.Module):
+    """A placeholder for a decoder layer of another chunk: it returns the state as it is.
+
+    Args:
+        layer_idx: The index of the layer in the decoder.
+    """
+
+    def __init__(self, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+
+    def forward(self, hidden_states: DepthState, **kwargs: Any) -> DepthState:
+        """Return the state."""
+        return hidden_states
+
+
+class Entry(AbsentLayer):
+    """The placeholder before the first layer of a chunk: it returns the state that the chunk has been given.
+
+    Attributes:
+        state: The state, which [`ChunkModule`] sets for the time of one forward pass.
+    """
+
+    state: DepthState | None = None
+
+    def forward(self, hidden_states: DepthState, **kwargs: Any) -> DepthState:
+        """Return the given state in place of what the backbone makes of the embedding."""
+        return self.state
+
+
+class AbsentEmbedding(nn.Module):
+    """A placeholder for the token embedding, which the first chunk holds.
+
+    Args:
+        embedding: The embedding. Its size stays known for checks of token ids, its dtype for masks.
+    """
+
+    def __init__(self, embedding: nn.Module):
+        super().__init__()
+        self.num_embeddings = embedding.num_embeddings
+        self.register_buffer("weight", embedding.weight.detach().new_empty(0), persistent=False)
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Check that a model can be cut into chunks.
+
+    Raises:
+        ValueError: It is not a language model of the family; a module other than the layers, the token embedding and
+            the head is needed by several chunks; or its loss has a part that no single chunk can compute.
+    """
+    config = model.config
+    if not isinstance(config, ResidualConfig) or model.get_output_embeddings() is None:
+        raise ValueError(
+            f"`pipeline` of the recipe needs a language model of the family, not {config.model_type}. Put its residual "
+            "connections in by `attnres convert`, or by 'retrofit={residual: standard}', which keeps them as they are."
+        )
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(
+            "`pipeline` of the recipe cannot compute the routers' auxiliary loss, which reads the routers of all "
+            "chunks: set config.output_router_logits=false, and balance by `expert_balancing`."
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("a model on the meta device has no weights to train: load it first.")
+
+
+def keep_part(
+    model: PreTrainedModel, layers: Collection[int], has_embedding: bool, has_head: bool, entry: int | None = None
+) -> None:
+    """Replace every module of a model that another chunk holds by a placeholder, in place.
+
+    Args:
+        model: The model.
+        layers: The layers to keep.
+        has_embedding: Whether to keep the token embedding.
+        has_head: Whether to keep the output's read, the final norm and the head.
+        entry: The layer at whose place the state enters; `None` if it begins with the embedding.
+    """
+    decoder, embedding = model.base_model, model.get_input_embeddings()
+    kept = [
+        layer if index in layers else Entry(index) if index == entry else AbsentLayer(index)
+        for index, layer in enumerate(decoder.layers)
+    ]
+    decoder.layers = nn.ModuleList(kept)
+    for owner in (model, decoder):
+        for name, child in [*owner.named_children()]:
+            if child is decoder or child is decoder.layers:
+                continue
+            if child is embedding:
+                if not has_embedding:
+                    setattr(owner, name, AbsentEmbedding(embedding))
+            elif not has_head and child.state_dict():
+                # What has no tensors to save, such as rotary positions, every chunk needs.
+                setattr(owner, name, nn.Identity())
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    """Return whether the head of a whole model has the weight of the token embedding."""
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def untie(model: PreTrainedModel) -> None:
+    """Give the head its own copy of a tied weight, for a process that holds the head without the embedding.
+
+    The process with the embedding has the other copy. Both get the sum of their gradients, so that they stay equal.
+    """
+    weight = model.get_output_embeddings().weight
+    model.get_output_embeddings().weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+
+
+def view_of(model: PreTrainedModel, chunk: Chunk, chunks: int) -> PreTrainedModel:
+    """Return the model of one chunk, which shares its modules with the model of the process.
+
+    Args:
+        model: The model of the process, with the layers of all of its chunks.
+        chunk: The chunk.
+        chunks: The number of chunks.
+    """
+    view, decoder = _shallow(model), _shallow(model.base_model)
+    setattr(view, model.base_model_prefix, decoder)
+    is_first = chunk.index == 0
+    entry = None if is_first else chunk.layers.start - 1
+    keep_part(view, chunk.layers, is_first, chunk.index == chunks - 1, entry)
+    return view
+
+
+def _shallow(module: PreTrainedModel) -> PreTrainedModel:
+    """Copy a module, but not its children and parameters."""
+    copied = copy.copy(module)
+    # `copy.copy` shares the dictionaries, of which the children's is about to change.
+    copied._modules = module._modules.copy()
+    return copied
+
+
+class ChunkModule(nn.Module):
+    """One chunk as a module for `torch.distributed.pipelining`: tensors of the state in, tensors of the state out.
+
+    Args:
+        view: The model of the chunk, of [`view_of`].
+        chunk: The plan of the chunk.
+        cache: The cache of the process.
+        is_last: Whether the chunk has the head.
+    """
+
+    def __init__(self, view: PreTrainedModel, chunk: Chunk, cache: BlockCache, is_last: bool):
+        super().__init__()
+        self.view, self.chunk, self.cache, self.is_last = view, chunk, cache, is_last
+
+    def forward(
+        self, *received: Tensor, cached: tuple[Tensor, ...], batch: Mapping[str, Any], micro_batch: int
+    ) -> tuple[Tensor, ...] | Tensor:
+        """Run the chunk on one micro-batch.
+
+        Args:
+            received: The tensors of the transfer, in the order of `chunk.received`.
+            cached: The tensors of the cache, in the order of `chunk.cached`.
+            batch: The arguments of the model: `input_ids` `[batch, seq]`, `labels` and others.
+            micro_batch: The number of the micro-batch, for the cache.
+
+        Returns:
+            The tensors to send, in the order of `chunk.sent`; of the last chunk the loss, `[1]`.
+
+        Raises:
+            RuntimeError: The state has other tensors than planned.
+        """
+        inputs = dict(zip((piece.number for piece in self.chunk.received), received, strict=True))
+        inputs |= dict(zip(self.chunk.cached, cached, strict=True))
+        outputs = self.run(inputs, batch)
+        if self.is_last:
+            self._keep(micro_batch, inputs)
+            return outputs.loss.reshape(-1).clone()
+        # A tensor that passes through is sent as it came, so that its gradients meet in one place.
+        made = dict(zip(self.chunk.after.numbers, self.tensors_of(outputs), strict=True)) | inputs
+        self._keep(micro_batch, made)
+        return tuple(made[piece.number].contiguous() for piece in self.chunk.sent)
+
+    def run(self, inputs: Mapping[int, Tensor], batch: Mapping[str, Any]) -> Any:
+        """Run the chunk's model.
+
+        Args:
+            inputs: The tensors of the state by their numbers; empty for the first chunk.
+            batch: The arguments of the model.
+
+        Returns:
+            The state after the chunk; of the last chunk the output of the model.
+        """
+        ids, arguments = batch["input_ids"], {name: value for name, value in batch.items() if name != "input_ids"}
+        if not self.is_last:
+            arguments = {name: value for name, value in arguments.items() if name in _OF_DECODER}
+        called = self.view if self.is_last else self.view.base_model
+        if self.chunk.index == 0:
+            outputs = called(input_ids=ids, use_cache=False, **arguments)
+            return outputs if self.is_last else outputs.last_hidden_state
+        tensors = tuple(inputs[number] for number in self.chunk.before.numbers)
+        entry = self.view.base_model.layers[self.chunk.layers.start - 1]
+        # The backbone takes batch, length, dtype and device from an embedding. This one has no memory.
+        first = self.chunk.before.pieces[0]
+        embedding = torch.zeros((), dtype=first.dtype, device=tensors[0].device)
+        embedding = embedding.expand(*ids.shape, self.view.config.hidden_size)
+        entry.state = tensors if self.chunk.before.is_tuple else tensors[0]
+        try:
+            outputs = called(inputs_embeds=embedding, use_cache=False, **arguments)
+        finally:
+            entry.state = None
+        return outputs if self.is_last else outputs.last_hidden_state
+
+    def tensors_of(self, state: DepthState) -> tuple[Tensor, ...]:
+        """Return the tensors of the state after the chunk.
+
+        Raises:
+            RuntimeError: They have other shapes or dtypes than planned.
+        """
+        tensors = state if isinstance(state, tuple) else (state,)
+        found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        expected = [(piece.shape, piece.dtype) for piece in self.chunk.after.pieces]
+        if found != expected:
+            raise RuntimeError(
+                f"the state after layer {self.chunk.layers.stop - 1} has tensors {found}, but the plan of the pipeline "
+                f"expects {expected}."
+            )
+        return tensors
+
+    def _keep(self, micro_batch: int, tensors: Mapping[int, Tensor]) -> None:
+        """Put the tensors that later chunks need into the cache, and free those that none needs."""
+        for number in self.chunk.kept:
+            self.cache.keep(micro_batch, number, tensors[number])
+        for number in self.chunk.freed:
+            self.cache.free(micro_batch, number)
+
+
+# Arguments that every chunk needs; the others are for the head.
+_OF_DECODER = ("attention_mask", "position_ids")
+
+__all__ = [
+    "AbsentEmbedding",
+    "AbsentLayer",
+    "ChunkModule",
+    "Entry",
+    "check_model",
+    "is_tied",
+    "keep_part",
+    "untie",
+    "view_of",
+]
