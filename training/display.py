@@ -33,6 +33,7 @@ def describe_run(
     held_out: "Dataset",
     device: torch.device,
     division: str = "1 process",
+    parameters: int | None = None,
 ) -> list[str]:
     """Describe a run before it begins: model, data, steps and processes, and notes on possible mistakes.
 
@@ -43,13 +44,16 @@ def describe_run(
         held_out: The sequences to measure the loss on.
         device: The device of the first process.
         division: How many processes train, and how they divide the model, in words.
+        parameters: The number of parameters of the whole model, all trained, if `model` is a part of it.
 
     Returns:
         The lines. Notes come last and begin with `Note:`.
     """
     config = model.config.get_text_config()
-    parameters = [(tensor.numel(), tensor.requires_grad) for tensor in model.parameters()]
-    total, trained = sum(n for n, _ in parameters), sum(n for n, is_trained in parameters if is_trained)
+    sizes = [(tensor.numel(), tensor.requires_grad) for tensor in model.parameters()]
+    total, trained = sum(n for n, _ in sizes), sum(n for n, is_trained in sizes if is_trained)
+    if parameters is not None:
+        total = trained = parameters
     kind = config.connection.describe(config) if isinstance(config, ResidualConfig) else "standard residual connections"
     sequences = f"sequences of {recipe.length:,} tokens"
     count = None if recipe.streaming else len(train)

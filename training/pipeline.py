@@ -7,7 +7,8 @@
 [`Pipeline`] holds the part of one process. `pipeline_transfers` plans what travels, `pipeline_stage` moves it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -21,9 +22,9 @@ from transformers import PreTrainedModel
 from .pipeline_cache import BlockCache
 from .pipeline_layers import count_costs, divide_layers, listed_layers
 from .pipeline_model import ChunkModule, check_model, is_tied, keep_part, untie, view_of
-from .pipeline_settings import SCHEDULES, PipelineSettings
+from .pipeline_settings import SCHEDULES, PipelineSettings, count_replicas
 from .pipeline_stage import CachedStage
-from .pipeline_transfers import plan_chunks, trace_states
+from .pipeline_transfers import State, plan_chunks, trace_states
 
 
 class Pipeline:
@@ -34,7 +35,6 @@ class Pipeline:
             the others.
         settings: The division.
         device: The device of this process.
-        output_dtype: Dtype of the sublayers' outputs if autocast narrows it; by default the embedding's.
 
     Attributes:
         model: The model of this process.
@@ -44,30 +44,32 @@ class Pipeline:
         layers: The layers of each chunk of the model.
         parameters: The number of parameters of the whole model.
         tied: The copy of a tied embedding, on the first and the last process of a pipeline.
+        embedding_name: The name of the embedding's weight.
         group: The processes of this pipeline.
+        replica_group: The processes with the same stage, one of each pipeline.
+        forward_contexts: Functions that return a context manager, which is entered for each forward pass of a chunk.
+        output_dtype: Dtype of the sublayers' outputs if autocast narrows it; `None` for the embedding's.
 
     Raises:
         ValueError: The model cannot be cut in this way, or the processes cannot be divided into pipelines.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        settings: PipelineSettings,
-        device: torch.device,
-        output_dtype: torch.dtype | None = None,
-    ):
+    def __init__(self, model: PreTrainedModel, settings: PipelineSettings, device: torch.device):
         check_model(model)
         self.model, self.settings, self.device = model, settings, device
         self.layers = chunk_layers(model, settings)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self._dtypes = model.get_input_embeddings().weight.dtype, output_dtype
+        self.output_dtype: torch.dtype | None = None
+        self.forward_contexts: list[Callable[[], AbstractContextManager]] = []
+        embedding = model.get_input_embeddings().weight
+        self._dtype = embedding.dtype
+        self.embedding_name = next(name for name, tensor in model.named_parameters() if tensor is embedding)
         world, stages = dist.get_world_size(), settings.stages
         self.replicas = count_replicas(settings, world)
         self.replica, self.stage = divmod(dist.get_rank(), stages)
         pipelines = [[*range(start, start + stages)] for start in range(0, world, stages)]
         self.group = self._make_group(pipelines)
-        self._replica_group = self._make_group([[*range(p, world, stages)] for p in range(stages)])
+        self.replica_group = self._make_group([[*range(p, world, stages)] for p in range(stages)])
         self._ends_group = self._make_group([[ranks[0], ranks[-1]] for ranks in pipelines])
         is_first, is_last = self.stage == 0, self.stage == stages - 1
         tied = is_tied(model)
@@ -137,25 +139,39 @@ class Pipeline:
         dist.broadcast(loss, group=self.group, group_src=self.settings.stages - 1)
         return loss
 
+    def _trace(self, rows: int, length: int) -> list[State]:
+        """Return the states of a micro-batch before each layer and after the last one."""
+        return trace_states(self.model.config, rows, length, self._dtype, self.output_dtype)
+
+    @contextmanager
+    def _in_contexts(self) -> Iterator[None]:
+        """Enter all `forward_contexts`."""
+        with ExitStack() as stack:
+            for context in self.forward_contexts:
+                stack.enter_context(context())
+            yield
+
     def _prepare(self, batches: Sequence[Mapping[str, Any]]) -> None:
         """Make stages and schedule for the shape of these micro-batches, if the last step had another shape."""
         shape = (len(batches), *batches[0]["input_ids"].shape)
         if shape == self._shape:
             return
         settings = self.settings
-        states = trace_states(self.model.config, *shape[1:], *self._dtypes)
+        states = self._trace(*shape[1:])
         chunks = plan_chunks(states, self.layers, settings.stages, settings.cache)
         self._stages = []
         for chunk in chunks[self.stage :: settings.stages]:
             view = view_of(self.model, chunk, len(chunks))
-            module = ChunkModule(view, chunk, self.cache, is_last=chunk.index == len(chunks) - 1)
+            module = ChunkModule(view, chunk, self.cache, chunk.index == len(chunks) - 1, self._in_contexts)
             self._stages.append(CachedStage(module, module, len(chunks), self.device, self.group, self.cache))
         # The loss is the chunk's output. Gradients are summed, since each loss is divided by the labels of the batch.
         options = {"n_microbatches": shape[0], "loss_fn": lambda loss, target: loss.sum(), "scale_grads": False}
         is_looped = SCHEDULES[settings.schedule]
-        self._schedule = get_schedule_class(settings.schedule)(
-            self._stages if is_looped else self._stages[0], **options
-        )
+        name = settings.schedule
+        if shape[0] != settings.microbatches:
+            # The schedule may not run the fewer micro-batches of an epoch's last batch. These run any number.
+            name = "LoopedBFS" if is_looped else "GPipe"
+        self._schedule = get_schedule_class(name)(self._stages if is_looped else self._stages[0], **options)
         self._shape = shape
 
     @torch.no_grad()
@@ -165,13 +181,13 @@ class Pipeline:
             parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
             # A parameter may be used in one pipeline only, such as an expert that no token of the others chose.
             used = torch.tensor([parameter.grad is not None for parameter in parameters], device=self.device).int()
-            dist.all_reduce(used, group=self._replica_group)
+            dist.all_reduce(used, group=self.replica_group)
             work = []
             for parameter, count in zip(parameters, used.tolist()):
                 if count and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 if count:
-                    work.append(dist.all_reduce(parameter.grad, group=self._replica_group, async_op=True))
+                    work.append(dist.all_reduce(parameter.grad, group=self.replica_group, async_op=True))
             for one in work:
                 one.wait()
         if self.tied is not None and self.tied.requires_grad:
@@ -211,13 +227,14 @@ class Pipeline:
             The logits `[batch, seq, vocab]` on the last process of the pipeline, and `None` on the others.
         """
         shape, stages = batch["input_ids"].shape, self.settings.stages
-        states = trace_states(self.model.config, *shape, *self._dtypes)
+        states = self._trace(*shape)
         # Without a cache, since nothing is kept for a backward pass, and batches may have any size.
         chunks = plan_chunks(states, self.layers, stages, cache=False)
         logits = None
         for chunk in chunks[self.stage :: stages]:
             is_last = chunk.index == len(chunks) - 1
-            module = ChunkModule(view_of(self.model, chunk, len(chunks)), chunk, self.cache, is_last).eval()
+            view = view_of(self.model, chunk, len(chunks))
+            module = ChunkModule(view, chunk, self.cache, is_last, self._in_contexts).eval()
             inputs = {}
             for piece in chunk.received:
                 inputs[piece.number] = piece.empty(self.device)
@@ -278,22 +295,6 @@ class Pipeline:
         }
 
 
-def count_replicas(settings: PipelineSettings, processes: int) -> int:
-    """Return D, the number of pipelines that run beside each other.
-
-    Raises:
-        ValueError: The number of processes is not a multiple of the stages.
-    """
-    replicas, rest = divmod(processes, settings.stages)
-    if rest or not replicas:
-        raise ValueError(
-            f"`stages` of the recipe's `pipeline` is {settings.stages}, but this run has {processes} "
-            f"process{'' if processes == 1 else 'es'}: their number must be a multiple of `stages`. Start it by "
-            f"`accelerate launch --multi_gpu --num_processes {settings.stages} -m attnres train`."
-        )
-    return replicas
-
-
 def chunk_layers(model: PreTrainedModel, settings: PipelineSettings) -> list[range]:
     """Return the layers of each chunk: as the settings list them, or of about equal cost.
 
@@ -332,4 +333,4 @@ def split_batch(batch: Mapping[str, Any], parts: int) -> list[dict[str, Any]]:
     ]
 
 
-__all__ = ["Pipeline", "chunk_layers", "count_replicas", "split_batch"]
+__all__ = ["Pipeline", "chunk_layers", "split_batch"]

@@ -5,7 +5,8 @@ loop runs over the layers, with its masks and positions, and every tensor keeps 
 """
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -160,11 +161,19 @@ class ChunkModule(nn.Module):
         chunk: The plan of the chunk.
         cache: The cache of the process.
         is_last: Whether the chunk has the head.
+        context: A function that returns the context manager of each forward pass, such as autocast.
     """
 
-    def __init__(self, view: PreTrainedModel, chunk: Chunk, cache: BlockCache, is_last: bool):
+    def __init__(
+        self,
+        view: PreTrainedModel,
+        chunk: Chunk,
+        cache: BlockCache,
+        is_last: bool,
+        context: Callable[[], AbstractContextManager] = nullcontext,
+    ):
         super().__init__()
-        self.view, self.chunk, self.cache, self.is_last = view, chunk, cache, is_last
+        self.view, self.chunk, self.cache, self.is_last, self.context = view, chunk, cache, is_last, context
 
     def forward(
         self, *received: Tensor, cached: tuple[Tensor, ...], batch: Mapping[str, Any], micro_batch: int
@@ -208,20 +217,22 @@ class ChunkModule(nn.Module):
         if not self.is_last:
             arguments = {name: value for name, value in arguments.items() if name in _OF_DECODER}
         called = self.view if self.is_last else self.view.base_model
+        entry = None
         if self.chunk.index == 0:
-            outputs = called(input_ids=ids, use_cache=False, **arguments)
-            return outputs if self.is_last else outputs.last_hidden_state
-        tensors = tuple(inputs[number] for number in self.chunk.before.numbers)
-        entry = self.view.base_model.layers[self.chunk.layers.start - 1]
-        # The backbone takes batch, length, dtype and device from an embedding. This one has no memory.
-        first = self.chunk.before.pieces[0]
-        embedding = torch.zeros((), dtype=first.dtype, device=tensors[0].device)
-        embedding = embedding.expand(*ids.shape, self.view.config.hidden_size)
-        entry.state = tensors if self.chunk.before.is_tuple else tensors[0]
+            arguments["input_ids"] = ids
+        else:
+            tensors = tuple(inputs[number] for number in self.chunk.before.numbers)
+            # The backbone takes batch, length, dtype and device from an embedding. This one has no memory.
+            nothing = torch.zeros((), dtype=tensors[0].dtype, device=tensors[0].device)
+            arguments["inputs_embeds"] = nothing.expand(*ids.shape, self.view.config.hidden_size)
+            entry = self.view.base_model.layers[self.chunk.layers.start - 1]
+            entry.state = tensors if self.chunk.before.is_tuple else tensors[0]
         try:
-            outputs = called(inputs_embeds=embedding, use_cache=False, **arguments)
+            with self.context():
+                outputs = called(use_cache=False, **arguments)
         finally:
-            entry.state = None
+            if entry is not None:
+                entry.state = None
         return outputs if self.is_last else outputs.last_hidden_state
 
     def tensors_of(self, state: DepthState) -> tuple[Tensor, ...]:

@@ -83,6 +83,11 @@ class PipelineSettings:
                 f"`pipeline` of the recipe has `virtual: {self.virtual}`, but the schedule {self.schedule} runs one "
                 f"chunk per process: set `virtual: 1`, or `schedule` to one of {several}."
             )
+        if self.schedule == "1F1B" and self.microbatches < self.stages:
+            raise ValueError(
+                f"`microbatches` of the recipe's `pipeline` is {self.microbatches}, but with the schedule 1F1B must be "
+                f"at least `stages`, {self.stages}: raise it, or set `schedule: GPipe`."
+            )
         # `torch` runs interleaved schedules in rounds of at least `stages` micro-batches.
         rounds = max(1, self.microbatches // self.stages)
         if SCHEDULES[self.schedule] and self.schedule != "LoopedBFS" and self.microbatches % rounds:
@@ -130,8 +135,24 @@ def read_settings(settings: Mapping[str, Any] | None) -> PipelineSettings | None
     return PipelineSettings(**{name: value for name, value in settings.items() if value is not None})
 
 
+def count_replicas(settings: PipelineSettings, processes: int) -> int:
+    """Return D, the number of pipelines that run beside each other.
+
+    Raises:
+        ValueError: The number of processes is not a multiple of the stages.
+    """
+    replicas, rest = divmod(processes, settings.stages)
+    if rest or not replicas:
+        raise ValueError(
+            f"`stages` of the recipe's `pipeline` is {settings.stages}, but this run has {processes} "
+            f"process{'' if processes == 1 else 'es'}: their number must be a multiple of `stages`. Start it by "
+            f"`accelerate launch --multi_gpu --num_processes {settings.stages} -m attnres train`."
+        )
+    return replicas
+
+
 def _wrong(name: str, value: Any, allowed: str) -> str:
     return f"`{name}` of the recipe's `pipeline` is {value!r}, but must be {allowed}."
 
 
-__all__ = ["SCHEDULES", "PipelineSettings", "read_settings"]
+__all__ = ["SCHEDULES", "PipelineSettings", "count_replicas", "read_settings"]

@@ -45,7 +45,7 @@ CASES = {
     "GPipe, P=2": case(2, 1, "GPipe", 4, num_hidden_layers=5, attn_res_block_size=3),
     "1F1B, P=2, naive": case(2, 1, "1F1B", 3, cache=False, num_hidden_layers=4, attn_res_block_size=2),
     "1F1B, P=4": case(4, 1, "1F1B", 6, num_hidden_layers=6, attn_res_block_size=5),
-    "1F1B, P=4, fewer micro-batches than stages": case(4, 1, "1F1B", 2, num_hidden_layers=4, attn_res_block_size=1),
+    "GPipe, P=4, fewer micro-batches": case(4, 1, "GPipe", 2, num_hidden_layers=4, attn_res_block_size=1),
     "Interleaved1F1B, P=2, V=2": case(2, 2, "Interleaved1F1B", 4, num_hidden_layers=7, attn_res_block_size=3),
     "Interleaved1F1B, P=2, V=2, naive": case(
         2, 2, "Interleaved1F1B", 4, cache=False, num_hidden_layers=7, attn_res_block_size=3

@@ -1,17 +1,16 @@
 """The parts of a pipeline in one process: settings, the division of layers, transfers, and chunks of every model."""
 
-import copy
 import re
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from transformers import AutoModelForCausalLM
 
-from attnres import CONNECTIONS, AttnResConfig
+from attnres import CONNECTIONS
+from attnres.backbones_attnres import config_on
 from attnres.configuration import load
 from attnres.conversion import retrofit
 from attnres.residual_attnres import residual_tensors
@@ -19,8 +18,9 @@ from attnres.training.pipeline import split_batch
 from attnres.training.pipeline_cache import BlockCache
 from attnres.training.pipeline_layers import count_costs, divide_layers, listed_layers
 from attnres.training.pipeline_model import ChunkModule, check_model, view_of
-from attnres.training.pipeline_settings import PipelineSettings, read_settings
+from attnres.training.pipeline_settings import PipelineSettings, count_replicas, read_settings
 from attnres.training.pipeline_transfers import Chunk, plan_chunks, trace_states, transfer_bytes
+from attnres.training.recipe import read_recipe
 
 from ..conversion.backbones import CASES, build
 
@@ -71,7 +71,7 @@ def test_chunks_of_kimi_k3_compute_what_the_model_computes(token_ids):
     config = load("attnres-k3-tiny", num_hidden_layers=4, vocab_size=99)
     model = AutoModelForCausalLM.from_config(config).eval()
     make_vivid(model)
-    assert_same_as_whole(model, chunks_of(model, [range(0, 1), range(1, 3), range(3, 4)], 3), token_ids)
+    assert_same_as_whole(model, chunks_of(model, [range(1), range(1, 3), range(3, 4)], 3), token_ids)
 
 
 def make_vivid(model) -> None:
@@ -90,5 +90,179 @@ def make_vivid(model) -> None:
 )
 def test_chunks_of_every_connection_compute_what_the_model_computes(fields, tiny_model, token_ids):
     model = tiny_model(**fields)
-    for layers in ([range(0, 1), range(1, 4)], [range(0, 2), range(2, 3), range(3, 4)]):
+    for layers in ([range(1), range(1, 4)], [range(2), range(2, 3), range(3, 4)]):
         assert_same_as_whole(model, chunks_of(model, layers, 2), token_ids)
+
+
+# The division of layers
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 4), st.integers(0, 20))
+def test_no_other_division_of_layers_has_a_cheaper_largest_chunk(costs, chunks, last):
+    if len(costs) < chunks:
+        with pytest.raises(ValueError, match=f"the model has {len(costs)} layers"):
+            divide_layers(costs, chunks, last)
+        return
+
+    def largest(divided):
+        sums = [sum(costs[layer] for layer in part) for part in divided]
+        return max([*sums[:-1], sums[-1] + last])
+
+    divided = divide_layers(costs, chunks, last)
+    assert [layer for part in divided for layer in part] == [*range(len(costs))]
+    assert len(divided) == chunks and all(divided)
+    borders = combinations(range(1, len(costs)), chunks - 1)
+    others = ([range(a, b) for a, b in pairwise((0, *inner, len(costs)))] for inner in borders)
+    assert largest(divided) == min(map(largest, others))
+
+
+def test_93_layers_are_divided_among_8_chunks_with_fewer_beside_the_head():
+    assert [len(part) for part in divide_layers([1.0] * 93, 8, last=2.0)] == [12] * 7 + [9]
+    assert [*map(len, listed_layers((12, 81), 93))] == [12, 81]
+    with pytest.raises(ValueError, match="add up to 92, but the model has 93 layers"):
+        listed_layers((12, 80), 93)
+
+
+def test_the_cost_of_a_layer_counts_the_experts_that_a_token_uses(tiny_model):
+    costs, head = count_costs(model := tiny_model())
+    experts = model.model.layers[1].mlp.experts
+    stacked = sum(parameter.numel() for parameter in experts.parameters())
+    assert costs[1] == sum(p.numel() for p in model.model.layers[1].parameters()) - stacked * 6 / 8  # 2 of 8 experts
+    assert head == 99 * 32
+
+
+# Transfers
+
+
+def counted(processes: int, virtual: int, cache: bool, layers: list[int], block_size: int) -> list[int]:
+    """Return the number of sources of one token that each transfer carries."""
+    config = config_on("llama")(hidden_size=16, num_hidden_layers=sum(layers), attn_res_block_size=block_size)
+    states = trace_states(config, batch=1, length=1)
+    chunks = plan_chunks(states, listed_layers(layers, sum(layers)), processes, cache)
+    assert len(chunks) == processes * virtual
+    return [count // (16 * 4) for count in transfer_bytes(chunks)]
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("virtual", [1, 2, 4])
+def test_transfers_carry_what_the_formulas_of_the_paper_say(processes, virtual):
+    """Chunks end inside blocks, with one block begun in each. The embedding, which the formulas leave out, is apart."""
+    chunks, layers = processes * virtual, [1] + [2] * (processes * virtual - 1)
+    naive = counted(processes, virtual, False, layers, block_size=4)
+    cached = counted(processes, virtual, True, layers, block_size=4)
+    assert sum(naive) - (chunks - 1) == chunks * (chunks - 1) / 2
+    assert sum(cached) - (processes - 1) == processes * (processes - 1) / 2 + (virtual - 1) * processes**2
+    assert max(naive) == chunks
+    assert max(cached) == processes
+
+
+@pytest.mark.parametrize("per_chunk", [1, 2])
+def test_a_block_that_the_receiver_has_made_is_not_sent_back(per_chunk):
+    """Where chunks end with blocks, transfers carry less than the paper's formula, which counts these blocks."""
+    layers = [per_chunk] * 8
+    assert sum(counted(4, 2, False, layers, block_size=2)) == 28 * per_chunk + 7
+    assert sum(counted(4, 2, True, layers, block_size=2)) == (6 + 4 * 3) * per_chunk + 3
+
+
+@given(
+    st.lists(st.integers(1, 3), min_size=2, max_size=8),
+    st.integers(2, 4),
+    st.integers(1, 7),
+    st.sampled_from(["attn_res", "denseformer", "standard"]),
+)
+def test_each_chunk_finds_its_state_and_nothing_stays_in_the_cache(layers, processes, block_size, connection):
+    fields = {"hidden_size": 16, "attn_res_block_size": block_size, "residual_connection": connection}
+    config = config_on("llama")(num_hidden_layers=sum(layers), **fields)
+    chunks = plan_chunks(trace_states(config, 1, 1), listed_layers(layers, sum(layers)), processes, cache=True)
+    caches = [set() for _ in range(processes)]
+    for chunk, sender in zip(chunks, [None, *chunks]):
+        cache, received = caches[chunk.index % processes], [piece.number for piece in chunk.received]
+        if sender is not None:
+            assert received == [piece.number for piece in sender.sent]
+            assert {*received, *chunk.cached} == {*chunk.before.numbers}
+        assert cache >= {*chunk.cached} and cache.isdisjoint(received)
+        cache |= {*chunk.kept}
+        cache -= {*chunk.freed}
+    assert not any(caches)
+
+
+def test_the_cache_notices_blocks_and_gradients_that_are_left():
+    cache = BlockCache()
+    cache.keep(0, 3, torch.ones(2))
+    assert (cache.num_bytes, cache.peak_bytes) == (8, 8)
+    assert cache.take(0, 3).requires_grad
+    cache.deposit(0, 3, torch.ones(2))
+    cache.deposit(0, 3, torch.ones(2))
+    cache.deposit(0, 3, None)
+    assert cache.collect(0, 3).tolist() == [2, 2]
+    assert cache.collect(0, 3) is None
+    cache.free(0, 3)
+    cache.check_empty()
+    cache.keep(1, 3, torch.ones(2))
+    cache.deposit(2, 4, torch.ones(2))
+    with pytest.raises(RuntimeError, match=r"left 1 blocks and 1 gradients .*\(1, 3\), \(2, 4\)"):
+        cache.check_empty()
+    cache.check_empty()
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({}, "`pipeline` of the recipe lacks `stages`"),
+        ({"stages": 1}, "`stages` of the recipe's `pipeline` is 1, but must be a whole number, at least 2."),
+        ({"stages": 2, "virtuel": 2}, "`pipeline` of the recipe has no `virtuel`. Did you mean `virtual`?"),
+        ({"stages": 2, "virtual": True}, "`virtual` of the recipe's `pipeline` is True"),
+        ({"stages": 2, "schedule": "2F2B"}, "'2F2B', but must be one of GPipe, 1F1B, Interleaved1F1B"),
+        ({"stages": 2, "virtual": 2, "schedule": "1F1B"}, "the schedule 1F1B runs one chunk per process"),
+        ({"stages": 4, "microbatches": 3}, "is 3, but with the schedule 1F1B must be at least `stages`, 4"),
+        ({"stages": 2, "virtual": 2, "microbatches": 5}, "is 5, but with the schedule Interleaved1F1B must be a"),
+        ({"stages": 2, "layers": [1, 2, 3]}, "has 3 numbers, but must have 2, one for each chunk"),
+        ({"stages": 2, "layers": [4, 0]}, "`layers` of the recipe's `pipeline` is [4, 0]"),
+        ({"stages": 2, "cache": 1}, "`cache` of the recipe's `pipeline` is 1, but must be true or false."),
+    ],
+)
+def test_wrong_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_recipe("pretrain", ["model=x", "train=y", "out=z", "tokenizer=t", f"pipeline={settings}"])
+
+
+def test_the_schedule_follows_from_the_chunks_of_a_process():
+    assert read_settings(None) is None
+    assert read_settings({"stages": 4}) == PipelineSettings(4, 1, "1F1B", 4)
+    assert read_settings({"stages": 2, "virtual": 2}).schedule == "Interleaved1F1B"
+
+
+def test_a_pipeline_that_does_not_fit_the_processes_is_refused():
+    settings = PipelineSettings(4)
+    assert count_replicas(settings, 8) == 2
+    for processes in (1, 2, 6):
+        with pytest.raises(ValueError, match=f"is 4, but this run has {processes} process.*--num_processes 4"):
+            count_replicas(settings, processes)
+
+
+@pytest.mark.parametrize("other", ["lora={}", "distributed={fsdp_size: 2}"])
+def test_a_pipeline_excludes_other_divisions(other):
+    with pytest.raises(ValueError, match="exclude each other"):
+        read_recipe("pretrain", ["model=x", "train=y", "out=z", "pipeline={stages: 2}", other])
+
+
+def test_models_that_cannot_be_cut_are_refused(backbones, tiny_model):
+    with pytest.raises(ValueError, match="needs a language model of the family, not llama"):
+        check_model(backbones.build("llama"))
+    model = retrofit(backbones.build("mixtral"), block_size=2)
+    model.config.output_router_logits = True
+    with pytest.raises(ValueError, match="auxiliary loss"):
+        check_model(model)
+    check_model(tiny_model())
+
+
+@pytest.mark.parametrize("rows, parts, sizes", [(8, 4, [2] * 4), (6, 4, [3] * 2), (5, 4, [5]), (3, 3, [1] * 3)])
+def test_a_batch_is_split_into_equal_micro_batches(rows, parts, sizes):
+    batch = {"input_ids": torch.arange(rows)[:, None], "labels": torch.arange(rows)[:, None], "other": 3}
+    split = split_batch(batch, parts)
+    assert [len(part["labels"]) for part in split] == sizes
+    assert torch.equal(torch.cat([part["input_ids"] for part in split]), batch["input_ids"])
+    assert all(part["other"] == 3 for part in split)
