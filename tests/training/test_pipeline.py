@@ -136,7 +136,9 @@ def test_the_cost_of_a_layer_counts_the_experts_that_a_token_uses(tiny_model):
 
 def counted(processes: int, virtual: int, cache: bool, layers: list[int], block_size: int) -> list[int]:
     """Return the number of sources of one token that each transfer carries."""
-    config = config_on("llama")(hidden_size=16, num_hidden_layers=sum(layers), attn_res_block_size=block_size)
+    config = config_on("llama")(
+        hidden_size=16, num_attention_heads=2, num_hidden_layers=sum(layers), attn_res_block_size=block_size
+    )
     states = trace_states(config, batch=1, length=1)
     chunks = plan_chunks(states, listed_layers(layers, sum(layers)), processes, cache)
     assert len(chunks) == processes * virtual
@@ -171,7 +173,12 @@ def test_a_block_that_the_receiver_has_made_is_not_sent_back(per_chunk):
     st.sampled_from(["attn_res", "denseformer", "standard"]),
 )
 def test_each_chunk_finds_its_state_and_nothing_stays_in_the_cache(layers, processes, block_size, connection):
-    fields = {"hidden_size": 16, "attn_res_block_size": block_size, "residual_connection": connection}
+    fields = {
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "attn_res_block_size": block_size,
+        "residual_connection": connection,
+    }
     config = config_on("llama")(num_hidden_layers=sum(layers), **fields)
     chunks = plan_chunks(trace_states(config, 1, 1), listed_layers(layers, sum(layers)), processes, cache=True)
     caches = [set() for _ in range(processes)]
