@@ -16,7 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from .pipeline_cache import BlockCache
@@ -65,6 +69,9 @@ class Pipeline:
         self._dtype = embedding.dtype
         self.embedding_name = next(name for name, tensor in model.named_parameters() if tensor is embedding)
         world, stages = dist.get_world_size(), settings.stages
+        # For the collectives of all processes, such as those of `Trainer`, whose group exists already. Its default is
+        # half an hour with gloo. PyTorch has no public function that changes it.
+        _set_pg_timeout(timedelta(seconds=settings.timeout))
         self.replicas = count_replicas(settings, world)
         self.replica, self.stage = divmod(dist.get_rank(), stages)
         pipelines = [[*range(start, start + stages)] for start in range(0, world, stages)]
@@ -77,10 +84,16 @@ class Pipeline:
             untie(model)
         keep_part(model, {layer for part in self.layers[self.stage :: stages] for layer in part}, is_first, is_last)
         model.to(device)
+        self.cache = BlockCache()
+        self._modules = [self._make_module(index) for index in range(self.stage, len(self.layers), stages)]
+        if self.is_divided:
+            mesh = DeviceMesh.from_group(self.replica_group, device.type)
+            for module in self._modules:
+                divide_module(module, mesh)
+        # After the division, which replaces parameters.
         self.tied: nn.Parameter | None = None
         if tied and (is_first or is_last):
             self.tied = (model.get_input_embeddings() if is_first else model.get_output_embeddings()).weight
-        self.cache = BlockCache()
         self._shape: tuple | None = None  # of the micro-batches that `_schedule` and `_stages` are made for
         self._stages: list[CachedStage] = []
         self._schedule: Any = None
@@ -97,6 +110,17 @@ class Pipeline:
             group = dist.new_group(ranks, timeout=timeout)
             mine = group if dist.get_rank() in ranks or mine is None else mine
         return mine
+
+    @property
+    def is_divided(self) -> bool:
+        """Return whether FSDP2 divides each stage among the pipelines."""
+        return self.settings.fsdp and self.replicas > 1
+
+    def _make_module(self, index: int) -> ChunkModule:
+        """Make the module of a chunk, whose layers this process holds."""
+        is_last = index == len(self.layers) - 1
+        view = view_of(self.model, self.layers[index], index == 0, is_last)
+        return ChunkModule(view, self.cache, is_last, self._in_contexts)
 
     # Training
 
@@ -115,7 +139,9 @@ class Pipeline:
             RuntimeError: A transfer failed, or blocks or gradients are left in the cache.
         """
         batches = split_batch(batch, self.settings.microbatches)
-        batches = [part | {"num_items_in_batch": num_items} for part in batches]
+        # FSDP2 averages gradients over the pipelines, where their sum is needed.
+        scale = self.replicas if self.is_divided else 1
+        batches = [part | {"num_items_in_batch": num_items / scale} for part in batches]
         self._prepare(batches)
         for stage in self._stages:
             stage.batches = batches
@@ -135,13 +161,36 @@ class Pipeline:
         self._count()
         is_last = self.stage == self.settings.stages - 1
         loss = torch.stack(losses).sum() if is_last else torch.zeros((), device=self.device)
-        loss = loss.detach().float()
+        loss = loss.detach().float() / scale
         dist.broadcast(loss, group=self.group, group_src=self.settings.stages - 1)
         return loss
 
     def _trace(self, rows: int, length: int) -> list[State]:
         """Return the states of a micro-batch before each layer and after the last one."""
         return trace_states(self.model.config, rows, length, self._dtype, self.output_dtype)
+
+    @contextmanager
+    def explained_timeouts(self) -> Iterator[None]:
+        """Turn the error of a transfer or a collective that takes too long inside the block into one that says so.
+
+        Raises:
+            RuntimeError: A transfer or a collective has not ended within the time limit.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if "timed out" not in str(error).lower():
+                raise
+            raise RuntimeError(
+                f"process {dist.get_rank()} has waited {self.settings.timeout} seconds for the other processes: one of "
+                f"them hangs, or a step takes longer. Its neighbours in the pipeline are {self._neighbours()}. "
+                "`timeout` of the recipe's `pipeline` sets the limit."
+            ) from error
+
+    def _neighbours(self) -> str:
+        """Return the ranks of the processes before and after this one in its pipeline, in words."""
+        first, stages = self.replica * self.settings.stages, self.settings.stages
+        return " and ".join(str(first + (self.stage + step) % stages) for step in ((-1, 1) if stages > 2 else (1,)))
 
     @contextmanager
     def _in_contexts(self) -> Iterator[None]:
@@ -159,11 +208,10 @@ class Pipeline:
         settings = self.settings
         states = self._trace(*shape[1:])
         chunks = plan_chunks(states, self.layers, settings.stages, settings.cache)
-        self._stages = []
-        for chunk in chunks[self.stage :: settings.stages]:
-            view = view_of(self.model, chunk, len(chunks))
-            module = ChunkModule(view, chunk, self.cache, chunk.index == len(chunks) - 1, self._in_contexts)
-            self._stages.append(CachedStage(module, module, len(chunks), self.device, self.group, self.cache))
+        self._stages = [
+            CachedStage(module, chunk, len(chunks), self.device, self.group, self.cache)
+            for module, chunk in zip(self._modules, chunks[self.stage :: settings.stages], strict=True)
+        ]
         # The loss is the chunk's output. Gradients are summed, since each loss is divided by the labels of the batch.
         options = {"n_microbatches": shape[0], "loss_fn": lambda loss, target: loss.sum(), "scale_grads": False}
         is_looped = SCHEDULES[settings.schedule]
@@ -177,7 +225,7 @@ class Pipeline:
     @torch.no_grad()
     def reduce_gradients(self) -> None:
         """Sum the gradients over the pipelines, and over both ends of a tied embedding. Call it once a step."""
-        if self.replicas > 1 and not self.settings.fsdp:
+        if self.replicas > 1 and not self.is_divided:
             parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
             # A parameter may be used in one pipeline only, such as an expert that no token of the others chose.
             used = torch.tensor([parameter.grad is not None for parameter in parameters], device=self.device).int()
@@ -191,7 +239,9 @@ class Pipeline:
             for one in work:
                 one.wait()
         if self.tied is not None and self.tied.requires_grad:
-            dist.all_reduce(self.tied.grad, group=self._ends_group)
+            gradient = self.tied.grad
+            # Both ends are divided in the same way.
+            dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=self._ends_group)
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> Tensor:
@@ -208,7 +258,8 @@ class Pipeline:
         counted = [parameter.grad for parameter in parameters if not (is_copy and parameter is self.tied)]
         square = torch.zeros((), device=self.device)
         if counted:
-            square += nn.utils.get_total_norm(counted).to(self.device).square()
+            total = nn.utils.get_total_norm(counted)
+            square += (total.full_tensor() if isinstance(total, DTensor) else total).to(self.device).square()
         dist.all_reduce(square, group=self.group)
         norm = square.sqrt()
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -230,24 +281,21 @@ class Pipeline:
         states = self._trace(*shape)
         # Without a cache, since nothing is kept for a backward pass, and batches may have any size.
         chunks = plan_chunks(states, self.layers, stages, cache=False)
-        logits = None
-        for chunk in chunks[self.stage :: stages]:
-            is_last = chunk.index == len(chunks) - 1
-            view = view_of(self.model, chunk, len(chunks))
-            module = ChunkModule(view, chunk, self.cache, is_last, self._in_contexts).eval()
-            inputs = {}
-            for piece in chunk.received:
-                inputs[piece.number] = piece.empty(self.device)
-                dist.recv(inputs[piece.number], group=self.group, group_src=(chunk.index - 1) % stages)
+        result = None
+        for module, chunk in zip(self._modules, chunks[self.stage :: stages], strict=True):
+            received = [piece.empty(self.device) for piece in chunk.received]
+            for tensor in received:
+                dist.recv(tensor, group=self.group, group_src=(chunk.index - 1) % stages)
             # With gradients on, no inference plan is made: a plan reads for the layers of the whole model.
             with torch.enable_grad():
-                outputs = module.run(inputs, batch)
-            if is_last:
-                logits = outputs.logits.detach()
-            else:
-                for tensor in module.tensors_of(outputs):
-                    dist.send(tensor.detach().contiguous(), group=self.group, group_dst=(chunk.index + 1) % stages)
-        return logits
+                result = module.eval()(*received, chunk=chunk, batch=batch)
+            if self.is_divided:
+                for part in filter(lambda part: isinstance(part, FSDPModule), module.modules()):
+                    part.reshard()  # the backward pass would do it
+            if not module.is_last:
+                for tensor in result:
+                    dist.send(tensor.detach(), group=self.group, group_dst=(chunk.index + 1) % stages)
+        return result.detach() if self._modules[-1].is_last else None
 
     # Counts
 
@@ -309,6 +357,34 @@ def chunk_layers(model: PreTrainedModel, settings: PipelineSettings) -> list[ran
     if settings.layers is not None:
         return listed_layers(settings.layers, len(costs))
     return divide_layers(costs, settings.chunks, last)
+
+
+def divide_module(module: ChunkModule, mesh: DeviceMesh) -> None:
+    """Divide the parameters of a chunk among the pipelines by FSDP2: layers, embedding and head each by itself.
+
+    Args:
+        module: The chunk.
+        mesh: The processes with the same stage.
+
+    Raises:
+        ValueError: A module has parameters of several dtypes, which FSDP2 cannot divide together.
+    """
+    view = module.view
+    # The other modules, such as norms, stay with the chunk itself. The call of a key norm returns its weight, which
+    # FSDP2 would free at once if the norm were divided by itself.
+    parts = [*view.base_model.layers, view.get_input_embeddings(), view.get_output_embeddings(), module]
+    for part in parts:
+        dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in part.parameters()})
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"`fsdp` of the recipe's `pipeline` cannot divide a model with parameters in {' and '.join(dtypes)}: "
+                "load it in float32 (`config.dtype=float32` in the recipe), with `trainer.bf16=true`."
+            )
+        # The engine looks at the chunk to see whether a stage is divided.
+        if dtypes or part is module:
+            # Many micro-batches pass between the forward and the backward pass of one. If each freed the matrices, they
+            # would be gathered anew for each, and a split backward pass would read freed memory.
+            fully_shard(part, mesh=mesh, reshard_after_forward=False)
 
 
 def split_batch(batch: Mapping[str, Any], parts: int) -> list[dict[str, Any]]:

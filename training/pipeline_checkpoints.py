@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer_pt_utils import safe_globals
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -140,7 +140,7 @@ def load_part(pipeline: Pipeline, folder: Path) -> None:
                 tensor.copy_(value)
 
 
-def load_schedule(scheduler: LRScheduler, path: Path) -> None:
+def load_schedule(scheduler: LambdaLR, path: Path) -> None:
     """Continue a schedule at the step of a checkpoint.
 
     The rates of its groups come from this run: another number of stages divides the parameters into other groups.
@@ -150,7 +150,8 @@ def load_schedule(scheduler: LRScheduler, path: Path) -> None:
         path: The file with its state.
     """
     state = torch.load(path, weights_only=True)
-    scheduler.load_state_dict({name: state[name] for name in ("last_epoch", "_step_count") if name in state})
+    # The functions of the groups stay.
+    scheduler.load_state_dict({name: state[name] for name in ("last_epoch", "_step_count")} | {"lr_lambdas": []})
     scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
 
 

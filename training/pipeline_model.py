@@ -129,19 +129,18 @@ def untie(model: PreTrainedModel) -> None:
     model.get_output_embeddings().weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
 
 
-def view_of(model: PreTrainedModel, chunk: Chunk, chunks: int) -> PreTrainedModel:
+def view_of(model: PreTrainedModel, layers: range, is_first: bool, is_last: bool) -> PreTrainedModel:
     """Return the model of one chunk, which shares its modules with the model of the process.
 
     Args:
         model: The model of the process, with the layers of all of its chunks.
-        chunk: The chunk.
-        chunks: The number of chunks.
+        layers: The layers of the chunk.
+        is_first: Whether the chunk has the token embedding.
+        is_last: Whether the chunk has the final norm and the head.
     """
     view, decoder = _shallow(model), _shallow(model.base_model)
     setattr(view, model.base_model_prefix, decoder)
-    is_first = chunk.index == 0
-    entry = None if is_first else chunk.layers.start - 1
-    keep_part(view, chunk.layers, is_first, chunk.index == chunks - 1, entry)
+    keep_part(view, layers, is_first, is_last, entry=None if is_first else layers.start - 1)
     return view
 
 
@@ -158,7 +157,6 @@ class ChunkModule(nn.Module):
 
     Args:
         view: The model of the chunk, of [`view_of`].
-        chunk: The plan of the chunk.
         cache: The cache of the process.
         is_last: Whether the chunk has the head.
         context: A function that returns the context manager of each forward pass, such as autocast.
@@ -167,48 +165,55 @@ class ChunkModule(nn.Module):
     def __init__(
         self,
         view: PreTrainedModel,
-        chunk: Chunk,
         cache: BlockCache,
         is_last: bool,
         context: Callable[[], AbstractContextManager] = nullcontext,
     ):
         super().__init__()
-        self.view, self.chunk, self.cache, self.is_last, self.context = view, chunk, cache, is_last, context
+        self.view, self.cache, self.is_last, self.context = view, cache, is_last, context
 
     def forward(
-        self, *received: Tensor, cached: tuple[Tensor, ...], batch: Mapping[str, Any], micro_batch: int
+        self,
+        *received: Tensor,
+        chunk: Chunk,
+        batch: Mapping[str, Any],
+        cached: tuple[Tensor, ...] = (),
+        micro_batch: int | None = None,
     ) -> tuple[Tensor, ...] | Tensor:
         """Run the chunk on one micro-batch.
 
         Args:
             received: The tensors of the transfer, in the order of `chunk.received`.
-            cached: The tensors of the cache, in the order of `chunk.cached`.
+            chunk: The plan of the chunk, for this shape.
             batch: The arguments of the model: `input_ids` `[batch, seq]`, `labels` and others.
-            micro_batch: The number of the micro-batch, for the cache.
+            cached: The tensors of the cache, in the order of `chunk.cached`.
+            micro_batch: The number of the micro-batch in a training step, for the cache. Without it, nothing is kept.
 
         Returns:
-            The tensors to send, in the order of `chunk.sent`; of the last chunk the loss, `[1]`.
+            The tensors to send, in the order of `chunk.sent`. Of the last chunk, the loss `[1]` if the batch has
+            labels, else the logits `[batch, seq, vocab]`.
 
         Raises:
             RuntimeError: The state has other tensors than planned.
         """
-        inputs = dict(zip((piece.number for piece in self.chunk.received), received, strict=True))
-        inputs |= dict(zip(self.chunk.cached, cached, strict=True))
-        outputs = self.run(inputs, batch)
+        inputs = dict(zip((piece.number for piece in chunk.received), received, strict=True))
+        inputs |= dict(zip(chunk.cached, cached, strict=True))
+        outputs = self._run(inputs, chunk, batch)
         if self.is_last:
-            self._keep(micro_batch, inputs)
-            return outputs.loss.reshape(-1).clone()
-        # A tensor that passes through is sent as it came, so that its gradients meet in one place.
-        made = dict(zip(self.chunk.after.numbers, self.tensors_of(outputs), strict=True)) | inputs
-        self._keep(micro_batch, made)
-        return tuple(made[piece.number].contiguous() for piece in self.chunk.sent)
+            made, result = inputs, outputs.logits if "labels" not in batch else outputs.loss.reshape(-1).clone()
+        else:
+            # A tensor that passes through is sent as it came, so that its gradients meet in one place.
+            made = dict(zip(chunk.after.numbers, _tensors_of(outputs, chunk), strict=True)) | inputs
+            result = tuple(made[piece.number].contiguous() for piece in chunk.sent)
+        if micro_batch is not None:
+            for number in chunk.kept:
+                self.cache.keep(micro_batch, number, made[number])
+            for number in chunk.freed:
+                self.cache.free(micro_batch, number)
+        return result
 
-    def run(self, inputs: Mapping[int, Tensor], batch: Mapping[str, Any]) -> Any:
-        """Run the chunk's model.
-
-        Args:
-            inputs: The tensors of the state by their numbers; empty for the first chunk.
-            batch: The arguments of the model.
+    def _run(self, inputs: Mapping[int, Tensor], chunk: Chunk, batch: Mapping[str, Any]) -> Any:
+        """Run the chunk's model on the tensors of the state by their numbers.
 
         Returns:
             The state after the chunk; of the last chunk the output of the model.
@@ -218,15 +223,15 @@ class ChunkModule(nn.Module):
             arguments = {name: value for name, value in arguments.items() if name in _OF_DECODER}
         called = self.view if self.is_last else self.view.base_model
         entry = None
-        if self.chunk.index == 0:
+        if chunk.index == 0:
             arguments["input_ids"] = ids
         else:
-            tensors = tuple(inputs[number] for number in self.chunk.before.numbers)
+            tensors = tuple(inputs[number] for number in chunk.before.numbers)
             # The backbone takes batch, length, dtype and device from an embedding. This one has no memory.
             nothing = torch.zeros((), dtype=tensors[0].dtype, device=tensors[0].device)
             arguments["inputs_embeds"] = nothing.expand(*ids.shape, self.view.config.hidden_size)
-            entry = self.view.base_model.layers[self.chunk.layers.start - 1]
-            entry.state = tensors if self.chunk.before.is_tuple else tensors[0]
+            entry = self.view.base_model.layers[chunk.layers.start - 1]
+            entry.state = tensors if chunk.before.is_tuple else tensors[0]
         try:
             with self.context():
                 outputs = called(use_cache=False, **arguments)
@@ -235,28 +240,18 @@ class ChunkModule(nn.Module):
                 entry.state = None
         return outputs if self.is_last else outputs.last_hidden_state
 
-    def tensors_of(self, state: DepthState) -> tuple[Tensor, ...]:
-        """Return the tensors of the state after the chunk.
 
-        Raises:
-            RuntimeError: They have other shapes or dtypes than planned.
-        """
-        tensors = state if isinstance(state, tuple) else (state,)
-        found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-        expected = [(piece.shape, piece.dtype) for piece in self.chunk.after.pieces]
-        if found != expected:
-            raise RuntimeError(
-                f"the state after layer {self.chunk.layers.stop - 1} has tensors {found}, but the plan of the pipeline "
-                f"expects {expected}."
-            )
-        return tensors
-
-    def _keep(self, micro_batch: int, tensors: Mapping[int, Tensor]) -> None:
-        """Put the tensors that later chunks need into the cache, and free those that none needs."""
-        for number in self.chunk.kept:
-            self.cache.keep(micro_batch, number, tensors[number])
-        for number in self.chunk.freed:
-            self.cache.free(micro_batch, number)
+def _tensors_of(state: DepthState, chunk: Chunk) -> tuple[Tensor, ...]:
+    """Return the tensors of the state after a chunk. Raise RuntimeError if they are not as planned."""
+    tensors = state if isinstance(state, tuple) else (state,)
+    found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    expected = [(piece.shape, piece.dtype) for piece in chunk.after.pieces]
+    if found != expected:
+        raise RuntimeError(
+            f"the state after layer {chunk.layers.stop - 1} has tensors {found}, but the plan of the pipeline expects "
+            f"{expected}."
+        )
+    return tensors
 
 
 # Arguments that every chunk needs; the others are for the head.

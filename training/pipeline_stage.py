@@ -14,14 +14,15 @@ from torch.distributed.pipelining import PipelineStage
 
 from .pipeline_cache import BlockCache
 from .pipeline_model import ChunkModule
+from .pipeline_transfers import Chunk, Piece
 
 
 class CachedStage(PipelineStage):
     """A stage of the engine, for one chunk.
 
     Args:
-        module: The chunk, or a wrapper around it.
-        chunk_module: The chunk itself.
+        module: The chunk. FSDP2 may have divided it.
+        chunk: The plan of the chunk.
         chunks: The number of chunks of the pipeline.
         device: The device of this process.
         group: The processes of the pipeline.
@@ -35,17 +36,17 @@ class CachedStage(PipelineStage):
 
     def __init__(
         self,
-        module: torch.nn.Module,
-        chunk_module: ChunkModule,
+        module: ChunkModule,
+        chunk: Chunk,
         chunks: int,
         device: torch.device,
         group: dist.ProcessGroup,
         cache: BlockCache,
     ):
-        chunk = self.chunk = chunk_module.chunk
+        self.chunk = chunk
         # All shapes are known, so the engine need not run the model to find them. Each tensor gets a gradient.
         inputs = tuple(piece.empty("meta").requires_grad_() for piece in chunk.received)
-        if chunk_module.is_last:
+        if module.is_last:
             outputs = (torch.empty(1, device="meta", requires_grad=True),)
         else:
             outputs = tuple(piece.empty("meta").requires_grad_() for piece in chunk.sent)
@@ -61,7 +62,8 @@ class CachedStage(PipelineStage):
         """Run the chunk on a micro-batch, as the engine calls it. The data comes from `batches`."""
         cached = tuple(self.cache.take(fwd_chunk_id, number) for number in self.chunk.cached)
         self._leaves[fwd_chunk_id] = {id(leaf): number for leaf, number in zip(cached, self.chunk.cached)}
-        given = {"cached": cached, "batch": self.batches[fwd_chunk_id], "micro_batch": fwd_chunk_id}
+        given = {"chunk": self.chunk, "batch": self.batches[fwd_chunk_id], "cached": cached}
+        given["micro_batch"] = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, (), given, *rest, **options)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args, **options) -> None:
@@ -77,9 +79,27 @@ class CachedStage(PipelineStage):
                 self.grad_recv_info[bwd_chunk_id][sent.index(number)].buffer.add_(gradient)
         super().backward_one_chunk(bwd_chunk_id, *args, **options)
         # Of tensors that this chunk received: after its backward pass, to the gradients that go upstream.
-        if any(number in collected for number in received):
-            gradients = zip(self.bwd_cache[bwd_chunk_id], (collected.get(number) for number in received), strict=True)
-            self.bwd_cache[bwd_chunk_id] = tuple(_add(gradient, other) for gradient, other in gradients)
+        if received:
+            # Before torch 2.13, the gradients of keyword arguments follow those of the received tensors.
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                self._upstream(piece, gradient, collected.get(piece.number))
+                for piece, gradient in zip(self.chunk.received, self.bwd_cache[bwd_chunk_id])
+            )
+
+    def _upstream(self, piece: Piece, gradient: Tensor | None, deposited: Tensor | None) -> Tensor:
+        """Return the gradient of a received tensor, as it is sent upstream.
+
+        Args:
+            piece: The tensor.
+            gradient: The gradient of this chunk; `None` if it does not depend on the tensor.
+            deposited: The gradients of later chunks of this process; `None` without one.
+        """
+        if gradient is None:
+            gradient = piece.empty(self.device).zero_()  # the other side waits for it
+        if deposited is not None:
+            gradient = gradient + deposited
+        # Some backends send the memory of a tensor without its strides.
+        return gradient.contiguous()
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, *args, **options) -> tuple:
         """Compute gradients, as the engine calls it, and leave those of cached tensors in the cache."""
@@ -105,13 +125,6 @@ class CachedStage(PipelineStage):
         operations = super().get_bwd_send_ops(bwd_chunk_id)
         self.sent["gradients"] += sum(operation.tensor.nbytes for operation in operations)
         return operations
-
-
-def _add(gradient: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Add two gradients, either of which may be missing."""
-    if gradient is None or other is None:
-        return other if gradient is None else gradient
-    return gradient + other
 
 
 __all__ = ["CachedStage"]

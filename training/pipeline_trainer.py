@@ -8,6 +8,7 @@ It differs from `AttnResTrainer` as follows:
 - Each process writes and reads its part of a checkpoint.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.distributed import load_optimizer_distributed, save_optimizer_distributed
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import TrainOutput
 
-from .held_out import ROW
 from .pipeline import Pipeline
 from .pipeline_callbacks import PipelineBalance, PipelineMonitor
 from .pipeline_checkpoints import load_part, load_random_state, load_schedule, save_parts
@@ -125,6 +126,11 @@ class PipelineTrainer(AttnResTrainer):
 
     # Training
 
+    def train(self, *arguments: Any, **options: Any) -> TrainOutput:
+        """Train as `Trainer` does. Raise RuntimeError if another process does not answer within the time limit."""
+        with self.pipeline.explained_timeouts():
+            return super().train(*arguments, **options)
+
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
@@ -147,21 +153,8 @@ class PipelineTrainer(AttnResTrainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
         return self.pipeline.clip_gradients(float("inf")) if grad_norm is None else grad_norm
 
-    def prediction_step(
-        self,
-        model: PreTrainedModel,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor, None, None]:
-        """Compute the loss of a batch of held-out rows on the last stage, and add it to the mean over tokens."""
-        inputs = self._prepare_inputs(inputs)
-        inputs.pop("documents", None)
-        numbers, labels = inputs.pop(ROW), inputs.pop("labels")
-        logits = self.pipeline.evaluate(inputs)
-        if logits is not None:
-            self._held_out.add(numbers, logits, labels)
-        return torch.zeros((), device=labels.device), None, None
+    def _compute_logits(self, model: PreTrainedModel, inputs: Mapping[str, Any]) -> Tensor | None:
+        return self.pipeline.evaluate(inputs)
 
     def results(self) -> dict[str, Any]:
         """Return the counts of the pipeline, for `results.json`."""

@@ -109,9 +109,9 @@ class AttnResTrainer(ResumableTrainer):
         return [Monitor(), ExpertBalance(self.recipe.expert_balancing)]
 
     @property
-    def total_parameters(self) -> int:
-        """Return the number of parameters of the whole model."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+    def total_parameters(self) -> int | None:
+        """Return the number of parameters of the whole model if this process has only some layers, else `None`."""
+        return None
 
     def results(self) -> dict[str, Any]:
         """Return what `results.json` holds beside the losses. All processes call it together."""
@@ -207,10 +207,15 @@ class AttnResTrainer(ResumableTrainer):
         inputs.pop("documents", None)
         numbers, labels = inputs.pop(ROW), inputs.pop("labels")
         with torch.no_grad(), self.compute_loss_context_manager():
-            logits = model(**inputs, use_cache=False).logits
-        self._held_out.add(numbers, logits, labels)
+            logits = self._compute_logits(model, inputs)
+        if logits is not None:
+            self._held_out.add(numbers, logits, labels)
         # `Trainer` averages the returned losses, and `evaluation_loop` replaces its average.
         return torch.zeros((), device=labels.device), None, None
+
+    def _compute_logits(self, model: PreTrainedModel, inputs: Mapping[str, Any]) -> Tensor | None:
+        """Return the logits `[batch, seq, vocab]` of a batch; `None` on a process that does not have them."""
+        return model(**inputs, use_cache=False).logits
 
     def evaluation_loop(self, *arguments: Any, metric_key_prefix: str = "eval", **options: Any) -> EvalLoopOutput:
         """Return what `Trainer` returns, with the loss as the mean over the tokens of all rows, in nats/token.

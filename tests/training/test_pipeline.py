@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from attnres import CONNECTIONS
 from attnres.backbones_attnres import config_on
@@ -19,8 +19,9 @@ from attnres.training.pipeline_cache import BlockCache
 from attnres.training.pipeline_layers import count_costs, divide_layers, listed_layers
 from attnres.training.pipeline_model import ChunkModule, check_model, view_of
 from attnres.training.pipeline_settings import PipelineSettings, count_replicas, read_settings
+from attnres.training.pipeline_trainer import check_arguments
 from attnres.training.pipeline_transfers import Chunk, plan_chunks, trace_states, transfer_bytes
-from attnres.training.recipe import read_recipe
+from attnres.training.recipe import Recipe, read_recipe
 
 from ..conversion.backbones import CASES, build
 
@@ -30,17 +31,15 @@ def chunks_of(model, layers: list[range], processes: int, cache: bool = False, b
     return plan_chunks(states, layers, processes, cache)
 
 
-def loss_by_chunks(model, chunks: list[Chunk], ids: torch.Tensor) -> torch.Tensor:
+def loss_by_chunks(model, chunks: list[Chunk], ids: torch.Tensor, **others) -> torch.Tensor:
     """Run a model chunk by chunk in this process, with all gradients in one graph."""
-    state = {}
+    state = ()
     for chunk in chunks:
         is_last = chunk.index == len(chunks) - 1
-        module = ChunkModule(view_of(model, chunk, len(chunks)), chunk, BlockCache(), is_last)
-        batch = {"input_ids": ids, "labels": ids, "num_items_in_batch": 20}
-        outputs = module.run(state, batch)
-        if not is_last:
-            state = dict(zip(chunk.after.numbers, module.tensors_of(outputs), strict=True))
-    return outputs.loss
+        view = view_of(model, chunk.layers, chunk.index == 0, is_last)
+        batch = {"input_ids": ids, "labels": ids, "num_items_in_batch": 20} | others
+        state = ChunkModule(view, BlockCache(), is_last)(*state, chunk=chunk, batch=batch)
+    return state
 
 
 def assert_same_as_whole(model, chunks: list[Chunk], ids: torch.Tensor) -> None:
@@ -92,6 +91,30 @@ def test_chunks_of_every_connection_compute_what_the_model_computes(fields, tiny
     model = tiny_model(**fields)
     for layers in ([range(1), range(1, 4)], [range(2), range(2, 3), range(3, 4)]):
         assert_same_as_whole(model, chunks_of(model, layers, 2), token_ids)
+
+
+@pytest.mark.parametrize("connection", CONNECTIONS)
+@pytest.mark.parametrize("way", ["bf16", "autocast"])
+def test_chunks_in_16_bits_compute_what_the_model_computes(connection, way, tiny_model, token_ids):
+    model = tiny_model(residual_connection=connection)
+    model = model.bfloat16() if way == "bf16" else model
+    narrow = {"bf16": (torch.bfloat16, None), "autocast": (torch.float32, torch.bfloat16)}[way]
+    states = trace_states(model.config, *token_ids.shape, *narrow)
+    with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"), torch.no_grad():
+        by_chunks = loss_by_chunks(model, plan_chunks(states, [range(1), range(1, 4)], 2, False), token_ids)
+        with torch.enable_grad():  # as the chunks read, without an inference plan
+            loss = model(token_ids, labels=token_ids, num_items_in_batch=20, use_cache=False).loss
+    assert by_chunks.item() == pytest.approx(loss.item(), rel=1e-3)
+
+
+def test_chunks_keep_the_documents_of_a_row_apart(tiny_model, token_ids):
+    model = tiny_model()
+    places = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6], [*range(11)]])
+    batch = {"position_ids": places, "labels": token_ids, "num_items_in_batch": 20}
+    by_chunks = loss_by_chunks(model, chunks_of(model, [range(2), range(2, 4)], 2), token_ids, **batch).item()
+    assert by_chunks == pytest.approx(model(token_ids, **batch, use_cache=False).loss.item(), rel=1e-6)
+    batch["position_ids"] = places[1:].expand(2, -1)
+    assert by_chunks != pytest.approx(model(token_ids, **batch, use_cache=False).loss.item(), rel=1e-3)
 
 
 # The division of layers
@@ -158,12 +181,18 @@ def test_transfers_carry_what_the_formulas_of_the_paper_say(processes, virtual):
     assert max(cached) == processes
 
 
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("virtual", [1, 2, 4])
 @pytest.mark.parametrize("per_chunk", [1, 2])
-def test_a_block_that_the_receiver_has_made_is_not_sent_back(per_chunk):
-    """Where chunks end with blocks, transfers carry less than the paper's formula, which counts these blocks."""
-    layers = [per_chunk] * 8
-    assert sum(counted(4, 2, False, layers, block_size=2)) == 28 * per_chunk + 7
-    assert sum(counted(4, 2, True, layers, block_size=2)) == (6 + 4 * 3) * per_chunk + 3
+def test_a_block_that_the_receiver_has_made_is_not_sent_back(processes, virtual, per_chunk):
+    """Where chunks end with blocks, (V - 1) P transfers go to a process that has made N_p of the blocks by itself."""
+    chunks, layers = processes * virtual, [per_chunk] * (processes * virtual)
+    naive = counted(processes, virtual, False, layers, block_size=2)
+    cached = counted(processes, virtual, True, layers, block_size=2)
+    paper = (processes * (processes - 1) / 2 + (virtual - 1) * processes**2) * per_chunk
+    assert sum(naive) - (chunks - 1) == chunks * (chunks - 1) / 2 * per_chunk
+    assert sum(cached) - (processes - 1) == paper - (virtual - 1) * processes * per_chunk
+    assert max(cached) <= processes * per_chunk
 
 
 @given(
@@ -234,6 +263,29 @@ def test_the_cache_notices_blocks_and_gradients_that_are_left():
 def test_wrong_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         read_recipe("pretrain", ["model=x", "train=y", "out=z", "tokenizer=t", f"pipeline={settings}"])
+
+
+@pytest.mark.parametrize(
+    "recipe, size, message",
+    [
+        ({}, 6, "`microbatches` of the recipe's `pipeline` is 4, but must divide the 6 sequences"),
+        ({"trainer": {"fp16": True}}, 4, "`trainer.fp16` of the recipe does not work with `pipeline`: use `bf16`"),
+        ({"trainer": {"torch_compile": True}}, 4, "`trainer.torch_compile` of the recipe does not work with"),
+        ({"trainer": {"fsdp": "full_shard"}}, 4, "does not work with `pipeline`: set `fsdp: true` in `pipeline`."),
+    ],
+)
+def test_arguments_that_contradict_a_pipeline_are_refused(recipe, size, message, tmp_path):
+    recipe = Recipe("model", ("a.txt",), str(tmp_path), steps=1, **recipe)
+    arguments = TrainingArguments(str(tmp_path), per_device_train_batch_size=size, use_cpu=True)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_arguments(recipe, PipelineSettings(2, microbatches=4), arguments)
+
+
+def test_a_division_by_accelerate_beside_a_pipeline_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True)
+    with pytest.raises(ValueError, match="accelerate's FSDP would both divide the model: leave out one"):
+        check_arguments(Recipe("model", ("a.txt",), str(tmp_path), steps=1), PipelineSettings(2), arguments)
 
 
 def test_the_schedule_follows_from_the_chunks_of_a_process():

@@ -1,12 +1,11 @@
 """Pipelines of four processes train as one process does, and send what the plan says."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from .. import forks
 from .pipeline_session import CASES, LENGTH, LLAMA
 
 TOLERANCE = 1e-5  # relative, in float32
@@ -14,23 +13,25 @@ TOLERANCE = 1e-5  # relative, in float32
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> dict:
-    """Return the results of all cases; see `pipeline_session.py`."""
-    folder = tmp_path_factory.mktemp("pipeline")
-    session = Path(__file__).with_name("pipeline_session.py")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
-    done = subprocess.run([*launcher, session, folder], capture_output=True, text=True, timeout=600, check=False)
+    """Return the results of `pipeline_session.py`, in four processes."""
+    session, folder = Path(__file__).with_name("pipeline_session.py"), tmp_path_factory.mktemp("pipeline")
+    done = forks.launch(session, folder, processes=4, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((folder / "results.json").read_text())
+
+
+def assert_same_as_one_process(result: dict) -> None:
+    """Assert that losses, gradients and their norms, weights, and the logits of an evaluation are the same."""
+    worst = result["worst"]
+    assert worst.keys() == {"loss", "gradients", "norm", "weights", "logits"}
+    assert all(difference <= TOLERANCE for difference in worst.values()), worst
+    assert result["is_complete"]  # each tensor is on some process
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_pipeline_trains_as_one_process_does(name, trained):
-    """Losses, gradients, their norms, the weights after five steps, and the logits of an evaluation are the same."""
-    worst = trained[name]["worst"]
-    assert worst.keys() == {"loss", "gradients", "norm", "weights", "logits"}
-    assert all(difference <= TOLERANCE for difference in worst.values()), worst
-    assert trained[name]["is_complete"]  # each tensor is on some process
+    assert_same_as_one_process(trained[name])
 
 
 @pytest.mark.slow
@@ -50,3 +51,24 @@ def test_the_bytes_sent_are_those_of_the_paper(stages, virtual, trained):
     assert cached["peak_transition_bytes"] == stages * source
     assert naive["cached_bytes_peak"] == 0
     assert (cached["cached_bytes_peak"] > 0) == (virtual > 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, stages, virtual, blocks",
+    [("Interleaved1F1B, P=4, V=2", 4, 2, 1), ("LoopedBFS, P=2, V=4", 2, 4, 2)],
+)
+def test_blocks_that_a_process_has_made_are_not_sent_back_to_it(name, stages, virtual, blocks, trained):
+    """Each chunk is one layer, and ends with its last block. These are fewer bytes than the paper's formula says."""
+    results, source = trained[name]["results"], LENGTH * LLAMA["hidden_size"] * 4
+    paper = (stages * (stages - 1) / 2 + (virtual - 1) * stages**2) * blocks
+    sent = paper - (virtual - 1) * stages * blocks + (stages - 1)  # and the embedding, once to each other process
+    assert results["sent_bytes"] == results["sent_gradient_bytes"] == sent * source * results["microbatches"]
+
+
+@pytest.mark.slow
+def test_a_process_keeps_the_blocks_before_its_last_chunk(trained):
+    """`LoopedBFS` runs all micro-batches forward first, so all of their blocks are kept at once."""
+    results, source = trained["LoopedBFS, P=2, V=4"]["results"], LENGTH * LLAMA["hidden_size"] * 4
+    embedding, blocks = 1, (4 - 1) * 2 * 2  # (V - 1) P N_p
+    assert results["cached_bytes_peak"] == 3 * (embedding + blocks) * source
