@@ -183,7 +183,7 @@ class Pipeline:
                 raise
             raise RuntimeError(
                 f"process {dist.get_rank()} has waited {self.settings.timeout} seconds for the other processes: one of "
-                f"them hangs, or a step takes longer. Its neighbours in the pipeline are {self._neighbours()}. "
+                f"them hangs, or a step takes longer. Its neighbours in the pipeline: {self._neighbours()}. "
                 "`timeout` of the recipe's `pipeline` sets the limit."
             ) from error
 
