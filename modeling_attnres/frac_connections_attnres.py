@@ -102,7 +102,9 @@ class FracConnections(ResidualConnection):
             with maybe_autocast(state.device.type, enabled=False):
                 parts = state.unflatten(-1, (m, -1)).to(dtype)
                 projected = F.linear(parts, self.weight.to(dtype)) * inverse_rms(parts, self.eps, dtype).unsqueeze(-1)
-                scale = self.scale.to(dtype).repeat_interleave(torch.tensor([m, m, 1], device=state.device))
+                repeats = torch.tensor([m, m, 1], device=state.device)
+                # With the size, the device need not be asked for it, and the meta device has an answer.
+                scale = self.scale.to(dtype).repeat_interleave(repeats, output_size=2 * m + 1)
                 changes = changes + projected.tanh() * scale
         read, between, write = changes.split([m, m, 1], dim=-1)
         return read, between, 1 + write.squeeze(-1)

@@ -143,7 +143,7 @@ class ExpertBalance(LoggedCallback):
         if not self._routers:
             return
         device = self._loads[0].device
-        loads = reduce(torch.cat([load.to(device) for load in self._loads]), "sum")
+        loads = self._sum(torch.cat([load.to(device) for load in self._loads]))
         if not self._measured and not loads.any():
             raise RuntimeError("no router ran in this step: the load of the experts cannot be counted on this model.")
         self._measured = True
@@ -159,6 +159,10 @@ class ExpertBalance(LoggedCallback):
         self._entropy = entropy if self._steps == 0 else self._entropy + entropy
         self._steps += 1
 
+    def _sum(self, loads: Tensor) -> Tensor:
+        """Sum the load of all routers over the processes that have them."""
+        return reduce(loads, "sum")
+
     def metrics(self) -> dict[str, float]:
         """Return the load balance since the last call, as in [`load_balance`], averaged over steps.
 
@@ -170,6 +174,10 @@ class ExpertBalance(LoggedCallback):
             return {}
         violation, entropy = self._violation / self._steps, self._entropy / self._steps
         self._steps = 0
+        return self._describe(violation, entropy)
+
+    def _describe(self, violation: Tensor, entropy: Tensor) -> dict[str, float]:
+        """Return the metrics for the largest violation and the entropy of each router."""
         return {
             "expert_max_violation": violation.mean().item(),
             "expert_max_violation_worst_layer": violation.max().item(),

@@ -34,6 +34,7 @@ def describe_run(
     held_out: "Dataset",
     device: torch.device,
     division: str = "1 process",
+    parameters: int | None = None,
 ) -> list[str]:
     """Describe a run before it begins: model, data, steps and processes, and notes on possible mistakes.
 
@@ -44,13 +45,15 @@ def describe_run(
         held_out: The sequences to measure the loss on.
         device: The device of the first process.
         division: How many processes train, and how they divide the model, in words.
+        parameters: The number of parameters of the whole model, all trained, if `model` is a part of it.
 
     Returns:
         The lines. Notes come last and begin with `Note:`.
     """
     config = model.config.get_text_config()
     # The total is that of model cards, with the biases of routers, which are buffers. A rule trains them.
-    total, trained = count_stored(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total = count_stored(model) if parameters is None else parameters
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     is_whole = all(parameter.requires_grad for parameter in model.parameters())
     kind = config.connection.describe(config) if isinstance(config, ResidualConfig) else "standard residual connections"
     sequences = f"sequences of {recipe.length:,} tokens"

@@ -154,8 +154,7 @@ class Monitor(LoggedCallback):
         if not self._tokens:  # the window has just begun, or the model gets no `input_ids`
             return {}
         tokens = reduce(torch.tensor(self._tokens, device=self._device), "sum").item()
-        # All processes of a tensor-parallel group compute the same batch.
-        tokens //= getattr(self._model, "tp_size", None) or 1
+        tokens //= self._copies()
         # After `item()`, which waits until the device has finished the window's steps.
         self._count_time()
         metrics = {"tokens_per_second": tokens / self._seconds}
@@ -166,6 +165,10 @@ class Monitor(LoggedCallback):
             metrics |= self._across_depth()
         self._tokens, self._seconds, self._since = 0, 0.0, time.perf_counter()
         return metrics
+
+    def _copies(self) -> int:
+        """Return how many processes compute the same batch: those of a tensor-parallel group."""
+        return getattr(self._model, "tp_size", None) or 1
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Begin the first window, and attach a counter of tokens to the model."""

@@ -38,6 +38,7 @@ from .chat import encode_chat
 from .data import DataSpec, digest_of, load_blocks
 from .division import check_fsdp2, divides_sequence, load_divided
 from .documents import file_identities
+from .pipeline_settings import count_replicas, read_settings
 from .recipe import Recipe
 from .run_folder import START
 from .text import open_tokenizer
@@ -64,14 +65,18 @@ def prepare_arguments(recipe: Recipe, state: PartialState, division: Distributed
     Raises:
         ValueError: The batch size does not fit the processes, or `trainer` of the recipe has a wrong value.
     """
-    # All processes of a tensor-parallel group compute the same batch.
-    groups = state.num_processes // (division.tp_size if division is not None else 1)
+    # All processes of a tensor-parallel group, and of a pipeline, compute the same batch.
+    pipeline = read_settings(recipe.pipeline)
+    copies = 1 if division is None else division.tp_size
+    if pipeline is not None:
+        copies = state.num_processes // count_replicas(pipeline, state.num_processes)
+    groups = state.num_processes // copies
     micro = min(recipe.micro_batch_size, max(1, recipe.batch_size // groups))
     accumulated, rest = divmod(recipe.batch_size, micro * groups)
     if rest:
         raise ValueError(
             f"`batch_size` {recipe.batch_size} is not a multiple of `micro_batch_size` {micro} times "
-            f"{groups} processes."
+            f"{counted(groups, 'pipeline') if pipeline else f'{groups} processes'}."
         )
     # The recipe may override these.
     defaults = {

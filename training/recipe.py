@@ -20,6 +20,8 @@ from attnres.utils.packaged import recipe_names, recipe_path
 from attnres.utils.wording import did_you_mean
 from attnres.utils.yaml_files import load_yaml
 
+from .pipeline_settings import read_settings
+
 # The values of `bad_rows`, `optimizer` and `schedule`. They stand here, not beside the code that they choose, so that
 # reading a recipe does not import PyTorch.
 BAD_ROWS = ("error", "skip")
@@ -104,7 +106,8 @@ class Recipe:
         separate_documents: Keep the documents of a sequence apart: a token attends only to its own document, and each
             document begins at position 0.
         batch_size: Sequences in a step, over all processes.
-        micro_batch_size: Sequences that a process computes at once. Gradients accumulate up to `batch_size`.
+        micro_batch_size: Sequences that a process computes at once, or, with `pipeline`, that a pipeline takes at once
+            and cuts into micro-batches. Gradients accumulate up to `batch_size`.
         steps: The length of the run in optimizer steps. Give this or `tokens`.
         tokens: The length of the run in tokens, over all processes.
         epochs: The length of the run in passes over the training data. `steps` or `tokens` may end the run earlier.
@@ -129,6 +132,8 @@ class Recipe:
         distributed: How the model is divided among processes: fields of `transformers`' `DistributedConfig`, such as
             `{fsdp_size: 8}`; beside `tp_size`, `sequence_parallel: true` divides the sequence too. See
             `docs/guides/many_devices.md`.
+        pipeline: How the layers are divided among the processes of a pipeline: fields of
+            [`attnres.training.pipeline_settings.PipelineSettings`], such as `{stages: 4, microbatches: 8}`.
         trainer: Fields of `transformers.TrainingArguments`, except those that the run sets (see `DECIDED_BY_RUN`):
             `bf16`, `activation_checkpointing`, `torch_compile`, `report_to` (`tensorboard`, `trackio`), and so on.
 
@@ -175,6 +180,7 @@ class Recipe:
     save_every: int = 200
     keep: int = 2
     distributed: dict[str, Any] | None = None
+    pipeline: dict[str, Any] | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -234,6 +240,7 @@ class Recipe:
 
                 _check_keys("lora", self.lora, _options_of(add_adapters))
                 check_options(**self.lora)
+        read_settings(self.pipeline)
         dtype = self.config.get("dtype")
         if isinstance(dtype, str) and dtype != "auto":
             import torch
@@ -253,6 +260,12 @@ class Recipe:
             )
         if self.lora is not None and self.distributed is not None:
             raise ValueError("An adapter cannot be trained on a divided model: leave out `lora` or `distributed`.")
+        if self.pipeline is not None:
+            for name in ("lora", "distributed"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"`pipeline` and `{name}` of the recipe exclude each other: leave out one of them."
+                    )
 
     @property
     def most_steps(self) -> int | None:

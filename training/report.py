@@ -60,6 +60,7 @@ def collect_results(trainer: AttnResTrainer, recipe: Recipe) -> dict[str, Any]:
         "training_loss": [[entry["step"], entry["loss"]] for entry in history if "loss" in entry],
         "held_out_losses": [[entry["step"], entry["eval_loss"]] for entry in history if "eval_loss" in entry],
         "software": {"attnres": attnres.__version__, "torch": torch.__version__},
+        **trainer.results(),
     }
 
 
@@ -118,7 +119,12 @@ def _write_files(
     out, is_main = Path(recipe.out), trainer.is_world_process_zero()
     kind, marker = (MODEL, "config.json") if recipe.lora is None else (ADAPTER, "adapter_config.json")
     write_card_to = partial(
-        write_training_card, recipe=recipe, name=name, results=results, processes=trainer.args.world_size
+        write_training_card,
+        recipe=recipe,
+        name=name,
+        results=results,
+        processes=trainer.args.world_size,
+        parameters=trainer.total_parameters,
     )
     with contextlib.ExitStack() as stack:
         stage = out / f".{kind}.partial"  # the temporary directory that `atomic_directory` makes
@@ -147,7 +153,13 @@ def _write_files(
 
 
 def write_training_card(
-    folder: Path, model: PreTrainedModel, recipe: Recipe, name: str, results: Mapping[str, Any], processes: int
+    folder: Path,
+    model: PreTrainedModel,
+    recipe: Recipe,
+    name: str,
+    results: Mapping[str, Any],
+    processes: int,
+    parameters: int | None = None,
 ) -> None:
     """Write the card of the model that a run has saved, if the model is of this family.
 
@@ -158,6 +170,7 @@ def write_training_card(
         name: The recipe's name if it comes with `attnres`, else empty.
         results: The results of [`collect_results`].
         processes: How many processes trained.
+        parameters: The number of parameters of the whole model. By default those of `model`.
     """
     config = model.config
     if not isinstance(config, ResidualConfig):
@@ -184,7 +197,7 @@ def write_training_card(
         folder,
         f"{run}/model",
         title=run,
-        parameters=count_stored(model),
+        parameters=parameters or count_stored(model),
         datasets=_hub_ids(recipe.train),
     )
     write_card(add_step(text, step), subject)

@@ -104,7 +104,10 @@ def _claim(out: Path, recipe: Recipe) -> None:
     check_folder(out)  # again, since another process may have used the folder before this one locked it
     if (out / RECIPE).exists() and get_last_checkpoint(str(out)):
         before = _read_run_recipe(out)
-        names = (name for name in vars(recipe) if name not in MAY_CHANGE)
+        may_change = MAY_CHANGE
+        if None not in (before.pipeline, recipe.pipeline):
+            may_change += ("pipeline",)  # a checkpoint of a pipeline can be resumed with another number of stages
+        names = (name for name in vars(recipe) if name not in may_change)
         if name := next((name for name in names if getattr(before, name) != getattr(recipe, name)), None):
             raise FileExistsError(
                 f"{out} holds a run with {name} {getattr(before, name)!r}, not {getattr(recipe, name)!r}. "

@@ -31,6 +31,9 @@ from .division import (
     divide_by_deepspeed_later,
     read_division,
 )
+from .pipeline import Pipeline
+from .pipeline_settings import read_settings
+from .pipeline_trainer import PipelineTrainer, check_arguments, describe_pipeline
 from .prepare import (
     check_model_config,
     identify_model,
@@ -75,6 +78,8 @@ def run_train(recipe: Recipe, name: str = "") -> dict[str, Any]:
     division = read_division(recipe.distributed, state.num_processes)
     with quiet_transformers():
         arguments = prepare_arguments(recipe, state, division)
+        if recipe.pipeline is not None:
+            check_arguments(recipe, read_settings(recipe.pipeline), arguments)
     divide_by_deepspeed_later()
     with contextlib.ExitStack() as stack:
         # Only the first process holds the folder, and it does so before the others look for a checkpoint there.
@@ -88,7 +93,7 @@ def _train_in_folder(
     recipe: Recipe, name: str, state: PartialState, division: DistributedConfig | None, arguments: TrainingArguments
 ) -> dict[str, Any]:
     """Prepare, train and report, while the first process holds the folder of the run."""
-    out = Path(recipe.out)
+    out, settings = Path(recipe.out), read_settings(recipe.pipeline)
     checkpoint = get_last_checkpoint(str(out))
     if checkpoint is not None:
         check_checkpoint(Path(checkpoint))
@@ -109,17 +114,23 @@ def _train_in_folder(
     with quiet_transformers():
         model = prepare_model(recipe, tokenizer, division, checkpoint)
         display = Display()
-        trainer = AttnResTrainer(
-            model, recipe, arguments, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer
-        )
+        options = {"train_dataset": train, "eval_dataset": held_out, "processing_class": tokenizer}
+        if settings is not None:
+            trainer = PipelineTrainer(Pipeline(model, settings, arguments.device), recipe, arguments, **options)
+        else:
+            trainer = AttnResTrainer(model, recipe, arguments, **options)
         divide_by_deepspeed_later()
         check_division(trainer, division)
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(display)
         if state.is_main_process:
-            processes = describe_division(trainer, division)
-            print("\n".join(describe_run(recipe, model, train, held_out, arguments.device, processes)), flush=True)
+            described = recipe, model, train, held_out, arguments.device
+            if settings is not None:
+                lines = describe_run(*described, describe_pipeline(trainer.pipeline), trainer.total_parameters)
+            else:
+                lines = describe_run(*described, describe_division(trainer, division))
+            print("\n".join(lines), flush=True)
             if checkpoint:
                 print(f"Resuming from {checkpoint}.", flush=True)
         try:

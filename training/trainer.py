@@ -90,7 +90,7 @@ class AttnResTrainer(ResumableTrainer):
         self.recipe = recipe
         self.stopping = StopOnSignal(self)
         self._saving_in: str | None = None  # the folder that a checkpoint is being written into
-        callbacks = [Monitor(), ExpertBalance(recipe.expert_balancing), self.stopping]
+        callbacks = [*self._callbacks(), self.stopping]
         # The warning is about changing a layer's output in place, which nothing here does.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self.divided: bool = getattr(model, "is_distributed_loading_by_transformers", False)
@@ -103,6 +103,19 @@ class AttnResTrainer(ResumableTrainer):
         # A random part of the name of that folder, the same in all processes of this run. So a process that outlives
         # its run cannot write into a checkpoint of the next one.
         self._run_id: str = broadcast_object_list([secrets.token_hex(4)])[0]
+
+    def _callbacks(self) -> list[TrainerCallback]:
+        """Return the callbacks that measure and balance the model."""
+        return [Monitor(), ExpertBalance(self.recipe.expert_balancing)]
+
+    @property
+    def total_parameters(self) -> int | None:
+        """Return the number of parameters of the whole model if this process has only some layers, else `None`."""
+        return None
+
+    def results(self) -> dict[str, Any]:
+        """Return what `results.json` holds beside the losses. All processes call it together."""
+        return {}
 
     def _collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Make a batch of rows. Raise ValueError if it has a token id that the model does not know."""
@@ -167,13 +180,18 @@ class AttnResTrainer(ResumableTrainer):
         documents = inputs.pop("documents", None)
         result = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
         loss: Tensor = result[0] if return_outputs else result
-        if model.training and not torch.isfinite(loss.detach()):
+        if model.training:
+            self._check_loss(loss.detach(), documents)
+        return result
+
+    def _check_loss(self, loss: Tensor, documents: Sequence[str] | None) -> None:
+        """Raise FloatingPointError if the loss of a training batch is not finite."""
+        if not torch.isfinite(loss):
             last = get_last_checkpoint(self.args.output_dir)
             raise FloatingPointError(
                 f"the loss is {loss.item()} in step {self.state.global_step + 1}, on {'; '.join(documents)}. "
                 f"The last good checkpoint is {last or 'none'}."
             )
-        return result
 
     # The held-out loss
 
@@ -189,10 +207,15 @@ class AttnResTrainer(ResumableTrainer):
         inputs.pop("documents", None)
         numbers, labels = inputs.pop(ROW), inputs.pop("labels")
         with torch.no_grad(), self.compute_loss_context_manager():
-            logits = model(**inputs, use_cache=False).logits
-        self._held_out.add(numbers, logits, labels)
+            logits = self._compute_logits(model, inputs)
+        if logits is not None:
+            self._held_out.add(numbers, logits, labels)
         # `Trainer` averages the returned losses, and `evaluation_loop` replaces its average.
         return torch.zeros((), device=labels.device), None, None
+
+    def _compute_logits(self, model: PreTrainedModel, inputs: Mapping[str, Any]) -> Tensor | None:
+        """Return the logits `[batch, seq, vocab]` of a batch; `None` on a process that does not have them."""
+        return model(**inputs, use_cache=False).logits
 
     def evaluation_loop(self, *arguments: Any, metric_key_prefix: str = "eval", **options: Any) -> EvalLoopOutput:
         """Return what `Trainer` returns, with the loss as the mean over the tokens of all rows, in nats/token.

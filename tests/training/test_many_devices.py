@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -84,28 +85,38 @@ PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "st
 ON_CPUS = os.environ | {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def options_of(config: str) -> list[str]:
-    """Return the options of `accelerate launch` for two processes in full precision, by one of its YAML files."""
+def options_of(config: str, processes: int = 2) -> list[str]:
+    """Return the options of `accelerate launch` in full precision, by one of its YAML files."""
     (path,) = [path for path in YAMLS if path.stem == config]
-    options = ["--config_file", str(path), "--num_processes", "2", "--mixed_precision", "no"]
+    options = ["--config_file", str(path), "--num_processes", str(processes), "--mixed_precision", "no"]
     return [*options, "--main_process_port", "0"]
 
 
-def launch(arguments: list[str], config: str = "ddp") -> subprocess.Popen:
-    """Start two processes as a user does."""
-    launcher = ["-m", "accelerate.commands.launch", *options_of(config), "-m", "attnres_cli"]
+def launch(arguments: list[str], config: str = "ddp", processes: int = 2) -> subprocess.Popen:
+    """Start processes as a user does."""
+    launcher = ["-m", "accelerate.commands.launch", *options_of(config, processes), "-m", "attnres_cli"]
     return subprocess.Popen([sys.executable, *launcher, "train", *arguments], env=ON_CPUS, **PIPES)
 
 
-def run_in_forks(arguments: list[str], config: str = "ddp", as_on_gpus: bool = False) -> subprocess.CompletedProcess:
-    """Run two processes in the environment that `accelerate launch` gives them."""
+def run_in_forks(
+    arguments: list[str], config: str = "ddp", as_on_gpus: bool = False, processes: int = 2
+) -> subprocess.CompletedProcess:
+    """Run processes in the environment that `accelerate launch` gives them."""
     script = [str(Path(__file__).with_name("many_devices_session.py"))] if as_on_gpus else ["-m", "attnres_cli"]
     with pytest.MonkeyPatch.context() as patch:
         for name in ("ACCELERATE_USE_CPU", "CUDA_VISIBLE_DEVICES"):
             patch.setenv(name, ON_CPUS[name])
-        options, _, _ = _validate_launch_command(launch_command_parser().parse_args([*options_of(config), *script]))
+        arguments_of_launch = [*options_of(config, processes), *script]
+        options, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments_of_launch))
         environment = prepare_multi_gpu_env(options)
-    return forks.launch(*script, "train", *arguments, env=environment)
+    return forks.launch(*script, "train", *arguments, processes=processes, env=environment)
+
+
+def run_to_the_end(arguments: list[str], processes: int = 2) -> str:
+    """Run processes as [`run_in_forks`] does, and return their output."""
+    done = run_in_forks(arguments, processes=processes)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
 
 
 def finish(process: subprocess.Popen, code: int = 0) -> tuple[str, str]:
@@ -127,15 +138,24 @@ def kill(process: subprocess.Popen) -> None:
             one.kill()
 
 
+def read_weights(model: Path) -> dict[str, torch.Tensor]:
+    """Read the tensors of a model directory from all of its files."""
+    return {name: tensor for path in model.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
 def assert_same_run(out: Path, expected: Path, tolerance: float = 1e-4) -> None:
-    """Assert that loss curves agree, and that model directories have the same files, configuration and weights."""
+    """Assert that loss curves agree, and that model directories have the same files, configuration and weights.
+
+    The weights may be in one file, or in several with an index.
+    """
     for curve in ("training_loss", "held_out_losses"):
         for (step, loss), point in zip(results(out)[curve], results(expected)[curve], strict=True):
             assert [step, pytest.approx(loss, abs=tolerance)] == point
     models = [folder / "model" for folder in (out, expected)]
-    assert len({tuple(sorted(path.name for path in model.iterdir())) for model in models}) == 1
+    others = [{path.name for path in model.iterdir() if not path.name.startswith("model")} for model in models]
+    assert others[0] == others[1]
     assert len({(model / "config.json").read_text() for model in models}) == 1
-    found, weights = (load_file(model / "model.safetensors") for model in models)
+    found, weights = map(read_weights, models)
     assert found.keys() == weights.keys()
     for name in weights:
         difference = (found[name] - weights[name]).abs().float()
@@ -222,6 +242,74 @@ def test_a_run_of_two_processes_resumes_bit_for_bit_after_a_kill_and_after_a_sig
     output, _ = finish(launch(command))
     assert "Resuming from" in output
     assert_same_run(*outs, tolerance=0)
+
+
+def assert_same_checkpoint(found: Path, expected: Path) -> None:
+    """Assert that weights, optimizer, schedule and random numbers are the same, bit for bit."""
+    folders = [
+        {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.suffix in BINARY}
+        for folder in (found, expected)
+    ]
+    assert {path.name for path in folders[0]} >= {"scheduler.pt", "rng_state_0.pth", "__0_0.distcp"}
+    assert folders[0] == folders[1]
+
+
+BINARY = {".safetensors", ".distcp", ".pt", ".pth"}
+
+
+@pytest.mark.slow
+def test_a_pipeline_gives_the_run_of_one_process_and_resumes_also_with_more_stages(single, arguments, tmp_path):
+    """Kimi K3 has balanced experts and checkpointing, and accumulates gradients. A process of its pipeline is killed.
+
+    The other ends, and the launcher names the first. Its last checkpoint stays good.
+    """
+    stopped, expected, copy = (tmp_path / name for name in ("stopped", "expected", "copy"))
+    ways = "micro_batch_size=2", "trainer.gradient_checkpointing=true"
+    command = arguments("kimi_k3", expected, *ways, "pipeline={stages: 2, virtual: 2, microbatches: 2}")
+    output = run_to_the_end(command)
+    division = "2 stages with 2 chunks (Interleaved1F1B, 2 micro-batches, layers 1+1+1+1, time limit 600 s)"
+    assert f"2 processes, each of {division}" in output
+    assert_same_run(expected, single("kimi_k3"))
+    counts = results(expected)["pipeline"]
+    assert counts["sent_bytes"] == counts["sent_gradient_bytes"] == sum(counts["transition_bytes"]) > 0
+    assert counts["cached_bytes_peak"] > 0
+    assert sorted(path.name for path in (expected / "checkpoint-6").glob("model[-.]*")) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+
+    command = arguments("kimi_k3", stopped, *ways, "pipeline={stages: 2, virtual: 2, microbatches: 2}")
+    process = launch(command)
+    wait_for(stopped / "checkpoint-3", process)
+    second = next(p for p in psutil.Process(process.pid).children() if p.environ().get("RANK") == "1")
+    second.kill()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert re.search(r"rank +: 1 .*\n +exitcode +: -9", errors)
+    shutil.copytree(stopped, copy)
+
+    output = run_to_the_end(command)
+    assert "Resuming from" in output
+    assert_same_run(stopped, expected, tolerance=0)
+    assert_same_checkpoint(stopped / "checkpoint-6", expected / "checkpoint-6")
+
+    # In the same folder, since a run does not resume in another one.
+    shutil.rmtree(stopped)
+    copy.rename(stopped)
+    command = arguments("kimi_k3", stopped, *ways, "pipeline={stages: 3, microbatches: 2, schedule: GPipe}")
+    output = run_to_the_end(command, processes=3)
+    assert "Resuming from" in output and "3 processes, each of 3 stages" in output
+    assert_same_run(stopped, expected)
+
+
+@pytest.mark.slow
+def test_two_pipelines_divided_by_fsdp2_give_the_run_of_one_process(single, arguments, tmp_path):
+    """Each pipeline computes half of the batch; each of its stages has half of every matrix. Embeddings are tied."""
+    changes = "micro_batch_size=2", "pipeline={stages: 2, microbatches: 2, fsdp: true}"
+    output = run_to_the_end(arguments("retrofit", tmp_path / "out", *changes), processes=4)
+    assert "4 processes, 2 pipelines divided by FSDP2, each of 2 stages with 1 chunk (1F1B" in output
+    assert_same_run(tmp_path / "out", single("retrofit"))
 
 
 @pytest.mark.slow

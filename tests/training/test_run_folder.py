@@ -73,6 +73,16 @@ def test_a_run_resumes_with_another_micro_batch_size_and_number_of_checkpoints(t
         pass
 
 
+def test_a_run_of_a_pipeline_resumes_with_another_pipeline_but_not_without_one(tmp_path):
+    with hold_folder(tmp_path, recipe(tmp_path, pipeline={"stages": 2})):
+        (tmp_path / "checkpoint-4").mkdir()
+    with hold_folder(tmp_path, recipe(tmp_path, pipeline={"stages": 4, "schedule": "GPipe"})):
+        pass
+    message = "holds a run with pipeline {'stages': 4, 'schedule': 'GPipe'}, not None"
+    with pytest.raises(FileExistsError, match=message), hold_folder(tmp_path, recipe(tmp_path)):
+        pass
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     with pytest.raises(OSError) as caught, hold_folder(Path("/proc/x"), recipe(Path("/proc/x"))):
         pass

@@ -1,0 +1,204 @@
+"""Plan which tensors of the depth state travel between the chunks of a pipeline (section 4 of the paper).
+
+The state of a residual connection is a tuple of tensors. A read or a write that leaves a tensor as it is returns the
+same object, so the objects tell which parts of the state are finished: for Block AttnRes the embedding and the blocks.
+[`trace_states`] runs the connections, without the layers, on the meta device, and numbers the objects. From these
+numbers [`plan_chunks`] decides what a transfer must carry:
+
+    naive     every tensor of the state
+    cached    the tensors that the receiving process has neither received nor made, for this micro-batch
+
+With C chunks of `N_p` blocks on P processes, V chunks each, the naive way sends `C (C - 1) / 2 N_p` blocks per token.
+With the cache, a transfer carries at most `P N_p` blocks: the blocks since the receiver's last chunk.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnres import ResidualConfig
+from attnres.residual_attnres import DepthState
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor of the depth state.
+
+    Attributes:
+        number: Equal numbers are the same tensor, at different depths.
+        shape: Its shape, which begins with `batch, seq`.
+        dtype: Its dtype.
+    """
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Return its size in bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def empty(self, device: torch.device | str) -> Tensor:
+        """Return a tensor of this shape and dtype, with any values."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class State:
+    """The depth state at one depth.
+
+    Attributes:
+        pieces: Its tensors.
+        is_tuple: Whether the connection keeps it as a tuple, also if it has one tensor only.
+    """
+
+    pieces: tuple[Piece, ...]
+    is_tuple: bool
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Return the numbers of its tensors."""
+        return tuple(piece.number for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The part of a decoder that runs at once, and what enters and leaves it.
+
+    Attributes:
+        index: Its place among the chunks, from 0.
+        layers: Its decoder layers.
+        before: The state that its first layer gets. The first chunk makes this state, the embedding, by itself.
+        after: The state after its last layer. The last chunk reads it by itself.
+        received: The pieces that a transfer brings, in their order in `before`.
+        cached: The numbers of the pieces that come from the cache of the process.
+        sent: The pieces that a transfer takes to the next chunk, in their order in `after`.
+        kept: The numbers that this chunk puts into the cache of the process, for later chunks there.
+        freed: The numbers that no later chunk of the process takes from the cache.
+    """
+
+    index: int
+    layers: range
+    before: State
+    after: State
+    received: tuple[Piece, ...]
+    cached: tuple[int, ...]
+    sent: tuple[Piece, ...]
+    kept: tuple[int, ...]
+    freed: tuple[int, ...]
+
+
+@torch.no_grad()
+def trace_states(
+    config: ResidualConfig,
+    batch: int,
+    length: int,
+    dtype: torch.dtype = torch.float32,
+    output_dtype: torch.dtype | None = None,
+) -> list[State]:
+    """Compute the depth state before each layer, without running the layers.
+
+    Args:
+        config: The model's configuration.
+        batch: Sequences in a micro-batch.
+        length: Tokens in a sequence.
+        dtype: Dtype of the embedding.
+        output_dtype: Dtype of the sublayers' outputs, by default `dtype`; under autocast it may be narrower.
+
+    Returns:
+        The states before each layer and, as the last item, after the last layer.
+    """
+    # The plain implementation returns the sources as they are. Others may return copies of the references.
+    config = copy.copy(config)
+    config.depth_attention_implementation = "eager"
+    form, sublayers = config.connection, config.sublayers
+    numbers: dict[int, int] = {}
+    alive: list[Tensor] = []  # an `id` stays unique only while its tensor exists
+
+    def number_of(tensor: Tensor) -> int:
+        if id(tensor) not in numbers:
+            numbers[id(tensor)] = len(numbers)
+            alive.append(tensor)
+        return numbers[id(tensor)]
+
+    def describe(state: DepthState) -> State:
+        tensors = state if isinstance(state, tuple) else (state,)
+        pieces = (Piece(number_of(tensor), tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        return State(tuple(pieces), isinstance(state, tuple))
+
+    with torch.device("meta"):
+        shape = batch, length, config.hidden_size
+        state: DepthState = torch.empty(shape, dtype=dtype)
+        output = torch.empty(shape, dtype=output_dtype or dtype)
+        states = [describe(state)]
+        for index in range(config.num_sublayers):
+            connection = form(config, index)
+            norm = torch.ones(config.hidden_size, dtype=dtype) if connection.has_norm else None
+            # A read that takes the norm module of its sublayer changes neither shape nor dtype by it.
+            _, _, state = connection(state, torch.clone if connection.takes_norm else norm)
+            state = connection.write(state, output.clone())
+            if (index + 1) % len(sublayers) == 0:
+                states.append(describe(state))
+    return states
+
+
+def plan_chunks(states: Sequence[State], layers: Sequence[range], processes: int, cache: bool) -> list[Chunk]:
+    """Plan the transfers between the chunks of a pipeline.
+
+    Args:
+        states: The states before each layer and after the last one, of [`trace_states`].
+        layers: The layers of each chunk, in order.
+        processes: P. Process `p` runs the chunks `p`, `p + P`, ....
+        cache: Whether a process keeps what it has received and made.
+
+    Returns:
+        The chunks, in order.
+    """
+    befores = [states[part.start] for part in layers]
+    afters = [states[part.stop] for part in layers]
+    received: list[tuple[Piece, ...]] = []
+    for index, before in enumerate(befores):
+        held: set[int] = set()
+        for earlier in range(index % processes, index if cache else 0, processes):
+            held |= {*befores[earlier].numbers, *afters[earlier].numbers}
+        # The first chunk embeds the tokens by itself.
+        received.append(tuple(piece for piece in before.pieces if index and piece.number not in held))
+    cached = [
+        tuple(number for number in before.numbers if index and number not in {piece.number for piece in brought})
+        for index, (before, brought) in enumerate(zip(befores, received))
+    ]
+    chunks = []
+    for index, part in enumerate(layers):
+        later = {number for other in range(index + processes, len(layers), processes) for number in cached[other]}
+        earlier = range(index % processes, index, processes)
+        held = {n for other in earlier for n in (*befores[other].numbers, *afters[other].numbers)}
+        own = dict.fromkeys((*befores[index].numbers, *afters[index].numbers))
+        chunks.append(
+            Chunk(
+                index,
+                part,
+                befores[index],
+                afters[index],
+                received[index],
+                cached[index],
+                received[index + 1] if index + 1 < len(layers) else (),
+                tuple(number for number in own if number in later and number not in held),
+                tuple(number for number in cached[index] if number not in later),
+            )
+        )
+    return chunks
+
+
+def transfer_bytes(chunks: Sequence[Chunk]) -> list[int]:
+    """Return the bytes of one micro-batch's state that each transfer carries, from the first to the second chunk on.
+
+    The gradients take the same way back, and the same number of bytes.
+    """
+    return [sum(piece.num_bytes for piece in chunk.sent) for chunk in chunks[:-1]]
+
+
+__all__ = ["Chunk", "Piece", "State", "plan_chunks", "trace_states", "transfer_bytes"]
