@@ -1,0 +1,461 @@
+"""Count the memory of one pass, layer by layer, by running the model on tensors without data.
+
+The model's own code runs, so the counts hold for every backbone and every residual connection.
+Nothing is computed, and a model of any size fits. In training, layers that are alike run once. A trace keeps the parts
+of the peak apart, so that `layouts` can divide them among devices and stages:
+
+    backward pass of layer l:  kept by the layers before l  +  states that any layer up to l keeps  +  peak of layer l
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode  # the name in PyTorch's guide; there is no public one
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from attnres import ResidualConfig
+from attnres.decoder_attnres import DepthReader
+from attnres.utils.quiet import quiet_transformers
+
+from .kernels import CAUSAL, FLASH, use_stand_ins
+from .live_bytes import LiveBytes, storage_bytes, tensors_in
+
+# Styles of a tensor-parallel plan of `transformers` -> the dimension of a weight that is divided.
+_DIVIDED = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1}
+# These gather their outputs or split their inputs, so that activations are whole on every device.
+_DIVIDED_WEIGHTS = {"colwise_gather_output": -2, "rowwise_split_input": -1, "embedding_rowwise": -2}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of one pass, and how it runs.
+
+    Attributes:
+        rows: Number of sequences.
+        length: Tokens of each sequence in this pass.
+        past: Tokens of each sequence that the cache holds already; 0 in training.
+        training: Whether a backward pass follows. If not, the pass fills a cache.
+        dtype: Dtype of weights and activations.
+        tensor: Number of devices that share each matrix, by the model's tensor-parallel plan.
+        fused: Whether attention runs in the kernels of GPUs, for which `kernels` has stand-ins. If not, the pass is
+            that of a CPU.
+    """
+
+    rows: int = 1
+    length: int = 4096
+    past: int = 0
+    training: bool = True
+    dtype: torch.dtype = torch.bfloat16
+    tensor: int = 1
+    fused: bool = True
+
+
+@dataclass(frozen=True)
+class LayerTrace:
+    """The memory of one decoder layer, in bytes.
+
+    Attributes:
+        states: Identities and bytes of the tensors of its input state.
+        kept: Kept for the backward pass, without states.
+        connection_kept: The part of `kept` that its residual connections keep.
+        kept_states: Identities of the states, of its input or output, that it keeps for the backward pass.
+        forward: Peak of the forward pass, without the input state.
+        backward: Peak of both passes, without the input state; it has the gradients of the input and output states, and
+            new gradients of weights other than routed experts.
+        cache: Bytes of its cache after the pass.
+    """
+
+    states: dict[int, int]
+    kept: int = 0
+    connection_kept: int = 0
+    kept_states: frozenset[int] = frozenset()
+    forward: int = 0
+    backward: int = 0
+    cache: int = 0
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The memory of one pass of a model, without its weights, their gradients and the optimizer's states.
+
+    Attributes:
+        batch: The traced pass.
+        layers: One entry a decoder layer.
+        output: Identities and bytes of the state after the last layer.
+        head: Peak bytes of everything outside the layers, such as logits and loss, in both passes.
+        stream: Bytes of one tensor `[rows, length, hidden]`.
+    """
+
+    batch: Batch
+    layers: tuple[LayerTrace, ...]
+    output: dict[int, int]
+    head: int
+    stream: int
+
+    @property
+    def cache(self) -> int:
+        """Bytes of the cache after the pass."""
+        return sum(layer.cache for layer in self.layers)
+
+    @property
+    def block_states(self) -> int:
+        """Bytes of the largest state, without the one tensor that a standard residual stream holds too."""
+        return max(sum(state.values()) for state in (*(layer.states for layer in self.layers), self.output)) - self.stream
+
+    def peak(self, checkpointing: bool = False, layers: slice = slice(None)) -> int:
+        """Return the peak bytes of the pass, without the cache.
+
+        Args:
+            checkpointing: Whether each layer keeps only its input state, and runs again in the backward pass.
+            layers: The layers that the device has. The last layer comes with the head.
+        """
+        chosen, after = self.layers[layers], range(len(self.layers))[layers].stop
+        if not self.batch.training:
+            return max(self._head(after, {}), *(sum(layer.states.values()) + layer.forward for layer in chosen))
+        peak = kept = 0
+        kept_states: dict[int, int] = {}
+        for layer, following in zip(chosen, self._states_after(layers)):
+            before = kept + sum((kept_states | layer.states).values())
+            kept_states |= self.states_kept(layer, following, checkpointing)
+            # In its backward pass, everything that the layers before it keep is still there.
+            peak = max(peak, before + layer.forward, kept + sum(kept_states.values()) + layer.backward)
+            kept += 0 if checkpointing else layer.kept
+        return max(peak, kept + self._head(after, kept_states))
+
+    def kept(self, checkpointing: bool = False, layers: slice = slice(None)) -> tuple[int, int]:
+        """Return the bytes that layers keep from a forward pass to its backward pass.
+
+        Args:
+            checkpointing: As for [`peak`].
+            layers: As for [`peak`].
+
+        Returns:
+            The bytes of states, and all others.
+        """
+        states: dict[int, int] = {}
+        for layer, following in zip(self.layers[layers], self._states_after(layers)):
+            states |= self.states_kept(layer, following, checkpointing)
+        return sum(states.values()), 0 if checkpointing else sum(layer.kept for layer in self.layers[layers])
+
+    def states_kept(self, layer: LayerTrace, following: dict[int, int], checkpointing: bool) -> dict[int, int]:
+        """Return the states that one layer keeps for its backward pass."""
+        if checkpointing:
+            return layer.states
+        both = layer.states | following
+        return {name: both[name] for name in layer.kept_states}
+
+    def _states_after(self, layers: slice) -> list[dict[int, int]]:
+        return [*(layer.states for layer in self.layers[1:]), self.output][layers]
+
+    def _head(self, after: int, kept_states: dict[int, int]) -> int:
+        is_last = after == len(self.layers)
+        return sum((kept_states | self.output).values()) + self.head if is_last else 0
+
+
+def trace(config: ResidualConfig, batch: Batch) -> Trace:
+    """Trace one pass of a configuration's causal language model.
+
+    Args:
+        config: A configuration of the family.
+        batch: The pass.
+
+    Raises:
+        ValueError: The matrices cannot be divided among `batch.tensor` devices.
+    """
+    with without_data(batch), quiet_transformers():
+        model = build(config, batch)
+        return _trace_training(model, batch) if batch.training else _trace_inference(model, batch)
+
+
+def without_data(batch: Batch) -> AbstractContextManager:
+    """Return a context in which tensors have no data.
+
+    The meta device is ten times as fast as `FakeTensorMode`, but some operations of a CPU do not know it.
+    """
+    return torch.device("meta") if batch.fused else FakeTensorMode()
+
+
+def build(config: ResidualConfig, batch: Batch) -> PreTrainedModel:
+    """Build the part of a model that one of `batch.tensor` devices has. Call it in [`without_data`].
+
+    Raises:
+        ValueError: The matrices cannot be divided.
+    """
+    config = deepcopy(config)
+    # Every implementation keeps the same tensors, and only this one runs without data.
+    config.depth_attention_implementation = "eager"
+    attention = FLASH if batch.fused else CAUSAL if batch.training else "sdpa"
+    model = AutoModelForCausalLM.from_config(config, dtype=batch.dtype, attn_implementation=attention)
+    model.train(batch.training)
+    if batch.fused:
+        use_stand_ins(model)
+    if batch.tensor > 1:
+        _divide(model, batch.tensor)
+    return model
+
+
+def divided_dimension(name: str, plan: dict[str, str], styles: dict[str, int]) -> int | None:
+    """Return the dimension of a parameter that a tensor-parallel plan divides, or `None`.
+
+    Args:
+        name: The parameter's name.
+        plan: The plan of `transformers`: names of modules or parameters, with `*` for numbers, and their styles.
+        styles: The styles to consider, with their dimensions.
+    """
+    name = re.sub(r"\.\d+\.", ".*.", name)
+    style = plan.get(name, plan.get(name.rpartition(".")[0]))
+    # The bias after a divided sum is whole.
+    return None if style is None or (name.endswith(".bias") and styles.get(style) == -1) else styles.get(style)
+
+
+def tensor_plan(model: PreTrainedModel) -> dict[str, str]:
+    """Return the tensor-parallel plan that `transformers` applies to a model."""
+    return {name: style for name, style in (model.tp_plan or {}).items() if style}
+
+
+def _divide(model: PreTrainedModel, tensor: int) -> None:
+    """Replace each divided matrix by one device's part of it."""
+    plan, config = tensor_plan(model), model.config
+    for name, parameter in [*model.named_parameters()]:
+        dimension = divided_dimension(name, plan, _DIVIDED)
+        if dimension is None:
+            continue
+        shape, dimension = [*parameter.shape], max(dimension, -parameter.ndim)
+        names = ("num_attention_heads", "num_key_value_heads") if ".mlp." not in name else ()
+        heads = [(f"`{field}`", getattr(config, field, None) or tensor) for field in names]
+        for what, size in [(f"a dimension of {name}", shape[dimension]), *heads]:
+            if size % tensor:
+                raise ValueError(f"{tensor} devices cannot share {what}, which is {size}: it must be a multiple.")
+        shape[dimension] //= tensor
+        owner = model.get_submodule(name.rpartition(".")[0])
+        part = nn.Parameter(parameter.new_empty(shape), requires_grad=True)
+        setattr(owner, name.rpartition(".")[2], part)
+
+
+class _Sink(torch.autograd.Function):
+    """Ends a graph without keeping its outputs, and begins the backward pass with gradients of their shapes."""
+
+    @staticmethod
+    def forward(ctx, *outputs: Tensor) -> Tensor:
+        ctx.like = [(output.shape, output.dtype) for output in outputs]
+        return outputs[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(grad.new_empty(shape, dtype=dtype) for shape, dtype in ctx.like)
+
+
+class _Output(torch.autograd.Function):
+    """Stands in for the output of a sublayer, of which only the shape matters."""
+
+    @staticmethod
+    def forward(ctx, inputs: Tensor) -> Tensor:
+        return torch.empty_like(inputs)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad
+
+
+@dataclass
+class _Walk:
+    """The calls of all layers in one pass in which sublayers compute nothing.
+
+    Attributes:
+        states: The state before each layer, and after the last.
+        arguments: The other arguments of each layer.
+        numbers: For each layer, the numbers of tensors of the state after each sublayer.
+    """
+
+    states: list[Any] = field(default_factory=list)
+    arguments: list[dict[str, Any]] = field(default_factory=list)
+    numbers: list[tuple[int, ...]] = field(default_factory=list)
+
+
+def _connections_only(layer: nn.Module, state: Any, numbers: list[int] | None = None) -> Any:
+    """Run the reads and writes of a layer; each sublayer's output is an empty tensor."""
+    reader = DepthReader()
+    for sublayer in layer.sublayers:
+        inputs, _, state = reader.read(layer, sublayer.name, state, sublayer.first)
+        state = getattr(layer, f"{sublayer.name}_proj").write(state, _Output.apply(inputs))
+        if numbers is not None:
+            numbers.append(len(tensors_in(state)))
+    return state
+
+
+def _walk(model: PreTrainedModel, batch: Batch) -> _Walk:
+    walk = _Walk()
+
+    def forward(layer: nn.Module, hidden_states: Any, *, reader: DepthReader, **arguments: Any) -> Any:
+        numbers: list[int] = []
+        walk.states.append(hidden_states)
+        walk.arguments.append(arguments)
+        state = _connections_only(layer, hidden_states, numbers)
+        walk.numbers.append(tuple(numbers))
+        if len(walk.numbers) == len(model.base_model.layers):
+            walk.states.append(state)
+        return reader.after(layer.layer_idx, state)
+
+    # The model belongs to this file alone, so its layers may run another `forward` for a moment.
+    for layer in model.base_model.layers:
+        layer.forward = MethodType(forward, layer)
+    with torch.no_grad():
+        model(input_ids=torch.zeros(batch.rows, batch.length, dtype=torch.long), use_cache=False, logits_to_keep=1)
+    for layer in model.base_model.layers:
+        del layer.forward
+    return walk
+
+
+def _identities(states: Sequence[Any]) -> list[list[tuple[int, int]]]:
+    """Return for each state the identity and bytes of each tensor; tensors of one storage have one identity."""
+    numbers: dict[int, int] = {}
+    storages = [[tensor.untyped_storage() for tensor in tensors_in(state)] for state in states]
+    return [[(numbers.setdefault(id(s), len(numbers)), s.nbytes()) for s in state] for state in storages]
+
+
+def _trace_training(model: PreTrainedModel, batch: Batch) -> Trace:
+    walk = _walk(model, batch)
+    for parameter in model.parameters():
+        # From the second of several accumulated batches on, gradients are added to those that exist.
+        parameter.grad = torch.empty_like(parameter)
+    identities = _identities(walk.states)
+    layers, known = [], {}
+    for i, layer in enumerate(model.base_model.layers):
+        state = walk.states[i]
+        kinds = [type(module) for module in layer.modules()]
+        shapes = [(*tensor.shape, tensor.dtype) for tensor in (*layer.parameters(), *tensors_in(state))]
+        arguments = [(name, type(value), *map(lambda t: t.shape, tensors_in(value))) for name, value in walk.arguments[i].items()]
+        signature = (*kinds, *shapes, *walk.numbers[i], *arguments, isinstance(state, tuple))
+        if signature not in known:
+            known[signature] = _trace_layer(layer, state, walk.arguments[i])
+        numbers, positions = known[signature]
+        both = [identity for identity, _ in (*identities[i], *identities[i + 1])]
+        layers.append(
+            replace(numbers, states=dict(identities[i]), kept_states=frozenset(both[place] for place in positions))
+        )
+    stream = batch.rows * batch.length * model.config.hidden_size * batch.dtype.itemsize
+    return Trace(batch, tuple(layers), dict(identities[-1]), _trace_head(model, walk.states[-1], batch), stream)
+
+
+def _leaves(state: Any) -> Any:
+    """Return a state of new tensors without a history."""
+    if isinstance(state, tuple):
+        return tuple(map(_leaves, state))
+    return torch.empty_like(state, memory_format=torch.contiguous_format).requires_grad_()
+
+
+def _trace_layer(layer: nn.Module, state: Any, arguments: dict[str, Any]) -> tuple[LayerTrace, list[int]]:
+    """Run both passes of a layer. Return its memory, and the positions of the input and output states that it keeps."""
+    kept, positions, forward, backward = _run(layer, _leaves(state), lambda state: layer(state, **arguments))
+    # A second run, in which only the connections keep something.
+    connection_kept, *_ = _run(layer, _leaves(state), lambda state: _connections_only(layer, state))
+    return LayerTrace({}, kept, connection_kept, forward=forward, backward=backward), positions
+
+
+def _run(layer: nn.Module, state: Any, function: Any) -> tuple[int, list[int], int, int]:
+    """Run both passes of a function of a state.
+
+    Returns:
+        The bytes that it keeps besides states; the positions of the kept states among those of its input and output;
+        and the peaks of the forward pass and of both passes.
+    """
+    ours = [*layer.parameters(), *layer.buffers(), *(p.grad for p in layer.parameters()), *tensors_in(state)]
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.detach())
+        return tensor
+
+    # Gradients of routed experts, `[experts, ...]`, are divided among devices in other ways than the rest: `layouts`
+    # counts them.
+    live = LiveBytes(parameter.shape for parameter in layer.parameters() if parameter.ndim == 3)
+    live.ignore(ours)
+    with live:
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = tensors_in(function(state))
+        forward = live.peak
+        ignored = {id(tensor.untyped_storage()) for tensor in ours}
+        states = [id(tensor.untyped_storage()) for tensor in (*tensors_in(state), *outputs)]
+        saved_storages = {id(tensor.untyped_storage()) for tensor in saved}
+        positions = [i for i, storage in enumerate(states) if storage in saved_storages]
+        kept = storage_bytes(t for t in saved if id(t.untyped_storage()) not in {*ignored, *states})
+        saved.clear()
+        loss = _Sink.apply(*outputs)
+        del outputs
+        loss.backward()
+    return kept, positions, forward, live.peak
+
+
+def _trace_head(model: PreTrainedModel, state: Any, batch: Batch) -> int:
+    """Return the peak of embedding, output read, norm, head and loss, in both passes."""
+    state, last = _leaves(state), len(model.base_model.layers) - 1
+
+    def forward(layer: nn.Module, hidden_states: Any, *, reader: DepthReader, **arguments: Any) -> Any:
+        # The embedding's output goes through, so that it gets a gradient.
+        return reader.after(layer.layer_idx, state) if layer.layer_idx == last else hidden_states
+
+    for layer in model.base_model.layers:
+        layer.forward = MethodType(forward, layer)
+    live = LiveBytes()
+    live.ignore([*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters()), *tensors_in(state)])
+    with live:
+        ids = torch.zeros(batch.rows, batch.length, dtype=torch.long)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    for layer in model.base_model.layers:
+        del layer.forward
+    return live.peak
+
+
+@torch.no_grad()
+def _trace_inference(model: PreTrainedModel, batch: Batch) -> Trace:
+    """Trace a pass of the whole model that fills a cache."""
+    cache = DynamicCache(config=model.config)
+    if batch.past:
+        model(input_ids=torch.zeros(batch.rows, batch.past, dtype=torch.long), past_key_values=cache, logits_to_keep=1)
+    states, starts, peaks = [], [], []
+    live = LiveBytes()
+    layers = model.base_model.layers
+
+    def forward(layer: nn.Module, hidden_states: Any, **arguments: Any) -> Any:
+        states.append(hidden_states)
+        live.peak = live.now
+        starts.append(live.now)
+        result = type(layer).forward(layer, hidden_states, **arguments)
+        peaks.append(live.peak - starts[-1])
+        live.peak = live.now
+        if len(peaks) == len(layers):
+            states.append(result)
+        return result
+
+    for layer in layers:
+        layer.forward = MethodType(forward, layer)
+    live.ignore([*model.parameters(), *model.buffers()])
+    # The tensors of the cache are replaced by longer ones, and both exist for a moment.
+    live.count(tensor for layer in cache.layers for tensor in _cached(layer))
+    with live:
+        ids = torch.zeros(batch.rows, batch.length, dtype=torch.long)
+        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        head = live.peak - live.now
+    identities = _identities(states)
+    sizes = [storage_bytes(_cached(layer)) for layer in cache.layers]
+    traced = [
+        LayerTrace(dict(state), forward=peak, cache=size) for state, peak, size in zip(identities, peaks, sizes)
+    ]
+    stream = batch.rows * batch.length * model.config.hidden_size * batch.dtype.itemsize
+    return Trace(batch, tuple(traced), dict(identities[-1]), head, stream)
+
+
+def _cached(layer: Any) -> Iterable[Tensor]:
+    """Return the tensors of one layer of a cache, whatever its kind."""
+    return [tensor for value in vars(layer).values() for tensor in tensors_in(value)]
+
+
+__all__ = ["Batch", "LayerTrace", "Trace", "build", "divided_dimension", "tensor_plan", "trace", "without_data"]
