@@ -17,6 +17,7 @@ from .options_convert import convert
 from .options_demo import demo
 from .options_eval import evaluate
 from .options_inspect import inspect
+from .options_plan import plan
 from .options_push import push
 from .options_train import train
 
@@ -62,5 +63,6 @@ app.command(cls=Command)(train)
 app.command("eval", cls=Command)(evaluate)
 app.command(cls=Command, short_help="Show how a model uses its depth, as a page with figures.")(inspect)
 app.command(cls=Command, short_help="Publish a model on the Hub, with a card.")(push)
+app.command(cls=Command, short_help="Plan how to divide a model among devices.")(plan)
 app.command(cls=Command)(bench)
 app.command("list", cls=Command, short_help="List the names that you can give to commands.")(list_names)

@@ -108,7 +108,9 @@ class Trace:
     @property
     def block_states(self) -> int:
         """Bytes of the largest state, without the one tensor that a standard residual stream holds too."""
-        return max(sum(state.values()) for state in (*(layer.states for layer in self.layers), self.output)) - self.stream
+        return (
+            max(sum(state.values()) for state in (*(layer.states for layer in self.layers), self.output)) - self.stream
+        )
 
     def peak(self, checkpointing: bool = False, layers: slice = slice(None)) -> int:
         """Return the peak bytes of the pass, without the cache.
@@ -332,7 +334,9 @@ def _trace_training(model: PreTrainedModel, batch: Batch) -> Trace:
         state = walk.states[i]
         kinds = [type(module) for module in layer.modules()]
         shapes = [(*tensor.shape, tensor.dtype) for tensor in (*layer.parameters(), *tensors_in(state))]
-        arguments = [(name, type(value), *map(lambda t: t.shape, tensors_in(value))) for name, value in walk.arguments[i].items()]
+        arguments = [
+            (name, type(value), *map(lambda t: t.shape, tensors_in(value))) for name, value in walk.arguments[i].items()
+        ]
         signature = (*kinds, *shapes, *walk.numbers[i], *arguments, isinstance(state, tuple))
         if signature not in known:
             known[signature] = _trace_layer(layer, state, walk.arguments[i])
@@ -446,9 +450,7 @@ def _trace_inference(model: PreTrainedModel, batch: Batch) -> Trace:
         head = live.peak - live.now
     identities = _identities(states)
     sizes = [storage_bytes(_cached(layer)) for layer in cache.layers]
-    traced = [
-        LayerTrace(dict(state), forward=peak, cache=size) for state, peak, size in zip(identities, peaks, sizes)
-    ]
+    traced = [LayerTrace(dict(state), forward=peak, cache=size) for state, peak, size in zip(identities, peaks, sizes)]
     stream = batch.rows * batch.length * model.config.hidden_size * batch.dtype.itemsize
     return Trace(batch, tuple(traced), dict(identities[-1]), head, stream)
 

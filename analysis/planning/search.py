@@ -1,0 +1,104 @@
+"""Find the layouts of a job that fit, the fastest first."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from .layouts import Costs, Device, Job, Layout, Plan
+
+
+@dataclass(frozen=True)
+class Search:
+    """The result of a search.
+
+    Attributes:
+        fitting: Plans that fit, the fastest first.
+        nearest: The plan that needs the least memory, whether it fits or not.
+        limit: Bytes that a plan may need.
+    """
+
+    fitting: tuple[Plan, ...]
+    nearest: Plan
+    limit: float
+
+
+def layouts(costs: Costs, job: Job, device: Device) -> Iterator[Layout]:
+    """Yield the layouts that the numbers of devices, layers, experts and sequences allow.
+
+    Tensor parallelism stays within a node. Weights are whole on every device, or sharded within a node or among all
+    groups of data.
+    """
+    experts, _ = costs.experts
+    sequences = job.batch_tokens // job.context
+    has_tensor = any(weight.is_divided for weight in costs.weights)
+    for tensor in _divisors(job.devices):
+        if tensor > 1 and (not has_tensor or tensor > device.per_node or not _divides_heads(costs, tensor)):
+            continue
+        for pipeline in _divisors(job.devices // tensor):
+            data = job.devices // tensor // pipeline
+            if pipeline > costs.num_layers or (job.training and sequences % data) or data > sequences:
+                continue
+            # 1F1B needs a micro-batch for each stage.
+            if job.training and pipeline > 1 and sequences // data < pipeline:
+                continue
+            node = device.per_node // tensor
+            shards = {1, data, node if data % node == 0 else 1} if job.training else {data}
+            for shard in sorted(shards):
+                for expert in _divisors(shard * tensor):
+                    if expert == 1 or (expert % tensor == 0 and experts % expert == 0):
+                        # Serving has no FSDP; there the groups of data share only experts.
+                        layout = Layout(data, tensor, pipeline, expert, shard if job.training else 1)
+                        yield layout
+                        if job.training:
+                            yield replace(layout, checkpointing=True)
+
+
+def search(costs: Costs, device: Device, job: Job | None = None) -> Search:
+    """Plan all layouts of a job.
+
+    Args:
+        costs: The costs of the model.
+        device: The devices.
+        job: The job; by default that of `costs`. It may have another number of devices.
+
+    Raises:
+        ValueError: No layout is possible, whatever the memory.
+    """
+    job = job or costs.job
+    plans = [costs.plan(layout, device) for layout in layouts(costs, job, device)]
+    if not plans:
+        raise ValueError(
+            f"{job.devices} devices have no layout for {job.batch_tokens // job.context} sequences: the number must "
+            "be a multiple of the groups that take different ones. Change the devices, or the batch."
+        )
+    limit = device.memory * (1 - device.reserved)
+    fitting = [plan for plan in plans if plan.total_memory <= limit]
+    fitting.sort(key=lambda plan: (-plan.tokens_per_second, plan.total_memory))
+    return Search(tuple(fitting), min(plans, key=lambda plan: plan.total_memory), limit)
+
+
+def devices_that_fit(costs: Costs, device: Device, most: int = 64) -> int | None:
+    """Return the smallest number of devices that fits, among doublings of the job's up to `most` times as many."""
+    factor = 2
+    while factor <= most:
+        job = replace(costs.job, devices=costs.job.devices * factor)
+        try:
+            if search(costs, device, job).fitting:
+                return job.devices
+        except ValueError:
+            return None
+        factor *= 2
+    return None
+
+
+def _divides_heads(costs: Costs, tensor: int) -> bool:
+    """Return whether the numbers of heads and experts' columns are multiples of `tensor`."""
+    config = costs.config
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size")
+    return all((getattr(config, name, None) or tensor) % tensor == 0 for name in names)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+__all__ = ["Search", "devices_that_fit", "layouts", "search"]

@@ -1,0 +1,91 @@
+"""The options of `attnres plan`, and the checks of them that need no PyTorch."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attnres.utils.hub import check_source
+from attnres.utils.packaged import configuration_names
+
+from .choices import Debug, given_options
+from .connections import flag
+from .guard import loading
+
+_LARGEST = 10**12
+
+
+class Optimizer(StrEnum):
+    """The optimizers of a recipe."""
+
+    adamw = "adamw"
+    muon = "muon"
+
+
+def plan(
+    context_of_click: typer.Context,
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="Name of a configuration, or directory or Hub id of a model.")
+    ],
+    devices: Annotated[int, typer.Option(min=1, max=2**16, help="Number of devices.")],
+    memory: Annotated[float, typer.Option(min=0.001, max=10**6, help="Memory of a device, in GB (10^9 bytes).")] = 80,
+    context: Annotated[int, typer.Option(min=1, max=_LARGEST, help="Tokens of a sequence.")] = 4096,
+    batch_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=_LARGEST,
+            help="With --train, tokens of an optimizer step; with --serve, of all sequences that are served at once.  "
+            "[default: a sequence for each device]",
+        ),
+    ] = None,
+    train: Annotated[bool, typer.Option("--train/--serve", help="What the devices do.")] = True,
+    optimizer: Annotated[Optimizer, typer.Option(help="The optimizer of --train.")] = Optimizer.adamw,
+    prefill_chunk: Annotated[
+        int, typer.Option(min=1, max=_LARGEST, help="Tokens of a prompt that --serve computes at once.")
+    ] = 16384,
+    tflops: Annotated[float, typer.Option(min=0.001, max=10**6, help="10^12 operations of a device per second.")] = 989,
+    efficiency: Annotated[float, typer.Option(min=0.001, max=1, help="Share of --tflops that is reached.")] = 0.4,
+    memory_bandwidth: Annotated[float, typer.Option(min=0.001, max=10**6, help="GB/s of a device's memory.")] = 3350,
+    link: Annotated[float, typer.Option(min=0.001, max=10**6, help="GB/s between two devices of a node.")] = 450,
+    network: Annotated[float, typer.Option(min=0.001, max=10**6, help="GB/s between devices of two nodes.")] = 50,
+    per_node: Annotated[int, typer.Option(min=1, max=2**16, help="Devices of a node.")] = 8,
+    shown: Annotated[int, typer.Option(min=1, max=10**6, help="Layouts to show.")] = 8,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, with all layouts that fit.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of CONFIG on the Hub.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Plan how to divide a model among devices: memory, communication and time of each layout that fits.
+
+    Nothing is downloaded but the configuration, and no device is needed: memory is counted on tensors without data.
+
+    attnres plan kimi-k3 --devices 1024 --memory 141 --batch-tokens 16777216
+    attnres plan my-attnres --devices 8 --context 131072 --serve
+    """
+    given = given_options(context_of_click)
+    foreign = ("prefill_chunk",) if train else ("optimizer",)
+    if others := [flag(name) for name in foreign if name in given]:
+        raise typer.BadParameter(f"{others[0]} needs {'--serve' if train else '--train'}.")
+    if config not in configuration_names():
+        check_source(config, configuration_names())
+    elif revision is not None:
+        raise typer.BadParameter(f"--revision belongs to models on the Hub, and {config} is a named configuration.")
+    if Path(config).is_dir() and not (Path(config) / "config.json").is_file():
+        raise typer.BadParameter(f"{config} holds no config.json: give the directory of a model.")
+    with loading():
+        from attnres.analysis.planning import Device, Job
+
+        from .plan import run_plan
+    device = Device(
+        memory=memory * 1e9,
+        flops=tflops * 1e12,
+        efficiency=efficiency,
+        memory_bandwidth=memory_bandwidth * 1e9,
+        link=link * 1e9,
+        network=network * 1e9,
+        per_node=per_node,
+    )
+    tokens = batch_tokens or devices * context
+    job = Job(devices, context, tokens, train, optimizer.value, min(prefill_chunk, context))
+    run_plan(config, job, device, shown=shown, as_json=json, revision=revision)

@@ -1,0 +1,132 @@
+"""`attnres plan`: print the layouts of a model on many devices that fit, the best first."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, PreTrainedConfig
+
+from attnres import ResidualConfig
+from attnres.analysis.planning import Costs, Device, Job, Plan, Search, devices_that_fit, search
+from attnres.configuration import load, names
+from attnres.conversion.family import member_config
+from attnres.conversion.whole import check_source_sizes
+from attnres.utils.progress import status
+from attnres.utils.quiet import quiet_transformers
+
+
+def run_plan(
+    source: str, job: Job, device: Device, *, shown: int = 8, as_json: bool = False, revision: str | None = None
+) -> None:
+    """Print the layouts of a job that fit.
+
+    Args:
+        source: Name of a configuration, or directory or Hub id of a model.
+        job: The job.
+        device: The devices.
+        shown: The largest number of layouts in the table.
+        as_json: Whether to print JSON, with all layouts.
+        revision: Branch, tag or commit on the Hub.
+
+    Raises:
+        ValueError: The model cannot be planned; no layout is possible, or none fits.
+    """
+    config = read_config(source, revision)
+    costs = Costs(config, job)
+    with status(Console(stderr=True), f"Tracing {source}"):
+        found = search(costs, device)
+        if not found.fitting:
+            raise ValueError(explain_miss(found, costs, device))
+    if as_json:
+        print(json.dumps({"source": source, "job": asdict(job), "device": asdict(device), "plans": records(found)}))
+        return
+    console = Console()
+    console.print(plan_table(found.fitting[:shown]))
+    console.print(
+        f"{len(found.fitting)} layouts fit into {gigabytes(found.limit)} GB of {gigabytes(device.memory)} GB. "
+        "Memory is counted; times are estimates.",
+        highlight=False,
+    )
+
+
+def read_config(source: str, revision: str | None = None) -> ResidualConfig:
+    """Return the family's configuration of a named configuration, directory or Hub id.
+
+    Raises:
+        ValueError: There is no such model, or the family does not have its backbone.
+    """
+    if source in names() and not Path(source).is_dir():
+        return load(source)
+    check_source_sizes(source, revision)
+    with quiet_transformers():
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source, revision=revision)
+    return config if isinstance(config, ResidualConfig) else member_config(config)
+
+
+def plan_table(plans: Iterable[Plan]) -> Table:
+    """Return a table of plans, one a row."""
+    table = Table(box=None, pad_edge=False)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in ("memory is mostly", "time is mostly") else "right")
+    for plan in plans:
+        table.add_row(*table_row(plan))
+    return table
+
+
+# Abbreviations would need a legend, so the columns are few.
+COLUMNS = (
+    *("data", "tensor", "pipeline", "expert", "shards", "recompute", "GB", "memory is mostly", "GB sent", "seconds"),
+    *("tokens/s", "time is mostly"),
+)
+
+
+def table_row(plan: Plan) -> list[str]:
+    """Return the cells of a plan's row under [`COLUMNS`]."""
+    layout = plan.layout
+    part, slowest = plan.dominant_memory, plan.dominant_time
+    return [
+        *map(str, (layout.data, layout.tensor, layout.pipeline, layout.expert, layout.shard)),
+        "yes" if layout.checkpointing else "no",
+        gigabytes(plan.total_memory),
+        f"{part} ({plan.memory[part] / plan.total_memory:.0%})",
+        gigabytes(sum(plan.sent.values())),
+        f"{plan.total_seconds:.3g}",
+        f"{plan.tokens_per_second:,.0f}",
+        slowest,
+    ]
+
+
+def records(found: Search) -> list[dict]:
+    """Return all plans that fit as values of JSON."""
+    return [asdict(plan) | {"total_memory": plan.total_memory} for plan in found.fitting]
+
+
+def explain_miss(found: Search, costs: Costs, device: Device) -> str:
+    """Return why no layout fits, and what would help, in one line."""
+    nearest, job = found.nearest, costs.job
+    layout, part = nearest.layout, nearest.dominant_memory
+    division = ", ".join(f"{name} {value}" for name, value in asdict(layout).items() if name != "checkpointing")
+    text = (
+        f"No layout of {job.devices} devices fits: the nearest ({division}) needs {gigabytes(nearest.total_memory)} GB "
+        f"of {gigabytes(found.limit)} GB, mostly {part} ({gigabytes(nearest.memory[part])} GB)."
+    )
+    enough = devices_that_fit(costs, device)
+    helps = [f"{enough} devices would do"] if enough else []
+    if part in ("activations", "block states", "caches"):
+        helps.append("a shorter --context would help")
+    elif job.training and job.optimizer != "muon":
+        helps.append("--optimizer muon needs less")
+    remedy = ", and ".join(helps) or "give devices with more --memory"
+    return f"{text} {remedy[0].upper()}{remedy[1:]}."
+
+
+def gigabytes(number: float) -> str:
+    """Return bytes in GB with three digits."""
+    value = number / 1e9
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+__all__ = ["COLUMNS", "explain_miss", "plan_table", "read_config", "records", "run_plan", "table_row"]
