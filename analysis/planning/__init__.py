@@ -4,6 +4,7 @@ Memory is counted by running the model on tensors without data. Times are estima
 """
 
 from .layouts import OPTIMIZERS, Costs, Device, Job, Layout, Plan
+from .overhead import Pipeline, overhead, simulate_step
 from .schedules import SCHEDULES, Simulation, paper_sends, rank_actions, sent_bytes, simulate
 from .search import Search, devices_that_fit, search
 from .tracing import Batch, Trace, trace
@@ -16,15 +17,18 @@ __all__ = [
     "Device",
     "Job",
     "Layout",
+    "Pipeline",
     "Plan",
     "Search",
     "Simulation",
     "Trace",
     "devices_that_fit",
+    "overhead",
     "paper_sends",
     "rank_actions",
     "search",
     "sent_bytes",
     "simulate",
+    "simulate_step",
     "trace",
 ]

@@ -265,6 +265,14 @@ class Costs:
         bounds = [self.num_layers * stage // pipeline for stage in range(pipeline + 1)]
         return [slice(*pair) for pair in pairwise(bounds)]
 
+    def forward_flops(self, pipeline: int) -> list[float]:
+        """Return the products and sums of the forward pass of one sequence, for each stage."""
+        layout, attention = Layout(pipeline=pipeline), self._attention_flops(self.job.context, self.job.context)
+        return [
+            2 * self._weight_costs(layout, stage)["active"] * self.job.context + attention / pipeline
+            for stage in self.stages(pipeline)
+        ]
+
     def plan(self, layout: Layout, device: Device) -> Plan:
         """Return the costs of a layout.
 

@@ -64,7 +64,7 @@ def test_the_peak_of_training_is_within_10_percent_of_a_real_step(name, tmp_path
     config, batch, checkpointing = TRAINING[name]
     model = real_model(config, batch)
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.randint(0, config.vocab_size, (batch.rows, batch.length))
 
     def step():
@@ -79,7 +79,6 @@ def test_the_peak_of_training_is_within_10_percent_of_a_real_step(name, tmp_path
         step()
     recorded.export_chrome_trace(str(tmp_path / "trace.json"))
     planned = trace(config, plain(batch)).peak(checkpointing)
-    print(name, planned, live.peak, allocated(tmp_path / "trace.json"), planned / live.peak)
     assert planned == pytest.approx(live.peak, rel=0.1)
     assert planned == pytest.approx(allocated(tmp_path / "trace.json"), rel=0.1)
 
@@ -105,7 +104,9 @@ def test_the_peak_of_inference_and_the_cache_are_those_of_a_real_pass(config, ba
 
     def cached() -> list[torch.Tensor]:
         states = [layer.__dict__.values() for layer in cache.layers]
-        flat = [v for values in states for value in values for v in (value.values() if isinstance(value, dict) else [value])]
+        flat = [
+            v for values in states for value in values for v in (value.values() if isinstance(value, dict) else [value])
+        ]
         return [value for value in flat if isinstance(value, torch.Tensor)]
 
     with torch.no_grad():
@@ -117,6 +118,5 @@ def test_the_peak_of_inference_and_the_cache_are_those_of_a_real_pass(config, ba
         with live:
             run(batch.length)
     planned = trace(config, plain(batch))
-    print(planned.cache, planned.peak(), live.peak, (planned.cache + planned.peak()) / live.peak)
     assert planned.cache == sum(tensor.untyped_storage().nbytes() for tensor in cached())
     assert planned.cache + planned.peak() == pytest.approx(live.peak, rel=0.1)

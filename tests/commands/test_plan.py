@@ -1,0 +1,75 @@
+"""`attnres plan` prints layouts as a table and as JSON, and says in one line why none fits."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from attnres.commands.app import app
+
+ATTNRES = Path(sys.executable).with_name("attnres")
+TINY = ["plan", "attnres-tiny", "--devices", "4", "--context", "256", "--batch-tokens", "4096"]
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, [*arguments])
+
+
+def test_the_table_has_a_line_for_each_layout_and_names_what_dominates():
+    done = subprocess.run([ATTNRES, *TINY, "--shown", "3"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    heading, *lines, total = done.stdout.splitlines()
+    assert len(lines) == 3
+    assert all(name in heading for name in ("data", "tensor", "pipeline", "expert", "GB sent", "tokens/s"))
+    assert "Memory is counted; times are estimates." in total
+
+
+def test_the_json_has_all_layouts_of_a_model_directory(tmp_path):
+    LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4
+    ).save_pretrained(tmp_path)
+    options = ["--devices", "4", "--context", "128", "--batch-tokens", "1024", "--json"]
+    for mode in ("--train", "--serve"):
+        done = run("plan", str(tmp_path), *options, mode)
+        assert done.exit_code == 0, done.output
+        plans = json.loads(done.stdout)["plans"]
+        assert plans
+        for plan in plans:
+            layout = plan["layout"]
+            assert layout["data"] * layout["tensor"] * layout["pipeline"] == 4
+            assert plan["total_memory"] == pytest.approx(sum(plan["memory"].values()))
+        assert max(plan["layout"]["tensor"] for plan in plans) > 1
+
+
+def test_a_model_that_fits_nowhere_gets_the_nearest_miss_and_a_remedy():
+    done = run(*TINY, "--memory", "0.005")
+    assert isinstance(done.exception, ValueError)
+    message = str(done.exception)
+    assert message.startswith("No layout of 4 devices fits: the nearest (data ")
+    assert " of 0.0046 GB, mostly " in message
+    assert message.endswith(".")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--devices", "4", "--serve", "--optimizer", "muon"], "--optimizer needs --train."),
+        (["--devices", "4", "--prefill-chunk", "64"], "--prefill-chunk needs --serve."),
+        (["--devices", "0"], "0 is not in the range"),
+        (["--devices", "4", "--revision", "main"], "attnres-tiny is a named configuration."),
+    ],
+)
+def test_bad_usage_is_one_line(arguments, message):
+    done = run("plan", "attnres-tiny", *arguments)
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.replace("│", " ").split())
+
+
+def test_a_batch_that_holds_no_whole_sequences_is_refused():
+    done = run("plan", "attnres-tiny", "--devices", "4", "--context", "256", "--batch-tokens", "300")
+    assert "whole sequences of 256 tokens, got 300 tokens" in str(done.exception)
