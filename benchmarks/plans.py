@@ -1,0 +1,111 @@
+"""Write the tables of the guide on plans: `python -m benchmarks.plans`. No device is needed."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from attnres.analysis.planning import Costs, Device, Job, Pipeline, overhead, paper_sends, search, trace
+from attnres.analysis.planning.tracing import Batch
+from attnres.analysis.tables import update_tables
+from attnres.commands.plan import gigabytes
+from attnres.configuration import load
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "guides" / "plan.md"
+H100, H200 = Device(memory=80e9), Device(memory=141e9, memory_bandwidth=4.8e12)
+# Configuration -> context, tokens of a step, and numbers of devices.
+TRAINED = {
+    "attnres-194m": (8192, 192 * 8192, (8, 64)),
+    "attnres-241m": (8192, 256 * 8192, (8, 64)),
+    "attnres-296m": (8192, 320 * 8192, (8, 64)),
+    "attnres-436m": (8192, 384 * 8192, (8, 64)),
+    "attnres-528m": (8192, 432 * 8192, (8, 64)),
+    "attnres-48b-a3b": (4096, 2**23, (8, 16, 64, 256, 1024)),
+    "kimi-k3": (4096, 2**24, (256, 512, 1024, 2048)),
+}
+BANDWIDTHS = (25e9, 50e9, 450e9)  # bytes per second: 200 and 400 Gbit/s of a network, and links within a node
+
+
+def markdown(heading: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table in Markdown."""
+    heading = [*heading]
+    lines = [heading, ["---"] * len(heading), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def training_rows() -> Iterator[list[str]]:
+    """Yield the fastest layout of each configuration, number of devices, and size of device."""
+    for name, (context, tokens, counts) in TRAINED.items():
+        costs = Costs(load(name), Job(1, context, tokens))
+        for count in counts:
+            for device in (H100, H200):
+                found = search(costs, device, replace(costs.job, devices=count))
+                head = [f"`{name}`", f"{count:,}", gigabytes(device.memory)]
+                if not found.fitting:
+                    part = found.nearest.dominant_memory
+                    text = f"none: the nearest needs {gigabytes(found.nearest.total_memory)} GB, mostly {part}"
+                    yield [*head, text, *[""] * 4]
+                    continue
+                plan = found.fitting[0]
+                layout = plan.layout
+                division = f"{layout.data} x {layout.tensor} x {layout.pipeline}"
+                recompute = "yes" if layout.checkpointing else "no"
+                memory = f"{gigabytes(plan.total_memory)}, mostly {plan.dominant_memory}"
+                yield [*head, division, f"{layout.expert}, {layout.shard}", recompute, memory, plan.dominant_time]
+
+
+def prefill_rows() -> Iterator[list[str]]:
+    """Yield the block states of Kimi K3 for a prompt of 128K tokens."""
+    config, length = load("kimi-k3"), 131072
+    costs = Costs(config, Job(8, length, length, training=False))
+    whole = trace(config, Batch(1, length, training=False)).block_states
+    yield ["whole prompt, one device", gigabytes(whole), "15"]
+    yield ["sharded along the sequence among 8 devices", gigabytes(whole / 8), "1.9"]
+    yield ["the same, in chunks of 16K tokens", gigabytes(costs.trace(8).block_states), "below 0.3"]
+
+
+def overhead_rows() -> Iterator[list[str]]:
+    """Yield the predicted overhead of Block AttnRes under pipeline parallelism."""
+    costs = Costs(load("kimi-k3"), Job(1, 4096, 4096))
+    for ranks in (2, 4, 8, 16):
+        for virtual in (1, 2):
+            row = [str(ranks), str(virtual)]
+            for bandwidth in BANDWIDTHS:
+                # Each stage is a node of 8 devices, and each of them sends its part of the tokens.
+                pipeline = Pipeline(ranks, virtual, 4 * ranks, bandwidth * 8, devices_per_stage=8)
+                shares = [overhead(costs, H100, replace(pipeline, cached=cached)) for cached in (False, True)]
+                row.append(" / ".join(f"{share:.1%}" for share in shares))
+            yield row
+
+
+def sent_rows() -> Iterator[list[str]]:
+    """Yield the numbers of block tensors that the paper's formulas send, for one block that ends in each stage."""
+    for ranks in (2, 4, 8, 16):
+        for virtual in (1, 2, 4):
+            naive, cached = (paper_sends(ranks, virtual, 1, is_cached) for is_cached in (False, True))
+            yield [str(ranks), str(virtual), str(naive), str(cached), f"{naive / cached:.2f}"]
+
+
+def main() -> None:
+    """Compute all tables, and write them into the guide."""
+    columns = [
+        "model",
+        "devices",
+        "GB",
+        "data x tensor x pipeline",
+        "expert, shards",
+        "recompute",
+        "GB used",
+        "time is mostly",
+    ]
+    rates = [f"{bandwidth / 1e9:.0f} GB/s" for bandwidth in BANDWIDTHS]
+    tables = {
+        "training layouts": markdown(columns, training_rows()),
+        "prefill states": markdown(["block states of `kimi-k3`, 128K tokens", "GB", "paper"], prefill_rows()),
+        "pipeline overhead": markdown(["P", "V", *(f"{rate}: naive / cached" for rate in rates)], overhead_rows()),
+        "pipeline sends": markdown(["P", "V", "naive", "cached", "ratio"], sent_rows()),
+    }
+    update_tables(PAGE, tables)
+
+
+if __name__ == "__main__":
+    main()
