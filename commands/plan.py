@@ -43,7 +43,8 @@ def run_plan(
     if as_json:
         print(json.dumps({"source": source, "job": asdict(job), "device": asdict(device), "plans": records(found)}))
         return
-    console = Console()
+    # A row is one line, also where the terminal is narrow or there is none.
+    console = Console(width=max(140, Console().width))
     console.print(plan_table(found.fitting[:shown]))
     console.print(
         f"{len(found.fitting)} layouts fit into {gigabytes(found.limit)} GB of {gigabytes(device.memory)} GB. "
@@ -76,9 +77,8 @@ def plan_table(plans: Iterable[Plan]) -> Table:
     return table
 
 
-# Abbreviations would need a legend, so the columns are few.
 COLUMNS = (
-    *("data", "tensor", "pipeline", "expert", "shards", "recompute", "GB", "memory is mostly", "GB sent", "seconds"),
+    *("data x tensor x pipeline", "expert", "shards", "recompute", "GB", "memory is mostly", "GB sent", "seconds"),
     *("tokens/s", "time is mostly"),
 )
 
@@ -88,7 +88,8 @@ def table_row(plan: Plan) -> list[str]:
     layout = plan.layout
     part, slowest = plan.dominant_memory, plan.dominant_time
     return [
-        *map(str, (layout.data, layout.tensor, layout.pipeline, layout.expert, layout.shard)),
+        f"{layout.data} x {layout.tensor} x {layout.pipeline}",
+        *map(str, (layout.expert, layout.shard)),
         "yes" if layout.checkpointing else "no",
         gigabytes(plan.total_memory),
         f"{part} ({plan.memory[part] / plan.total_memory:.0%})",

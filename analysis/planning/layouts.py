@@ -285,7 +285,8 @@ class Costs:
     def _local(self, weight: Weights, layout: Layout) -> tuple[float, int]:
         """Return a weight's numbers on one device before FSDP, and the number of devices among which FSDP shards it."""
         if weight.is_expert and layout.expert > 1:
-            return weight.number / layout.expert, layout.shard * layout.tensor // layout.expert
+            # In serving nothing is sharded.
+            return weight.number / layout.expert, max(1, layout.shard * layout.tensor // layout.expert)
         return weight.number / (layout.tensor if weight.is_divided else 1), layout.shard
 
     def _of_stage(self, layout: Layout, stage: slice) -> list[Weights]:

@@ -8,7 +8,7 @@ sources and the gradient of its output, and adds to the gradients of the sources
 
 from dataclasses import dataclass
 
-from .layouts import Costs, Device, Layout
+from .layouts import Costs, Device
 from .schedules import Simulation, rank_actions, sent_bytes, simulate
 
 

@@ -173,6 +173,9 @@ def paper_sends(ranks: int, virtual: int, blocks: int, cached: bool) -> int:
 
         naive   C (C - 1) / 2 N_p                     cached   (P (P - 1) / 2 + (V - 1) P^2) N_p
 
+    With V > 1, [`sent_bytes`] counts `(V - 1) P N_p` less where blocks end with stages. A rank that comes to its next
+    stage also has the blocks that it made in the last one, so it lacks only the `(P - 1) N_p` of the other ranks.
+
     Args:
         ranks: P.
         virtual: V; C = P V.

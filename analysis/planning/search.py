@@ -31,7 +31,7 @@ def layouts(costs: Costs, job: Job, device: Device) -> Iterator[Layout]:
     sequences = job.batch_tokens // job.context
     has_tensor = any(weight.is_divided for weight in costs.weights)
     for tensor in _divisors(job.devices):
-        if tensor > 1 and (not has_tensor or tensor > device.per_node or not _divides_heads(costs, tensor)):
+        if tensor > 1 and (not has_tensor or tensor > device.per_node or not _divides(costs, tensor)):
             continue
         for pipeline in _divisors(job.devices // tensor):
             data = job.devices // tensor // pipeline
@@ -90,11 +90,13 @@ def devices_that_fit(costs: Costs, device: Device, most: int = 64) -> int | None
     return None
 
 
-def _divides_heads(costs: Costs, tensor: int) -> bool:
-    """Return whether the numbers of heads and experts' columns are multiples of `tensor`."""
-    config = costs.config
-    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size")
-    return all((getattr(config, name, None) or tensor) % tensor == 0 for name in names)
+def _divides(costs: Costs, tensor: int) -> bool:
+    """Return whether `tensor` devices can share the matrices."""
+    try:
+        costs.trace(tensor)
+    except ValueError:
+        return False
+    return True
 
 
 def _divisors(number: int) -> list[int]:

@@ -237,6 +237,11 @@ def _divide(model: PreTrainedModel, tensor: int) -> None:
             if size % tensor:
                 raise ValueError(f"{tensor} devices cannot share {what}, which is {size}: it must be a multiple.")
         shape[dimension] //= tensor
+        # Products of routed experts, `[experts, ...]`, are aligned to 16 bytes.
+        if parameter.ndim == 3 and shape[dimension] * parameter.dtype.itemsize % 16:
+            raise ValueError(
+                f"{tensor} devices cannot share {name}: rows of {shape[dimension]} are not multiples of 8."
+            )
         owner = model.get_submodule(name.rpartition(".")[0])
         part = nn.Parameter(parameter.new_empty(shape), requires_grad=True)
         setattr(owner, name.rpartition(".")[2], part)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnres.analysis.planning import Batch, Costs, Device, Job, Layout, Pipeline, overhead, search, trace
@@ -29,6 +29,7 @@ def test_weights_are_those_that_the_meta_device_counts(name):
     assert active - embeddings == pytest.approx(count.activated_non_embedding, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_128k_tokens_of_kimi_k3_hold_the_block_states_of_the_paper():
     config = load("kimi-k3")
     whole = trace(config, Batch(1, 131072, training=False)).block_states
@@ -41,6 +42,7 @@ def test_128k_tokens_of_kimi_k3_hold_the_block_states_of_the_paper():
 
 
 @given(rows=st.integers(1, 4), length=st.sampled_from([64, 128, 192]))
+@settings(max_examples=6)
 def test_states_grow_with_the_tokens(rows, length):
     config = load("attnres-tiny", num_hidden_layers=4)
     one, many = (trace(config, Batch(count, length, training=False)) for count in (1, rows))
@@ -103,18 +105,18 @@ def test_the_fastest_layouts_that_fit_come_first(tiny):
 
 
 def test_more_devices_are_named_if_they_would_fit():
-    costs = Costs(load("attnres-48b-a3b"), Job(devices=8, context=1024, batch_tokens=2**20))
-    device = Device(memory=40e9)
+    costs = Costs(load("attnres-tiny"), Job(devices=1, context=64, batch_tokens=64 * 64))
+    device = Device(memory=18e6, per_node=1)
     assert search(costs, device).fitting == ()
     enough = devices_that_fit(costs, device)
-    assert enough in (16, 32, 64)
+    assert enough > 1
     assert search(costs, device, replace(costs.job, devices=enough)).fitting
 
 
 def test_caching_and_bandwidth_lower_the_predicted_overhead():
-    costs = Costs(load("kimi-k3"), Job(devices=1, context=4096, batch_tokens=4096))
+    costs = Costs(load("attnres-tiny"), Job(devices=1, context=4096, batch_tokens=4096))
     device = Device()
-    for ranks, virtual in ((2, 1), (4, 2), (8, 2)):
+    for ranks, virtual in ((2, 1), (2, 2), (4, 2)):
         pipeline = Pipeline(ranks, virtual, microbatches=2 * ranks)
         cached, naive = (overhead(costs, device, replace(pipeline, cached=is_cached)) for is_cached in (True, False))
         assert 0 < cached <= naive
@@ -135,8 +137,8 @@ def test_a_job_that_cannot_be_is_refused(arguments, message):
 
 
 def test_a_model_that_tensor_parallelism_cannot_divide_is_refused(tiny):
-    with pytest.raises(ValueError, match="3 devices cannot share a dimension of "):
-        tiny.trace(3)
+    with pytest.raises(ValueError, match="5 devices cannot share a dimension of "):
+        tiny.trace(5)
 
 
 def test_no_layout_for_these_sequences_is_said():
