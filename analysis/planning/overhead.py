@@ -1,9 +1,9 @@
 """Predict how much time a residual connection adds to a step of pipeline-parallel training (AttnRes, section 4.1).
 
 Two steps are simulated on the same devices: with the connection, and with the standard residual stream. They differ in
-the bytes that cross stages, and in those that reads move through a device's memory. For each sublayer with n sources,
-a fused kernel moves n + 1 tensors `[tokens, hidden]` in the forward pass, and 3 n + 1 in the backward pass: it reads the
-sources and the gradient of its output, and adds to the gradients of the sources.
+the bytes that cross stages, and in the bytes that reads move through a device's memory. For each sublayer with n
+sources, a fused kernel moves n + 1 tensors `[tokens, hidden]` in the forward pass, and 3 n + 1 in the backward pass: it
+reads the sources and the gradient of its output, and adds to the gradients of the sources.
 """
 
 from dataclasses import dataclass
