@@ -407,6 +407,12 @@ class Costs:
             head = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
         return kinds.count("full_attention") * 2 * 2 * heads * head * tokens * (context - tokens / 2)
 
+    def _attention_part(self, tensor: int) -> float:
+        """Return the part of attention's products that one of `tensor` devices computes."""
+        plan = self.config.base_model_tp_plan or {}
+        is_divided = any(style in ("rowwise", "rowwise_rep") and ".mlp." not in name for name, style in plan.items())
+        return 1 / tensor if is_divided else 1.0
+
     def _rate(self, device: Device, members: int) -> float:
         """Return the bytes per second of a collective among `members` devices."""
         return device.link if members <= device.per_node else device.network
@@ -417,7 +423,8 @@ class Costs:
         job, stages = self.job, self.stages(layout.pipeline)
         passes = 4 if layout.checkpointing else 3  # in units of the forward pass
         active = max(self._weight_costs(layout, stage)["active"] for stage in stages)
-        flops = 2 * active * job.context + self._attention_flops(job.context, job.context) / layout.pipeline
+        attention = self._attention_flops(job.context, job.context) * self._attention_part(layout.tensor)
+        flops = 2 * active * job.context + attention / layout.pipeline
         seconds = {
             "compute": passes * flops * microbatches / (device.flops * device.efficiency),
             "tensor": sent["tensor"] / self._rate(device, layout.tensor),
@@ -463,7 +470,7 @@ class Costs:
             "pipeline": float(sequences * crossing),
         }
         compute = 2 * sum(s["active"] for s in sums) * sequences
-        compute += self._attention_flops(1, job.context) * sequences
+        compute += self._attention_flops(1, job.context) * self._attention_part(layout.tensor) * sequences
         seconds = {
             # With stages, each reads its weights once for each of as many groups of sequences as there are stages.
             "weights": sum(s["bytes"] for s in sums) / device.memory_bandwidth,
