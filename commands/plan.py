@@ -44,7 +44,7 @@ def run_plan(
         print(json.dumps({"source": source, "job": asdict(job), "device": asdict(device), "plans": records(found)}))
         return
     # A row is one line, also where the terminal is narrow or there is none.
-    console = Console(width=max(140, Console().width))
+    console = Console(width=max(160, Console().width))
     console.print(plan_table(found.fitting[:shown]))
     console.print(
         f"{len(found.fitting)} layouts fit into {gigabytes(found.limit)} GB of {gigabytes(device.memory)} GB. "
@@ -106,7 +106,7 @@ def records(found: Search) -> list[dict]:
 
 
 def explain_miss(found: Search, costs: Costs, device: Device) -> str:
-    """Return why no layout fits, and what would help, in one line."""
+    """Explain in one line why no layout fits, and name remedies."""
     nearest, job = found.nearest, costs.job
     layout, part = nearest.layout, nearest.dominant_memory
     division = ", ".join(f"{name} {value}" for name, value in asdict(layout).items() if name != "checkpointing")

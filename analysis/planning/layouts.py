@@ -15,7 +15,7 @@ from attnres import ResidualConfig
 from .schedules import sent_bytes
 from .tracing import Batch, Trace, build, divided_dimension, tensor_plan, trace, without_data
 
-# Styles of a tensor-parallel plan that divide weights, with the divided dimension; `tracing` has those that divide
+# Styles of a tensor-parallel plan that divide weights, with the divided dimension; `tracing` has the ones that divide
 # activations too.
 _STYLES = {
     "colwise": -2,
@@ -33,7 +33,7 @@ _MASTER = 4  # bytes of a weight, and of its gradient, that the optimizer update
 
 @dataclass(frozen=True)
 class Device:
-    """A device, and what its makers say of it. Rates are per second and device.
+    """A device, with the rates that its makers state. Rates are per second and device.
 
     Attributes:
         memory: Bytes.
@@ -155,10 +155,10 @@ class Plan:
     Attributes:
         layout: The layout.
         microbatches: Micro-batches of one sequence, for each group of a step; in serving, sequences of a group.
-        memory: Bytes by what they are for.
-        sent: Bytes that a device sends in a step, by what they are for. A step of serving makes one token of each
+        memory: Bytes by purpose.
+        sent: Bytes that a device sends in a step, by purpose. A step of serving makes one token of each
             sequence.
-        seconds: Estimated time of a step by what it is for. Some pass at the same time, so `total_seconds` is not
+        seconds: Estimated time of a step by purpose. Some pass at the same time, so `total_seconds` is not
             their sum.
         total_seconds: Estimated time of a step.
         tokens_per_second: Estimated for all devices together.
@@ -235,7 +235,7 @@ class Costs:
 
     @cached_property
     def experts(self) -> tuple[int, int]:
-        """Numbers of routed experts of a layer, and of those that a token uses; 1 and 1 without experts."""
+        """Number of routed experts of a layer, and number that a token uses; 1 and 1 without experts."""
         if not any(weight.is_expert for weight in self.weights):
             return 1, 1
         names = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -364,7 +364,7 @@ class Costs:
         return self._timed(layout, device, microbatches, heaviest, sent)
 
     def _sent_in_training(self, layout: Layout, microbatches: int, traced: Trace) -> dict[str, float]:
-        """Return the bytes that a device sends in a step, by what they are for, at the stage that sends most."""
+        """Return the bytes that a device sends in a step, by purpose, at the stage that sends most."""
         passes = 6 if layout.checkpointing else 4  # of dispatch and combination, or of two sums
         width = self.job.context * 2 * microbatches  # bytes of a column of a tensor in 16 bits
         most = dict.fromkeys(("weights", "gradients", "tensor", "experts", "pipeline"), 0.0)

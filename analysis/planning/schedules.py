@@ -88,7 +88,7 @@ def simulate(
     backward: Sequence[float],
     transfer: Sequence[float] | None = None,
 ) -> Simulation:
-    """Simulate a step: each rank runs its actions in order, and waits for what an action needs.
+    """Simulate a step: each rank runs its actions in order, and waits until each action has its inputs.
 
     A transfer takes time between the ends of two computations, and keeps neither rank from computing.
 

@@ -233,9 +233,9 @@ def _divide(model: PreTrainedModel, tensor: int) -> None:
         shape, dimension = [*parameter.shape], max(dimension, -parameter.ndim)
         names = ("num_attention_heads", "num_key_value_heads") if ".mlp." not in name else ()
         heads = [(f"`{field}`", getattr(config, field, None) or tensor) for field in names]
-        for what, size in [(f"a dimension of {name}", shape[dimension]), *heads]:
+        for shared, size in [(f"a dimension of {name}", shape[dimension]), *heads]:
             if size % tensor:
-                raise ValueError(f"{tensor} devices cannot share {what}, which is {size}: it must be a multiple.")
+                raise ValueError(f"{tensor} devices cannot share {shared}, which is {size}: it must be a multiple.")
         shape[dimension] //= tensor
         # Products of routed experts, `[experts, ...]`, are aligned to 16 bytes.
         if parameter.ndim == 3 and shape[dimension] * parameter.dtype.itemsize % 16:
@@ -331,7 +331,7 @@ def _identities(states: Sequence[Any]) -> list[list[tuple[int, int]]]:
 def _trace_training(model: PreTrainedModel, batch: Batch) -> Trace:
     walk = _walk(model, batch)
     for parameter in model.parameters():
-        # From the second of several accumulated batches on, gradients are added to those that exist.
+        # From the second of several accumulated batches on, gradients are added to the existing ones.
         parameter.grad = torch.empty_like(parameter)
     identities = _identities(walk.states)
     layers, known = [], {}
@@ -373,7 +373,7 @@ def _run(layer: nn.Module, state: Any, function: Any) -> tuple[int, list[int], i
     """Run both passes of a function of a state.
 
     Returns:
-        The bytes that it keeps besides states; the positions of the kept states among those of its input and output;
+        The bytes that it keeps besides states; the positions of the kept states among its input and output states;
         and the peaks of the forward pass and of both passes.
     """
     ours = [*layer.parameters(), *layer.buffers(), *(p.grad for p in layer.parameters()), *tensors_in(state)]

@@ -49,7 +49,7 @@ def real_model(config, batch: Batch):
 
 
 def allocated(path) -> int:
-    """Return the largest number of bytes that the allocator held during a profile, above those at its start."""
+    """Return the largest number of bytes that the allocator held during a profile, above its start."""
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("name") == "[memory]"]
     events.sort(key=lambda event: event["ts"])
     total, peak = 0, 0
@@ -122,32 +122,9 @@ def test_the_peak_of_inference_and_the_cache_are_those_of_a_real_pass(config, ba
     assert planned.cache + planned.peak() == pytest.approx(live.peak, rel=0.1)
 
 
-@pytest.mark.slow
-def test_every_backbone_is_planned_within_10_percent_of_a_real_step(backbones):
-    wrong = {}
-    for case in backbones.CASES:
-        config, batch = backbones.member_config(case, residual_connection="attn_res"), Batch(2, 32)
-        model = real_model(config, batch)
-        ids = torch.randint(3, config.vocab_size, (batch.rows, batch.length))
-        for _ in range(2):
-            live = LiveBytes()
-            live.ignore(
-                [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
-            )
-            with live:
-                model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        planned = trace(config, plain(batch)).peak()
-        if abs(planned / live.peak - 1) > 0.1:
-            wrong[case] = planned / live.peak
-    assert wrong == {}
-
-
 def test_tensor_parallelism_divides_activations_where_the_backbone_has_a_plan(backbones):
     kept = {}
-    for case in ("llama", "mixtral", "qwen3", "gemma2", "attnres_kimi_linear"):
-        if case not in backbones.CASES:
-            continue
+    for case in ("llama", "mixtral", "qwen3"):
         config = backbones.member_config(case, residual_connection="attn_res")
         kept[case] = [sum(trace(config, Batch(1, 64, tensor=tensor)).kept()) for tensor in (1, 2)]
-    assert len(kept) >= 3
     assert all(0.4 * whole < part < 0.95 * whole for whole, part in kept.values()), kept

@@ -1,4 +1,4 @@
-"""Plans divide what the meta device counts, never need more memory on more devices, and name what dominates."""
+"""Plans divide the weights of the meta device, need less memory on more devices, and name the largest part."""
 
 from dataclasses import replace
 

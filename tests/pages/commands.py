@@ -24,6 +24,7 @@ ELSEWHERE = {
     "hf download roneneldan/TinyStories": "the Hub, which tests do without",
     "head -c 2000000 corpora": "as that download",
     "tail -c 200000 corpora": "as that download",
+    "attnres plan kimi-k3": "a minute; tests/commands/test_plan.py, on small models",
     "attnres convert stories260K": "tests/eval/test_command.py, on less data",
     "attnres demo --checkpoint stories260K": "tests/training/test_demo.py, on less data",
     "attnres eval retrofit": "tests/eval/test_command.py, on less data",
