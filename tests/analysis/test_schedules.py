@@ -1,4 +1,4 @@
-"""Simulated pipelines run the schedules of PyTorch, wait as long as a clock says, and send as many bytes as the paper says."""
+"""Simulated pipelines run the schedules of PyTorch, wait as long as a clock says, and send the bytes of the paper."""
 
 from types import SimpleNamespace
 
