@@ -4,8 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from attnres.analysis.planning import Costs, Device, Job, Pipeline, overhead, paper_sends, search, trace
-from attnres.analysis.planning.tracing import Batch
+from attnres.analysis.planning import Batch, Costs, Device, Job, Pipeline, overhead, paper_sends, search, trace
 from attnres.analysis.tables import update_tables
 from attnres.commands.plan import gigabytes
 from attnres.configuration import load

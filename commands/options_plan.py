@@ -1,5 +1,6 @@
 """The options of `attnres plan`, and the checks of them that need no PyTorch."""
 
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +15,19 @@ from .connections import flag
 from .guard import loading
 
 _LARGEST = 10**12
+_UNITS = {"": 1e9, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_memory(text: str | float) -> float:
+    """Return bytes for a text such as `80`, `80GB` or `80 GiB`."""
+    number, unit = re.fullmatch(r"\s*([\d.]*)\s*(.*?)\s*", str(text)).groups()
+    try:
+        size = float(number) * _UNITS[unit.upper()]
+    except (KeyError, ValueError):
+        size = 0.0
+    if not 1e6 <= size <= 1e15:
+        raise typer.BadParameter(f"must be from 1 MB to 1,000 TB, such as 80, 80GB or 80GiB, got {text!r}.")
+    return size
 
 
 class Optimizer(StrEnum):
@@ -29,7 +43,10 @@ def plan(
         str, typer.Argument(metavar="CONFIG", help="Name of a configuration, or directory or Hub id of a model.")
     ],
     devices: Annotated[int, typer.Option(min=1, max=2**16, help="Number of devices.")],
-    memory: Annotated[float, typer.Option(min=0.001, max=10**6, help="Memory of a device, in GB (10^9 bytes).")] = 80,
+    memory: Annotated[
+        float,
+        typer.Option(parser=parse_memory, metavar="SIZE", help="Memory of a device, such as 80GB or 80GiB."),
+    ] = "80GB",
     context: Annotated[int, typer.Option(min=1, max=_LARGEST, help="Tokens of a sequence.")] = 4096,
     batch_tokens: Annotated[
         int | None,
@@ -40,7 +57,8 @@ def plan(
             "[default: a sequence for each device]",
         ),
     ] = None,
-    train: Annotated[bool, typer.Option("--train/--serve", help="What the devices do.")] = True,
+    train: Annotated[bool, typer.Option("--train", help="Plan a training step. This is the default.")] = False,
+    serve: Annotated[bool, typer.Option("--serve", help="Plan serving: prompts, and a token of each sequence.")] = False,
     optimizer: Annotated[Optimizer, typer.Option(help="The optimizer of --train.")] = Optimizer.adamw,
     prefill_chunk: Annotated[
         int, typer.Option(min=1, max=_LARGEST, help="Tokens of a prompt that --serve computes at once.")
@@ -64,9 +82,17 @@ def plan(
     attnres plan my-attnres --devices 8 --context 131072 --serve
     """
     given = given_options(context_of_click)
-    foreign = ("prefill_chunk",) if train else ("optimizer",)
+    if train and serve:
+        raise typer.BadParameter("--train and --serve exclude each other: give one of them.")
+    foreign = ("optimizer",) if serve else ("prefill_chunk",)
     if others := [flag(name) for name in foreign if name in given]:
-        raise typer.BadParameter(f"{others[0]} needs {'--serve' if train else '--train'}.")
+        raise typer.BadParameter(f"{others[0]} needs {'--train' if serve else '--serve'}.")
+    tokens = batch_tokens or devices * context
+    if tokens % context:
+        raise typer.BadParameter(
+            f"--batch-tokens must be a multiple of --context ({context:,}), got {tokens:,}: "
+            f"{max(1, tokens // context) * context:,} is one."
+        )
     if config not in configuration_names():
         check_source(config, configuration_names())
     elif revision is not None:
@@ -78,7 +104,7 @@ def plan(
 
         from .plan import run_plan
     device = Device(
-        memory=memory * 1e9,
+        memory=memory,
         flops=tflops * 1e12,
         efficiency=efficiency,
         memory_bandwidth=memory_bandwidth * 1e9,
@@ -86,6 +112,5 @@ def plan(
         network=network * 1e9,
         per_node=per_node,
     )
-    tokens = batch_tokens or devices * context
-    job = Job(devices, context, tokens, train, optimizer.value, min(prefill_chunk, context))
+    job = Job(devices, context, tokens, not serve, optimizer.value, min(prefill_chunk, context))
     run_plan(config, job, device, shown=shown, as_json=json, revision=revision)

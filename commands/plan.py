@@ -10,7 +10,7 @@ from rich.table import Table
 from transformers import AutoConfig, PreTrainedConfig
 
 from attnres import ResidualConfig
-from attnres.analysis.planning import Costs, Device, Job, Plan, Search, devices_that_fit, search
+from attnres.analysis.planning import Costs, Device, Job, Layout, Plan, Search, devices_that_fit, search
 from attnres.configuration import load, names
 from attnres.conversion.family import member_config
 from attnres.conversion.whole import check_source_sizes
@@ -78,8 +78,8 @@ def plan_table(plans: Iterable[Plan]) -> Table:
 
 
 COLUMNS = (
-    *("data x tensor x pipeline", "expert", "shards", "recompute", "GB", "memory is mostly", "GB sent", "seconds"),
-    *("tokens/s", "time is mostly"),
+    *("data x tensor x pipeline", "expert", "shards", "gathered", "recompute", "GB", "memory is mostly", "GB sent"),
+    *("seconds", "tokens/s", "time is mostly"),
 )
 
 
@@ -90,6 +90,7 @@ def table_row(plan: Plan) -> list[str]:
     return [
         f"{layout.data} x {layout.tensor} x {layout.pipeline}",
         *map(str, (layout.expert, layout.shard)),
+        gathered(layout),
         "yes" if layout.checkpointing else "no",
         gigabytes(plan.total_memory),
         f"{part} ({plan.memory[part] / plan.total_memory:.0%})",
@@ -98,6 +99,11 @@ def table_row(plan: Plan) -> list[str]:
         f"{plan.tokens_per_second:,.0f}",
         slowest,
     ]
+
+
+def gathered(layout: Layout) -> str:
+    """Return how often the shards of weights are gathered, in words."""
+    return "per layer" if layout.reshard else "per step" if layout.shard > 1 else "-"
 
 
 def records(found: Search) -> list[dict]:
@@ -109,7 +115,9 @@ def explain_miss(found: Search, costs: Costs, device: Device) -> str:
     """Explain in one line why no layout fits, and name remedies."""
     nearest, job = found.nearest, costs.job
     layout, part = nearest.layout, nearest.dominant_memory
-    division = ", ".join(f"{name} {value}" for name, value in asdict(layout).items() if name != "checkpointing")
+    division = ", ".join(
+        f"{name} {value}" for name, value in asdict(layout).items() if name not in ("reshard", "checkpointing")
+    )
     text = (
         f"No layout of {job.devices} devices fits: the nearest ({division}) needs {gigabytes(nearest.total_memory)} GB "
         f"of {gigabytes(found.limit)} GB, mostly {part} ({gigabytes(nearest.memory[part])} GB)."

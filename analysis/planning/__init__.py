@@ -1,13 +1,20 @@
 """Plan how a model is divided among devices, before it runs: memory, communication and time of each layout.
 
 Memory is counted by running the model on tensors without data. Times are estimates from the rates of a device.
+
+From a configuration to a row of the table, file by file: `building` makes the model without data; `weights` counts its
+parameters, and `tracing` the memory of a pass; `costs` keeps both; `training` and `serving` plan one layout; `search`
+plans all. `schedules` and `overhead` simulate pipelines.
 """
 
-from .layouts import OPTIMIZERS, Costs, Device, Job, Layout, Plan
+from .building import Batch
+from .costs import Costs
+from .jobs import OPTIMIZERS, Device, Job, Layout, Plan
 from .overhead import Pipeline, overhead, simulate_step
 from .schedules import SCHEDULES, Simulation, paper_sends, rank_actions, sent_bytes, simulate
-from .search import Search, devices_that_fit, search
-from .tracing import Batch, Trace, trace
+from .search import Search, devices_that_fit, plan_layout, search
+from .traces import Trace
+from .tracing import trace
 
 __all__ = [
     "OPTIMIZERS",
@@ -25,6 +32,7 @@ __all__ = [
     "devices_that_fit",
     "overhead",
     "paper_sends",
+    "plan_layout",
     "rank_actions",
     "search",
     "sent_bytes",

@@ -8,7 +8,8 @@ reads the sources and the gradient of its output, and adds to the gradients of t
 
 from dataclasses import dataclass
 
-from .layouts import Costs, Device
+from .costs import Costs
+from .jobs import Device, Layout
 from .schedules import Simulation, rank_actions, sent_bytes, simulate
 
 
@@ -60,7 +61,7 @@ def simulate_step(costs: Costs, device: Device, pipeline: Pipeline, with_connect
     traced, stages = costs.trace(1), costs.stages(pipeline.stages)
     rate = device.flops * device.efficiency * pipeline.devices_per_stage
     memory_rate = device.memory_bandwidth * pipeline.devices_per_stage
-    compute = [flops / rate for flops in costs.forward_flops(pipeline.stages)]
+    compute = [flops / rate for flops in costs.forward_flops(Layout(pipeline=pipeline.stages))]
     forward, backward = compute, [2 * time for time in compute]
     states = [{0: traced.stream}] * (pipeline.stages - 1)
     if with_connection:

@@ -3,7 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from .layouts import Costs, Device, Job, Layout, Plan
+from .costs import Costs
+from .jobs import Device, Job, Layout, Plan
+from .serving import plan_serving
+from .training import plan_training
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,17 @@ class Search:
     limit: float
 
 
+def plan_layout(costs: Costs, layout: Layout, device: Device) -> Plan:
+    """Return the costs of one layout for the job of `costs`.
+
+    Args:
+        costs: The costs of the model.
+        layout: The layout.
+        device: The devices.
+    """
+    return (plan_training if costs.job.training else plan_serving)(costs, layout, device)
+
+
 def layouts(costs: Costs, job: Job, device: Device) -> Iterator[Layout]:
     """Yield the layouts that the numbers of devices, layers, experts and sequences allow.
 
@@ -28,28 +42,30 @@ def layouts(costs: Costs, job: Job, device: Device) -> Iterator[Layout]:
     groups of data.
     """
     experts, _ = costs.experts
-    sequences = job.batch_tokens // job.context
     has_tensor = any(weight.is_divided for weight in costs.weights)
     for tensor in _divisors(job.devices):
         if tensor > 1 and (not has_tensor or tensor > device.per_node or not _divides(costs, tensor)):
             continue
         for pipeline in _divisors(job.devices // tensor):
             data = job.devices // tensor // pipeline
-            if pipeline > costs.num_layers or (job.training and sequences % data) or data > sequences:
+            if pipeline > costs.num_layers or data > job.sequences or (job.training and job.sequences % data):
                 continue
             # 1F1B needs a micro-batch for each stage.
-            if job.training and pipeline > 1 and sequences // data < pipeline:
+            if job.training and job.sequences // data < pipeline:
                 continue
             node = device.per_node // tensor
             shards = {1, data, node if data % node == 0 else 1} if job.training else {data}
             for shard in sorted(shards):
                 for expert in _divisors(shard * tensor):
-                    if expert == 1 or (expert % tensor == 0 and experts % expert == 0):
-                        # Serving has no FSDP; there the groups of data share only experts.
-                        layout = Layout(data, tensor, pipeline, expert, shard if job.training else 1)
-                        yield layout
-                        if job.training:
-                            yield replace(layout, checkpointing=True)
+                    if expert > 1 and (expert % tensor or experts % expert):
+                        continue
+                    if not job.training:
+                        # Groups of data share only experts.
+                        yield Layout(data, tensor, pipeline, expert)
+                        continue
+                    for reshard in (False, True) if shard > 1 else (False,):
+                        for checkpointing in (False, True):
+                            yield Layout(data, tensor, pipeline, expert, shard, reshard, checkpointing)
 
 
 def search(costs: Costs, device: Device, job: Job | None = None) -> Search:
@@ -64,10 +80,10 @@ def search(costs: Costs, device: Device, job: Job | None = None) -> Search:
         ValueError: No layout is possible, whatever the memory.
     """
     job = job or costs.job
-    plans = [costs.plan(layout, device) for layout in layouts(costs, job, device)]
+    plans = [plan_layout(costs, layout, device) for layout in layouts(costs, job, device)]
     if not plans:
         raise ValueError(
-            f"{job.devices} devices have no layout for {job.batch_tokens // job.context} sequences: the number must "
+            f"{job.devices} devices have no layout for {job.sequences} sequences: the number must "
             "be a multiple of the groups that take different ones. Change the devices, or the batch."
         )
     limit = device.memory * (1 - device.reserved)
@@ -103,4 +119,4 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-__all__ = ["Search", "devices_that_fit", "layouts", "search"]
+__all__ = ["Search", "devices_that_fit", "layouts", "plan_layout", "search"]

@@ -1,165 +1,26 @@
-"""Count the memory of one pass, layer by layer, by running the model on tensors without data.
+"""Trace one pass: count its memory by running the model on tensors without data.
 
 The model's own code runs, so the counts hold for every backbone and every residual connection.
-Nothing is computed, and a model of any size fits. In training, layers that are alike run once. A trace keeps the parts
-of the peak apart, so that `layouts` can divide them among devices and stages:
-
-    backward pass of layer l:  kept by the layers before l  +  states that any layer up to l keeps  +  peak of layer l
+Nothing is computed, and a model of any size fits. In training, layers that are alike run once.
 """
 
-import re
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # the name in PyTorch's guide; there is no public one
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from attnres import ResidualConfig
 from attnres.decoder_attnres import DepthReader
 from attnres.utils.quiet import quiet_transformers
 
-from .kernels import CAUSAL, FLASH, use_stand_ins
+from .building import Batch, build, without_data
 from .live_bytes import LiveBytes, storage_bytes, tensors_in
-
-# Styles of a tensor-parallel plan of `transformers` -> the dimension of a weight that is divided.
-_DIVIDED = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1}
-# These gather their outputs or split their inputs, so that activations are whole on every device.
-_DIVIDED_WEIGHTS = {"colwise_gather_output": -2, "rowwise_split_input": -1, "embedding_rowwise": -2}
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The tokens of one pass, and how it runs.
-
-    Attributes:
-        rows: Number of sequences.
-        length: Tokens of each sequence in this pass.
-        past: Tokens of each sequence that the cache holds already; 0 in training.
-        training: Whether a backward pass follows. If not, the pass fills a cache.
-        dtype: Dtype of weights and activations.
-        tensor: Number of devices that share each matrix, by the model's tensor-parallel plan.
-        fused: Whether attention runs in the kernels of GPUs, for which `kernels` has stand-ins. If not, the pass is
-            that of a CPU.
-    """
-
-    rows: int = 1
-    length: int = 4096
-    past: int = 0
-    training: bool = True
-    dtype: torch.dtype = torch.bfloat16
-    tensor: int = 1
-    fused: bool = True
-
-
-@dataclass(frozen=True)
-class LayerTrace:
-    """The memory of one decoder layer, in bytes.
-
-    Attributes:
-        states: Identities and bytes of the tensors of its input state.
-        kept: Kept for the backward pass, without states.
-        connection_kept: The part of `kept` that its residual connections keep.
-        kept_states: Identities of the states, of its input or output, that it keeps for the backward pass.
-        forward: Peak of the forward pass, without the input state.
-        backward: Peak of both passes, without the input state; it has the gradients of the input and output states, and
-            new gradients of weights other than routed experts.
-        cache: Bytes of its cache after the pass.
-    """
-
-    states: dict[int, int]
-    kept: int = 0
-    connection_kept: int = 0
-    kept_states: frozenset[int] = frozenset()
-    forward: int = 0
-    backward: int = 0
-    cache: int = 0
-
-
-@dataclass(frozen=True)
-class Trace:
-    """The memory of one pass of a model, without its weights, their gradients and the optimizer's states.
-
-    Attributes:
-        batch: The traced pass.
-        layers: One entry a decoder layer.
-        output: Identities and bytes of the state after the last layer.
-        head: Peak bytes of everything outside the layers, such as logits and loss, in both passes.
-        stream: Bytes of one tensor `[rows, length, hidden]`.
-    """
-
-    batch: Batch
-    layers: tuple[LayerTrace, ...]
-    output: dict[int, int]
-    head: int
-    stream: int
-
-    @property
-    def cache(self) -> int:
-        """Bytes of the cache after the pass."""
-        return sum(layer.cache for layer in self.layers)
-
-    @property
-    def block_states(self) -> int:
-        """Bytes of the largest state, without the one tensor that a standard residual stream holds too."""
-        return (
-            max(sum(state.values()) for state in (*(layer.states for layer in self.layers), self.output)) - self.stream
-        )
-
-    def peak(self, checkpointing: bool = False, layers: slice = slice(None)) -> int:
-        """Return the peak bytes of the pass, without the cache.
-
-        Args:
-            checkpointing: Whether each layer keeps only its input state, and runs again in the backward pass.
-            layers: The layers that the device has. The last layer comes with the head.
-        """
-        chosen, after = self.layers[layers], range(len(self.layers))[layers].stop
-        if not self.batch.training:
-            return max(self._head(after, {}), *(sum(layer.states.values()) + layer.forward for layer in chosen))
-        peak = kept = 0
-        kept_states: dict[int, int] = {}
-        for layer, following in zip(chosen, self._states_after(layers)):
-            before = kept + sum((kept_states | layer.states).values())
-            kept_states |= self.states_kept(layer, following, checkpointing)
-            # In its backward pass, everything that the layers before it keep is still there.
-            peak = max(peak, before + layer.forward, kept + sum(kept_states.values()) + layer.backward)
-            kept += 0 if checkpointing else layer.kept
-        return max(peak, kept + self._head(after, kept_states))
-
-    def kept(self, checkpointing: bool = False, layers: slice = slice(None)) -> tuple[int, int]:
-        """Return the bytes that layers keep from a forward pass to its backward pass.
-
-        Args:
-            checkpointing: As for [`peak`].
-            layers: As for [`peak`].
-
-        Returns:
-            The bytes of states, and all others.
-        """
-        states: dict[int, int] = {}
-        for layer, following in zip(self.layers[layers], self._states_after(layers)):
-            states |= self.states_kept(layer, following, checkpointing)
-        return sum(states.values()), 0 if checkpointing else sum(layer.kept for layer in self.layers[layers])
-
-    def states_kept(self, layer: LayerTrace, following: dict[int, int], checkpointing: bool) -> dict[int, int]:
-        """Return the states that one layer keeps for its backward pass."""
-        if checkpointing:
-            return layer.states
-        both = layer.states | following
-        return {name: both[name] for name in layer.kept_states}
-
-    def _states_after(self, layers: slice) -> list[dict[int, int]]:
-        return [*(layer.states for layer in self.layers[1:]), self.output][layers]
-
-    def _head(self, after: int, kept_states: dict[int, int]) -> int:
-        is_last = after == len(self.layers)
-        return sum((kept_states | self.output).values()) + self.head if is_last else 0
+from .traces import LayerTrace, Trace
 
 
 def trace(config: ResidualConfig, batch: Batch) -> Trace:
@@ -175,76 +36,6 @@ def trace(config: ResidualConfig, batch: Batch) -> Trace:
     with without_data(batch), quiet_transformers():
         model = build(config, batch)
         return _trace_training(model, batch) if batch.training else _trace_inference(model, batch)
-
-
-def without_data(batch: Batch) -> AbstractContextManager:
-    """Return a context in which tensors have no data.
-
-    The meta device is ten times as fast as `FakeTensorMode`, but some operations of a CPU do not know it.
-    """
-    return torch.device("meta") if batch.fused else FakeTensorMode()
-
-
-def build(config: ResidualConfig, batch: Batch) -> PreTrainedModel:
-    """Build the part of a model that one of `batch.tensor` devices has. Call it in [`without_data`].
-
-    Raises:
-        ValueError: The matrices cannot be divided.
-    """
-    config = deepcopy(config)
-    # Every implementation keeps the same tensors, and only this one runs without data.
-    config.depth_attention_implementation = "eager"
-    attention = FLASH if batch.fused else CAUSAL if batch.training else "sdpa"
-    model = AutoModelForCausalLM.from_config(config, dtype=batch.dtype, attn_implementation=attention)
-    model.train(batch.training)
-    if batch.fused:
-        use_stand_ins(model)
-    if batch.tensor > 1:
-        _divide(model, batch.tensor)
-    return model
-
-
-def divided_dimension(name: str, plan: dict[str, str], styles: dict[str, int]) -> int | None:
-    """Return the dimension of a parameter that a tensor-parallel plan divides, or `None`.
-
-    Args:
-        name: The parameter's name.
-        plan: The plan of `transformers`: names of modules or parameters, with `*` for numbers, and their styles.
-        styles: The styles to consider, with their dimensions.
-    """
-    name = re.sub(r"\.\d+\.", ".*.", name)
-    style = plan.get(name, plan.get(name.rpartition(".")[0]))
-    # The bias after a divided sum is whole.
-    return None if style is None or (name.endswith(".bias") and styles.get(style) == -1) else styles.get(style)
-
-
-def tensor_plan(model: PreTrainedModel) -> dict[str, str]:
-    """Return the tensor-parallel plan that `transformers` applies to a model."""
-    return {name: style for name, style in (model.tp_plan or {}).items() if style}
-
-
-def _divide(model: PreTrainedModel, tensor: int) -> None:
-    """Replace each divided matrix by one device's part of it."""
-    plan, config = tensor_plan(model), model.config
-    for name, parameter in [*model.named_parameters()]:
-        dimension = divided_dimension(name, plan, _DIVIDED)
-        if dimension is None:
-            continue
-        shape, dimension = [*parameter.shape], max(dimension, -parameter.ndim)
-        names = ("num_attention_heads", "num_key_value_heads") if ".mlp." not in name else ()
-        heads = [(f"`{field}`", getattr(config, field, None) or tensor) for field in names]
-        for shared, size in [(f"a dimension of {name}", shape[dimension]), *heads]:
-            if size % tensor:
-                raise ValueError(f"{tensor} devices cannot share {shared}, which is {size}: it must be a multiple.")
-        shape[dimension] //= tensor
-        # Products of routed experts, `[experts, ...]`, are aligned to 16 bytes.
-        if parameter.ndim == 3 and shape[dimension] * parameter.dtype.itemsize % 16:
-            raise ValueError(
-                f"{tensor} devices cannot share {name}: rows of {shape[dimension]} are not multiples of 8."
-            )
-        owner = model.get_submodule(name.rpartition(".")[0])
-        part = nn.Parameter(parameter.new_empty(shape), requires_grad=True)
-        setattr(owner, name.rpartition(".")[2], part)
 
 
 class _Sink(torch.autograd.Function):
@@ -465,4 +256,4 @@ def _cached(layer: Any) -> Iterable[Tensor]:
     return [tensor for value in vars(layer).values() for tensor in tensors_in(value)]
 
 
-__all__ = ["Batch", "LayerTrace", "Trace", "build", "divided_dimension", "tensor_plan", "trace", "without_data"]
+__all__ = ["trace"]

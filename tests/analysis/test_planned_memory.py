@@ -7,8 +7,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
+from attnres.analysis.planning import Batch, trace
 from attnres.analysis.planning.live_bytes import LiveBytes
-from attnres.analysis.planning.tracing import Batch, trace
 from attnres.configuration import load
 from attnres.conversion.family import retrofit_config
 

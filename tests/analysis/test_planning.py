@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig
 
-from attnres.analysis.planning import Batch, Costs, Device, Job, Layout, Pipeline, overhead, search, trace
+from attnres.analysis.planning import Batch, Costs, Device, Job, Layout, Pipeline, overhead, plan_layout, search, trace
 from attnres.analysis.planning.search import devices_that_fit, layouts
 from attnres.configuration import count_parameters, load, names
+from attnres.conversion.family import retrofit_config
 
 SMALL = Device(memory=1e9, per_node=4)
 
@@ -16,6 +18,11 @@ SMALL = Device(memory=1e9, per_node=4)
 @pytest.fixture(scope="module")
 def tiny() -> Costs:
     return Costs(load("attnres-tiny"), Job(devices=8, context=256, batch_tokens=64 * 256))
+
+
+@pytest.fixture(scope="module")
+def k3() -> Costs:
+    return Costs(load("kimi-k3"), Job(1, 4096, 2**24))
 
 
 @pytest.mark.parametrize("name", names())
@@ -52,35 +59,102 @@ def test_states_grow_with_the_tokens(rows, length):
 
 def test_parts_of_the_memory_add_up_and_stages_share_all_weights(tiny):
     for layout in (Layout(8, shard=8), Layout(2, pipeline=4, shard=2), Layout(4, pipeline=2, expert=4, shard=4)):
-        plan = tiny.plan(layout, SMALL)
+        plan = plan_layout(tiny, layout, SMALL)
         assert plan.total_memory == sum(plan.memory.values())
         assert plan.memory[plan.dominant_memory] == max(plan.memory.values())
     stages = tiny.stages(4)
     assert [stage.start for stage in stages][1:] == [stage.stop for stage in stages][:-1]
     number = sum(weights.number for weights in tiny.weights)
-    stored = [tiny._weight_costs(Layout(2, pipeline=4), stage)["stored"] for stage in stages]
+    stored = [tiny.stage_weights(Layout(2, pipeline=4), stage).stored for stage in stages]
     assert sum(stored) == pytest.approx(number)
 
 
 def test_the_memory_of_one_device_is_that_of_its_parts_counted_by_hand(tiny):
     number = sum(weights.number for weights in tiny.weights)
-    plan = tiny.plan(Layout(), SMALL)
+    plan = plan_layout(tiny, Layout(), SMALL)
     assert plan.memory["weights"] == number * (4 + 2)
     assert plan.memory["optimizer"] == number * 8
     kept = plan.memory["activations"] + plan.memory["block states"]
     assert kept == tiny.trace(1).peak()
 
 
-def test_weights_on_more_devices_never_need_more_memory(tiny):
-    for pipeline in (1, 2, 4):
-        for shard in (1, 2, 4):
-            less = tiny.plan(Layout(8, pipeline=pipeline, shard=shard), SMALL)
-            for other in (Layout(8, pipeline=pipeline, shard=2 * shard), Layout(8, 1, pipeline, 2, 2 * shard)):
-                more = tiny.plan(other, SMALL)
-                assert more.memory["optimizer"] <= less.memory["optimizer"]
-                assert more.memory["gradients"] <= less.memory["gradients"] or shard == 1
-    checkpointed = tiny.plan(Layout(8, checkpointing=True), SMALL)
-    assert checkpointed.total_memory < tiny.plan(Layout(8), SMALL).total_memory
+def test_a_llama_on_eight_devices_has_the_weights_of_a_sum_on_paper():
+    config = retrofit_config(
+        LlamaConfig(
+            vocab_size=1000, hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=8,
+            num_key_value_heads=4, tie_word_embeddings=False,
+        ),
+        "attn_res",
+    )  # fmt: skip
+    plan = plan_layout(
+        Costs(config, Job(8, 128, 16 * 128)), Layout(data=2, tensor=2, pipeline=2, shard=2, reshard=True), SMALL
+    )
+    # Two of four layers. Tensor parallelism halves queries and outputs, keys and values, and three matrices of the MLP,
+    # and leaves two norms, and a query and a norm for each of two reads. Then come the last norm, read and head.
+    layer = (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 256) / 2 + (2 + 4) * 64
+    stage = 2 * layer + 3 * 64 + 1000 * 64 / 2
+    assert plan.memory["optimizer"] == stage / 2 * 8
+    assert plan.memory["weights"] == stage / 2 * 4 + 2 * 2 * max(layer, 3 * 64 + 32000)
+    assert plan.memory["gradients"] == stage / 2 * 4 + 2 * max(layer, 3 * 64 + 32000)
+
+
+def test_a_stage_of_kimi_k3_on_1024_devices_has_the_experts_of_a_sum_on_paper(k3):
+    layout = Layout(data=64, pipeline=16, expert=64, shard=64)
+    stages = [k3.stage_weights(layout, stage) for stage in k3.stages(16)]
+    # 14 of 896 experts in each of 6 layers: 3 matrices between 3,584 and 3,072 columns. Each has one shard.
+    experts = 6 * 14 * 3 * 3584 * 3072
+    assert stages[8].expert_bytes == 2 * experts
+    # Two shared experts in the model's width, two projections to the latent space, a router, and attention.
+    shared = 6 * (2 * 3 * 7168 * 3072 + 2 * 7168 * 3584 + 896 * 7168)
+    attention = 6 * 5 * 7168 * 12288  # nearly all layers are KDA: queries, keys, values, gate, outputs
+    assert stages[8].computed == pytest.approx(experts + shared + attention, rel=0.02)
+    assert stages[8].stored == pytest.approx(experts + (shared + attention) / 64, rel=0.01)
+    # A token uses 16 of 896 experts.
+    assert stages[8].active == pytest.approx(experts * 64 * 16 / 896 + shared + attention, rel=0.04)
+
+
+def test_caches_of_48b_have_the_bytes_of_a_sum_on_paper():
+    context = 65536
+    costs = Costs(load("attnres-48b-a3b"), Job(8, context, 32 * context, training=False))
+    plan = plan_layout(costs, Layout(data=8, expert=8), Device())
+    latents = 7 * (512 + 64) * 2 * context  # 7 layers of MLA
+    states = 20 * (32 * 128 * 128 * 4 + 3 * 4096 * 4 * 2)  # 20 layers of KDA, and the inputs of their convolutions
+    assert plan.memory["caches"] == 4 * (latents + states)
+
+
+devices = st.sampled_from([1, 2, 4])
+
+
+@given(data=devices, pipeline=devices, shard=devices, reshard=st.booleans(), checkpointing=st.booleans())
+def test_more_devices_never_need_more_memory(tiny, data, pipeline, shard, reshard, checkpointing):
+    def plan(pipeline: int, shard: int, expert: int = 1, **choices: bool):
+        layout = Layout(8, 1, pipeline, expert, shard, reshard and shard > 1, checkpointing)
+        return plan_layout(tiny, replace(layout, **choices), SMALL)
+
+    one = plan(pipeline, shard)
+    assert plan(pipeline, 2 * shard).memory["optimizer"] < one.memory["optimizer"]
+    assert plan(pipeline, 2 * shard).memory["weights"] <= one.memory["weights"] or not one.layout.reshard
+    assert plan(2 * pipeline, shard).memory["optimizer"] < one.memory["optimizer"]
+    assert plan(pipeline, shard, expert=shard).total_memory <= one.total_memory
+    assert plan(pipeline, shard, checkpointing=True).total_memory <= plan(pipeline, shard, checkpointing=False).total_memory
+    # FSDP needs less memory than gathering once a step, and sends more.
+    if shard > 1:
+        fsdp, once = plan(pipeline, shard, reshard=True), plan(pipeline, shard, reshard=False)
+        assert fsdp.total_memory <= once.total_memory
+        assert fsdp.sent["weights"] >= once.sent["weights"]
+        assert fsdp.memory["optimizer"] == once.memory["optimizer"]
+
+
+def test_a_gather_among_nodes_uses_all_their_network_links_and_an_exchange_each_devices_own():
+    device = Device(link=450, network=50, per_node=8)
+    assert device.collective_rate(8) == 450
+    assert device.collective_rate(16) == 8 * 50
+    assert device.collective_rate(4, stride=8) == 50
+    assert device.collective_rate(4, stride=4) == 2 * 50
+    # Of 15 parts, 7 stay in the node, and 8 leave it.
+    assert device.exchange_seconds(15 * 90, 16) == 8 * 90 / 50
+    assert device.exchange_seconds(7 * 90, 8) == 7 * 90 / 450
+    assert device.exchange_seconds(0, 1) == 0
 
 
 def test_layouts_use_all_devices_and_divide_what_they_share(tiny):
@@ -127,7 +201,7 @@ def test_caching_and_bandwidth_lower_the_predicted_overhead():
     ("arguments", "message"),
     [
         ((0, 8, 8), "devices must be at least 1, got 0"),
-        ((8, 512, 700), "whole sequences of 512 tokens, got 700 tokens: 512 would"),
+        ((8, 512, 700), r"multiple of the context \(512\), got 700: 512 is one"),
         ((8, 512, 512, True, "sgd"), "The optimizer must be one of adamw, muon, got 'sgd'"),
     ],
 )

@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from attnres.commands.app import app
+from attnres.commands.options_plan import parse_memory
 
 ATTNRES = Path(sys.executable).with_name("attnres")
 TINY = ["plan", "attnres-tiny", "--devices", "4", "--context", "256", "--batch-tokens", "4096"]
@@ -19,6 +20,10 @@ def run(*arguments: str):
     return CliRunner().invoke(app, [*arguments])
 
 
+def on_one_line(output: str) -> str:
+    return " ".join(output.replace("│", " ").split())
+
+
 def test_the_table_has_a_line_for_each_layout_and_names_what_dominates():
     done = subprocess.run([ATTNRES, *TINY, "--shown", "3"], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -26,6 +31,18 @@ def test_the_table_has_a_line_for_each_layout_and_names_what_dominates():
     assert len(lines) == 3
     assert all(name in heading for name in ("data x tensor x pipeline", "expert", "GB sent", "tokens/s"))
     assert "Memory is counted; times are estimates." in total
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("80", 80e9), ("80GB", 80e9), ("80 gib", 80 * 2**30), ("0.5TB", 5e11), ("141.0", 141e9)]
+)
+def test_memory_is_given_with_a_unit_or_in_gigabytes(text, size):
+    assert parse_memory(text) == size
+
+
+def test_a_context_beyond_the_models_is_refused():
+    done = run("plan", "attnres-tiny", "--devices", "4", "--context", "10000")
+    assert "at most 8,192 tokens (`max_position_embeddings` of the model), got 10,000" in str(done.exception)
 
 
 def test_the_json_has_all_layouts_of_a_model_directory(tmp_path):
@@ -62,14 +79,18 @@ def test_a_model_that_fits_nowhere_gets_the_nearest_miss_and_a_remedy():
         (["--devices", "4", "--prefill-chunk", "64"], "--prefill-chunk needs --serve."),
         (["--devices", "0"], "Input should be greater than or equal to 1"),
         (["--devices", "4", "--revision", "main"], "attnres-tiny is a named configuration."),
+        (["--devices", "4", "--train", "--serve"], "--train and --serve exclude each other: give one of them."),
+        (["--devices", "4", "--memory", "80 apples"], "such as 80, 80GB or 80GiB, got '80 apples'."),
+        (["--devices", "4", "--memory", "0"], "must be from 1 MB to 1,000 TB"),
     ],
 )
 def test_bad_usage_is_one_line(arguments, message):
     done = run("plan", "attnres-tiny", *arguments)
     assert done.exit_code == 2
-    assert message in " ".join(done.output.replace("│", " ").split())
+    assert message in on_one_line(done.output)
 
 
 def test_a_batch_that_holds_no_whole_sequences_is_refused():
     done = run("plan", "attnres-tiny", "--devices", "4", "--context", "256", "--batch-tokens", "300")
-    assert "whole sequences of 256 tokens, got 300 tokens" in str(done.exception)
+    assert done.exit_code == 2
+    assert "must be a multiple of --context (256), got 300: 256 is one." in on_one_line(done.output)

@@ -1,0 +1,119 @@
+"""Build the part of a model that one device has, without data: the shapes of its tensors, by the model's own code."""
+
+import re
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode  # the name in PyTorch's guide; there is no public one
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from attnres import ResidualConfig
+
+from .kernels import CAUSAL, FLASH, use_stand_ins
+
+# Styles of a tensor-parallel plan of `transformers` -> the dimension of a weight that is divided. These divide the
+# activations too.
+_DIVIDED = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1}
+# All styles that divide weights. The others gather their outputs or split their inputs, so that activations are whole
+# on every device.
+WEIGHT_STYLES = {**_DIVIDED, "colwise_gather_output": -2, "rowwise_split_input": -1, "embedding_rowwise": -2}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of one pass, and how it runs.
+
+    Attributes:
+        rows: Number of sequences.
+        length: Tokens of each sequence in this pass.
+        past: Tokens of each sequence that the cache holds already; 0 in training.
+        training: Whether a backward pass follows. If not, the pass fills a cache.
+        dtype: Dtype of weights and activations.
+        tensor: Number of devices that share each matrix, by the model's tensor-parallel plan.
+        fused: Whether attention runs in the kernels of GPUs, for which `kernels` has stand-ins. If not, the pass is
+            that of a CPU.
+    """
+
+    rows: int = 1
+    length: int = 4096
+    past: int = 0
+    training: bool = True
+    dtype: torch.dtype = torch.bfloat16
+    tensor: int = 1
+    fused: bool = True
+
+
+def without_data(batch: Batch) -> AbstractContextManager:
+    """Return a context in which tensors have no data.
+
+    The meta device is ten times as fast as `FakeTensorMode`, but some operations of a CPU do not know it.
+    """
+    return torch.device("meta") if batch.fused else FakeTensorMode()
+
+
+def build(config: ResidualConfig, batch: Batch) -> PreTrainedModel:
+    """Build the part of a model that one of `batch.tensor` devices has. Call it in [`without_data`].
+
+    Raises:
+        ValueError: The matrices cannot be divided.
+    """
+    config = deepcopy(config)
+    # Every implementation keeps the same tensors, and only this one runs without data.
+    config.depth_attention_implementation = "eager"
+    attention = FLASH if batch.fused else CAUSAL if batch.training else "sdpa"
+    model = AutoModelForCausalLM.from_config(config, dtype=batch.dtype, attn_implementation=attention)
+    model.train(batch.training)
+    if batch.fused:
+        use_stand_ins(model)
+    if batch.tensor > 1:
+        _divide(model, batch.tensor)
+    return model
+
+
+def divided_dimension(name: str, plan: dict[str, str], styles: dict[str, int]) -> int | None:
+    """Return the dimension of a parameter that a tensor-parallel plan divides, or `None`.
+
+    Args:
+        name: The parameter's name.
+        plan: The plan of `transformers`: names of modules or parameters, with `*` for numbers, and their styles.
+        styles: The styles to consider, with their dimensions.
+    """
+    name = re.sub(r"\.\d+\.", ".*.", name)
+    style = plan.get(name, plan.get(name.rpartition(".")[0]))
+    # The bias after a divided sum is whole.
+    return None if style is None or (name.endswith(".bias") and styles.get(style) == -1) else styles.get(style)
+
+
+def tensor_plan(model: PreTrainedModel) -> dict[str, str]:
+    """Return the tensor-parallel plan that `transformers` applies to a model."""
+    return {name: style for name, style in (model.tp_plan or {}).items() if style}
+
+
+def _divide(model: PreTrainedModel, tensor: int) -> None:
+    """Replace each divided matrix by one device's part of it."""
+    plan, config = tensor_plan(model), model.config
+    for name, parameter in [*model.named_parameters()]:
+        dimension = divided_dimension(name, plan, _DIVIDED)
+        if dimension is None:
+            continue
+        shape, dimension = [*parameter.shape], max(dimension, -parameter.ndim)
+        names = ("num_attention_heads", "num_key_value_heads") if ".mlp." not in name else ()
+        heads = [(f"`{field}`", getattr(config, field, None) or tensor) for field in names]
+        for shared, size in [(f"a dimension of {name}", shape[dimension]), *heads]:
+            if size % tensor:
+                raise ValueError(f"{tensor} devices cannot share {shared}, which is {size}: it must be a multiple.")
+        shape[dimension] //= tensor
+        # Products of routed experts, `[experts, ...]`, are aligned to 16 bytes.
+        if parameter.ndim == 3 and shape[dimension] * parameter.dtype.itemsize % 16:
+            raise ValueError(
+                f"{tensor} devices cannot share {name}: rows of {shape[dimension]} are not multiples of 8."
+            )
+        owner = model.get_submodule(name.rpartition(".")[0])
+        part = nn.Parameter(parameter.new_empty(shape), requires_grad=True)
+        setattr(owner, name.rpartition(".")[2], part)
+
+
+__all__ = ["WEIGHT_STYLES", "Batch", "build", "divided_dimension", "tensor_plan", "without_data"]

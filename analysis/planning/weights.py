@@ -1,0 +1,157 @@
+"""Count the parameters of a model on the meta device, and divide them among the devices of a layout."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from attnres import ResidualConfig
+
+from .building import WEIGHT_STYLES, Batch, build, divided_dimension, tensor_plan, without_data
+from .jobs import OPTIMIZERS, Layout
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Parameters of one layer that layouts divide alike.
+
+    Attributes:
+        layer: Number of the layer; -1 for the embedding, and the number of layers for the head.
+        is_matrix: Whether they are matrices, which Muon trains.
+        is_expert: Whether they belong to routed experts.
+        is_divided: Whether tensor parallelism divides them.
+        largest: Numbers in the largest tensor.
+        number: Numbers in all of them.
+        bytes: Bytes as the model stores them in 16 bits.
+        sums: Number of tensors whose products are sums over devices in tensor parallelism.
+    """
+
+    layer: int
+    is_matrix: bool
+    is_expert: bool
+    is_divided: bool
+    largest: int = 0
+    number: int = 0
+    bytes: int = 0
+    sums: int = 0
+
+    def with_parameter(self, parameter: Tensor, is_summed: bool) -> "Weights":
+        """Return these parameters and another one."""
+        return replace(
+            self,
+            largest=max(self.largest, parameter.numel()),
+            number=self.number + parameter.numel(),
+            bytes=self.bytes + parameter.numel() * parameter.dtype.itemsize,
+            sums=self.sums + is_summed,
+        )
+
+    def on_one_device(self, layout: Layout) -> float:
+        """Return the numbers that a device computes with: its part by tensor and expert parallelism, before shards."""
+        if self.is_expert and layout.expert > 1:
+            return self.number / layout.expert
+        return self.number / (layout.tensor if self.is_divided else 1)
+
+
+def model_weights(config: ResidualConfig) -> list[Weights]:
+    """Return the parameters of a configuration's causal language model, grouped by layer and kind.
+
+    Tied parameters count once.
+    """
+    batch = Batch(1, 1)
+    with without_data(batch):
+        model = build(config, batch)
+    plan, layers = tensor_plan(model), len(model.base_model.layers)
+    embeddings = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
+    experts = {
+        id(parameter)
+        for module in model.modules()
+        # `transformers` has a class for each model, without a common parent.
+        if type(module).__name__.endswith("Experts")
+        for parameter in module.parameters()
+    }
+    groups: dict[tuple, Weights] = {}
+    for name, parameter in model.named_parameters():
+        number = next((int(part) for part in name.split(".") if part.isdigit()), None)
+        layer = number if number is not None else -1 if id(parameter) in embeddings else layers
+        dimension = divided_dimension(name, plan, WEIGHT_STYLES)
+        is_matrix = parameter.ndim >= 2 and id(parameter) not in embeddings
+        kind = layer, is_matrix, id(parameter) in experts, dimension is not None
+        is_summed = dimension == -1 and number is not None
+        groups[kind] = groups.get(kind, Weights(*kind)).with_parameter(parameter, is_summed)
+    return [*groups.values()]
+
+
+@dataclass
+class StageWeights:
+    """Sums over the weights of one pipeline stage on one device.
+
+    Attributes:
+        computed: Numbers that the device computes with.
+        stored: Numbers that it stores between steps, its shard of `computed`.
+        optimizer: Bytes of the optimizer's states.
+        bytes: Bytes of `computed` in the model's dtype.
+        expert_bytes: The part of these that are of routed experts.
+        active: Numbers that one token is multiplied with, on average over the devices of an expert group.
+        gathered: Numbers that a gather of all weights brings to the device, without those of routed experts.
+        gathered_experts: The same for routed experts.
+        largest_layer: `computed` of the largest layer.
+        largest_gradient: Numbers in the largest gradient that exists beside the accumulated one.
+        sums: Number of products that are sums over the devices of tensor parallelism.
+        sparse_layers: Number of layers with routed experts.
+    """
+
+    computed: float = 0.0
+    stored: float = 0.0
+    optimizer: float = 0.0
+    bytes: float = 0.0
+    expert_bytes: float = 0.0
+    active: float = 0.0
+    gathered: float = 0.0
+    gathered_experts: float = 0.0
+    largest_layer: float = 0.0
+    largest_gradient: float = 0.0
+    sums: int = 0
+    sparse_layers: int = 0
+
+
+def stage_weights(weights: Iterable[Weights], layout: Layout, optimizer: str, used: float) -> StageWeights:
+    """Return the sums over the weights of a stage.
+
+    Args:
+        weights: The weights of the stage.
+        layout: The layout.
+        optimizer: A key of [`OPTIMIZERS`].
+        used: Share of the routed experts that a token uses.
+    """
+    total = StageWeights()
+    for_matrix, for_other = OPTIMIZERS[optimizer]
+    by_layer: dict[int, float] = {}
+    sparse: set[int] = set()
+    for weight in weights:
+        computed = weight.on_one_device(layout)
+        shard = layout.expert_shard if weight.is_expert else layout.shard
+        stored = computed / shard
+        total.computed += computed
+        total.stored += stored
+        total.optimizer += stored * (for_matrix if weight.is_matrix else for_other)
+        total.bytes += computed * weight.bytes / weight.number
+        by_layer[weight.layer] = by_layer.get(weight.layer, 0.0) + computed
+        if weight.is_expert or weight.layer == -1:
+            total.largest_gradient = max(total.largest_gradient, computed * weight.largest / weight.number)
+        if weight.is_expert:
+            total.gathered_experts += computed - stored
+            total.expert_bytes += computed * weight.bytes / weight.number
+            sparse.add(weight.layer)
+            # Each device of an expert group computes as many tokens as it has, whatever devices their experts are on.
+            total.active += weight.number * used / (1 if layout.expert > 1 else layout.tensor)
+        else:
+            total.gathered += computed - stored
+            # The embedding is a look-up.
+            total.active += computed if weight.layer >= 0 else 0
+        if not (weight.is_expert and layout.expert > 1):
+            total.sums += weight.sums
+    total.largest_layer, total.sparse_layers = max(by_layer.values()), len(sparse)
+    return total
+
+
+__all__ = ["StageWeights", "Weights", "model_weights", "stage_weights"]
