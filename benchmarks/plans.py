@@ -6,7 +6,7 @@ from pathlib import Path
 
 from attnres.analysis.planning import Batch, Costs, Device, Job, Pipeline, overhead, paper_sends, search, trace
 from attnres.analysis.tables import update_tables
-from attnres.commands.plan import gigabytes
+from attnres.commands.plan import gathered, gigabytes
 from attnres.configuration import load
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "guides" / "plan.md"
@@ -22,6 +22,11 @@ TRAINED = {
     "kimi-k3": (4096, 2**24, (256, 512, 1024, 2048)),
 }
 BANDWIDTHS = (25e9, 50e9, 450e9)  # bytes per second: 200 and 400 Gbit/s of a network, and links within a node
+
+COLUMNS = (
+    *("model", "devices", "GB", "data x tensor x pipeline", "expert", "shards", "recompute", "GB used"),
+    *("tokens/s and device", "time is mostly"),
+)
 
 
 def markdown(heading: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -41,15 +46,22 @@ def training_rows() -> Iterator[list[str]]:
                 head = [f"`{name}`", f"{count:,}", gigabytes(device.memory)]
                 if not found.fitting:
                     part = found.nearest.dominant_memory
-                    text = f"none: the nearest needs {gigabytes(found.nearest.total_memory)} GB, mostly {part}"
-                    yield [*head, text, *[""] * 4]
+                    text = f"none; the nearest needs {gigabytes(found.nearest.total_memory)} GB, mostly {part}"
+                    yield [*head, text, *[""] * (len(COLUMNS) - len(head) - 1)]
                     continue
                 plan = found.fitting[0]
                 layout = plan.layout
-                division = f"{layout.data} x {layout.tensor} x {layout.pipeline}"
-                recompute = "yes" if layout.checkpointing else "no"
-                memory = f"{gigabytes(plan.total_memory)}, mostly {plan.dominant_memory}"
-                yield [*head, division, f"{layout.expert}, {layout.shard}", recompute, memory, plan.dominant_time]
+                stages = f"{layout.pipeline} x {layout.virtual}" if layout.virtual > 1 else str(layout.pipeline)
+                yield [
+                    *head,
+                    f"{layout.data} x {layout.tensor} x {stages}",
+                    str(layout.expert),
+                    f"{layout.shard} {gathered(layout)}" if layout.shard > 1 else "1",
+                    "yes" if layout.checkpointing else "no",
+                    f"{gigabytes(plan.total_memory)}, mostly {plan.dominant_memory}",
+                    f"{plan.tokens_per_second / count:,.0f}",
+                    plan.dominant_time,
+                ]
 
 
 def prefill_rows() -> Iterator[list[str]]:
@@ -86,19 +98,9 @@ def sent_rows() -> Iterator[list[str]]:
 
 def main() -> None:
     """Compute all tables, and write them into the guide."""
-    columns = [
-        "model",
-        "devices",
-        "GB",
-        "data x tensor x pipeline",
-        "expert, shards",
-        "recompute",
-        "GB used",
-        "time is mostly",
-    ]
     rates = [f"{bandwidth / 1e9:.0f} GB/s" for bandwidth in BANDWIDTHS]
     tables = {
-        "training layouts": markdown(columns, training_rows()),
+        "training layouts": markdown(COLUMNS, training_rows()),
         "prefill states": markdown(["block states of `kimi-k3`, 128K tokens", "GB", "paper"], prefill_rows()),
         "pipeline overhead": markdown(["P", "V", *(f"{rate}: naive / cached" for rate in rates)], overhead_rows()),
         "pipeline sends": markdown(["P", "V", "naive", "cached", "ratio"], sent_rows()),

@@ -58,7 +58,7 @@ def plan(
         ),
     ] = None,
     train: Annotated[bool, typer.Option("--train", help="Plan a training step. This is the default.")] = False,
-    serve: Annotated[bool, typer.Option("--serve", help="Plan serving: prompts, and a token of each sequence.")] = False,
+    serve: Annotated[bool, typer.Option("--serve", help="Plan serving: prompts, and tokens of all sequences.")] = False,
     optimizer: Annotated[Optimizer, typer.Option(help="The optimizer of --train.")] = Optimizer.adamw,
     prefill_chunk: Annotated[
         int, typer.Option(min=1, max=_LARGEST, help="Tokens of a prompt that --serve computes at once.")

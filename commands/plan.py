@@ -78,8 +78,8 @@ def plan_table(plans: Iterable[Plan]) -> Table:
 
 
 COLUMNS = (
-    *("data x tensor x pipeline", "expert", "shards", "gathered", "recompute", "GB", "memory is mostly", "GB sent"),
-    *("seconds", "tokens/s", "time is mostly"),
+    *("data x tensor x pipeline", "virtual", "expert", "shards", "gathered", "recompute", "GB", "memory is mostly"),
+    *("GB sent", "seconds", "tokens/s", "time is mostly"),
 )
 
 
@@ -89,7 +89,7 @@ def table_row(plan: Plan) -> list[str]:
     part, slowest = plan.dominant_memory, plan.dominant_time
     return [
         f"{layout.data} x {layout.tensor} x {layout.pipeline}",
-        *map(str, (layout.expert, layout.shard)),
+        *map(str, (layout.virtual, layout.expert, layout.shard)),
         gathered(layout),
         "yes" if layout.checkpointing else "no",
         gigabytes(plan.total_memory),
@@ -115,9 +115,8 @@ def explain_miss(found: Search, costs: Costs, device: Device) -> str:
     """Explain in one line why no layout fits, and name remedies."""
     nearest, job = found.nearest, costs.job
     layout, part = nearest.layout, nearest.dominant_memory
-    division = ", ".join(
-        f"{name} {value}" for name, value in asdict(layout).items() if name not in ("reshard", "checkpointing")
-    )
+    names = ("data", "tensor", "pipeline", "expert", "shard")
+    division = ", ".join(f"{name} {getattr(layout, name)}" for name in names)
     text = (
         f"No layout of {job.devices} devices fits: the nearest ({division}) needs {gigabytes(nearest.total_memory)} GB "
         f"of {gigabytes(found.limit)} GB, mostly {part} ({gigabytes(nearest.memory[part])} GB)."

@@ -1,12 +1,14 @@
 """The costs of one model for one job, which all its layouts share: weights, traces of passes, products."""
 
+from collections.abc import Sequence
 from functools import cached_property
-from itertools import pairwise
 
 from attnres import ResidualConfig
 
 from .building import Batch
 from .jobs import Job, Layout
+from .schedules import rank_actions
+from .stages import divide_layers, fullest_moment
 from .traces import Trace
 from .tracing import trace
 from .weights import StageWeights, Weights, model_weights, stage_weights
@@ -34,6 +36,7 @@ class Costs:
         self._traces: dict[tuple, Trace] = {}
         self._stages: dict[tuple, StageWeights] = {}
         self._kept: dict[tuple, tuple[int, int, int]] = {}
+        self._divided: dict[int, list[slice]] = {}
 
     @cached_property
     def weights(self) -> list[Weights]:
@@ -77,39 +80,70 @@ class Costs:
             self._traces[tensor, decode] = traced.sharded(tensor)
         return self._traces[tensor, decode]
 
-    def stages(self, pipeline: int) -> list[slice]:
-        """Return the layers of each stage, as equal as can be.
-
-        The last stages get the remainder, since fewer micro-batches wait there.
-        """
-        bounds = [self.num_layers * stage // pipeline for stage in range(pipeline + 1)]
-        return [slice(*pair) for pair in pairwise(bounds)]
-
-    def stage_weights(self, layout: Layout, stage: slice) -> StageWeights:
-        """Return the sums over the weights of a stage; layouts that divide them alike share the sums."""
-        key = (layout.tensor, layout.expert, layout.shard, stage.start, stage.stop)
-        if key not in self._stages:
-            first, is_last = -1 if stage.start == 0 else stage.start, stage.stop == self.num_layers
-            last = self.num_layers if is_last else stage.stop - 1
-            weights = [weight for weight in self.weights if first <= weight.layer <= last]
-            if self.config.tie_word_embeddings and is_last:
-                # The last stage has a copy of the embedding, unless it is also the first, and multiplies with it.
-                head = [weight for weight in self.weights if weight.layer == -1]
-                weights += head if stage.start > 0 else []
-            else:
-                head = []
+    def stages(self, number: int) -> list[slice]:
+        """Return the layers of each of several stages, about equal in the parameters that a token uses."""
+        if number not in self._divided:
             experts, used = self.experts
-            sums = stage_weights(weights, layout, self.job.optimizer, used / experts)
-            sums.active += sum(weight.on_one_device(layout) for weight in head)
+            active = [0.0] * (self.num_layers + 1)
+            for weight in self.weights:
+                if weight.layer >= 0:
+                    active[weight.layer] += weight.number * (used / experts if weight.is_expert else 1)
+            head = active.pop() + sum(weight.number for weight in self._tied_head)
+            self._divided[number] = divide_layers(active, number, head)
+        return self._divided[number]
+
+    def of_rank(self, layout: Layout, rank: int) -> list[slice]:
+        """Return the layers of each stage of one rank of a pipeline."""
+        return self.stages(layout.stages)[rank :: layout.pipeline]
+
+    @cached_property
+    def _tied_head(self) -> list[Weights]:
+        """The embedding, if the head multiplies with it."""
+        return [w for w in self.weights if w.layer == -1] if self.config.tie_word_embeddings else []
+
+    def stage_weights(self, layout: Layout, stages: Sequence[slice]) -> StageWeights:
+        """Return the sums over the weights of stages of one rank; layouts that divide them alike share the sums."""
+        key = (layout.tensor, layout.expert, layout.shard, *((stage.start, stage.stop) for stage in stages))
+        if key not in self._stages:
+            layers = {layer for stage in stages for layer in range(self.num_layers)[stage]}
+            is_first, is_last = 0 in layers, self.num_layers - 1 in layers
+            layers |= {-1} if is_first else set()
+            layers |= {self.num_layers} if is_last else set()
+            weights = [weight for weight in self.weights if weight.layer in layers]
+            experts, used = self.experts
+            # The last stage multiplies with a tied embedding. It has a copy, unless it is also the first.
+            copy = self._tied_head if is_last and not is_first else []
+            sums = stage_weights([*weights, *copy], layout, self.job.optimizer, used / experts)
+            sums.active += sum(weight.on_one_device(layout) for weight in self._tied_head if is_last)
             self._stages[key] = sums
         return self._stages[key]
 
-    def kept(self, tensor: int, checkpointing: bool, stage: slice) -> tuple[int, int, int]:
-        """Return the bytes that a stage keeps for one backward pass, of states and of others, and the pass's peak."""
-        key = tensor, checkpointing, stage.start, stage.stop
+    def kept(self, layout: Layout, rank: int, microbatches: int) -> tuple[int, int, int]:
+        """Return the bytes that a rank keeps for backward passes when it keeps most, and those that it works with.
+
+        Args:
+            layout: The layout.
+            rank: Number of the rank in its pipeline.
+            microbatches: Number of micro-batches of a step.
+
+        Returns:
+            The kept bytes of states and of others, and the largest peak of a stage above the bytes that it keeps.
+        """
+        # From twice as many micro-batches as ranks on, no more wait.
+        microbatches = min(microbatches, 2 * layout.pipeline)
+        key = layout.tensor, layout.checkpointing, layout.pipeline, layout.virtual, rank, microbatches
         if key not in self._kept:
-            traced = self.trace(tensor)
-            self._kept[key] = *traced.kept(checkpointing, stage), traced.peak(checkpointing, stage)
+            traced, stages = self.trace(layout.tensor), self.of_rank(layout, rank)
+            # What a micro-batch keeps that has passed so many of the stages. They share blocks.
+            kept = [traced.kept(layout.checkpointing, stages[:number]) for number in range(len(stages) + 1)]
+            schedule = "Interleaved1F1B" if layout.virtual > 1 else "1F1B"
+            actions = rank_actions(schedule, rank, layout.pipeline, microbatches, layout.virtual)
+            moment = fullest_moment(actions, [sum(pair) for pair in kept])
+            working = max(
+                traced.peak(layout.checkpointing, stage) - sum(traced.kept(layout.checkpointing, [stage]))
+                for stage in stages
+            )
+            self._kept[key] = sum(kept[n][0] for n in moment), sum(kept[n][1] for n in moment), working
         return self._kept[key]
 
     def attention_flops(self, tokens: int) -> float:
@@ -136,9 +170,9 @@ class Costs:
     def forward_flops(self, layout: Layout) -> list[float]:
         """Return the products and sums of the forward pass of one sequence on a device, for each stage."""
         context = self.job.context
-        attention = self.attention_flops(context) * self.attention_part(layout.tensor) / layout.pipeline
-        stages = self.stages(layout.pipeline)
-        return [2 * self.stage_weights(layout, stage).active * context + attention for stage in stages]
+        attention = self.attention_flops(context) * self.attention_part(layout.tensor) / layout.stages
+        stages = self.stages(layout.stages)
+        return [2 * self.stage_weights(layout, [stage]).active * context + attention for stage in stages]
 
 
 __all__ = ["Costs"]

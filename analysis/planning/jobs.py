@@ -18,6 +18,7 @@ class Device:
         memory_bandwidth: Bytes to and from the device's memory.
         link: Bytes to other devices of the node, in one direction.
         network: Bytes to other nodes, in one direction.
+        latency: Seconds of one step of a ring through several devices.
         per_node: Devices of a node.
         reserved: Share of the memory for the allocator's gaps and the buffers of collectives, an assumption.
     """
@@ -28,6 +29,7 @@ class Device:
     memory_bandwidth: float = 3.35e12
     link: float = 450e9
     network: float = 50e9
+    latency: float = 5e-6
     per_node: int = 8
     reserved: float = 0.08
 
@@ -112,12 +114,13 @@ class Layout:
     Attributes:
         data: Number of groups with different sequences.
         tensor: Number of devices that share each matrix; states of the depth lie sharded along the sequence there.
-        pipeline: Number of stages.
+        pipeline: Number of ranks of a pipeline.
         expert: Number of devices that share the routed experts.
         shard: Number of devices that share weights, gradients and optimizer states.
         reshard: Whether a device frees the weights of a layer after each pass, and gathers them again (FSDP). If not,
             weights are gathered and gradients are summed once a step (ZeRO-1), or nothing is sharded.
         checkpointing: Whether layers run again in the backward pass.
+        virtual: Number of stages of each rank of a pipeline. With several, the schedule is Interleaved 1F1B.
     """
 
     data: int = 1
@@ -127,6 +130,12 @@ class Layout:
     shard: int = 1
     reshard: bool = False
     checkpointing: bool = False
+    virtual: int = 1
+
+    @property
+    def stages(self) -> int:
+        """Number of stages of a pipeline."""
+        return self.pipeline * self.virtual
 
     @property
     def devices(self) -> int:
@@ -135,8 +144,11 @@ class Layout:
 
     @property
     def expert_shard(self) -> int:
-        """Number of devices that share the same routed experts' weights, gradients and optimizer states."""
-        return self.shard * self.tensor // self.expert if self.expert > 1 else self.shard
+        """Number of devices that share the same routed experts' weights, gradients and optimizer states.
+
+        In serving nothing is sharded, and experts lie along `data x tensor`.
+        """
+        return max(1, self.shard * self.tensor // self.expert) if self.expert > 1 else self.shard
 
 
 @dataclass(frozen=True)

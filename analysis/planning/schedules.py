@@ -5,7 +5,7 @@ depth state at each of the C - 1 transitions. With cross-stage caching a rank ke
 made, and a transition carries only the tensors that the receiver lacks.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -138,15 +138,6 @@ def _needed(action: Action, stages: int, transfer: Sequence[float]) -> dict[Acti
     return {Action(stage + 1, False, microbatch): transfer[stage]}
 
 
-def most_in_flight(actions: Iterable[Action]) -> int:
-    """Return the largest number of forward passes of a rank whose backward pass is still to come."""
-    number = largest = 0
-    for action in actions:
-        number += 1 if action.is_forward else -1
-        largest = max(largest, number)
-    return largest
-
-
 def sent_bytes(states: Sequence[Mapping[int, int]], ranks: int, cached: bool) -> list[int]:
     """Return the bytes that each transition of one micro-batch's forward pass sends. Its gradients are as many.
 
@@ -192,7 +183,6 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "Simulation",
-    "most_in_flight",
     "paper_sends",
     "rank_actions",
     "sent_bytes",

@@ -8,6 +8,8 @@ from .jobs import Device, Job, Layout, Plan
 from .serving import plan_serving
 from .training import plan_training
 
+VIRTUAL = (1, 2, 4)  # numbers of stages on each rank of a pipeline
+
 
 @dataclass(frozen=True)
 class Search:
@@ -39,7 +41,7 @@ def layouts(costs: Costs, job: Job, device: Device) -> Iterator[Layout]:
     """Yield the layouts that the numbers of devices, layers, experts and sequences allow.
 
     Tensor parallelism stays within a node. Weights are whole on every device, or sharded within a node or among all
-    groups of data.
+    groups of data. Numbers of stages on a rank are those of `VIRTUAL`.
     """
     experts, _ = costs.experts
     has_tensor = any(weight.is_divided for weight in costs.weights)
@@ -59,13 +61,25 @@ def layouts(costs: Costs, job: Job, device: Device) -> Iterator[Layout]:
                 for expert in _divisors(shard * tensor):
                     if expert > 1 and (expert % tensor or experts % expert):
                         continue
-                    if not job.training:
+                    if job.training:
+                        layout = Layout(data, tensor, pipeline, expert, shard)
+                        yield from _choices(layout, job.sequences // data, costs.num_layers)
+                    else:
                         # Groups of data share only experts.
                         yield Layout(data, tensor, pipeline, expert)
-                        continue
-                    for reshard in (False, True) if shard > 1 else (False,):
-                        for checkpointing in (False, True):
-                            yield Layout(data, tensor, pipeline, expert, shard, reshard, checkpointing)
+
+
+def _choices(layout: Layout, microbatches: int, layers: int) -> Iterator[Layout]:
+    """Yield the ways to train with a layout."""
+    for virtual in VIRTUAL:
+        # Interleaved stages need whole rounds of micro-batches.
+        if virtual > 1 and (layout.pipeline == 1 or microbatches % layout.pipeline):
+            continue
+        if layout.pipeline * virtual > layers:
+            continue
+        for reshard in (False, True) if layout.shard > 1 else (False,):
+            for checkpointing in (False, True):
+                yield replace(layout, virtual=virtual, reshard=reshard, checkpointing=checkpointing)
 
 
 def search(costs: Costs, device: Device, job: Job | None = None) -> Search:
@@ -83,8 +97,8 @@ def search(costs: Costs, device: Device, job: Job | None = None) -> Search:
     plans = [plan_layout(costs, layout, device) for layout in layouts(costs, job, device)]
     if not plans:
         raise ValueError(
-            f"{job.devices} devices have no layout for {job.sequences} sequences: the number must "
-            "be a multiple of the groups that take different ones. Change the devices, or the batch."
+            f"No layout of {job.devices:,} devices divides a batch of {job.sequences:,} sequences: take another number "
+            f"of devices, or as many sequences, which are {job.devices * job.context:,} batch tokens."
         )
     limit = device.memory * (1 - device.reserved)
     fitting = [plan for plan in plans if plan.total_memory <= limit]

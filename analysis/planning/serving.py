@@ -20,7 +20,7 @@ def plan_serving(costs: Costs, layout: Layout, device: Device) -> Plan:
     step = costs.trace(layout.tensor, decode=True)
     sequences = -(-job.sequences // layout.data)  # of the group with most
     memory = max((_memory(costs, layout, stage, sequences) for stage in stages), key=lambda parts: sum(parts.values()))
-    weights = [costs.stage_weights(layout, stage) for stage in stages]
+    weights = [costs.stage_weights(layout, [stage]) for stage in stages]
     column = COPY * sequences  # bytes of a column of activations
     summed = sum(of_stage.sums for of_stage in weights) * costs.config.hidden_size
     routed = sum(of_stage.sparse_layers for of_stage in weights) * costs.expert_columns
@@ -59,7 +59,7 @@ def _memory(costs: Costs, layout: Layout, stage: slice, sequences: int) -> dict[
     prompt, step = costs.trace(layout.tensor), costs.trace(layout.tensor, decode=True)
     states = max(sum(layer.states.values()) for layer in prompt.layers[stage])
     return {
-        "weights": costs.stage_weights(layout, stage).bytes,
+        "weights": costs.stage_weights(layout, [stage]).bytes,
         "caches": sequences * sum(layer.cache for layer in step.layers[stage]),
         "activations": max(prompt.peak(layers=stage) - states, sequences * step.peak(layers=stage)),
         "block states": states,

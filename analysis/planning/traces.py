@@ -5,7 +5,7 @@ A trace keeps the parts of a peak apart, so that they can be divided among devic
     backward pass of layer l:  kept by the layers before l  +  states that any layer up to l keeps  +  peak of layer l
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .building import Batch
@@ -102,20 +102,22 @@ class Trace:
             kept += 0 if checkpointing else layer.kept
         return max(peak, kept + self._head(after, kept_states))
 
-    def kept(self, checkpointing: bool = False, layers: slice = slice(None)) -> tuple[int, int]:
-        """Return the bytes that layers keep from a forward pass to its backward pass.
+    def kept(self, checkpointing: bool, stages: Sequence[slice]) -> tuple[int, int]:
+        """Return the bytes that stages of one device keep from their forward passes to their backward passes.
 
         Args:
             checkpointing: As for [`peak`].
-            layers: As for [`peak`].
+            stages: The layers of each stage.
 
         Returns:
-            The bytes of states, and all others.
+            The bytes of states, of which each counts once, and of all others.
         """
         states: dict[int, int] = {}
-        for layer, following in zip(self.layers[layers], self._states_after(layers)):
-            states |= self.states_kept(layer, following, checkpointing)
-        return sum(states.values()), 0 if checkpointing else sum(layer.kept for layer in self.layers[layers])
+        for stage in stages:
+            for layer, following in zip(self.layers[stage], self._states_after(stage)):
+                states |= self.states_kept(layer, following, checkpointing)
+        others = 0 if checkpointing else sum(layer.kept for stage in stages for layer in self.layers[stage])
+        return sum(states.values()), others
 
     def states_kept(self, layer: LayerTrace, following: dict[int, int], checkpointing: bool) -> dict[int, int]:
         """Return the states that one layer keeps for its backward pass."""

@@ -1,12 +1,15 @@
 """The plan of a training step: memory, traffic and time of one layout.
 
-A stage runs its micro-batches in the order of 1F1B. Weights, gradients and optimizer states are in float32, and layers
-compute with copies in 16 bits.
+A pipeline runs 1F1B, or Interleaved 1F1B if its ranks have several stages. Weights, gradients and optimizer states are
+in float32, and layers compute with copies in 16 bits.
 """
+
+from collections.abc import Iterable
 
 from .costs import Costs
 from .jobs import Device, Layout, Plan
 from .schedules import sent_bytes
+from .weights import StageWeights
 
 MASTER = 4  # bytes of a weight that the optimizer updates, and of its gradient
 COPY = 2  # bytes of the copy that layers compute with, of new gradients, and of activations
@@ -22,26 +25,32 @@ def plan_training(costs: Costs, layout: Layout, device: Device) -> Plan:
     """
     job = costs.job
     microbatches = job.sequences // layout.data
-    memory = max((_memory(costs, layout, s, microbatches) for s in range(layout.pipeline)), key=_total)
-    by_stage = [_sent(costs, layout, stage, microbatches) for stage in costs.stages(layout.pipeline)]
-    sent = {purpose: max(stage[purpose] for stage in by_stage) for purpose in by_stage[0]}
+    ranks = range(layout.pipeline)
+    weights = [costs.stage_weights(layout, costs.of_rank(layout, rank)) for rank in ranks]
+    memory = max((_memory(costs, layout, rank, microbatches, weights[rank]) for rank in ranks), key=_total)
+    sent = _largest(_sent(costs, layout, microbatches, of_rank) for of_rank in weights)
     crossing = _crossing(costs, layout)
-    sent["pipeline"] = 2.0 * microbatches * max(crossing, default=0)  # gradients are as many bytes as states
-    # On average over the ranks, each micro-batch waits for one transfer in each direction.
-    waits = 2 * microbatches * sum(crossing) / max(1, len(crossing))
-    seconds, total = _seconds(costs, layout, device, microbatches, sent, waits)
+    # A rank sends its states forward and the gradients of its inputs back, which are as many bytes.
+    period = layout.pipeline
+    both = [sum(crossing[rank::period]) + sum(crossing[(rank - 1) % period :: period]) for rank in ranks]
+    sent["pipeline"] = float(microbatches * max(both)) if crossing else 0.0
+    seconds, total = _seconds(costs, layout, device, microbatches, weights, sent, crossing)
     sent["weights"] += sent.pop("experts' weights")
     return Plan(layout, microbatches, memory, sent, seconds, total, job.batch_tokens / total)
+
+
+def _largest(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Return the largest number of each purpose."""
+    parts = [*parts]
+    return {purpose: max(part[purpose] for part in parts) for purpose in parts[0]}
 
 
 def _total(parts: dict[str, float]) -> float:
     return sum(parts.values())
 
 
-def _memory(costs: Costs, layout: Layout, number: int, microbatches: int) -> dict[str, float]:
-    """Return the bytes of one stage by purpose."""
-    stage = costs.stages(layout.pipeline)[number]
-    weights = costs.stage_weights(layout, stage)
+def _memory(costs: Costs, layout: Layout, rank: int, microbatches: int, weights: StageWeights) -> dict[str, float]:
+    """Return the bytes of one rank of a pipeline by purpose."""
     if layout.reshard:
         # The copies of the layer that runs and of the next one. New gradients leave the device after each layer.
         copies, new = 2 * weights.largest_layer, weights.largest_layer
@@ -49,21 +58,18 @@ def _memory(costs: Costs, layout: Layout, number: int, microbatches: int) -> dic
     else:
         copies, new = weights.computed, weights.largest_gradient
         accumulated = weights.computed
-    states, others, peak = costs.kept(layout.tensor, layout.checkpointing, stage)
-    # 1F1B: so many micro-batches wait for their backward pass at this stage.
-    waiting = min(microbatches, layout.pipeline - number)
+    states, others, working = costs.kept(layout, rank, microbatches)
     return {
         "weights": weights.stored * MASTER + copies * COPY,
         "gradients": accumulated * MASTER + new * COPY,
         "optimizer": weights.optimizer,
-        "activations": waiting * others + peak - states - others,
-        "block states": waiting * states,
+        "activations": others + working,
+        "block states": states,
     }
 
 
-def _sent(costs: Costs, layout: Layout, stage: slice, microbatches: int) -> dict[str, float]:
-    """Return the bytes that a device of one stage sends in a step, by purpose."""
-    weights, hidden = costs.stage_weights(layout, stage), costs.config.hidden_size
+def _sent(costs: Costs, layout: Layout, microbatches: int, weights: StageWeights) -> dict[str, float]:
+    """Return the bytes that a device of one rank sends in a step, by purpose."""
     column = costs.job.context * COPY * microbatches  # bytes of a column of activations
     # Layers run forward and backward, and before that forward again with checkpointing.
     passes = 3 if layout.checkpointing else 2
@@ -71,59 +77,113 @@ def _sent(costs: Costs, layout: Layout, stage: slice, microbatches: int) -> dict
     gathers, sums = (2 * microbatches, microbatches) if layout.reshard else (1, 1)
     replicas = layout.data // layout.shard
     gathered = weights.gathered + weights.gathered_experts
+    # A sum is a scatter and a gather along the sequence. Tokens go to their experts and come back.
+    summed = 2 * weights.sums * costs.config.hidden_size * (1 - 1 / layout.tensor)
+    routed = 2 * weights.sparse_layers * costs.expert_columns * (1 - 1 / layout.expert)
     return {
         "weights": gathers * weights.gathered * COPY,
         "experts' weights": gathers * weights.gathered_experts * COPY,
         "gradients": sums * gathered * MASTER + 2 * (replicas - 1) / replicas * weights.stored * MASTER,
-        # A sum is a scatter and a gather along the sequence.
-        "tensor": passes * weights.sums * 2 * (1 - 1 / layout.tensor) * column * hidden,
-        # Tokens go to their experts and come back. Devices of a tensor group send different tokens.
-        "experts": passes * 2 * weights.sparse_layers * costs.expert_columns * (1 - 1 / layout.expert)
-        * column / layout.tensor,
-    }  # fmt: skip
+        "tensor": passes * summed * column,
+        # Devices of a tensor group send different tokens.
+        "experts": passes * routed * column / layout.tensor,
+    }
 
 
 def _crossing(costs: Costs, layout: Layout) -> list[int]:
     """Return the bytes that cross from each stage to the next for one micro-batch; ranks keep blocks."""
-    traced, stages = costs.trace(layout.tensor), costs.stages(layout.pipeline)
+    traced, stages = costs.trace(layout.tensor), costs.stages(layout.stages)
     states = [traced.layers[stage.start].states for stage in stages[1:]]
     return sent_bytes(states, layout.pipeline, cached=True)
 
 
 def _seconds(
-    costs: Costs, layout: Layout, device: Device, microbatches: int, sent: dict[str, float], waits: float
+    costs: Costs,
+    layout: Layout,
+    device: Device,
+    microbatches: int,
+    weights: list[StageWeights],
+    sent: dict[str, float],
+    crossing: list[int],
 ) -> tuple[dict[str, float], float]:
     """Return the estimated time of a step by purpose, and in total."""
+    flops = costs.forward_flops(layout)
     passes = 4 if layout.checkpointing else 3  # in units of the forward pass; a backward pass takes two
-    flops = max(costs.forward_flops(layout)) * passes * microbatches
-    # Neighbours in the network: devices of a tensor group, then of a shard group, then replicas, then stages.
-    group, shards = layout.tensor * layout.data, layout.tensor * layout.shard
-    gather = device.collective_rate(layout.shard, stride=layout.tensor)
-    gather_experts = device.collective_rate(layout.expert_shard, stride=max(layout.tensor, layout.expert))
-    replicate = device.collective_rate(layout.data // layout.shard, stride=shards)
-    of_stages = [costs.stage_weights(layout, stage) for stage in costs.stages(layout.pipeline)]
-    stored = max(weights.stored for weights in of_stages)
-    optimizer = max(weights.optimizer for weights in of_stages)
-    sums = microbatches if layout.reshard else 1
-    reduced = max(sums * (w.gathered / gather + w.gathered_experts / gather_experts) for w in of_stages) * MASTER
-    replicas = layout.data // layout.shard
+    rate = device.flops * device.efficiency / passes
+    computing = [sum(flops[rank :: layout.pipeline]) / rate for rank in range(layout.pipeline)]
     seconds = {
-        "compute": flops / (device.flops * device.efficiency),
-        "tensor": sent["tensor"] / device.link if layout.tensor > 1 else 0.0,
+        "compute": max(computing) * microbatches,
+        "tensor": sent["tensor"] / device.link,
         "experts": device.exchange_seconds(sent["experts"], layout.expert),
-        "pipeline": waits / (device.link if group * layout.pipeline <= device.per_node else device.network),
-        # It reads and writes weights and states, and reads gradients.
-        "optimizer": (3 * MASTER * stored + 2 * optimizer) / device.memory_bandwidth,
-        "weights": sent["weights"] / gather + sent["experts' weights"] / gather_experts,
-        "gradients": reduced + 2 * (replicas - 1) / replicas * stored * MASTER / replicate,
     }
-    step = sum(seconds[purpose] for purpose in ("compute", "tensor", "experts", "pipeline"))
+    step = sum(seconds.values())
+    others = (seconds["tensor"] + seconds["experts"]) / microbatches
+    busy = [time + others for time in computing]
+    seconds["pipeline"] = _pipeline_seconds(layout, device, microbatches, busy, sent["pipeline"], crossing)
     # Stages wait while the pipeline fills and empties.
-    seconds["bubble"] = step * (layout.pipeline - 1) / microbatches
+    seconds["bubble"] = step * (layout.pipeline - 1) / (microbatches * layout.virtual)
     # Weights and gradients travel while the device computes; without FSDP, in the first and last micro-batch alone.
+    seconds |= _weight_seconds(costs, layout, device, microbatches, weights, sent)
     hides = seconds["compute"] / (1 if layout.reshard else microbatches)
     exposed = max(0.0, seconds["weights"] + seconds["gradients"] - hides)
-    return seconds, step + seconds["bubble"] + exposed + seconds["optimizer"]
+    # The optimizer reads and writes weights and states, and reads gradients.
+    moved = max(3 * MASTER * of_rank.stored + 2 * of_rank.optimizer for of_rank in weights)
+    seconds["optimizer"] = moved / device.memory_bandwidth
+    return seconds, step + seconds["pipeline"] + seconds["bubble"] + exposed + seconds["optimizer"]
+
+
+def _pipeline_seconds(
+    layout: Layout, device: Device, microbatches: int, busy: list[float], sent: float, crossing: list[int]
+) -> float:
+    """Return the time in which devices wait for transfers between stages, beyond the bubble.
+
+    Args:
+        layout: The layout.
+        device: The devices.
+        microbatches: Number of micro-batches of a step.
+        busy: For each rank, the seconds in which it works for a micro-batch.
+        sent: Bytes that a device sends to other ranks in a step.
+        crossing: Bytes that cross between stages, for one micro-batch.
+    """
+    if not crossing:
+        return 0.0
+    rate = device.link if layout.devices <= device.per_node else device.network
+    transfers = [size / rate for size in crossing]
+    if layout.virtual > 1:
+        # Interleaved 1F1B takes so many micro-batches in advance that transfers have time, except the first and last.
+        fill = 2 * (layout.pipeline - 1) * sum(transfers) / len(transfers)
+        return fill + max(0.0, sent / rate - max(busy) * microbatches)
+    # In 1F1B as many micro-batches as ranks follow are under way from a rank to the last and back.
+    periods = [
+        (sum(busy[rank:]) + 2 * sum(transfers[rank:])) / (layout.pipeline - rank) for rank in range(layout.pipeline)
+    ]
+    return 2 * sum(transfers) + microbatches * max(0.0, max(periods) - max(busy))
+
+
+def _weight_seconds(
+    costs: Costs,
+    layout: Layout,
+    device: Device,
+    microbatches: int,
+    weights: list[StageWeights],
+    sent: dict[str, float],
+) -> dict[str, float]:
+    """Return the time in which weights are gathered, and gradients summed."""
+    # Neighbours in the network: devices of a tensor group, then of a shard group, then replicas, then ranks.
+    gather = device.collective_rate(layout.shard, stride=layout.tensor)
+    gather_experts = device.collective_rate(layout.expert_shard, stride=max(layout.tensor, layout.expert))
+    replicas = layout.data // layout.shard
+    replicate = device.collective_rate(replicas, stride=layout.tensor * layout.shard)
+    sums = microbatches if layout.reshard else 1
+    reduced = max(of_rank.gathered / gather + of_rank.gathered_experts / gather_experts for of_rank in weights)
+    stored = max(of_rank.stored for of_rank in weights)
+    # Each layer's ring has a step for each other device.
+    ring = (layout.shard - 1) * device.latency * costs.num_layers / layout.pipeline
+    gathers = 2 * microbatches if layout.reshard else 1
+    return {
+        "weights": sent["weights"] / gather + sent["experts' weights"] / gather_experts + gathers * ring,
+        "gradients": sums * (reduced * MASTER + ring) + 2 * (replicas - 1) / replicas * stored * MASTER / replicate,
+    }
 
 
 __all__ = ["COPY", "MASTER", "plan_training"]

@@ -37,6 +37,8 @@ TRAINING = {
     "a Kimi Linear with experts, checkpointed": (kimi(attn_res_block_size=2), Batch(1, 256), True),
 }
 
+QUICK = "a Llama with the residual stream"
+
 
 def plain(batch: Batch) -> Batch:
     return Batch(batch.rows, batch.length, batch.past, batch.training, batch.dtype, fused=False)
@@ -59,7 +61,9 @@ def allocated(path) -> int:
     return peak
 
 
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize(
+    "name", [next(iter(TRAINING)), *(pytest.param(n, marks=pytest.mark.slow) for n in [*TRAINING][1:])]
+)
 def test_the_peak_of_training_is_within_10_percent_of_a_real_step(name, tmp_path):
     config, batch, checkpointing = TRAINING[name]
     model = real_model(config, batch)
@@ -89,8 +93,8 @@ def test_the_peak_of_training_is_within_10_percent_of_a_real_step(name, tmp_path
         (llama("attn_res", full=True), Batch(2, 512, 0, False, torch.float32)),
         (llama("attn_res", block_size=3), Batch(8, 1, 500, False, torch.float32)),
         (kimi(), Batch(1, 256, 0, False)),
-        (kimi(), Batch(4, 1, 256, False)),
-        (kimi(), Batch(1, 64, 256, False)),
+        (kimi(), Batch(4, 1, 128, False)),
+        (kimi(), Batch(1, 64, 128, False)),
     ],
     ids=["prefill", "decode", "prefill of Kimi Linear", "decode of Kimi Linear", "a chunk of Kimi Linear"],
 )
@@ -126,5 +130,5 @@ def test_tensor_parallelism_divides_activations_where_the_backbone_has_a_plan(ba
     kept = {}
     for case in ("llama", "mixtral", "qwen3"):
         config = backbones.member_config(case, residual_connection="attn_res")
-        kept[case] = [sum(trace(config, Batch(1, 64, tensor=tensor)).kept()) for tensor in (1, 2)]
+        kept[case] = [sum(trace(config, Batch(1, 64, tensor=tensor)).kept(False, [slice(None)])) for tensor in (1, 2)]
     assert all(0.4 * whole < part < 0.95 * whole for whole, part in kept.values()), kept

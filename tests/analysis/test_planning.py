@@ -7,7 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from attnres.analysis.planning import Batch, Costs, Device, Job, Layout, Pipeline, overhead, plan_layout, search, trace
+from attnres.analysis.planning import (
+    Batch,
+    Costs,
+    Device,
+    Job,
+    Layout,
+    Pipeline,
+    overhead,
+    plan_layout,
+    rank_actions,
+    search,
+    sent_bytes,
+    simulate,
+    trace,
+)
 from attnres.analysis.planning.search import devices_that_fit, layouts
 from attnres.configuration import count_parameters, load, names
 from attnres.conversion.family import retrofit_config
@@ -49,9 +63,9 @@ def test_128k_tokens_of_kimi_k3_hold_the_block_states_of_the_paper():
 
 
 @given(rows=st.integers(1, 4), length=st.sampled_from([64, 128, 192]))
-@settings(max_examples=6)
+@settings(max_examples=3)
 def test_states_grow_with_the_tokens(rows, length):
-    config = load("attnres-tiny", num_hidden_layers=4)
+    config = load("attnres-tiny", num_hidden_layers=2)
     one, many = (trace(config, Batch(count, length, training=False)) for count in (1, rows))
     assert many.block_states == rows * one.block_states
     assert many.cache == rows * one.cache
@@ -65,7 +79,7 @@ def test_parts_of_the_memory_add_up_and_stages_share_all_weights(tiny):
     stages = tiny.stages(4)
     assert [stage.start for stage in stages][1:] == [stage.stop for stage in stages][:-1]
     number = sum(weights.number for weights in tiny.weights)
-    stored = [tiny.stage_weights(Layout(2, pipeline=4), stage).stored for stage in stages]
+    stored = [tiny.stage_weights(Layout(2, pipeline=4), [stage]).stored for stage in stages]
     assert sum(stored) == pytest.approx(number)
 
 
@@ -81,7 +95,7 @@ def test_the_memory_of_one_device_is_that_of_its_parts_counted_by_hand(tiny):
 def test_a_llama_on_eight_devices_has_the_weights_of_a_sum_on_paper():
     config = retrofit_config(
         LlamaConfig(
-            vocab_size=1000, hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=8,
+            vocab_size=256, hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=8,
             num_key_value_heads=4, tie_word_embeddings=False,
         ),
         "attn_res",
@@ -89,60 +103,79 @@ def test_a_llama_on_eight_devices_has_the_weights_of_a_sum_on_paper():
     plan = plan_layout(
         Costs(config, Job(8, 128, 16 * 128)), Layout(data=2, tensor=2, pipeline=2, shard=2, reshard=True), SMALL
     )
-    # Two of four layers. Tensor parallelism halves queries and outputs, keys and values, and three matrices of the MLP,
-    # and leaves two norms, and a query and a norm for each of two reads. Then come the last norm, read and head.
+    # Two of four layers, and the embedding. Tensor parallelism halves queries and outputs, keys and values, and three
+    # matrices of the MLP, and leaves two norms, and a query and a norm for each of two reads.
     layer = (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 256) / 2 + (2 + 4) * 64
-    stage = 2 * layer + 3 * 64 + 1000 * 64 / 2
+    stage = 2 * layer + 256 * 64 / 2
     assert plan.memory["optimizer"] == stage / 2 * 8
-    assert plan.memory["weights"] == stage / 2 * 4 + 2 * 2 * max(layer, 3 * 64 + 32000)
-    assert plan.memory["gradients"] == stage / 2 * 4 + 2 * max(layer, 3 * 64 + 32000)
+    assert plan.memory["weights"] == stage / 2 * 4 + 2 * layer * 2
+    assert plan.memory["gradients"] == stage / 2 * 4 + layer * 2
 
 
-def test_a_stage_of_kimi_k3_on_1024_devices_has_the_experts_of_a_sum_on_paper(k3):
+def test_a_stage_of_kimi_k3_on_1024_devices_has_the_weights_of_a_sum_on_paper(k3):
     layout = Layout(data=64, pipeline=16, expert=64, shard=64)
-    stages = [k3.stage_weights(layout, stage) for stage in k3.stages(16)]
-    # 14 of 896 experts in each of 6 layers: 3 matrices between 3,584 and 3,072 columns. Each has one shard.
+    stage = k3.stages(16)[8]
+    weights = k3.stage_weights(layout, [stage])
+    kinds = k3.config.layer_types[stage]
+    assert len(kinds) == 6
+    # 14 of 896 experts in each layer: 3 matrices between 3,584 and 3,072 columns. Each has one shard.
     experts = 6 * 14 * 3 * 3584 * 3072
-    assert stages[8].expert_bytes == 2 * experts
-    # Two shared experts in the model's width, two projections to the latent space, a router, and attention.
-    shared = 6 * (2 * 3 * 7168 * 3072 + 2 * 7168 * 3584 + 896 * 7168)
-    attention = 6 * 5 * 7168 * 12288  # nearly all layers are KDA: queries, keys, values, gate, outputs
-    assert stages[8].computed == pytest.approx(experts + shared + attention, rel=0.02)
-    assert stages[8].stored == pytest.approx(experts + (shared + attention) / 64, rel=0.01)
+    assert weights.expert_bytes == 2 * experts
+    # Two shared experts in the model's width, two projections to the latent space, and a router.
+    others = 6 * (2 * 3 * 7168 * 3072 + 2 * 7168 * 3584 + 896 * 7168)
+    # Queries, keys, values, gate and output of KDA; of MLA, queries and keys through latents, gate and output.
+    others += kinds.count("linear_attention") * 5 * 7168 * 12288
+    others += kinds.count("full_attention") * (7168 * (1536 + 576) + 96 * (1536 * 192 + 512 * 256) + 2 * 7168 * 12288)
+    assert weights.computed == pytest.approx(experts + others, rel=0.005)
+    assert weights.stored == pytest.approx(experts + others / 64, rel=0.005)
+    assert weights.optimizer == 8 * weights.stored
     # A token uses 16 of 896 experts.
-    assert stages[8].active == pytest.approx(experts * 64 * 16 / 896 + shared + attention, rel=0.04)
+    assert weights.active == pytest.approx(experts * 64 * 16 / 896 + others, rel=0.005)
 
 
-def test_caches_of_48b_have_the_bytes_of_a_sum_on_paper():
+def test_caches_have_the_bytes_of_a_sum_on_paper():
     context = 65536
-    costs = Costs(load("attnres-48b-a3b"), Job(8, context, 32 * context, training=False))
+    config = load("attnres-48b-a3b", num_hidden_layers=4)
+    costs = Costs(config, Job(8, context, 32 * context, training=False))
     plan = plan_layout(costs, Layout(data=8, expert=8), Device())
-    latents = 7 * (512 + 64) * 2 * context  # 7 layers of MLA
-    states = 20 * (32 * 128 * 128 * 4 + 3 * 4096 * 4 * 2)  # 20 layers of KDA, and the inputs of their convolutions
+    latents = (512 + 64) * 2 * context  # a layer of MLA
+    states = 3 * (32 * 128 * 128 * 4 + 3 * 4096 * 4 * 2)  # 3 layers of KDA, and the inputs of their convolutions
     assert plan.memory["caches"] == 4 * (latents + states)
 
 
-devices = st.sampled_from([1, 2, 4])
+few = st.sampled_from([1, 2, 4])
 
 
-@given(data=devices, pipeline=devices, shard=devices, reshard=st.booleans(), checkpointing=st.booleans())
-def test_more_devices_never_need_more_memory(tiny, data, pipeline, shard, reshard, checkpointing):
-    def plan(pipeline: int, shard: int, expert: int = 1, **choices: bool):
-        layout = Layout(8, 1, pipeline, expert, shard, reshard and shard > 1, checkpointing)
-        return plan_layout(tiny, replace(layout, **choices), SMALL)
+@given(pipeline=few, shard=few, reshard=st.booleans(), checkpointing=st.booleans())
+def test_more_devices_never_need_more_memory(tiny, pipeline, shard, reshard, checkpointing):
+    layout = Layout(8, 1, pipeline, 1, shard, reshard and shard > 1, checkpointing)
 
-    one = plan(pipeline, shard)
-    assert plan(pipeline, 2 * shard).memory["optimizer"] < one.memory["optimizer"]
-    assert plan(pipeline, 2 * shard).memory["weights"] <= one.memory["weights"] or not one.layout.reshard
-    assert plan(2 * pipeline, shard).memory["optimizer"] < one.memory["optimizer"]
-    assert plan(pipeline, shard, expert=shard).total_memory <= one.total_memory
-    assert plan(pipeline, shard, checkpointing=True).total_memory <= plan(pipeline, shard, checkpointing=False).total_memory
-    # FSDP needs less memory than gathering once a step, and sends more.
+    def plan(**changes):
+        return plan_layout(tiny, replace(layout, **changes), SMALL)
+
+    assert plan(shard=2 * shard).total_memory < plan().total_memory
+    assert plan(expert=shard).total_memory <= plan().total_memory
+    assert plan(checkpointing=True).total_memory <= plan(checkpointing=False).total_memory
+    # FSDP needs less memory than a gather once a step, and sends more.
     if shard > 1:
-        fsdp, once = plan(pipeline, shard, reshard=True), plan(pipeline, shard, reshard=False)
-        assert fsdp.total_memory <= once.total_memory
-        assert fsdp.sent["weights"] >= once.sent["weights"]
-        assert fsdp.memory["optimizer"] == once.memory["optimizer"]
+        per_layer, per_step = plan(reshard=True), plan(reshard=False)
+        assert per_layer.total_memory <= per_step.total_memory
+        assert per_layer.sent["weights"] >= per_step.sent["weights"]
+
+
+@pytest.mark.parametrize(("pipeline", "virtual"), [(2, 1), (4, 1), (2, 2), (4, 2)])
+def test_the_time_of_a_pipeline_is_nearly_that_of_the_simulated_schedule(tiny, pipeline, virtual):
+    device = replace(SMALL, flops=1e12, network=2e9, per_node=1)
+    layout = Layout(4, 1, pipeline, virtual=virtual)
+    plan = plan_layout(tiny, layout, device)
+    forward = [flops / device.flops / device.efficiency for flops in tiny.forward_flops(layout)]
+    stages = tiny.stages(layout.stages)[1:]
+    sent = sent_bytes([tiny.trace(1).layers[stage.start].states for stage in stages], pipeline, cached=True)
+    schedule = "Interleaved1F1B" if virtual > 1 else "1F1B"
+    actions = [rank_actions(schedule, rank, pipeline, plan.microbatches, virtual) for rank in range(pipeline)]
+    times = forward, [2 * time for time in forward], [size / device.network for size in sent]
+    planned = sum(plan.seconds[part] for part in ("compute", "pipeline", "bubble"))
+    assert planned == pytest.approx(simulate(actions, *times).total, rel=0.15)
 
 
 def test_a_gather_among_nodes_uses_all_their_network_links_and_an_exchange_each_devices_own():
@@ -217,5 +250,5 @@ def test_a_model_that_tensor_parallelism_cannot_divide_is_refused(tiny):
 
 def test_no_layout_for_these_sequences_is_said():
     costs = Costs(load("attnres-tiny"), Job(devices=7 * 11, context=256, batch_tokens=256))
-    with pytest.raises(ValueError, match="77 devices have no layout for 1 sequences"):
+    with pytest.raises(ValueError, match=r"No layout of 77 devices divides a batch of 1 sequences: .* 19,712"):
         search(costs, SMALL)

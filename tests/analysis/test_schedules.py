@@ -1,5 +1,6 @@
 """Simulated pipelines run the schedules of PyTorch, wait as long as a clock says, and send the bytes of the paper."""
 
+from itertools import combinations, pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -9,12 +10,12 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from attnres.analysis.planning.schedules import (
     Action,
-    most_in_flight,
     paper_sends,
     rank_actions,
     sent_bytes,
     simulate,
 )
+from attnres.analysis.planning.stages import divide_layers, fullest_moment
 
 numbers = st.integers(1, 6)
 
@@ -118,11 +119,38 @@ def test_equal_stages_wait_as_the_closed_forms_say(ranks, rounds, virtual, forwa
 
 
 @given(ranks=st.integers(1, 6), rounds=st.integers(1, 4))
-def test_fewer_micro_batches_wait_at_later_stages_of_1f1b(ranks, rounds):
+def test_fewer_micro_batches_wait_at_later_ranks(ranks, rounds):
     microbatches = ranks * rounds
-    waiting = [most_in_flight(actions) for actions in actions_of("1F1B", ranks, microbatches)]
-    assert waiting == [min(microbatches, ranks - rank) for rank in range(ranks)]
-    assert most_in_flight(rank_actions("GPipe", 0, ranks, microbatches)) == microbatches
+    moments = [fullest_moment(actions, [0, 1]) for actions in actions_of("1F1B", ranks, microbatches)]
+    assert moments == [[1] * min(microbatches, ranks - rank) for rank in range(ranks)]
+    assert len(fullest_moment(rank_actions("GPipe", 0, ranks, microbatches), [0, 1])) == microbatches
+
+
+@given(ranks=st.integers(2, 6), rounds=st.integers(2, 5), virtual=st.integers(2, 3))
+def test_interleaved_stages_keep_the_same_from_twice_as_many_micro_batches_as_ranks_on(ranks, rounds, virtual):
+    for rank in range(ranks):
+        moments = [
+            fullest_moment(rank_actions("Interleaved1F1B", rank, ranks, number, virtual), range(virtual + 1))
+            for number in (2 * ranks, rounds * ranks)
+        ]
+        ahead = (virtual - 1) * ranks + 2 * (ranks - 1 - rank) + 1
+        assert [sum(moment) for moment in moments] == [ahead, ahead]
+
+
+@given(costs=st.lists(st.integers(1, 9), min_size=1, max_size=7), data=st.data(), last=st.integers(0, 9))
+def test_layers_are_divided_so_that_no_other_division_has_a_cheaper_dearest_stage(costs, data, last):
+    stages = data.draw(st.integers(1, len(costs)))
+
+    def dearest(bounds) -> int:
+        sums = [sum(costs[start:end]) for start, end in pairwise([0, *bounds, len(costs)])]
+        return max([*sums[:-1], sums[-1] + last])
+
+    divided = divide_layers(costs, stages, last)
+    ends = [stage.stop for stage in divided]
+    assert len(divided) == stages and ends[-1] == len(costs) and all(stage.start < stage.stop for stage in divided)
+    assert [stage.start for stage in divided] == [0, *ends[:-1]]
+    best = min(dearest(bounds) for bounds in combinations(range(1, len(costs)), stages - 1))
+    assert dearest(ends[:-1]) == best
 
 
 @given(ranks=st.integers(2, 6), virtual=st.integers(1, 4), blocks=st.integers(1, 3), size=st.integers(1, 100))
